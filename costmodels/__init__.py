@@ -1,0 +1,34 @@
+"""Cost models: how long ops and collectives take on a described cluster, without running them.
+
+Times are in seconds, sizes in bytes, rates in flop/s and bytes/s, all SI decimal.
+"""
+
+from .collectives import Collective, collective_coefficients
+from .compute import op_time_s
+from .hardware import (
+    Cluster,
+    ClusterError,
+    Device,
+    Link,
+    known_kinds,
+    parse_bytes,
+    parse_cluster,
+    with_memory,
+)
+from .model import AnalyticCostModel, CostModel
+
+__all__ = [
+    "AnalyticCostModel",
+    "Cluster",
+    "ClusterError",
+    "Collective",
+    "CostModel",
+    "Device",
+    "Link",
+    "collective_coefficients",
+    "known_kinds",
+    "op_time_s",
+    "parse_bytes",
+    "parse_cluster",
+    "with_memory",
+]

@@ -1,0 +1,137 @@
+"""Constants of the known device kinds, read from the package's TOML files and checked."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+Table = dict[str, Any]
+
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8")
+
+_POSITIVE = {
+    "device": ("memory_bytes", "memory_bytes_per_s", "vector_flops_per_s"),
+    "node": ("devices_per_node",),
+    "intra_node": ("bytes_per_s",),
+    "inter_node": ("bytes_per_s",),
+    "torus": ("bytes_per_s", "max_dims"),
+    "peak_flops_per_s": DTYPES,
+}
+_INTEGER = ("memory_bytes", "devices_per_node", "max_dims")
+_NOT_NEGATIVE = ("kernel_latency_s", "latency_s")
+_UNIT_INTERVAL = ("matmul_efficiency", "memory_efficiency", "efficiency")
+
+
+class ClusterError(ValueError):
+    """A cluster, device or mesh description that cannot be used; the text says what to change."""
+
+
+@functools.lru_cache(maxsize=1)
+def known_kinds() -> tuple[str, ...]:
+    """Names of the device kinds that have a catalog file, sorted."""
+    folder = resources.files(__package__) / "catalog"
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+@functools.lru_cache(maxsize=1)
+def _aliases() -> dict[str, str]:
+    table: dict[str, str] = {}
+    for kind in known_kinds():
+        table[kind] = kind
+        table.update({alias: kind for alias in _read(kind)["device"]["aliases"]})
+    return table
+
+
+@functools.lru_cache(maxsize=32)
+def _read(kind: str) -> Table:
+    path = resources.files(__package__) / "catalog" / f"{kind}.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def catalog_entry(name: str) -> Table:
+    """Checked constants of one device kind as nested tables (a fresh copy).
+
+    Raises:
+        ClusterError: the name is neither a device kind nor an alias of one.
+    """
+    kind = _aliases().get(name.strip().lower())
+    if kind is None:
+        raise ClusterError(
+            f"unknown device {name!r}; known devices: {', '.join(known_kinds())}; "
+            "pick one of these, or describe yours in a .toml file that starts from one of them"
+        )
+    entry = {table: dict(values) for table, values in _read(kind).items()}
+    check_entry(entry, where=f"catalog of {kind}")
+    return entry
+
+
+def merge_overrides(entry: Table, overrides: Mapping[str, Any], where: str) -> Table:
+    """The catalog entry with some constants replaced.
+
+    Raises:
+        ClusterError: a table or key that the entry does not have, or a value out of range.
+    """
+    merged = {table: dict(values) for table, values in entry.items()}
+    for table, values in overrides.items():
+        if table not in merged:
+            raise ClusterError(
+                f"{where}: unknown table [{table}]; this device has "
+                f"[cluster], {', '.join(f'[{name}]' for name in merged)}; rename or drop it"
+            )
+        if not isinstance(values, dict):
+            raise ClusterError(
+                f"{where}: {table} must be a table, got {values!r}; write [{table}] and its keys"
+            )
+        fixed = ("kind", "aliases") if table == "device" else ()
+        keys = set(DTYPES if table == "peak_flops_per_s" else merged[table]).difference(fixed)
+        for key, value in values.items():
+            if key not in keys:
+                raise ClusterError(
+                    f"{where}: unknown key {key!r} in [{table}]; "
+                    f"expected one of: {', '.join(sorted(keys))}; rename or drop it"
+                )
+            merged[table][key] = value
+    check_entry(merged, where)
+    return merged
+
+
+def check_entry(entry: Table, where: str) -> None:
+    """Check types and ranges of every constant of an entry.
+
+    Raises:
+        ClusterError: a constant of the wrong type or out of range.
+    """
+    for table, values in entry.items():
+        for key, value in values.items():
+            if key in ("kind", "aliases"):
+                continue
+            problem = _problem(table, key, value)
+            if problem:
+                raise ClusterError(
+                    f"{where}: [{table}] {key} must be {problem}, got {value!r}; correct the value"
+                )
+
+
+def _problem(table: str, key: str, value: object) -> str:
+    """What the value should have been, or an empty text where it is fine."""
+    if key == "shared_cores":
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "a number"
+    if value != value or value in (float("inf"), float("-inf")):
+        return "a finite number"
+    if key in _POSITIVE.get(table, ()):
+        if value <= 0:
+            return "positive"
+        if key in _INTEGER and int(value) != value:
+            return "a whole number"
+        return ""
+    if key in _NOT_NEGATIVE:
+        return "" if value >= 0 else "zero or positive"
+    if key in _UNIT_INTERVAL:
+        return "" if 0 < value <= 1 else "above 0 and at most 1"
+    return "" if 0 <= value <= 1 else "between 0 and 1"

@@ -1,0 +1,277 @@
+"""Devices, links and clusters: what a cluster text or a cluster file describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides
+
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "Device",
+    "Link",
+    "known_kinds",
+    "parse_bytes",
+    "parse_cluster",
+    "with_memory",
+]
+
+_UNITS = {
+    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+}
+# A narrow dtype without its own peak is widened to the first of these that the device has.
+_WIDENED_TO = ("bfloat16", "float16", "float32")
+_NARROW = ("float8", "int8", "bfloat16", "float16")
+_FORMS = "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'cpu:8' or a .toml path"
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One accelerator, or one virtual device's share of a host.
+
+    `peak_flops_per_s` holds (dtype name, dense matmul flop/s) pairs; `vector_flops_per_s` is the
+    flop/s of everything that is not a matmul; `memory_bytes` bytes; `memory_bytes_per_s` bytes/s;
+    `matmul_efficiency` and `memory_efficiency` are the achieved fractions of the peaks, in (0, 1];
+    `kernel_latency_s` is the fixed cost of starting one op in seconds; `overlap` the fraction of
+    communication that hides under compute, in [0, 1].
+    """
+
+    kind: str
+    peak_flops_per_s: tuple[tuple[str, float], ...]
+    vector_flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    kernel_latency_s: float
+    overlap: float = 0.0
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """Dense matmul peak in flop/s for a dtype name such as 'bfloat16' or 'float8_e4m3fn'.
+
+        A narrow dtype the device has no figure for runs at the rate of the type it is widened
+        to, float64 without a figure at the vector rate; integers wider than 8 bits, booleans and
+        complex64 run at the float32 rate, complex128 at the float64 rate.
+        """
+        peaks = dict(self.peak_flops_per_s)
+        name = _dtype_class(dtype)
+        if name in peaks:
+            return peaks[name]
+        chain = _WIDENED_TO if name in _NARROW else ()
+        return next((peaks[other] for other in chain if other in peaks), self.vector_flops_per_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Achievable rate of one device in one direction (bytes/s), and latency of a step (s).
+
+    On a torus it is one link, one way, and the latency is that of one hop.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Equal devices and how they are wired.
+
+    A 'hierarchy' has shape (devices per node, nodes), `link` inside a node and `network` between
+    nodes. A 'torus' has its dimensions as shape, `link` for every link, and no `network`.
+    `text` is what `parse_cluster` takes to give this cluster again.
+    """
+
+    text: str
+    device: Device
+    shape: tuple[int, ...]
+    kind: Literal["hierarchy", "torus"]
+    link: Link
+    network: Link | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices in the whole cluster."""
+        return math.prod(self.shape)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices that share the fast links; a torus has no slower level, so all of them."""
+        return self.shape[0] if self.kind == "hierarchy" else self.num_devices
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Cluster from 'h100:8x4', 'h100:8', 'v5p:4x4x8', 'cpu:8' or the path of a .toml file.
+
+    Rates come in flop/s and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind
+    with `shared_cores` are the host's, divided by the devices of a node.
+
+    Raises:
+        ClusterError: unknown device, bad or non-positive shape, unreadable file, bad key or value.
+    """
+    text = text.strip()
+    if text.lower().endswith(".toml"):
+        return _parse_file(text)
+    name, colon, shape_text = text.partition(":")
+    if not name or not colon:
+        raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; give both parts")
+    entry = catalog_entry(name)
+    kind = entry["device"]["kind"]
+    shape = _shape(_split(shape_text, text), entry, where=f"cluster {text!r}")
+    plain = shape[:1] if "node" in entry and shape[1] == 1 else shape
+    return _build(f"{kind}:{'x'.join(map(str, plain))}", entry, shape)
+
+
+def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
+    """The same cluster with `memory_bytes` bytes on every device.
+
+    Raises:
+        ClusterError: a size that is not positive.
+    """
+    if memory_bytes <= 0:
+        raise ClusterError(
+            f"device memory must be positive, got {memory_bytes} bytes; give a size such as 80GB"
+        )
+    device = dataclasses.replace(cluster.device, memory_bytes=int(memory_bytes))
+    return dataclasses.replace(cluster, device=device)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in '80GB', '500MB' (SI decimal), '16GiB' (binary) or '1024' (plain bytes).
+
+    Raises:
+        ClusterError: no number, an unknown unit, or a size below one byte.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", text)
+    unit = found.group(2).lower() if found else ""
+    if found is None or unit not in _UNITS:
+        raise ClusterError(
+            f"cannot read size {text!r}; expected a number and one of B, kB, MB, GB, TB, KiB, "
+            "MiB, GiB, TiB; write it like 80GB or 16GiB"
+        )
+    size = int(Decimal(found.group(1)) * _UNITS[unit])
+    if size <= 0:
+        raise ClusterError(f"size must be positive, got {text!r}; write it like 80GB or 16GiB")
+    return size
+
+
+def _dtype_class(dtype: str) -> str:
+    """The catalog's name for the rate that a dtype is computed at."""
+    if dtype.startswith("float8"):
+        return "float8"
+    if dtype in ("int8", "uint8", "int4", "uint4"):
+        return "int8"
+    if dtype == "complex128":
+        return "float64"
+    return dtype if dtype in ("float64", "float16", "bfloat16") else "float32"
+
+
+def _split(shape_text: str, text: str) -> list[int]:
+    parts = shape_text.strip().lower().split("x")
+    if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
+        raise ClusterError(
+            f"bad shape {shape_text!r} in cluster {text!r}; expected whole numbers joined by x; "
+            f"write {_FORMS}"
+        )
+    return [int(part) for part in parts]
+
+
+def _shape(sizes: Sequence[int], entry: Table, where: str) -> tuple[int, ...]:
+    """Check the sizes against the kind of wiring; (devices per node, nodes) or torus dims."""
+    kind, given = entry["device"]["kind"], "x".join(map(str, sizes))
+    if any(size <= 0 for size in sizes):
+        raise ClusterError(f"{where}: sizes must be positive, got {given}; use 1 or more")
+    if "torus" in entry:
+        most = int(entry["torus"]["max_dims"])
+        if not 1 <= len(sizes) <= most:
+            raise ClusterError(
+                f"{where}: a {kind} torus has 1 to {most} dimensions, got {given}; "
+                f"write a shape such as {kind}:4x4x8"
+            )
+        return tuple(sizes)
+    if not 1 <= len(sizes) <= 2:
+        raise ClusterError(
+            f"{where}: {kind} takes devices per node x nodes, got {given}; "
+            f"write a shape such as {kind}:8x4"
+        )
+    per_node, nodes = sizes[0], sizes[1] if len(sizes) == 2 else 1
+    most = int(entry["node"]["devices_per_node"])
+    if per_node > most and not entry["device"]["shared_cores"]:
+        raise ClusterError(
+            f"{where}: a {kind} node holds at most {most} devices, got {per_node}; "
+            f"write {kind}:{most}x{-(-per_node * nodes // most)}, or raise devices_per_node in "
+            "the [node] table of a cluster .toml"
+        )
+    return per_node, nodes
+
+
+def _link(table: Table) -> Link:
+    return Link(float(table["bytes_per_s"] * table["efficiency"]), float(table["latency_s"]))
+
+
+def _build(text: str, entry: Table, shape: tuple[int, ...]) -> Cluster:
+    values = entry["device"]
+    share = shape[0] if values["shared_cores"] else 1
+    device = Device(
+        kind=values["kind"],
+        peak_flops_per_s=tuple(
+            (dtype, float(peak) / share) for dtype, peak in entry["peak_flops_per_s"].items()
+        ),
+        vector_flops_per_s=float(values["vector_flops_per_s"]) / share,
+        memory_bytes=int(values["memory_bytes"]) // share,
+        memory_bytes_per_s=float(values["memory_bytes_per_s"]) / share,
+        matmul_efficiency=float(values["matmul_efficiency"]),
+        memory_efficiency=float(values["memory_efficiency"]),
+        kernel_latency_s=float(values["kernel_latency_s"]),
+        overlap=float(values["overlap"]),
+    )
+    if "torus" in entry:
+        return Cluster(text, device, shape, "torus", _link(entry["torus"]))
+    return Cluster(
+        text, device, shape, "hierarchy", _link(entry["intra_node"]), _link(entry["inter_node"])
+    )
+
+
+def _parse_file(path: str) -> Cluster:
+    """Cluster from a file: [cluster] names device and size, other tables replace constants."""
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or "unreadable"
+        raise ClusterError(f"cannot read cluster file {path!r}: {reason}; check the path") from None
+    except ValueError as error:
+        raise ClusterError(f"{path}: not valid TOML: {error}; correct the file") from None
+    head = content.pop("cluster", None)
+    if not isinstance(head, dict) or not isinstance(head.get("device"), str):
+        raise ClusterError(
+            f"{path}: expected a [cluster] table with device = one of "
+            f"{', '.join(known_kinds())}; got {head!r}; add it"
+        )
+    entry = merge_overrides(catalog_entry(head["device"]), content, where=path)
+    allowed = {"device", "shape"} if "torus" in entry else {"device", "devices_per_node", "nodes"}
+    for key in head:
+        if key not in allowed:
+            raise ClusterError(
+                f"{path}: unknown key {key!r} in [cluster]; expected one of: "
+                f"{', '.join(sorted(allowed))}; rename or drop it"
+            )
+    sizes: Any
+    if "torus" in entry:
+        sizes = head.get("shape")
+    else:
+        per_node = head.get("devices_per_node", int(entry["node"]["devices_per_node"]))
+        sizes = [per_node, head.get("nodes", 1)]
+    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+        raise ClusterError(
+            f"{path}: sizes in [cluster] must be whole numbers, got {sizes!r}; write "
+            "devices_per_node = 8 and nodes = 4, or shape = [4, 4, 8] for a torus"
+        )
+    return _build(path, entry, _shape(sizes, entry, where=path))

@@ -1,0 +1,127 @@
+"""Plan + the same step -> one jitted function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from executor.interpret import ConstrainedStep
+from executor.mesh import build_mesh, named
+from planner import compat
+from planner.graph.trace import Traced, trace
+from planner.plan import Plan
+
+
+class ShapesChangedError(Exception):
+    """The arguments no longer have the shapes that the step was compiled for."""
+
+
+def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with their arrays replaced by ShapeDtypeStructs (shape, dtype, weak type)."""
+
+    def one(x: Any) -> Any:
+        return compat.as_struct(jax.typeof(x)) if not isinstance(x, jax.ShapeDtypeStruct) else x
+
+    return tuple(jax.tree_util.tree_map(one, args))
+
+
+class CompiledStep:
+    """A step that runs under a plan. Calls cost what a hand-written ``jax.jit`` call costs.
+
+    Attributes:
+        plan: the plan.
+        mesh: the jax mesh.
+        in_shardings: pytree of NamedShardings of the arguments.
+        jitted: the jitted function (``.lower`` works as usual).
+    """
+
+    def __init__(
+        self, traced: Traced, plan: Plan, *, donate_argnums: int | Sequence[int] = (),
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
+        plan.check_matches(traced.graph)
+        self.plan = plan
+        self.traced = traced
+        self.mesh = build_mesh(plan.mesh, devices)
+        sharding = {
+            (c.op, c.slot, c.position): named(self.mesh, c.spec) for c in plan.constraints
+        }
+        ins = [named(self.mesh, leaf.spec) for leaf in plan.inputs]
+        outs = [named(self.mesh, leaf.spec) for leaf in plan.outputs]
+        self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
+        out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
+        expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
+
+        def step(*args: Any) -> Any:
+            leaves, tree = jax.tree_util.tree_flatten(args)
+            got = [(compat.shape_of(x.aval if hasattr(x, "aval") else x),
+                    compat.dtype_name(x)) for x in leaves]
+            if tree != traced.in_tree or got != expected:
+                raise ShapesChangedError
+            flat = ConstrainedStep(traced.graph, sharding).run(traced.jaxpr, leaves)
+            return jax.tree_util.tree_unflatten(traced.out_tree, flat)
+
+        self.jitted = jax.jit(step, in_shardings=self.in_shardings,
+                              out_shardings=out_shardings, donate_argnums=donate_argnums)
+        self._placed = False
+
+    def place(self, *args: Any) -> tuple[Any, ...]:
+        """Put arguments where the plan wants them (host arrays, or arrays placed otherwise)."""
+        return tuple(jax.device_put(args, self.in_shardings))
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._placed:
+            if jax.tree_util.tree_structure(args) != self.traced.in_tree:
+                raise ShapesChangedError
+            args = self.place(*args)
+            result = self.jitted(*args)
+            self._placed = True
+            return result
+        try:
+            return self.jitted(*args)
+        except ValueError as error:
+            if "sharding" not in str(error) and "device" not in str(error):
+                raise
+            return self.jitted(*self.place(*args))
+
+
+class _Unplanned:
+    """What ``compile_plan`` returns: compiles at the first call, when arguments are known."""
+
+    def __init__(self, function: Callable[..., Any], plan: Plan,
+                 donate_argnums: int | Sequence[int]) -> None:
+        self.function, self.plan, self.donate = function, plan, donate_argnums
+        self.compiled: CompiledStep | None = None
+
+    def prepare(self, *args: Any) -> CompiledStep:
+        """Trace, check that the plan fits, build the jitted step; runs nothing."""
+        traced = trace(self.function, abstract(args))
+        self.compiled = CompiledStep(traced, self.plan, donate_argnums=self.donate)
+        return self.compiled
+
+    def __call__(self, *args: Any) -> Any:
+        step = self.compiled or self.prepare(*args)
+        try:
+            return step(*args)
+        except ShapesChangedError:
+            self.plan.check_matches(trace(self.function, abstract(args)).graph)
+            raise
+
+
+def compile_plan(
+    function: Callable[..., Any], plan: Plan, *, donate_argnums: int | Sequence[int] = (),
+) -> _Unplanned:
+    """A callable that runs ``function`` under ``plan``.
+
+    Args:
+        function: the step that the plan was made for.
+        plan: from ``planner.make_plan`` or ``planner.load_plan``.
+        donate_argnums: as for ``jax.jit``.
+
+    Raises (at the first call):
+        PlanMismatchError: the plan is for another step; names the first differing operation.
+        RequestError: fewer devices are present than the plan's mesh needs.
+    """
+    return _Unplanned(function, plan, donate_argnums)

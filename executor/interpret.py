@@ -1,0 +1,155 @@
+"""Re-evaluates a traced step with the plan's sharding constraints put in.
+
+Walks the jaxpr in the order of ``planner.graph.trace``: the n-th operation here is
+operation n of the graph. Loops, branches and rematerialised bodies are rebuilt with the
+constraints inside and bound again with their own parameters; calls are inlined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from planner import compat
+from planner.errors import InternalError
+from planner.graph.ir import Graph
+from planner.graph.trace import inner_jaxpr, is_inlined
+from planner.groups import MARKS
+
+Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
+
+REMAT = frozenset({"remat", "remat2", "checkpoint"})
+
+
+class ConstrainedStep:
+    """Evaluates one traced step; a new one for every evaluation."""
+
+    def __init__(self, graph: Graph, shardings: Shardings) -> None:
+        self.graph = graph
+        self.shardings = shardings
+        self.next = 0
+
+    def step(self, kind: str) -> int:
+        """The index of the operation that comes next, which must be of ``kind``."""
+        index = self.next
+        if index >= len(self.graph.ops) or self.graph.ops[index].kind != kind:
+            raise InternalError(f"the walk met {kind} at operation {index}, the graph has another")
+        self.next += 1
+        return index
+
+    def at(self, op: int, slot: str, position: int, value: Any) -> Any:
+        """``value`` under the plan's constraint for that place, if there is one."""
+        sharding = self.shardings.get((op, slot, position))
+        if sharding is None:
+            return value
+        return jax.lax.with_sharding_constraint(value, sharding)
+
+    def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Evaluate ``jaxpr`` on tracers or arrays."""
+        inner = compat.body(jaxpr)
+        env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
+        env.update(zip(inner.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if compat.is_literal(atom) else env[atom]
+
+        for eqn in inner.eqns:
+            outs = self.equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    def equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate one equation."""
+        name = eqn.primitive.name
+        if is_inlined(eqn):
+            if name in REMAT:
+                inner = inner_jaxpr(eqn)
+                body = self.rebuilt(inner, lambda args: self.run(inner, args))
+                return eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": body})  # type: ignore[no-any-return]
+            return self.run(inner_jaxpr(eqn), ins)
+        if name == "scan":
+            return self.scan(eqn, ins)
+        if name == "while":
+            return self.while_loop(eqn, ins)
+        if name == "cond":
+            return self.cond(eqn, ins)
+        op = self.step(name)
+        if name in MARKS:
+            return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
+        ins = [self.at(op, "in", k, x) for k, x in enumerate(ins)]
+        functions, params = eqn.primitive.get_bind_params(eqn.params)
+        result = eqn.primitive.bind(*functions, *ins, **params)
+        outs = result if eqn.primitive.multiple_results else [result]
+        return [self.at(op, "out", k, x) for k, x in enumerate(outs)]
+
+    def rebuilt(self, like: Any, body: Callable[[Sequence[Any]], list[Any]]) -> Any:
+        """A jaxpr of the form of ``like`` that computes ``body``."""
+        avals = [v.aval for v in compat.body(like).invars]
+        structs = [compat.as_struct(a) for a in avals]
+        closed, _ = compat.make_jaxpr(lambda *args: body(args), structs)
+        return compat.rebuild(like, closed)
+
+    def scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a scan with constraints inside."""
+        p = eqn.params
+        n_const, n_carry = int(p["num_consts"]), int(p["num_carry"])
+        ops = []
+        for k, value in enumerate(ins):
+            kind = ("loop_const" if k < n_const else
+                    "loop_carry" if k < n_const + n_carry else "loop_xs")
+            ops.append(self.step(kind))
+            ins[k] = self.at(ops[k], "in", 0, value)
+
+        def body(args: Sequence[Any]) -> list[Any]:
+            args = [self.at(op, "out", 0, x) for op, x in zip(ops, args, strict=True)]
+            outs = self.run(p["jaxpr"], args)
+            for k in range(n_carry):
+                outs[k] = self.at(self.step("loop_back"), "in", 0, outs[k])
+            return outs
+
+        new = self.rebuilt(p["jaxpr"], body)
+        kinds = ["loop_out" if k < n_carry else "loop_ys" for k in range(len(eqn.outvars))]
+        for kind in kinds:
+            self.step(kind)
+        return eqn.primitive.bind(*ins, **{**p, "jaxpr": new})  # type: ignore[no-any-return]
+
+    def while_loop(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a while loop with constraints inside."""
+        p = eqn.params
+        n_cond, n_body = int(p["cond_nconsts"]), int(p["body_nconsts"])
+        ops = []
+        for k, value in enumerate(ins):
+            ops.append(self.step("loop_const" if k < n_cond + n_body else "loop_carry"))
+            ins[k] = self.at(ops[k], "in", 0, value)
+        carries = ops[n_cond + n_body :]
+
+        def enter(args: Sequence[Any], n: int) -> list[Any]:
+            pinned = [self.at(o, "out", 0, x) for o, x in zip(carries, args[n:], strict=True)]
+            return [*args[:n], *pinned]
+
+        def body(args: Sequence[Any]) -> list[Any]:
+            outs = self.run(p["body_jaxpr"], enter(args, n_body))
+            return [self.at(self.step("loop_back"), "in", 0, x) for x in outs]
+
+        cond = self.rebuilt(p["cond_jaxpr"], lambda a: self.run(p["cond_jaxpr"], enter(a, n_cond)))
+        new = self.rebuilt(p["body_jaxpr"], body)
+        for _ in eqn.outvars:
+            self.step("loop_out")
+        return eqn.primitive.bind(*ins, **{**p, "cond_jaxpr": cond, "body_jaxpr": new})  # type: ignore[no-any-return]
+
+    def cond(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a conditional with constraints inside its branches."""
+        branches = []
+        for branch in eqn.params["branches"]:
+            ops = [self.step("branch_in") for _ in ins[1:]]
+
+            def body(args: Sequence[Any], branch: Any = branch, ops: list[int] = ops) -> list[Any]:
+                args = [self.at(o, "in", 0, x) for o, x in zip(ops, args, strict=True)]
+                return self.run(branch, args)
+
+            branches.append(self.rebuilt(branch, body))
+        for _ in eqn.outvars:
+            self.step("branch_out")
+        return eqn.primitive.bind(*ins, **{**eqn.params, "branches": tuple(branches)})  # type: ignore[no-any-return]

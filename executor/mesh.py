@@ -1,0 +1,58 @@
+"""Plan mesh -> jax mesh over the devices present."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from costmodels import known_kinds
+from planner.errors import RequestError
+from planner.spec import MeshSpec, Sharding
+
+
+def build_mesh(mesh: MeshSpec, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A jax mesh with Auto axes over the first ``mesh.num_devices`` devices, row-major.
+
+    Raises:
+        RequestError: fewer devices are present than the mesh needs.
+    """
+    present = list(jax.devices() if devices is None else devices)
+    if len(present) < mesh.num_devices:
+        hint = (
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices} before jax "
+            "starts" if present[0].platform == "cpu" else "plan for the devices that are there"
+        )
+        raise RequestError(
+            f"the plan's mesh ({mesh}) needs {mesh.num_devices} devices, this process sees "
+            f"{len(present)} ({present[0].platform}); {hint}"
+        )
+    grid = np.asarray(present[: mesh.num_devices]).reshape(mesh.sizes)
+    return jax.sharding.Mesh(grid, mesh.names)
+
+
+def named(mesh: jax.sharding.Mesh, spec: Sharding) -> jax.sharding.NamedSharding:
+    """A plan's sharding on a jax mesh."""
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.entries))
+
+
+def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:
+    """The cluster text of the devices present, such as ``"cpu:8"`` or ``"h100:8x2"``.
+
+    Raises:
+        RequestError: a device kind that the catalog lacks; pass ``cluster=`` then.
+    """
+    present = list(jax.devices() if devices is None else devices)
+    first, count = present[0], len(present)
+    if first.platform == "cpu":
+        return f"cpu:{count}"
+    name = first.device_kind.lower().replace(" ", "")
+    for kind in known_kinds():
+        if kind in name and kind != "cpu":
+            hosts = len({d.process_index for d in present})
+            return f"{kind}:{count // hosts}x{hosts}" if hosts > 1 else f"{kind}:{count}"
+    raise RequestError(
+        f"device kind {first.device_kind!r} is not in the catalog ({', '.join(known_kinds())}); "
+        "pass cluster= (a .toml file can describe it)"
+    )

@@ -1,0 +1,42 @@
+"""meshwright's planner: a train step in, a plan out.
+
+``make_plan`` traces a step, prices every legal sharding on a cluster and searches for the
+cheapest that fits; ``Plan`` is plain data; ``shard`` marks values inside a model.
+"""
+
+from planner.annotate import shard
+from planner.errors import (
+    InternalError,
+    MemoryLimitError,
+    MeshwrightError,
+    ModelError,
+    PinError,
+    PlanFormatError,
+    PlanMismatchError,
+    RequestError,
+)
+from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
+from planner.pipeline import make_plan
+from planner.plan import Plan, load_plan
+from planner.spec import MeshSpec, Sharding
+
+__all__ = [
+    "MODES",
+    "InternalError",
+    "MemoryLimitError",
+    "MeshSpec",
+    "MeshwrightError",
+    "ModelError",
+    "ParallelMode",
+    "PinError",
+    "Plan",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "RequestError",
+    "Sharding",
+    "get_parallel_mode",
+    "load_plan",
+    "make_plan",
+    "set_parallel_mode",
+    "shard",
+]

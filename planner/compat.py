@@ -1,0 +1,80 @@
+"""Every difference between jax versions, in one place (jax 0.10.2 up to 0.12).
+
+jax 0.11 merged ``Jaxpr`` and ``ClosedJaxpr`` and moved names out of ``jax.core``; what the
+rest of the project needs of them goes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+
+def make_jaxpr(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Trace ``function(*args)``; returns (closed jaxpr, pytree of output ShapeDtypeStructs)."""
+    return jax.make_jaxpr(function, return_shape=True)(*args)  # type: ignore[no-any-return]
+
+
+def body(jaxpr: Any) -> Any:
+    """The open jaxpr (``eqns``, ``invars``, ``outvars``, ``constvars``) of either kind."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts(jaxpr: Any) -> tuple[Any, ...]:
+    """The constants that a closed jaxpr carries; none for an open one."""
+    return tuple(getattr(jaxpr, "consts", ()) or ())
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether a jaxpr operand is a literal."""
+    return isinstance(atom, jex_core.Literal)
+
+
+def is_drop(var: Any) -> bool:
+    """Whether a jaxpr result is thrown away (``_``)."""
+    return type(var).__name__ == "DropVar"
+
+
+def dtype_name(aval: Any) -> str:
+    """dtype as text; random keys and other extended types keep their own names."""
+    return str(getattr(aval, "dtype", "token"))
+
+
+def shape_of(aval: Any) -> tuple[int, ...]:
+    """Shape of an abstract value, ``()`` for tokens and the like."""
+    return tuple(int(n) for n in getattr(aval, "shape", ()))
+
+
+def itemsize(aval: Any) -> int:
+    """Bytes per element (16 for a threefry key's two words and their padding, 0 for tokens)."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    return int(getattr(dtype, "itemsize", 8))
+
+
+def rebuild(like: Any, closed: Any) -> Any:
+    """Give a traced jaxpr the form (closed or open) that ``like`` has."""
+    if hasattr(like, "jaxpr") or not hasattr(closed, "jaxpr"):
+        return closed
+    if consts(closed):
+        raise ValueError("an open jaxpr can't carry constants")
+    return closed.jaxpr
+
+
+def frames(eqn: Any) -> tuple[tuple[str, int, str], ...]:
+    """The Python frames of an equation, innermost first: (file, line, function)."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    if traceback is None:
+        return ()
+    return tuple((f.file_name, f.line_num, f.function_name) for f in traceback.frames)
+
+
+def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """An abstract value as an argument to trace with, weak type kept."""
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
+    )

@@ -1,0 +1,179 @@
+"""The operator graph: values, operations, regions. Plain frozen data, no jax.
+
+Invariants (``verify``): every value has one producer (an operation or the inputs);
+operations stand in program order; an operation reads values that stand before it, except
+``loop_back``, which closes a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import networkx as nx
+
+from planner.errors import InternalError
+
+SCALAR = -1
+"""Operand index of a literal: no value, nothing to shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array: ``op`` is its producer, or -1 for inputs and constants."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    op: int
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        size = self.itemsize
+        for n in self.shape:
+            size *= n
+        return size
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation. ``kind`` is the jax primitive, or one of ours for loop borders.
+
+    ``attrs`` tells apart operations of one kind and shape (hash of the parameters);
+    ``rule`` indexes ``Graph.rules``.
+    """
+
+    index: int
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    region: int
+    attrs: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A piece of the program that runs ``weight`` times a step (product of trip counts)."""
+
+    index: int
+    kind: str
+    parent: int
+    trips: int
+    weight: float
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced step. ``ties`` pairs an input position with the output that carries it on."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    regions: tuple[Region, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    input_paths: tuple[str, ...]
+    output_paths: tuple[str, ...]
+    ties: tuple[tuple[int, int], ...]
+
+    def op_text(self, op: Op) -> str:
+        """One operation as text, without names: what two equal steps share."""
+        ins = ", ".join("lit" if i == SCALAR else str(self.values[i]) for i in op.inputs)
+        outs = ", ".join(str(self.values[o]) for o in op.outputs)
+        attrs = f" {{{op.attrs}}}" if op.attrs else ""
+        return f"{op.kind}({ins}) -> {outs}{attrs}"
+
+    def __str__(self) -> str:
+        lines = [f"graph: {len(self.ops)} operations, {len(self.values)} values"]
+        for position, index in enumerate(self.inputs):
+            value = self.values[index]
+            lines.append(f"  %{index} = input {self.input_paths[position]}: {value}")
+        for op in self.ops:
+            ins = ", ".join("lit" if i == SCALAR else f"%{i}" for i in op.inputs)
+            outs = ", ".join(f"%{o}: {self.values[o]}" for o in op.outputs)
+            region = f" @{self.regions[op.region].kind}{op.region}" if op.region else ""
+            lines.append(f"  {outs or '-'} = {op.kind}({ins}){region}")
+        lines.append("  return " + ", ".join(f"%{o}" for o in self.outputs))
+        return "\n".join(lines)
+
+    def verify(self) -> None:
+        """Check the invariants of the module docstring; raises InternalError."""
+        made = {v.index for v in self.values if v.op == -1}
+        for position, op in enumerate(self.ops):
+            if op.index != position:
+                raise InternalError(f"operation {op.index} stands at {position}")
+            for i in op.inputs:
+                if i != SCALAR and i not in made:
+                    raise InternalError(f"{self.op_text(op)} reads %{i} before it is made")
+            for o in op.outputs:
+                if o in made or self.values[o].op != op.index:
+                    raise InternalError(f"%{o} has two producers or the wrong one")
+                made.add(o)
+        missing = [o for o in self.outputs if o != SCALAR and o not in made]
+        if missing:
+            raise InternalError(f"outputs {missing} are never made")
+
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Per value, the operations that read it, in order."""
+        out: list[list[int]] = [[] for _ in self.values]
+        for op in self.ops:
+            for i in dict.fromkeys(op.inputs):
+                if i != SCALAR:
+                    out[i].append(op.index)
+        return tuple(tuple(c) for c in out)
+
+    def live_ops(self) -> tuple[bool, ...]:
+        """Which operations reach an output (loop carries included)."""
+        live = [False] * len(self.ops)
+        wanted = {o for o in self.outputs if o != SCALAR}
+        backs = {op.inputs[1]: op for op in self.ops if op.kind == "loop_back"}
+        stack = list(wanted)
+        while stack:
+            value = self.values[stack.pop()]
+            extra = backs.get(value.index)
+            ops = ([] if value.op < 0 else [self.ops[value.op]]) + ([extra] if extra else [])
+            for op in ops:
+                if not live[op.index]:
+                    live[op.index] = True
+                    fresh = [i for i in op.inputs if i != SCALAR and i not in wanted]
+                    wanted.update(fresh)
+                    stack.extend(fresh)
+        return tuple(live)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """A networkx view: a node per operation and input, an edge per value read.
+
+        Node attributes: ``kind``, ``source``, ``region``; edge attributes: ``value``,
+        ``shape``, ``dtype``, ``nbytes``.
+        """
+        view = nx.DiGraph()
+        for position, index in enumerate(self.inputs):
+            view.add_node(f"in{position}", kind="input", path=self.input_paths[position])
+        owner = {index: f"in{position}" for position, index in enumerate(self.inputs)}
+        for op in self.ops:
+            view.add_node(op.index, kind=op.kind, source=op.source, region=op.region)
+            for i in op.inputs:
+                if i == SCALAR:
+                    continue
+                value = self.values[i]
+                start = owner.get(i, value.op)
+                if start == -1:
+                    start = f"const{i}"
+                    view.add_node(start, kind="const")
+                view.add_edge(
+                    start, op.index, value=i, shape=value.shape, dtype=value.dtype,
+                    nbytes=value.nbytes,
+                )
+        return view
+
+    def texts(self) -> Iterator[str]:
+        """Operation texts in order; two steps are the same when these and the inputs are."""
+        for op in self.ops:
+            yield self.op_text(op)

@@ -1,0 +1,289 @@
+"""jaxpr -> Graph. Calls are flattened; loops and branches become regions.
+
+Border operations of ours: ``loop_const`` and ``branch_in`` (a value enters a region),
+``loop_xs`` (a slice per iteration), ``loop_carry`` (its first operand starts it),
+``loop_back`` (closes the carry), ``loop_ys`` (stacks a slice per iteration), ``loop_out``
+(a carry leaves), ``branch_out`` (branches meet). The executor walks the same jaxpr in the
+same order, so an operation's index names a place in the program for both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from planner import compat
+from planner.errors import ModelError
+from planner.graph.ir import SCALAR, Graph, Op, Region, Value
+from planner.rules.key import EqnKey
+
+INLINED = frozenset(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
+    "remat checkpoint remat2 custom_lin".split()
+)
+LOOPS = frozenset({"scan", "while"})
+
+_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))
+_LIBRARIES = tuple(
+    os.path.realpath(p) + os.sep
+    for p in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"],
+              sysconfig.get_paths()["stdlib"]}
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced step: its graph, the jaxpr, and one ``EqnKey`` per operation (None for borders)."""
+
+    graph: Graph
+    eqns: tuple[EqnKey | None, ...]
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    out_shape: Any
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """The body of a call-like equation that the walk goes through."""
+    params = eqn.params
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in params:
+            return params[key]
+    return None
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether the walk goes through this equation as if its body stood in its place."""
+    if eqn.primitive.name not in INLINED:
+        return False
+    inner = inner_jaxpr(eqn)
+    return inner is not None and len(compat.body(inner).invars) == len(eqn.invars)
+
+
+_user_code: dict[Any, bool] = {}
+
+
+def user_line(eqn: Any) -> str:
+    """``file.py:line`` of the innermost frame of the user's own code, or ``""``."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    if traceback is None:
+        return ""
+    codes, offsets = traceback.raw_frames()
+    for code, offset in zip(codes, offsets, strict=True):
+        known = _user_code.get(code)
+        if known is None:
+            name = code.co_filename
+            real = os.path.realpath(name)
+            library = real.startswith(_LIBRARIES) or name.startswith("<")
+            known = _user_code[code] = not library and not real.startswith(_OURS)
+        if known:
+            line = type(traceback).code_addr2line(code, offset)
+            return f"{os.path.basename(code.co_filename)}:{line}"
+    return ""
+
+
+def _attrs(params: dict[str, Any]) -> str:
+    """A short stable digest of an equation's parameters (none when it has none)."""
+    plain = {k: v for k, v in params.items() if "jaxpr" not in k and not callable(v)}
+    text = ",".join(f"{k}={plain[k]}" for k in sorted(plain) if plain[k] is not None)
+    if not text or "0x" in text:
+        return ""
+    return text if len(text) <= 24 else hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@dataclass
+class _Builder:
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    eqns: list[EqnKey | None] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=lambda: [Region(0, "main", -1, 1, 1.0)])
+    attrs_cache: dict[int, tuple[Any, str]] = field(default_factory=dict)
+
+    def value(self, aval: Any, op: int, name: str = "") -> int:
+        index = len(self.values)
+        self.values.append(
+            Value(index, compat.shape_of(aval), compat.dtype_name(aval), compat.itemsize(aval),
+                  op, name)
+        )
+        return index
+
+    def op(
+        self, kind: str, inputs: Sequence[int], out_avals: Sequence[Any], region: int,
+        source: str = "", eqn: EqnKey | None = None,
+    ) -> tuple[int, ...]:
+        index = len(self.ops)
+        outs = tuple(self.value(a, index) for a in out_avals)
+        attrs = ""
+        if eqn is not None and eqn.params:
+            cached = self.attrs_cache.get(id(eqn.params))
+            if cached is None:
+                cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn.params))
+            attrs = cached[1]
+        self.ops.append(Op(index, kind, tuple(inputs), outs, region, attrs, source))
+        self.eqns.append(eqn)
+        return outs
+
+    def region(self, kind: str, parent: int, trips: int, weight: float, known: bool = True) -> int:
+        index = len(self.regions)
+        total = self.regions[parent].weight * weight
+        self.regions.append(Region(index, kind, parent, trips, total, known))
+        return index
+
+    def walk(
+        self, jaxpr: Any, args: Sequence[int], region: int, source: str = ""
+    ) -> list[int]:
+        """Add the equations of ``jaxpr``; returns the values of its results."""
+        inner = compat.body(jaxpr)
+        env: dict[Any, int] = {}
+        for var in inner.constvars:
+            env[var] = self.value(var.aval, -1, "const")
+        env.update(zip(inner.invars, args, strict=True))
+        for eqn in inner.eqns:
+            ins = [SCALAR if compat.is_literal(v) else env[v] for v in eqn.invars]
+            where = user_line(eqn) or source
+            outs = self.equation(eqn, ins, region, where)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [SCALAR if compat.is_literal(v) else env[v] for v in inner.outvars]
+
+    def equation(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
+        name = eqn.primitive.name
+        if is_inlined(eqn):
+            return self.walk(inner_jaxpr(eqn), ins, region, source)
+        if name == "scan":
+            return self.scan(eqn, ins, region, source)
+        if name == "while":
+            return self.while_loop(eqn, ins, region, source)
+        if name == "cond":
+            return self.cond(eqn, ins, region, source)
+        avals = tuple(v.aval for v in eqn.outvars)
+        record = EqnKey(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars), avals)
+        return self.op(name, ins, avals, region, source, record)
+
+    def scan(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
+        p = eqn.params
+        length, n_const, n_carry = int(p["length"]), int(p["num_consts"]), int(p["num_carry"])
+        loop = self.region("scan", region, length, length)
+        avals = [v.aval for v in compat.body(p["jaxpr"]).invars]
+        args = []
+        for k, (value, aval) in enumerate(zip(ins, avals, strict=True)):
+            kind = ("loop_const" if k < n_const else
+                    "loop_carry" if k < n_const + n_carry else "loop_xs")
+            args += self.op(kind, (value,), (aval,), region, source)
+        results = self.walk(p["jaxpr"], args, loop, source)
+        carries = args[n_const : n_const + n_carry]
+        for result, carry in zip(results[:n_carry], carries, strict=True):
+            self.op("loop_back", (result, carry), (), loop, source)
+        outs: list[int] = []
+        for k, var in enumerate(eqn.outvars):
+            if k < n_carry:
+                outs += self.op("loop_out", (carries[k],), (var.aval,), region, source)
+            else:
+                outs += self.op("loop_ys", (results[k],), (var.aval,), region, source)
+        return outs
+
+    def while_loop(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
+        p = eqn.params
+        n_cond, n_body = int(p["cond_nconsts"]), int(p["body_nconsts"])
+        loop = self.region("while", region, 1, 1, known=False)
+        avals = [SCALAR] * 0 + [v.aval for v in eqn.invars]
+        consts: list[int] = []
+        for value, aval in zip(ins[: n_cond + n_body], avals, strict=False):
+            consts += self.op("loop_const", (value,), (aval,), region, source)
+        carries: list[int] = []
+        for value, var in zip(ins[n_cond + n_body :], eqn.outvars, strict=True):
+            carries += self.op("loop_carry", (value,), (var.aval,), region, source)
+        self.walk(p["cond_jaxpr"], consts[:n_cond] + carries, loop, source)
+        results = self.walk(p["body_jaxpr"], consts[n_cond:] + carries, loop, source)
+        for result, carry in zip(results, carries, strict=True):
+            self.op("loop_back", (result, carry), (), loop, source)
+        outs: list[int] = []
+        for carry, var in zip(carries, eqn.outvars, strict=True):
+            outs += self.op("loop_out", (carry,), (var.aval,), region, source)
+        return outs
+
+    def cond(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
+        branches = eqn.params["branches"]
+        results = []
+        for branch in branches:
+            inner = self.region("branch", region, 1, 1.0 / len(branches))
+            args: list[int] = []
+            for value, var in zip(ins[1:], eqn.invars[1:], strict=True):
+                args += self.op("branch_in", (value,), (var.aval,), region, source)
+            results.append(self.walk(branch, args, inner, source))
+        outs: list[int] = []
+        for k, var in enumerate(eqn.outvars):
+            outs += self.op("branch_out", [r[k] for r in results], (var.aval,), region, source)
+        return outs
+
+
+def _pair(
+    in_paths: Sequence[tuple[Any, ...]], out_paths: Sequence[tuple[Any, ...]],
+    in_avals: Sequence[Any], out_avals: Sequence[Any],
+) -> tuple[tuple[int, int], ...]:
+    """Inputs that come back as outputs: same place in the pytree, same shape and dtype."""
+
+    def key(path: tuple[Any, ...], aval: Any) -> tuple[Any, ...]:
+        return (tuple(map(str, path)), compat.shape_of(aval), compat.dtype_name(aval))
+
+    exact = {key(p, a): k for k, (p, a) in enumerate(zip(out_paths, out_avals, strict=True))}
+    tail: dict[Any, list[int]] = {}
+    for k, (p, a) in enumerate(zip(out_paths, out_avals, strict=True)):
+        tail.setdefault(key(p[1:], a), []).append(k)
+    pairs: list[tuple[int, int]] = []
+    used: set[int] = set()
+    for i, (path, aval) in enumerate(zip(in_paths, in_avals, strict=True)):
+        options = [exact.get(key(path, aval)), exact.get(key(path[1:], aval))]
+        if len(path) > 1:
+            options += tail.get(key(path[1:], aval), [])
+        for out in options:
+            if out is not None and out not in used:
+                used.add(out)
+                pairs.append((i, out))
+                break
+    return tuple(pairs)
+
+
+def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
+    """Trace ``function(*args)`` into a Graph; starts no backend, computes nothing.
+
+    Args:
+        function: a jit-able function of pytrees.
+        args: arrays or ShapeDtypeStructs.
+
+    Raises:
+        ModelError: the function raised; the user's exception is the cause.
+    """
+    try:
+        closed, out_shape = compat.make_jaxpr(function, args)
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ModelError(f"tracing {name} failed: {type(error).__name__}: {error}") from error
+    ins, in_tree = jax.tree_util.tree_flatten_with_path(tuple(args))
+    outs, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
+    graph, eqns = _graph_of(closed, [p for p, _ in ins], [p for p, _ in outs])
+    return Traced(graph, eqns, closed, in_tree, out_tree, out_shape)
+
+
+def _graph_of(
+    closed: Any, in_paths: list[tuple[Any, ...]], out_paths: list[tuple[Any, ...]]
+) -> tuple[Graph, tuple[EqnKey | None, ...]]:
+    builder = _Builder()
+    inner = compat.body(closed)
+    names = [jax.tree_util.keystr(p) for p in in_paths]
+    inputs = [builder.value(v.aval, -1, n) for v, n in zip(inner.invars, names, strict=True)]
+    outputs = builder.walk(closed, inputs, 0)
+    ties = _pair(in_paths, out_paths, [v.aval for v in inner.invars],
+                 [v.aval for v in inner.outvars])
+    graph = Graph(
+        values=tuple(builder.values), ops=tuple(builder.ops), regions=tuple(builder.regions),
+        inputs=tuple(inputs), outputs=tuple(outputs), input_paths=tuple(names),
+        output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths), ties=ties,
+    )
+    return graph, tuple(builder.eqns)

@@ -1,0 +1,258 @@
+"""``make_plan``: the door. trace -> rules -> groups -> price -> search -> Plan."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels import AnalyticCostModel, Cluster, ClusterError, CostModel, parse_bytes, parse_cluster
+from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
+from planner.errors import MemoryLimitError, RequestError
+from planner.extract import Extraction
+from planner.graph.trace import Traced, trace
+from planner.groups import MARKS, build_groups
+from planner.modes import check_mode, get_parallel_mode
+from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
+from planner.plan import MeshRow, Plan, SearchReport
+from planner.pricing import Analysis, Priced, analyse, price
+from planner.rules.borders import border_rule
+from planner.rules.factor import FactorRule
+from planner.rules.registry import rules_for
+from planner.search import SEARCHES
+from planner.search.problem import Solution
+from planner.spec import MeshSpec, enumerate_meshes, factorizations, parse_mesh
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, parsed."""
+
+    cluster: Cluster
+    model: CostModel
+    mode: str
+    search: str
+    mesh: MeshSpec | None
+    limit_bytes: float
+    time_limit_s: float
+
+
+def make_plan(
+    function: Callable[..., Any], *args: Any, cluster: str | Cluster, mode: str | None = None,
+    search: str | None = None, mesh: str | Mapping[str, int] | MeshSpec | None = None,
+    memory: str | float | None = None, shardings: Mapping[str, Any] | None = None,
+    donate_argnums: int | Sequence[int] | None = None, time_limit_s: float = 60.0,
+) -> Plan:
+    """Plan a train step for a cluster; starts no backend.
+
+    Args:
+        function: the step, any jit-able function of pytrees.
+        *args: arrays or ShapeDtypeStructs.
+        cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster.
+        mode: one of ``planner.modes.MODES``; None takes ``set_parallel_mode``'s.
+        search: a name of ``planner.search.SEARCHES``; None likewise.
+        mesh: a fixed logical mesh (``"data=4,model=2"``); None tries all up to three axes.
+        memory: limit per device (``"80GB"`` or bytes); None takes the device's.
+        shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused.
+        donate_argnums: arguments whose memory the results may take; None means every
+            argument that comes back as a result.
+        time_limit_s: for the search, per mesh.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ModelError: the step failed while traced.
+        RequestError: the request can't be met (PinError, MemoryLimitError among them).
+    """
+    begun = time.perf_counter()
+    request = _parse(cluster, mode, search, mesh, memory, time_limit_s)
+    traced = trace(function, args)
+    return plan_traced(traced, args, request, shardings or {}, donate_argnums, begun)
+
+
+def plan_traced(
+    traced: Traced, args: Sequence[Any], request: Request, shardings: Mapping[str, Any],
+    donate_argnums: int | Sequence[int] | None, begun: float,
+) -> Plan:
+    """The part of ``make_plan`` after tracing."""
+    graph = traced.graph
+    rules = graph_rules(traced)
+    donated = _donated(traced, donate_argnums)
+    analysis = analyse(graph, rules, build_groups(graph, rules), donated)
+    pins = (*_marks(traced), *rule_pins(shardings, graph.input_paths, graph.inputs),
+            *metadata_pins(args, graph.inputs, graph.input_paths))
+    meshes = _meshes(request, pins)
+    tried: list[tuple[Priced, Solution]] = []
+    for mesh in meshes:
+        hard = pin_masks(pins, graph, analysis.groups, mesh)
+        masks: Mapping[int, Mask] = soft_masks(
+            mode_pins(request.mode, graph, mesh, pins), graph, analysis.groups, mesh, hard)
+        priced = price(analysis, mesh, request.model, request.limit_bytes, masks)
+        solution = SEARCHES[request.search](priced.problem, time_limit_s=request.time_limit_s)
+        tried.append((priced, solution))
+    priced, solution = min(
+        tried, key=lambda t: (not t[1].feasible,
+                              t[1].cost_s if t[1].feasible else t[1].peak_bytes,
+                              len(t[0].mesh.sizes)))
+    if not solution.feasible:
+        raise _infeasible(priced, solution, request)
+    return _plan(priced, solution, tried, request, rules, begun)
+
+
+def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
+    """One factor rule per operation: borders by hand, the rest from the registry."""
+    graph = traced.graph
+    keys = [e for e in traced.eqns if e is not None and e.name not in MARKS]
+    known = iter(rules_for(keys))
+    out = []
+    for op, eqn in zip(graph.ops, traced.eqns, strict=True):
+        if eqn is not None and op.kind not in MARKS:
+            out.append(next(known))
+            continue
+        ins = [graph.values[i].shape if i >= 0 else () for i in op.inputs]
+        out.append(border_rule(op.kind, ins, [graph.values[o].shape for o in op.outputs]))
+    return tuple(out)
+
+
+def _parse(
+    cluster: str | Cluster, mode: str | None, search: str | None,
+    mesh: str | Mapping[str, int] | MeshSpec | None, memory: str | float | None,
+    time_limit_s: float,
+) -> Request:
+    current = get_parallel_mode()
+    chosen = check_mode(mode or current.mode, search or current.search)
+    try:
+        parsed = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+        limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
+    except ClusterError as error:
+        raise RequestError(str(error)) from error
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh)
+    elif isinstance(mesh, Mapping):
+        mesh = MeshSpec(tuple(mesh), tuple(mesh.values()))
+    if chosen.mode == "STAND_ALONE":
+        mesh = MeshSpec(("data",), (1,))
+    elif mesh is not None and mesh.num_devices != parsed.num_devices:
+        raise RequestError(
+            f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {parsed.text} has "
+            f"{parsed.num_devices}; change one of them"
+        )
+    model = AnalyticCostModel(parsed)
+    return Request(parsed, model, chosen.mode, chosen.search, mesh,
+                   float(model.memory_limit_bytes if limit is None else limit), time_limit_s)
+
+
+def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
+    n = request.cluster.num_devices
+    if request.mesh is not None:
+        return (request.mesh,)
+    names = axis_names(pins)
+    if request.mode == "DATA_PARALLEL":
+        return (MeshSpec(("data",), (n,)),)
+    if not names:
+        return enumerate_meshes(n)
+    if "data" not in names and len(names) < 3:
+        names = ("data", *names)
+    splits = {
+        sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)
+    }
+    return tuple(MeshSpec(names, s) for s in sorted(splits, reverse=True))
+
+
+def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
+    """Factorizations into ``parts`` factors, placed on ``width`` axes with ones elsewhere."""
+    import itertools
+
+    out = []
+    for sizes in factorizations(n, parts):
+        for places in itertools.combinations(range(width), parts):
+            row = [1] * width
+            for place, size in zip(places, sizes, strict=True):
+                row[place] = size
+            out.append(tuple(row))
+    return out
+
+
+def _marks(traced: Traced) -> tuple[Pin, ...]:
+    pins = []
+    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
+        entries = None if eqn is None else mark_entries(op.kind, eqn.params)
+        if entries is not None:
+            pins.append(Pin(op.outputs[0], entries, f"{op.source or 'model'}: mark {entries}"))
+    return tuple(pins)
+
+
+def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tuple[bool, ...]:
+    count = len(traced.graph.inputs)
+    if donate_argnums is None:
+        carried = {i for i, _ in traced.graph.ties}
+        return tuple(k in carried for k in range(count))
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return tuple(any(path.startswith(f"[{n}]") for n in numbers)
+                 for path in traced.graph.input_paths)
+
+
+def _infeasible(priced: Priced, solution: Solution, request: Request) -> MemoryLimitError:
+    extraction = Extraction(priced, solution.choice)
+    least = solution.peak_bytes + priced.analysis.scalar_bytes
+    holders = "; ".join(extraction.peak_holders(solution.peak_moment))
+    return MemoryLimitError(
+        f"no plan fits in {request.limit_bytes:.4g} bytes per device on {request.cluster.text}: "
+        f"the least peak found is {least:.4g} bytes (mesh {priced.mesh}), "
+        f"{least - request.limit_bytes:.4g} too many; most of it is held by {holders}. "
+        "Use more devices, a smaller batch, remat, or a larger limit",
+        least_bytes=least, limit_bytes=request.limit_bytes,
+    )
+
+
+def _plan(
+    priced: Priced, solution: Solution, tried: Sequence[tuple[Priced, Solution]],
+    request: Request, rules: Sequence[FactorRule], begun: float,
+) -> Plan:
+    extraction = Extraction(priced, solution.choice)
+    graph = priced.analysis.graph
+    inputs, outputs = extraction.leaves()
+    table: dict[str, int] = {}
+    index = tuple(table.setdefault(text, len(table)) for text in graph.texts())
+    return Plan(
+        mode=request.mode, cluster=request.cluster.text, mesh=priced.mesh, inputs=inputs,
+        outputs=outputs, constraints=extraction.constraints(),
+        collectives=extraction.collectives(), activations=extraction.activations(),
+        fallbacks=_fallbacks(priced.analysis, rules), notes=_notes(graph),
+        meshes=tuple(_mesh_row(p, s, solution) for p, s in tried),
+        prediction=extraction.prediction(solution, request.limit_bytes),
+        search=SearchReport(solution.search, solution.cost_s, solution.lower_bound_s,
+                            solution.gap, solution.reason),
+        op_table=tuple(table), op_index=index, planning_s=time.perf_counter() - begun,
+    )
+
+
+def _mesh_row(priced: Priced, solution: Solution, best: Solution) -> MeshRow:
+    if solution is best:
+        verdict = "chosen"
+    elif not solution.feasible:
+        verdict = "does not fit"
+    else:
+        verdict = f"{solution.cost_s / max(best.cost_s, 1e-300):.2f}x the chosen one's time"
+    return MeshRow(str(priced.mesh), solution.cost_s if math.isfinite(solution.cost_s) else -1.0,
+                   solution.lower_bound_s, solution.peak_bytes, verdict)
+
+
+def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ...]:
+    live = analysis.graph.live_ops()
+    seen: dict[str, int] = {}
+    for op in analysis.graph.ops:
+        if live[op.index] and rules[op.index].origin == "opaque":
+            text = f"{op.kind} ({op.source or 'no line'}): no rule, replicated"
+            seen[text] = seen.get(text, 0) + 1
+    return tuple(f"{text} x{n}" if n > 1 else text for text, n in seen.items())
+
+
+def _notes(graph: Any) -> tuple[str, ...]:
+    return tuple(
+        f"region {r.index} ({r.kind}): trip count unknown, priced as one"
+        for r in graph.regions if not r.known
+    )

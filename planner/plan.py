@@ -1,0 +1,285 @@
+"""The Plan: plain, printable, diffable JSON. No jax.
+
+Everything in a plan is decided by the step, the shapes, the cluster and the request, so
+every host that computes it gets the same text. Wall times are kept apart (``planning_s``
+is not saved and does not count for equality).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import PlanFormatError, PlanMismatchError
+from planner.graph.ir import Graph
+from planner.spec import Entry, MeshSpec, Sharding
+
+FORMAT = "meshwright-plan-1"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array argument or result: where it stands in the pytree and how it is sharded."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Sharding
+    nbytes_per_device: int
+    used_as: Sharding | None = None
+    """Sharding under which operations see it, when it differs from ``spec`` (ZeRO-3)."""
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Sharding of operand (``slot`` "in") or result ("out") ``position`` of operation ``op``."""
+
+    op: int
+    slot: str
+    position: int
+    spec: Sharding
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """A collective that the plan causes.
+
+    ``payload_bytes`` per device and ``time_s`` are for one of its ``count`` runs a step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: float
+    payload_bytes: float
+    time_s: float
+    value: str
+    source: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A large value between operations and its sharding."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Sharding
+    nbytes_per_device: int
+    source: str
+
+
+@dataclass(frozen=True)
+class MeshRow:
+    """A logical mesh that was tried, and why it was kept or left."""
+
+    mesh: str
+    cost_s: float
+    lower_bound_s: float
+    peak_bytes: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted figures of one step on one device (seconds, bytes)."""
+
+    compute_s: float
+    communication_s: float
+    overlapped_s: float
+    step_s: float
+    peak_bytes: float
+    limit_bytes: float
+    peak_holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """Which search, how good its answer is and why it stopped."""
+
+    name: str
+    cost_s: float
+    lower_bound_s: float
+    gap: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one train step runs on one cluster."""
+
+    mode: str
+    cluster: str
+    mesh: MeshSpec
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    constraints: tuple[Constraint, ...]
+    collectives: tuple[CollectiveRow, ...]
+    activations: tuple[Activation, ...]
+    fallbacks: tuple[str, ...]
+    notes: tuple[str, ...]
+    meshes: tuple[MeshRow, ...]
+    prediction: Prediction
+    search: SearchReport
+    op_table: tuple[str, ...]
+    op_index: tuple[int, ...]
+    planning_s: float = field(default=0.0, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the JSON text."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text, one item of each list a line, so that it diffs well."""
+        return _dump(_plain(self))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON atomically: the file is whole or not there."""
+        target = Path(path)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as out:
+                out.write(self.to_json())
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def as_partition_specs(self) -> dict[str, tuple[Entry, ...]]:
+        """PartitionSpec entries of every argument, by path."""
+        return {leaf.path: leaf.spec.entries for leaf in self.inputs}
+
+    def __str__(self) -> str:
+        from planner.report.table import plan_text
+
+        return plan_text(self)
+
+    def check_matches(self, graph: Graph) -> None:
+        """Raise PlanMismatchError, naming the first difference, unless made for ``graph``."""
+        inputs = [(p, graph.values[v]) for p, v in zip(graph.input_paths, graph.inputs, strict=True)]
+        for leaf, (path, value) in zip(self.inputs, inputs, strict=False):
+            got = (path, value.shape, value.dtype)
+            expected = (leaf.path, leaf.shape, leaf.dtype)
+            if got != expected:
+                raise PlanMismatchError(
+                    f"this plan is for another step: argument {path} is {value}, the plan has "
+                    f"{leaf.path} of {leaf.dtype}{list(leaf.shape)}; plan again for these arguments"
+                )
+        if len(inputs) != len(self.inputs):
+            raise PlanMismatchError(
+                f"this plan is for another step: got {len(inputs)} array arguments, "
+                f"expected {len(self.inputs)}"
+            )
+        for op, index in zip(graph.ops, self.op_index, strict=False):
+            text = graph.op_text(op)
+            if text != self.op_table[index]:
+                raise PlanMismatchError(
+                    f"this plan is for another step: operation {op.index} ({op.source or 'no line'}) "
+                    f"is {text}, the plan has {self.op_table[index]}"
+                )
+        if len(graph.ops) != len(self.op_index):
+            raise PlanMismatchError(
+                f"this plan is for another step: got {len(graph.ops)} operations, expected "
+                f"{len(self.op_index)}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Sharding):
+        return [list(e) if isinstance(e, tuple) else e for e in value.entries]
+    if isinstance(value, MeshSpec):
+        return dict(zip(value.names, value.sizes, strict=True))
+    if isinstance(value, Plan):
+        body = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)
+                if f.name != "planning_s"}
+        return {"format": FORMAT, **body}
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    return value
+
+
+def _dump(plain: dict[str, Any]) -> str:
+    lines = []
+    for key, value in plain.items():
+        if isinstance(value, list) and value and key != "op_index":
+            items = ",\n".join("    " + json.dumps(v) for v in value)
+            lines.append(f"  {json.dumps(key)}: [\n{items}\n  ]")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that ``Plan.save`` wrote.
+
+    Raises:
+        PlanFormatError: not JSON, another format, or a missing field; says which.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise PlanFormatError(f"cannot read plan {path}: {error.strerror}") from error
+    return plan_from_json(text, str(path))
+
+
+def plan_from_json(text: str, where: str = "plan") -> Plan:
+    """Parse the text of ``Plan.to_json``; raises PlanFormatError."""
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanFormatError(f"{where} is not JSON: {error}") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        got = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
+        raise PlanFormatError(f"{where}: got format {got!r}, expected {FORMAT!r}")
+    try:
+        return _parse(raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanFormatError(f"{where}: field missing or malformed: {error}") from error
+
+
+def _spec(entries: list[Any], rank: int | None = None) -> Sharding:
+    return Sharding.of([tuple(e) if isinstance(e, list) else e for e in entries], rank)
+
+
+def _leaf(raw: dict[str, Any]) -> Leaf:
+    shape = tuple(raw["shape"])
+    used = raw["used_as"]
+    return Leaf(raw["path"], shape, raw["dtype"], _spec(raw["spec"], len(shape)),
+                raw["nbytes_per_device"], None if used is None else _spec(used, len(shape)),
+                raw["tied"])
+
+
+def _parse(raw: dict[str, Any]) -> Plan:
+    prediction = dict(raw["prediction"], peak_holders=tuple(raw["prediction"]["peak_holders"]))
+    return Plan(
+        mode=raw["mode"], cluster=raw["cluster"],
+        mesh=MeshSpec(tuple(raw["mesh"]), tuple(raw["mesh"].values())),
+        inputs=tuple(map(_leaf, raw["inputs"])), outputs=tuple(map(_leaf, raw["outputs"])),
+        constraints=tuple(
+            Constraint(c["op"], c["slot"], c["position"], _spec(c["spec"]))
+            for c in raw["constraints"]
+        ),
+        collectives=tuple(
+            CollectiveRow(**dict(c, axes=tuple(c["axes"]))) for c in raw["collectives"]
+        ),
+        activations=tuple(
+            Activation(**dict(a, shape=tuple(a["shape"]), spec=_spec(a["spec"], len(a["shape"]))))
+            for a in raw["activations"]
+        ),
+        fallbacks=tuple(raw["fallbacks"]), notes=tuple(raw["notes"]),
+        meshes=tuple(MeshRow(**m) for m in raw["meshes"]),
+        prediction=Prediction(**prediction), search=SearchReport(**raw["search"]),
+        op_table=tuple(raw["op_table"]), op_index=tuple(raw["op_index"]),
+    )

@@ -1,0 +1,1 @@
+"""Factor rules: which dimensions of an equation may be sharded together."""

@@ -1,0 +1,124 @@
+"""Hand-written factor rules of contractions, convolutions, gathers and scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planner.rules.factor import FactorRule
+from planner.rules.key import Shape
+from planner.rules.labels import Label, build
+
+Shapes = Sequence[Shape]
+Params = Mapping[str, Any]
+
+
+def dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """Batch dimensions first in the result, then those of either side; contracted ones sum."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = params["dimension_numbers"]
+    lhs: list[Label] = [("lhs", axis) for axis in range(len(ins[0]))]
+    rhs: list[Label] = [("rhs", axis) for axis in range(len(ins[1]))]
+    for n, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True)):
+        lhs[a] = rhs[b] = ("batch", n)
+    for n, (a, b) in enumerate(zip(lhs_contract, rhs_contract, strict=True)):
+        lhs[a] = rhs[b] = ("contract", n)
+    result: list[Label] = [("batch", n) for n in range(len(lhs_batch))]
+    result += [label for label in lhs if label == ("lhs", lhs.index(label))]
+    result += [label for label in rhs if label == ("rhs", rhs.index(label))]
+    summed = [("contract", n) for n in range(len(lhs_contract))]
+    return build([lhs, rhs], [result], ins, outs, reduction=summed)
+
+
+def ragged_dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """Only the plain form: rows in groups, each group with a matrix of its own."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    contract, batch = numbers.dot_dimension_numbers
+    plain = (
+        [list(axes) for axes in (*contract, *batch)] == [[1], [1], [], []]
+        and list(numbers.lhs_ragged_dimensions) == [0]
+        and list(numbers.rhs_group_dimensions) == [0]
+    )
+    if not plain or [len(shape) for shape in ins] != [2, 3, 1]:
+        return None
+    return build([[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], ins, outs, reduction=["k"])
+
+
+def conv_general_dilated(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """Batch and output features, and input features as a sum; none of the spatial dimensions."""
+    numbers = params["dimension_numbers"]
+    grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
+    lhs: list[Label] = [None] * len(ins[0])
+    rhs: list[Label] = [None] * len(ins[1])
+    result: list[Label] = [None] * len(outs[0])
+    if params["batch_group_count"] == 1:
+        lhs[numbers.lhs_spec[0]] = result[numbers.out_spec[0]] = "batch"
+    if not grouped:
+        rhs[numbers.rhs_spec[0]] = result[numbers.out_spec[1]] = "out"
+        lhs[numbers.lhs_spec[1]] = rhs[numbers.rhs_spec[1]] = "in"
+    return build([lhs, rhs], [result], ins, outs, reduction=["in"])
+
+
+def _indexed(numbers: Any, indexed: Sequence[int], collapsed: Sequence[int]) -> int | None:
+    """The one operand dimension that is indexed, as in taking rows; None in other cases."""
+    batching = (
+        *getattr(numbers, "operand_batching_dims", ()),
+        *getattr(numbers, "start_indices_batching_dims", ()),
+        *getattr(numbers, "scatter_indices_batching_dims", ()),
+    )
+    if batching or len(indexed) != 1 or list(indexed) != list(collapsed):
+        return None
+    return int(indexed[0])
+
+
+def gather(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """Only the taking of whole slices along one dimension."""
+    numbers = params["dimension_numbers"]
+    axis = _indexed(numbers, numbers.start_index_map, numbers.collapsed_slice_dims)
+    sizes = [1 if n == axis else size for n, size in enumerate(ins[0])]
+    if axis is None or list(params["slice_sizes"]) != sizes or ins[1][-1] != 1:
+        return None
+    operand: list[Label] = [("slice", n) for n in range(len(ins[0]))]
+    operand[axis] = "taken"
+    indices: list[Label] = [("index", n) for n in range(len(ins[1]) - 1)]
+    slices = iter([label for label in operand if label != "taken"])
+    rest = iter(indices)
+    offsets = set(numbers.offset_dims)
+    result = [next(slices) if n in offsets else next(rest) for n in range(len(outs[0]))]
+    return build([operand, [*indices, None]], [result], ins, outs, reduction=["taken"])
+
+
+def scatter(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """Only the setting of whole slices along one dimension, with all indices together."""
+    return _scatter(params, ins, outs, partial=False)
+
+
+def scatter_add(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """As for a scatter, but the updates may be split and their effects summed."""
+    return _scatter(params, ins, outs, partial=True)
+
+
+def _scatter(params: Params, ins: Shapes, outs: Shapes, partial: bool) -> FactorRule | None:
+    """The rule of a scatter, with or without partial results from the updates."""
+    numbers = params["dimension_numbers"]
+    axis = _indexed(numbers, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
+    if axis is None or ins[1][-1] != 1:
+        return None
+    operand: list[Label] = [("slice", n) for n in range(len(ins[0]))]
+    indices: list[Label] = [("index", n) for n in range(len(ins[1]) - 1)]
+    slices = iter([label for n, label in enumerate(operand) if n != axis])
+    rest = iter(indices)
+    window = set(numbers.update_window_dims)
+    update = [next(slices) if n in window else next(rest) for n in range(len(ins[2]))]
+    rows = [size for n, size in enumerate(ins[0]) if n != axis]
+    if [size for n, size in enumerate(ins[2]) if n in window] != rows:
+        return None
+    if not partial:
+        indices = [None for _ in indices]
+        update = [label if n in window else None for n, label in enumerate(update)]
+    return build(
+        [operand, [*indices, None], update],
+        [operand],
+        ins,
+        outs,
+        reduction=[label for label in indices if label is not None],
+    )

@@ -1,0 +1,62 @@
+"""The factor rule of any first-order equation."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from planner.rules.factor import FactorRule, opaque_rule
+from planner.rules.fallback import ELEMENTWISE, LINALG, fallback_rule, pointwise_rule
+from planner.rules.key import EqnKey
+from planner.rules.shardy import read_rules
+
+__all__ = ["ELEMENTWISE", "RuleBook", "rules_for"]
+
+
+class RuleBook:
+    """Finds rules and remembers them.
+
+    Elementwise equations are recognised by name and shapes. Shardy is asked for all
+    others together; where it has no rule a hand-written one stands in, and where
+    there is none of these either nothing of the equation can be sharded.
+    """
+
+    def __init__(self, *, use_shardy: bool = True) -> None:
+        self._use_shardy = use_shardy
+        self._known: dict[Hashable, FactorRule] = {}
+
+    def rules_for(self, items: Sequence[EqnKey]) -> list[FactorRule]:
+        """The rule of each equation, in order."""
+        found: list[FactorRule | Hashable] = []
+        missing: dict[Hashable, EqnKey] = {}
+        for item in items:
+            rule = pointwise_rule(item.name, item.in_shapes, item.out_shapes)
+            if rule is not None:
+                found.append(rule)
+                continue
+            signature = item.signature()
+            found.append(signature)
+            if signature not in self._known:
+                missing.setdefault(signature, item)
+        self._look_up(missing)
+        return [r if isinstance(r, FactorRule) else self._known[r] for r in found]
+
+    def _look_up(self, missing: dict[Hashable, EqnKey]) -> None:
+        """Find and remember the rules of equations not met before."""
+        asked = [
+            signature
+            for signature, item in missing.items()
+            if self._use_shardy and item.name not in LINALG
+        ]
+        read = dict(zip(asked, read_rules([missing[s] for s in asked]), strict=True))
+        for signature, item in missing.items():
+            ins, outs = item.in_shapes, item.out_shapes
+            rule = read.get(signature) or fallback_rule(item.name, item.params, ins, outs)
+            self._known[signature] = rule or opaque_rule(ins, outs)
+
+
+_BOOK = RuleBook()
+
+
+def rules_for(items: Sequence[EqnKey]) -> list[FactorRule]:
+    """The rule of each first-order equation, remembered for the life of the process."""
+    return _BOOK.rules_for(items)

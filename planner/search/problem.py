@@ -1,0 +1,238 @@
+"""The planner's optimisation problem, as numbers only, and its one evaluator.
+
+Every node i takes one strategy x_i.  The cost of a choice x is
+
+    cost(x) = sum_i c_i[x_i] + sum_(a,b) E_ab[x_a, x_b],
+
+and the memory at a moment t is the sum of ``bytes[x_node]`` over the usages live at t.  A choice is
+feasible when its cost is finite (no forbidden entry is used) and the memory never passes the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+"""An array whose element type is told by its name and its documentation."""
+
+FORBIDDEN = 1e18
+"""Costs from here on (infinity included) mark a forbidden entry."""
+
+
+@dataclass(frozen=True, eq=False)
+class Usage:
+    """Memory of a node: ``bytes[s]`` bytes under strategy s, live in the moments [start, end)."""
+
+    node: int
+    start: int
+    end: int
+    bytes: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """Cost in seconds between two nodes: ``cost_s[s, u]`` for strategy s of a and u of b."""
+
+    a: int
+    b: int
+    cost_s: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Nodes, pairwise costs, memory usages and one memory limit (infinity: none).
+
+    ``levels`` holds, per node, a small integer per strategy and mesh axis; 0 means that the strategy
+    does not use the axis.  Only the axis-by-axis search reads it.
+    """
+
+    names: tuple[str, ...]
+    cost_s: tuple[Array, ...]
+    edges: tuple[Edge, ...]
+    usages: tuple[Usage, ...]
+    limit_bytes: float
+    levels: tuple[Array, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A choice, what it costs, and what is known about how good it is.
+
+    ``lower_bound_s`` bounds the cost of every feasible choice from below.  An infeasible solution holds
+    the choice with the least memory peak that was found, and ``reason`` says what is missing.
+    """
+
+    choice: tuple[int, ...]
+    cost_s: float
+    lower_bound_s: float
+    peak_bytes: float
+    peak_moment: int
+    feasible: bool
+    search: str
+    reason: str
+    wall_s: float
+
+    @property
+    def gap(self) -> float:
+        """Relative distance (cost - lower bound) / cost; infinite when the cost is."""
+        if not math.isfinite(self.cost_s):
+            return math.inf
+        return (self.cost_s - self.lower_bound_s) / max(abs(self.cost_s), 1e-300)
+
+    @property
+    def proved(self) -> bool:
+        """Whether the choice is feasible and proved optimal to a relative 1e-9."""
+        return self.feasible and self.gap <= 1e-9
+
+
+def is_forbidden(table: Array) -> Array:
+    """Mask of the forbidden entries of a cost table."""
+    mask: Array = table >= FORBIDDEN
+    return mask
+
+
+def memory_profile(problem: Problem, choice: Sequence[int]) -> tuple[Array, Array]:
+    """Memory over time, by a difference array over the moments where something starts or ends.
+
+    Complexity: O(U log U) for U usages.
+
+    Args:
+        problem: the problem.
+        choice: one strategy per node.
+
+    Returns:
+        ``(moments, bytes)``: ``bytes[k]`` are live during [moments[k], moments[k + 1]).
+    """
+    live = [usage for usage in problem.usages if usage.start < usage.end]
+    if not live:
+        return np.zeros(1, dtype=np.int64), np.zeros(1)
+    starts = np.array([usage.start for usage in live], dtype=np.int64)
+    ends = np.array([usage.end for usage in live], dtype=np.int64)
+    taken = np.array([usage.bytes[choice[usage.node]] for usage in live], dtype=np.float64)
+    moments = np.unique(np.concatenate([starts, ends]))
+    rise = np.bincount(np.searchsorted(moments, starts), taken, moments.size)
+    fall = np.bincount(np.searchsorted(moments, ends), taken, moments.size)
+    return moments, np.cumsum(rise - fall)
+
+
+def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float, int]:
+    """Cost, memory peak and first moment of the peak of a choice: the one evaluator.
+
+    Args:
+        problem: the problem.
+        choice: one strategy per node.
+
+    Returns:
+        ``(cost_s, peak_bytes, peak_moment)``; the cost is infinite when a forbidden entry is used.
+    """
+    parts = [float(cost[s]) for cost, s in zip(problem.cost_s, choice, strict=True)]
+    parts += [float(edge.cost_s[choice[edge.a], choice[edge.b]]) for edge in problem.edges]
+    forbidden = any(part >= FORBIDDEN for part in parts)
+    moments, profile = memory_profile(problem, choice)
+    at = int(np.argmax(profile))
+    cost = math.inf if forbidden else math.fsum(parts)
+    return cost, float(profile[at]), int(moments[at])
+
+
+def fits(peak_bytes: float, limit_bytes: float) -> bool:
+    """Whether a peak respects the limit, up to the rounding of a sum of floats."""
+    return peak_bytes <= limit_bytes * (1.0 + 1e-12)
+
+
+def make_solution(
+    problem: Problem, choice: Sequence[int], lower_s: float, search: str, reason: str, begun: float
+) -> Solution:
+    """Evaluate a choice and wrap it.
+
+    Args:
+        problem: the problem.
+        choice: one strategy per node.
+        lower_s: a valid lower bound of the cost.
+        search: name of the search.
+        reason: why the search stopped.
+        begun: ``time.monotonic()`` at the start of the search.
+
+    Returns:
+        The solution; its lower bound is never above its cost when it is feasible.
+    """
+    taken = tuple(int(s) for s in choice)
+    cost, peak, moment = evaluate(problem, taken)
+    feasible = math.isfinite(cost) and fits(peak, problem.limit_bytes)
+    lower = min(lower_s, cost) if feasible else lower_s
+    if feasible and cost - lower <= 1e-12 * abs(cost):
+        lower = cost
+    wall = time.monotonic() - begun
+    return Solution(taken, cost, lower, peak, moment, feasible, search, reason, wall)
+
+
+def verify(problem: Problem) -> None:
+    """Check that a problem is well formed.
+
+    Args:
+        problem: the problem.
+
+    Raises:
+        ValueError: naming the node, edge or usage at fault.
+    """
+    count = len(problem.names)
+    if len(problem.cost_s) != count:
+        raise ValueError(f"{count} names but {len(problem.cost_s)} node costs")
+    if math.isnan(problem.limit_bytes) or problem.limit_bytes < 0:
+        raise ValueError(f"the memory limit is {problem.limit_bytes}")
+    for name, cost in zip(problem.names, problem.cost_s, strict=True):
+        if cost.ndim != 1 or cost.size == 0:
+            raise ValueError(f"node {name}: costs of shape {cost.shape}, expected [strategies >= 1]")
+        if not cost.sum() > -math.inf:
+            raise ValueError(f"node {name}: a cost is NaN or minus infinity")
+    _verify_edges(problem)
+    _verify_usages(problem)
+    _verify_levels(problem)
+
+
+def _verify_edges(problem: Problem) -> None:
+    """Check shapes, ends and values of the edges (equal objects are looked at once)."""
+    count, seen = len(problem.names), set[int]()
+    for edge in problem.edges:
+        if not (0 <= edge.a < count and 0 <= edge.b < count) or edge.a == edge.b:
+            raise ValueError(f"edge ({edge.a}, {edge.b}): not two different nodes of {count}")
+        label = f"edge {problem.names[edge.a]} - {problem.names[edge.b]}"
+        shape = (problem.cost_s[edge.a].size, problem.cost_s[edge.b].size)
+        if edge.cost_s.shape != shape:
+            raise ValueError(f"{label}: costs of shape {edge.cost_s.shape}, expected {shape}")
+        if id(edge.cost_s) not in seen and not edge.cost_s.sum() > -math.inf:
+            raise ValueError(f"{label}: a cost is NaN or minus infinity")
+        seen.add(id(edge.cost_s))
+
+
+def _verify_usages(problem: Problem) -> None:
+    """Check the usages: node, interval, shape, finite and not negative."""
+    for usage in problem.usages:
+        if not 0 <= usage.node < len(problem.names):
+            raise ValueError(f"a usage names node {usage.node} of {len(problem.names)}")
+        label = f"usage of node {problem.names[usage.node]}"
+        if usage.end < usage.start:
+            raise ValueError(f"{label}: ends at {usage.end} before its start {usage.start}")
+        if usage.bytes.shape != problem.cost_s[usage.node].shape:
+            raise ValueError(f"{label}: bytes of shape {usage.bytes.shape}")
+        if not (usage.bytes.min() >= 0 and usage.bytes.max() < math.inf):
+            raise ValueError(f"{label}: bytes must be finite and not negative")
+
+
+def _verify_levels(problem: Problem) -> None:
+    """Check that the axis codes, when given, match nodes and strategies."""
+    if problem.levels is None:
+        return
+    if len(problem.levels) != len(problem.names):
+        raise ValueError(f"{len(problem.names)} nodes but {len(problem.levels)} level tables")
+    for name, codes, cost in zip(problem.names, problem.levels, problem.cost_s, strict=True):
+        if codes.ndim != 2 or codes.shape[0] != cost.size:
+            raise ValueError(f"node {name}: levels of shape {codes.shape}")
+        if codes.shape[1] != problem.levels[0].shape[1]:
+            raise ValueError(f"node {name}: levels name {codes.shape[1]} axes")

@@ -1,0 +1,152 @@
+"""Meshes and shardings as plain data; no jax.
+
+A ``MeshSpec`` is an ordered tuple of named axes over devices numbered row-major (last
+axis fastest). A ``Sharding`` names, per tensor dimension, the mesh axes that split it,
+major to minor, as ``jax.sharding.PartitionSpec`` does.
+
+Invariants: an axis splits at most one dimension; the product of the axes of a dimension
+divides that dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.errors import RequestError
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """A logical mesh: axis names and sizes, slowest axis first."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
+            raise RequestError(f"mesh axes need distinct names, one per size: {self!r}")
+        if any(size < 1 for size in self.sizes):
+            raise RequestError(f"mesh axis sizes must be at least 1, got {self}")
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices in the mesh."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+
+    def size(self, name: str) -> int:
+        """Size of the axis called ``name``; raises RequestError when there is none."""
+        if name not in self.names:
+            raise RequestError(f"mesh ({self}) has no axis {name!r}; its axes are {self.names}")
+        return self.sizes[self.names.index(name)]
+
+
+def parse_mesh(text: str) -> MeshSpec:
+    """Parse ``"data=4,model=2"``; raises RequestError with the expected form otherwise."""
+    names, sizes = [], []
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.strip().isidentifier() or not size.strip().isdigit() or int(size) < 1:
+            raise RequestError(f"mesh {text!r}: got {part!r}, expected name=size as in data=4,model=2")
+        names.append(name.strip())
+        sizes.append(int(size))
+    return MeshSpec(tuple(names), tuple(sizes))
+
+
+Entry = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Mesh axes per dimension, major to minor; the empty tuple means replicated."""
+
+    dims: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(entries: Sequence[Entry], rank: int | None = None) -> Sharding:
+        """Build from PartitionSpec-like entries, padded with None up to ``rank``."""
+        dims = tuple(
+            () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+        )
+        if rank is not None:
+            dims += ((),) * (rank - len(dims))
+        return Sharding(dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis in use."""
+        return tuple(a for dim in self.dims for a in dim)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """PartitionSpec entries, trailing ``None`` dropped."""
+        out: list[Entry] = [None if not d else d[0] if len(d) == 1 else d for d in self.dims]
+        while out and out[-1] is None:
+            out.pop()
+        return tuple(out)
+
+    def shards(self, mesh: MeshSpec) -> int:
+        """Into how many pieces the tensor is cut."""
+        return math.prod(mesh.size(a) for a in self.axes)
+
+    def local_shape(self, shape: Sequence[int], mesh: MeshSpec) -> tuple[int, ...]:
+        """Shape of one shard; raises RequestError when a dimension doesn't divide."""
+        self.check(shape, mesh)
+        return tuple(
+            n // math.prod(mesh.size(a) for a in d) for n, d in zip(shape, self.dims, strict=True)
+        )
+
+    def check(self, shape: Sequence[int], mesh: MeshSpec) -> None:
+        """Raise RequestError when this sharding can't hold for ``shape`` on ``mesh``."""
+        if len(self.dims) > len(shape):
+            raise RequestError(
+                f"{self} names {len(self.dims)} dimensions, the value has shape {tuple(shape)}"
+            )
+        if len(set(self.axes)) != len(self.axes):
+            raise RequestError(f"{self} uses a mesh axis for two dimensions")
+        for i, (n, dim) in enumerate(zip(shape, self.dims, strict=False)):
+            parts = math.prod(mesh.size(a) for a in dim)
+            if n % parts:
+                raise RequestError(
+                    f"{self}: dimension {i} has size {n}, which {parts} devices of "
+                    f"{'x'.join(dim)} do not divide; pad it, pin another dimension or "
+                    "choose another mesh"
+                )
+
+    def __str__(self) -> str:
+        return "P(" + ", ".join(repr(e) for e in self.entries) + ")"
+
+
+AXIS_NAMES: Mapping[int, tuple[str, ...]] = {
+    1: ("data",),
+    2: ("data", "model"),
+    3: ("data", "fsdp", "model"),
+}
+
+
+def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ordered ways to write ``n`` as ``parts`` factors, each at least 2 (1 allowed if n=1)."""
+    if parts == 1:
+        yield (n,)
+        return
+    for first in range(2, n // 2 + 1):
+        if n % first == 0:
+            for rest in factorizations(n // first, parts - 1):
+                if rest[0] >= 2:
+                    yield (first, *rest)
+
+
+def enumerate_meshes(num_devices: int, max_axes: int = 3) -> tuple[MeshSpec, ...]:
+    """Logical meshes of up to ``max_axes`` axes over ``num_devices`` devices.
+
+    Any count works, powers of two or not; a prime has the one-axis mesh only.
+    """
+    out = []
+    for k in range(1, max_axes + 1):
+        for sizes in factorizations(num_devices, k):
+            out.append(MeshSpec(AXIS_NAMES[k], sizes))
+    return tuple(out)
