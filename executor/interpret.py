@@ -79,10 +79,7 @@ class ConstrainedStep:
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
         ins = [self.at(op, "in", k, x) for k, x in enumerate(ins)]
-        functions, params = eqn.primitive.get_bind_params(eqn.params)
-        result = eqn.primitive.bind(*functions, *ins, **params)
-        outs = result if eqn.primitive.multiple_results else [result]
-        return [self.at(op, "out", k, x) for k, x in enumerate(outs)]
+        return [self.at(op, "out", k, x) for k, x in enumerate(compat.bind(eqn, ins))]
 
     def rebuilt(self, like: Any, body: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """A jaxpr of the form of ``like`` that computes ``body``."""

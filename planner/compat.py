@@ -78,3 +78,11 @@ def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
     )
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = found if isinstance(found, tuple) else ((), found)
+    result = eqn.primitive.bind(*functions, *values, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]

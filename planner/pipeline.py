@@ -68,7 +68,8 @@ def make_plan(
         RequestError: the request can't be met (PinError, MemoryLimitError among them).
     """
     begun = time.perf_counter()
-    request = _parse(cluster, mode, search, mesh, memory, time_limit_s)
+    request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory,
+                            time_limit_s=time_limit_s)
     traced = trace(function, args)
     return plan_traced(traced, args, request, shardings or {}, donate_argnums, begun)
 
@@ -117,11 +118,12 @@ def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
     return tuple(out)
 
 
-def _parse(
-    cluster: str | Cluster, mode: str | None, search: str | None,
-    mesh: str | Mapping[str, int] | MeshSpec | None, memory: str | float | None,
-    time_limit_s: float,
+def parse_request(
+    cluster: str | Cluster, *, mode: str | None = None, search: str | None = None,
+    mesh: str | Mapping[str, int] | MeshSpec | None = None, memory: str | float | None = None,
+    time_limit_s: float = 60.0,
 ) -> Request:
+    """Check and parse what ``make_plan`` was asked for; raises RequestError."""
     current = get_parallel_mode()
     chosen = check_mode(mode or current.mode, search or current.search)
     try:

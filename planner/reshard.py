@@ -17,6 +17,10 @@ dim -> none           all-gather
 
 done in this order (data shrinks before it grows), axes of one kind together. Payloads
 follow costmodels.collectives: unreduced input, tensor, local shard, gathered result.
+
+XLA's partitioner does an all-to-all only by itself: where another axis is gathered or
+sliced in the same step it gathers everything and slices ("involuntary full
+rematerialization"), so that is what such a step costs here.
 """
 
 from __future__ import annotations
@@ -71,8 +75,13 @@ def reshard_steps(
         if 0 < digit < partial:
             share /= n
     pairs = list(enumerate(zip(src, dst, strict=True)))
-    for k, (s, d) in pairs:
-        if s == 0 and 0 < d < partial:
+    moved = [k for k, (s, d) in pairs if 0 < s < partial and 0 < d < partial and s != d]
+    gathered = any(0 < s < partial and d == 0 for s, d in zip(src, dst, strict=True))
+    sliced = [k for k, (s, d) in pairs if s == 0 and 0 < d < partial]
+    if moved and (gathered or sliced):
+        pairs = [(k, (s, 0 if k in moved else d)) for k, (s, d) in pairs]
+    else:
+        for k in sliced:
             share /= sizes[k]
     axes = {
         "reduce_scatter": [k for k, (s, d) in pairs if s == partial and 0 < d < partial],
@@ -117,12 +126,16 @@ def reshard_table(rank: int, sizes: tuple[int, ...], model: CostModel) -> Reshar
     is_dim_src, is_dim_dst = (src > 0) & (src < partial), (dst > 0) & (dst < partial)
     size = np.asarray(sizes, np.float64)[:, None, None]
     bits = (1 << np.arange(n))[:, None, None]
-    share = np.prod(np.where(is_dim_src | ((src == 0) & is_dim_dst), 1.0 / size, 1.0), axis=0)
+    moved = is_dim_src & is_dim_dst & (src != dst)
+    sliced = (src == 0) & is_dim_dst
+    whole = moved.any(axis=0) & ((is_dim_src & (dst == 0)) | sliced).any(axis=0)
+    early = is_dim_src | (sliced & ~whole)
+    share = np.prod(np.where(early, 1.0 / size, 1.0), axis=0)
     wanted = {
         "reduce_scatter": (src == partial) & is_dim_dst,
         "all_reduce": (src == partial) & (dst == 0),
-        "all_to_all": is_dim_src & is_dim_dst & (src != dst),
-        "all_gather": is_dim_src & (dst == 0),
+        "all_to_all": moved & ~whole,
+        "all_gather": (is_dim_src & (dst == 0)) | (moved & whole),
     }
     alpha = np.zeros(share.shape)
     beta = np.zeros(share.shape)

@@ -23,7 +23,7 @@ from planner.search.moves import State
 from planner.search.plan import make_plan
 from planner.search.problem import Array
 from planner.search.reduction import Reduction
-from planner.search.repair import polish, repair
+from planner.search.repair import pairs_are_cheap, polish, repair
 
 
 def improve(
@@ -57,7 +57,7 @@ def improve(
     problem, rng = reduction.problem, np.random.default_rng(seed)
     state = State(problem, timeline, choice)
     if repair(state, deadline):
-        polish(state, deadline, pairs=len(problem.edges) <= 2000)
+        polish(state, deadline, pairs=pairs_are_cheap(problem))
     best, best_cost = state.choice.copy(), state.cost() if state.feasible() else math.inf
     unary = list(problem.cost_s)
     if prices is not None:

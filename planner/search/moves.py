@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -99,8 +100,11 @@ class State:
 
     def cost(self) -> float:
         """The cost of the choice."""
+        now = self.current()
+        if not np.isfinite(now).all():
+            return float("inf")
         own = np.array([c[s] for c, s in zip(self.unary, self.choice, strict=True)])
-        return float(own.sum() + (self.current() - own).sum() / 2.0)
+        return float(own.sum() + (now - own).sum() / 2.0)
 
     def tolerance(self) -> float:
         """Gains below this are rounding."""
@@ -124,11 +128,12 @@ def descend(state: State, deadline: float) -> bool:
         tolerance = state.tolerance()
         now = state.current()
         moved = False
-        for node in np.flatnonzero(least < np.where(np.isinf(now), 1e300, now - tolerance)):
+        gaining = least < np.where(np.isinf(now), 1e300, now - tolerance)
+        for node in np.flatnonzero(gaining).tolist():
             row = np.where(state.allowed(node), state.row(node), np.inf)
             best = int(np.argmin(row))
             if row[best] < state.row(node)[state.choice[node]] - tolerance:
-                state.move(int(node), best)
+                state.move(node, best)
                 moved = moved_ever = True
         if not moved:
             break
@@ -196,7 +201,7 @@ def _disjoint(parts: list[tuple[int, int, Array]]) -> list[tuple[int, int, Array
     """Overlapping intervals cut into disjoint ones whose bytes are added."""
     cuts = sorted({at for low, high, _ in parts for at in (low, high)})
     result: list[tuple[int, int, Array]] = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in pairwise(cuts):
         covering = [taken for begin, end, taken in parts if begin <= low and high <= end]
         if covering:
             total: Array = np.sum(covering, axis=0)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -156,7 +157,7 @@ class _Work:
             if self.gone[node]:
                 continue
             tables = tuple(sorted({self.unary[node], *self.near[node].values()}))
-            good = pool.note(("allowed", tables), lambda key=tables: self._supported(key))
+            good = pool.note(("allowed", tables), partial(self._supported, tables))
             if good is not None:
                 self.keep(node, good)
 
@@ -166,7 +167,7 @@ class _Work:
         for index in tables:
             table = self.pool.tables[index]
             finite = np.isfinite(table)
-            mask = finite if table.ndim == 1 else finite.any(axis=1)
+            mask: Array = finite if table.ndim == 1 else np.asarray(finite.any(axis=1))
             good = mask if good is None else good & mask
         return None if good is None or good.all() else np.flatnonzero(good)
 
@@ -212,8 +213,8 @@ class _Work:
                 continue
             tables = tuple(sorted(self.near[node].values()))
             rows = tuple(sorted(set(self.rows[node])))
-            key = ("dead", self.unary[node], tables, rows)
-            left = pool.note(key, lambda at=key: self._survivors(at[1], at[2], at[3]))
+            seen = self.unary[node], tables, rows
+            left = pool.note(("dead", *seen), partial(self._survivors, *seen))
             if left is not None:
                 self.keep(node, left)
 

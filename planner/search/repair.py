@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 from planner.search.moves import State, descend, descend_pairs, pair_costs
-from planner.search.problem import Array, fits
+from planner.search.problem import Array, Problem, fits
 
 _PAIRS = 400
 """Edges tried per pair move."""
@@ -59,6 +59,11 @@ def polish(state: State, deadline: float, *, pairs: bool = True) -> None:
         if not pairs or time.monotonic() >= deadline or not descend_pairs(state, deadline):
             return
         descend(state, deadline)
+
+
+def pairs_are_cheap(problem: Problem) -> bool:
+    """Whether one pass over all pairs of neighbours takes well below a second."""
+    return len(problem.edges) <= 3000 and sum(e.cost_s.size for e in problem.edges) <= 3_000_000
 
 
 def _live_bytes(state: State, moment: int) -> Array:

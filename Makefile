@@ -1,0 +1,45 @@
+# make demo   install into .venv, plan and train a real model on 8 virtual CPU devices
+# make test   install into .venv and run the tests
+# make check  exactly what CI runs: format, types, borders, tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all check lint benchmarks clean
+.DELETE_ON_ERROR:
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("meshwright needs Python 3.11 or newer, got " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[examples,test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lint]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/planner inspect examples/gpt.py --cluster cpu:8
+	$(BIN)/python examples/gpt.py --devices 8
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m ''
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+benchmarks: $(VENV)/.installed
+	$(BIN)/python benchmarks/planning_time.py
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/chosen_vs_manual.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

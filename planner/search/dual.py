@@ -1,0 +1,215 @@
+"""Lagrange multipliers on the memory limit: a level-bundle ascent.
+
+With a price lambda_t >= 0 on every moment, the dual function
+
+    q(lambda) = min_x  cost(x) + sum_t lambda_t (memory_t(x) - limit)
+
+is concave and never above the optimum under the limit.  Each elimination gives its value and a choice x,
+hence a cut q(lambda) <= cost(x) + lambda . g(x) with g(x) = memory(x) - limit.  The next multipliers are
+the nearest ones (in the 1-norm) at which the cuts still allow a level half-way between the best value
+and the most the cuts allow.  Only moments that were some choice's peak carry a multiplier.
+
+The least possible peak is bounded in the same way: for lambda on the simplex,
+max_lambda min_x sum_t lambda_t memory_t(x) is never above it.
+
+Complexity: per round, one elimination and two linear programs of (moments + rounds) size.
+Papers: Lemarechal, Nemirovskii and Nesterov, "New variants of bundle methods", Mathematical Programming
+69, 1995; Fisher, "The Lagrangian relaxation method", Management Science 27, 1981.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog  # type: ignore[import-untyped]
+
+from planner.search.memory import Timeline
+from planner.search.problem import Array
+
+Oracle = Callable[[Array], tuple[float, list[int]]]
+"""Minimise the costs plus a flat price per strategy: (value or lower bound, choice)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """The best dual value, the flat prices that gave it, and why the ascent stopped."""
+
+    value: float
+    prices: Array
+    reason: str
+
+
+@dataclass
+class _Bundle:
+    """Cuts: the cost and scaled excess profile of every choice seen."""
+
+    costs: list[float]
+    excess: list[Array]
+    active: list[int]
+
+    def rows(self) -> Array:
+        """[cuts, active] the slopes of the cuts."""
+        return np.array([[profile[t] for t in self.active] for profile in self.excess])
+
+    def add(self, cost: float, excess: Array) -> None:
+        """Add a cut, and its highest local peaks to the active moments."""
+        self.costs.append(cost)
+        self.excess.append(excess)
+        rest = excess.copy()
+        span = max(1, rest.size // 16)
+        for _ in range(4):
+            peak = int(np.argmax(rest))
+            if rest[peak] <= 1e-12:
+                break
+            if peak not in self.active:
+                self.active.append(peak)
+            rest[max(0, peak - span) : peak + span + 1] = -np.inf
+
+
+def ascend(
+    oracle: Oracle,
+    cost_of: Callable[[Sequence[int]], float],
+    on_choice: Callable[[Sequence[int], Array], float],
+    timeline: Timeline,
+    limit: float,
+    start: tuple[float, list[int]],
+    deadline: float,
+    rounds: int = 40,
+) -> Dual:
+    """Maximise the dual of the memory limit.
+
+    Args:
+        oracle: minimises costs plus prices.
+        cost_of: plain cost of a choice.
+        on_choice: told every choice and its prices; returns the best feasible cost known.
+        timeline: the usages; its prices are per byte.
+        limit: the memory limit.
+        start: the oracle's answer at zero prices.
+        deadline: monotonic time to stop at.
+        rounds: most calls of the oracle.
+
+    Returns:
+        The best dual value, a lower bound of the optimum under the limit.
+    """
+    scale = max(limit, float(timeline.profile(start[1]).max()))
+    prices = np.zeros(int(timeline.offsets[-1]))
+    upper = on_choice(start[1], prices)
+    best, best_prices = start[0], prices
+    bundle = _Bundle([], [], [])
+    bundle.add(cost_of(start[1]), (timeline.profile(start[1]) - limit) / scale)
+    centre: dict[int, float] = {}
+    for _ in range(rounds):
+        if time.monotonic() >= deadline:
+            return Dual(best, best_prices, "out of time in the dual ascent")
+        point = _next_point(bundle, centre, best, upper)
+        if point is None:
+            return Dual(best, best_prices, "the dual is at its maximum")
+        multipliers = np.zeros(timeline.moments.size)
+        multipliers[list(point)] = list(point.values())
+        prices = timeline.prices(multipliers / scale)
+        priced, choice = oracle(prices)
+        value = priced - float(multipliers.sum()) * limit / scale
+        if value > best:
+            best, best_prices, centre = value, prices, point
+        upper = min(upper, on_choice(choice, prices))
+        bundle.add(cost_of(choice), (timeline.profile(choice) - limit) / scale)
+    return Dual(best, best_prices, "the rounds of the dual ascent are used up")
+
+
+def _next_point(
+    bundle: _Bundle, centre: dict[int, float], best: float, upper: float
+) -> dict[int, float] | None:
+    """The multipliers to try next, or None when the cuts allow no more than the best value."""
+    slopes, costs = bundle.rows(), np.array(bundle.costs)
+    if not math.isfinite(upper):
+        upper = float(costs.max()) + abs(float(costs.max())) + 1.0
+    unit = max(upper - best, 1e-12 * abs(upper), 1e-300)
+    heights = (costs - best) / unit
+    count = len(bundle.active)
+    ceiling = linprog(
+        np.append(np.zeros(count), -1.0),
+        A_ub=np.hstack([-slopes, np.ones((costs.size, 1))]),
+        b_ub=heights,
+        bounds=[(0, None)] * count + [(None, 1.0)],
+        method="highs",
+    )
+    if ceiling.x is None or -ceiling.fun <= 1e-7 or unit <= 1e-11 * abs(upper):
+        return None
+    level = 0.5 * -ceiling.fun
+    here = np.array([centre.get(t, 0.0) for t in bundle.active]) / unit
+    eye = np.eye(count)
+    nearest = linprog(
+        np.append(np.zeros(count), np.ones(count)),
+        A_ub=np.block(
+            [[-slopes, np.zeros(slopes.shape)], [eye, -eye], [-eye, -eye]],
+        ),
+        b_ub=np.concatenate([heights - level, here, -here]),
+        bounds=[(0, None)] * (2 * count),
+        method="highs",
+    )
+    found = nearest.x if nearest.x is not None else ceiling.x
+    values = np.maximum(found[:count], 0.0) * unit
+    return {t: float(v) for t, v in zip(bundle.active, values, strict=True)}
+
+
+def least_peak(
+    oracle: Oracle,
+    on_choice: Callable[[Sequence[int]], None],
+    timeline: Timeline,
+    start: Sequence[int],
+    deadline: float,
+    enough: float,
+    rounds: int = 40,
+) -> float:
+    """Look for a choice with a small memory peak.
+
+    Args:
+        oracle: minimises the prices alone (costs are zero except for forbidden entries).
+        on_choice: told every choice found.
+        timeline: the usages.
+        start: a choice to begin with.
+        deadline: monotonic time to stop at.
+        enough: stop once the bound passes this peak or a choice reaches it.
+        rounds: most calls of the oracle.
+
+    Returns:
+        A lower bound of the peak of every choice.
+    """
+    bound, active = 0.0, list[int]()
+    profiles = [timeline.profile(start)]
+    scale = max(float(profiles[0].max()), 1e-300)
+    for _ in range(rounds):
+        peak = int(np.argmax(profiles[-1]))
+        if profiles[-1][peak] <= enough or bound > enough * (1 + 1e-9):
+            break
+        if peak not in active:
+            active.append(peak)
+        if time.monotonic() >= deadline:
+            break
+        slopes = np.array([[profile[t] / scale for t in active] for profile in profiles])
+        count = len(active)
+        found = linprog(
+            np.append(np.zeros(count), -1.0),
+            A_ub=np.hstack([-slopes, np.ones((len(profiles), 1))]),
+            b_ub=np.zeros(len(profiles)),
+            A_eq=[[1.0] * count + [0.0]],
+            b_eq=[1.0],
+            bounds=[(0, None)] * count + [(None, None)],
+            method="highs",
+        )
+        if found.x is None:
+            break
+        multipliers = np.zeros(timeline.moments.size)
+        multipliers[active] = np.maximum(found.x[:count], 0.0)
+        multipliers /= multipliers.sum()
+        value, choice = oracle(timeline.prices(multipliers))
+        on_choice(choice)
+        profiles.append(timeline.profile(choice))
+        if -found.fun * scale - value <= 1e-9 * scale and peak in active and value <= bound:
+            break
+        bound = max(bound, value)
+    return bound

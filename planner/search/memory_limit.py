@@ -1,0 +1,165 @@
+"""Solving a reduced problem whose cheapest choice passes the memory limit.
+
+Dual ascent (`dual`) gives the lower bound and a stream of priced choices; each is repaired and polished
+(`repair`) and the best feasible one is kept.  When no repair succeeds the peak itself is minimised, which
+either finds something feasible or tells how much memory is missing.
+
+Complexity: at most 40 eliminations for the cost and 40 for the peak.
+Paper: Fisher, "The Lagrangian relaxation method for solving integer programming problems", Management
+Science 27, 1981.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.search.conditioning import improve
+from planner.search.dual import ascend, least_peak
+from planner.search.memory import Timeline
+from planner.search.moves import State
+from planner.search.problem import Array, Edge, fits
+from planner.search.reduction import Reduction
+from planner.search.repair import polish, repair
+from planner.search.solver import Eliminator
+
+
+@dataclass(frozen=True, eq=False)
+class Limited:
+    """The best choice under the limit (or with the least peak), a lower bound, and the reason."""
+
+    choice: tuple[int, ...]
+    lower_s: float
+    reason: str
+
+
+class _Best:
+    """The best feasible choice, or the one with the least peak, seen so far."""
+
+    def __init__(self, state: State, deadline: float) -> None:
+        self.state, self.deadline = state, deadline
+        self.cost, self.peak = math.inf, math.inf
+        self.choice: tuple[int, ...] | None = None
+        self.seen: set[bytes] = set()
+
+    def offer(self, choice: Sequence[int], prices: Array | None = None) -> float:
+        """Repair and polish a choice and keep it when it is better; the best feasible cost."""
+        key = np.asarray(choice, dtype=np.int64).tobytes()
+        if key in self.seen:
+            return self.cost
+        self.seen.add(key)
+        state = self.state
+        state.reset(choice)
+        self.note()
+        if repair(state, self.deadline):
+            polish(state, self.deadline, pairs=len(state.problem.edges) <= 600)
+        self.note()
+        return self.cost
+
+    def note(self) -> None:
+        """Keep the present state when it is better."""
+        state = self.state
+        if state.feasible():
+            cost = state.cost()
+            if cost < self.cost:
+                self.cost, self.peak = cost, state.peak()
+                self.choice = tuple(int(s) for s in state.choice)
+        elif math.isinf(self.cost) and state.peak() < self.peak:
+            self.peak = state.peak()
+            self.choice = tuple(int(s) for s in state.choice)
+
+
+def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited:
+    """Minimise the cost under the memory limit.
+
+    Args:
+        reduction: a problem reduced with ``keep_memory=True``.
+        work: joined entries one elimination may cost.
+        deadline: monotonic time to stop at.
+
+    Returns:
+        The choice of the reduced problem with what is known about it.
+    """
+    problem = reduction.problem
+    timeline = Timeline(problem)
+    state = State(problem, timeline, [0] * len(problem.cost_s))
+    best = _Best(state, deadline)
+    solver = Eliminator(reduction, work=work)
+    start = solver.solve()
+    best.offer(start[1])
+    if math.isinf(best.cost):
+        needed = _minimise_peak(reduction, timeline, best, work, deadline)
+        if math.isinf(best.cost):
+            reason = _missing(problem.limit_bytes, best, needed)
+            return Limited(best.choice or tuple(start[1]), start[0], reason)
+
+    def cost_of(choice: Sequence[int]) -> float:
+        state.reset(choice)
+        return state.cost()
+
+    dual = ascend(
+        solver.solve, cost_of, best.offer, timeline, problem.limit_bytes, start, deadline
+    )
+    assert best.choice is not None
+    reason = dual.reason
+    if best.cost - dual.value > 1e-9 * abs(best.cost):
+        for prices in (None, dual.prices):
+            found = improve(
+                reduction, timeline, best.choice, deadline, prices=prices, rounds=20, patience=6
+            )
+            state.reset(found)
+            best.note()
+        reason += "; choices repaired to the memory limit and improved"
+    if time.monotonic() >= deadline:
+        reason = "out of time under the memory limit"
+    return Limited(best.choice, dual.value, reason)
+
+
+def _minimise_peak(
+    reduction: Reduction, timeline: Timeline, best: _Best, work: float, deadline: float
+) -> float:
+    """Search for the least peak; a lower bound of it."""
+    problem = reduction.problem
+    solver = Eliminator(_hard_part(reduction), work=work)
+
+    def note(choice: Sequence[int]) -> None:
+        best.offer(choice)
+
+    start = best.choice if best.choice is not None else tuple(solver.solve()[1])
+    return least_peak(solver.solve, note, timeline, start, deadline, problem.limit_bytes)
+
+
+def _hard_part(reduction: Reduction) -> Reduction:
+    """The problem with zero costs: only the forbidden entries of its edges are kept."""
+    problem, pool = reduction.problem, reduction.pool
+    pairs: dict[tuple[int, int], int] = {}
+    for pair, index in reduction.pairs.items():
+        forbidden = np.isinf(pool.tables[index])
+        if forbidden.any():
+            pairs[pair] = pool.intern(np.where(forbidden, np.inf, 0.0))
+    unary = [pool.intern(np.zeros(cost.size)) for cost in problem.cost_s]
+    free = dataclasses.replace(
+        problem,
+        cost_s=tuple(pool.tables[index] for index in unary),
+        edges=tuple(Edge(i, j, pool.tables[index]) for (i, j), index in pairs.items()),
+    )
+    return dataclasses.replace(reduction, problem=free, unary=unary, pairs=pairs)
+
+
+def _missing(limit: float, best: _Best, needed: float) -> str:
+    """Why nothing feasible was found."""
+    if not fits(needed, limit):
+        return (
+            f"proved infeasible: every choice needs at least {needed:.6g} bytes at some moment, "
+            f"{needed - limit:.6g} more than the limit of {limit:.6g}; the least peak found is "
+            f"{best.peak:.6g}"
+        )
+    return (
+        f"nothing within the memory limit was found: the least peak found is {best.peak:.6g} bytes, "
+        f"{best.peak - limit:.6g} more than the limit of {limit:.6g}"
+    )
