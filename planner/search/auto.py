@@ -1,8 +1,8 @@
 """Picks a search by the size of the problem and the work its elimination would be.
 
-Few combinations: brute force.  An exact elimination within the time: dynamic programming.  Otherwise
-axis by axis, then block descent with the rest of the time, against the better of the diffusion and the
-mini-bucket bound.
+Few combinations: brute force.  An exact elimination within the time: dynamic programming.
+Otherwise axis by axis, then block descent with the rest of the time (or, when the memory limit
+binds, multipliers), against the better of the diffusion and the mini-bucket bound.
 
 Complexity: that of the search picked, plus one plan.
 Paper: Rice, "The algorithm selection problem", Advances in Computers 15, 1976.
@@ -17,7 +17,7 @@ from planner.search.brute import brute, combinations
 from planner.search.conditioning import improve
 from planner.search.dynamic_programming import dynamic_programming, work_for
 from planner.search.memory import Timeline
-from planner.search.problem import Problem, Solution, make_solution, verify
+from planner.search.problem import Problem, Solution, evaluate, fits, make_solution, verify
 from planner.search.recursive_programming import encode, recursive_programming
 from planner.search.reduction import reduce_problem
 from planner.search.solver import Eliminator, choose_route
@@ -54,41 +54,45 @@ def auto(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
         why = f"an exact elimination joins {route.work:.3g} entries, within {work:.3g}"
         return _named(dynamic_programming(problem, time_limit_s=left), why, begun)
     why = "an exact elimination is too wide"
-    first = recursive_programming(problem, time_limit_s=0.4 * left)
+    first = recursive_programming(problem, time_limit_s=0.2 * left)
     return _named(_improved(problem, first, begun + time_limit_s), why, begun)
 
 
 def _improved(problem: Problem, first: Solution, deadline: float) -> Solution:
-    """Block descent from a first solution; mini-buckets and multipliers when nothing is feasible."""
+    """Block descent from the better start; multipliers when the memory limit binds."""
     started = time.monotonic()
-    if not first.feasible:
-        other = dynamic_programming(problem, time_limit_s=max(0.1, deadline - started))
-        better = other.feasible or other.peak_bytes < first.peak_bytes
-        return other if better else first
     reduction = reduce_problem(problem, keep_memory=True)
     if reduction.dead is not None:
         return first
-    timeline = Timeline(reduction.problem)
-    work = work_for(max(0.1, deadline - started) / 4)
+    work = work_for(max(0.1, deadline - started) / 8)
     value, relaxed = Eliminator(reduction, work=work).solve()
     lower = max(first.lower_bound_s, value)
-    second = improve(reduction, timeline, relaxed, deadline, rounds=0)
-    other = make_solution(problem, reduction.decode(second), lower, "", "", started)
-    begin = encode(reduction, first.choice)
-    if other.feasible and other.cost_s < first.cost_s:
-        begin = list(second)
-    found = improve(reduction, timeline, begin, deadline)
-    again = make_solution(
-        problem,
-        reduction.decode(found),
-        lower,
-        first.search,
-        first.reason + "; block descent",
-        started,
-    )
-    if again.feasible and again.cost_s <= first.cost_s:
-        return again
-    return dataclasses.replace(first, lower_bound_s=min(lower, first.cost_s))
+    first = dataclasses.replace(first, lower_bound_s=lower)
+    binds = not fits(evaluate(problem, reduction.decode(relaxed))[1], problem.limit_bytes)
+    if binds or not first.feasible:
+        priced = dynamic_programming(problem, time_limit_s=max(0.1, deadline - time.monotonic()))
+        return _better(first, priced)
+    timeline = Timeline(reduction.problem)
+    start = improve(reduction, timeline, relaxed, deadline, rounds=0)
+    second = make_solution(problem, reduction.decode(start), lower, "mini_buckets", "", started)
+    if _better(first, second).search == first.search:
+        start = tuple(encode(reduction, first.choice))
+    found = improve(reduction, timeline, start, deadline)
+    reason = first.reason + "; block descent from it or from the mini-buckets' choice"
+    full = reduction.decode(found)
+    return _better(first, make_solution(problem, full, lower, first.search, reason, started))
+
+
+def _better(first: Solution, second: Solution) -> Solution:
+    """The feasible one, the cheaper one, or the one with the lower peak; with the better bound."""
+    lower = max(first.lower_bound_s, second.lower_bound_s)
+
+    def rank(solution: Solution) -> tuple[bool, float, float]:
+        cost = solution.cost_s if solution.feasible else 0.0
+        return not solution.feasible, cost, solution.peak_bytes
+
+    best = second if rank(second) <= rank(first) else first
+    return dataclasses.replace(best, lower_bound_s=min(lower, best.cost_s))
 
 
 def _named(solution: Solution, why: str, begun: float) -> Solution:

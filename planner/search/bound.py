@@ -4,15 +4,15 @@ The costs are rewritten without changing the cost of any choice,
 
     c_i[s] + sum_e m_e,i[s]   and   E_ab[s, u] - m_e,a[s] - m_e,b[u],
 
-and whatever the messages m are, the sum of the node minima and edge minima is a lower bound.  Nodes are
-visited in order, forth and back.  At a node every incident edge first gives its row minima to the node;
-then the node hands an equal part of its costs to each edge that leads onwards,
-1 / max(edges onwards, edges backwards) each.  Both moves leave the bound as it is or raise it.  It is
-exact on trees.
+and whatever the messages m are, the sum of the node minima and edge minima is a lower bound.  Nodes
+are visited in order, forth and back.  At a node every incident edge first gives its row minima to
+the node; then the node hands an equal part of its costs to each edge that leads onwards,
+1 / max(edges onwards, edges backwards) each.  Both moves leave the bound as it is or raise it.  It
+is exact on trees.
 
 Complexity: O(edges * S^2) per sweep for S strategies.
-Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28, 2006;
-Werner, "A linear programming approach to max-sum problem: a review", PAMI 29, 2007.
+Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28,
+2006; Werner, "A linear programming approach to max-sum problem: a review", PAMI 29, 2007.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def lower_bound(problem: Problem, *, sweeps: int = 6) -> float:
         sweeps: how many times the nodes are visited forth and back.
 
     Returns:
-        The larger of the plain sum of minima and the diffusion bound on the reduced problem; infinity
-        when no choice has a finite cost.
+        The larger of the plain sum of minima and the diffusion bound on the reduced problem;
+        infinity when no choice has a finite cost.
     """
     reduction = reduce_problem(problem, keep_memory=False)
     if reduction.dead is not None:

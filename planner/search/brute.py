@@ -1,7 +1,8 @@
 """Every combination, for problems small enough: the yardstick of the other searches.
 
-All combinations are counted in mixed radix, costs and memory profiles are computed for a block of them at
-a time, and the cheapest one within the limit is kept (the one with the least peak when none is).
+All combinations are counted in mixed radix, costs and memory profiles are computed for a block of
+them at a time, and the cheapest one within the limit is kept (the one with the least peak when none
+is).
 
 Complexity: O(combinations * (nodes + edges + usages * moments)), vectorised over blocks.
 Paper: none; exhaustive enumeration.

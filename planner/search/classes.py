@@ -1,15 +1,14 @@
 """Strategy classes: edges see far fewer different rows than a node has strategies.
 
-An edge table is often a function of a few properties (the layout a strategy produces), so many of its
-rows are equal.  With r < S distinct rows, an edge E[s, u] of node a becomes a table over (class, u) and a
-node z of r classes, tied to a by T[s, z] = 0 if s is of class z, infinity otherwise.  The minimum is
-unchanged; an elimination then builds tables over classes instead of strategies.  Edges of a node with the
-same classes share one z.
+An edge table is often a function of a few properties (the layout a strategy produces), so many of
+its rows are equal.  With r < S distinct rows, an edge E[s, u] of node a becomes a table over
+(class, u) and a node z of r classes, tied to a by T[s, z] = 0 if s is of class z, infinity
+otherwise.  The minimum is unchanged; an elimination then builds tables over classes instead of
+strategies.  Edges of a node with the same classes share one z.
 
 Complexity: O(S^2) per distinct table.
-Paper: the node-splitting of Desmet et al., "Fast and accurate side-chain topology and energy refinement
-(FASTER)", Proteins 48, 2002, is the closest relative; the construction is the standard substitution
-class of Freuder, "Eliminating interchangeable values in constraint satisfaction problems", AAAI 1991.
+Paper: Freuder, "Eliminating interchangeable values in constraint satisfaction problems", AAAI 1991
+(strategies of one class are interchangeable along the edge).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Block descent: fix a few nodes at their present values and solve all the others exactly.
 
-A graph whose elimination is too wide becomes easy once some well-connected nodes are fixed.  Each round
-picks them at random (heavy neighbourhoods first), eliminates the rest exactly, and keeps the result when
-it is cheaper; under a memory limit the result is repaired first.  The cost never rises.
+A graph whose elimination is too wide becomes easy once some well-connected nodes are fixed.  Each
+round picks them at random (heavy neighbourhoods first), eliminates the rest exactly, and keeps the
+result when it is cheaper; under a memory limit the result is repaired first.  The cost never rises.
 
 Complexity: per round, one plan and one elimination below the table cap.
 Paper: Dechter, "Enhancement schemes for constraint processing: backjumping, learning, and cutset

@@ -4,17 +4,18 @@ With a price lambda_t >= 0 on every moment, the dual function
 
     q(lambda) = min_x  cost(x) + sum_t lambda_t (memory_t(x) - limit)
 
-is concave and never above the optimum under the limit.  Each elimination gives its value and a choice x,
-hence a cut q(lambda) <= cost(x) + lambda . g(x) with g(x) = memory(x) - limit.  The next multipliers are
-the nearest ones (in the 1-norm) at which the cuts still allow a level half-way between the best value
-and the most the cuts allow.  Only moments that were some choice's peak carry a multiplier.
+is concave and never above the optimum under the limit.  Each elimination gives its value and a
+choice x, hence a cut q(lambda) <= cost(x) + lambda . g(x) with g(x) = memory(x) - limit.  The next
+multipliers are the nearest ones (in the 1-norm) at which the cuts still allow a level half-way
+between the best value and the most the cuts allow.  Only moments that were some choice's peak carry
+a multiplier.
 
 The least possible peak is bounded in the same way: for lambda on the simplex,
 max_lambda min_x sum_t lambda_t memory_t(x) is never above it.
 
 Complexity: per round, one elimination and two linear programs of (moments + rounds) size.
-Papers: Lemarechal, Nemirovskii and Nesterov, "New variants of bundle methods", Mathematical Programming
-69, 1995; Fisher, "The Lagrangian relaxation method", Management Science 27, 1981.
+Papers: Lemarechal, Nemirovskii and Nesterov, "New variants of bundle methods", Mathematical
+Programming 69, 1995; Fisher, "The Lagrangian relaxation method", Management Science 27, 1981.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog  # type: ignore[import-untyped]
+from scipy.optimize import linprog
 
 from planner.search.memory import Timeline
 from planner.search.problem import Array

@@ -1,14 +1,15 @@
 """The exact search: shrink, eliminate, decode; multipliers when memory binds.
 
-First the memory limit is left aside: the problem is shrunk (`reduction`) and its variables are eliminated
-(`elimination`).  When that optimum respects the limit it is the answer.  Otherwise the memory-safe
-shrinking is taken and the limit is priced (`memory_limit`).  Where an elimination would be too wide, it
-becomes a mini-bucket relaxation for the lower bound and block descent (`conditioning`) for the choice.
+First the memory limit is left aside: the problem is shrunk (`reduction`) and its variables are
+eliminated (`elimination`).  When that optimum respects the limit it is the answer.  Otherwise the
+memory-safe shrinking is taken and the limit is priced (`memory_limit`).  Where an elimination would
+be too wide, it becomes a mini-bucket relaxation for the lower bound and block descent
+(`conditioning`) for the choice.
 
-Complexity: exponential in the width of the elimination only; O(nodes * S^3) joined entries on a ladder
-of S strategies, computed once for repeated layers where their tables coincide.
-Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination", AI
-113, 1999.
+Complexity: exponential in the width of the elimination only; O(nodes * S^3) joined entries on a
+ladder of S strategies, computed once for repeated layers where their tables coincide.
+Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination",
+AI 113, 1999.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def dynamic_programming(
         share: whether equal tables share their work (repeated layers).
 
     Returns:
-        The solution; ``proved`` when the elimination was exact and the memory limit does not bind or the
-        dual closes the gap.
+        The solution; ``proved`` when the elimination was exact and the memory limit does not bind
+        or the dual closes the gap.
 
     Raises:
         ValueError: when the problem is malformed.

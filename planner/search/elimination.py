@@ -5,13 +5,13 @@ Eliminating x from the tables that mention it,
     m(rest) = min_x  sum over tables f  f(x, rest restricted to f's scope),
 
 keeps the minimum of the total; reading the steps backwards and taking the best x given the values
-already known recovers a minimiser.  A step is known by the ids of its input tables and by how their axes
-line up; steps known under the same key (repeated layers) are computed once.
+already known recovers a minimiser.  A step is known by the ids of its input tables and by how their
+axes line up; steps known under the same key (repeated layers) are computed once.
 
-Complexity: sum over distinct steps of the product of the joined domain sizes; O(1) numpy calls per step
-unless blocks are needed to stay in cache.
-Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination", AI
-113, 1999.
+Complexity: sum over distinct steps of the product of the joined domain sizes; O(1) numpy calls per
+step unless blocks are needed to stay in cache.
+Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination",
+AI 113, 1999.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def make_script(
 def _key(
     plan: Plan, names: list[int], node: int, part: tuple[int, ...], scope: tuple[int, ...]
 ) -> Key:
-    """Table ids and axis positions (the node's own axis is -1) of one part, in a canonical order."""
+    """Table ids and axis positions (the node's own axis is -1) of one part, in canonical order."""
     place = {other: position for position, other in enumerate(scope)}
     place[node] = -1
     return tuple(
@@ -103,9 +103,9 @@ def run_script(plan: Plan, script: Script, tables: Sequence[Array]) -> tuple[flo
         tables: the input tables by id.
 
     Returns:
-        ``(value, choice)``: the sum of the minima, which is the exact optimum for an exact plan, a lower
-        bound for a split one and the best completion's cost for one with fixed nodes, where ``choice``
-        leaves the fixed nodes at the values of the script.
+        ``(value, choice)``: the sum of the minima, which is the exact optimum for an exact plan, a
+        lower bound for a split one and the best completion's cost for one with fixed nodes, where
+        ``choice`` leaves the fixed nodes at the values of the script.
     """
     results: dict[int, Array] = {}
 
@@ -137,7 +137,7 @@ def run_script(plan: Plan, script: Script, tables: Sequence[Array]) -> tuple[flo
 
 
 def _align(table: Array, own: tuple[int, ...], node: int, scope: tuple[int, ...]) -> Array:
-    """Put the node's axis first and give the table a unit axis for every missing node of the scope."""
+    """Put the node's axis first, with a unit axis for every missing node of the scope."""
     at = own.index(node)
     if at:
         table = np.moveaxis(table, at, 0)

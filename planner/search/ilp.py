@@ -4,11 +4,12 @@ Binary x_i[s] picks a strategy per node, y_e[s, u] >= 0 prices an edge:
 
     min  sum c_i[s] x_i[s] + sum E_e[s, u] y_e[s, u]
     s.t. sum_s x_i[s] = 1,   sum_u y_e[s, u] = x_a[s],   sum_s y_e[s, u] = x_b[u],
-         sum over live usages of bytes[s] x[s] <= limit     for every moment that could pass the limit.
+         sum over live usages of bytes[s] x[s] <= limit     for every moment that could pass the
+         limit.
 
-With binary x the y are integral by themselves.  Parallel edges are added and forbidden entries have no
-variable.  Memory rows are written over bytes above each usage's least, on non-dominated moments; when
-those rows would be too many entries, a running variable per moment carries the sum instead.
+With binary x the y are integral by themselves.  Parallel edges are added and forbidden entries have
+no variable.  Memory rows are written over bytes above each usage's least, on non-dominated moments;
+when those rows would be too many entries, a running variable per moment carries the sum instead.
 
 Complexity: exponential in the worst case; O(edges * S^2) variables.
 Paper: Zheng et al., "Alpa: Automating inter- and intra-operator parallelism for distributed deep
@@ -24,12 +25,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.optimize import (  # type: ignore[import-untyped]
+from scipy.optimize import (
     Bounds,
     LinearConstraint,
     milp,
 )
-from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
+from scipy.sparse import csr_matrix
 
 from planner.search.dynamic_programming import forbidden_solution
 from planner.search.memory import Timeline
@@ -74,6 +75,8 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
 
     Returns:
         The incumbent with HiGHS's dual bound; infeasible, with HiGHS's words, when there is none.
+        When HiGHS says optimal (within its tolerances) and its bound is within 1e-7, the cost
+        itself is the bound.
 
     Raises:
         ValueError: when the problem is malformed.

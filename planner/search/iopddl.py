@@ -1,9 +1,10 @@
 """Reading and writing the public IOPDDL contest form (ASPLOS 2025 / EuroSys 2025).
 
 An instance is ``{"problem": {"name", "nodes": {"intervals", "costs", "usages"}, "edges": {"nodes",
-"costs"}, "usage_limit"}}``: one interval and one usage per strategy for each node, edge costs row-major
-over the strategies of the nodes they name, 1e18 for a forbidden pair.  The form allows one usage a
-node; a further usage is written as an alias node, tied by an edge that is infinite off its diagonal.
+"costs"}, "usage_limit"}}``: one interval and one usage per strategy for each node, edge costs
+row-major over the strategies of the nodes they name, 1e18 for a forbidden pair.  The form allows
+one usage a node; a further usage is written as an alias node, tied by an edge that is infinite off
+its diagonal.
 
 Paper: Moffitt and Fegade, "The ASPLOS 2025 / EuroSys 2025 Contest on Intra-Operator Parallelism for
 Distributed Deep Learning", 2025.
@@ -59,7 +60,11 @@ def read_iopddl(path: str | Path) -> Problem:
     limit = body.get("usage_limit")
     names = tuple(f"n{node}" for node in range(len(costs)))
     problem = Problem(
-        names, tuple(costs), tuple(edges), tuple(usages), math.inf if limit is None else float(limit)
+        names,
+        tuple(costs),
+        tuple(edges),
+        tuple(usages),
+        math.inf if limit is None else float(limit),
     )
     verify(problem)
     return problem

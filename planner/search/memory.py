@@ -1,9 +1,9 @@
 """Memory over time in compressed form: only moments that can be the peak are kept.
 
-The usages live at a moment form a clique of an interval graph.  Memory can only peak at a start that
-is followed by an end before the next start (the maximal cliques); every other moment is dominated,
-because bytes are not negative.  On K such moments each usage covers an index range [low, high), so a
-profile and a price are prefix sums:
+The usages live at a moment form a clique of an interval graph.  Memory can only peak at a start
+that is followed by an end before the next start (the maximal cliques); every other moment is
+dominated, because bytes are not negative.  On K such moments each usage covers an index range [low,
+high), so a profile and a price are prefix sums:
 
     memory_k(x) = sum of bytes over usages with low <= k < high,
     price(usage) = lambda_low + ... + lambda_(high - 1).
@@ -45,7 +45,9 @@ class Timeline:
         lengths = sizes[self.node] if live else np.zeros(0, dtype=np.int64)
         self.flat_at = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)[:-1]
         self.flat_bytes = (
-            np.concatenate([usage.bytes for usage in live]).astype(np.float64) if live else np.zeros(0)
+            np.concatenate([usage.bytes for usage in live]).astype(np.float64)
+            if live
+            else np.zeros(0)
         )
         self.lengths = lengths
         within = np.arange(self.flat_bytes.size) - np.repeat(self.flat_at, lengths)
@@ -76,7 +78,8 @@ class Timeline:
             multipliers: [K] seconds per byte.
 
         Returns:
-            [all strategies] sum over the node's usages of bytes times the multipliers they live through.
+            [all strategies] sum over the node's usages of bytes times the multipliers they live
+            through.
         """
         prefix = np.concatenate([[0.0], np.cumsum(multipliers)])
         weight = prefix[self.high] - prefix[self.low]

@@ -1,12 +1,12 @@
 """Solving a reduced problem whose cheapest choice passes the memory limit.
 
-Dual ascent (`dual`) gives the lower bound and a stream of priced choices; each is repaired and polished
-(`repair`) and the best feasible one is kept.  When no repair succeeds the peak itself is minimised, which
-either finds something feasible or tells how much memory is missing.
+Dual ascent (`dual`) gives the lower bound and a stream of priced choices; each is repaired and
+polished (`repair`) and the best feasible one is kept.  When no repair succeeds the peak itself is
+minimised, which either finds something feasible or tells how much memory is missing.
 
 Complexity: at most 40 eliminations for the cost and 40 for the peak.
-Paper: Fisher, "The Lagrangian relaxation method for solving integer programming problems", Management
-Science 27, 1981.
+Paper: Fisher, "The Lagrangian relaxation method for solving integer programming problems",
+Management Science 27, 1981.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited
         state.reset(choice)
         return state.cost()
 
-    dual = ascend(
-        solver.solve, cost_of, best.offer, timeline, problem.limit_bytes, start, deadline
-    )
+    dual = ascend(solver.solve, cost_of, best.offer, timeline, problem.limit_bytes, start, deadline)
     assert best.choice is not None
     reason = dual.reason
     if best.cost - dual.value > 1e-9 * abs(best.cost):
@@ -160,6 +158,6 @@ def _missing(limit: float, best: _Best, needed: float) -> str:
             f"{best.peak:.6g}"
         )
     return (
-        f"nothing within the memory limit was found: the least peak found is {best.peak:.6g} bytes, "
+        f"nothing found within the memory limit: the least peak is {best.peak:.6g} bytes, "
         f"{best.peak - limit:.6g} more than the limit of {limit:.6g}"
     )

@@ -4,13 +4,13 @@ For each node i and strategy s the state holds, in one flat array,
 
     d_i[s] = c_i[s] + sum over edges (i, j) of E_ij[s, x_j],
 
-the part of the cost that depends on node i if it moved to s.  The memory over the non-dominated moments
-is held too, so a move is allowed when, on each of the node's segments (runs of moments with the same
-live usages), peak + bytes[s] - bytes[x_i] stays within the limit.
+the part of the cost that depends on node i if it moved to s.  The memory over the non-dominated
+moments is held too, so a move is allowed when, on each of the node's segments (runs of moments with
+the same live usages), peak + bytes[s] - bytes[x_i] stays within the limit.
 
 Complexity: O(degree^2 * S) per move of a node with S strategies; O(moments it lives) to test one.
-Paper: Besag, "On the statistical analysis of dirty pictures", J. Royal Stat. Soc. B 48, 1986 (iterated
-conditional modes).
+Paper: Besag, "On the statistical analysis of dirty pictures", J. Royal Stat. Soc. B 48, 1986
+(iterated conditional modes).
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class State:
 
 
 def descend(state: State, deadline: float) -> bool:
-    """Iterated conditional modes: move single nodes to their best allowed strategy until none gains.
+    """Iterated conditional modes: move single nodes to their best allowed strategy until none
+    gains.
 
     Args:
         state: the state; it must respect the memory limit for the result to.
@@ -172,7 +173,7 @@ def descend_pairs(state: State, deadline: float) -> bool:
 
 
 def pair_costs(state: State, a: int, b: int, table: Array) -> Array:
-    """[S_a, S_b] the part of the cost that depends on two neighbouring nodes (one edge between them)."""
+    """[S_a, S_b] the part of the cost that depends on two nodes with one edge between them."""
     left, right = state.conditional(a, b), state.conditional(b, a)
     joint: Array = left[:, None] + right[None, :] + _clean(table)
     return joint

@@ -1,17 +1,18 @@
 """The order of a variable elimination, planned on sizes alone.
 
-A table over the nodes in its scope is a *slot*.  Eliminating node x joins the slots that mention x and
-minimises x out; the result is a new slot over their other nodes.  The next node is the one whose result
-is smallest (min-degree, weighted by the logarithms of the domain sizes), the lowest index among equals,
-so that repeated layers are eliminated in the same pattern.
+A table over the nodes in its scope is a *slot*.  Eliminating node x joins the slots that mention x
+and minimises x out; the result is a new slot over their other nodes.  The next node is the one
+whose result is smallest (min-degree, weighted by the logarithms of the domain sizes), the lowest
+index among equals, so that repeated layers are eliminated in the same pattern.
 
-When the smallest result would pass the cap, the plan either *splits* the node's slots into mini-buckets
-that each stay below the cap (the minimum is taken separately in each: a lower bound), or *fixes* a
-well-connected node at a value told at run time (conditioning: an exact solve of all the others).
+When the smallest result would pass the cap, the plan either *splits* the node's slots into
+mini-buckets that each stay below the cap (the minimum is taken separately in each: a lower bound),
+or *fixes* a well-connected node at a value told at run time (conditioning: an exact solve of all
+the others).
 
 Complexity: O((n + steps * width^2) log n).
-Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter and Rish, "Mini-buckets: a
-general scheme for bounded inference", JACM 50(2), 2003.
+Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter and Rish,
+"Mini-buckets: a general scheme for bounded inference", JACM 50(2), 2003.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class _Planner:
         self.eliminate(node, [(slot,) for slot in self.slots_of(node)], fixed=True)
 
     def buckets(self, node: int, cap: int) -> list[tuple[int, ...]]:
-        """Pack a node's slots first-fit, largest first, so that each joint result stays below the cap."""
+        """Pack slots first-fit, largest first, so that each joint result stays below the cap."""
         scopes, sizes = self.plan.scopes, self.plan.sizes
         packed: list[tuple[list[int], set[int]]] = []
         for slot in sorted(self.slots[node], key=lambda at: (-len(scopes[at]), at)):

@@ -49,8 +49,8 @@ class Edge:
 class Problem:
     """Nodes, pairwise costs, memory usages and one memory limit (infinity: none).
 
-    ``levels`` holds, per node, a small integer per strategy and mesh axis; 0 means that the strategy
-    does not use the axis.  Only the axis-by-axis search reads it.
+    ``levels`` holds, per node, a small integer per strategy and mesh axis; 0 means that the
+    strategy does not use the axis.  Only the axis-by-axis search reads it.
     """
 
     names: tuple[str, ...]
@@ -65,8 +65,8 @@ class Problem:
 class Solution:
     """A choice, what it costs, and what is known about how good it is.
 
-    ``lower_bound_s`` bounds the cost of every feasible choice from below.  An infeasible solution holds
-    the choice with the least memory peak that was found, and ``reason`` says what is missing.
+    ``lower_bound_s`` bounds the cost of every feasible choice from below.  An infeasible solution
+    holds the choice with the least memory peak that was found, and ``reason`` says what is missing.
     """
 
     choice: tuple[int, ...]
@@ -188,7 +188,9 @@ def verify(problem: Problem) -> None:
         raise ValueError(f"the memory limit is {problem.limit_bytes}")
     for name, cost in zip(problem.names, problem.cost_s, strict=True):
         if cost.ndim != 1 or cost.size == 0:
-            raise ValueError(f"node {name}: costs of shape {cost.shape}, expected [strategies >= 1]")
+            raise ValueError(
+                f"node {name}: costs of shape {cost.shape}, expected [strategies >= 1]"
+            )
         if not cost.sum() > -math.inf:
             raise ValueError(f"node {name}: a cost is NaN or minus infinity")
     _verify_edges(problem)

@@ -1,15 +1,15 @@
 """Axis by axis: a cheap search that decides one mesh axis at a time for the whole network.
 
-At level l every node may take the strategies that agree with what was decided on axes before l and leave
-the axes after l unused (or, when it has none, those that use the fewest of them).  That small problem is
-solved with a narrow elimination, followed by single-node moves in the order of the network; the codes
-chosen on axis l are then fixed.  Last, all strategies are open to local moves and the memory limit is
-repaired.  Nodes are never taken in descending order of cost.
+At level l every node may take the strategies that agree with what was decided on axes before l and
+leave the axes after l unused (or, when it has none, those that use the fewest of them).  That small
+problem is solved with a narrow elimination, followed by single-node moves in the order of the
+network; the codes chosen on axis l are then fixed.  Last, all strategies are open to local moves
+and the memory limit is repaired.  Nodes are never taken in descending order of cost.
 
-Complexity: per level, one narrow elimination: O(nodes * D^3) for D strategies per level, D much smaller
-than the full domain.
-Paper: Wang, Huang and Li, "Supporting very large models using automatic dataflow graph partitioning"
-(Tofu), EuroSys 2019 (recursive partitioning).
+Complexity: per level, one narrow elimination: O(nodes * D^3) for D strategies per level, D much
+smaller than the full domain.
+Paper: Wang, Huang and Li, "Supporting very large models using automatic dataflow graph
+partitioning" (Tofu), EuroSys 2019 (recursive partitioning).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Rules, repeated until nothing changes:
 * an edge whose finite entries form a bijection ties its two nodes into one;
 * dead ends (`dead_ends`): a strategy that another one beats whatever the neighbours do goes.
 
-Parallel edges are added on the way in.  All table work is hash-consed, so a repeated layer is shrunk
-once.  Complexity: O(edges * S^2) table entries per round for S strategies, times the share of distinct
-tables.
+Parallel edges are added on the way in.  All table work is hash-consed, so a repeated layer is
+shrunk once.  Complexity: O(edges * S^2) table entries per round for S strategies, times the share
+of distinct tables.
 
 Papers: Mackworth, "Consistency in networks of relations", AI 8, 1977; Desmet et al., "The dead-end
 elimination theorem and its use in protein side-chain positioning", Nature 356, 1992.
@@ -69,14 +69,16 @@ def reduce_problem(
 
     Args:
         problem: the problem.
-        keep_memory: when True, a strategy only falls as a dead end to one that uses no more bytes in
-            every usage, so the optimum under the memory limit, and under any price of memory, stays.
+        keep_memory: when True, a strategy only falls as a dead end to one that uses no more bytes
+            in every usage, so the optimum under the memory limit, and under any price of memory,
+            stays.
         domains: the strategies allowed per node, as sorted index arrays; None allows all.
         share: whether equal tables share their work.
         dead_ends: whether to look for dead ends.
 
     Returns:
-        The reduction.  When ``dead`` is set, no choice has a finite cost and the rest is unfinished.
+        The reduction.  When ``dead`` is set, no choice has a finite cost and the rest is
+        unfinished.
     """
     work = _Work(problem, keep_memory, share)
     if domains is not None:
@@ -195,7 +197,9 @@ class _Work:
         """Make b a member of a: strategy s of a means ``partner[s]`` of b, at ``cost[s]`` more."""
         pool = self.pool
         self.disconnect(a, b)
-        self.unary[a] = pool.add(pool.add(self.unary[a], pool.take(self.unary[b], partner, 0)), cost)
+        self.unary[a] = pool.add(
+            pool.add(self.unary[a], pool.take(self.unary[b], partner, 0)), cost
+        )
         self.maps[a] += [(at, pool.take(old, partner, 0)) for at, old in self.maps[b]]
         self.rows[a] += [pool.take(row, partner, 0) for row in self.rows[b]]
         for other, table in list(self.near[b].items()):
@@ -218,7 +222,9 @@ class _Work:
             if left is not None:
                 self.keep(node, left)
 
-    def _survivors(self, unary: int, tables: tuple[int, ...], rows: tuple[int, ...]) -> Array | None:
+    def _survivors(
+        self, unary: int, tables: tuple[int, ...], rows: tuple[int, ...]
+    ) -> Array | None:
         """Strategies that no other one beats, or None when all survive."""
         at = self.pool.tables
         distinct = sorted(set(tables))

@@ -4,13 +4,13 @@ At the moment of the peak, every move of a live node that frees memory there is 
 
     (extra cost) / min(bytes saved, bytes in excess),
 
-and the cheapest is taken, provided no other moment rises above the old peak.  When no single move is
-left, pairs of neighbouring nodes are tried.  Once feasible, single and pair moves that stay feasible
-lower the cost (`moves`).
+and the cheapest is taken, provided no other moment rises above the old peak.  When no single move
+is left, pairs of neighbouring nodes are tried.  Once feasible, single and pair moves that stay
+feasible lower the cost (`moves`).
 
 Complexity: O(all strategies) per move for the pricing, vectorised.
-Paper: the greedy ratio rule of Dantzig, "Discrete-variable extremum problems", Operations Research 5,
-1957, on the multiple-choice knapsack of the peak moment.
+Paper: the greedy ratio rule of Dantzig, "Discrete-variable extremum problems", Operations Research
+5, 1957, on the multiple-choice knapsack of the peak moment.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def _single(state: State, goal: float) -> bool:
     extra = state.costs - now
     useful = np.flatnonzero((saved > 1e-12 * top) & np.isfinite(extra))
     gain = np.minimum(saved[useful], top - goal)
-    order = np.lexsort((-saved[useful], np.where(extra[useful] > 0, extra[useful] / gain, extra[useful])))
+    order = np.lexsort(
+        (-saved[useful], np.where(extra[useful] > 0, extra[useful] / gain, extra[useful]))
+    )
     for candidate in useful[order]:
         node = int(np.searchsorted(state.offsets, candidate, side="right")) - 1
         strategy = int(candidate - state.offsets[node])
@@ -97,7 +99,7 @@ def _single(state: State, goal: float) -> bool:
 
 
 def _stays_below(state: State, node: int, strategy: int, top: float) -> bool:
-    """Whether a move leaves every moment the node lives at or below ``top``, growing ones below it."""
+    """Whether every moment that a move makes grow stays below ``top``."""
     now = int(state.choice[node])
     for low, high, taken in state.segments[node]:
         change = float(taken[strategy] - taken[now])

@@ -1,10 +1,10 @@
 """Elimination of one reduced problem under changing prices: planned once, run many times.
 
-The plan takes the largest table cap whose work and storage stay within bounds, on the graph as it is or
-with strategy classes (`classes`), whichever is less work.  When even that is not exact the run is a
-mini-bucket relaxation: its value bounds the optimum from below and its decoded choice is a start for
-local search.  Costs are then first reparametrised by `bound.Diffusion`, so the value is never below the
-diffusion bound.
+The plan takes the largest table cap whose work and storage stay within bounds, on the graph as it
+is or with strategy classes (`classes`), whichever is less work.  When even that is not exact the
+run is a mini-bucket relaxation: its value bounds the optimum from below and its decoded choice is a
+start for local search.  Costs are then first reparametrised by `bound.Diffusion`, so the value is
+never below the diffusion bound.
 
 Complexity: two plans; per run, the work of the script.
 """

@@ -1,8 +1,8 @@
 """Hash-consed tables: equal arrays get one number, and work on them is done once.
 
 A network of repeated layers holds the same few cost tables many times.  ``Pool.intern`` gives equal
-content the same id (a 32-bit checksum finds the bucket, an exact comparison decides); ``Pool.derive``
-and ``Pool.note`` remember any function of interned tables under a key made of ids.
+content the same id (a 32-bit checksum finds the bucket, an exact comparison decides);
+``Pool.derive`` and ``Pool.note`` remember any function of interned tables under a key made of ids.
 
 Paper: Ershov, "On programming of arithmetic operations", CACM 1(8), 1958 (hash consing).
 """
@@ -24,7 +24,8 @@ class Pool:
     """Interned arrays.
 
     Args:
-        share: when False, nothing is shared (every array gets its own id); for measuring and testing.
+        share: when False, nothing is shared (every array gets its own id); for measuring and
+            testing.
     """
 
     def __init__(self, share: bool = True) -> None:

@@ -1,0 +1,239 @@
+"""A plan as text for people: the summary first, then where every number comes from. No jax."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+from rich.box import Box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan import MeshRow, Plan
+from planner.report.fold import (
+    LeafRow,
+    common_start,
+    fold_collectives,
+    fold_leaves,
+    is_optimizer_state,
+)
+from planner.report.units import array_text, bytes_text, count_text, percent_text, time_text
+
+_RULES = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+_HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
+_REPLICATED_SHOWN = 5
+
+
+def plan_text(plan: Plan, width: int = 100) -> str:
+    """The report as plain ASCII text, ``width`` columns wide, without colour."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, force_terminal=False,
+                      force_jupyter=False, legacy_windows=False)
+    render(plan, console)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def render(plan: Plan, console: Console) -> None:
+    """Print the report on a console."""
+    for part in _parts(plan):
+        console.print(part, markup=False, highlight=False)
+
+
+def _parts(plan: Plan) -> Iterable[RenderableType]:
+    yield Text(f"plan: {plan.mode} on {plan.cluster}", style="bold")
+    yield ""
+    yield Padding(_summary(plan), (0, 0, 0, 2), expand=False)
+    yield from _section("meshes tried", _meshes(plan))
+    yield from _inputs(plan)
+    yield from _section("largest activations", _activations(plan))
+    yield from _section(*_collectives(plan))
+    yield from _section("peak memory is held by", _holders(plan))
+    yield from _replicated(plan)
+    yield from _section("fallbacks (operations without a rule)", _lines(plan.fallbacks))
+    if plan.notes:
+        yield from _section("notes", _lines(plan.notes))
+    yield from _section("search", _search(plan))
+
+
+def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
+    yield ""
+    yield Text(title, style="bold")
+    yield Padding(body, (0, 0, 0, 2), expand=False)
+
+
+def _table(*columns: str) -> Table:
+    """A table with a rule below its head; a column named ">..." is for numbers."""
+    table = Table(box=_RULES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+                  collapse_padding=True, header_style="dim")
+    for name in columns:
+        if name.startswith(">"):
+            table.add_column(Text(name[1:]), justify="right", no_wrap=True)
+        else:
+            table.add_column(Text(name), overflow="fold")
+    return table
+
+
+def _row(table: Table, *cells: str, style: str = "") -> None:
+    table.add_row(*(Text(cell) for cell in cells), style=style)
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(Text(name), Text(text))
+    return table
+
+
+def _lines(lines: Sequence[str]) -> RenderableType:
+    return Text("\n".join(lines) if lines else "none", overflow="fold")
+
+
+def _summary(plan: Plan) -> RenderableType:
+    p, s = plan.prediction, plan.search
+    memory = f"{bytes_text(p.peak_bytes)} per device at the peak"
+    if p.limit_bytes > 0:
+        memory += f", {percent_text(p.peak_bytes / p.limit_bytes)} of {bytes_text(p.limit_bytes)}"
+    return _pairs((
+        ("mesh", f"{plan.mesh} ({_devices(plan.mesh.num_devices)}): {_why(plan.meshes)}"),
+        ("step time", f"{time_text(p.step_s)} predicted = {time_text(p.compute_s)} compute + "
+                      f"{time_text(p.communication_s)} communication - "
+                      f"{time_text(p.overlapped_s)} overlapped"),
+        ("peak memory", memory),
+        ("gap", f"{percent_text(s.gap)}: {_proof(plan)}"),
+        ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
+    ))
+
+
+def _proof(plan: Plan) -> str:
+    """What the lower bounds of the chosen mesh and of the others say."""
+    s = plan.search
+    least = min((m.lower_bound_s for m in plan.meshes), default=s.lower_bound_s)
+    if least >= s.cost_s * (1.0 - 1e-9):
+        return "proved the best on every mesh tried"
+    here = "proved the best on this mesh" if s.gap <= 1e-9 else (
+        f"no plan on this mesh is faster than {time_text(s.lower_bound_s)}")
+    if least >= s.lower_bound_s * (1.0 - 1e-9):
+        return here
+    return f"{here}; {time_text(least)} is not ruled out on another"
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _why(meshes: Sequence[MeshRow]) -> str:
+    if len(meshes) < 2:
+        return "the only one tried"
+    unfit = sum(row.verdict == "does not fit" for row in meshes)
+    text = f"the fastest of {len(meshes)} tried"
+    return f"{text}, {unfit} of them too large for memory" if unfit else text
+
+
+def _meshes(plan: Plan) -> Table:
+    table = _table("mesh", ">step time", ">lower bound", ">peak memory", "verdict")
+    order = sorted(plan.meshes, key=lambda m: (
+        m.verdict != "chosen", m.verdict == "does not fit", m.cost_s < 0, m.cost_s))
+    for m in order:
+        _row(table, m.mesh, time_text(m.cost_s), time_text(m.lower_bound_s),
+             bytes_text(m.peak_bytes), m.verdict, style="green" if m.verdict == "chosen" else "")
+    return table
+
+
+def _inputs(plan: Plan) -> Iterable[RenderableType]:
+    state = [leaf for leaf in plan.inputs if leaf.tied]
+    parts = (
+        ("parameters", [leaf for leaf in state if not is_optimizer_state(leaf.path)]),
+        ("optimizer state", [leaf for leaf in state if is_optimizer_state(leaf.path)]),
+        ("batch and other inputs", [leaf for leaf in plan.inputs if not leaf.tied]),
+    )
+    for title, leaves in parts:
+        if leaves:
+            total = sum(leaf.nbytes_per_device for leaf in leaves)
+            rows = fold_leaves(leaves)
+            start = common_start([row.path for row in rows])
+            where = f", all under {start}" if start else ""
+            yield from _section(f"{title}: {bytes_text(total)} per device{where}",
+                                _leaves(rows, len(start)))
+
+
+def _leaves(rows: Sequence[LeafRow], skip: int) -> Table:
+    used = any(row.leaf.used_as is not None for row in rows)
+    table = _table("path", "array", "stored as", *(["used as"] if used else []), ">each", ">count")
+    for row in rows:
+        leaf = row.leaf
+        other = ["" if leaf.used_as is None else str(leaf.used_as)] if used else []
+        _row(table, row.path[skip:], array_text(leaf.shape, leaf.dtype), str(leaf.spec), *other,
+             bytes_text(leaf.nbytes_per_device), f"x{row.count}")
+    return table
+
+
+def _activations(plan: Plan) -> RenderableType:
+    if not plan.activations:
+        return Text("none")
+    table = _table("operation", "line", "array", "sharded as", ">per device")
+    for a in plan.activations:
+        _row(table, a.name, a.source, array_text(a.shape, a.dtype), str(a.spec),
+             bytes_text(a.nbytes_per_device))
+    return table
+
+
+def _collectives(plan: Plan) -> tuple[str, RenderableType]:
+    sums = fold_collectives(plan.collectives)
+    if not sums:
+        return "collectives", Text("none: the devices never talk")
+    table = _table("collective", "over", ">count", ">each", ">time in all", "line", "caused by")
+    for s in sums:
+        _row(table, s.kind, ",".join(s.axes), count_text(s.count), bytes_text(s.payload_bytes),
+             time_text(s.time_s), s.source, s.cause)
+    total = sum(s.time_s for s in sums)
+    runs = sum(s.count for s in sums)
+    return f"collectives: {count_text(runs)} a step, {time_text(total)} in all", table
+
+
+def _holders(plan: Plan) -> RenderableType:
+    rows = []
+    for holder in plan.prediction.peak_holders:
+        found = _HOLDER.match(holder)
+        rows.append((bytes_text(float(found[2])), found[1]) if found else ("", holder))
+    return _pairs(rows) if rows else Text("not recorded")
+
+
+def _replicated(plan: Plan) -> Iterable[RenderableType]:
+    """Carried inputs that every device holds whole; says nothing on one device."""
+    if plan.mesh.num_devices < 2:
+        return
+    whole = [leaf for leaf in plan.inputs if leaf.tied and not leaf.spec.axes]
+    everything = sum(leaf.nbytes_per_device for leaf in plan.inputs if leaf.tied)
+    total = sum(leaf.nbytes_per_device for leaf in whole)
+    if not whole:
+        yield from _section("replicated parameters and state", Text("none"))
+        return
+    rows: list[LeafRow] = sorted(fold_leaves(whole), key=lambda row: -row.nbytes)
+    table = _table("path", "array", ">each", ">count", ">in all")
+    for row in rows[:_REPLICATED_SHOWN]:
+        leaf = row.leaf
+        _row(table, row.path, array_text(leaf.shape, leaf.dtype),
+             bytes_text(leaf.nbytes_per_device), f"x{row.count}", bytes_text(row.nbytes))
+    if len(rows) > _REPLICATED_SHOWN:
+        rest = sum(row.nbytes for row in rows[_REPLICATED_SHOWN:])
+        _row(table, f"{len(rows) - _REPLICATED_SHOWN} smaller ones", "", "", "", bytes_text(rest))
+    yield from _section(
+        f"replicated parameters and state: {bytes_text(total)} of {bytes_text(everything)} "
+        "per device", table)
+
+
+def _search(plan: Plan) -> RenderableType:
+    s = plan.search
+    rows = [
+        ("name", s.name), ("cost", time_text(s.cost_s)),
+        ("lower bound", time_text(s.lower_bound_s)), ("gap", percent_text(s.gap)),
+        ("reason", s.reason),
+    ]
+    if plan.planning_s > 0:
+        rows.append(("planning took", time_text(plan.planning_s)))
+    return _pairs(rows)

@@ -1,0 +1,55 @@
+"""Numbers as people read them: SI units, three significant digits. No jax."""
+
+from __future__ import annotations
+
+import math
+
+_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+_TIMES = ("ns", "us", "ms", "s")
+_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+
+
+def bytes_text(count: float) -> str:
+    """``80e9`` -> ``"80.0 GB"``; SI decimal, whole below 1 kB, "-" for what is not known."""
+    if count < 0 or not math.isfinite(count):
+        return "-"
+    if round(count) < 1000:
+        return f"{round(count)} B"
+    return _scaled(float(count), _BYTES)
+
+
+def time_text(seconds: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``; "-" for what is not known (negative or not finite)."""
+    if seconds < 0 or not math.isfinite(seconds):
+        return "-"
+    return "0 s" if seconds < 5e-13 else _scaled(seconds * 1e9, _TIMES)
+
+
+def count_text(count: float) -> str:
+    """``12.0`` -> ``"12"``, ``3.25`` -> ``"3.25"``."""
+    return f"{round(count):d}" if abs(count - round(count)) < 1e-9 else f"{count:.3g}"
+
+
+def percent_text(fraction: float) -> str:
+    """``0.394`` -> ``"39.4 %"``; "unknown" for what is not finite."""
+    if not math.isfinite(fraction):
+        return "unknown"
+    percent = 100.0 * max(fraction, 0.0)
+    return "0 %" if percent < 1e-7 else f"{percent:.1f} %" if percent >= 0.05 else "<0.1 %"
+
+
+def array_text(shape: tuple[int, ...], dtype: str) -> str:
+    """``(8, 16), "float32"`` -> ``"f32[8,16]"``, as jax prints it."""
+    for name, short in _DTYPES:
+        if dtype.startswith(name):
+            dtype = short + dtype[len(name):]
+            break
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    step = 0
+    while value >= 999.5 and step < len(units) - 1:
+        value, step = value / 1000.0, step + 1
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {units[step]}"
