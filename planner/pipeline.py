@@ -26,6 +26,14 @@ from planner.search.problem import Solution
 from planner.spec import MeshSpec, enumerate_meshes, factorizations, parse_mesh
 
 
+SAME = 1.002
+"""Cost, relative to the best mesh's, up to which a simpler mesh is taken instead."""
+LEADERS = 2
+"""Meshes on which the requested search is run after scouting."""
+CLOSE = 1.02
+"""Scouted cost, relative to the best, up to which a mesh may still win."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What was asked for, parsed."""
@@ -85,22 +93,94 @@ def plan_traced(
     analysis = analyse(graph, rules, build_groups(graph, rules), donated)
     pins = (*_marks(traced), *rule_pins(shardings, graph.input_paths, graph.inputs),
             *metadata_pins(args, graph.inputs, graph.input_paths))
-    meshes = _meshes(request, pins)
-    tried: list[tuple[Priced, Solution]] = []
-    for mesh in meshes:
-        hard = pin_masks(pins, graph, analysis.groups, mesh)
-        masks: Mapping[int, Mask] = soft_masks(
-            mode_pins(request.mode, graph, mesh, pins), graph, analysis.groups, mesh, hard)
-        priced = price(analysis, mesh, request.model, request.limit_bytes, masks)
-        solution = SEARCHES[request.search](priced.problem, time_limit_s=request.time_limit_s)
-        tried.append((priced, solution))
-    priced, solution = min(
-        tried, key=lambda t: (not t[1].feasible,
-                              t[1].cost_s if t[1].feasible else t[1].peak_bytes,
-                              len(t[0].mesh.sizes)))
+    tried = _search_meshes(analysis, pins, request)
+    priced, solution = _choose(tried)
     if not solution.feasible:
         raise _infeasible(priced, solution, request)
     return _plan(priced, solution, tried, request, rules, begun)
+
+
+Tried = tuple[Priced, Solution]
+
+
+def _rank(tried: Tried) -> tuple[bool, float, int]:
+    """Feasible first, then cheapest (else least memory), then the fewest mesh axes."""
+    priced, solution = tried
+    value = solution.cost_s if solution.feasible else solution.peak_bytes
+    return not solution.feasible, value, len(priced.mesh.sizes)
+
+
+def _choose(tried: Sequence[Tried]) -> Tried:
+    """The best mesh; of those within ``SAME`` of it the one with the fewest axes and the
+    longest first one, so that a tie never costs readability."""
+    best = min(tried, key=_rank)
+    if not best[1].feasible:
+        return best
+    level = [t for t in tried if t[1].feasible and t[1].cost_s <= SAME * best[1].cost_s]
+    return min(level, key=lambda t: (len(t[0].mesh.sizes), [-n for n in t[0].mesh.sizes]))
+
+
+def _search_meshes(
+    analysis: Analysis, pins: Sequence[Pin], request: Request
+) -> tuple[Tried, ...]:
+    """Try meshes: all of one and two axes axis by axis, then the three-axis refinements of the
+    best, then the requested search on those that come within ``CLOSE`` of the best."""
+    meshes = _meshes(request, pins)
+    search = SEARCHES[request.search]
+    if len(meshes) == 1:
+        priced = _priced(analysis, pins, request, meshes[0])
+        return ((priced, search(priced.problem, time_limit_s=request.time_limit_s)),)
+
+    def scout(mesh: MeshSpec) -> Tried:
+        priced = _priced(analysis, pins, request, mesh)
+        found = SEARCHES["recursive_programming"](
+            priced.problem, time_limit_s=request.time_limit_s)
+        return priced, found
+
+    coarse = [m for m in meshes if sum(n > 1 for n in m.sizes) <= 2]
+    tried = [scout(mesh) for mesh in coarse]
+    best = min(tried, key=_rank)[0].mesh
+    fine = [m for m in meshes if m not in coarse and _refines(m, best)]
+    tried += [scout(mesh) for mesh in fine]
+    if request.search == "recursive_programming":
+        return tuple(tried)
+    tried.sort(key=_rank)
+    leaders = [t for t in tried[:LEADERS] if t[1].feasible == tried[0][1].feasible
+               and t[1].lower_bound_s < tried[0][1].cost_s
+               and t[1].cost_s <= CLOSE * tried[0][1].cost_s] or tried[:1]
+    finals: list[Tried] = []
+    for priced, scouted in tried:
+        settled = min((f[1].cost_s for f in finals if f[1].feasible), default=math.inf)
+        if any(priced is x[0] for x in leaders) and scouted.lower_bound_s < settled:
+            found = search(priced.problem, time_limit_s=request.time_limit_s)
+            better = found if _rank((priced, found)) <= _rank((priced, scouted)) else scouted
+            finals.append((priced, better))
+        else:
+            finals.append((priced, scouted))
+    return tuple(finals)
+
+
+def _priced(
+    analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec
+) -> Priced:
+    graph, groups = analysis.graph, analysis.groups
+    hard = pin_masks(pins, graph, groups, mesh)
+    masks: Mapping[int, Mask] = soft_masks(
+        mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)
+    return price(analysis, mesh, request.model, request.limit_bytes, masks)
+
+
+def _refines(fine: MeshSpec, coarse: MeshSpec) -> bool:
+    """Whether merging neighbouring axes of ``fine`` gives ``coarse``."""
+    sizes, total = iter(coarse.sizes), 1
+    wanted = next(sizes)
+    for n in fine.sizes:
+        total *= n
+        if total == wanted:
+            total, wanted = 1, next(sizes, 0)
+        elif wanted and total > wanted:
+            return False
+    return total == 1
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
@@ -211,7 +291,7 @@ def _infeasible(priced: Priced, solution: Solution, request: Request) -> MemoryL
 
 
 def _plan(
-    priced: Priced, solution: Solution, tried: Sequence[tuple[Priced, Solution]],
+    priced: Priced, solution: Solution, tried: Sequence[Tried],
     request: Request, rules: Sequence[FactorRule], begun: float,
 ) -> Plan:
     extraction = Extraction(priced, solution.choice)

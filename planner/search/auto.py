@@ -1,6 +1,6 @@
-"""Picks a search by the size of the problem and the work its elimination would be.
+"""Picks a search by the size of the problem.
 
-Few combinations: brute force.  An exact elimination within the time: dynamic programming.
+Few combinations: brute force.  Tables of a size that can be bounded: dynamic programming.
 Otherwise axis by axis, then block descent with the rest of the time (or, when the memory limit
 binds, multipliers), against the better of the diffusion and the mini-bucket bound.
 
@@ -18,12 +18,16 @@ from planner.search.conditioning import improve
 from planner.search.dynamic_programming import dynamic_programming, work_for
 from planner.search.memory import Timeline
 from planner.search.problem import Problem, Solution, evaluate, fits, make_solution, verify
-from planner.search.recursive_programming import encode, recursive_programming
+from planner.search.levels import encode
+from planner.search.recursive_programming import recursive_programming
 from planner.search.reduction import reduce_problem
-from planner.search.solver import Eliminator, choose_route
+from planner.search.solver import Eliminator
 
 FEW = 50_000
 """Combinations up to which everything is tried."""
+
+MANY = 50_000_000
+"""Table entries up to which the whole problem is bounded and eliminated."""
 
 
 def auto(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
@@ -47,13 +51,12 @@ def auto(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     reduction = reduce_problem(problem, keep_memory=False)
     if reduction.dead is not None:
         return _named(dynamic_programming(problem), "forbidden costs only", begun)
-    work = work_for(time_limit_s)
-    route = choose_route(reduction, work=work)
     left = max(0.1, time_limit_s - (time.monotonic() - begun))
-    if route.plan.exact and route.work <= work:
-        why = f"an exact elimination joins {route.work:.3g} entries, within {work:.3g}"
+    entries = sum(edge.cost_s.size for edge in reduction.problem.edges)
+    if entries <= MANY:
+        why = f"{entries:.3g} table entries, few enough to bound and eliminate"
         return _named(dynamic_programming(problem, time_limit_s=left), why, begun)
-    why = "an exact elimination is too wide"
+    why = f"{entries:.3g} table entries, more than {MANY:.3g}: axis by axis first"
     first = recursive_programming(problem, time_limit_s=0.2 * left)
     return _named(_improved(problem, first, begun + time_limit_s), why, begun)
 

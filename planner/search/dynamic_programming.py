@@ -10,22 +10,37 @@ Complexity: exponential in the width of the elimination only; O(nodes * S^3) joi
 ladder of S strategies, computed once for repeated layers where their tables coincide.
 Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination",
 AI 113, 1999.
+
+A wide problem is first shrunk by reduced-cost fixing (`fixing`): with the bound of the diffusion
+and a good choice found axis by axis, most strategies can't be part of anything better.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from planner.search.conditioning import improve
+from planner.search.fixing import fix_by_bound
+from planner.search.levels import decide_levels, polished
 from planner.search.memory import Timeline
 from planner.search.memory_limit import solve_limited
-from planner.search.problem import Problem, Solution, evaluate, fits, make_solution, verify
+from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
 from planner.search.reduction import Reduction, reduce_problem
-from planner.search.solver import Eliminator
+from planner.search.solver import Eliminator, choose_route
 
 NAME = "dynamic_programming"
+EASY_WORK = 3e7
+"""Joined entries up to which an elimination is run as it is, without fixing first."""
+SWEEPS = (4, 8, 16)
+"""Diffusion sweeps of the rounds of fixing."""
+CLOSED = 1e-6
+"""Relative gap at which a choice is taken for the optimum (the gap is still reported)."""
 
 
 def work_for(seconds: float) -> float:
@@ -56,6 +71,13 @@ def dynamic_programming(
     reduction = reduce_problem(problem, keep_memory=False, share=share)
     if reduction.dead is not None:
         return forbidden_solution(problem, reduction.dead, NAME, begun)
+    route = choose_route(reduction, work=EASY_WORK)
+    domains: list[Array] | None = None
+    if not route.plan.exact or route.work > EASY_WORK:
+        shrunk = _shrunk(problem, reduction, deadline, share=share)
+        if shrunk.solution is not None:
+            return dataclasses.replace(shrunk.solution, wall_s=time.monotonic() - begun)
+        reduction, domains = shrunk.reduction, shrunk.domains
     solver = Eliminator(reduction, work=work)
     lower, found = solver.solve()
     if math.isinf(lower):
@@ -67,11 +89,52 @@ def dynamic_programming(
         reason = "elimination too wide to be exact: mini-bucket bound and block descent"
     limit = problem.limit_bytes
     if not fits(evaluate(problem, full)[1], limit):
-        reduction = reduce_problem(problem, keep_memory=True, share=share)
+        reduction = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
         limited = solve_limited(reduction, work, deadline)
         full = reduction.decode(limited.choice)
         lower, reason = max(lower, limited.lower_s), limited.reason
     return make_solution(problem, full, lower, NAME, reason, begun)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shrunk:
+    """What fixing left: a smaller problem, or already the answer."""
+
+    reduction: Reduction
+    domains: list[Array] | None
+    solution: Solution | None
+
+
+def _shrunk(problem: Problem, reduction: Reduction, deadline: float, *, share: bool) -> _Shrunk:
+    """Fix strategies by the bound until an exact elimination is easy or the gap is closed.
+
+    The upper bound is a feasible choice found axis by axis; each round of fixing starts from
+    the domains that the last one left.
+    """
+    choice = decide_levels(problem, 200_000, deadline)
+    whole = reduce_problem(problem, keep_memory=True, dead_ends=False)
+    choice = whole.decode(polished(whole, choice, deadline))
+    upper, peak, _ = evaluate(problem, choice)
+    if not (math.isfinite(upper) and fits(peak, problem.limit_bytes)):
+        return _Shrunk(reduction, None, None)
+    domains: list[Array] | None = None
+    for sweeps in SWEEPS:
+        lower, kept = fix_by_bound(reduction.problem, upper, sweeps=sweeps)
+        if upper - lower <= CLOSED * abs(upper):
+            reason = (
+                f"the bound meets a choice found axis by axis within {CLOSED:g} of its cost "
+                "(reduced-cost fixing)"
+            )
+            return _Shrunk(reduction, None, make_solution(problem, choice, lower, NAME, reason, 0.0))
+        domains = [np.arange(cost.size) for cost in problem.cost_s]
+        for members, left in zip(reduction.members, kept, strict=True):
+            for node, original in members:
+                domains[node] = np.sort(original[left])
+        reduction = reduce_problem(problem, keep_memory=False, share=share, domains=domains)
+        route = choose_route(reduction, work=EASY_WORK)
+        if (route.plan.exact and route.work <= EASY_WORK) or time.monotonic() > deadline:
+            break
+    return _Shrunk(reduction, domains, None)
 
 
 def forbidden_solution(problem: Problem, where: str, search: str, begun: float) -> Solution:

@@ -16,17 +16,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 
-import numpy as np
-
-from planner.search.bound import lower_bound
-from planner.search.memory import Timeline
-from planner.search.moves import State, descend
-from planner.search.problem import Array, Problem, Solution, make_solution, verify
-from planner.search.reduction import Reduction, reduce_problem
-from planner.search.repair import pairs_are_cheap, polish, repair
-from planner.search.solver import Eliminator
+from planner.search.bound import Diffusion
+from planner.search.levels import decide_levels, polished
+from planner.search.problem import Problem, Solution, make_solution, verify
+from planner.search.reduction import reduce_problem
 
 NAME = "recursive_programming"
 NARROW = 200_000
@@ -34,7 +28,7 @@ NARROW = 200_000
 
 
 def recursive_programming(
-    problem: Problem, *, time_limit_s: float = 10.0, cap: int = NARROW
+    problem: Problem, *, time_limit_s: float = 10.0, cap: int = NARROW, sweeps: int = 4
 ) -> Solution:
     """Solve a problem axis by axis.
 
@@ -42,6 +36,7 @@ def recursive_programming(
         problem: the problem; without ``levels`` it is one level.
         time_limit_s: seconds to stop after.
         cap: entries of the largest table of a level.
+        sweeps: diffusion sweeps for the lower bound.
 
     Returns:
         The solution, with the lower bound of `bound.lower_bound`.
@@ -54,11 +49,13 @@ def recursive_programming(
     deadline = begun + time_limit_s
     choice = decide_levels(problem, cap, deadline)
     whole = reduce_problem(problem, keep_memory=True, dead_ends=False)
-    lower = lower_bound(problem, sweeps=4)
     if whole.dead is not None:
         reason = f"no choice avoids the forbidden costs: {whole.dead} has no strategy left"
         return make_solution(problem, choice, math.inf, NAME, reason, begun)
-    choice = whole.decode(_polished(whole, choice, deadline))
+    choice = whole.decode(polished(whole, choice, deadline))
+    diffusion = Diffusion(whole.problem)
+    diffusion.sweep(sweeps)
+    lower = diffusion.bound()
     solution = make_solution(problem, choice, lower, NAME, "", begun)
     if solution.feasible:
         reason = "all axes decided, then polished over all strategies"
@@ -73,108 +70,3 @@ def recursive_programming(
     return make_solution(problem, choice, lower, NAME, reason, begun)
 
 
-def decide_levels(problem: Problem, cap: int, deadline: float) -> tuple[int, ...]:
-    """The choice after the last axis, before any move over the full domains.
-
-    Args:
-        problem: the problem.
-        cap: entries of the largest table of a level.
-        deadline: monotonic time after which remaining levels are skipped.
-
-    Returns:
-        One strategy per node.
-    """
-    everything = [np.arange(cost.size) for cost in problem.cost_s]
-    if problem.levels is None or problem.levels[0].shape[1] == 0:
-        found = _solve_level(problem, everything, cap, deadline)
-        return found or tuple(int(cost.argmin()) for cost in problem.cost_s)
-    choice: tuple[int, ...] | None = None
-    for level in range(problem.levels[0].shape[1]):
-        if choice is not None and time.monotonic() >= deadline:
-            break
-        narrow = _domains(problem.levels, level, choice, strict=True)
-        found = _solve_level(problem, narrow, cap, deadline)
-        if found is None:
-            loose = _domains(problem.levels, level, choice, strict=False)
-            found = _solve_level(problem, loose, cap, deadline)
-        choice = found or choice
-    if choice is None:
-        choice = _solve_level(problem, everything, cap, deadline)
-    return choice or tuple(int(cost.argmin()) for cost in problem.cost_s)
-
-
-def _domains(
-    levels: Sequence[Array], level: int, choice: Sequence[int] | None, *, strict: bool
-) -> list[Array]:
-    """Per node, the strategies open at a level (loose: later axes are left free)."""
-    domains: list[Array] = []
-    cache: dict[tuple[int, int], Array] = {}
-    for node, codes in enumerate(levels):
-        taken = -1 if choice is None else choice[node]
-        key = (id(codes), taken)
-        if key not in cache:
-            mask = np.ones(codes.shape[0], dtype=bool)
-            if choice is not None:
-                mask = (codes[:, :level] == codes[taken, :level]).all(axis=1)
-            if strict:
-                later = np.count_nonzero(codes[:, level + 1 :], axis=1)
-                mask &= later == later[mask].min()
-            cache[key] = np.flatnonzero(mask)
-        domains.append(cache[key])
-    return domains
-
-
-def _solve_level(
-    problem: Problem, domains: list[Array], cap: int, deadline: float
-) -> tuple[int, ...] | None:
-    """Solve one level by narrow elimination and single-node moves; None when it is forbidden."""
-    reduction = reduce_problem(problem, keep_memory=False, domains=domains)
-    if reduction.dead is not None:
-        return None
-    solver = Eliminator(reduction, cap=cap, work=2e8, sweeps=2)
-    value, found = solver.solve()
-    if math.isinf(value):
-        return None
-    if not solver.exact:
-        found = _descended(reduction, found, deadline)
-    full = reduction.decode(found)
-    return full
-
-
-def _descended(reduction: Reduction, found: Sequence[int], deadline: float) -> list[int]:
-    """Single-node moves in index order, the memory limit aside."""
-    part = reduction.problem
-    free = Problem(part.names, part.cost_s, part.edges, (), math.inf)
-    state = State(free, Timeline(free), found)
-    descend(state, deadline)
-    return [int(s) for s in state.choice]
-
-
-def _polished(whole: Reduction, choice: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Moves over all strategies of a reduction, and memory repair."""
-    start = encode(whole, choice)
-    problem = whole.problem
-    state = State(problem, Timeline(problem), start)
-    if not np.isfinite(state.cost()):
-        descend(state, deadline)
-    if repair(state, deadline):
-        polish(state, deadline, pairs=pairs_are_cheap(problem))
-    return tuple(int(s) for s in state.choice)
-
-
-def encode(reduction: Reduction, choice: Sequence[int]) -> list[int]:
-    """The reduced choice nearest to an original one: the first member's strategy, or the cheapest.
-
-    Args:
-        reduction: the reduction.
-        choice: one strategy per original node.
-
-    Returns:
-        One strategy per reduced node.
-    """
-    start: list[int] = []
-    for members, cost in zip(reduction.members, reduction.problem.cost_s, strict=True):
-        node, original = members[0]
-        at = np.flatnonzero(original == choice[node])
-        start.append(int(at[0]) if at.size else int(cost.argmin()))
-    return start
