@@ -118,7 +118,7 @@ def check_entry(entry: Table, where: str) -> None:
 
 def _problem(table: str, key: str, value: object) -> str:
     """What the value should have been, or an empty text where it is fine."""
-    if key == "shared_cores":
+    if key in ("shared_cores", "native_reduce_scatter"):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "a number"

@@ -54,6 +54,7 @@ class Device:
     memory_efficiency: float
     kernel_latency_s: float
     overlap: float = 0.0
+    native_reduce_scatter: bool = True
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Dense matmul peak in flop/s for a dtype name such as 'bfloat16' or 'float8_e4m3fn'.
@@ -232,6 +233,7 @@ def _build(text: str, entry: Table, shape: tuple[int, ...]) -> Cluster:
         memory_efficiency=float(values["memory_efficiency"]),
         kernel_latency_s=float(values["kernel_latency_s"]),
         overlap=float(values["overlap"]),
+        native_reduce_scatter=bool(values["native_reduce_scatter"]),
     )
     if "torus" in entry:
         return Cluster(text, device, shape, "torus", _link(entry["torus"]))

@@ -112,7 +112,11 @@ class AnalyticCostModel:
     ) -> tuple[float, float]:
         """(alpha_s, beta_s_per_byte); see `costmodels.collectives.collective_coefficients`.
 
+        Where the device has no reduce-scatter of its own it costs an all-reduce.
+
         Raises:
             ClusterError: the kind, mesh or axes do not fit the cluster.
         """
+        if kind == "reduce_scatter" and not self.cluster.device.native_reduce_scatter:
+            kind = "all_reduce"
         return collective_coefficients(self.cluster, kind, mesh_shape, axes)

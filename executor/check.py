@@ -36,7 +36,8 @@ class CheckReport:
 
 def compiled_collectives(text: str) -> dict[str, int]:
     """Collectives in HLO text by kind (asynchronous pairs count once)."""
-    found = re.findall(r"= [^=\n]*? (" + "|".join(HLO_NAMES) + r")(?:-start)?\(", text)
+    plain = re.sub(r"/\*.*?\*/", "", text)
+    found = re.findall(r"= [^=\n]*? (" + "|".join(HLO_NAMES) + r")(?:-start)?\(", plain)
     return dict(sorted(Counter(HLO_NAMES[k] for k in found).items()))
 
 

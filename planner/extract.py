@@ -138,7 +138,7 @@ class Extraction:
             src, dst = self.link_digits(link)
             if src != dst:
                 steps = reshard_steps(src, dst, len(link.src), graph.values[link.value].nbytes,
-                                      sizes, model)
+                                      sizes, model, link.gradient)
                 cause = "update" if link.operand == -1 else graph.ops[link.op].kind
                 add(steps, link.weight, link.value, link.op, cause)
         for group in priced.analysis.groups.groups:
@@ -149,7 +149,8 @@ class Extraction:
                     local = r.nbytes / math.prod(
                         sizes[k] for k, f in enumerate(chosen.use[row]) if f in r.kept)
                     src_digits = [2 if k in axes else 0 for k in range(len(sizes))]
-                    steps = reshard_steps(src_digits, [0] * len(sizes), 1, local, sizes, model)
+                    steps = reshard_steps(src_digits, [0] * len(sizes), 1, local, sizes, model,
+                                          r.gradient)
                     add(steps, r.weight, graph.ops[r.op].outputs[0], r.op, graph.ops[r.op].kind)
         for leaf in self._gathered():
             rows.append(leaf)
@@ -224,7 +225,7 @@ class Extraction:
             if src != dst:
                 steps = reshard_steps(src, dst, len(link.src),
                                       priced.analysis.graph.values[link.value].nbytes,
-                                      priced.mesh.sizes, priced.model)
+                                      priced.mesh.sizes, priced.model, link.gradient)
                 comm += link.weight * sum(s.time_s for s in steps)
         hidden = comm * (1.0 - priced.weight_comm)
         moments, profile = memory_profile(priced.problem, self.choice)

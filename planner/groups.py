@@ -55,6 +55,9 @@ class Link:
     operand: int
     partial: bool = False
     a_use: bool = False
+    gradient: bool = False
+    """Whether this is a gradient on its way to a parameter's update: XLA combines the
+    all-reduces of all such values into few, so their latency is not paid one by one."""
 
 
 @dataclass(frozen=True)
@@ -390,11 +393,16 @@ def _freeze(
     def at(group: int) -> int:
         return number[fusion.gfind(group)]
 
+    carried = {graph.inputs[i] for i, _ in graph.ties}
+    updates = {at(fusion.home[v][0]) for v in carried if v in fusion.home}
+    shapes = {graph.values[v].shape for v in carried}
     links = []
     for a, src, b, dst, value, weight, op, operand, partial in raw_links:
+        to_use = (groups[at(a)].kind == "input" and op >= 0 and operand >= 0
+                  and groups[at(b)].kind == "anchor")
+        gradient = partial and at(b) in updates and graph.values[value].shape in shapes
         link = Link(at(a), done(src), at(b), done(dst), value, weight, op, operand, partial,
-                    groups[at(a)].kind == "input" and op >= 0 and operand >= 0
-                    and groups[at(b)].kind == "anchor")
+                    to_use, gradient)
         if link.a != link.b or link.src != link.dst:
             links.append(link)
     home = tuple(

@@ -26,8 +26,9 @@ from planner.search.problem import Solution
 from planner.spec import MeshSpec, enumerate_meshes, factorizations, parse_mesh
 
 
-SAME = 1.002
-"""Cost, relative to the best mesh's, up to which a simpler mesh is taken instead."""
+SAME = 1.03
+"""Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
+difference that the cost model can't resolve is no reason for another mesh axis."""
 LEADERS = 2
 """Meshes on which the requested search is run after scouting."""
 CLOSE = 1.02

@@ -21,7 +21,7 @@ from costmodels import CostModel
 from planner.graph.ir import Graph
 from planner.graph.liveness import intervals, materialised
 from planner.groups import Group, Groups, Layout, Link, is_fusable
-from planner.reshard import reshard_table
+from planner.reshard import COMBINED, reshard_table
 from planner.rules.factor import FactorRule
 from planner.search.problem import Edge, Problem, Usage
 from planner.spec import MeshSpec
@@ -55,6 +55,7 @@ class Reduction:
     nbytes: float
     weight: float
     op: int
+    gradient: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,7 @@ def analyse(
     kept = materialised(graph, fusable, live)
     work: list[dict[tuple[frozenset[int], str, bool], list[float]]] = [{} for _ in groups.groups]
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
+    carried = {graph.values[graph.inputs[i]].shape for i, _ in graph.ties} - {()}
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind.startswith(("loop_", "branch_")):
@@ -105,7 +107,9 @@ def analyse(
             out = float(sum(graph.values[o].nbytes for o in op.outputs))
             if over:
                 kept_factors = frozenset(f for f in outs[0] if f >= 0)
-                reductions[group].append(Reduction(over, kept_factors, out, weight, op.index))
+                gradient = any(graph.values[o].shape in carried for o in op.outputs)
+                reductions[group].append(
+                    Reduction(over, kept_factors, out, weight, op.index, gradient))
     usages, values = _usages(graph, groups, kept, live, donated)
     return Analysis(
         graph, tuple(rules), groups,
@@ -184,9 +188,9 @@ class _Pricer:
             self.cache[key] = StrategySet(full.use[allowed], full.store[allowed])
         return self.cache[key]  # type: ignore[no-any-return]
 
-    def all_reduce_s(self, assign: NDArray[np.int64], over: frozenset[int], local: Array) -> Array:
-        """Seconds of all-reducing ``local`` bytes along the axes that split ``over``."""
-        hit = np.isin(assign, list(over))
+    def all_reduce_s(self, assign: NDArray[np.int64], r: Reduction, local: Array) -> Array:
+        """Seconds of all-reducing ``local`` bytes along the axes that split ``r.over``."""
+        hit = np.isin(assign, list(r.over))
         masks = hit @ (1 << np.arange(len(self.sizes)))
         out = np.zeros(len(local))
         for mask in np.unique(masks):
@@ -194,13 +198,13 @@ class _Pricer:
                 axes = tuple(k for k in range(len(self.sizes)) if mask >> k & 1)
                 alpha, beta = self.model.collective_coefficients("all_reduce", self.sizes, axes)
                 rows = masks == mask
-                out[rows] = alpha + beta * local[rows]
+                out[rows] = (COMBINED if r.gradient else 1.0) * alpha + beta * local[rows]
         return out
 
     def node_cost(self, group: Group, chosen: StrategySet) -> Array:
         work = self.analysis.work[group.index]
         reductions = self.analysis.reductions[group.index]
-        signature = tuple((r.over, r.kept, r.nbytes, r.weight) for r in reductions)
+        signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
         shape = (group.kind, group.sizes, self._stored_bytes(group))
         key = ("node", id(chosen), work, signature, shape)
         if key in self.cache:
@@ -237,7 +241,7 @@ class _Pricer:
             )
         for r in self.analysis.reductions[group.index]:
             local = r.nbytes / shards(chosen.use, r.kept, self.sizes)
-            comm = comm + r.weight * self.all_reduce_s(chosen.use, r.over, local)
+            comm = comm + r.weight * self.all_reduce_s(chosen.use, r, local)
         if group.kind == "input" and self._stored_bytes(group):
             value = self._input_value(group)
             layout = self.analysis.groups.home[value][1]  # type: ignore[index]
@@ -271,11 +275,12 @@ class _Pricer:
         src, dst = self.link_ends(link, sets)
         nbytes = self.analysis.graph.values[link.value].nbytes
         rank = len(link.src)
-        key = ("edge", id(src), id(dst), nbytes, link.weight, rank)
+        key = ("edge", id(src), id(dst), nbytes, link.weight, rank, link.gradient)
         if key not in self.cache:
             table = reshard_table(rank, self.sizes, self.model)
             pick = np.ix_(src, dst)
-            seconds = table.alpha_s[pick] + nbytes * table.beta_s_per_byte[pick]
+            alpha = table.combined_alpha_s if link.gradient else table.alpha_s
+            seconds = alpha[pick] + nbytes * table.beta_s_per_byte[pick]
             self.cache[key] = (self.comm * link.weight * seconds, src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 

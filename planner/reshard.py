@@ -34,6 +34,10 @@ from numpy.typing import NDArray
 
 from costmodels import CostModel
 
+COMBINED = 0.05
+"""Share of a gradient collective's latency that is left when XLA combines it with others."""
+COMBINABLE = frozenset({"all_reduce", "reduce_scatter"})
+
 KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")
 
 
@@ -66,9 +70,12 @@ def digits_of(code: int, rank: int, num_axes: int) -> tuple[int, ...]:
 
 def reshard_steps(
     src: Sequence[int], dst: Sequence[int], rank: int, nbytes: float,
-    sizes: Sequence[int], model: CostModel,
+    sizes: Sequence[int], model: CostModel, combined: bool = False,
 ) -> tuple[Step, ...]:
-    """The collectives from ``src`` to ``dst`` digits of a tensor of ``nbytes`` bytes."""
+    """The collectives from ``src`` to ``dst`` digits of a tensor of ``nbytes`` bytes.
+
+    ``combined``: all-reduces share their latency with many others (gradients).
+    """
     partial = rank + 1
     share = 1.0
     for digit, n in zip(src, sizes, strict=True):
@@ -99,6 +106,7 @@ def reshard_steps(
             share *= group
         payload = nbytes * share
         alpha, beta = model.collective_coefficients(kind, tuple(sizes), over)
+        alpha *= COMBINED if combined and kind in COMBINABLE else 1.0
         steps.append(Step(kind, over, payload, alpha + beta * payload))
         if kind == "reduce_scatter":
             share /= group
@@ -109,10 +117,11 @@ def reshard_steps(
 class ReshardTable:
     """Seconds of every resharding of rank-r tensors: ``alpha_s + nbytes * beta_s_per_byte``.
 
-    Both arrays have shape [codes, codes].
+    All arrays have shape [codes, codes]; ``combined_alpha_s`` is for gradients.
     """
 
     alpha_s: NDArray[np.float64]
+    combined_alpha_s: NDArray[np.float64]
     beta_s_per_byte: NDArray[np.float64]
 
 
@@ -138,6 +147,7 @@ def reshard_table(rank: int, sizes: tuple[int, ...], model: CostModel) -> Reshar
         "all_gather": (is_dim_src & (dst == 0)) | (moved & whole),
     }
     alpha = np.zeros(share.shape)
+    combined = np.zeros(share.shape)
     beta = np.zeros(share.shape)
     for kind in KINDS:
         mask = np.sum(wanted[kind] * bits, axis=0)
@@ -146,13 +156,14 @@ def reshard_table(rank: int, sizes: tuple[int, ...], model: CostModel) -> Reshar
         if kind == "all_gather":
             share = share * group
         alpha += a[mask]
+        combined += a[mask] * (COMBINED if kind in COMBINABLE else 1.0)
         beta += b[mask] * share
         if kind == "reduce_scatter":
             share = share / group
     # a partial sum is never a target: only its producer leaves one
     forbidden = np.any(np.broadcast_to(dst == partial, wanted["all_gather"].shape), axis=0)
-    alpha[forbidden] = np.inf
-    return ReshardTable(alpha, beta)
+    alpha[forbidden] = combined[forbidden] = np.inf
+    return ReshardTable(alpha, combined, beta)
 
 
 def _coefficients(
