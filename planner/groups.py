@@ -362,6 +362,12 @@ def build_groups(graph: Graph, rules: Sequence[FactorRule]) -> Groups:
     return _freeze(graph, fusion, links, op_layouts, live)
 
 
+def gradient_shapes(graph: Graph) -> set[tuple[int, ...]]:
+    """Shapes that gradients of carried inputs have, also one slice of a stack of layers."""
+    shapes = {graph.values[graph.inputs[i]].shape for i, _ in graph.ties}
+    return (shapes | {s[1:] for s in shapes if len(s) > 1}) - {()}
+
+
 def _freeze(
     graph: Graph, fusion: _Fusion,
     raw_links: list[tuple[int, Layout, int, Layout, int, float, int, int, bool]],
@@ -395,7 +401,7 @@ def _freeze(
 
     carried = {graph.inputs[i] for i, _ in graph.ties}
     updates = {at(fusion.home[v][0]) for v in carried if v in fusion.home}
-    shapes = {graph.values[v].shape for v in carried}
+    shapes = gradient_shapes(graph)
     links = []
     for a, src, b, dst, value, weight, op, operand, partial in raw_links:
         to_use = (groups[at(a)].kind == "input" and op >= 0 and operand >= 0

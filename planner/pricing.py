@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.graph.ir import Graph
 from planner.graph.liveness import intervals, materialised
-from planner.groups import Group, Groups, Layout, Link, is_fusable
+from planner.groups import Group, Groups, Layout, Link, gradient_shapes, is_fusable
 from planner.reshard import COMBINED, reshard_table
 from planner.rules.factor import FactorRule
 from planner.search.problem import Edge, Problem, Usage
@@ -82,7 +82,8 @@ def analyse(
     kept = materialised(graph, fusable, live)
     work: list[dict[tuple[frozenset[int], str, bool], list[float]]] = [{} for _ in groups.groups]
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
-    carried = {graph.values[graph.inputs[i]].shape for i, _ in graph.ties} - {()}
+    carried = gradient_shapes(graph)
+    seen: set[tuple[int, int]] = set()
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind.startswith(("loop_", "branch_")):
@@ -93,8 +94,10 @@ def analyse(
         factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
         flops = _flops(op.kind, rule, [graph.values[o].shape for o in op.outputs],
                        [graph.values[i].shape for i in op.inputs if i >= 0])
-        touched = [v for v in (*op.inputs, *op.outputs) if v >= 0 and kept[v]]
-        nbytes = float(sum(graph.values[v].nbytes for v in touched))
+        reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in seen}
+        if fusable[op.index]:  # a fused chain reads each array once
+            seen.update((group, v) for v in reads)
+        nbytes = float(sum(graph.values[v].nbytes for v in (*reads, *op.outputs) if kept[v]))
         if op.kind in ("gather", "dynamic_slice"):
             nbytes = 2.0 * sum(graph.values[v].nbytes for v in op.outputs)
         first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
