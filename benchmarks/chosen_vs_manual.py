@@ -12,9 +12,8 @@ import statistics
 import time
 from typing import Any
 
-from common import EXAMPLES, example, manual_shardings
-
 import jax
+from common import EXAMPLES, example, manual_shardings
 from rich.console import Console
 from rich.table import Table
 
@@ -31,8 +30,9 @@ def runners(name: str) -> dict[str, Any]:
     for kind in MANUAL:
         state = module.make_state()
         s, b = manual_shardings(name, kind, state, batch)
-        step = jax.jit(module.train_step, in_shardings=(s, b), out_shardings=(s, None),
-                       donate_argnums=0)
+        step = jax.jit(
+            module.train_step, in_shardings=(s, b), out_shardings=(s, None), donate_argnums=0
+        )
         out[kind] = [step, jax.device_put(state, s), jax.device_put(batch, b)]
     chosen = parallelize(module.train_step, donate_argnums=0)
     state = module.make_state()
@@ -66,9 +66,13 @@ def main() -> None:
         median = {k: statistics.median(v) for k, v in times.items()}
         best = min(median[k] for k in MANUAL)
         plan = entries["chosen"][3]
-        table.add_row(name, *(f"{1e3 * median[k]:.1f}" for k in (*MANUAL, "chosen")),
-                      str(plan.mesh), f"{1e3 * plan.prediction.step_s:.1f}",
-                      f"{median['chosen'] / best:.2f}")
+        table.add_row(
+            name,
+            *(f"{1e3 * median[k]:.1f}" for k in (*MANUAL, "chosen")),
+            str(plan.mesh),
+            f"{1e3 * plan.prediction.step_s:.1f}",
+            f"{median['chosen'] / best:.2f}",
+        )
     Console(width=150).print(table)
 
 

@@ -25,12 +25,20 @@ EXAMPLES = ("mlp", "gpt", "gpt_linen_scan", "resnet", "moe", "lstm")
 TENSOR_RULES: dict[str, dict[str, int]] = {
     "mlp": {r"first.*kernel": 1, r"first.*bias": 0, r"second.*kernel": 0},
     "gpt": {
-        r"(query|key|value).*kernel": 1, r"(query|key|value).*bias": 0, r"out.*kernel": 0,
-        r"up.*kernel": 1, r"up.*bias": 0, r"down.*kernel": 0,
+        r"(query|key|value).*kernel": 1,
+        r"(query|key|value).*bias": 0,
+        r"out.*kernel": 0,
+        r"up.*kernel": 1,
+        r"up.*bias": 0,
+        r"down.*kernel": 0,
     },
     "gpt_linen_scan": {
-        r"(query|key|value).*kernel": 2, r"(query|key|value).*bias": 1, r"out.*kernel": 1,
-        r"up.*kernel": 2, r"up.*bias": 1, r"down.*kernel": 1,
+        r"(query|key|value).*kernel": 2,
+        r"(query|key|value).*bias": 1,
+        r"out.*kernel": 1,
+        r"up.*kernel": 2,
+        r"up.*bias": 1,
+        r"down.*kernel": 1,
     },
     "resnet": {r"conv1.*kernel": 3, r"conv2.*kernel": 2},
     "moe": {r"expert|w_?(in|out|up|down)|\['up'\]|\['down'\]": 0},
@@ -55,8 +63,9 @@ def fsdp_spec(shape: tuple[int, ...], n: int, axis: Any) -> PartitionSpec:
 def manual_shardings(name: str, kind: str, state: Any, batch: Any) -> tuple[Any, Any]:
     """(state shardings, batch shardings) of "data", "fsdp" or "tensor<k>" written by hand."""
     model = int(kind[6:]) if kind.startswith("tensor") else 1
-    mesh = jax.make_mesh((8 // model, model), ("data", "model"),
-                         axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (8 // model, model), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
 
     def of_state(path: Any, x: Any) -> NamedSharding:
         spec = PartitionSpec()
@@ -73,5 +82,7 @@ def manual_shardings(name: str, kind: str, state: Any, batch: Any) -> tuple[Any,
     def of_batch(x: Any) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec("data"))
 
-    return (jax.tree_util.tree_map_with_path(of_state, state),
-            jax.tree_util.tree_map(of_batch, batch))
+    return (
+        jax.tree_util.tree_map_with_path(of_state, state),
+        jax.tree_util.tree_map(of_batch, batch),
+    )

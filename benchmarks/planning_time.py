@@ -29,8 +29,16 @@ def main() -> None:
     parser.add_argument("--search", default="auto")
     args = parser.parse_args()
     table = Table(title="planning after tracing / JAX's trace + lower")
-    for column in ("layers", "cluster", "operations", "trace + lower (s)", "planning (s)",
-                   "ratio", "mesh", "gap"):
+    for column in (
+        "layers",
+        "cluster",
+        "operations",
+        "trace + lower (s)",
+        "planning (s)",
+        "ratio",
+        "mesh",
+        "gap",
+    ):
         table.add_column(column, justify="right")
     for layers in args.layers:
         config = gpt.Config(layers=layers, width=768, heads=12, seq=1024, batch=64, vocab=50304)
@@ -45,12 +53,21 @@ def main() -> None:
                 lower.append(time.perf_counter() - begun)
                 traced = trace(step, arguments)
                 begun = time.perf_counter()
-                plan = plan_traced(traced, arguments, parse_request(cluster, search=args.search),
-                                   {}, 0, begun)
+                plan = plan_traced(
+                    traced, arguments, parse_request(cluster, search=args.search), {}, 0, begun
+                )
                 planning.append(time.perf_counter() - begun)
             a, b = statistics.median(lower), statistics.median(planning)
-            table.add_row(str(layers), cluster, str(len(traced.graph.ops)), f"{a:.2f}", f"{b:.2f}",
-                          f"{b / a:.2f}", str(plan.mesh), f"{100 * plan.search.gap:.3g} %")
+            table.add_row(
+                str(layers),
+                cluster,
+                str(len(traced.graph.ops)),
+                f"{a:.2f}",
+                f"{b:.2f}",
+                f"{b / a:.2f}",
+                str(plan.mesh),
+                f"{100 * plan.search.gap:.3g} %",
+            )
     Console(width=130).print(table)
 
 

@@ -10,9 +10,8 @@ import statistics
 import time
 from typing import Any
 
-from common import EXAMPLES, example
-
 import jax
+from common import EXAMPLES, example
 from rich.console import Console
 from rich.table import Table
 
@@ -29,8 +28,11 @@ def main() -> None:
         ours = parallelize(module.train_step, donate_argnums=0)
         compiled = ours.prepare(module.make_state(), batch)
         byhand = compiled.jitted.lower(*compiled.place(module.make_state(), batch)).compile()
-        hand: Any = jax.jit(lambda s, b, f=compiled.jitted: f(s, b), donate_argnums=0,
-                            in_shardings=compiled.in_shardings)
+        hand: Any = jax.jit(
+            lambda s, b, f=compiled.jitted: f(s, b),
+            donate_argnums=0,
+            in_shardings=compiled.in_shardings,
+        )
         del byhand
         entries = {}
         for key, step in (("jit", hand), ("ours", ours)):

@@ -42,7 +42,7 @@ def _aliases() -> dict[str, str]:
     table: dict[str, str] = {}
     for kind in known_kinds():
         table[kind] = kind
-        table.update({alias: kind for alias in _read(kind)["device"]["aliases"]})
+        table.update(dict.fromkeys(_read(kind)["device"]["aliases"], kind))
     return table
 
 

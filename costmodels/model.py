@@ -19,6 +19,10 @@ class CostModel(Protocol):
         """The cluster the costs are for."""
         ...
 
+    def __hash__(self) -> int:
+        """Cost models are values: tables made from one are kept under it."""
+        ...
+
     @property
     def op_overhead_s(self) -> float:
         """Fixed cost of starting one op on a device, in seconds."""

@@ -15,8 +15,11 @@ from executor.compile import compile_plan
 from planner.plan import Plan
 
 HLO_NAMES = {
-    "all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all", "collective-permute": "permute",
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
 }
 
 
@@ -64,4 +67,4 @@ def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
         worst_abs = max(worst_abs, gap)
         worst_rel = max(worst_rel, gap / max(float(np.max(np.abs(y), initial=0.0)), 1e-12))
     planned = dict(sorted(Counter(row.kind for row in plan.collectives).items()))
-    return CheckReport(worst_abs, worst_rel, planned, compiled_collectives(module.as_text()))
+    return CheckReport(worst_abs, worst_rel, planned, compiled_collectives(module.as_text() or ""))

@@ -38,16 +38,18 @@ class CompiledStep:
     """
 
     def __init__(
-        self, traced: Traced, plan: Plan, *, donate_argnums: int | Sequence[int] = (),
+        self,
+        traced: Traced,
+        plan: Plan,
+        *,
+        donate_argnums: int | Sequence[int] = (),
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         plan.check_matches(traced.graph)
         self.plan = plan
         self.traced = traced
         self.mesh = build_mesh(plan.mesh, devices)
-        sharding = {
-            (c.op, c.slot, c.position): named(self.mesh, c.spec) for c in plan.constraints
-        }
+        sharding = {(c.op, c.slot, c.position): named(self.mesh, c.spec) for c in plan.constraints}
         ins = [named(self.mesh, leaf.spec) for leaf in plan.inputs]
         outs = [named(self.mesh, leaf.spec) for leaf in plan.outputs]
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
@@ -56,15 +58,21 @@ class CompiledStep:
 
         def step(*args: Any) -> Any:
             leaves, tree = jax.tree_util.tree_flatten(args)
-            got = [(compat.shape_of(x.aval if hasattr(x, "aval") else x),
-                    compat.dtype_name(x)) for x in leaves]
+            got = [
+                (compat.shape_of(x.aval if hasattr(x, "aval") else x), compat.dtype_name(x))
+                for x in leaves
+            ]
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
             flat = ConstrainedStep(traced.graph, sharding).run(traced.jaxpr, leaves)
             return jax.tree_util.tree_unflatten(traced.out_tree, flat)
 
-        self.jitted = jax.jit(step, in_shardings=self.in_shardings,
-                              out_shardings=out_shardings, donate_argnums=donate_argnums)
+        self.jitted = jax.jit(
+            step,
+            in_shardings=self.in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate_argnums,
+        )
         self._placed = False
 
     def place(self, *args: Any) -> tuple[Any, ...]:
@@ -72,6 +80,7 @@ class CompiledStep:
         return tuple(jax.device_put(args, self.in_shardings))
 
     def __call__(self, *args: Any) -> Any:
+        """Run one step; the first call places the arguments."""
         if not self._placed:
             if jax.tree_util.tree_structure(args) != self.traced.in_tree:
                 raise ShapesChangedError
@@ -90,8 +99,9 @@ class CompiledStep:
 class _Unplanned:
     """What ``compile_plan`` returns: compiles at the first call, when arguments are known."""
 
-    def __init__(self, function: Callable[..., Any], plan: Plan,
-                 donate_argnums: int | Sequence[int]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], plan: Plan, donate_argnums: int | Sequence[int]
+    ) -> None:
         self.function, self.plan, self.donate = function, plan, donate_argnums
         self.compiled: CompiledStep | None = None
 
@@ -102,6 +112,7 @@ class _Unplanned:
         return self.compiled
 
     def __call__(self, *args: Any) -> Any:
+        """Run one step under the plan."""
         step = self.compiled or self.prepare(*args)
         try:
             return step(*args)
@@ -111,7 +122,10 @@ class _Unplanned:
 
 
 def compile_plan(
-    function: Callable[..., Any], plan: Plan, *, donate_argnums: int | Sequence[int] = (),
+    function: Callable[..., Any],
+    plan: Plan,
+    *,
+    donate_argnums: int | Sequence[int] = (),
 ) -> _Unplanned:
     """A callable that runs ``function`` under ``plan``.
 

@@ -94,8 +94,13 @@ class ConstrainedStep:
         n_const, n_carry = int(p["num_consts"]), int(p["num_carry"])
         ops = []
         for k, value in enumerate(ins):
-            kind = ("loop_const" if k < n_const else
-                    "loop_carry" if k < n_const + n_carry else "loop_xs")
+            kind = (
+                "loop_const"
+                if k < n_const
+                else "loop_carry"
+                if k < n_const + n_carry
+                else "loop_xs"
+            )
             ops.append(self.step(kind))
             ins[k] = self.at(ops[k], "in", 0, value)
 

@@ -22,7 +22,9 @@ def build_mesh(mesh: MeshSpec, devices: Sequence[jax.Device] | None = None) -> j
     if len(present) < mesh.num_devices:
         hint = (
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices} before jax "
-            "starts" if present[0].platform == "cpu" else "plan for the devices that are there"
+            "starts"
+            if present[0].platform == "cpu"
+            else "plan for the devices that are there"
         )
         raise RequestError(
             f"the plan's mesh ({mesh}) needs {mesh.num_devices} devices, this process sees "

@@ -27,8 +27,12 @@ class Parallelized:
     plans of shapes met before are kept.
     """
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any],
-                 donate_argnums: int | Sequence[int]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: dict[str, Any],
+        donate_argnums: int | Sequence[int],
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.options = options
@@ -60,19 +64,24 @@ class Parallelized:
         key = (tree, tuple((x.shape, str(x.dtype), x.weak_type) for x in leaves))
         if key not in self._steps:
             if self._steps:
-                log.warning("%s: arguments of new shapes, planning again",
-                            getattr(self.function, "__name__", "step"))
-            capture.offer(self.function, args,
-                          {**self.options, "donate_argnums": self.donate_argnums})
+                log.warning(
+                    "%s: arguments of new shapes, planning again",
+                    getattr(self.function, "__name__", "step"),
+                )
+            capture.offer(
+                self.function, args, {**self.options, "donate_argnums": self.donate_argnums}
+            )
             options = dict(self.options)
             options["cluster"] = options["cluster"] or detect_cluster()
             plan = make_plan(self.function, *args, donate_argnums=self.donate_argnums, **options)
-            self._steps[key] = CompiledStep(trace(self.function, shapes), plan,
-                                            donate_argnums=self.donate_argnums)
+            self._steps[key] = CompiledStep(
+                trace(self.function, shapes), plan, donate_argnums=self.donate_argnums
+            )
         self._current = self._steps[key]
         return self._current
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; plans first when these shapes are new."""
         if kwargs:
             raise RequestError(f"call the step with positional arguments; got {sorted(kwargs)}")
         step = self._current or self.prepare(*args)
@@ -83,9 +92,14 @@ class Parallelized:
 
 
 def parallelize(
-    function: Callable[..., Any] | None = None, *, donate_argnums: int | Sequence[int] = (),
-    cluster: str | None = None, mode: str | None = None, search: str | None = None,
-    mesh: str | Mapping[str, int] | None = None, memory: str | float | None = None,
+    function: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    cluster: str | None = None,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    memory: str | float | None = None,
     shardings: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run a train step in parallel: the first call traces, plans and compiles.
@@ -100,8 +114,14 @@ def parallelize(
     Returns:
         A ``Parallelized``: call it like ``function``; ``.plan`` is the Plan.
     """
-    options = {"cluster": cluster, "mode": mode, "search": search, "mesh": mesh,
-               "memory": memory, "shardings": shardings}
+    options = {
+        "cluster": cluster,
+        "mode": mode,
+        "search": search,
+        "mesh": mesh,
+        "memory": memory,
+        "shardings": shardings,
+    }
     if function is None:
         return lambda f: Parallelized(f, options, donate_argnums)
     return Parallelized(function, options, donate_argnums)

@@ -112,7 +112,9 @@ def _box_entries(box: Any) -> tuple[Entry, ...] | None:
     return tuple(names)
 
 
-def metadata_pins(args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str]) -> tuple[Pin, ...]:
+def metadata_pins(
+    args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str]
+) -> tuple[Pin, ...]:
     """Pins from Flax's own partitioning metadata found in the arguments."""
     pins: list[Pin] = []
     position = 0

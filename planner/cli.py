@@ -92,23 +92,38 @@ def version() -> str:
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="planner", description="Plan how a JAX train step runs on a cluster.",
-        epilog=_EXAMPLES, formatter_class=raw)
+        prog="planner",
+        description="Plan how a JAX train step runs on a cluster.",
+        epilog=_EXAMPLES,
+        formatter_class=raw,
+    )
     parser.add_argument("--version", action="version", version=f"planner {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     inspect = commands.add_parser(
-        "inspect", help="plan a step and print the plan; runs nothing on devices",
-        description="Plan a step and print the plan.", epilog=_EXAMPLES, formatter_class=raw)
+        "inspect",
+        help="plan a step and print the plan; runs nothing on devices",
+        description="Plan a step and print the plan.",
+        epilog=_EXAMPLES,
+        formatter_class=raw,
+    )
     add = inspect.add_argument
     add("model", metavar="MODEL[:FUNCTION]", help="a Python file, or a function in it")
-    add("--cluster", help=f"such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the "
-                          f"script asks for, else {DEFAULT_CLUSTER})")
+    add(
+        "--cluster",
+        help=f"such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the "
+        f"script asks for, else {DEFAULT_CLUSTER})",
+    )
     add("--mesh", help="a fixed logical mesh, such as data=4,model=2 (default: try them all)")
     add("--mode", choices=MODES, type=str.upper, metavar="MODE", help=", ".join(MODES))
     add("--search", help="search algorithm (default: auto)")
     add("--memory", help="memory per device that the plan may use, such as 80GB")
-    add("--time-limit", type=_seconds, default=60.0, metavar="SECONDS",
-        help="for the search, per mesh (default: 60)")
+    add(
+        "--time-limit",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="for the search, per mesh (default: 60)",
+    )
     add("--json", action="store_true", help="print the plan as JSON, nothing else")
     add("--save", metavar="FILE", type=Path, help="write the plan as JSON to FILE as well")
     add("--no-color", action="store_true", help="plain text")
@@ -129,7 +144,7 @@ def _stay_on_cpu() -> None:
     import jax
 
     if not getattr(jax.config, "jax_platforms", None):  # read before it was set here
-        jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -173,8 +188,13 @@ def _spinner(text: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    live = Live(Spinner("line", text), console=console, transient=True, redirect_stdout=False,
-                redirect_stderr=False)
+    live = Live(
+        Spinner("line", text),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
     timer = threading.Timer(SPINNER_AFTER_S, live.start)
     timer.daemon = True
     timer.start()

@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 
 def make_jaxpr(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Trace ``function(*args)``; returns (closed jaxpr, pytree of output ShapeDtypeStructs)."""
-    return jax.make_jaxpr(function, return_shape=True)(*args)  # type: ignore[no-any-return]
+    return jax.make_jaxpr(function, return_shape=True)(*args)
 
 
 def body(jaxpr: Any) -> Any:

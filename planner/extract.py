@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.graph.ir import SCALAR, Graph
-from planner.groups import Layout, Link
+from planner.groups import Link
 from planner.plan import Activation, CollectiveRow, Constraint, Leaf, Prediction
-from planner.pricing import Priced
-from planner.pricing import _Pricer as Pricer
-from planner.reshard import digits_of, reshard_steps
+from planner.pricing import Priced, Pricer
+from planner.reshard import Step, digits_of, reshard_steps
 from planner.search.problem import Solution, memory_profile
 from planner.spec import Sharding
 from planner.strategies import codes
+from planner.unify import Layout
 
 ACTIVATIONS_SHOWN = 12
 
@@ -36,16 +36,19 @@ class Extraction:
         """Sharding of a value with ``layout`` in ``group`` under the chosen strategy."""
         chosen = self.priced.sets[group]
         row = (chosen.store if port == "store" else chosen.use)[self.choice[group]]
-        return self.from_digits([layout.index(f) + 1 if f >= 0 and f in layout else 0 for f in row],
-                                len(layout))
+        return self.from_digits(
+            [layout.index(f) + 1 if f >= 0 and f in layout else 0 for f in row], len(layout)
+        )
 
     def from_digits(self, digits: Sequence[int], rank: int) -> Sharding:
         """Sharding that has the given digit per mesh axis (partial counts as replicated)."""
         names = self.priced.mesh.names
-        return Sharding(tuple(
-            tuple(n for n, d in zip(names, digits, strict=True) if d == dim + 1)
-            for dim in range(rank)
-        ))
+        return Sharding(
+            tuple(
+                tuple(n for n, d in zip(names, digits, strict=True) if d == dim + 1)
+                for dim in range(rank)
+            )
+        )
 
     def value_sharding(self, value: int, port: str = "store") -> Sharding:
         """Sharding of a value where it is made."""
@@ -65,8 +68,17 @@ class Extraction:
             v = graph.values[index]
             spec = self.value_sharding(index)
             use = self.value_sharding(index, "use") if index in used else spec
-            inputs.append(Leaf(path, v.shape, v.dtype, spec, v.nbytes // spec.shards(mesh),
-                               None if use == spec else use, k in carried))
+            inputs.append(
+                Leaf(
+                    path,
+                    v.shape,
+                    v.dtype,
+                    spec,
+                    v.nbytes // spec.shards(mesh),
+                    None if use == spec else use,
+                    k in carried,
+                )
+            )
         outputs = []
         for k, (index, path) in enumerate(zip(graph.outputs, graph.output_paths, strict=True)):
             if index == SCALAR:
@@ -74,8 +86,9 @@ class Extraction:
                 continue
             v = graph.values[index]
             spec = inputs[source[k]].spec if k in source else self.value_sharding(index)
-            outputs.append(Leaf(path, v.shape, v.dtype, spec, v.nbytes // spec.shards(mesh),
-                                None, k in source))
+            outputs.append(
+                Leaf(path, v.shape, v.dtype, spec, v.nbytes // spec.shards(mesh), None, k in source)
+            )
         return tuple(inputs), tuple(outputs)
 
     def link_digits(self, link: Link) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -108,16 +121,19 @@ class Extraction:
             kind = groups.groups[link.b].kind
             if link.operand <= -2:
                 add(link.op, "out", -2 - link.operand, self.from_digits(dst, rank))
-            elif kind in ("anchor", "copy") or src != dst:
-                if kind != "copy":
-                    add(link.op, "in", link.operand, self.from_digits(dst, rank))
+            elif kind == "anchor" or (src != dst and kind != "copy"):
+                add(link.op, "in", link.operand, self.from_digits(dst, rank))
         for op in graph.ops:
             entry = groups.op_layouts[op.index]
             if op.kind in ("loop_carry", "loop_xs") and entry is not None:
                 group, _, outs = entry
                 if outs[0]:
                     add(op.index, "out", 0, self.sharding(group, outs[0]))
-            if op.kind == "loop_back" and op.inputs[0] != SCALAR and graph.values[op.inputs[1]].shape:
+            if (
+                op.kind == "loop_back"
+                and op.inputs[0] != SCALAR
+                and graph.values[op.inputs[1]].shape
+            ):
                 add(op.index, "in", 0, self.value_sharding(op.inputs[1]))
         return tuple(out[k] for k in sorted(out))
 
@@ -127,18 +143,33 @@ class Extraction:
         model, sizes = priced.model, priced.mesh.sizes
         rows = []
 
-        def add(steps: Sequence[object], weight: float, value: int, op: int, cause: str) -> None:
+        def add(steps: Sequence[Step], weight: float, value: int, op: int, cause: str) -> None:
             for s in steps:
-                rows.append(CollectiveRow(
-                    s.kind, tuple(names[k] for k in s.axes), weight, s.payload_bytes, s.time_s,  # type: ignore[attr-defined]
-                    str(graph.values[value]), graph.ops[op].source if op >= 0 else "", cause,
-                ))
+                rows.append(
+                    CollectiveRow(
+                        s.kind,
+                        tuple(names[k] for k in s.axes),
+                        weight,
+                        s.payload_bytes,
+                        s.time_s,
+                        str(graph.values[value]),
+                        graph.ops[op].source if op >= 0 else "",
+                        cause,
+                    )
+                )
 
         for link in priced.analysis.groups.links:
             src, dst = self.link_digits(link)
             if src != dst:
-                steps = reshard_steps(src, dst, len(link.src), graph.values[link.value].nbytes,
-                                      sizes, model, link.gradient)
+                steps = reshard_steps(
+                    src,
+                    dst,
+                    len(link.src),
+                    graph.values[link.value].nbytes,
+                    sizes,
+                    model,
+                    link.gradient,
+                )
                 cause = "update" if link.operand == -1 else graph.ops[link.op].kind
                 add(steps, link.weight, link.value, link.op, cause)
         for group in priced.analysis.groups.groups:
@@ -147,10 +178,12 @@ class Extraction:
                 axes = [k for k, f in enumerate(chosen.use[row]) if f in r.over]
                 if axes:
                     local = r.nbytes / math.prod(
-                        sizes[k] for k, f in enumerate(chosen.use[row]) if f in r.kept)
+                        sizes[k] for k, f in enumerate(chosen.use[row]) if f in r.kept
+                    )
                     src_digits = [2 if k in axes else 0 for k in range(len(sizes))]
-                    steps = reshard_steps(src_digits, [0] * len(sizes), 1, local, sizes, model,
-                                          r.gradient)
+                    steps = reshard_steps(
+                        src_digits, [0] * len(sizes), 1, local, sizes, model, r.gradient
+                    )
                     add(steps, r.weight, graph.ops[r.op].outputs[0], r.op, graph.ops[r.op].kind)
         for leaf in self._gathered():
             rows.append(leaf)
@@ -164,25 +197,42 @@ class Extraction:
             group, layout = priced.analysis.groups.home[value]  # type: ignore[misc]
             chosen, row = priced.sets[group], self.choice[group]
             ends = [
-                digits_of(int(codes(m[row : row + 1], layout, frozenset(), len(layout))[0]),
-                          len(layout), len(priced.mesh.sizes))
+                digits_of(
+                    int(codes(m[row : row + 1], layout, frozenset(), len(layout))[0]),
+                    len(layout),
+                    len(priced.mesh.sizes),
+                )
                 for m in (chosen.store, chosen.use)
             ]
-            for s in reshard_steps(ends[0], ends[1], len(layout), graph.values[value].nbytes,
-                                   priced.mesh.sizes, priced.model):
-                rows.append(CollectiveRow(
-                    s.kind, tuple(priced.mesh.names[k] for k in s.axes), 1.0, s.payload_bytes,
-                    s.time_s, str(graph.values[value]), graph.ops[op].source,
-                    f"use of {graph.values[value].name}",
-                ))
+            for s in reshard_steps(
+                ends[0],
+                ends[1],
+                len(layout),
+                graph.values[value].nbytes,
+                priced.mesh.sizes,
+                priced.model,
+            ):
+                rows.append(
+                    CollectiveRow(
+                        s.kind,
+                        tuple(priced.mesh.names[k] for k in s.axes),
+                        1.0,
+                        s.payload_bytes,
+                        s.time_s,
+                        str(graph.values[value]),
+                        graph.ops[op].source,
+                        f"use of {graph.values[value].name}",
+                    )
+                )
         return rows
 
     def activations(self) -> tuple[Activation, ...]:
         """The largest values between operations, one of each shape and sharding."""
         graph, mesh = self.graph, self.priced.mesh
         seen: dict[tuple[object, ...], Activation] = {}
-        order = sorted(set(self.priced.analysis.usage_values),
-                       key=lambda v: (-graph.values[v].nbytes, v))
+        order = sorted(
+            set(self.priced.analysis.usage_values), key=lambda v: (-graph.values[v].nbytes, v)
+        )
         for value in order:
             v = graph.values[value]
             if v.op < 0:
@@ -190,18 +240,23 @@ class Extraction:
             op, spec = graph.ops[v.op], self.value_sharding(value)
             key = (v.shape, v.dtype, spec, op.source)
             if key not in seen:
-                seen[key] = Activation(op.kind, v.shape, v.dtype, spec,
-                                       v.nbytes // spec.shards(mesh), op.source)
+                seen[key] = Activation(
+                    op.kind, v.shape, v.dtype, spec, v.nbytes // spec.shards(mesh), op.source
+                )
             if len(seen) >= ACTIVATIONS_SHOWN:
                 break
         return tuple(seen.values())
 
     def peak_holders(self, moment: int) -> tuple[str, ...]:
         """The values that hold the most memory at the peak."""
-        graph, mesh = self.graph, self.priced.mesh
+        graph = self.graph
         held: dict[str, float] = {}
-        items = zip(self.priced.analysis.usages, self.priced.analysis.usage_values,
-                    self.priced.problem.usages, strict=True)
+        items = zip(
+            self.priced.analysis.usages,
+            self.priced.analysis.usage_values,
+            self.priced.problem.usages,
+            strict=True,
+        )
         for (_, start, end, *_rest), value, usage in items:
             if start <= moment < end:
                 v = graph.values[value]
@@ -216,21 +271,34 @@ class Extraction:
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
         compute = comm = 0.0
-        for group, chosen, row in zip(priced.analysis.groups.groups, priced.sets, self.choice,
-                                      strict=True):
+        for group, chosen, row in zip(
+            priced.analysis.groups.groups, priced.sets, self.choice, strict=True
+        ):
             a, b = pricer.node_parts(group, chosen)
             compute, comm = compute + float(a[row]), comm + float(b[row])
         for link in priced.analysis.groups.links:
             src, dst = self.link_digits(link)
             if src != dst:
-                steps = reshard_steps(src, dst, len(link.src),
-                                      priced.analysis.graph.values[link.value].nbytes,
-                                      priced.mesh.sizes, priced.model, link.gradient)
+                steps = reshard_steps(
+                    src,
+                    dst,
+                    len(link.src),
+                    priced.analysis.graph.values[link.value].nbytes,
+                    priced.mesh.sizes,
+                    priced.model,
+                    link.gradient,
+                )
                 comm += link.weight * sum(s.time_s for s in steps)
         hidden = comm * (1.0 - priced.weight_comm)
         moments, profile = memory_profile(priced.problem, self.choice)
         at = int(np.argmax(profile))
         extra = priced.analysis.scalar_bytes
-        return Prediction(compute, comm, hidden, compute + comm - hidden,
-                          float(profile[at]) + extra, limit_bytes,
-                          self.peak_holders(int(moments[at])))
+        return Prediction(
+            compute,
+            comm,
+            hidden,
+            compute + comm - hidden,
+            float(profile[at]) + extra,
+            limit_bytes,
+            self.peak_holders(int(moments[at])),
+        )

@@ -67,8 +67,11 @@ def resolve(target: Target) -> Call:
     names = module_names(target.path)
     if {"train_step", "example_args"} <= names:
         return _named(target, "train_step")
-    if "example_inputs" in names and names & {"model", "make_model"} and (
-            "example_args" not in names):
+    if (
+        "example_inputs" in names
+        and names & {"model", "make_model"}
+        and ("example_args" not in names)
+    ):
         from planner.model_step import model_call
 
         module = _load(target)
@@ -134,10 +137,14 @@ def _named(target: Target, name: str) -> Call:
     module = _load(target)
     function = getattr(module, name, None)
     if function is None:
-        found = sorted(n for n, v in vars(module).items()
-                       if callable(v) and getattr(v, "__module__", "") == module.__name__)
+        found = sorted(
+            n
+            for n, v in vars(module).items()
+            if callable(v) and getattr(v, "__module__", "") == module.__name__
+        )
         raise RequestError(
-            f"{target.path} has no function {name!r}; it has {', '.join(found) or 'none'}")
+            f"{target.path} has no function {name!r}; it has {', '.join(found) or 'none'}"
+        )
     if not callable(function):
         raise RequestError(f"{target.path}: {name} is a {type(function).__name__}, not a function")
     return _call(target, function, getattr(module, "example_args", None))

@@ -35,8 +35,7 @@ def model_call(module: ModuleType) -> Call:
     given = module.example_inputs()
     inputs = given if isinstance(given, tuple) else (given,)
     static = {k: x for k, x in enumerate(inputs) if isinstance(x, _STATIC)}
-    traced = jax.eval_shape(
-        lambda *xs: xs, *(x for k, x in enumerate(inputs) if k not in static))
+    traced = jax.eval_shape(lambda *xs: xs, *(x for k, x in enumerate(inputs) if k not in static))
 
     def whole(arrays: Any) -> tuple[Any, ...]:
         rest = iter(arrays)
@@ -85,13 +84,15 @@ def _no_eager_sharding(nnx: Any) -> Any:
     return contextlib.nullcontext() if use is None else use(False)
 
 
-def _nnx_step(model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Callable[..., Any],
-              optimizer: Any) -> Call:
+def _nnx_step(
+    model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Callable[..., Any], optimizer: Any
+) -> Call:
     from flax import nnx
 
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     state = jax.eval_shape(
-        lambda p, r: {"params": p, "rest": r, "opt": optimizer.init(p)}, params, rest)
+        lambda p, r: {"params": p, "rest": r, "opt": optimizer.init(p)}, params, rest
+    )
 
     def train_step(state: Any, inputs: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -107,8 +108,9 @@ def _nnx_step(model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Callab
     return Call(train_step, (state, inputs), {})
 
 
-def _linen_step(model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Callable[..., Any],
-                optimizer: Any) -> Call:
+def _linen_step(
+    model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Callable[..., Any], optimizer: Any
+) -> Call:
     def init(*arrays: Any) -> Any:
         key = jax.random.key(0)
         variables = dict(model.init({"params": key, "dropout": key}, *whole(arrays)))
@@ -120,8 +122,11 @@ def _linen_step(model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Call
     def train_step(state: Any, inputs: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             outputs, rest = model.apply(
-                {"params": params, **state["rest"]}, *whole(inputs),
-                rngs={"dropout": jax.random.key(0)}, mutable=list(state["rest"]))
+                {"params": params, **state["rest"]},
+                *whole(inputs),
+                rngs={"dropout": jax.random.key(0)},
+                mutable=list(state["rest"]),
+            )
             return loss(outputs, inputs), dict(rest)
 
         (value, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
@@ -139,8 +144,9 @@ def _update(optimizer: Any, grads: Any, state: Any) -> tuple[Any, Any]:
 
 
 def _mean_of_squares(outputs: Any) -> Any:
-    floats = [x for x in jax.tree_util.tree_leaves(outputs)
-              if jnp.issubdtype(x.dtype, jnp.floating)]
+    floats = [
+        x for x in jax.tree_util.tree_leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
     if not floats:
         raise RequestError("the model has no float outputs; define loss(outputs, inputs)")
     return sum(jnp.mean(jnp.square(x.astype(jnp.float32))) for x in floats)

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from planner.errors import RequestError
 
 MODES = (
-    "STAND_ALONE", "DATA_PARALLEL", "HYBRID_PARALLEL", "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL",
+    "STAND_ALONE",
+    "DATA_PARALLEL",
+    "HYBRID_PARALLEL",
+    "SEMI_AUTO_PARALLEL",
+    "AUTO_PARALLEL",
 )
 
 

@@ -27,9 +27,7 @@ def axis_names(pins: Sequence[Pin]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def pin_masks(
-    pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec
-) -> dict[int, Mask]:
+def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec) -> dict[int, Mask]:
     """Which strategies honour every pin.
 
     Raises:
@@ -55,12 +53,18 @@ def pin_masks(
         got = digits(full.store, layout, frozenset(), len(layout))
         mask = (got == np.asarray(wanted)).all(axis=1)
         if not mask.any():
-            whole = [d for d, f in enumerate(layout)
-                     if spec.dims[d] and (f < 0 or not groups.groups[group].shardable[f])]
+            whole = [
+                d
+                for d, f in enumerate(layout)
+                if spec.dims[d] and (f < 0 or not groups.groups[group].shardable[f])
+            ]
             raise PinError(
                 f"{pin.origin}: {value} can't be sharded as {spec} on mesh ({mesh}): "
-                + (f"an operation needs dimension {whole[0]} whole" if whole
-                   else "the operations that share its sharding don't allow it")
+                + (
+                    f"an operation needs dimension {whole[0]} whole"
+                    if whole
+                    else "the operations that share its sharding don't allow it"
+                )
                 + "; mark another dimension or place the mark after that operation"
             )
         combined = masks.get(group, np.ones(full.count, bool)) & mask
@@ -93,9 +97,7 @@ def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:
     return out
 
 
-def mode_pins(
-    mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]
-) -> tuple[Pin, ...]:
+def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) -> tuple[Pin, ...]:
     """What a mode says about the inputs that the user did not pin.
 
     DATA_PARALLEL and SEMI_AUTO_PARALLEL split the leading dimension of arguments that are
@@ -113,8 +115,10 @@ def mode_pins(
         if index in have or not value.shape:
             continue
         batch = (
-            mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL") and index not in carried
-            and value.shape[0] % parts == 0 and parts > 1
+            mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL")
+            and index not in carried
+            and value.shape[0] % parts == 0
+            and parts > 1
         )
         entries: tuple[Entry, ...] = (data,) if batch else ()
         out.append(Pin(index, entries, f"mode {mode} at {path}"))
@@ -122,7 +126,10 @@ def mode_pins(
 
 
 def soft_masks(
-    pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec,
+    pins: Sequence[Pin],
+    graph: Graph,
+    groups: Groups,
+    mesh: MeshSpec,
     hard: Mapping[int, Mask],
 ) -> dict[int, Mask]:
     """Masks of ``mode_pins``: a wish that contradicts the user's pins or the operations yields."""

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels import AnalyticCostModel, Cluster, ClusterError, CostModel, parse_bytes, parse_cluster
+from costmodels import (
+    AnalyticCostModel,
+    Cluster,
+    ClusterError,
+    CostModel,
+    parse_bytes,
+    parse_cluster,
+)
 from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
 from planner.errors import MemoryLimitError, RequestError
 from planner.extract import Extraction
@@ -24,7 +31,6 @@ from planner.rules.registry import rules_for
 from planner.search import SEARCHES
 from planner.search.problem import Solution
 from planner.spec import MeshSpec, enumerate_meshes, factorizations, parse_mesh
-
 
 SAME = 1.03
 """Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
@@ -49,10 +55,16 @@ class Request:
 
 
 def make_plan(
-    function: Callable[..., Any], *args: Any, cluster: str | Cluster, mode: str | None = None,
-    search: str | None = None, mesh: str | Mapping[str, int] | MeshSpec | None = None,
-    memory: str | float | None = None, shardings: Mapping[str, Any] | None = None,
-    donate_argnums: int | Sequence[int] | None = None, time_limit_s: float = 60.0,
+    function: Callable[..., Any],
+    *args: Any,
+    cluster: str | Cluster,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | MeshSpec | None = None,
+    memory: str | float | None = None,
+    shardings: Mapping[str, Any] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    time_limit_s: float = 60.0,
 ) -> Plan:
     """Plan a train step for a cluster; starts no backend.
 
@@ -77,23 +89,31 @@ def make_plan(
         RequestError: the request can't be met (PinError, MemoryLimitError among them).
     """
     begun = time.perf_counter()
-    request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory,
-                            time_limit_s=time_limit_s)
+    request = parse_request(
+        cluster, mode=mode, search=search, mesh=mesh, memory=memory, time_limit_s=time_limit_s
+    )
     traced = trace(function, args)
     return plan_traced(traced, args, request, shardings or {}, donate_argnums, begun)
 
 
 def plan_traced(
-    traced: Traced, args: Sequence[Any], request: Request, shardings: Mapping[str, Any],
-    donate_argnums: int | Sequence[int] | None, begun: float,
+    traced: Traced,
+    args: Sequence[Any],
+    request: Request,
+    shardings: Mapping[str, Any],
+    donate_argnums: int | Sequence[int] | None,
+    begun: float,
 ) -> Plan:
     """The part of ``make_plan`` after tracing."""
     graph = traced.graph
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
     analysis = analyse(graph, rules, build_groups(graph, rules), donated)
-    pins = (*_marks(traced), *rule_pins(shardings, graph.input_paths, graph.inputs),
-            *metadata_pins(args, graph.inputs, graph.input_paths))
+    pins = (
+        *_marks(traced),
+        *rule_pins(shardings, graph.input_paths, graph.inputs),
+        *metadata_pins(args, graph.inputs, graph.input_paths),
+    )
     tried = _search_meshes(analysis, pins, request)
     priced, solution = _choose(tried)
     if not solution.feasible:
@@ -121,9 +141,7 @@ def _choose(tried: Sequence[Tried]) -> Tried:
     return min(level, key=lambda t: (len(t[0].mesh.sizes), [-n for n in t[0].mesh.sizes]))
 
 
-def _search_meshes(
-    analysis: Analysis, pins: Sequence[Pin], request: Request
-) -> tuple[Tried, ...]:
+def _search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
     """Try meshes: all of one and two axes axis by axis, then the three-axis refinements of the
     best, then the requested search on those that come within ``CLOSE`` of the best."""
     meshes = _meshes(request, pins)
@@ -134,8 +152,7 @@ def _search_meshes(
 
     def scout(mesh: MeshSpec) -> Tried:
         priced = _priced(analysis, pins, request, mesh)
-        found = SEARCHES["recursive_programming"](
-            priced.problem, time_limit_s=request.time_limit_s)
+        found = SEARCHES["recursive_programming"](priced.problem, time_limit_s=request.time_limit_s)
         return priced, found
 
     coarse = [m for m in meshes if sum(n > 1 for n in m.sizes) <= 2]
@@ -146,9 +163,13 @@ def _search_meshes(
     if request.search == "recursive_programming":
         return tuple(tried)
     tried.sort(key=_rank)
-    leaders = [t for t in tried[:LEADERS] if t[1].feasible == tried[0][1].feasible
-               and t[1].lower_bound_s < tried[0][1].cost_s
-               and t[1].cost_s <= CLOSE * tried[0][1].cost_s] or tried[:1]
+    leaders = [
+        t
+        for t in tried[:LEADERS]
+        if t[1].feasible == tried[0][1].feasible
+        and t[1].lower_bound_s < tried[0][1].cost_s
+        and t[1].cost_s <= CLOSE * tried[0][1].cost_s
+    ] or tried[:1]
     finals: list[Tried] = []
     for priced, scouted in tried:
         settled = min((f[1].cost_s for f in finals if f[1].feasible), default=math.inf)
@@ -161,13 +182,12 @@ def _search_meshes(
     return tuple(finals)
 
 
-def _priced(
-    analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec
-) -> Priced:
+def _priced(analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Priced:
     graph, groups = analysis.graph, analysis.groups
     hard = pin_masks(pins, graph, groups, mesh)
     masks: Mapping[int, Mask] = soft_masks(
-        mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)
+        mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard
+    )
     return price(analysis, mesh, request.model, request.limit_bytes, masks)
 
 
@@ -200,8 +220,12 @@ def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
 
 
 def parse_request(
-    cluster: str | Cluster, *, mode: str | None = None, search: str | None = None,
-    mesh: str | Mapping[str, int] | MeshSpec | None = None, memory: str | float | None = None,
+    cluster: str | Cluster,
+    *,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | MeshSpec | None = None,
+    memory: str | float | None = None,
     time_limit_s: float = 60.0,
 ) -> Request:
     """Check and parse what ``make_plan`` was asked for; raises RequestError."""
@@ -224,8 +248,15 @@ def parse_request(
             f"{parsed.num_devices}; change one of them"
         )
     model = AnalyticCostModel(parsed)
-    return Request(parsed, model, chosen.mode, chosen.search, mesh,
-                   float(model.memory_limit_bytes if limit is None else limit), time_limit_s)
+    return Request(
+        parsed,
+        model,
+        chosen.mode,
+        chosen.search,
+        mesh,
+        float(model.memory_limit_bytes if limit is None else limit),
+        time_limit_s,
+    )
 
 
 def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
@@ -239,9 +270,7 @@ def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
         return enumerate_meshes(n)
     if "data" not in names and len(names) < 3:
         names = ("data", *names)
-    splits = {
-        sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)
-    }
+    splits = {sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)}
     return tuple(MeshSpec(names, s) for s in sorted(splits, reverse=True))
 
 
@@ -274,8 +303,9 @@ def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tupl
         carried = {i for i, _ in traced.graph.ties}
         return tuple(k in carried for k in range(count))
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    return tuple(any(path.startswith(f"[{n}]") for n in numbers)
-                 for path in traced.graph.input_paths)
+    return tuple(
+        any(path.startswith(f"[{n}]") for n in numbers) for path in traced.graph.input_paths
+    )
 
 
 def _infeasible(priced: Priced, solution: Solution, request: Request) -> MemoryLimitError:
@@ -287,13 +317,18 @@ def _infeasible(priced: Priced, solution: Solution, request: Request) -> MemoryL
         f"the least peak found is {least:.4g} bytes (mesh {priced.mesh}), "
         f"{least - request.limit_bytes:.4g} too many; most of it is held by {holders}. "
         "Use more devices, a smaller batch, remat, or a larger limit",
-        least_bytes=least, limit_bytes=request.limit_bytes,
+        least_bytes=least,
+        limit_bytes=request.limit_bytes,
     )
 
 
 def _plan(
-    priced: Priced, solution: Solution, tried: Sequence[Tried],
-    request: Request, rules: Sequence[FactorRule], begun: float,
+    priced: Priced,
+    solution: Solution,
+    tried: Sequence[Tried],
+    request: Request,
+    rules: Sequence[FactorRule],
+    begun: float,
 ) -> Plan:
     extraction = Extraction(priced, solution.choice)
     graph = priced.analysis.graph
@@ -301,15 +336,24 @@ def _plan(
     table: dict[str, int] = {}
     index = tuple(table.setdefault(text, len(table)) for text in graph.texts())
     return Plan(
-        mode=request.mode, cluster=request.cluster.text, mesh=priced.mesh, inputs=inputs,
-        outputs=outputs, constraints=extraction.constraints(),
-        collectives=extraction.collectives(), activations=extraction.activations(),
-        fallbacks=_fallbacks(priced.analysis, rules), notes=_notes(graph),
+        mode=request.mode,
+        cluster=request.cluster.text,
+        mesh=priced.mesh,
+        inputs=inputs,
+        outputs=outputs,
+        constraints=extraction.constraints(),
+        collectives=extraction.collectives(),
+        activations=extraction.activations(),
+        fallbacks=_fallbacks(priced.analysis, rules),
+        notes=_notes(graph),
         meshes=tuple(_mesh_row(p, s, solution) for p, s in tried),
         prediction=extraction.prediction(solution, request.limit_bytes),
-        search=SearchReport(solution.search, solution.cost_s, solution.lower_bound_s,
-                            solution.gap, solution.reason),
-        op_table=tuple(table), op_index=index, planning_s=time.perf_counter() - begun,
+        search=SearchReport(
+            solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
+        ),
+        op_table=tuple(table),
+        op_index=index,
+        planning_s=time.perf_counter() - begun,
     )
 
 
@@ -320,8 +364,13 @@ def _mesh_row(priced: Priced, solution: Solution, best: Solution) -> MeshRow:
         verdict = "does not fit"
     else:
         verdict = f"{solution.cost_s / max(best.cost_s, 1e-300):.2f}x the chosen one's time"
-    return MeshRow(str(priced.mesh), solution.cost_s if math.isfinite(solution.cost_s) else -1.0,
-                   solution.lower_bound_s, solution.peak_bytes, verdict)
+    return MeshRow(
+        str(priced.mesh),
+        solution.cost_s if math.isfinite(solution.cost_s) else -1.0,
+        solution.lower_bound_s,
+        solution.peak_bytes,
+        verdict,
+    )
 
 
 def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ...]:
@@ -337,5 +386,6 @@ def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ..
 def _notes(graph: Any) -> tuple[str, ...]:
     return tuple(
         f"region {r.index} ({r.kind}): trip count unknown, priced as one"
-        for r in graph.regions if not r.known
+        for r in graph.regions
+        if not r.known
     )

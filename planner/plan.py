@@ -164,7 +164,9 @@ class Plan:
 
     def check_matches(self, graph: Graph) -> None:
         """Raise PlanMismatchError, naming the first difference, unless made for ``graph``."""
-        inputs = [(p, graph.values[v]) for p, v in zip(graph.input_paths, graph.inputs, strict=True)]
+        inputs = [
+            (p, graph.values[v]) for p, v in zip(graph.input_paths, graph.inputs, strict=True)
+        ]
         for leaf, (path, value) in zip(self.inputs, inputs, strict=False):
             got = (path, value.shape, value.dtype)
             expected = (leaf.path, leaf.shape, leaf.dtype)
@@ -182,7 +184,8 @@ class Plan:
             text = graph.op_text(op)
             if text != self.op_table[index]:
                 raise PlanMismatchError(
-                    f"this plan is for another step: operation {op.index} ({op.source or 'no line'}) "
+                    f"this plan is for another step: operation {op.index} "
+                    f"({op.source or 'no line'}) "
                     f"is {text}, the plan has {self.op_table[index]}"
                 )
         if len(graph.ops) != len(self.op_index):
@@ -198,8 +201,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, MeshSpec):
         return dict(zip(value.names, value.sizes, strict=True))
     if isinstance(value, Plan):
-        body = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)
-                if f.name != "planning_s"}
+        body = {
+            f.name: _plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.name != "planning_s"
+        }
         return {"format": FORMAT, **body}
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -256,17 +262,25 @@ def _spec(entries: list[Any], rank: int | None = None) -> Sharding:
 def _leaf(raw: dict[str, Any]) -> Leaf:
     shape = tuple(raw["shape"])
     used = raw["used_as"]
-    return Leaf(raw["path"], shape, raw["dtype"], _spec(raw["spec"], len(shape)),
-                raw["nbytes_per_device"], None if used is None else _spec(used, len(shape)),
-                raw["tied"])
+    return Leaf(
+        raw["path"],
+        shape,
+        raw["dtype"],
+        _spec(raw["spec"], len(shape)),
+        raw["nbytes_per_device"],
+        None if used is None else _spec(used, len(shape)),
+        raw["tied"],
+    )
 
 
 def _parse(raw: dict[str, Any]) -> Plan:
     prediction = dict(raw["prediction"], peak_holders=tuple(raw["prediction"]["peak_holders"]))
     return Plan(
-        mode=raw["mode"], cluster=raw["cluster"],
+        mode=raw["mode"],
+        cluster=raw["cluster"],
         mesh=MeshSpec(tuple(raw["mesh"]), tuple(raw["mesh"].values())),
-        inputs=tuple(map(_leaf, raw["inputs"])), outputs=tuple(map(_leaf, raw["outputs"])),
+        inputs=tuple(map(_leaf, raw["inputs"])),
+        outputs=tuple(map(_leaf, raw["outputs"])),
         constraints=tuple(
             Constraint(c["op"], c["slot"], c["position"], _spec(c["spec"]))
             for c in raw["constraints"]
@@ -278,8 +292,11 @@ def _parse(raw: dict[str, Any]) -> Plan:
             Activation(**dict(a, shape=tuple(a["shape"]), spec=_spec(a["spec"], len(a["shape"]))))
             for a in raw["activations"]
         ),
-        fallbacks=tuple(raw["fallbacks"]), notes=tuple(raw["notes"]),
+        fallbacks=tuple(raw["fallbacks"]),
+        notes=tuple(raw["notes"]),
         meshes=tuple(MeshRow(**m) for m in raw["meshes"]),
-        prediction=Prediction(**prediction), search=SearchReport(**raw["search"]),
-        op_table=tuple(raw["op_table"]), op_index=tuple(raw["op_index"]),
+        prediction=Prediction(**prediction),
+        search=SearchReport(**raw["search"]),
+        op_table=tuple(raw["op_table"]),
+        op_index=tuple(raw["op_index"]),
     )

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.graph.ir import Graph
 from planner.graph.liveness import intervals, materialised
-from planner.groups import Group, Groups, Layout, Link, gradient_shapes, is_fusable
+from planner.groups import Group, Groups, Link, gradient_shapes, is_fusable
 from planner.reshard import COMBINED, reshard_table
 from planner.rules.factor import FactorRule
 from planner.search.problem import Edge, Problem, Usage
 from planner.spec import MeshSpec
 from planner.strategies import StrategySet, codes, enumerate_strategies, shards
+from planner.unify import Layout
 
 Array = NDArray[np.float64]
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
@@ -92,8 +93,12 @@ def analyse(
         rule = rules[op.index]
         weight = graph.regions[op.region].weight
         factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
-        flops = _flops(op.kind, rule, [graph.values[o].shape for o in op.outputs],
-                       [graph.values[i].shape for i in op.inputs if i >= 0])
+        flops = _flops(
+            op.kind,
+            rule,
+            [graph.values[o].shape for o in op.outputs],
+            [graph.values[i].shape for i in op.inputs if i >= 0],
+        )
         reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in seen}
         if fusable[op.index]:  # a fused chain reads each array once
             seen.update((group, v) for v in reads)
@@ -112,18 +117,24 @@ def analyse(
                 kept_factors = frozenset(f for f in outs[0] if f >= 0)
                 gradient = any(graph.values[o].shape in carried for o in op.outputs)
                 reductions[group].append(
-                    Reduction(over, kept_factors, out, weight, op.index, gradient))
+                    Reduction(over, kept_factors, out, weight, op.index, gradient)
+                )
     usages, values = _usages(graph, groups, kept, live, donated)
     return Analysis(
-        graph, tuple(rules), groups,
+        graph,
+        tuple(rules),
+        groups,
         tuple(tuple(Work(k[0], v[0], v[1], k[1], k[2]) for k, v in w.items()) for w in work),
-        tuple(map(tuple, reductions)), usages, values,
+        tuple(map(tuple, reductions)),
+        usages,
+        values,
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
     )
 
 
-def _flops(kind: str, rule: FactorRule, outs: list[tuple[int, ...]],
-           ins: list[tuple[int, ...]]) -> float:
+def _flops(
+    kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
+) -> float:
     if kind in ("dot_general", "ragged_dot"):
         return 2.0 * math.prod(rule.sizes)
     if kind == "conv_general_dilated":
@@ -136,7 +147,10 @@ def _flops(kind: str, rule: FactorRule, outs: list[tuple[int, ...]],
 
 
 def _usages(
-    graph: Graph, groups: Groups, kept: Sequence[bool], live: Sequence[bool],
+    graph: Graph,
+    groups: Groups,
+    kept: Sequence[bool],
+    live: Sequence[bool],
     donated: Sequence[bool],
 ) -> tuple[tuple[tuple[int, int, int, float, Layout, str], ...], tuple[int, ...]]:
     out: list[tuple[int, int, int, float, Layout, str]] = []
@@ -173,7 +187,7 @@ class Priced:
     weight_comm: float
 
 
-class _Pricer:
+class Pricer:
     """Builds the arrays of one Problem; equal inputs give the same array object."""
 
     def __init__(self, analysis: Analysis, mesh: MeshSpec, model: CostModel) -> None:
@@ -183,6 +197,7 @@ class _Pricer:
         self.cache: dict[Any, Any] = {}
 
     def strategies(self, group: Group, allowed: NDArray[np.bool_] | None) -> StrategySet:
+        """The strategies of a group that pins and modes allow."""
         full = enumerate_strategies(group.sizes, group.shardable, self.sizes, group.kind)
         if allowed is None or allowed.all():
             return full
@@ -205,6 +220,7 @@ class _Pricer:
         return out
 
     def node_cost(self, group: Group, chosen: StrategySet) -> Array:
+        """Seconds per strategy, communication weighted by what does not overlap."""
         work = self.analysis.work[group.index]
         reductions = self.analysis.reductions[group.index]
         signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
@@ -228,7 +244,9 @@ class _Pricer:
         if not hasattr(self, "_of_group"):
             self._of_group = {
                 home[0]: v.index
-                for v, home in zip(self.analysis.graph.values, self.analysis.groups.home, strict=True)
+                for v, home in zip(
+                    self.analysis.graph.values, self.analysis.groups.home, strict=True
+                )
                 if home is not None and v.op == -1
             }
         return self._of_group[group.index]
@@ -264,10 +282,12 @@ class _Pricer:
         a, b = sets[link.a], sets[link.b]
         source = a.use if link.a_use or groups[link.a].kind != "input" else a.store
         target = b.use if groups[link.b].kind != "input" else b.store
+        none: frozenset[int] = frozenset()
         key_a = ("codes", id(source), link.src, partial)
-        key_b = ("codes", id(target), link.dst, frozenset())
+        key_b = ("codes", id(target), link.dst, none)
         for key, assign, layout, part in (
-            (key_a, source, link.src, partial), (key_b, target, link.dst, frozenset()),
+            (key_a, source, link.src, partial),
+            (key_b, target, link.dst, none),
         ):
             if key not in self.cache:
                 self.cache[key] = (codes(assign, layout, part, rank), assign)
@@ -287,8 +307,10 @@ class _Pricer:
             self.cache[key] = (self.comm * link.weight * seconds, src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
-    def usage_bytes(self, group: Group, chosen: StrategySet, nbytes: float, layout: Layout,
-                    port: str) -> Array:
+    def usage_bytes(
+        self, group: Group, chosen: StrategySet, nbytes: float, layout: Layout, port: str
+    ) -> Array:
+        """Bytes per device under every strategy; "gathered": of a copy made for use."""
         key = ("bytes", id(chosen), nbytes, layout, port)
         if key not in self.cache:
             factors = frozenset(f for f in layout if f >= 0)
@@ -301,7 +323,10 @@ class _Pricer:
 
 
 def price(
-    analysis: Analysis, mesh: MeshSpec, model: CostModel, limit_bytes: float,
+    analysis: Analysis,
+    mesh: MeshSpec,
+    model: CostModel,
+    limit_bytes: float,
     allowed: Mapping[int, NDArray[np.bool_]] | None = None,
 ) -> Priced:
     """Build the Problem of ``analysis`` on ``mesh``.
@@ -316,7 +341,7 @@ def price(
     Returns:
         The Problem with one node per group and one edge per linked pair.
     """
-    pricer = _Pricer(analysis, mesh, model)
+    pricer = Pricer(analysis, mesh, model)
     groups = analysis.groups.groups
     masks = allowed or {}
     sets = [pricer.strategies(g, masks.get(g.index)) for g in groups]
@@ -335,8 +360,11 @@ def price(
         for g, start, end, nbytes, layout, port in analysis.usages
     ]
     problem = Problem(
-        names=tuple(f"{g.index}:{g.name}" for g in groups), cost_s=tuple(cost),
-        edges=tuple(edges), usages=tuple(usages), limit_bytes=limit_bytes - analysis.scalar_bytes,
+        names=tuple(f"{g.index}:{g.name}" for g in groups),
+        cost_s=tuple(cost),
+        edges=tuple(edges),
+        usages=tuple(usages),
+        limit_bytes=limit_bytes - analysis.scalar_bytes,
         levels=tuple(s.store + 1 for s in sets),
     )
     return Priced(analysis, mesh, model, tuple(sets), problem, pricer.comm)

@@ -32,13 +32,13 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels import CostModel
+from costmodels import Collective, CostModel
 
 COMBINED = 0.05
 """Share of a gradient collective's latency that is left when XLA combines it with others."""
 COMBINABLE = frozenset({"all_reduce", "reduce_scatter"})
 
-KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")
+KINDS: tuple[Collective, ...] = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,13 @@ def digits_of(code: int, rank: int, num_axes: int) -> tuple[int, ...]:
 
 
 def reshard_steps(
-    src: Sequence[int], dst: Sequence[int], rank: int, nbytes: float,
-    sizes: Sequence[int], model: CostModel, combined: bool = False,
+    src: Sequence[int],
+    dst: Sequence[int],
+    rank: int,
+    nbytes: float,
+    sizes: Sequence[int],
+    model: CostModel,
+    combined: bool = False,
 ) -> tuple[Step, ...]:
     """The collectives from ``src`` to ``dst`` digits of a tensor of ``nbytes`` bytes.
 
@@ -167,7 +172,7 @@ def reshard_table(rank: int, sizes: tuple[int, ...], model: CostModel) -> Reshar
 
 
 def _coefficients(
-    kind: str, sizes: tuple[int, ...], model: CostModel
+    kind: Collective, sizes: tuple[int, ...], model: CostModel
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Latency and seconds per byte of ``kind`` for every subset of axes (bit mask)."""
     rows = [(0.0, 0.0)]

@@ -51,7 +51,9 @@ def parse_mesh(text: str) -> MeshSpec:
     for part in text.split(","):
         name, _, size = part.partition("=")
         if not name.strip().isidentifier() or not size.strip().isdigit() or int(size) < 1:
-            raise RequestError(f"mesh {text!r}: got {part!r}, expected name=size as in data=4,model=2")
+            raise RequestError(
+                f"mesh {text!r}: got {part!r}, expected name=size as in data=4,model=2"
+            )
         names.append(name.strip())
         sizes.append(int(size))
     return MeshSpec(tuple(names), tuple(sizes))
@@ -69,9 +71,7 @@ class Sharding:
     @staticmethod
     def of(entries: Sequence[Entry], rank: int | None = None) -> Sharding:
         """Build from PartitionSpec-like entries, padded with None up to ``rank``."""
-        dims = tuple(
-            () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
-        )
+        dims = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
         if rank is not None:
             dims += ((),) * (rank - len(dims))
         return Sharding(dims)

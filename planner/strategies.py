@@ -74,7 +74,9 @@ def enumerate_strategies(
     )
 
 
-def digits(assign: IntArray, layout: tuple[int, ...], partial: frozenset[int], rank: int) -> IntArray:
+def digits(
+    assign: IntArray, layout: tuple[int, ...], partial: frozenset[int], rank: int
+) -> IntArray:
     """Per strategy and axis, the digit of ``reshard.encode``: 0, dimension + 1, or rank + 1."""
     top = int(assign.max(initial=-1)) + 2
     top = max([top, *(f + 2 for f in layout), *(f + 2 for f in partial)])
@@ -84,10 +86,13 @@ def digits(assign: IntArray, layout: tuple[int, ...], partial: frozenset[int], r
     for dim, factor in enumerate(layout):
         if factor >= 0:
             table[factor + 1] = dim + 1
-    return table[assign + 1]  # type: ignore[no-any-return]
+    found: IntArray = table[assign + 1]
+    return found
 
 
-def codes(assign: IntArray, layout: tuple[int, ...], partial: frozenset[int], rank: int) -> IntArray:
+def codes(
+    assign: IntArray, layout: tuple[int, ...], partial: frozenset[int], rank: int
+) -> IntArray:
     """Codes (see ``reshard``) of a value with ``layout`` under every strategy; shape [S]."""
     out = np.zeros(assign.shape[0], np.int64)
     for column in digits(assign, layout, partial, rank).T:

@@ -1,0 +1,1 @@
+"""The operator graph: IR, tracing, liveness, repeated blocks."""

@@ -154,7 +154,7 @@ class Graph:
         ``shape``, ``dtype``, ``nbytes``.
         """
         view = nx.DiGraph()
-        for position, index in enumerate(self.inputs):
+        for position in range(len(self.inputs)):
             view.add_node(f"in{position}", kind="input", path=self.input_paths[position])
         owner = {index: f"in{position}" for position, index in enumerate(self.inputs)}
         for op in self.ops:
@@ -168,7 +168,11 @@ class Graph:
                     start = f"const{i}"
                     view.add_node(start, kind="const")
                 view.add_edge(
-                    start, op.index, value=i, shape=value.shape, dtype=value.dtype,
+                    start,
+                    op.index,
+                    value=i,
+                    shape=value.shape,
+                    dtype=value.dtype,
                     nbytes=value.nbytes,
                 )
         return view

@@ -46,8 +46,9 @@ def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) ->
     return tuple(out)
 
 
-def intervals(graph: Graph, kept: Sequence[bool], live: Sequence[bool],
-              donated: Sequence[bool]) -> tuple[Interval, ...]:
+def intervals(
+    graph: Graph, kept: Sequence[bool], live: Sequence[bool], donated: Sequence[bool]
+) -> tuple[Interval, ...]:
     """Live intervals of the values of ``kept``; inputs live all step unless donated.
 
     A donated input that comes back as an output shares its memory: only one is listed.

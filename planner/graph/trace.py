@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,11 @@ _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))
 _LIBRARIES = tuple(
     os.path.realpath(p) + os.sep
-    for p in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"],
-              sysconfig.get_paths()["stdlib"]}
+    for p in {
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+        sysconfig.get_paths()["stdlib"],
+    }
 )
 
 
@@ -89,7 +92,7 @@ def user_line(eqn: Any) -> str:
     return ""
 
 
-def _attrs(params: dict[str, Any]) -> str:
+def _attrs(params: Mapping[str, Any]) -> str:
     """A short stable digest of an equation's parameters (none when it has none)."""
     plain = {k: v for k, v in params.items() if "jaxpr" not in k and not callable(v)}
     text = ",".join(f"{k}={plain[k]}" for k in sorted(plain) if plain[k] is not None)
@@ -109,14 +112,25 @@ class _Builder:
     def value(self, aval: Any, op: int, name: str = "") -> int:
         index = len(self.values)
         self.values.append(
-            Value(index, compat.shape_of(aval), compat.dtype_name(aval), compat.itemsize(aval),
-                  op, name)
+            Value(
+                index,
+                compat.shape_of(aval),
+                compat.dtype_name(aval),
+                compat.itemsize(aval),
+                op,
+                name,
+            )
         )
         return index
 
     def op(
-        self, kind: str, inputs: Sequence[int], out_avals: Sequence[Any], region: int,
-        source: str = "", eqn: EqnKey | None = None,
+        self,
+        kind: str,
+        inputs: Sequence[int],
+        out_avals: Sequence[Any],
+        region: int,
+        source: str = "",
+        eqn: EqnKey | None = None,
     ) -> tuple[int, ...]:
         index = len(self.ops)
         outs = tuple(self.value(a, index) for a in out_avals)
@@ -136,9 +150,7 @@ class _Builder:
         self.regions.append(Region(index, kind, parent, trips, total, known))
         return index
 
-    def walk(
-        self, jaxpr: Any, args: Sequence[int], region: int, source: str = ""
-    ) -> list[int]:
+    def walk(self, jaxpr: Any, args: Sequence[int], region: int, source: str = "") -> list[int]:
         """Add the equations of ``jaxpr``; returns the values of its results."""
         inner = compat.body(jaxpr)
         env: dict[Any, int] = {}
@@ -171,10 +183,15 @@ class _Builder:
         length, n_const, n_carry = int(p["length"]), int(p["num_consts"]), int(p["num_carry"])
         loop = self.region("scan", region, length, length)
         avals = [v.aval for v in compat.body(p["jaxpr"]).invars]
-        args = []
+        args: list[int] = []
         for k, (value, aval) in enumerate(zip(ins, avals, strict=True)):
-            kind = ("loop_const" if k < n_const else
-                    "loop_carry" if k < n_const + n_carry else "loop_xs")
+            kind = (
+                "loop_const"
+                if k < n_const
+                else "loop_carry"
+                if k < n_const + n_carry
+                else "loop_xs"
+            )
             args += self.op(kind, (value,), (aval,), region, source)
         results = self.walk(p["jaxpr"], args, loop, source)
         carries = args[n_const : n_const + n_carry]
@@ -224,8 +241,10 @@ class _Builder:
 
 
 def _pair(
-    in_paths: Sequence[tuple[Any, ...]], out_paths: Sequence[tuple[Any, ...]],
-    in_avals: Sequence[Any], out_avals: Sequence[Any],
+    in_paths: Sequence[tuple[Any, ...]],
+    out_paths: Sequence[tuple[Any, ...]],
+    in_avals: Sequence[Any],
+    out_avals: Sequence[Any],
 ) -> tuple[tuple[int, int], ...]:
     """Inputs that come back as outputs: same place in the pytree, same shape and dtype."""
 
@@ -279,11 +298,17 @@ def _graph_of(
     names = [jax.tree_util.keystr(p) for p in in_paths]
     inputs = [builder.value(v.aval, -1, n) for v, n in zip(inner.invars, names, strict=True)]
     outputs = builder.walk(closed, inputs, 0)
-    ties = _pair(in_paths, out_paths, [v.aval for v in inner.invars],
-                 [v.aval for v in inner.outvars])
+    ties = _pair(
+        in_paths, out_paths, [v.aval for v in inner.invars], [v.aval for v in inner.outvars]
+    )
     graph = Graph(
-        values=tuple(builder.values), ops=tuple(builder.ops), regions=tuple(builder.regions),
-        inputs=tuple(inputs), outputs=tuple(outputs), input_paths=tuple(names),
-        output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths), ties=ties,
+        values=tuple(builder.values),
+        ops=tuple(builder.ops),
+        regions=tuple(builder.regions),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        input_paths=tuple(names),
+        output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths),
+        ties=ties,
     )
     return graph, tuple(builder.eqns)

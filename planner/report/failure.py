@@ -44,7 +44,8 @@ def _before(error: BaseException) -> tuple[BaseException | None, str]:
     """The exception that came before this one, and how Python words the link."""
     if error.__cause__ is not None and type(error.__cause__).__name__ not in _JAX_CAUSES:
         return error.__cause__, (
-            "The above exception was the direct cause of the following exception:")
+            "The above exception was the direct cause of the following exception:"
+        )
     context = None if error.__suppress_context__ else error.__context__
     if context is not None and type(context).__name__ in _JAX_CAUSES:
         context = None

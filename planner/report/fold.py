@@ -95,9 +95,15 @@ def fold_collectives(rows: Sequence[CollectiveRow]) -> tuple[CollectiveSum, ...]
         key = (row.kind, row.axes, pattern(row.cause), row.source, row.payload_bytes)
         groups.setdefault(key, []).append(row)
     sums = [
-        CollectiveSum(same[0].kind, same[0].axes, sum(r.count for r in same),
-                      same[0].payload_bytes, sum(r.count * r.time_s for r in same),
-                      same[0].source, common_path([r.cause for r in same]))
+        CollectiveSum(
+            same[0].kind,
+            same[0].axes,
+            sum(r.count for r in same),
+            same[0].payload_bytes,
+            sum(r.count * r.time_s for r in same),
+            same[0].source,
+            common_path([r.cause for r in same]),
+        )
         for same in groups.values()
     ]
     return tuple(sorted(sums, key=lambda s: (-s.time_s, s.kind, s.axes, s.source, s.cause)))
@@ -107,4 +113,4 @@ def _pieces(path: str) -> tuple[str, list[str]]:
     """The argument's index, and the rest as text and numbers in turn."""
     found = _ARGUMENT.match(path)
     head = found.group() if found else ""
-    return head, _DIGITS.split(path[len(head):])
+    return head, _DIGITS.split(path[len(head) :])

@@ -30,8 +30,14 @@ _REPLICATED_SHOWN = 5
 def plan_text(plan: Plan, width: int = 100) -> str:
     """The report as plain ASCII text, ``width`` columns wide, without colour."""
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, force_terminal=False,
-                      force_jupyter=False, legacy_windows=False)
+    console = Console(
+        file=out,
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+    )
     render(plan, console)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
@@ -66,8 +72,14 @@ def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
 
 def _table(*columns: str) -> Table:
     """A table with a rule below its head; a column named ">..." is for numbers."""
-    table = Table(box=_RULES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
-                  collapse_padding=True, header_style="dim")
+    table = Table(
+        box=_RULES,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        collapse_padding=True,
+        header_style="dim",
+    )
     for name in columns:
         if name.startswith(">"):
             table.add_column(Text(name[1:]), justify="right", no_wrap=True)
@@ -98,15 +110,20 @@ def _summary(plan: Plan) -> RenderableType:
     memory = f"{bytes_text(p.peak_bytes)} per device at the peak"
     if p.limit_bytes > 0:
         memory += f", {percent_text(p.peak_bytes / p.limit_bytes)} of {bytes_text(p.limit_bytes)}"
-    return _pairs((
-        ("mesh", f"{plan.mesh} ({_devices(plan.mesh.num_devices)}): {_why(plan.meshes)}"),
-        ("step time", f"{time_text(p.step_s)} predicted = {time_text(p.compute_s)} compute + "
-                      f"{time_text(p.communication_s)} communication - "
-                      f"{time_text(p.overlapped_s)} overlapped"),
-        ("peak memory", memory),
-        ("gap", f"{percent_text(s.gap)}: {_proof(plan)}"),
-        ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
-    ))
+    return _pairs(
+        (
+            ("mesh", f"{plan.mesh} ({_devices(plan.mesh.num_devices)}): {_why(plan.meshes)}"),
+            (
+                "step time",
+                f"{time_text(p.step_s)} predicted = {time_text(p.compute_s)} compute + "
+                f"{time_text(p.communication_s)} communication - "
+                f"{time_text(p.overlapped_s)} overlapped",
+            ),
+            ("peak memory", memory),
+            ("gap", f"{percent_text(s.gap)}: {_proof(plan)}"),
+            ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
+        )
+    )
 
 
 def _proof(plan: Plan) -> str:
@@ -115,8 +132,11 @@ def _proof(plan: Plan) -> str:
     least = min((m.lower_bound_s for m in plan.meshes), default=s.lower_bound_s)
     if least >= s.cost_s * (1.0 - 1e-9):
         return "proved the best on every mesh tried"
-    here = "proved the best on this mesh" if s.gap <= 1e-9 else (
-        f"no plan on this mesh is faster than {time_text(s.lower_bound_s)}")
+    here = (
+        "proved the best on this mesh"
+        if s.gap <= 1e-9
+        else (f"no plan on this mesh is faster than {time_text(s.lower_bound_s)}")
+    )
     if least >= s.lower_bound_s * (1.0 - 1e-9):
         return here
     return f"{here}; {time_text(least)} is not ruled out on another"
@@ -136,11 +156,20 @@ def _why(meshes: Sequence[MeshRow]) -> str:
 
 def _meshes(plan: Plan) -> Table:
     table = _table("mesh", ">step time", ">lower bound", ">peak memory", "verdict")
-    order = sorted(plan.meshes, key=lambda m: (
-        m.verdict != "chosen", m.verdict == "does not fit", m.cost_s < 0, m.cost_s))
+    order = sorted(
+        plan.meshes,
+        key=lambda m: (m.verdict != "chosen", m.verdict == "does not fit", m.cost_s < 0, m.cost_s),
+    )
     for m in order:
-        _row(table, m.mesh, time_text(m.cost_s), time_text(m.lower_bound_s),
-             bytes_text(m.peak_bytes), m.verdict, style="green" if m.verdict == "chosen" else "")
+        _row(
+            table,
+            m.mesh,
+            time_text(m.cost_s),
+            time_text(m.lower_bound_s),
+            bytes_text(m.peak_bytes),
+            m.verdict,
+            style="green" if m.verdict == "chosen" else "",
+        )
     return table
 
 
@@ -157,8 +186,9 @@ def _inputs(plan: Plan) -> Iterable[RenderableType]:
             rows = fold_leaves(leaves)
             start = common_start([row.path for row in rows])
             where = f", all under {start}" if start else ""
-            yield from _section(f"{title}: {bytes_text(total)} per device{where}",
-                                _leaves(rows, len(start)))
+            yield from _section(
+                f"{title}: {bytes_text(total)} per device{where}", _leaves(rows, len(start))
+            )
 
 
 def _leaves(rows: Sequence[LeafRow], skip: int) -> Table:
@@ -167,8 +197,15 @@ def _leaves(rows: Sequence[LeafRow], skip: int) -> Table:
     for row in rows:
         leaf = row.leaf
         other = ["" if leaf.used_as is None else str(leaf.used_as)] if used else []
-        _row(table, row.path[skip:], array_text(leaf.shape, leaf.dtype), str(leaf.spec), *other,
-             bytes_text(leaf.nbytes_per_device), f"x{row.count}")
+        _row(
+            table,
+            row.path[skip:],
+            array_text(leaf.shape, leaf.dtype),
+            str(leaf.spec),
+            *other,
+            bytes_text(leaf.nbytes_per_device),
+            f"x{row.count}",
+        )
     return table
 
 
@@ -177,8 +214,14 @@ def _activations(plan: Plan) -> RenderableType:
         return Text("none")
     table = _table("operation", "line", "array", "sharded as", ">per device")
     for a in plan.activations:
-        _row(table, a.name, a.source, array_text(a.shape, a.dtype), str(a.spec),
-             bytes_text(a.nbytes_per_device))
+        _row(
+            table,
+            a.name,
+            a.source,
+            array_text(a.shape, a.dtype),
+            str(a.spec),
+            bytes_text(a.nbytes_per_device),
+        )
     return table
 
 
@@ -188,8 +231,16 @@ def _collectives(plan: Plan) -> tuple[str, RenderableType]:
         return "collectives", Text("none: the devices never talk")
     table = _table("collective", "over", ">count", ">each", ">time in all", "line", "caused by")
     for s in sums:
-        _row(table, s.kind, ",".join(s.axes), count_text(s.count), bytes_text(s.payload_bytes),
-             time_text(s.time_s), s.source, s.cause)
+        _row(
+            table,
+            s.kind,
+            ",".join(s.axes),
+            count_text(s.count),
+            bytes_text(s.payload_bytes),
+            time_text(s.time_s),
+            s.source,
+            s.cause,
+        )
     total = sum(s.time_s for s in sums)
     runs = sum(s.count for s in sums)
     return f"collectives: {count_text(runs)} a step, {time_text(total)} in all", table
@@ -217,21 +268,31 @@ def _replicated(plan: Plan) -> Iterable[RenderableType]:
     table = _table("path", "array", ">each", ">count", ">in all")
     for row in rows[:_REPLICATED_SHOWN]:
         leaf = row.leaf
-        _row(table, row.path, array_text(leaf.shape, leaf.dtype),
-             bytes_text(leaf.nbytes_per_device), f"x{row.count}", bytes_text(row.nbytes))
+        _row(
+            table,
+            row.path,
+            array_text(leaf.shape, leaf.dtype),
+            bytes_text(leaf.nbytes_per_device),
+            f"x{row.count}",
+            bytes_text(row.nbytes),
+        )
     if len(rows) > _REPLICATED_SHOWN:
         rest = sum(row.nbytes for row in rows[_REPLICATED_SHOWN:])
         _row(table, f"{len(rows) - _REPLICATED_SHOWN} smaller ones", "", "", "", bytes_text(rest))
     yield from _section(
         f"replicated parameters and state: {bytes_text(total)} of {bytes_text(everything)} "
-        "per device", table)
+        "per device",
+        table,
+    )
 
 
 def _search(plan: Plan) -> RenderableType:
     s = plan.search
     rows = [
-        ("name", s.name), ("cost", time_text(s.cost_s)),
-        ("lower bound", time_text(s.lower_bound_s)), ("gap", percent_text(s.gap)),
+        ("name", s.name),
+        ("cost", time_text(s.cost_s)),
+        ("lower bound", time_text(s.lower_bound_s)),
+        ("gap", percent_text(s.gap)),
         ("reason", s.reason),
     ]
     if plan.planning_s > 0:

@@ -42,7 +42,7 @@ def array_text(shape: tuple[int, ...], dtype: str) -> str:
     """``(8, 16), "float32"`` -> ``"f32[8,16]"``, as jax prints it."""
     for name, short in _DTYPES:
         if dtype.startswith(name):
-            dtype = short + dtype[len(name):]
+            dtype = short + dtype[len(name) :]
             break
     return f"{dtype}[{','.join(map(str, shape))}]"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.rules.factor import FactorRule
+from planner.rules.factor import FactorRule, Mapped
 
 Shape = tuple[int, ...]
 
@@ -18,8 +18,10 @@ def border_rule(kind: str, in_shapes: Sequence[Shape], out_shapes: Sequence[Shap
     wide = in_shapes[0] if kind in ("loop_xs", "loop_back") or not out_shapes else out_shapes[0]
     sizes = tuple(n for n in wide if n > 1)
     numbers = iter(range(len(sizes)))
-    dims = tuple((next(numbers),) if n > 1 else () for n in wide)
+    dims: Mapped = tuple((next(numbers),) if n > 1 else () for n in wide)
     lead = frozenset(dims[0]) if kind in ("loop_xs", "loop_ys") and dims else frozenset()
+    operands: tuple[Mapped, ...]
+    results: tuple[Mapped, ...]
     if kind == "loop_xs":
         operands, results = (dims,), (dims[1:],)
     elif kind == "loop_ys":

@@ -227,7 +227,7 @@ _FAMILIES: dict[str, _Family] = {
     "conv_general_dilated": contract.conv_general_dilated,
     "gather": contract.gather,
     **{f"scatter{kind}": contract.scatter for kind in ("", "-mul", "-min", "-max")},
-    **{name: contract.scatter_add for name in ("scatter-add", "scatter_add")},
+    **dict.fromkeys(("scatter-add", "scatter_add"), contract.scatter_add),
     **{name: _batched(2) for name in LINALG},
     "lu_pivots_to_permutation": _batched(1),
 }

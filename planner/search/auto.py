@@ -16,9 +16,9 @@ import time
 from planner.search.brute import brute, combinations
 from planner.search.conditioning import improve
 from planner.search.dynamic_programming import dynamic_programming, work_for
+from planner.search.levels import encode
 from planner.search.memory import Timeline
 from planner.search.problem import Problem, Solution, evaluate, fits, make_solution, verify
-from planner.search.levels import encode
 from planner.search.recursive_programming import recursive_programming
 from planner.search.reduction import reduce_problem
 from planner.search.solver import Eliminator

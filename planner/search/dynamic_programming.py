@@ -125,7 +125,9 @@ def _shrunk(problem: Problem, reduction: Reduction, deadline: float, *, share: b
                 f"the bound meets a choice found axis by axis within {CLOSED:g} of its cost "
                 "(reduced-cost fixing)"
             )
-            return _Shrunk(reduction, None, make_solution(problem, choice, lower, NAME, reason, 0.0))
+            return _Shrunk(
+                reduction, None, make_solution(problem, choice, lower, NAME, reason, 0.0)
+            )
         domains = [np.arange(cost.size) for cost in problem.cost_s]
         for members, left in zip(reduction.members, kept, strict=True):
             for node, original in members:

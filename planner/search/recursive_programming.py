@@ -68,5 +68,3 @@ def recursive_programming(
             f"by {excess:.6g}"
         )
     return make_solution(problem, choice, lower, NAME, reason, begun)
-
-

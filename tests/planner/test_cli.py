@@ -20,27 +20,28 @@ from planner.report.failure import failure_text
 ROOT = Path(__file__).resolve().parents[2]
 Writer = Callable[[str], str]
 
-STEP = '''
+STEP = """
 import jax, jax.numpy as jnp
 print("noise from the model")
 def train_step(w, x):
     g = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2))(w)
     return jax.tree.map(lambda p, d: p - 0.1 * d, w, g), jnp.mean(x)
-'''
-ARGS = '''
+"""
+ARGS = """
 def example_args():
     f = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     return {"a": f(16, 32), "b": f(32, 16)}, f(64, 16)
-'''
+"""
 SCRIPT = STEP.replace(
-    "def train_step", "from executor import parallelize\n@parallelize(%s)\ndef step")
-CALL = '''
+    "def train_step", "from executor import parallelize\n@parallelize(%s)\ndef step"
+)
+CALL = """
 if __name__ == "__main__":
     import sys
     assert sys.argv[1:] == [] and sys.argv[0].endswith(".py")
     step({"a": jnp.ones((16, 32)), "b": jnp.ones((32, 16))}, jnp.ones((64, 16)))
     raise SystemExit("ran past the first call")
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,8 @@ def test_function_with_json(write: Writer, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_text_on_a_named_cluster_and_mode(
-        write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+    write: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(STEP + ARGS)
     assert inspect(path, "--cluster", "h100:4", "--mode", "data_parallel", "--no-color") == 0
     out = capsys.readouterr().out
@@ -87,8 +89,9 @@ def test_text_on_a_named_cluster_and_mode(
     assert "noise" not in out
 
 
-def test_save_round_trips(write: Writer, tmp_path: Path,
-                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_round_trips(
+    write: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "plan.json"
     assert inspect(write(STEP + ARGS), "--mesh", "data=8", "--json", "--save", str(saved)) == 0
     assert saved.read_text() == capsys.readouterr().out
@@ -96,7 +99,8 @@ def test_save_round_trips(write: Writer, tmp_path: Path,
 
 
 def test_script_is_run_up_to_its_first_parallelized_call(
-        write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+    write: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = write(SCRIPT % "cluster='cpu:4', mesh='data=2,model=2'" + CALL)
     assert inspect(script, "--json") == 0
     out, err = capsys.readouterr()
@@ -106,7 +110,8 @@ def test_script_is_run_up_to_its_first_parallelized_call(
 
 
 def test_command_line_wins_over_the_script(
-        write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+    write: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = write(SCRIPT % "cluster='cpu:4', mesh='data=2,model=2', donate_argnums=0" + CALL)
     assert inspect(script, "--json", "--cluster", "cpu:2", "--mesh", "data=2") == 0
     plan = json.loads(capsys.readouterr().out)
@@ -114,21 +119,23 @@ def test_command_line_wins_over_the_script(
 
 
 def test_script_mode_is_kept(write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
-    script = write("from planner import set_parallel_mode\nset_parallel_mode('DATA_PARALLEL')\n"
-                   + SCRIPT % "" + CALL)
+    script = write(
+        "from planner import set_parallel_mode\nset_parallel_mode('DATA_PARALLEL')\n"
+        + SCRIPT % ""
+        + CALL
+    )
     assert inspect(script, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["mode"], plan["cluster"]) == ("DATA_PARALLEL", "cpu:8")
 
 
-def test_parallelized_function_by_name(
-        write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parallelized_function_by_name(write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(SCRIPT % "cluster='cpu:2'" + ARGS)
     assert inspect(path + ":step", "--json", "--mesh", "data=2") == 0
     assert json.loads(capsys.readouterr().out)["cluster"] == "cpu:2"
 
 
-NNX = '''
+NNX = """
 import jax, jax.numpy as jnp
 from flax import nnx
 class Model(nnx.Module):
@@ -137,8 +144,8 @@ class Model(nnx.Module):
         self.norm, self.drop = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
     def __call__(self, x):
         return self.last(self.drop(self.norm(self.first(x))))
-'''
-LINEN = '''
+"""
+LINEN = """
 import jax, jax.numpy as jnp
 from flax import linen as nn
 class Model(nn.Module):
@@ -146,23 +153,36 @@ class Model(nn.Module):
     def __call__(self, x, train):
         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(32)(x))
         return nn.Dense(8)(nn.Dropout(0.1, deterministic=not train)(x))
-'''
+"""
 X = "jax.ShapeDtypeStruct((64, 16), jnp.float32)"
 
 
-@pytest.mark.parametrize(("text", "kernel"), [
-    (f"{NNX}def make_model(): return Model(nnx.Rngs(0))\ndef example_inputs(): return {X}",
-     "[0]['params']['first']['kernel'].value"),
-    (f"{NNX}model = Model(nnx.Rngs(0))\ndef example_inputs(): return ({X},)",
-     "[0]['params']['first']['kernel'].value"),
-    (f"{LINEN}model = Model()\ndef example_inputs(): return {X}, True",
-     "[0]['params']['Dense_0']['kernel']"),
-    (f"{LINEN}def make_model(): return Model()\ndef example_inputs(): return {X}, True\n"
-     "def loss(outputs, inputs): return jnp.mean(outputs) + jnp.mean(inputs[0])",
-     "[0]['params']['Dense_0']['kernel']"),
-], ids=["nnx-make", "nnx", "linen", "linen-make-loss"])
-def test_model_only(write: Writer, text: str, kernel: str,
-                    capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "kernel"),
+    [
+        (
+            f"{NNX}def make_model(): return Model(nnx.Rngs(0))\ndef example_inputs(): return {X}",
+            "[0]['params']['first']['kernel'].value",
+        ),
+        (
+            f"{NNX}model = Model(nnx.Rngs(0))\ndef example_inputs(): return ({X},)",
+            "[0]['params']['first']['kernel'].value",
+        ),
+        (
+            f"{LINEN}model = Model()\ndef example_inputs(): return {X}, True",
+            "[0]['params']['Dense_0']['kernel']",
+        ),
+        (
+            f"{LINEN}def make_model(): return Model()\ndef example_inputs(): return {X}, True\n"
+            "def loss(outputs, inputs): return jnp.mean(outputs) + jnp.mean(inputs[0])",
+            "[0]['params']['Dense_0']['kernel']",
+        ),
+    ],
+    ids=["nnx-make", "nnx", "linen", "linen-make-loss"],
+)
+def test_model_only(
+    write: Writer, text: str, kernel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert inspect(write(text), "--mesh", "data=4,model=2", "--json") == 0
     inputs = {i["path"]: i for i in json.loads(capsys.readouterr().out)["inputs"]}
     assert inputs[kernel]["shape"] == [16, 32]
@@ -181,8 +201,10 @@ REFUSED = {
     "not a model": ("model = 1\ndef example_inputs(): return ()", [], "model is a int; expected"),
     "no float output": (
         f"{NNX}class Whole(Model):\n    def __call__(self, x): return x.astype(int)\n"
-        f"def make_model(): return Whole(nnx.Rngs(0))\ndef example_inputs(): return {X}", [],
-        "no float outputs"),
+        f"def make_model(): return Whole(nnx.Rngs(0))\ndef example_inputs(): return {X}",
+        [],
+        "no float outputs",
+    ),
     "mesh": (STEP + ARGS, ["", "--mesh", "data=3"], "needs 3 devices, cluster cpu:8 has 8"),
     "mesh form": (STEP + ARGS, ["", "--mesh", "4x2"], "expected name=size"),
     "cluster": (STEP + ARGS, ["", "--cluster", "abacus:3"], "abacus"),
@@ -195,8 +217,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, write: Writer, tmp_path: Path,
-                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused(
+    case: str, write: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import re
 
     text, extra, message = REFUSED[case]
@@ -210,8 +233,9 @@ def test_refused(case: str, write: Writer, tmp_path: Path,
     assert list(tmp_path.glob("plan*")) == []
 
 
-def test_save_into_no_directory(write: Writer, tmp_path: Path,
-                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_into_no_directory(
+    write: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(STEP + ARGS)
     assert inspect(path, "--save", str(tmp_path / "no" / "plan.json")) == 2
     assert "its directory does not exist" in capsys.readouterr().err
@@ -224,15 +248,19 @@ FAILED = {
     "exit": ("raise SystemExit('no data')\n", "SystemExit: no data", "in <module>"),
     "import": ("import no_such_module_here\n" + STEP + ARGS, "ModuleNotFoundError:", "in <module>"),
     "syntax": ("def (:\n", "SyntaxError:", "user_model.py"),
-    "example_args": (STEP + "def example_args():\n    return 1 / 0\n", "ZeroDivisionError:",
-                     "in example_args"),
+    "example_args": (
+        STEP + "def example_args():\n    return 1 / 0\n",
+        "ZeroDivisionError:",
+        "in example_args",
+    ),
     "model": (f"{LINEN}model = Model()\ndef example_inputs(): return {X}", "TypeError:", ""),
 }
 
 
 @pytest.mark.parametrize("case", FAILED)
 def test_failed_model_shows_the_users_frames_only(
-        case: str, write: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case: str, write: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, last, frame = FAILED[case]
     saved = tmp_path / "plan.json"
     assert inspect(write(text), "--json", "--save", str(saved)) == 3
@@ -269,8 +297,10 @@ def test_version_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_module_names_without_running(tmp_path: Path) -> None:
     path = tmp_path / "user_names.py"
-    path.write_text("import a.b as c, d.e\nx, (y, z) = 1\nif t:\n    w: int = 2\n"
-                    "if __name__ == '__main__':\n    hidden = 1\ndef f():\n    inner = 1\n")
+    path.write_text(
+        "import a.b as c, d.e\nx, (y, z) = 1\nif t:\n    w: int = 2\n"
+        "if __name__ == '__main__':\n    hidden = 1\ndef f():\n    inner = 1\n"
+    )
     assert module_names(path) == {"c", "d", "x", "y", "z", "w", "f"}
 
 
@@ -284,9 +314,23 @@ def test_target_of_a_directory(tmp_path: Path) -> None:
 def test_example_starts_no_backend(tmp_path: Path) -> None:
     """With a platform that does not exist, starting a backend would fail."""
     result = subprocess.run(
-        [sys.executable, "-m", "planner.cli", "inspect", str(ROOT / "examples" / "gpt.py"),
-         "--cluster", "h100:8x4", "--mode", "DATA_PARALLEL", "--json"],
-        env={**os.environ, "JAX_PLATFORMS": "nonesuch", "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
-        capture_output=True, text=True, check=False)
+        [
+            sys.executable,
+            "-m",
+            "planner.cli",
+            "inspect",
+            str(ROOT / "examples" / "gpt.py"),
+            "--cluster",
+            "h100:8x4",
+            "--mode",
+            "DATA_PARALLEL",
+            "--json",
+        ],
+        env={**os.environ, "JAX_PLATFORMS": "nonesuch", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["cluster"] == "h100:8x4"

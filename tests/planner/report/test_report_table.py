@@ -34,8 +34,13 @@ GOLDEN = Path(__file__).with_name("golden_plan.txt")
 MESH = MeshSpec(("data", "model"), (4, 2))
 
 
-def leaf(path: str, shape: tuple[int, ...], *entries: object, used: Sharding | None = None,
-         tied: bool = True) -> Leaf:
+def leaf(
+    path: str,
+    shape: tuple[int, ...],
+    *entries: object,
+    used: Sharding | None = None,
+    tied: bool = True,
+) -> Leaf:
     spec = Sharding.of(entries, len(shape))  # type: ignore[arg-type]
     size = 4
     for n in shape:
@@ -44,8 +49,9 @@ def leaf(path: str, shape: tuple[int, ...], *entries: object, used: Sharding | N
 
 
 def collective(count: float, line: int, cause: str = "dot_general") -> CollectiveRow:
-    return CollectiveRow("all_reduce", ("model",), count, 2e6, 1.5e-4, "float32[8,16]",
-                         f"model.py:{line}", cause)
+    return CollectiveRow(
+        "all_reduce", ("model",), count, 2e6, 1.5e-4, "float32[8,16]", f"model.py:{line}", cause
+    )
 
 
 def small_plan() -> Plan:
@@ -53,32 +59,67 @@ def small_plan() -> Plan:
     for start in ("[0]['opt'][0].mu", "[0]['params']"):
         for layer in range(12):
             inputs += [
-                leaf(f"{start}['blocks'][{layer}]['up']['kernel']", (1024, 4096), "data", "model",
-                     used=Sharding.of([None, "model"])),
+                leaf(
+                    f"{start}['blocks'][{layer}]['up']['kernel']",
+                    (1024, 4096),
+                    "data",
+                    "model",
+                    used=Sharding.of([None, "model"]),
+                ),
                 leaf(f"{start}['blocks'][{layer}]['norm']['scale']", (1024,)),
             ]
-    inputs += [leaf("[0]['opt'][0].count", ()),
-               leaf("[1]['tokens']", (64, 128), "data", tied=False)]
+    inputs += [
+        leaf("[0]['opt'][0].count", ()),
+        leaf("[1]['tokens']", (64, 128), "data", tied=False),
+    ]
     return Plan(
-        mode="AUTO_PARALLEL", cluster="h100:8", mesh=MESH, inputs=tuple(inputs), outputs=(),
+        mode="AUTO_PARALLEL",
+        cluster="h100:8",
+        mesh=MESH,
+        inputs=tuple(inputs),
+        outputs=(),
         constraints=(),
-        collectives=(*(collective(1.0, 12) for _ in range(12)),
-                     *(collective(1.0, 30, f"use of [0]['params']['blocks'][{k}]['up']['kernel']")
-                       for k in range(12)),
-                     collective(2.5, 40, "update")),
-        activations=(Activation("dot_general", (64, 128, 4096), "bfloat16",
-                                Sharding.of(["data", None, "model"]), 8388608, "model.py:12"),),
+        collectives=(
+            *(collective(1.0, 12) for _ in range(12)),
+            *(
+                collective(1.0, 30, f"use of [0]['params']['blocks'][{k}]['up']['kernel']")
+                for k in range(12)
+            ),
+            collective(2.5, 40, "update"),
+        ),
+        activations=(
+            Activation(
+                "dot_general",
+                (64, 128, 4096),
+                "bfloat16",
+                Sharding.of(["data", None, "model"]),
+                8388608,
+                "model.py:12",
+            ),
+        ),
         fallbacks=("fft (model.py:33): no rule, replicated x2",),
         notes=("region 1 (while): trip count unknown, priced as one",),
-        meshes=(MeshRow("data=8", 0.0151, 0.0151, 9e10, "does not fit"),
-                MeshRow("data=4,model=2", 0.0123, 0.0121, 3.1e10, "chosen"),
-                MeshRow("data=2,model=4", 0.0150, 0.0150, 2.9e10,
-                        "1.22x the chosen one's time")),
-        prediction=Prediction(0.0100, 0.0041, 0.0018, 0.0123, 3.1e10, 8e10, (
-            "[0]['params']['blocks'][0]['up']['kernel']: 1.68e+07 bytes",
-            "mul float32[64,128,4096] (model.py:12): 2.5e+09 bytes")),
+        meshes=(
+            MeshRow("data=8", 0.0151, 0.0151, 9e10, "does not fit"),
+            MeshRow("data=4,model=2", 0.0123, 0.0121, 3.1e10, "chosen"),
+            MeshRow("data=2,model=4", 0.0150, 0.0150, 2.9e10, "1.22x the chosen one's time"),
+        ),
+        prediction=Prediction(
+            0.0100,
+            0.0041,
+            0.0018,
+            0.0123,
+            3.1e10,
+            8e10,
+            (
+                "[0]['params']['blocks'][0]['up']['kernel']: 1.68e+07 bytes",
+                "mul float32[64,128,4096] (model.py:12): 2.5e+09 bytes",
+            ),
+        ),
         search=SearchReport("auto:ilp", 0.0123, 0.0121, 0.01626, "time limit"),
-        op_table=(), op_index=(), planning_s=1.25,
+        op_table=(),
+        op_index=(),
+        planning_s=1.25,
     )
 
 
@@ -112,8 +153,14 @@ def test_summary_comes_first() -> None:
 def test_one_device_says_nothing_of_replication() -> None:
     inputs = (Leaf("[0]['w']", (4,), "float32", Sharding(((),)), 16, None, True),)
     plan = dataclasses.replace(
-        small_plan(), mesh=MeshSpec(("data",), (1,)), inputs=inputs, collectives=(),
-        fallbacks=(), notes=(), planning_s=0.0)
+        small_plan(),
+        mesh=MeshSpec(("data",), (1,)),
+        inputs=inputs,
+        collectives=(),
+        fallbacks=(),
+        notes=(),
+        planning_s=0.0,
+    )
     text = plan_text(plan)
     assert "replicated parameters" not in text
     assert "the devices never talk" in text
@@ -135,16 +182,20 @@ def test_render_in_colour_keeps_brackets() -> None:
 
 
 def test_layers_fold_only_when_shape_and_sharding_agree() -> None:
-    rows = fold_leaves([
-        leaf("[0]['blocks'][0]['w']", (8, 8), "data"),
-        leaf("[0]['blocks'][1]['w']", (8, 8), "data"),
-        leaf("[0]['blocks'][2]['w']", (8, 8), None, "data"),
-        leaf("[0]['blocks'][3]['w']", (8, 16), "data"),
-        leaf("[1]['blocks'][4]['w']", (8, 8), "data"),
-    ])
+    rows = fold_leaves(
+        [
+            leaf("[0]['blocks'][0]['w']", (8, 8), "data"),
+            leaf("[0]['blocks'][1]['w']", (8, 8), "data"),
+            leaf("[0]['blocks'][2]['w']", (8, 8), None, "data"),
+            leaf("[0]['blocks'][3]['w']", (8, 16), "data"),
+            leaf("[1]['blocks'][4]['w']", (8, 8), "data"),
+        ]
+    )
     assert [(r.path, r.count) for r in rows] == [
-        ("[0]['blocks'][*]['w']", 2), ("[0]['blocks'][2]['w']", 1),
-        ("[0]['blocks'][3]['w']", 1), ("[1]['blocks'][4]['w']", 1),
+        ("[0]['blocks'][*]['w']", 2),
+        ("[0]['blocks'][2]['w']", 1),
+        ("[0]['blocks'][3]['w']", 1),
+        ("[1]['blocks'][4]['w']", 1),
     ]
     assert rows[0].nbytes == 2 * 64
 
@@ -165,29 +216,59 @@ def test_common_start() -> None:
 def test_collectives_add_up() -> None:
     sums = fold_collectives(small_plan().collectives)
     assert [(s.count, s.source) for s in sums] == [
-        (12.0, "model.py:12"), (12.0, "model.py:30"), (2.5, "model.py:40")]
+        (12.0, "model.py:12"),
+        (12.0, "model.py:30"),
+        (2.5, "model.py:40"),
+    ]
     assert sums[0].time_s == pytest.approx(12 * 1.5e-4)
     assert sums[1].cause == "use of [0]['params']['blocks'][*]['up']['kernel']"
 
 
-@pytest.mark.parametrize(("path", "expected"), [
-    ("[0]['opt'][0].mu['a']", True), ("[0].opt_state[0].trace['a']", True),
-    ("[1][0].count", True), ("[0]['params']['a'].value", False), ("[0]['counts']", False),
-    ("[0].params['mu']", False),
-])
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("[0]['opt'][0].mu['a']", True),
+        ("[0].opt_state[0].trace['a']", True),
+        ("[1][0].count", True),
+        ("[0]['params']['a'].value", False),
+        ("[0]['counts']", False),
+        ("[0].params['mu']", False),
+    ],
+)
 def test_is_optimizer_state(path: str, expected: bool) -> None:
     assert is_optimizer_state(path) is expected
 
 
 def test_units() -> None:
     assert [bytes_text(n) for n in (0, 999, 1000, 999_999, 31e9, 80e9, -1)] == [
-        "0 B", "999 B", "1.00 kB", "1.00 MB", "31.0 GB", "80.0 GB", "-"]
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "1.00 MB",
+        "31.0 GB",
+        "80.0 GB",
+        "-",
+    ]
     times = (0, 1e-9, 4.5e-5, 0.0123, 0.9999, 12, 5000, -1, float("inf"))
     assert [time_text(s) for s in times] == [
-        "0 s", "1.00 ns", "45.0 us", "12.3 ms", "1.00 s", "12.0 s", "5000 s", "-", "-"]
+        "0 s",
+        "1.00 ns",
+        "45.0 us",
+        "12.3 ms",
+        "1.00 s",
+        "12.0 s",
+        "5000 s",
+        "-",
+        "-",
+    ]
     assert [count_text(c) for c in (12.0, 2.5)] == ["12", "2.5"]
     assert [percent_text(f) for f in (0, 1e-5, 0.394, 1.5, float("inf"))] == [
-        "0 %", "<0.1 %", "39.4 %", "150.0 %", "unknown"]
+        "0 %",
+        "<0.1 %",
+        "39.4 %",
+        "150.0 %",
+        "unknown",
+    ]
     assert array_text((8, 16), "bfloat16") == "bf16[8,16]"
     assert array_text((), "uint32") == "u32[]"
     assert array_text((2,), "bool") == "bool[2]"

@@ -1,0 +1,153 @@
+"""Union-find over factors: which values share one decision (see ``groups``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from planner.rules.factor import FactorRule
+
+LAYOUT_NONE = -1
+"""A dimension that has no factor (size one, or not shardable)."""
+
+Layout = tuple[int, ...]
+"""The factor of each dimension of a value."""
+
+
+@dataclass
+class Fusion:
+    """Factors (atoms) and groups, each with a union-find forest."""
+
+    parent: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    blocked: list[bool] = field(default_factory=list)
+    gparent: list[int] = field(default_factory=list)
+    gkind: list[str] = field(default_factory=list)
+    gname: list[str] = field(default_factory=list)
+    gops: list[list[int]] = field(default_factory=list)
+    gatoms: list[list[int]] = field(default_factory=list)
+    glayouts: list[set[Layout]] = field(default_factory=list)
+    greduce: list[set[int]] = field(default_factory=list)
+    home: dict[int, tuple[int, Layout]] = field(default_factory=dict)
+
+    def find(self, atom: int) -> int:
+        """The representative of an atom."""
+        while self.parent[atom] != atom:
+            self.parent[atom] = self.parent[self.parent[atom]]
+            atom = self.parent[atom]
+        return atom
+
+    def gfind(self, group: int) -> int:
+        """The representative of a group."""
+        while self.gparent[group] != group:
+            self.gparent[group] = self.gparent[self.gparent[group]]
+            group = self.gparent[group]
+        return group
+
+    def new_group(self, kind: str, name: str) -> int:
+        """Open a group."""
+        index = len(self.gparent)
+        self.gparent.append(index)
+        self.gkind.append(kind)
+        self.gname.append(name)
+        self.gops.append([])
+        self.gatoms.append([])
+        self.glayouts.append(set())
+        self.greduce.append(set())
+        return index
+
+    def new_atom(self, group: int, size: int, blocked: bool = False) -> int:
+        """Open a factor in a group."""
+        atom = len(self.parent)
+        self.parent.append(atom)
+        self.size.append(size)
+        self.blocked.append(blocked)
+        self.gatoms[group].append(atom)
+        return atom
+
+    def fresh(self, group: int, shape: Sequence[int]) -> Layout:
+        """A layout of new factors, one per dimension above size one."""
+        layout = tuple(LAYOUT_NONE if n <= 1 else self.new_atom(group, n) for n in shape)
+        self.glayouts[group].add(layout)
+        return layout
+
+    def instantiate(self, group: int, rule: FactorRule) -> tuple[list[Layout], list[Layout]]:
+        """The rule's factors as atoms of ``group``; layouts of operands and results."""
+        atoms = [self.new_atom(group, n, f in rule.replicated) for f, n in enumerate(rule.sizes)]
+
+        def side(values: Iterable[tuple[tuple[int, ...], ...]]) -> list[Layout]:
+            return [
+                tuple(LAYOUT_NONE if not dim else atoms[dim[0]] for dim in dims) for dims in values
+            ]
+
+        for f in rule.reduction:
+            self.greduce[group].add(atoms[f])
+        # a minor factor of a merged dimension can't be sharded by itself
+        for values in (rule.operands, rule.results):
+            for dims in values:
+                for dim in dims:
+                    for f in dim[1:]:
+                        self.blocked[atoms[f]] = True
+        ins, outs = side(rule.operands), side(rule.results)
+        self.glayouts[group].update(layout for layout in (*ins, *outs) if layout)
+        return ins, outs
+
+    def _has_more(self, group: int, shared: set[int]) -> bool:
+        """Whether the group has factors beyond ``shared``."""
+        roots = {self.find(a) for a in shared if a != LAYOUT_NONE}
+        return any(
+            a != LAYOUT_NONE and self.find(a) not in roots
+            for layout in self.glayouts[group]
+            for a in layout
+        )
+
+    def try_union(self, group: int, layout: Layout, other: int, theirs: Layout) -> bool:
+        """Unify two groups along matching layouts.
+
+        False (nothing changed) when a value would clash, and when both groups span
+        further factors: a small value (a bias, a mean) is no reason to tie two large ones.
+        """
+        group, other = self.gfind(group), self.gfind(other)
+        merged: dict[int, int] = {}
+
+        def root(atom: int) -> int:
+            atom = self.find(atom)
+            while atom in merged:
+                atom = merged[atom]
+            return atom
+
+        for mine, their in zip(layout, theirs, strict=True):
+            if LAYOUT_NONE in (mine, their):
+                if mine != their:
+                    return False
+                continue
+            x, y = root(mine), root(their)
+            if x == y:
+                continue
+            if self.size[x] != self.size[y]:
+                return False
+            merged[max(x, y)] = min(x, y)
+        if group == other and not merged:
+            return True
+        if group != other:
+            shared = set(theirs) | set(layout)
+            if all(self._has_more(g, shared) for g in (group, other)):
+                return False
+        renamed = set()
+        for old in self.glayouts[group] | self.glayouts[other]:
+            new = tuple(LAYOUT_NONE if a == LAYOUT_NONE else root(a) for a in old)
+            named = [a for a in new if a != LAYOUT_NONE]
+            if len(set(named)) != len(named):
+                return False
+            renamed.add(new)
+        for src, dst in merged.items():
+            self.parent[self.find(src)] = self.find(dst)
+            self.blocked[self.find(dst)] = self.blocked[self.find(dst)] or self.blocked[src]
+        keep, gone = min(group, other), max(group, other)
+        self.glayouts[keep] = renamed
+        if keep != gone:
+            self.gparent[gone] = keep
+            self.gops[keep] += self.gops[gone]
+            self.gatoms[keep] += self.gatoms[gone]
+            self.greduce[keep] |= self.greduce[gone]
+        return True
