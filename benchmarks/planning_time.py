@@ -24,7 +24,7 @@ from planner.pipeline import parse_request, plan_traced
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="*", default=[12])
-    parser.add_argument("--clusters", nargs="*", default=["cpu:8", "h100:8", "h100:8x8"])
+    parser.add_argument("--clusters", nargs="*", default=["h100:8", "h100:8x8"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--search", default="auto")
     args = parser.parse_args()

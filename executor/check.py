@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from executor.compile import compile_plan
@@ -60,10 +61,13 @@ def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
     alone = jax.device_get(jax.jit(function)(*jax.device_put(args, jax.devices()[0])))
     worst_abs = worst_rel = 0.0
     for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(alone), strict=True):
-        if not np.issubdtype(np.asarray(a).dtype, np.floating):
+        if not jnp.issubdtype(a.dtype, jnp.floating):
             continue
         x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        gap = float(np.max(np.abs(x - y), initial=0.0))
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        with np.errstate(invalid="ignore"):
+            gaps = np.where(same, 0.0, np.nan_to_num(np.abs(x - y), nan=np.inf))
+        gap = float(np.max(gaps, initial=0.0))
         worst_abs = max(worst_abs, gap)
         worst_rel = max(worst_rel, gap / max(float(np.max(np.abs(y), initial=0.0)), 1e-12))
     planned = dict(sorted(Counter(row.kind for row in plan.collectives).items()))

@@ -54,7 +54,7 @@ class CompiledStep:
         outs = [named(self.mesh, leaf.spec) for leaf in plan.outputs]
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
         out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
-        expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
+        expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
 
         def step(*args: Any) -> Any:
             leaves, tree = jax.tree_util.tree_flatten(args)

@@ -73,7 +73,7 @@ class Parallelized:
             )
             options = dict(self.options)
             options["cluster"] = options["cluster"] or detect_cluster()
-            plan = make_plan(self.function, *args, donate_argnums=self.donate_argnums, **options)
+            plan = make_plan(self.function, *shapes, donate_argnums=self.donate_argnums, **options)
             self._steps[key] = CompiledStep(
                 trace(self.function, shapes), plan, donate_argnums=self.donate_argnums
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +36,8 @@ from planner.spec import MeshSpec, enumerate_meshes, factorizations, parse_mesh
 SAME = 1.03
 """Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
 difference that the cost model can't resolve is no reason for another mesh axis."""
-LEADERS = 2
-"""Meshes on which the requested search is run after scouting."""
-CLOSE = 1.02
-"""Scouted cost, relative to the best, up to which a mesh may still win."""
+LEADERS = 3
+"""Meshes on which the requested search is run at most, after scouting."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _choose(tried: Sequence[Tried]) -> Tried:
 
 def _search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
     """Try meshes: all of one and two axes axis by axis, then the three-axis refinements of the
-    best, then the requested search on those that come within ``CLOSE`` of the best."""
+    best, then the requested search on the mesh that leads until it stays in the lead."""
     meshes = _meshes(request, pins)
     search = SEARCHES[request.search]
     if len(meshes) == 1:
@@ -162,24 +161,17 @@ def _search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) ->
     tried += [scout(mesh) for mesh in fine]
     if request.search == "recursive_programming":
         return tuple(tried)
-    tried.sort(key=_rank)
-    leaders = [
-        t
-        for t in tried[:LEADERS]
-        if t[1].feasible == tried[0][1].feasible
-        and t[1].lower_bound_s < tried[0][1].cost_s
-        and t[1].cost_s <= CLOSE * tried[0][1].cost_s
-    ] or tried[:1]
-    finals: list[Tried] = []
-    for priced, scouted in tried:
-        settled = min((f[1].cost_s for f in finals if f[1].feasible), default=math.inf)
-        if any(priced is x[0] for x in leaders) and scouted.lower_bound_s < settled:
-            found = search(priced.problem, time_limit_s=request.time_limit_s)
-            better = found if _rank((priced, found)) <= _rank((priced, scouted)) else scouted
-            finals.append((priced, better))
-        else:
-            finals.append((priced, scouted))
-    return tuple(finals)
+    settled: set[MeshSpec] = set()
+    while (pick := _choose(tried)) and pick[0].mesh not in settled and len(settled) < LEADERS:
+        priced, scouted = pick
+        settled.add(priced.mesh)
+        found = search(priced.problem, time_limit_s=request.time_limit_s)
+        if _rank((priced, found)) <= _rank(pick):
+            tried[tried.index(pick)] = (priced, found)
+        elif found.lower_bound_s > scouted.lower_bound_s:
+            better = dataclasses.replace(scouted, lower_bound_s=found.lower_bound_s)
+            tried[tried.index(pick)] = (priced, better)
+    return tuple(tried)
 
 
 def _priced(analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Priced:
