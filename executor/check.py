@@ -66,9 +66,10 @@ def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
         x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         with np.errstate(invalid="ignore"):
-            gaps = np.where(same, 0.0, np.nan_to_num(np.abs(x - y), nan=np.inf))
+            gaps = np.where(same, 0.0, np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf))
         gap = float(np.max(gaps, initial=0.0))
+        scale = float(np.max(np.abs(y), initial=0.0, where=np.isfinite(y)))
         worst_abs = max(worst_abs, gap)
-        worst_rel = max(worst_rel, gap / max(float(np.max(np.abs(y), initial=0.0)), 1e-12))
+        worst_rel = max(worst_rel, gap / max(scale, 1e-12))
     planned = dict(sorted(Counter(row.kind for row in plan.collectives).items()))
     return CheckReport(worst_abs, worst_rel, planned, compiled_collectives(module.as_text() or ""))

@@ -79,10 +79,16 @@ class CompiledStep:
         """Put arguments where the plan wants them (host arrays, or arrays placed otherwise)."""
         return tuple(jax.device_put(args, self.in_shardings))
 
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether ``args`` have the structure, shapes and dtypes that the step was made for."""
+        leaves, tree = jax.tree_util.tree_flatten(abstract(args))
+        got = [(compat.shape_of(x), compat.dtype_name(x)) for x in leaves]
+        return bool(tree == self.traced.in_tree and got == self._expected)
+
     def __call__(self, *args: Any) -> Any:
         """Run one step; the first call places the arguments."""
         if not self._placed:
-            if jax.tree_util.tree_structure(args) != self.traced.in_tree:
+            if not self.fits(args):
                 raise ShapesChangedError
             args = self.place(*args)
             result = self.jitted(*args)
@@ -91,6 +97,8 @@ class CompiledStep:
         try:
             return self.jitted(*args)
         except ValueError as error:
+            if not self.fits(args):
+                raise ShapesChangedError from error
             if "sharding" not in str(error) and "device" not in str(error):
                 raise
             return self.jitted(*self.place(*args))

@@ -307,6 +307,13 @@ class Pricer:
             self.cache[key] = (self.comm * link.weight * seconds, src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
+    def flipped(self, matrix: Array) -> Array:
+        """The transpose, one array object per matrix."""
+        key = ("flipped", id(matrix))
+        if key not in self.cache:
+            self.cache[key] = (np.ascontiguousarray(matrix.T), matrix)
+        return self.cache[key][0]  # type: ignore[no-any-return]
+
     def usage_bytes(
         self, group: Group, chosen: StrategySet, nbytes: float, layout: Layout, port: str
     ) -> Array:
@@ -354,7 +361,7 @@ def price(
         elif link.a < link.b:
             edges.append(Edge(link.a, link.b, matrix))
         else:
-            edges.append(Edge(link.b, link.a, matrix.T))
+            edges.append(Edge(link.b, link.a, pricer.flipped(matrix)))
     usages = [
         Usage(g, start, end, pricer.usage_bytes(groups[g], sets[g], nbytes, layout, port))
         for g, start, end, nbytes, layout, port in analysis.usages

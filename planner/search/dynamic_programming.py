@@ -27,10 +27,10 @@ import numpy as np
 
 from planner.search.conditioning import improve
 from planner.search.fixing import fix_by_bound
-from planner.search.levels import decide_levels, polished
 from planner.search.memory import Timeline
 from planner.search.memory_limit import solve_limited
 from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
+from planner.search.recursive_programming import recursive_programming
 from planner.search.reduction import Reduction, reduce_problem
 from planner.search.solver import Eliminator, choose_route
 
@@ -39,6 +39,10 @@ EASY_WORK = 3e7
 """Joined entries up to which an elimination is run as it is, without fixing first."""
 SWEEPS = (4, 8, 16)
 """Diffusion sweeps of the rounds of fixing."""
+MANY_NODES = 40
+"""From this many nodes on, strategies are fixed by bounds before anything is eliminated."""
+FOLDED_SWEEPS = 48
+"""Diffusion sweeps on the quotient, where repeated layers cost nothing more."""
 CLOSED = 1e-6
 """Relative gap at which a choice is taken for the optimum (the gap is still reported)."""
 
@@ -68,16 +72,16 @@ def dynamic_programming(
     verify(problem)
     begun = time.monotonic()
     deadline, work = begun + time_limit_s, work_for(time_limit_s)
-    reduction = reduce_problem(problem, keep_memory=False, share=share)
-    if reduction.dead is not None:
-        return forbidden_solution(problem, reduction.dead, NAME, begun)
-    route = choose_route(reduction, work=EASY_WORK)
-    domains: list[Array] | None = None
-    if not route.plan.exact or route.work > EASY_WORK:
-        shrunk = _shrunk(problem, reduction, deadline, share=share)
+    reduction, domains = None, None
+    if len(problem.cost_s) >= MANY_NODES:
+        shrunk = _shrunk(problem, deadline, share=share)
         if shrunk.solution is not None:
             return dataclasses.replace(shrunk.solution, wall_s=time.monotonic() - begun)
         reduction, domains = shrunk.reduction, shrunk.domains
+    if reduction is None:
+        reduction = reduce_problem(problem, keep_memory=False, share=share)
+    if reduction.dead is not None:
+        return forbidden_solution(problem, reduction.dead, NAME, begun)
     solver = Eliminator(reduction, work=work)
     lower, found = solver.solve()
     if math.isinf(lower):
@@ -100,34 +104,33 @@ def dynamic_programming(
 class _Shrunk:
     """What fixing left: a smaller problem, or already the answer."""
 
-    reduction: Reduction
+    reduction: Reduction | None
     domains: list[Array] | None
     solution: Solution | None
 
 
-def _shrunk(problem: Problem, reduction: Reduction, deadline: float, *, share: bool) -> _Shrunk:
+def _shrunk(problem: Problem, deadline: float, *, share: bool) -> _Shrunk:
     """Fix strategies by the bound until an exact elimination is easy or the gap is closed.
 
     The upper bound is a feasible choice found axis by axis; each round of fixing starts from
     the domains that the last one left.
     """
-    choice = decide_levels(problem, 200_000, deadline)
-    whole = reduce_problem(problem, keep_memory=True, dead_ends=False)
-    choice = whole.decode(polished(whole, choice, deadline))
-    upper, peak, _ = evaluate(problem, choice)
-    if not (math.isfinite(upper) and fits(peak, problem.limit_bytes)):
+    start = recursive_programming(
+        problem, time_limit_s=max(0.1, deadline - time.monotonic()), sweeps=FOLDED_SWEEPS
+    )
+    if not start.feasible:
+        return _Shrunk(None, None, None)
+    choice, upper = start.choice, start.cost_s
+    if upper - start.lower_bound_s <= CLOSED * abs(upper):
+        return _Shrunk(None, None, _closed(problem, choice, start.lower_bound_s))
+    reduction = reduce_problem(problem, keep_memory=False, share=share)
+    if reduction.dead is not None:
         return _Shrunk(reduction, None, None)
     domains: list[Array] | None = None
     for sweeps in SWEEPS:
         lower, kept = fix_by_bound(reduction.problem, upper, sweeps=sweeps)
         if upper - lower <= CLOSED * abs(upper):
-            reason = (
-                f"the bound meets a choice found axis by axis within {CLOSED:g} of its cost "
-                "(reduced-cost fixing)"
-            )
-            return _Shrunk(
-                reduction, None, make_solution(problem, choice, lower, NAME, reason, 0.0)
-            )
+            return _Shrunk(reduction, None, _closed(problem, choice, lower))
         domains = [np.arange(cost.size) for cost in problem.cost_s]
         for members, left in zip(reduction.members, kept, strict=True):
             for node, original in members:
@@ -137,6 +140,15 @@ def _shrunk(problem: Problem, reduction: Reduction, deadline: float, *, share: b
         if (route.plan.exact and route.work <= EASY_WORK) or time.monotonic() > deadline:
             break
     return _Shrunk(reduction, domains, None)
+
+
+def _closed(problem: Problem, choice: Sequence[int], lower: float) -> Solution:
+    """The answer when the bound meets a known choice."""
+    reason = (
+        f"the bound meets a choice found axis by axis within {CLOSED:g} of its cost; "
+        "no elimination was needed"
+    )
+    return make_solution(problem, choice, lower, NAME, reason, 0.0)
 
 
 def forbidden_solution(problem: Problem, where: str, search: str, begun: float) -> Solution:

@@ -4,7 +4,8 @@ At level l every node may take the strategies that agree with what was decided o
 leave the axes after l unused (or, when it has none, those that use the fewest of them).  That small
 problem is solved with a narrow elimination, followed by single-node moves in the order of the
 network; the codes chosen on axis l are then fixed.  Last, all strategies are open to local moves
-and the memory limit is repaired.  Nodes are never taken in descending order of cost.
+and the memory limit is repaired.  Repeated layers are decided once (`folding`) and only told apart
+where the memory limit can't be met otherwise.  Nodes are never taken in descending order of cost.
 
 Complexity: per level, one narrow elimination: O(nodes * D^3) for D strategies per level, D much
 smaller than the full domain.
@@ -18,8 +19,9 @@ import math
 import time
 
 from planner.search.bound import Diffusion
+from planner.search.folding import fold
 from planner.search.levels import decide_levels, polished
-from planner.search.problem import Problem, Solution, make_solution, verify
+from planner.search.problem import Problem, Solution, evaluate, make_solution, verify
 from planner.search.reduction import reduce_problem
 
 NAME = "recursive_programming"
@@ -47,16 +49,22 @@ def recursive_programming(
     verify(problem)
     begun = time.monotonic()
     deadline = begun + time_limit_s
-    choice = decide_levels(problem, cap, deadline)
-    whole = reduce_problem(problem, keep_memory=True, dead_ends=False)
+    folded = fold(problem)
+    part = folded.problem
+    choice = decide_levels(part, cap, deadline)
+    whole = reduce_problem(part, keep_memory=True, dead_ends=False)
     if whole.dead is not None:
         reason = f"no choice avoids the forbidden costs: {whole.dead} has no strategy left"
-        return make_solution(problem, choice, math.inf, NAME, reason, begun)
+        return make_solution(problem, folded.unfold(choice), math.inf, NAME, reason, begun)
     choice = whole.decode(polished(whole, choice, deadline))
-    diffusion = Diffusion(whole.problem)
-    diffusion.sweep(sweeps)
-    lower = diffusion.bound()
-    solution = make_solution(problem, choice, lower, NAME, "", begun)
+    full = folded.unfold(choice)
+    cost = evaluate(problem, full)[0]
+    lower = _bound(part, sweeps, cost)
+    solution = make_solution(problem, full, lower, NAME, "", begun)
+    if not solution.feasible and len(part.cost_s) < len(problem.cost_s):
+        apart = reduce_problem(problem, keep_memory=True, dead_ends=False)
+        full = apart.decode(polished(apart, full, deadline))
+        solution = make_solution(problem, full, lower, NAME, "", begun)
     if solution.feasible:
         reason = "all axes decided, then polished over all strategies"
     elif math.isinf(solution.cost_s):
@@ -67,4 +75,17 @@ def recursive_programming(
             f"the least peak found misses the memory limit of {problem.limit_bytes:.6g} bytes "
             f"by {excess:.6g}"
         )
-    return make_solution(problem, choice, lower, NAME, reason, begun)
+    return make_solution(problem, full, lower, NAME, reason, begun)
+
+
+def _bound(part: Problem, sweeps: int, cost: float) -> float:
+    """Diffusion until ``sweeps`` are done, the cost is met, or the bound hardly rises."""
+    diffusion = Diffusion(part)
+    lower, done = diffusion.bound(), 0
+    while done < sweeps and cost - lower > 1e-9 * abs(cost):
+        step = min(4, sweeps - done)
+        diffusion.sweep(step)
+        before, lower, done = lower, diffusion.bound(), done + step
+        if lower - before <= 1e-3 * (cost - lower):
+            break
+    return lower

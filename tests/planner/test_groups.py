@@ -76,9 +76,7 @@ def test_reductions_broadcasts_and_transposes_stay_in_the_group() -> None:
 
 
 def test_residual_and_matmul() -> None:
-    graph, groups = grouped(
-        lambda w, x: x + jnp.tanh(x @ w), struct(8, 8), struct(4, 8)
-    )
+    graph, groups = grouped(lambda w, x: x + jnp.tanh(x @ w), struct(8, 8), struct(4, 8))
     assert [g.kind for g in groups.groups] == ["input", "input", "anchor", "fused"]
     dot = groups.groups[2]
     assert dot.sizes == (4, 8, 8) and dot.reduction == {1}

@@ -49,7 +49,9 @@ def test_table_is_the_sum_of_the_steps(case, combined: bool) -> None:  # type: i
     at = encode(src, rank), encode(dst, rank)
     alpha = (table.combined_alpha_s if combined else table.alpha_s)[at]
     expected = sum(s.time_s for s in reshard_steps(src, dst, rank, nbytes, sizes, model, combined))
-    assert alpha + nbytes * table.beta_s_per_byte[at] == pytest.approx(expected, rel=1e-9, abs=1e-18)
+    assert alpha + nbytes * table.beta_s_per_byte[at] == pytest.approx(
+        expected, rel=1e-9, abs=1e-18
+    )
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -130,8 +132,11 @@ def test_step_times_are_the_cost_models() -> None:
     assert gather == reshard_steps((1, 0), (0, 0), 2, 1e6, sizes, model, combined=True)
 
 
-@given(st.integers(0, 4).flatmap(lambda r: st.tuples(st.just(r), st.lists(
-    st.integers(0, r + 1), min_size=1, max_size=4))))
+@given(
+    st.integers(0, 4).flatmap(
+        lambda r: st.tuples(st.just(r), st.lists(st.integers(0, r + 1), min_size=1, max_size=4))
+    )
+)
 def test_codes_and_digits_are_inverses(case: tuple[int, list[int]]) -> None:
     rank, digits = case
     code = encode(digits, rank)

@@ -117,10 +117,7 @@ def test_codes_are_encoded_digits(case, random) -> None:  # type: ignore[no-unty
     rank = len(layout)
     got = digits(found.use, layout, partial, rank)
     expected = [
-        [
-            layout.index(f) + 1 if f in layout else rank + 1 if f in partial else 0
-            for f in row
-        ]
+        [layout.index(f) + 1 if f in layout else rank + 1 if f in partial else 0 for f in row]
         for row in rows(found.use)
     ]
     assert got.tolist() == expected
