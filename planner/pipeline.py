@@ -25,7 +25,7 @@ from planner.groups import MARKS, build_groups
 from planner.modes import check_mode, get_parallel_mode
 from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
 from planner.plan import MeshRow, Plan, SearchReport
-from planner.pricing import Analysis, Priced, analyse, price
+from planner.pricing import Analysis, Priced, analyse, ideal_s, price
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.registry import rules_for
@@ -154,11 +154,18 @@ def _search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) ->
         found = SEARCHES["recursive_programming"](priced.problem, time_limit_s=request.time_limit_s)
         return priced, found
 
-    coarse = [m for m in meshes if sum(n > 1 for n in m.sizes) <= 2]
-    tried = [scout(mesh) for mesh in coarse]
-    best = min(tried, key=_rank)[0].mesh
-    fine = [m for m in meshes if m not in coarse and _refines(m, best)]
-    tried += [scout(mesh) for mesh in fine]
+    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
+    tried: list[Tried] = []
+    for axes in (1, 2, 3):
+        level = [m for m in meshes if sum(n > 1 for n in m.sizes) == axes]
+        if axes == 3 and tried:
+            lead = min(tried, key=_rank)[0].mesh
+            level = [m for m in level if _refines(m, lead)]
+        tried += [scout(mesh) for mesh in level]
+        if tried:
+            first = min(tried, key=_rank)[1]
+            if first.feasible and first.cost_s <= SAME * ideal:
+                break
     if request.search == "recursive_programming":
         return tuple(tried)
     settled: set[MeshSpec] = set()
@@ -337,7 +344,7 @@ def _plan(
         collectives=extraction.collectives(),
         activations=extraction.activations(),
         fallbacks=_fallbacks(priced.analysis, rules),
-        notes=_notes(graph),
+        notes=(*_notes(graph), *_untried(priced.analysis, tried, request)),
         meshes=tuple(_mesh_row(p, s, solution) for p, s in tried),
         prediction=extraction.prediction(solution, request.limit_bytes),
         search=SearchReport(
@@ -373,6 +380,18 @@ def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ..
             text = f"{op.kind} ({op.source or 'no line'}): no rule, replicated"
             seen[text] = seen.get(text, 0) + 1
     return tuple(f"{text} x{n}" if n > 1 else text for text, n in seen.items())
+
+
+def _untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tuple[str, ...]:
+    """A line when meshes were left out because none of them can be much better."""
+    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
+    best = min(tried, key=_rank)[1].cost_s
+    if len(tried) == 1 and request.mesh is not None or best > SAME * ideal:
+        return ()
+    return (
+        f"other meshes can't be more than {100 * (1 - ideal / best):.2g} % faster: "
+        f"a perfect split of the work would take {ideal:.4g} s",
+    )
 
 
 def _notes(graph: Any) -> tuple[str, ...]:

@@ -132,6 +132,18 @@ def analyse(
     )
 
 
+def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
+    """Seconds of a step whose work is split perfectly and that communicates nothing.
+
+    No strategy on any mesh of ``num_devices`` devices can cost less.
+    """
+    return sum(
+        float(model.compute_s(w.flops / num_devices, w.nbytes / num_devices, w.dtype, w.matmul))
+        for work in analysis.work
+        for w in work
+    )
+
+
 def _flops(
     kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
 ) -> float:

@@ -7,6 +7,7 @@ sometimes stricter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from planner.rules import contract
@@ -44,6 +45,15 @@ _Family = Callable[[Params, Shapes, Shapes], FactorRule | None]
 
 def pointwise_rule(name: str, in_shapes: Shapes, out_shapes: Shapes) -> FactorRule | None:
     """The rule of an elementwise primitive, None for other primitives or shapes."""
+    if name not in ELEMENTWISE and name not in IDENTITY:
+        return None
+    return _pointwise(name, tuple(in_shapes), tuple(out_shapes))
+
+
+@lru_cache(maxsize=65536)
+def _pointwise(
+    name: str, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
+) -> FactorRule | None:
     if name in ELEMENTWISE and is_elementwise(in_shapes, out_shapes):
         return elementwise_rule(in_shapes, out_shapes[0], len(out_shapes))
     if name in IDENTITY and list(in_shapes) == list(out_shapes):

@@ -201,10 +201,13 @@ def _segments(timeline: Timeline, problem: Problem) -> list[list[tuple[int, int,
 def _disjoint(parts: list[tuple[int, int, Array]]) -> list[tuple[int, int, Array]]:
     """Overlapping intervals cut into disjoint ones whose bytes are added."""
     cuts = sorted({at for low, high, _ in parts for at in (low, high)})
-    result: list[tuple[int, int, Array]] = []
-    for low, high in pairwise(cuts):
-        covering = [taken for begin, end, taken in parts if begin <= low and high <= end]
-        if covering:
-            total: Array = np.sum(covering, axis=0)
-            result.append((low, high, total))
-    return result
+    place = {at: k for k, at in enumerate(cuts)}
+    change = np.zeros((len(cuts), parts[0][2].size))
+    live = np.zeros(len(cuts), np.int64)
+    for low, high, taken in parts:
+        change[place[low]] += taken
+        change[place[high]] -= taken
+        live[place[low]] += 1
+        live[place[high]] -= 1
+    totals, count = np.cumsum(change, axis=0), np.cumsum(live)
+    return [(low, high, totals[k]) for k, (low, high) in enumerate(pairwise(cuts)) if count[k] > 0]

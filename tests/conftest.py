@@ -1,0 +1,20 @@
+"""All tests see 8 virtual CPU devices; the parallel mode is put back after each."""
+
+import os
+
+FLAG = "--xla_force_host_platform_device_count=8"
+if FLAG not in os.environ.get("XLA_FLAGS", "").split():
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _parallel_mode():
+    """Puts the process-wide parallel mode back."""
+    from planner.modes import get_parallel_mode, set_parallel_mode
+
+    before = get_parallel_mode()
+    yield
+    set_parallel_mode(before.mode, search=before.search)

@@ -1,0 +1,147 @@
+"""Every mode runs, computes the same numbers and keeps the marks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from executor import parallelize
+from planner import MODES, PinError, set_parallel_mode, shard
+from tests.executor.executor_steps import assert_same, batch_of, plain_state, plain_step
+
+pytestmark = pytest.mark.devices
+P = jax.sharding.PartitionSpec
+
+
+def marked_step(state, batch):
+    """``plain_step`` with its hidden layer and first matrix marked."""
+
+    def loss_fn(state):
+        up = shard(state["up"], None, "model")
+        h = shard(jnp.tanh(batch["x"] @ up), "data", "model")
+        return jnp.mean((h @ state["down"] - batch["y"]) ** 2), h
+
+    (loss, h), grads = jax.value_and_grad(loss_fn, has_aux=True)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": loss, "hidden": h}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("step", [plain_step, marked_step], ids=["plain", "marked"])
+def test_mode_runs(mode, step):
+    set_parallel_mode(mode)
+    run = parallelize(step)
+    state, batch = plain_state(), batch_of()
+    assert_same(run(state, batch), jax.jit(step)(state, batch))
+    assert run.plan.mode == mode
+    assert not run.plan.fallbacks
+    assert run.plan.mesh.num_devices == (1 if mode == "STAND_ALONE" else 8)
+
+
+def specs(plan):
+    return {leaf.path: leaf.spec.entries for leaf in plan.inputs}
+
+
+def test_data_parallel_splits_the_batch_and_nothing_else():
+    run = parallelize(plain_step, mode="DATA_PARALLEL")
+    state, _ = run(plain_state(), batch_of())
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state))
+    got = specs(run.plan)
+    assert got["[1]['x']"][:1] == got["[1]['y']"][:1] == ("data",)
+    assert {r.kind for r in run.plan.collectives} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("mode", ["HYBRID_PARALLEL", "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL"])
+def test_marks_are_honoured_in_what_comes_out(mode):
+    run = parallelize(marked_step, mode=mode, mesh="data=4,model=2")
+    state, metrics = run(plain_state(), batch_of())
+    assert metrics["hidden"].sharding.spec == P("data", "model")
+    assert state["up"].sharding.spec == P(None, "model")
+    module = run.compiled.jitted.lower(plain_state(), batch_of()).compile()
+    assert module.output_shardings[0]["up"].spec == P(None, "model")
+    assert module.input_shardings[0][0]["up"].spec == P(None, "model")
+    if mode == "HYBRID_PARALLEL":
+        assert specs(run.plan)["[1]['x']"] in ((), (None, None))
+    if mode == "SEMI_AUTO_PARALLEL":
+        assert specs(run.plan)["[1]['x']"][0] == "data"
+
+
+def test_mark_names_make_the_mesh():
+    run = parallelize(marked_step, mode="HYBRID_PARALLEL")
+    run(plain_state(), batch_of())
+    assert run.plan.mesh.names == ("data", "model")
+
+
+def test_stand_alone_ignores_the_other_devices():
+    run = parallelize(plain_step, mode="STAND_ALONE")
+    state, _ = run(plain_state(), batch_of())
+    assert state["up"].sharding.device_set == {jax.devices()[0]}
+    assert not run.plan.collectives
+
+
+@pytest.mark.parametrize("mode", ["HYBRID_PARALLEL", "AUTO_PARALLEL"])
+def test_path_rules_and_jax_constraints(mode):
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
+    wanted = jax.sharding.NamedSharding(mesh, P(None, "model"))
+
+    def step(state, batch):
+        up = jax.lax.with_sharding_constraint(state["up"], wanted)
+        return plain_step({**state, "up": up}, batch)
+
+    rules = {r"'x'": P("data"), r"'down'": P("model")}
+    run = parallelize(step, mode=mode, mesh="data=2,model=4", shardings=rules)
+    state, metrics = run(plain_state(), batch_of())
+    assert_same((state, metrics), jax.jit(plain_step)(plain_state(), batch_of()))
+    assert state["down"].sharding.spec == P("model")
+    assert specs(run.plan)["[0]['up']"] == (None, "model")
+
+
+def test_flax_metadata_is_honoured():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+    model = linen.Dense(16, kernel_init=init)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 8)))
+
+    def step(params, batch):
+        def loss(p):
+            return jnp.mean(model.apply(p, batch["x"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    run = parallelize(step, mode="HYBRID_PARALLEL", mesh="data=2,model=4")
+    got = run(params, batch_of())
+    assert got["params"]["kernel"].value.sharding.spec == P(None, "model")
+    assert_same(got, jax.jit(step)(params, batch_of()))
+
+
+def test_nnx_metadata_is_honoured():
+    with nnx.use_eager_sharding(False):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        graphdef, state = nnx.split(nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0)))
+
+    def step(state, batch):
+        def loss(s):
+            return jnp.mean(nnx.merge(graphdef, s)(batch["x"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, state, jax.grad(loss)(state))
+
+    run = parallelize(step, mode="HYBRID_PARALLEL", mesh="data=2,model=4")
+    got = run(state, batch_of())
+    assert specs(run.plan)[next(p for p in specs(run.plan) if "kernel" in p)] == (None, "model")
+    assert_same(got, jax.jit(step)(state, batch_of()))
+
+
+def test_marks_that_can_not_hold_are_refused_by_name():
+    def uneven(state, batch):
+        return shard(state["up"], "model"), jnp.sum(batch["x"])
+
+    with pytest.raises(PinError, match="test_modes_run.py"):
+        parallelize(uneven, mesh="model=8", mode="HYBRID_PARALLEL")(
+            {"up": jnp.ones((6, 4))}, batch_of()
+        )
+
+
+@pytest.mark.parametrize("search", ["recursive_programming", "dynamic_programming", "ilp"])
+def test_plans_of_every_search_run(search):
+    run = parallelize(plain_step, search=search, mesh="data=4,model=2")
+    assert_same(run(plain_state(), batch_of()), jax.jit(plain_step)(plain_state(), batch_of()))
+    assert not run.plan.mesh.num_devices - 8

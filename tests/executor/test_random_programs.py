@@ -1,0 +1,115 @@
+"""Random small programs: planned for eight devices and run, they compute what they did."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from executor import compile_plan
+from planner import make_plan
+from tests.executor.executor_steps import assert_same
+
+pytestmark = pytest.mark.devices
+
+
+def matmul(x, other):
+    a, b = x.reshape(-1, x.shape[-1]), other.reshape(-1, other.shape[-1])
+    return a @ b.T if a.shape[1] == b.shape[1] else a.T @ a / a.shape[0]
+
+
+def conv(x, other):
+    image = x.reshape(1, 1, -1, x.shape[-1])
+    kernel = jnp.full((2, 1, 3, 3), 0.1).at[1, 0, 1, 1].set(-0.5)
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME")[0]
+
+
+OPS = {
+    "matmul": matmul,
+    "transpose": lambda x, o: jnp.transpose(x),
+    "swap": lambda x, o: jnp.swapaxes(x, 0, -1),
+    "split": lambda x, o: x.reshape(2, -1, *x.shape[1:]) if x.shape[0] % 2 == 0 else x[None],
+    "merge": lambda x, o: x.reshape(-1, x.shape[-1]),
+    "flatten": lambda x, o: x.reshape(-1)[None, :],
+    "sum": lambda x, o: jnp.sum(x, axis=-1, keepdims=True) + x,
+    "mean0": lambda x, o: jnp.mean(x, axis=0, keepdims=True) * x,
+    "drop": lambda x, o: jnp.max(x, axis=0) if x.ndim > 2 else x,
+    "softmax": lambda x, o: jax.nn.softmax(x, axis=-1),
+    "softmax0": lambda x, o: jax.nn.softmax(x, axis=0),
+    "concatenate": lambda x, o: jnp.concatenate([x, x * 2], axis=0),
+    "concatenate1": lambda x, o: jnp.concatenate([x, -x], axis=-1),
+    "slice": lambda x, o: x[: max(1, x.shape[0] // 2)],
+    "strided": lambda x, o: x[..., ::2],
+    "shift": lambda x, o: x[1:] if x.shape[0] > 1 else x,
+    "take": lambda x, o: jnp.take(x, jnp.arange(6) * 5 % x.shape[0], axis=0),
+    "take1": lambda x, o: jnp.take(x, jnp.arange(8) % x.shape[-1], axis=-1),
+    "pick": lambda x, o: jnp.take_along_axis(x, jnp.argsort(x, axis=-1), axis=-1),
+    "cumsum": lambda x, o: jnp.cumsum(x, axis=0) / x.shape[0],
+    "cumsum1": lambda x, o: jnp.cumsum(x, axis=-1) / x.shape[-1],
+    "sort": lambda x, o: jnp.sort(x, axis=-1),
+    "sort0": lambda x, o: jnp.sort(x, axis=0),
+    "where": lambda x, o: jnp.where(x > 0.1, x, -0.5 * x + 1),
+    "conv": conv,
+    "pad": lambda x, o: jnp.pad(x, [(1, 2)] + [(0, 0)] * (x.ndim - 1)),
+    "flip": lambda x, o: jnp.flip(x, axis=0) + 0.25,
+    "roll": lambda x, o: jnp.roll(x, 1, axis=-1),
+    "argmax": lambda x, o: x + jnp.argmax(x, axis=-1, keepdims=True),
+    "scatter": lambda x, o: x.at[0].add(1.0),
+    "norm": lambda x, o: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1),
+    "sharedrow": lambda x, o: x + o[0, : x.shape[-1]] if o.shape[-1] >= x.shape[-1] else x,
+}
+
+
+def program(names, grad):
+    def run(x, w):
+        y = x
+        for name in names:
+            y = OPS[name](y, w)
+            if y.size > 4096:
+                y = y.reshape(-1)[:4096].reshape(64, 64)
+            y = jnp.tanh(y)
+        return y
+
+    if not grad:
+        return run
+
+    def train(x, w):
+        def loss(w):
+            return jnp.mean(run(x @ w, w) ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return w - g, value
+
+    return train
+
+
+def compare(names, rows, columns, grad):
+    rng = np.random.default_rng(len(names) * 100 + rows)
+    x = rng.normal(size=(rows, columns)).astype(np.float32)
+    w = rng.normal(size=(columns, columns)).astype(np.float32) / columns
+    function = program(names, grad)
+    plan = make_plan(function, x, w, cluster="cpu:8", search="recursive_programming")
+    assert_same(compile_plan(function, plan)(x, w), jax.jit(function)(x, w), 1e-5)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    names=st.lists(st.sampled_from(sorted(OPS)), min_size=2, max_size=5),
+    rows=st.sampled_from([8, 16, 24, 12]),
+    columns=st.sampled_from([8, 16, 6]),
+    grad=st.booleans(),
+)
+def test_random_program(names, rows, columns, grad):
+    compare(names, rows, columns, grad)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_operation(part):
+    compare(sorted(OPS)[part::4], 16, 8, grad=True)

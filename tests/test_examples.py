@@ -1,0 +1,94 @@
+"""The six examples: planned for eight devices, run on them, equal to the unsharded run."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from executor import parallelize
+from planner import make_plan
+
+pytestmark = pytest.mark.devices
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NAMES = ["gpt", "gpt_linen_scan", "lstm", "mlp", "moe", "resnet"]
+TOLERANCE = {"moe": 1e-2}  # a token near a routing border may go to another expert
+STEPS = 3
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses_of(step, state, data):
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = step(state, next(data))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def test_all_examples_are_here():
+    assert sorted(p.stem for p in EXAMPLES.glob("*.py")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example(name):
+    module = load(name)
+    state = jax.jit(module.make_state)()
+    expected, alone = losses_of(jax.jit(module.train_step), state, module.batches())
+    step = parallelize(module.train_step, donate_argnums=0, mode="AUTO_PARALLEL")
+    got, trained = losses_of(step, state, module.batches())
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE.get(name, 1e-4))
+    assert jax.tree.structure(trained) == jax.tree.structure(alone)
+
+    plan = step.plan
+    assert plan.cluster == "cpu:8" and plan.mesh.num_devices == 8
+    assert not plan.fallbacks
+    assert any(leaf.spec.axes for leaf in plan.inputs)
+    for x, leaf in zip(jax.tree.leaves(trained), plan.inputs, strict=False):
+        assert leaf.path.startswith("[0]")
+        assert x.sharding.spec == jax.sharding.PartitionSpec(*leaf.spec.entries)
+    abstract = make_plan(
+        module.train_step, *module.example_args(), cluster="cpu:8", donate_argnums=0
+    )
+    assert abstract.digest == plan.digest
+
+
+def test_gpt_program_ends_with_the_difference():
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
+    small = ["--layers", "2", "--width", "64", "--seq", "64"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "gpt.py"), "--steps", "3", *small],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("largest difference from the unsharded losses: ")
+    assert last.endswith("(over 3 steps)")
+    assert float(last.split(": ")[1].split()[0]) <= 1e-2
+
+
+@pytest.mark.slow
+def test_gpt_program_at_its_own_size():
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "gpt.py"), "--steps", "3"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "largest difference from the unsharded losses: " in done.stdout.splitlines()[-1]
