@@ -91,7 +91,7 @@ class ConstrainedStep:
     def scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Evaluate a scan with constraints inside."""
         p = eqn.params
-        n_const, n_carry = int(p["num_consts"]), int(p["num_carry"])
+        n_const, n_carry = compat.scan_counts(eqn)
         ops = []
         for k, value in enumerate(ins):
             kind = (
@@ -136,6 +136,7 @@ class ConstrainedStep:
             return [self.at(self.step("loop_back"), "in", 0, x) for x in outs]
 
         cond = self.rebuilt(p["cond_jaxpr"], lambda a: self.run(p["cond_jaxpr"], enter(a, n_cond)))
+        self.step("loop_test")
         new = self.rebuilt(p["body_jaxpr"], body)
         for _ in eqn.outvars:
             self.step("loop_out")

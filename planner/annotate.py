@@ -80,11 +80,18 @@ def rule_pins(
     """Pins of ``{"regex over path": PartitionSpec(...)}``; the first matching rule wins.
 
     Raises:
-        PinError: a rule that matches no input, with the nearest paths.
+        PinError: a rule that matches no input (with the first paths), is no regular expression,
+            or leaves a dimension unconstrained.
     """
     pins: dict[int, Pin] = {}
     for pattern, spec in rules.items():
-        hits = [(p, v) for p, v in zip(paths, inputs, strict=True) if re.search(pattern, p)]
+        try:
+            wanted = re.compile(pattern)
+        except re.error as error:
+            raise PinError(f"shardings: {pattern!r} is no regular expression: {error}") from error
+        if any(e is jax.sharding.PartitionSpec.UNCONSTRAINED for e in spec):
+            raise PinError(f"shardings: {pattern!r}: UNCONSTRAINED dimensions can't be pinned")
+        hits = [(p, v) for p, v in zip(paths, inputs, strict=True) if wanted.search(p)]
         if not hits:
             raise PinError(
                 f"shardings: no argument path matches {pattern!r}; paths look like "

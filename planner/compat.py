@@ -86,3 +86,19 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     functions, params = found if isinstance(found, tuple) else ((), found)
     result = eqn.primitive.bind(*functions, *values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """(constants, carries) among the operands of a ``scan``.
+
+    Newer jax keeps them in a private structure; they follow from the shapes: what is scanned
+    over has one dimension more outside than in the body.
+    """
+    inner = body(eqn.params["jaxpr"])
+
+    def scanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(len(shape_of(a.aval)) > len(shape_of(b.aval)) for a, b in pairs)
+
+    carries = len(eqn.outvars) - scanned(eqn.outvars, inner.outvars)
+    return len(eqn.invars) - carries - scanned(eqn.invars, inner.invars), carries

@@ -111,7 +111,8 @@ class Extraction:
         out: dict[tuple[int, str, int], Constraint] = {}
 
         def add(op: int, slot: str, position: int, spec: Sharding) -> None:
-            out.setdefault((op, slot, position), Constraint(op, slot, position, spec))
+            short = Sharding.of(spec.entries)
+            out.setdefault((op, slot, position), Constraint(op, slot, position, short))
 
         for link in groups.links:
             if link.operand == -1 or link.op < 0:

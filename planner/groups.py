@@ -83,7 +83,7 @@ class Groups:
 
 def is_fusable(op: Op, rule: FactorRule) -> bool:
     """Whether ``op`` only passes dimensions along, so that its values can share a decision."""
-    if op.kind in IDENTITY_BORDERS or op.kind == "loop_back":
+    if op.kind in IDENTITY_BORDERS or op.kind in ("loop_back", "loop_test"):
         return False
     if any(len(dim) > 1 for side in (rule.operands, rule.results) for v in side for dim in v):
         return False
@@ -135,7 +135,7 @@ class _Grouping:
             for c in self.consumers[value]
             if self.live[c]
             and not self.fusable[c]
-            and self.graph.ops[c].kind not in IDENTITY_BORDERS | {"loop_back"}
+            and self.graph.ops[c].kind not in IDENTITY_BORDERS | {"loop_back", "loop_test"}
         )
 
     def add_inputs(self) -> None:
@@ -221,6 +221,8 @@ class _Grouping:
 
     def add(self, op: Op, rule: FactorRule) -> None:
         """Place one operation."""
+        if op.kind == "loop_test":
+            return
         if op.kind in IDENTITY_BORDERS:
             self.border(op)
         elif op.kind == "loop_back":
@@ -245,9 +247,11 @@ class _Grouping:
 
 
 def gradient_shapes(graph: Graph) -> set[tuple[int, ...]]:
-    """Shapes that gradients of carried inputs have, also one slice of a stack of layers."""
+    """Shapes (sorted: a gradient may be transposed) that gradients of carried inputs have,
+    also for one slice of a stack of layers."""
     shapes = {graph.values[graph.inputs[i]].shape for i, _ in graph.ties}
-    return (shapes | {s[1:] for s in shapes if len(s) > 1}) - {()}
+    wide = shapes | {s[1:] for s in shapes if len(s) > 1}
+    return {tuple(sorted(s)) for s in wide} - {()}
 
 
 def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
@@ -282,6 +286,7 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
         return number[fusion.gfind(group)]
 
     carried = {graph.inputs[i] for i, _ in graph.ties}
+    carried |= {graph.outputs[o] for _, o in graph.ties}
     updates = {at(fusion.home[v][0]) for v in carried if v in fusion.home}
     shapes = gradient_shapes(graph)
     links = []
@@ -292,7 +297,9 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
             and operand >= 0
             and groups[at(b)].kind == "anchor"
         )
-        gradient = partial and at(b) in updates and graph.values[value].shape in shapes
+        gradient = (
+            partial and at(b) in updates and tuple(sorted(graph.values[value].shape)) in shapes
+        )
         link = Link(
             at(a),
             done(src),

@@ -18,24 +18,26 @@ from costmodels import (
     parse_cluster,
 )
 from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
-from planner.errors import MemoryLimitError, RequestError
+from planner.errors import MemoryLimitError, PinError, RequestError
 from planner.extract import Extraction
 from planner.graph.trace import Traced, trace
 from planner.groups import MARKS, build_groups
 from planner.modes import check_mode, get_parallel_mode
 from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
-from planner.plan import MeshRow, Plan, SearchReport
+from planner.plan import MeshRow, Plan, SearchReport, rounded
 from planner.pricing import Analysis, Priced, analyse, ideal_s, price
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.registry import rules_for
-from planner.search import SEARCHES
-from planner.search.problem import Solution
+from planner.search import SEARCHES, lower_bound
+from planner.search.problem import Problem, Solution, evaluate
 from planner.spec import MeshSpec, enumerate_meshes, factorizations, parse_mesh
 
 SAME = 1.03
 """Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
 difference that the cost model can't resolve is no reason for another mesh axis."""
+SPREAD = 10.0
+"""Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
 LEADERS = 3
 """Meshes on which the requested search is run at most, after scouting."""
 
@@ -123,6 +125,16 @@ def plan_traced(
 Tried = tuple[Priced, Solution]
 
 
+def _solve(name: str, problem: Problem, request: Request) -> Solution:
+    """Run a search; what it refuses (too many combinations for brute) is a RequestError."""
+    if not problem.cost_s:
+        return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
+    try:
+        return SEARCHES[name](problem, time_limit_s=request.time_limit_s)
+    except ValueError as error:
+        raise RequestError(f"search {name}: {error}; choose another search") from error
+
+
 def _rank(tried: Tried) -> tuple[bool, float, int]:
     """Feasible first, then cheapest (else least memory), then the fewest mesh axes."""
     priced, solution = tried
@@ -144,50 +156,72 @@ def _search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) ->
     """Try meshes: all of one and two axes axis by axis, then the three-axis refinements of the
     best, then the requested search on the mesh that leads until it stays in the lead."""
     meshes = _meshes(request, pins)
-    search = SEARCHES[request.search]
     if len(meshes) == 1:
-        priced = _priced(analysis, pins, request, meshes[0])
-        return ((priced, search(priced.problem, time_limit_s=request.time_limit_s)),)
-
-    def scout(mesh: MeshSpec) -> Tried:
-        priced = _priced(analysis, pins, request, mesh)
-        found = SEARCHES["recursive_programming"](priced.problem, time_limit_s=request.time_limit_s)
-        return priced, found
+        return (_attempt(analysis, pins, request, meshes[0], request.search),)
 
     ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
     tried: list[Tried] = []
+    refused: list[PinError] = []
     for axes in (1, 2, 3):
         level = [m for m in meshes if sum(n > 1 for n in m.sizes) == axes]
         if axes == 3 and tried:
             lead = min(tried, key=_rank)[0].mesh
             level = [m for m in level if _refines(m, lead)]
-        tried += [scout(mesh) for mesh in level]
+        for mesh in level:
+            try:
+                tried.append(_attempt(analysis, pins, request, mesh, "recursive_programming"))
+            except PinError as error:
+                refused.append(error)
         if tried:
             first = min(tried, key=_rank)[1]
             if first.feasible and first.cost_s <= SAME * ideal:
                 break
+    if not tried:
+        raise refused[0]
     if request.search == "recursive_programming":
         return tuple(tried)
     settled: set[MeshSpec] = set()
     while (pick := _choose(tried)) and pick[0].mesh not in settled and len(settled) < LEADERS:
-        priced, scouted = pick
-        settled.add(priced.mesh)
-        found = search(priced.problem, time_limit_s=request.time_limit_s)
-        if _rank((priced, found)) <= _rank(pick):
-            tried[tried.index(pick)] = (priced, found)
-        elif found.lower_bound_s > scouted.lower_bound_s:
-            better = dataclasses.replace(scouted, lower_bound_s=found.lower_bound_s)
-            tried[tried.index(pick)] = (priced, better)
+        scouted = pick[1]
+        settled.add(pick[0].mesh)
+        found = _attempt(analysis, pins, request, pick[0].mesh, request.search)
+        if _rank(found) > _rank(pick):
+            better = max(found[1].lower_bound_s, scouted.lower_bound_s)
+            found = (pick[0], dataclasses.replace(scouted, lower_bound_s=better))
+        tried[tried.index(pick)] = found
     return tuple(tried)
 
 
-def _priced(analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Priced:
-    graph, groups = analysis.graph, analysis.groups
+def _attempt(
+    analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec, search: str
+) -> Tried:
+    """Price one mesh under the pins and the mode, and run one search on it.
+
+    Outside AUTO_PARALLEL the given shardings are spread: every other change of layout costs
+    more than the whole step, so that the search only completes what was given.
+    """
+    graph, groups, model = analysis.graph, analysis.groups, request.model
     hard = pin_masks(pins, graph, groups, mesh)
     masks: Mapping[int, Mask] = soft_masks(
         mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard
     )
-    return price(analysis, mesh, request.model, request.limit_bytes, masks)
+    priced = price(analysis, mesh, model, request.limit_bytes, masks)
+    if request.mode == "AUTO_PARALLEL":
+        return priced, _solve(search, priced.problem, request)
+    surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
+    spread = price(analysis, mesh, model, request.limit_bytes, masks, surcharge)
+    found = _solve(search, spread.problem, request)
+    cost, peak, moment = evaluate(priced.problem, found.choice)
+    lower = min(cost, lower_bound(priced.problem))
+    return priced, dataclasses.replace(
+        found,
+        cost_s=cost,
+        peak_bytes=peak,
+        peak_moment=moment,
+        lower_bound_s=lower,
+        reason=f"mode {request.mode}: given shardings spread, nothing else resharded; "
+        "the bound is that of any sharding with the same inputs",
+    )
 
 
 def _refines(fine: MeshSpec, coarse: MeshSpec) -> bool:
@@ -235,9 +269,13 @@ def parse_request(
         limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
     except ClusterError as error:
         raise RequestError(str(error)) from error
+    if limit is not None and not limit > 0:
+        raise RequestError(f"memory {memory!r}: expected a positive number of bytes per device")
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh)
     elif isinstance(mesh, Mapping):
+        if not mesh or not all(isinstance(n, int) for n in mesh.values()):
+            raise RequestError(f"mesh {dict(mesh)!r}: expected axis names with whole sizes")
         mesh = MeshSpec(tuple(mesh), tuple(mesh.values()))
     if chosen.mode == "STAND_ALONE":
         mesh = MeshSpec(("data",), (1,))
@@ -270,7 +308,9 @@ def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
     if "data" not in names and len(names) < 3:
         names = ("data", *names)
     splits = {sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)}
-    return tuple(MeshSpec(names, s) for s in sorted(splits, reverse=True))
+    pinned = [names.index(name) for name in axis_names(pins)]
+    real = {s for s in splits if all(s[k] > 1 for k in pinned)}
+    return tuple(MeshSpec(names, s) for s in sorted(real or splits, reverse=True))
 
 
 def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
@@ -334,7 +374,7 @@ def _plan(
     inputs, outputs = extraction.leaves()
     table: dict[str, int] = {}
     index = tuple(table.setdefault(text, len(table)) for text in graph.texts())
-    return Plan(
+    plan = Plan(
         mode=request.mode,
         cluster=request.cluster.text,
         mesh=priced.mesh,
@@ -352,8 +392,10 @@ def _plan(
         ),
         op_table=tuple(table),
         op_index=index,
+        op_inputs=tuple(op.inputs for op in graph.ops),
         planning_s=time.perf_counter() - begun,
     )
+    return rounded(plan)  # type: ignore[no-any-return]
 
 
 def _mesh_row(priced: Priced, solution: Solution, best: Solution) -> MeshRow:
@@ -386,7 +428,7 @@ def _untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tu
     """A line when meshes were left out because none of them can be much better."""
     ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
     best = min(tried, key=_rank)[1].cost_s
-    if len(tried) == 1 and request.mesh is not None or best > SAME * ideal:
+    if best <= 0 or (len(tried) == 1 and request.mesh is not None) or best > SAME * ideal:
         return ()
     return (
         f"other meshes can't be more than {100 * (1 - ideal / best):.2g} % faster: "

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanFormatError, PlanMismatchError
+from planner.errors import PlanFormatError, PlanMismatchError, RequestError
 from planner.graph.ir import Graph
 from planner.spec import Entry, MeshSpec, Sharding
 
@@ -130,6 +131,7 @@ class Plan:
     search: SearchReport
     op_table: tuple[str, ...]
     op_index: tuple[int, ...]
+    op_inputs: tuple[tuple[int, ...], ...]
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -188,6 +190,13 @@ class Plan:
                     f"({op.source or 'no line'}) "
                     f"is {text}, the plan has {self.op_table[index]}"
                 )
+        for op, reads in zip(graph.ops, self.op_inputs, strict=False):
+            if op.inputs != reads:
+                raise PlanMismatchError(
+                    f"this plan is for another step: operation {op.index} "
+                    f"({op.source or 'no line'}), {graph.op_text(op)}, reads values "
+                    f"{list(op.inputs)}, in the plan {list(reads)}"
+                )
         if len(graph.ops) != len(self.op_index):
             raise PlanMismatchError(
                 f"this plan is for another step: got {len(graph.ops)} operations, expected "
@@ -211,15 +220,31 @@ def _plain(value: Any) -> Any:
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    return value
+
+
+def rounded(value: Any) -> Any:
+    """The value with every float in it kept to nine digits: the same text on every host."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
+    if isinstance(value, tuple):
+        return tuple(rounded(v) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, Sharding | MeshSpec):
+        changed = {
+            f.name: rounded(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.name not in ("op_index", "op_inputs", "op_table", "planning_s")
+        }
+        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
     return value
 
 
 def _dump(plain: dict[str, Any]) -> str:
     lines = []
     for key, value in plain.items():
-        if isinstance(value, list) and value and key != "op_index":
+        if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
             items = ",\n".join("    " + json.dumps(v) for v in value)
             lines.append(f"  {json.dumps(key)}: [\n{items}\n  ]")
         else:
@@ -251,7 +276,7 @@ def plan_from_json(text: str, where: str = "plan") -> Plan:
         raise PlanFormatError(f"{where}: got format {got!r}, expected {FORMAT!r}")
     try:
         return _parse(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
         raise PlanFormatError(f"{where}: field missing or malformed: {error}") from error
 
 
@@ -275,6 +300,7 @@ def _leaf(raw: dict[str, Any]) -> Leaf:
 
 def _parse(raw: dict[str, Any]) -> Plan:
     prediction = dict(raw["prediction"], peak_holders=tuple(raw["prediction"]["peak_holders"]))
+    prediction = {k: math.inf if v is None else v for k, v in prediction.items()}
     return Plan(
         mode=raw["mode"],
         cluster=raw["cluster"],
@@ -299,4 +325,5 @@ def _parse(raw: dict[str, Any]) -> Plan:
         search=SearchReport(**raw["search"]),
         op_table=tuple(raw["op_table"]),
         op_index=tuple(raw["op_index"]),
+        op_inputs=tuple(map(tuple, raw["op_inputs"])),
     )

@@ -115,7 +115,7 @@ def analyse(
             out = float(sum(graph.values[o].nbytes for o in op.outputs))
             if over:
                 kept_factors = frozenset(f for f in outs[0] if f >= 0)
-                gradient = any(graph.values[o].shape in carried for o in op.outputs)
+                gradient = any(tuple(sorted(graph.values[o].shape)) in carried for o in op.outputs)
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
@@ -150,8 +150,12 @@ def _flops(
     if kind in ("dot_general", "ragged_dot"):
         return 2.0 * math.prod(rule.sizes)
     if kind == "conv_general_dilated":
-        # every output element: one multiply-add per kernel element of its feature
-        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / max(max(outs[0][1], outs[0][-1]), 1)
+        # per output element, one multiply-add for each kernel element of its feature
+        shared = {f for dim in rule.operands[1] for f in dim} & {
+            f for dim in rule.results[0] for f in dim
+        }
+        features = math.prod(rule.sizes[f] for f in shared)
+        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / features
     if kind in MOVES:
         return 0.0
     size = max((math.prod(s) for s in (*outs, *ins)), default=0)
@@ -202,8 +206,11 @@ class Priced:
 class Pricer:
     """Builds the arrays of one Problem; equal inputs give the same array object."""
 
-    def __init__(self, analysis: Analysis, mesh: MeshSpec, model: CostModel) -> None:
+    def __init__(
+        self, analysis: Analysis, mesh: MeshSpec, model: CostModel, change_s: float = 0.0
+    ) -> None:
         self.analysis, self.mesh, self.model = analysis, mesh, model
+        self.change_s = change_s
         self.sizes = mesh.sizes
         self.comm = 1.0 - model.overlap
         self.cache: dict[Any, Any] = {}
@@ -284,6 +291,7 @@ class Pricer:
             dst = codes(chosen.use, layout, frozenset(), rank)
             nbytes = self.analysis.graph.values[value].nbytes
             comm = comm + table.alpha_s[src, dst] + nbytes * table.beta_s_per_byte[src, dst]
+            comm = comm + self.change_s * table.changes[src, dst]
         return compute, comm
 
     def link_ends(self, link: Link, sets: Sequence[StrategySet]) -> tuple[Any, Any]:
@@ -316,6 +324,8 @@ class Pricer:
             pick = np.ix_(src, dst)
             alpha = table.combined_alpha_s if link.gradient else table.alpha_s
             seconds = alpha[pick] + nbytes * table.beta_s_per_byte[pick]
+            if self.change_s:
+                seconds = seconds + self.change_s * table.changes[pick]
             self.cache[key] = (self.comm * link.weight * seconds, src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
@@ -347,6 +357,7 @@ def price(
     model: CostModel,
     limit_bytes: float,
     allowed: Mapping[int, NDArray[np.bool_]] | None = None,
+    change_s: float = 0.0,
 ) -> Priced:
     """Build the Problem of ``analysis`` on ``mesh``.
 
@@ -356,11 +367,14 @@ def price(
         model: prices compute and collectives.
         limit_bytes: memory per device.
         allowed: per group, a mask over its full strategy set (pins and modes).
+        change_s: surcharge for every change of layout along a mesh axis that is not an
+            all-reduce; a large one makes any search spread the given shardings
+            instead of looking for better ones.
 
     Returns:
         The Problem with one node per group and one edge per linked pair.
     """
-    pricer = Pricer(analysis, mesh, model)
+    pricer = Pricer(analysis, mesh, model, change_s)
     groups = analysis.groups.groups
     masks = allowed or {}
     sets = [pricer.strategies(g, masks.get(g.index)) for g in groups]

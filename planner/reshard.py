@@ -122,12 +122,14 @@ def reshard_steps(
 class ReshardTable:
     """Seconds of every resharding of rank-r tensors: ``alpha_s + nbytes * beta_s_per_byte``.
 
-    All arrays have shape [codes, codes]; ``combined_alpha_s`` is for gradients.
+    All arrays have shape [codes, codes]; ``combined_alpha_s`` is for gradients. ``changes``
+    counts the mesh axes along which the layout changes (anything but an all-reduce).
     """
 
     alpha_s: NDArray[np.float64]
     combined_alpha_s: NDArray[np.float64]
     beta_s_per_byte: NDArray[np.float64]
+    changes: NDArray[np.float64]
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +170,8 @@ def reshard_table(rank: int, sizes: tuple[int, ...], model: CostModel) -> Reshar
     # a partial sum is never a target: only its producer leaves one
     forbidden = np.any(np.broadcast_to(dst == partial, wanted["all_gather"].shape), axis=0)
     alpha[forbidden] = combined[forbidden] = np.inf
-    return ReshardTable(alpha, combined, beta)
+    changes = np.sum((src != dst) & ~((src == partial) & (dst == 0)), axis=0).astype(np.float64)
+    return ReshardTable(alpha, combined, beta, changes)
 
 
 def _coefficients(

@@ -65,7 +65,7 @@ def test_example(name):
 
 def test_gpt_program_ends_with_the_difference():
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
-    small = ["--layers", "2", "--width", "64", "--seq", "64"]
+    small = ["--layers", "1", "--width", "64", "--seq", "32"]
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "gpt.py"), "--steps", "3", *small],
         env=env,

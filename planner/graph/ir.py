@@ -133,12 +133,16 @@ class Graph:
         """Which operations reach an output (loop carries included)."""
         live = [False] * len(self.ops)
         wanted = {o for o in self.outputs if o != SCALAR}
-        backs = {op.inputs[1]: op for op in self.ops if op.kind == "loop_back"}
+        backs: dict[int, list[Op]] = {}
+        for op in self.ops:
+            if op.kind in ("loop_back", "loop_test"):
+                for carry in op.inputs[1:]:
+                    backs.setdefault(carry, []).append(op)
         stack = list(wanted)
         while stack:
             value = self.values[stack.pop()]
-            extra = backs.get(value.index)
-            ops = ([] if value.op < 0 else [self.ops[value.op]]) + ([extra] if extra else [])
+            made = [] if value.op < 0 else [self.ops[value.op]]
+            ops = made + backs.get(value.index, [])
             for op in ops:
                 if not live[op.index]:
                     live[op.index] = True

@@ -2,9 +2,10 @@
 
 Border operations of ours: ``loop_const`` and ``branch_in`` (a value enters a region),
 ``loop_xs`` (a slice per iteration), ``loop_carry`` (its first operand starts it),
-``loop_back`` (closes the carry), ``loop_ys`` (stacks a slice per iteration), ``loop_out``
-(a carry leaves), ``branch_out`` (branches meet). The executor walks the same jaxpr in the
-same order, so an operation's index names a place in the program for both.
+``loop_back`` (closes the carry), ``loop_test`` (decides whether a while loop goes on),
+``loop_ys`` (stacks a slice per iteration), ``loop_out`` (a carry leaves), ``branch_out``
+(branches meet). The executor walks the same jaxpr in the same order, so an operation's
+index names a place in the program for both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 
 from planner import compat
-from planner.errors import ModelError
+from planner.errors import MeshwrightError, ModelError
 from planner.graph.ir import SCALAR, Graph, Op, Region, Value
 from planner.rules.key import EqnKey
 
@@ -180,7 +181,8 @@ class _Builder:
 
     def scan(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
         p = eqn.params
-        length, n_const, n_carry = int(p["length"]), int(p["num_consts"]), int(p["num_carry"])
+        length = int(p["length"])
+        n_const, n_carry = compat.scan_counts(eqn)
         loop = self.region("scan", region, length, length)
         avals = [v.aval for v in compat.body(p["jaxpr"]).invars]
         args: list[int] = []
@@ -209,14 +211,15 @@ class _Builder:
         p = eqn.params
         n_cond, n_body = int(p["cond_nconsts"]), int(p["body_nconsts"])
         loop = self.region("while", region, 1, 1, known=False)
-        avals = [SCALAR] * 0 + [v.aval for v in eqn.invars]
+        avals = [v.aval for v in eqn.invars]
         consts: list[int] = []
         for value, aval in zip(ins[: n_cond + n_body], avals, strict=False):
             consts += self.op("loop_const", (value,), (aval,), region, source)
         carries: list[int] = []
         for value, var in zip(ins[n_cond + n_body :], eqn.outvars, strict=True):
             carries += self.op("loop_carry", (value,), (var.aval,), region, source)
-        self.walk(p["cond_jaxpr"], consts[:n_cond] + carries, loop, source)
+        tests = self.walk(p["cond_jaxpr"], consts[:n_cond] + carries, loop, source)
+        self.op("loop_test", (tests[0], *carries), (), loop, source)
         results = self.walk(p["body_jaxpr"], consts[n_cond:] + carries, loop, source)
         for result, carry in zip(results, carries, strict=True):
             self.op("loop_back", (result, carry), (), loop, source)
@@ -281,6 +284,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     """
     try:
         closed, out_shape = compat.make_jaxpr(function, args)
+    except MeshwrightError:
+        raise
     except Exception as error:
         name = getattr(function, "__name__", repr(function))
         raise ModelError(f"tracing {name} failed: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def fold_collectives(rows: Sequence[CollectiveRow]) -> tuple[CollectiveSum, ...]
             same[0].axes,
             sum(r.count for r in same),
             same[0].payload_bytes,
-            sum(r.count * r.time_s for r in same),
+            math.fsum(r.count * r.time_s for r in same),
             same[0].source,
             common_path([r.cause for r in same]),
         )

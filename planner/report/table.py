@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -241,7 +242,7 @@ def _collectives(plan: Plan) -> tuple[str, RenderableType]:
             s.source,
             s.cause,
         )
-    total = sum(s.time_s for s in sums)
+    total = math.fsum(s.time_s for s in sums)
     runs = sum(s.count for s in sums)
     return f"collectives: {count_text(runs)} a step, {time_text(total)} in all", table
 

@@ -15,6 +15,9 @@ def border_rule(kind: str, in_shapes: Sequence[Shape], out_shapes: Sequence[Shap
     ``loop_xs`` drops and ``loop_ys`` adds a leading dimension, which must not be sharded:
     every iteration needs its own slice on every device. All others are identities.
     """
+    if kind == "loop_test":
+        bare: tuple[Mapped, ...] = tuple(tuple(() for _ in s) for s in in_shapes)
+        return FactorRule(bare, (), (), frozenset(), frozenset(), "border")
     wide = in_shapes[0] if kind in ("loop_xs", "loop_back") or not out_shapes else out_shapes[0]
     sizes = tuple(n for n in wide if n > 1)
     numbers = iter(range(len(sizes)))

@@ -31,7 +31,7 @@ def decide_levels(problem: Problem, cap: int, deadline: float) -> tuple[int, ...
         One strategy per node.
     """
     everything = [np.arange(cost.size) for cost in problem.cost_s]
-    if problem.levels is None or problem.levels[0].shape[1] == 0:
+    if not problem.levels or problem.levels[0].shape[1] == 0:
         found = _solve_level(problem, everything, cap, deadline)
         return found or tuple(int(cost.argmin()) for cost in problem.cost_s)
     choice: tuple[int, ...] | None = None

@@ -12,22 +12,27 @@ from flax import linen, nnx
 ADAMW = optax.adamw(1e-2, weight_decay=0.01)
 
 
-def batch_of(rows=16, seed=0):
+def batch_of(rows=16, seed=0, inputs=8):
     """A batch of host arrays."""
     rng = np.random.default_rng(seed)
     return {
-        "x": rng.normal(size=(rows, 8)).astype(np.float32),
+        "x": rng.normal(size=(rows, inputs)).astype(np.float32),
         "y": rng.normal(size=(rows, 4)).astype(np.float32),
     }
 
 
-def plain_state(width=16):
+def plain_state(width=16, inputs=8):
     """Two matrices in a plain dict."""
     rng = np.random.default_rng(7)
     return {
-        "up": jnp.asarray(rng.normal(size=(8, width)) / 3, jnp.float32),
-        "down": jnp.asarray(rng.normal(size=(width, 4)) / 4, jnp.float32),
+        "up": jnp.asarray(rng.normal(size=(inputs, width)) / inputs**0.5, jnp.float32),
+        "down": jnp.asarray(rng.normal(size=(width, 4)) / width**0.5, jnp.float32),
     }
+
+
+def large_args():
+    """Arguments of ``plain_step`` for which splitting the work is worth its collectives."""
+    return plain_state(width=256, inputs=64), batch_of(rows=2048, inputs=64)
 
 
 def plain_step(state, batch):

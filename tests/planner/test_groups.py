@@ -57,7 +57,7 @@ def home(graph: Graph, groups: Groups, value: int) -> tuple[Group, tuple[int, ..
 
 
 def test_an_elementwise_chain_is_one_group() -> None:
-    graph, groups = grouped(lambda x: jnp.exp(jnp.tanh(x) + 1) * 2, struct(8, 4))
+    _graph, groups = grouped(lambda x: jnp.exp(jnp.tanh(x) + 1) * 2, struct(8, 4))
     (group,) = groups.groups
     assert (group.kind, group.sizes, group.ops) == ("fused", (8, 4), (0, 1, 2, 3))
     assert groups.links == ()
@@ -99,7 +99,7 @@ def test_parameters_that_a_matmul_reads_have_kind_input() -> None:
 
 
 def test_a_transpose_that_clashes_does_not_unify() -> None:
-    graph, groups = grouped(lambda x: x + x.T, struct(8, 8))
+    _graph, groups = grouped(lambda x: x + x.T, struct(8, 8))
     (group,) = groups.groups
     assert group.sizes == (8, 8)  # two factors, not one
     (link,) = groups.links  # the transposed operand changes its sharding
@@ -116,7 +116,7 @@ def test_a_small_value_does_not_tie_two_large_groups() -> None:
 
 
 def test_a_value_of_equal_rank_does_tie() -> None:
-    graph, groups = grouped(lambda a, b: a + b, struct(16, 8), struct(16, 8))
+    _graph, groups = grouped(lambda a, b: a + b, struct(16, 8), struct(16, 8))
     assert len(groups.groups) == 1 and groups.links == ()
 
 
@@ -143,7 +143,7 @@ def test_ties_link_the_new_value_to_the_old() -> None:
         return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), x.sum()
 
     graph, groups = grouped(step, struct(16, 8), struct(4, 16))
-    assert gradient_shapes(graph) == {(16, 8), (8,)}
+    assert gradient_shapes(graph) == {(8, 16), (8,)}  # sorted: it may be transposed
     old, new = graph.inputs[0], graph.outputs[0]
     assert home(graph, groups, old)[0].kind == "input"
     source, target = (home(graph, groups, v)[0].index for v in (new, old))
@@ -168,12 +168,10 @@ def test_the_gradient_of_a_square_weight_is_marked() -> None:
     assert gradient_links(8, 8, momentum=True) == ["float32[8,8]"]
 
 
-@pytest.mark.xfail(strict=True, reason="the gradient is transposed after its matmul")
 def test_the_gradient_of_any_weight_is_marked() -> None:
     assert len(gradient_links(16, 8, momentum=True)) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="a weight's own group is not the one of its update")
 def test_the_gradient_is_marked_without_momentum() -> None:
     assert len(gradient_links(8, 8, momentum=False)) == 1
 
@@ -245,6 +243,5 @@ def test_flops_of_a_convolution_with_many_features() -> None:
     assert conv_flops(16, 64) == 2 * (2 * 16 * 16 * 64) * (3 * 3 * 3)
 
 
-@pytest.mark.xfail(strict=True, reason="divides by the image height when it is the larger")
 def test_flops_of_a_convolution_on_a_large_image() -> None:
     assert conv_flops(112, 64) == 2 * (2 * 112 * 112 * 64) * (3 * 3 * 3)

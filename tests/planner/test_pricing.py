@@ -116,10 +116,10 @@ PLACES = [
 def assert_consistent(plan: Plan) -> None:
     """The predicted step time is what the search minimised, and the rows add up to it."""
     p = plan.prediction
-    assert p.step_s == pytest.approx(plan.search.cost_s, rel=1e-9)
-    assert p.compute_s + p.communication_s - p.overlapped_s == pytest.approx(p.step_s, rel=1e-12)
+    assert p.step_s == pytest.approx(plan.search.cost_s, rel=1e-8)
+    assert p.compute_s + p.communication_s - p.overlapped_s == pytest.approx(p.step_s, rel=1e-8)
     rows = math.fsum(row.count * row.time_s for row in plan.collectives)
-    assert rows == pytest.approx(p.communication_s, rel=1e-9, abs=1e-15)
+    assert rows == pytest.approx(p.communication_s, rel=1e-7, abs=1e-15)
     assert plan.search.lower_bound_s <= plan.search.cost_s * (1 + 1e-12)
     assert p.peak_bytes <= p.limit_bytes * (1 + 1e-12)
 
@@ -132,7 +132,7 @@ def test_prediction_is_the_searched_cost(program: str, cluster: str, mesh: str) 
     assert_consistent(plan)
     model = AnalyticCostModel(parse_cluster(cluster))
     hidden = model.overlap * plan.prediction.communication_s
-    assert plan.prediction.overlapped_s == pytest.approx(hidden, rel=1e-12)
+    assert plan.prediction.overlapped_s == pytest.approx(hidden, rel=1e-8)
 
 
 @pytest.mark.parametrize("cluster", ["cpu:8", "h100:8"])
@@ -151,11 +151,11 @@ def test_prediction_of_random_choices_is_their_cost() -> None:
         priced = priced_on(analysis_of(function, *args), "h100:8", "data=4,model=2")
         for _ in range(5):
             choice = tuple(int(random.integers(c.size)) for c in priced.problem.cost_s)
-            cost, peak, moment = evaluate(priced.problem, choice)
+            cost, peak, _ = evaluate(priced.problem, choice)
             solution = SEARCHES["recursive_programming"](priced.problem)
             found = Extraction(priced, choice).prediction(solution, math.inf)
-            assert found.step_s == pytest.approx(cost, rel=1e-9), program
-            assert found.peak_bytes == pytest.approx(peak + priced.analysis.scalar_bytes, rel=1e-12)
+            assert found.step_s == pytest.approx(cost, rel=1e-8), program
+            assert found.peak_bytes == pytest.approx(peak + priced.analysis.scalar_bytes, rel=1e-8)
 
 
 # ---- searches ----------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_searches_agree_on_two_matmuls(cluster: str, mesh: str) -> None:
     assert yardstick.proved
     for name in ("dynamic_programming", "ilp", "auto"):
         found = SEARCHES[name](priced.problem, time_limit_s=10.0)
-        assert found.cost_s == pytest.approx(yardstick.cost_s, rel=1e-9), name
+        assert found.cost_s == pytest.approx(yardstick.cost_s, rel=1e-8), name
         assert found.lower_bound_s <= yardstick.cost_s * (1 + 1e-9), name
     replicated = evaluate(priced.problem, [0] * len(priced.problem.cost_s))[0]
     assert yardstick.cost_s < 0.5 * replicated
@@ -185,7 +185,7 @@ def test_searches_agree_on_two_matmuls_in_little_memory(share: float) -> None:
     yardstick = SEARCHES["brute"](priced.problem)
     assert yardstick.feasible and yardstick.peak_bytes <= share * peak
     ilp = SEARCHES["ilp"](priced.problem, time_limit_s=10.0)
-    assert ilp.cost_s == pytest.approx(yardstick.cost_s, rel=1e-9)
+    assert ilp.cost_s == pytest.approx(yardstick.cost_s, rel=1e-8)
     other = SEARCHES["dynamic_programming"](priced.problem, time_limit_s=10.0)
     assert other.feasible
     assert other.lower_bound_s <= yardstick.cost_s * (1 + 1e-9) <= other.cost_s * (1 + 2e-9)
@@ -199,7 +199,7 @@ def test_replicated_costs_the_whole_roofline_and_no_communication() -> None:
     cost, peak, _ = evaluate(priced.problem, [0] * len(priced.problem.cost_s))
     alone = priced_on(analysis_of(two_matmuls, *SMALL), "h100:1", "data=1")
     one = SEARCHES["auto"](alone.problem)
-    assert cost == pytest.approx(one.cost_s, rel=1e-9)
+    assert cost == pytest.approx(one.cost_s, rel=1e-8)
     assert peak == one.peak_bytes
 
 
@@ -207,7 +207,7 @@ def test_a_reduction_over_a_split_dimension_costs_an_all_reduce() -> None:
     priced = priced_on(
         analysis_of(lambda x: jnp.sin(x).sum(0), struct(4096, 512)), "cpu:4", "data=4"
     )
-    (group,) = priced.analysis.groups.groups
+    assert len(priced.sets) == 1
     use = priced.sets[0].use[:, 0].tolist()
     layout = priced.analysis.groups.home[priced.analysis.graph.inputs[0]][1]  # type: ignore[index]
     by_row, by_column = use.index(layout[0]), use.index(layout[1])
