@@ -65,9 +65,8 @@ def test_example(name):
 
 def test_gpt_program_ends_with_the_difference():
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
-    small = ["--layers", "1", "--width", "64", "--seq", "32"]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "gpt.py"), "--steps", "3", *small],
+        [sys.executable, str(EXAMPLES / "gpt.py"), "--steps", "3"],
         env=env,
         capture_output=True,
         text=True,
@@ -78,17 +77,3 @@ def test_gpt_program_ends_with_the_difference():
     assert last.startswith("largest difference from the unsharded losses: ")
     assert last.endswith("(over 3 steps)")
     assert float(last.split(": ")[1].split()[0]) <= 1e-2
-
-
-@pytest.mark.slow
-def test_gpt_program_at_its_own_size():
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "gpt.py"), "--steps", "3"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "largest difference from the unsharded losses: " in done.stdout.splitlines()[-1]

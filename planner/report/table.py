@@ -151,7 +151,15 @@ def _why(meshes: Sequence[MeshRow]) -> str:
     if len(meshes) < 2:
         return "the only one tried"
     unfit = sum(row.verdict == "does not fit" for row in meshes)
+    chosen = next(m for m in meshes if m.verdict == "chosen")
+    fastest = min((m.cost_s for m in meshes if m.verdict != "does not fit"), default=chosen.cost_s)
     text = f"the fastest of {len(meshes)} tried"
+    if chosen.cost_s > fastest * (1.0 + 1e-6):
+        extra = 100.0 * (chosen.cost_s / fastest - 1.0)
+        text = (
+            f"the simplest of {len(meshes)} tried that is within {extra:.2g} % of the fastest, "
+            "less than the cost model can tell apart"
+        )
     return f"{text}, {unfit} of them too large for memory" if unfit else text
 
 

@@ -119,6 +119,7 @@ def small_plan() -> Plan:
         search=SearchReport("auto:ilp", 0.0123, 0.0121, 0.01626, "time limit"),
         op_table=(),
         op_index=(),
+        op_inputs=(),
         planning_s=1.25,
     )
 
