@@ -10,21 +10,12 @@ import jax
 from executor.interpret import ConstrainedStep
 from executor.mesh import build_mesh, named
 from planner import compat
-from planner.graph.trace import Traced, trace
+from planner.graph.trace import Traced, abstract, trace
 from planner.plan import Plan
 
 
 class ShapesChangedError(Exception):
     """The arguments no longer have the shapes that the step was compiled for."""
-
-
-def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments with their arrays replaced by ShapeDtypeStructs (shape, dtype, weak type)."""
-
-    def one(x: Any) -> Any:
-        return compat.as_struct(jax.typeof(x)) if not isinstance(x, jax.ShapeDtypeStruct) else x
-
-    return tuple(jax.tree_util.tree_map(one, args))
 
 
 class CompiledStep:

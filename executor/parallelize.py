@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from executor.compile import CompiledStep, ShapesChangedError, abstract
+from executor.compile import CompiledStep, ShapesChangedError
 from executor.mesh import detect_cluster
 from planner import capture
 from planner.errors import RequestError
-from planner.graph.trace import trace
+from planner.graph.trace import abstract, trace
 from planner.pipeline import make_plan
 from planner.plan import Plan
 

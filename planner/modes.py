@@ -7,6 +7,8 @@ HYBRID_PARALLEL     exactly what is marked; everything else replicated
 SEMI_AUTO_PARALLEL  what is marked, completed with data parallelism
 AUTO_PARALLEL       what is marked is kept, everything else is searched
 ==================  ==========================================================
+
+Marks don't apply in the first two modes.
 """
 
 from __future__ import annotations

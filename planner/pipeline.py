@@ -110,11 +110,13 @@ def plan_traced(
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
     analysis = analyse(graph, rules, build_groups(graph, rules), donated)
-    pins = (
-        *_marks(traced),
+    named = (
         *rule_pins(shardings, graph.input_paths, graph.inputs),
         *metadata_pins(args, graph.inputs, graph.input_paths),
     )
+    pins = (*_marks(traced, {pin.value for pin in named}), *named)
+    if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
+        pins = ()  # these modes say everything themselves; marks wait for another mode
     tried = _search_meshes(analysis, pins, request)
     priced, solution = _choose(tried)
     if not solution.feasible:
@@ -327,12 +329,20 @@ def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
     return out
 
 
-def _marks(traced: Traced) -> tuple[Pin, ...]:
+def _marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
+    """Pins of the marks in the model. A mark on an argument itself is how it is stored, too,
+    unless that was asked for otherwise (``taken``)."""
     pins = []
+    arguments = set(traced.graph.inputs) - taken
     for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
         entries = None if eqn is None else mark_entries(op.kind, eqn.params)
-        if entries is not None:
-            pins.append(Pin(op.outputs[0], entries, f"{op.source or 'model'}: mark {entries}"))
+        if entries is None:
+            continue
+        origin = f"{op.source or 'model'}: mark {entries}"
+        pins.append(Pin(op.outputs[0], entries, origin))
+        if op.inputs[0] in arguments:
+            arguments.discard(op.inputs[0])
+            pins.append(Pin(op.inputs[0], entries, origin))
     return tuple(pins)
 
 

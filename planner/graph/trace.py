@@ -272,6 +272,18 @@ def _pair(
     return tuple(pairs)
 
 
+def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with their arrays replaced by ShapeDtypeStructs (shape, dtype, weak type).
+
+    Where an array happens to be must not change the plan.
+    """
+
+    def one(x: Any) -> Any:
+        return x if isinstance(x, jax.ShapeDtypeStruct) else compat.as_struct(jax.typeof(x))
+
+    return tuple(jax.tree_util.tree_map(one, args))
+
+
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     """Trace ``function(*args)`` into a Graph; starts no backend, computes nothing.
 
@@ -282,6 +294,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     Raises:
         ModelError: the function raised; the user's exception is the cause.
     """
+    args = abstract(args)
     try:
         closed, out_shape = compat.make_jaxpr(function, args)
     except MeshwrightError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 
 from planner.rules.factor import FactorRule, opaque_rule
@@ -51,7 +53,23 @@ class RuleBook:
         for signature, item in missing.items():
             ins, outs = item.in_shapes, item.out_shapes
             rule = read.get(signature) or fallback_rule(item.name, item.params, ins, outs)
-            self._known[signature] = rule or opaque_rule(ins, outs)
+            self._known[signature] = _guarded(item, rule or opaque_rule(ins, outs))
+
+
+def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
+    """Keep whole what XLA partitions wrongly: the indexed dimensions of a scatter at one index.
+
+    Its partitioner merges the slice that shards the operand with the scatter's own and loses
+    the clamp between them (seen on CPU with plain sharding constraints).
+    """
+    numbers = item.params.get("dimension_numbers")
+    if not item.name.startswith("scatter") or math.prod(item.in_shapes[1][:-1]) != 1:
+        return rule
+    dims = getattr(numbers, "scatter_dims_to_operand_dims", ())
+    whole = {f for d in dims for f in rule.operands[0][d]}
+    return dataclasses.replace(
+        rule, replicated=rule.replicated | whole, reduction=rule.reduction - whole
+    )
 
 
 _BOOK = RuleBook()

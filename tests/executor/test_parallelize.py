@@ -313,7 +313,6 @@ def test_plan_does_not_depend_on_where_arguments_are():
     compile_plan(plain_step, step.plan)(state, batch_of())
 
 
-@pytest.mark.xfail(reason="make_plan traces the arrays with their shardings", strict=True)
 def test_plan_of_arrays_that_are_on_a_mesh():
     step = parallelize(plain_step)
     state, _ = step(plain_state(), batch_of())

@@ -110,11 +110,6 @@ def test_random_program(names, rows, columns, grad):
     compare(names, rows, columns, grad)
 
 
-@pytest.mark.xfail(
-    reason="XLA drops a clamp when it merges the slice that shards an operand with the one of a "
-    "scatter at a single index (plain jax with two sharding constraints does it too)",
-    strict=False,
-)
 def test_scatter_at_one_index():
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
