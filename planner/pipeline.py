@@ -20,6 +20,8 @@ from costmodels import (
 from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
 from planner.errors import MemoryLimitError, PinError, RequestError
 from planner.extract import Extraction
+from planner.graph.blocks import repeated_blocks
+from planner.graph.ir import Graph
 from planner.graph.trace import Traced, trace
 from planner.groups import MARKS, build_groups
 from planner.modes import check_mode, get_parallel_mode
@@ -446,8 +448,13 @@ def _untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tu
     )
 
 
-def _notes(graph: Any) -> tuple[str, ...]:
-    return tuple(
+def _notes(graph: Graph) -> tuple[str, ...]:
+    blocks = tuple(
+        f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} equal blocks of "
+        f"{b.length}"
+        for b in repeated_blocks(graph)
+    )
+    return blocks + tuple(
         f"region {r.index} ({r.kind}): trip count unknown, priced as one"
         for r in graph.regions
         if not r.known
