@@ -79,7 +79,8 @@ class ConstrainedStep:
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
         ins = [self.at(op, "in", k, x) for k, x in enumerate(ins)]
-        return [self.at(op, "out", k, x) for k, x in enumerate(compat.bind(eqn, ins))]
+        made = [self.at(op, "made", k, x) for k, x in enumerate(compat.bind(eqn, ins))]
+        return [self.at(op, "out", k, x) for k, x in enumerate(made)]
 
     def rebuilt(self, like: Any, body: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """A jaxpr of the form of ``like`` that computes ``body``."""

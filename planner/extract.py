@@ -121,6 +121,10 @@ class Extraction:
             src, dst = self.link_digits(link)
             kind = groups.groups[link.b].kind
             if link.operand <= -2:
+                if src != dst and rank + 1 not in src:
+                    # computed as it is, then resharded: left alone, XLA may push the new
+                    # sharding back into an operation that it partitions wrongly
+                    add(link.op, "made", -2 - link.operand, self.from_digits(src, rank))
                 add(link.op, "out", -2 - link.operand, self.from_digits(dst, rank))
             elif kind == "anchor" or (src != dst and kind != "copy"):
                 add(link.op, "in", link.operand, self.from_digits(dst, rank))

@@ -40,7 +40,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Constraint:
-    """Sharding of operand (``slot`` "in") or result ("out") ``position`` of operation ``op``."""
+    """Sharding of operand (``slot`` "in") or result ("out") ``position`` of operation ``op``.
+
+    ``"made"`` is the sharding that the operation itself gives its result, before "out".
+    """
 
     op: int
     slot: str

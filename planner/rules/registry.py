@@ -57,16 +57,25 @@ class RuleBook:
 
 
 def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
-    """Keep whole what XLA partitions wrongly: the indexed dimensions of a scatter at one index.
+    """Keep whole what XLA partitions wrongly (each seen with plain sharding constraints on CPU).
 
-    Its partitioner merges the slice that shards the operand with the scatter's own and loses
-    the clamp between them (seen on CPU with plain sharding constraints).
+    * The indexed dimensions of a scatter at one index: the partitioner merges the slice that
+      shards the operand with the scatter's own and loses the clamp between them.
+    * Dimensions that a pad changes (the gradient of a strided slice is one), and those that a
+      slice steps through: wrong shards or a failed verification of the module.
     """
-    numbers = item.params.get("dimension_numbers")
-    if not item.name.startswith("scatter") or math.prod(item.in_shapes[1][:-1]) != 1:
+    dims: list[int] = []
+    if item.name.startswith("scatter") and math.prod(item.in_shapes[1][:-1]) == 1:
+        numbers = item.params.get("dimension_numbers")
+        dims = list(getattr(numbers, "scatter_dims_to_operand_dims", ()))
+    elif item.name == "pad":
+        dims = [d for d, change in enumerate(item.params["padding_config"]) if any(change)]
+    elif item.name == "slice" and item.params.get("strides"):
+        dims = [d for d, step in enumerate(item.params["strides"]) if step != 1]
+    values = (rule.operands[0], rule.results[0]) if dims else ()
+    whole = {f for value in values for d in dims for f in value[d]}
+    if not whole:
         return rule
-    dims = getattr(numbers, "scatter_dims_to_operand_dims", ())
-    whole = {f for d in dims for f in rule.operands[0][d]}
     return dataclasses.replace(
         rule, replicated=rule.replicated | whole, reduction=rule.reduction - whole
     )
