@@ -1,0 +1,198 @@
+"""Which logical mesh: try meshes, keep the simplest that no other clearly beats."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from costmodels import (
+    Cluster,
+    CostModel,
+)
+from planner.annotate import Pin
+from planner.errors import PinError, RequestError
+from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
+from planner.pricing import Analysis, Priced, ideal_s, price
+from planner.search import SEARCHES, lower_bound
+from planner.search.problem import Problem, Solution, evaluate
+from planner.spec import MeshSpec, enumerate_meshes, factorizations
+
+SAME = 1.03
+"""Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
+difference that the cost model can't resolve is no reason for another mesh axis."""
+SPREAD = 10.0
+"""Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
+LEADERS = 3
+"""Meshes on which the requested search is run at most, after scouting."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, parsed."""
+
+    cluster: Cluster
+    model: CostModel
+    mode: str
+    search: str
+    mesh: MeshSpec | None
+    limit_bytes: float
+    time_limit_s: float
+
+
+Tried = tuple[Priced, Solution]
+
+
+def _solve(name: str, problem: Problem, request: Request) -> Solution:
+    """Run a search; what it refuses (too many combinations for brute) is a RequestError."""
+    if not problem.cost_s:
+        return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
+    try:
+        return SEARCHES[name](problem, time_limit_s=request.time_limit_s)
+    except ValueError as error:
+        raise RequestError(f"search {name}: {error}; choose another search") from error
+
+
+def _rank(tried: Tried) -> tuple[bool, float, int]:
+    """Feasible first, then cheapest (else least memory), then the fewest mesh axes."""
+    priced, solution = tried
+    value = solution.cost_s if solution.feasible else solution.peak_bytes
+    return not solution.feasible, value, len(priced.mesh.sizes)
+
+
+def choose(tried: Sequence[Tried]) -> Tried:
+    """The best mesh; of those within ``SAME`` of it the one with the fewest axes and the
+    longest first one, so that a tie never costs readability."""
+    best = min(tried, key=_rank)
+    if not best[1].feasible:
+        return best
+    level = [t for t in tried if t[1].feasible and t[1].cost_s <= SAME * best[1].cost_s]
+    return min(level, key=lambda t: (len(t[0].mesh.sizes), [-n for n in t[0].mesh.sizes]))
+
+
+def search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
+    """Try meshes: all of one and two axes axis by axis, then the three-axis refinements of the
+    best, then the requested search on the mesh that leads until it stays in the lead."""
+    meshes = _meshes(request, pins)
+    if len(meshes) == 1:
+        return (_attempt(analysis, pins, request, meshes[0], request.search),)
+
+    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
+    tried: list[Tried] = []
+    refused: list[PinError] = []
+    for axes in (1, 2, 3):
+        level = [m for m in meshes if sum(n > 1 for n in m.sizes) == axes]
+        if axes == 3 and tried:
+            lead = min(tried, key=_rank)[0].mesh
+            level = [m for m in level if _refines(m, lead)]
+        for mesh in level:
+            try:
+                tried.append(_attempt(analysis, pins, request, mesh, "recursive_programming"))
+            except PinError as error:
+                refused.append(error)
+        if tried:
+            first = min(tried, key=_rank)[1]
+            if first.feasible and first.cost_s <= SAME * ideal:
+                break
+    if not tried:
+        raise refused[0]
+    if request.search == "recursive_programming":
+        return tuple(tried)
+    settled: set[MeshSpec] = set()
+    while (pick := choose(tried)) and pick[0].mesh not in settled and len(settled) < LEADERS:
+        scouted = pick[1]
+        settled.add(pick[0].mesh)
+        found = _attempt(analysis, pins, request, pick[0].mesh, request.search)
+        if _rank(found) > _rank(pick):
+            better = max(found[1].lower_bound_s, scouted.lower_bound_s)
+            found = (pick[0], dataclasses.replace(scouted, lower_bound_s=better))
+        tried[tried.index(pick)] = found
+    return tuple(tried)
+
+
+def _attempt(
+    analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec, search: str
+) -> Tried:
+    """Price one mesh under the pins and the mode, and run one search on it.
+
+    Outside AUTO_PARALLEL the given shardings are spread: every other change of layout costs
+    more than the whole step, so that the search only completes what was given.
+    """
+    graph, groups, model = analysis.graph, analysis.groups, request.model
+    hard = pin_masks(pins, graph, groups, mesh)
+    masks: Mapping[int, Mask] = soft_masks(
+        mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard
+    )
+    priced = price(analysis, mesh, model, request.limit_bytes, masks)
+    if request.mode == "AUTO_PARALLEL":
+        return priced, _solve(search, priced.problem, request)
+    surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
+    spread = price(analysis, mesh, model, request.limit_bytes, masks, surcharge)
+    found = _solve(search, spread.problem, request)
+    cost, peak, moment = evaluate(priced.problem, found.choice)
+    lower = min(cost, lower_bound(priced.problem))
+    return priced, dataclasses.replace(
+        found,
+        cost_s=cost,
+        peak_bytes=peak,
+        peak_moment=moment,
+        lower_bound_s=lower,
+        reason=f"mode {request.mode}: given shardings spread, nothing else resharded; "
+        "the bound is that of any sharding with the same inputs",
+    )
+
+
+def _refines(fine: MeshSpec, coarse: MeshSpec) -> bool:
+    """Whether merging neighbouring axes of ``fine`` gives ``coarse``."""
+    sizes, total = iter(coarse.sizes), 1
+    wanted = next(sizes)
+    for n in fine.sizes:
+        total *= n
+        if total == wanted:
+            total, wanted = 1, next(sizes, 0)
+        elif wanted and total > wanted:
+            return False
+    return total == 1
+
+
+def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
+    n = request.cluster.num_devices
+    if request.mesh is not None:
+        return (request.mesh,)
+    names = axis_names(pins)
+    if request.mode == "DATA_PARALLEL":
+        return (MeshSpec(("data",), (n,)),)
+    if not names:
+        return enumerate_meshes(n)
+    if "data" not in names and len(names) < 3:
+        names = ("data", *names)
+    splits = {sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)}
+    pinned = [names.index(name) for name in axis_names(pins)]
+    real = {s for s in splits if all(s[k] > 1 for k in pinned)}
+    return tuple(MeshSpec(names, s) for s in sorted(real or splits, reverse=True))
+
+
+def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
+    """Factorizations into ``parts`` factors, placed on ``width`` axes with ones elsewhere."""
+    import itertools
+
+    out = []
+    for sizes in factorizations(n, parts):
+        for places in itertools.combinations(range(width), parts):
+            row = [1] * width
+            for place, size in zip(places, sizes, strict=True):
+                row[place] = size
+            out.append(tuple(row))
+    return out
+
+
+def untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tuple[str, ...]:
+    """A line when meshes were left out because none of them can be much better."""
+    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
+    best = min(tried, key=_rank)[1].cost_s
+    if best <= 0 or (len(tried) == 1 and request.mesh is not None) or best > SAME * ideal:
+        return ()
+    return (
+        f"other meshes can't be more than {100 * (1 - ideal / best):.2g} % faster: "
+        f"a perfect split of the work would take {ideal:.4g} s",
+    )
