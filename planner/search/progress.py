@@ -1,0 +1,109 @@
+"""How a search tells where it stands, and how it is asked to stop early.
+
+A search looks up the monitor of its context once, reports now and then, and returns its best choice
+soon after ``should_stop()`` turns true, just as when its time is used up::
+
+    monitor = current()
+    while better and time.monotonic() < deadline and not monitor.should_stop():
+        ...
+        monitor.report(Progress(elapsed_s, cost_s, lower_bound_s, feasible, "block 3 of 40"))
+
+Whoever wants to listen installs a monitor around the call::
+
+    monitor = Monitor(print)
+    with monitored(monitor):  # elsewhere: monitor.stop(), from any thread or a signal handler
+        solution = dynamic_programming(problem)
+
+Without one, reports go nowhere and nothing asks to stop.  A thread that a search starts does not
+see the context: hand it the monitor.  A search that calls another one on a different problem (a
+block, a relaxation) does so under ``silenced()``, so that only costs and bounds of the problem at
+hand are heard, while stopping still works.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands.
+
+    Attributes:
+        elapsed_s: seconds since the search began.
+        cost_s: cost of the best choice so far; infinite while there is none.
+        lower_bound_s: proved bound of every feasible cost; minus infinity while there is none.
+        feasible: whether the best choice respects the memory limit and all forbidden entries.
+        note: what is being done, in a few words.
+    """
+
+    elapsed_s: float
+    cost_s: float
+    lower_bound_s: float
+    feasible: bool
+    note: str
+
+
+class Monitor:
+    """Takes reports and passes on the wish to stop; thread-safe.
+
+    Args:
+        on_report: called with every report, one at a time, in the thread that reports; it should
+            return at once.  None: reports are dropped.
+    """
+
+    def __init__(self, on_report: Callable[[Progress], None] | None = None) -> None:
+        self._on_report = on_report
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def report(self, progress: Progress) -> None:
+        """Tell where the search stands; cheap enough for a few hundred calls a second."""
+        if self._on_report is not None:
+            with self._lock:
+                self._on_report(progress)
+
+    def stop(self) -> None:
+        """Ask the search to return the best it has."""
+        self._stop.set()
+
+    def should_stop(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self._stop.is_set()
+
+
+class _Silenced(Monitor):
+    """Drops reports; stops with another monitor."""
+
+    def __init__(self, outer: Monitor) -> None:
+        super().__init__()
+        self._stop = outer._stop
+
+
+_CURRENT: ContextVar[Monitor | None] = ContextVar("monitor", default=None)
+
+
+def current() -> Monitor:
+    """The monitor of this context, or one that hears nothing and never stops."""
+    return _CURRENT.get() or Monitor()
+
+
+@contextmanager
+def monitored(monitor: Monitor) -> Iterator[Monitor]:
+    """Make ``monitor`` the current one inside a ``with`` block."""
+    token = _CURRENT.set(monitor)
+    try:
+        yield monitor
+    finally:
+        _CURRENT.reset(token)
+
+
+@contextmanager
+def silenced() -> Iterator[Monitor]:
+    """Inside the block reports are dropped; asking the outer monitor to stop still works."""
+    with monitored(_Silenced(current())) as monitor:
+        yield monitor
