@@ -2,9 +2,15 @@
 
 An instance is ``{"problem": {"name", "nodes": {"intervals", "costs", "usages"}, "edges": {"nodes",
 "costs"}, "usage_limit"}}``: one interval and one usage per strategy for each node, edge costs
-row-major over the strategies of the nodes they name, 1e18 for a forbidden pair.  The form allows
-one usage a node; a further usage is written as an alias node, tied by an edge that is infinite off
-its diagonal.
+row-major over the strategies of the nodes they name, 1e18 for a forbidden pair.  A node's usage
+counts in the moments [start, end) of its interval.  The form allows one usage a node; a further
+usage is written as an alias node, tied by an edge that is infinite off its diagonal.
+
+A choice is a JSON list of strategy indices, one per node, as the contest's solvers print it.
+
+Instances repeat themselves, and most of the time of reading one as JSON goes into equal lists of
+numbers.  So the innermost lists are cut out of the text, each distinct one is parsed once, and what
+is left of the text, a few hundredths, is parsed as it is.  Lists of equal text become one array.
 
 Paper: Moffitt and Fegade, "The ASPLOS 2025 / EuroSys 2025 Contest on Intra-Operator Parallelism for
 Distributed Deep Learning", 2025.
@@ -12,15 +18,24 @@ Distributed Deep Learning", 2025.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from planner.search.problem import FORBIDDEN, Array, Edge, Problem, Usage, verify
+
+_MARK = "\x01"
+"""Begins the text that stands for a list that was cut out; no JSON string can hold it."""
+_FAR = 2**62
+"""Moments must be nearer to zero than this, to fit into 64 bits."""
+_KINDS: dict[type, str] = {dict: "an object", list: "a list"}
 
 
 def read_iopddl(path: str | Path) -> Problem:
@@ -30,44 +45,23 @@ def read_iopddl(path: str | Path) -> Problem:
         path: the file.
 
     Returns:
-        The problem; nodes are named n0, n1, ...
+        The problem; nodes are named n0, n1, ...  Equal tables are one array.
 
     Raises:
-        ValueError: when the instance is malformed or an edge names more than two nodes.
+        OSError: when the file can't be read.
+        ValueError: when it holds no well-formed instance; one line that names the file, the node or
+            edge, what was there and what was expected.
     """
     file = Path(path)
-    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    body = json.loads(raw)["problem"]
-    nodes, links = body["nodes"], body["edges"]
-    costs = [np.array(cost, dtype=np.float64) for cost in nodes["costs"]]
-    edges: list[Edge] = []
-    for ends, flat in zip(links["nodes"], links["costs"], strict=True):
-        table = np.array(flat, dtype=np.float64)
-        if len(ends) == 1:
-            costs[ends[0]] = costs[ends[0]] + table
-        elif len(ends) == 2:
-            shape = (costs[ends[0]].size, costs[ends[1]].size)
-            edges.append(Edge(ends[0], ends[1], table.reshape(shape)))
-        else:
-            raise ValueError(f"edge {ends}: more than two nodes")
-    usages = [
-        Usage(node, int(start), int(end), np.array(taken, dtype=np.float64))
-        for node, ((start, end), taken) in enumerate(
-            zip(nodes["intervals"], nodes["usages"], strict=True)
-        )
-        if start < end and any(taken)
-    ]
-    limit = body.get("usage_limit")
-    names = tuple(f"n{node}" for node in range(len(costs)))
-    problem = Problem(
-        names,
-        tuple(costs),
-        tuple(edges),
-        tuple(usages),
-        math.inf if limit is None else float(limit),
-    )
-    verify(problem)
-    return problem
+    raw = file.read_bytes()
+    try:
+        problem = _problem(_parsed(_decompressed(raw) if file.suffix == ".gz" else raw))
+        verify(problem)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    taken = {id(usage.bytes): bool(usage.bytes.any()) for usage in problem.usages}
+    live = (u for u in problem.usages if u.start < u.end and taken[id(u.bytes)])
+    return dataclasses.replace(problem, usages=tuple(live))
 
 
 def write_iopddl(problem: Problem, path: str | Path) -> None:
@@ -76,35 +70,201 @@ def write_iopddl(problem: Problem, path: str | Path) -> None:
     Args:
         problem: the problem.
         path: the file; a name that ends in ``.gz`` is compressed.
+
+    Raises:
+        OSError: when the file can't be written.
     """
-    count = len(problem.names)
-    costs = [_numbers(cost) for cost in problem.cost_s]
-    intervals: list[list[int]] = [[0, 0] for _ in range(count)]
-    usages = [[0.0] * cost.size for cost in problem.cost_s]
-    ends = [[edge.a, edge.b] for edge in problem.edges]
-    tables = [_numbers(edge.cost_s.ravel()) for edge in problem.edges]
+    text = _Writer()
+    costs = [text.of(cost) for cost in problem.cost_s]
+    intervals = ["[0, 0]"] * len(costs)
+    usages = [text.of(np.zeros(size)) for size in (cost.size for cost in problem.cost_s)]
+    ends = [f"[{edge.a}, {edge.b}]" for edge in problem.edges]
+    tables = [text.of(edge.cost_s) for edge in problem.edges]
     written: set[int] = set()
     for usage in problem.usages:
-        span, taken = [usage.start, usage.end], _numbers(usage.bytes)
+        span, taken = f"[{usage.start}, {usage.end}]", text.of(usage.bytes)
         if usage.node not in written:
             intervals[usage.node], usages[usage.node] = span, taken
             written.add(usage.node)
             continue
         size = usage.bytes.size
-        ends.append([usage.node, len(costs)])
-        tables.append(_numbers(np.where(np.eye(size, dtype=bool), 0.0, FORBIDDEN).ravel()))
-        costs.append([0.0] * size)
+        ends.append(f"[{usage.node}, {len(costs)}]")
+        tables.append(text.of(np.where(np.eye(size, dtype=bool), 0.0, FORBIDDEN)))
+        costs.append(text.of(np.zeros(size)))
         intervals.append(span)
         usages.append(taken)
-    body: dict[str, Any] = {
-        "name": Path(path).name.split(".")[0],
-        "nodes": {"intervals": intervals, "costs": costs, "usages": usages},
-        "edges": {"nodes": ends, "costs": tables},
-    }
-    if math.isfinite(problem.limit_bytes):
-        body["usage_limit"] = _number(problem.limit_bytes)
-    raw = json.dumps({"problem": body}).encode()
+    nodes = f'{{"intervals": {_rows(intervals)}, "costs": {_rows(costs)}, "usages": {_rows(usages)}'
+    edges = f'{{"nodes": {_rows(ends)}, "costs": {_rows(tables)}'
+    limit = problem.limit_bytes
+    last = f', "usage_limit": {json.dumps(_number(limit))}' if math.isfinite(limit) else ""
+    name = json.dumps(Path(path).name.split(".")[0])
+    raw = (
+        f'{{"problem": {{"name": {name}, "nodes": {nodes}}}, "edges": {edges}}}{last}}}}}'.encode()
+    )
     Path(path).write_bytes(gzip.compress(raw) if str(path).endswith(".gz") else raw)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Body:
+    """JSON with its innermost lists kept apart; ``lists[k]`` stands where mark k does."""
+
+    json: Any
+    lists: Sequence[Any]
+    arrays: dict[Any, Array] = dataclasses.field(default_factory=dict)
+
+    def list(self, value: Any) -> Any:
+        """A list that may have been cut out; anything else as it is."""
+        marked = type(value) is str and value.startswith(_MARK)
+        return self.lists[int(value[1:])] if marked else value
+
+    def under(self, part: Any, key: str, kind: type) -> Any:
+        """The list or object under a key of an object."""
+        if key not in part:
+            raise ValueError(f"no {key!r} where there is {_got(part)}")
+        found = self.list(part[key])
+        if type(found) is not kind:
+            raise ValueError(f"{key!r} is {_got(found)}, expected {_KINDS[kind]}")
+        return found
+
+    def numbers(self, value: Any, where: str, what: str, shape: tuple[int, ...] = (-1,)) -> Array:
+        """An array of a shape, one object for one text; ``(-1,)`` takes what comes, if any."""
+        key = (value, shape) if type(value) is str else None
+        if key in self.arrays:
+            return self.arrays[key]
+        row = self.list(value)
+        if type(row) is not list or not set(map(type, row)) <= {int, float}:
+            raise ValueError(f"{where}: {what} are {_got(row)}, expected a list of numbers")
+        if shape != (-1,) and len(row) != math.prod(shape):
+            size = f"{math.prod(shape)}" + (f" ({shape[0]} x {shape[1]})" if shape[1:] else "")
+            raise ValueError(f"{where}: {len(row)} {what}, expected {size}")
+        try:
+            array = np.array(row, dtype=np.float64).reshape(shape)
+        except OverflowError as error:
+            raise ValueError(f"{where}: {what} hold a number that no float can") from error
+        if key is not None:
+            self.arrays[key] = array
+        return array
+
+
+def _decompressed(raw: bytes) -> bytes:
+    """The contents of a gzip file."""
+    try:
+        return gzip.decompress(raw)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"not a gzip file: {error}") from error
+
+
+def _parsed(raw: bytes) -> _Body:
+    """Parse an instance, its distinct innermost lists once each."""
+    seen: dict[bytes, int] = {}
+    kept: list[bytes] = []
+    for piece in raw.split(b"]"):
+        head, bracket, row = piece.rpartition(b"[")
+        if bracket:
+            kept.append(b'%s"%s%d"' % (head, _MARK.encode(), seen.setdefault(row, len(seen))))
+        else:
+            kept.append(row + b"]")
+    try:
+        frame = json.loads(b"".join(kept).removesuffix(b"]"), strict=False)
+        return _Body(frame, json.loads(b"[[" + b"],[".join(seen) + b"]]"))
+    except (ValueError, RecursionError):
+        pass  # a string with brackets in it, or no JSON at all
+    try:
+        return _Body(json.loads(raw), ())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def _problem(body: _Body) -> Problem:
+    """The problem that a parsed instance holds."""
+    top = body.list(body.json)
+    if type(top) is not dict:
+        raise ValueError(f"holds {_got(top)}, expected an object")
+    parts = body.under(top, "problem", dict)
+    nodes = body.under(parts, "nodes", dict)
+    rows = [body.under(nodes, key, list) for key in ("intervals", "costs", "usages")]
+    if len({len(row) for row in rows}) > 1:
+        counts = ", ".join(str(len(row)) for row in rows)
+        raise ValueError(f"nodes: {counts} intervals, costs and usages, expected as many of each")
+    if not rows[0]:
+        raise ValueError("nodes: there are none, expected at least one")
+    costs = [body.numbers(cost, f"node {node}", "costs") for node, cost in enumerate(rows[1])]
+    usages = []
+    for node, (interval, usage) in enumerate(zip(rows[0], rows[2], strict=True)):
+        start, end = _interval(body.list(interval), node)
+        taken = body.numbers(usage, f"node {node}", "usages", costs[node].shape)
+        usages.append(Usage(node, start, end, taken))
+    edges = _edges(body, body.under(parts, "edges", dict), costs)
+    limit = body.list(parts.get("usage_limit"))
+    if limit is not None and type(limit) not in (int, float):
+        raise ValueError(f"'usage_limit' is {_got(limit)}, expected a number")
+    return Problem(
+        tuple(f"n{node}" for node in range(len(costs))),
+        tuple(costs),
+        edges,
+        tuple(usages),
+        math.inf if limit is None else float(limit),
+    )
+
+
+def _interval(interval: Any, node: int) -> tuple[int, int]:
+    """Two moments, the first not after the second."""
+    if type(interval) is list and [type(moment) for moment in interval] == [int, int]:
+        start, end = interval
+        if -_FAR < start <= end < _FAR:
+            return start, end
+    raise ValueError(
+        f"node {node}: interval {_got(interval)}, expected [start, end], whole, start <= end"
+    )
+
+
+def _edges(body: _Body, links: Any, costs: list[Array]) -> tuple[Edge, ...]:
+    """The edges; what an edge of one node costs is added to ``costs``, in place."""
+    ends, tables = (body.under(links, key, list) for key in ("nodes", "costs"))
+    if len(ends) != len(tables):
+        raise ValueError(f"edges: {len(ends)} nodes and {len(tables)} costs, expected as many")
+    count, edges = len(costs), []
+    for index, (value, table) in enumerate(zip(ends, tables, strict=True)):
+        pair = body.list(value)
+        where = f"edge {index}"
+        if type(pair) is not list or not 1 <= len(pair) <= 2 or set(map(type, pair)) != {int}:
+            raise ValueError(f"{where}: nodes {_got(pair)}, expected one or two node indices")
+        if min(pair) < 0 or max(pair) >= count:
+            raise ValueError(f"{where}: nodes {_got(pair)}, expected 0 to {count - 1}")
+        if len(set(pair)) < len(pair):
+            raise ValueError(f"{where}: nodes {_got(pair)}, expected two different ones")
+        shape = tuple(costs[node].size for node in pair)
+        cost = body.numbers(table, f"{where} {pair}", "costs", shape)
+        if len(pair) == 1:
+            costs[pair[0]] = costs[pair[0]] + cost
+        else:
+            edges.append(Edge(pair[0], pair[1], cost))
+    return tuple(edges)
+
+
+def _got(value: Any) -> str:
+    """What was found, short enough for one line."""
+    if type(value) is dict:
+        return "an object with " + (", ".join(map(repr, list(value)[:8])) or "nothing in it")
+    if type(value) is list and any(type(item) in (str, list, dict) for item in value):
+        return f"a list of {len(value)} things that are no numbers"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class _Writer:
+    """The text of arrays, made once for each object."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Array, str]] = {}
+
+    def of(self, values: Array) -> str:
+        """A flat list of an array's numbers."""
+        entry = self.known.get(id(values))
+        if entry is None:
+            text = json.dumps([_number(value) for value in values.ravel().tolist()])
+            entry = self.known[id(values)] = (values, text)
+        return entry[1]
 
 
 def _number(value: float) -> float:
@@ -113,6 +273,6 @@ def _number(value: float) -> float:
     return int(value) if value.is_integer() else value
 
 
-def _numbers(values: Array) -> list[float]:
-    """A flat array as the form holds it."""
-    return [_number(value) for value in values.tolist()]
+def _rows(rows: Sequence[str]) -> str:
+    """A list of texts as one list."""
+    return f"[{', '.join(rows)}]"

@@ -186,7 +186,11 @@ def verify(problem: Problem) -> None:
         raise ValueError(f"{count} names but {len(problem.cost_s)} node costs")
     if math.isnan(problem.limit_bytes) or problem.limit_bytes < 0:
         raise ValueError(f"the memory limit is {problem.limit_bytes}")
+    seen = set[int]()
     for name, cost in zip(problem.names, problem.cost_s, strict=True):
+        if id(cost) in seen:
+            continue
+        seen.add(id(cost))
         if cost.ndim != 1 or cost.size == 0:
             raise ValueError(
                 f"node {name}: costs of shape {cost.shape}, expected [strategies >= 1]"
@@ -214,7 +218,8 @@ def _verify_edges(problem: Problem) -> None:
 
 
 def _verify_usages(problem: Problem) -> None:
-    """Check the usages: node, interval, shape, finite and not negative."""
+    """Check the usages: node, interval, shape, finite and not negative (equal objects once)."""
+    seen = set[int]()
     for usage in problem.usages:
         if not 0 <= usage.node < len(problem.names):
             raise ValueError(f"a usage names node {usage.node} of {len(problem.names)}")
@@ -223,8 +228,13 @@ def _verify_usages(problem: Problem) -> None:
             raise ValueError(f"{label}: ends at {usage.end} before its start {usage.start}")
         if usage.bytes.shape != problem.cost_s[usage.node].shape:
             raise ValueError(f"{label}: bytes of shape {usage.bytes.shape}")
-        if not (usage.bytes.min() >= 0 and usage.bytes.max() < math.inf):
-            raise ValueError(f"{label}: bytes must be finite and not negative")
+        if id(usage.bytes) in seen:
+            continue
+        seen.add(id(usage.bytes))
+        least, most = float(usage.bytes.min()), float(usage.bytes.max())
+        if not (least >= 0 and most < math.inf):
+            worst = most if least >= 0 else least
+            raise ValueError(f"{label}: {worst:g} bytes, expected finite and not negative")
 
 
 def _verify_levels(problem: Problem) -> None:
