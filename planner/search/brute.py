@@ -17,6 +17,7 @@ import numpy as np
 
 from planner.search.memory import Timeline
 from planner.search.problem import Array, Problem, Solution, is_forbidden, make_solution, verify
+from planner.search.progress import Progress, current, time_is_up
 
 MOST = 2_000_000
 """Combinations above which the search refuses."""
@@ -48,9 +49,13 @@ def brute(problem: Problem, *, time_limit_s: float = math.inf, block: int = 1 <<
     timeline = Timeline(problem)
     best, best_key, stopped = 0, (math.inf, math.inf), False
     for first in range(0, total, block):
-        if time.monotonic() - begun > time_limit_s:
+        if time_is_up(begun + time_limit_s):
             stopped = True
             break
+        known = best_key[1] if best_key[0] == 0 else math.inf
+        note = f"{first} of {total} combinations"
+        elapsed = time.monotonic() - begun
+        current().report(Progress(elapsed, known, -math.inf, math.isfinite(known), note))
         numbers = np.arange(first, min(first + block, total))
         cost, peak = _block(problem, timeline, numbers)
         over = np.maximum(peak - problem.limit_bytes * (1 + 1e-12), 0.0)
@@ -66,7 +71,7 @@ def brute(problem: Problem, *, time_limit_s: float = math.inf, block: int = 1 <<
     elif best_key[0] > 0:
         reason += f"; the least memory peak misses the limit by {best_key[0]:.6g} bytes"
     if stopped:
-        reason = "out of time before all combinations were tried"
+        reason = "stopped before all combinations were tried"
     lower = -math.inf if stopped else (best_key[1] if best_key[0] == 0 else math.inf)
     return make_solution(problem, choice, lower, "brute", reason, begun)
 

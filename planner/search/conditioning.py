@@ -12,7 +12,6 @@ decomposition", AI 41, 1990.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +21,7 @@ from planner.search.memory import Timeline
 from planner.search.moves import State
 from planner.search.plan import make_plan
 from planner.search.problem import Array
+from planner.search.progress import time_is_up
 from planner.search.reduction import Reduction
 from planner.search.repair import pairs_are_cheap, polish, repair
 
@@ -66,7 +66,7 @@ def improve(
     inputs = [reduction.pool.intern(cost) for cost in unary] + list(reduction.pairs.values())
     sizes, idle = [cost.size for cost in unary], 0
     for _ in range(rounds):
-        if idle >= patience or time.monotonic() >= deadline:
+        if idle >= patience or time_is_up(deadline):
             break
         plan = make_plan(sizes, list(reduction.pairs), cap, fix=True, rng=rng)
         script = make_script(plan, inputs, [int(s) for s in best])

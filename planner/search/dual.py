@@ -21,7 +21,6 @@ Programming 69, 1995; Fisher, "The Lagrangian relaxation method", Management Sci
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from scipy.optimize import linprog
 
 from planner.search.memory import Timeline
 from planner.search.problem import Array
+from planner.search.progress import time_is_up
 
 Oracle = Callable[[Array], tuple[float, list[int]]]
 """Minimise the costs plus a flat price per strategy: (value or lower bound, choice)."""
@@ -104,7 +104,7 @@ def ascend(
     bundle.add(cost_of(start[1]), (timeline.profile(start[1]) - limit) / scale)
     centre: dict[int, float] = {}
     for _ in range(rounds):
-        if time.monotonic() >= deadline:
+        if time_is_up(deadline):
             return Dual(best, best_prices, "out of time in the dual ascent")
         point = _next_point(bundle, centre, best, upper)
         if point is None:
@@ -189,7 +189,7 @@ def least_peak(
             break
         if peak not in active:
             active.append(peak)
-        if time.monotonic() >= deadline:
+        if time_is_up(deadline):
             break
         slopes = np.array([[profile[t] / scale for t in active] for profile in profiles])
         count = len(active)

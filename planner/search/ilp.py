@@ -11,6 +11,10 @@ With binary x the y are integral by themselves.  Parallel edges are added and fo
 no variable.  Memory rows are written over bytes above each usage's least, on non-dominated moments;
 when those rows would be too many entries, a running variable per moment carries the sum instead.
 
+HiGHS can't be interrupted, so it runs in a thread of its own.  Asked to stop, the search leaves it
+there (it ends by its time limit or with the process) and answers with the choice of
+`recursive_programming`, since HiGHS tells nobody what it has found so far.
+
 Complexity: exponential in the worst case; O(edges * S^2) variables.
 Paper: Zheng et al., "Alpa: Automating inter- and intra-operator parallelism for distributed deep
 learning", OSDI 2022; Huangfu and Hall, "Parallelizing the dual revised simplex method", Math. Prog.
@@ -20,8 +24,11 @@ Computation 10, 2018 (HiGHS).
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -35,9 +42,15 @@ from scipy.sparse import csr_matrix
 from planner.search.dynamic_programming import forbidden_solution
 from planner.search.memory import Timeline
 from planner.search.problem import Array, Problem, Solution, make_solution, verify
+from planner.search.progress import Monitor, current, monitored
+from planner.search.recursive_programming import recursive_programming
 from planner.search.reduction import reduce_problem
 
 NAME = "ilp"
+_POLL_S = 0.05
+"""Seconds between two looks at whether to stop."""
+_QUICK_S = 10.0
+"""Seconds for the choice that is given when asked to stop."""
 _DENSE = 3_000_000
 """Entries of memory rows above which running sums are used."""
 
@@ -76,7 +89,7 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
     Returns:
         The incumbent with HiGHS's dual bound; infeasible, with HiGHS's words, when there is none.
         When HiGHS says optimal (within its tolerances) and its bound is within 1e-7, the cost
-        itself is the bound.
+        itself is the bound.  When asked to stop, what `recursive_programming` finds in ten seconds.
 
     Raises:
         ValueError: when the problem is malformed.
@@ -97,13 +110,16 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
     costs, binary = _memory(timeline, part.limit_bytes, rows, costs, binary)
     scale, shift = _scaling(part)
     left = max(0.01, time_limit_s - (time.monotonic() - begun))
-    result = milp(
+    result = _unless_stopped(
+        milp,
         costs * scale,
         integrality=binary,
         bounds=Bounds(0.0, np.append(upper, np.full(costs.size - upper.size, np.inf))),
         constraints=_constraint(rows, costs.size),
         options={"time_limit": left, "mip_rel_gap": 0.0},
     )
+    if result is None:
+        return _quick(problem, begun)
     dual = result.mip_dual_bound
     lower = shift if dual is None or not math.isfinite(dual) else max(shift, dual / scale)
     if result.x is None:
@@ -120,6 +136,36 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
         lower = solution.cost_s
     reason = f"HiGHS status {result.status}: {result.message}"
     return make_solution(problem, full, lower, NAME, reason, begun)
+
+
+def _unless_stopped(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a function that can't be interrupted returns, or None once asked to stop."""
+    results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def call() -> None:
+        try:
+            results.put((function(*args, **options), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=call, name="HiGHS", daemon=True).start()
+    while not current().should_stop():
+        try:
+            found, error = results.get(timeout=_POLL_S)
+        except Empty:
+            continue
+        if error is not None:
+            raise error
+        return found
+    return None
+
+
+def _quick(problem: Problem, begun: float) -> Solution:
+    """The answer when HiGHS was not waited for."""
+    with monitored(Monitor()):  # or the wish to stop would stop this, too
+        found = recursive_programming(problem, time_limit_s=_QUICK_S)
+    reason = f"stopped while HiGHS was running; choice of {found.search}: {found.reason}"
+    return make_solution(problem, found.choice, found.lower_bound_s, NAME, reason, begun)
 
 
 def _linking(part: Problem, offsets: Array, rows: _Rows) -> tuple[list[Array], Array]:

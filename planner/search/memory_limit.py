@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from planner.search.dual import ascend, least_peak
 from planner.search.memory import Timeline
 from planner.search.moves import State
 from planner.search.problem import Array, Edge, fits
+from planner.search.progress import time_is_up
 from planner.search.reduction import Reduction
 from planner.search.repair import polish, repair
 from planner.search.solver import Eliminator
@@ -113,7 +113,7 @@ def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited
             state.reset(found)
             best.note()
         reason += "; choices repaired to the memory limit and improved"
-    if time.monotonic() >= deadline:
+    if time_is_up(deadline):
         reason = "out of time under the memory limit"
     return Limited(best.choice, dual.value, reason)
 

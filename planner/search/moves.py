@@ -15,7 +15,6 @@ Paper: Besag, "On the statistical analysis of dirty pictures", J. Royal Stat. So
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from planner.search.memory import Timeline
 from planner.search.problem import Array, Problem, fits, is_forbidden
+from planner.search.progress import time_is_up
 
 
 class State:
@@ -124,7 +124,7 @@ def descend(state: State, deadline: float) -> bool:
         Whether anything moved.
     """
     moved_ever = False
-    while time.monotonic() < deadline:
+    while not time_is_up(deadline):
         least = np.minimum.reduceat(state.costs, state.offsets[:-1])
         tolerance = state.tolerance()
         now = state.current()
@@ -153,7 +153,7 @@ def descend_pairs(state: State, deadline: float) -> bool:
     """
     moved = False
     for edge in state.problem.edges:
-        if time.monotonic() >= deadline:
+        if time_is_up(deadline):
             break
         joint = pair_costs(state, edge.a, edge.b, edge.cost_s)
         old = int(state.choice[edge.a]), int(state.choice[edge.b])

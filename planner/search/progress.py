@@ -1,12 +1,11 @@
 """How a search tells where it stands, and how it is asked to stop early.
 
-A search looks up the monitor of its context once, reports now and then, and returns its best choice
-soon after ``should_stop()`` turns true, just as when its time is used up::
+A search reports to the monitor of its context now and then, and returns its best choice soon after
+``should_stop()`` turns true, just as when its time is used up::
 
-    monitor = current()
-    while better and time.monotonic() < deadline and not monitor.should_stop():
+    while better and not time_is_up(deadline):
         ...
-        monitor.report(Progress(elapsed_s, cost_s, lower_bound_s, feasible, "block 3 of 40"))
+        current().report(Progress(elapsed_s, cost_s, lower_bound_s, feasible, "block 3 of 40"))
 
 Whoever wants to listen installs a monitor around the call::
 
@@ -23,6 +22,7 @@ hand are heard, while stopping still works.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -90,6 +90,11 @@ _CURRENT: ContextVar[Monitor | None] = ContextVar("monitor", default=None)
 def current() -> Monitor:
     """The monitor of this context, or one that hears nothing and never stops."""
     return _CURRENT.get() or Monitor()
+
+
+def time_is_up(deadline: float) -> bool:
+    """Whether ``time.monotonic()`` has reached a deadline or somebody asked to stop."""
+    return time.monotonic() >= deadline or current().should_stop()
 
 
 @contextmanager

@@ -15,12 +15,11 @@ Paper: the greedy ratio rule of Dantzig, "Discrete-variable extremum problems", 
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from planner.search.moves import State, descend, descend_pairs, pair_costs
 from planner.search.problem import Array, Problem, fits
+from planner.search.progress import time_is_up
 
 _PAIRS = 400
 """Edges tried per pair move."""
@@ -39,7 +38,7 @@ def repair(state: State, deadline: float, target: float | None = None) -> bool:
     """
     goal = state.limit if target is None else target
     while not fits(state.peak(), goal):
-        if time.monotonic() >= deadline:
+        if time_is_up(deadline):
             return False
         if not _single(state, goal) and not _pair(state, goal, deadline):
             return False
@@ -56,7 +55,7 @@ def polish(state: State, deadline: float, *, pairs: bool = True) -> None:
     """
     descend(state, deadline)
     for _ in range(20):
-        if not pairs or time.monotonic() >= deadline or not descend_pairs(state, deadline):
+        if not pairs or time_is_up(deadline) or not descend_pairs(state, deadline):
             return
         descend(state, deadline)
 
@@ -122,7 +121,7 @@ def _pair(state: State, goal: float, deadline: float) -> bool:
         if saved.max() <= 1e-12 * top:
             continue
         tried += 1
-        if tried > _PAIRS or time.monotonic() >= deadline:
+        if tried > _PAIRS or time_is_up(deadline):
             break
         joint = pair_costs(state, a, b, edge.cost_s)
         now = joint[state.choice[a], state.choice[b]]

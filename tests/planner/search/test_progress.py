@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
+import time
 
-from planner.search.progress import Monitor, Progress, current, monitored, silenced
+import pytest
+
+from planner.search import SEARCHES, evaluate
+from planner.search.progress import Monitor, Progress, current, monitored, silenced, time_is_up
+from tests.planner.search.search_cases import layered_problem
 
 BEGUN = Progress(0.0, math.inf, -math.inf, False, "begun")
 
@@ -57,3 +63,41 @@ def test_reports_of_several_threads_come_one_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert heard == [True] * 800
+
+
+def test_time_is_up_at_the_deadline_or_when_asked() -> None:
+    now = time.monotonic()
+    assert time_is_up(now)
+    assert not time_is_up(now + 60)
+    with monitored(Monitor()) as monitor:
+        assert not time_is_up(now + 60)
+        monitor.stop()
+        assert time_is_up(now + 60)
+
+
+@pytest.mark.parametrize("search", sorted(SEARCHES))
+def test_a_search_that_is_asked_to_stop_returns_soon(search: str) -> None:
+    problem = layered_problem(2, 3, 4) if search == "brute" else layered_problem(60, 6, 24)
+    with monitored(Monitor()) as monitor:
+        threading.Timer(0.2, monitor.stop).start()
+        begun = time.monotonic()
+        solution = SEARCHES[search](problem, time_limit_s=120.0)
+    assert time.monotonic() - begun < 30
+    assert len(solution.choice) == len(problem.names)
+    assert solution.cost_s == evaluate(problem, solution.choice)[0]
+    assert solution.lower_bound_s <= solution.cost_s
+
+
+def test_ilp_leaves_highs_when_asked_and_answers_with_a_quick_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+    module = sys.modules["planner.search.ilp"]  # the package has a function of that name
+    monkeypatch.setattr(module, "milp", lambda *_, **__: ended.wait(60))
+    with monitored(Monitor()) as monitor:
+        threading.Timer(0.2, monitor.stop).start()
+        solution = SEARCHES["ilp"](layered_problem(2, 3, 4), time_limit_s=120.0)
+    ended.set()
+    assert solution.feasible
+    assert "stopped while HiGHS was running; choice of recursive_programming" in solution.reason
+    assert solution.search == "ilp"
