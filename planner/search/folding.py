@@ -23,6 +23,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from planner.search.colors import numbered, stable_colors
 from planner.search.problem import Array, Edge, Problem, Usage
 
 
@@ -57,11 +60,14 @@ def fold(problem: Problem) -> Folded:
     """Merge the nodes that colour refinement can't tell apart.
 
     Args:
-        problem: any problem; parallel edges are added up first.
+        problem: any problem; parallel edges are added up first.  One that has ``counts`` is
+            a quotient already and comes back as it is.
 
     Returns:
         The quotient; its edges between two nodes stay one per distinct table.
     """
+    if problem.counts is not None:
+        return Folded(problem, tuple(range(len(problem.cost_s))))
     digests = _Digests()
     edges = _merged(problem.edges)
     tables = [digests.of(edge.cost_s) for edge in edges]
@@ -72,40 +78,10 @@ def fold(problem: Problem) -> Folded:
         (digests.of(cost), b"" if level is None else digests.of(level))
         for cost, level in zip(problem.cost_s, levels, strict=True)
     ]
-    color = _numbered(first)
-    near: list[list[tuple[int, int]]] = [[] for _ in color]
-    for edge, kind in zip(edges, kinds, strict=True):
-        near[edge.a].append((2 * kind, edge.b))
-        near[edge.b].append((2 * kind + 1, edge.a))
-    color = _refined(color, near)
-    while True:
-        inside = {color[edge.a] for edge in edges if color[edge.a] == color[edge.b]}
-        if not inside:
-            break
-        apart = [(c, i if c in inside else -1) for i, c in enumerate(color)]
-        color = _refined(_numbered(apart), near)
+    left = np.array([edge.a for edge in edges], np.int64)
+    right = np.array([edge.b for edge in edges], np.int64)
+    color = stable_colors(numbered(first), left, right, np.array(kinds, np.int64)).tolist()
     return Folded(_quotient(problem, edges, kinds, color), tuple(color))
-
-
-def _numbered(signatures: Sequence[object]) -> list[int]:
-    """Dense numbers in order of first appearance."""
-    seen: dict[object, int] = {}
-    return [seen.setdefault(s, len(seen)) for s in signatures]
-
-
-def _refined(color: list[int], near: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Refine until stable."""
-    count = max(color, default=-1) + 1
-    while True:
-        signatures = [
-            (c, tuple(sorted((kind, color[j]) for kind, j in around)))
-            for c, around in zip(color, near, strict=True)
-        ]
-        color = _numbered(signatures)
-        now = max(color, default=-1) + 1
-        if now == count:
-            return color
-        count = now
 
 
 def _merged(edges: Sequence[Edge]) -> list[Edge]:
@@ -163,4 +139,5 @@ def _quotient(
         usages=tuple(Usage(color[u.node], u.start, u.end, u.bytes) for u in problem.usages),
         limit_bytes=problem.limit_bytes,
         levels=None if problem.levels is None else tuple(problem.levels[node] for node in one),
+        counts=tuple(members),
     )

@@ -51,6 +51,10 @@ class Problem:
 
     ``levels`` holds, per node, a small integer per strategy and mesh axis; 0 means that the
     strategy does not use the axis.  Only the axis-by-axis search reads it.
+
+    ``counts`` marks a quotient (`folding`): how many equal nodes of a larger problem each node
+    stands for.  Its costs are totals over them, and of its bounds only those by reparametrisation
+    hold for the larger problem.
     """
 
     names: tuple[str, ...]
@@ -59,6 +63,7 @@ class Problem:
     usages: tuple[Usage, ...]
     limit_bytes: float
     levels: tuple[Array, ...] | None = None
+    counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
