@@ -1,4 +1,7 @@
-"""The ``planner`` command: ``planner inspect model.py --cluster h100:8x4``."""
+"""The ``planner`` command: ``planner inspect model.py --cluster h100:8x4``.
+
+``planner search`` stands in `cli_search`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
+from planner.cli_search import INTERRUPTED, add_search, run_search
 from planner.errors import ModelError, RequestError
 from planner.loading import Target, parse_target, resolve, user_environment
 from planner.modes import MODES
@@ -25,7 +29,7 @@ from planner.report.failure import failure_text
 from planner.report.table import plan_text, render
 
 DEFAULT_CLUSTER = "cpu:8"
-PLANNED, REFUSED, MODEL_FAILED, INTERRUPTED = 0, 2, 3, 130
+PLANNED, REFUSED, MODEL_FAILED = 0, 2, 3
 SPINNER_AFTER_S = 1.0
 
 _EXAMPLES = """\
@@ -35,6 +39,7 @@ examples:
   planner inspect model.py:train_step --mesh data=4,model=2
   planner inspect model.py --memory 16GB --save plan.json
   planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
+  planner search problem.json.gz --out choice.json  run a search on a bare problem
 
 MODEL is a Python file that is one of
   a script that calls a function wrapped in executor.parallelize; it is run up to that call
@@ -53,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None takes ``sys.argv``.
 
     Returns:
-        0 planned, 2 the request can't be met, 3 the user's model failed, 130 interrupted.
+        0 planned or found, 2 the request can't be met, 3 the user's model failed, 4 a search found
+        nothing feasible, 130 interrupted.
     """
     parser = _parser()
     try:
@@ -63,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return REFUSED
-    _stay_on_cpu()
     try:
+        if options.command == "search":
+            return run_search(options)
+        _stay_on_cpu()
         return _inspect(options)
     except RequestError as error:
         return _refuse(error)
@@ -126,7 +134,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", action="store_true", help="print the plan as JSON, nothing else")
     add("--save", metavar="FILE", type=Path, help="write the plan as JSON to FILE as well")
+    add(
+        "--dump-problem",
+        metavar="FILE",
+        type=Path,
+        help="write the chosen mesh's problem to FILE (.json or .json.gz), for planner search",
+    )
     add("--no-color", action="store_true", help="plain text")
+    add_search(commands)
     return parser
 
 
@@ -149,8 +164,9 @@ def _stay_on_cpu() -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     target = parse_target(options.model)
-    if options.save is not None and not options.save.absolute().parent.is_dir():
-        raise RequestError(f"cannot write {options.save}: its directory does not exist")
+    for path in (options.save, options.dump_problem):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise RequestError(f"cannot write {path}: its directory does not exist")
     plan = _planned(target, options)
     if options.save is not None:
         try:
@@ -176,6 +192,8 @@ def _planned(target: Target, options: argparse.Namespace) -> Plan:
             value = getattr(options, name)
             if value is not None:
                 merged[name] = value
+        if options.dump_problem is not None:
+            merged["dump_problem"] = options.dump_problem
         merged["cluster"] = merged.get("cluster") or DEFAULT_CLUSTER
         with _spinner(f"planning {target} for {merged['cluster']} ..."):
             return make_plan(call.function, *call.args, time_limit_s=options.time_limit, **merged)

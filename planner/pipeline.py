@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from costmodels import (
@@ -28,6 +29,7 @@ from planner.pricing import Analysis, Priced, analyse
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.registry import rules_for
+from planner.search.iopddl import write_iopddl
 from planner.search.problem import Solution
 from planner.spec import MeshSpec, parse_mesh
 
@@ -43,6 +45,7 @@ def make_plan(
     shardings: Mapping[str, Any] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     time_limit_s: float = 60.0,
+    dump_problem: str | Path | None = None,
 ) -> Plan:
     """Plan a train step for a cluster; starts no backend.
 
@@ -58,6 +61,8 @@ def make_plan(
         donate_argnums: arguments whose memory the results may take; None means every
             argument that comes back as a result.
         time_limit_s: for the search, per mesh.
+        dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
+            written also when no plan fits.
 
     Returns:
         The plan.
@@ -71,7 +76,9 @@ def make_plan(
         cluster, mode=mode, search=search, mesh=mesh, memory=memory, time_limit_s=time_limit_s
     )
     traced = trace(function, args)
-    return plan_traced(traced, args, request, shardings or {}, donate_argnums, begun)
+    return plan_traced(
+        traced, args, request, shardings or {}, donate_argnums, begun, dump_problem=dump_problem
+    )
 
 
 def plan_traced(
@@ -81,6 +88,8 @@ def plan_traced(
     shardings: Mapping[str, Any],
     donate_argnums: int | Sequence[int] | None,
     begun: float,
+    *,
+    dump_problem: str | Path | None = None,
 ) -> Plan:
     """The part of ``make_plan`` after tracing."""
     graph = traced.graph
@@ -96,6 +105,8 @@ def plan_traced(
         pins = ()  # these modes say everything themselves; marks wait for another mode
     tried = search_meshes(analysis, pins, request)
     priced, solution = choose(tried)
+    if dump_problem is not None:
+        _dump(priced, dump_problem)
     if not solution.feasible:
         raise _infeasible(priced, solution, request)
     return _plan(priced, solution, tried, request, rules, begun)
@@ -158,6 +169,14 @@ def parse_request(
         float(model.memory_limit_bytes if limit is None else limit),
         time_limit_s,
     )
+
+
+def _dump(priced: Priced, path: str | Path) -> None:
+    """Write the problem of a mesh; seconds and bytes, memory without that of scalar inputs."""
+    try:
+        write_iopddl(priced.problem, path)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
