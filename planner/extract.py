@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,9 @@ from planner.graph.ir import SCALAR, Graph
 from planner.groups import Link
 from planner.plan import Activation, CollectiveRow, Constraint, Leaf, Prediction
 from planner.pricing import Priced, Pricer
-from planner.reshard import Step, digits_of, reshard_steps
-from planner.search.problem import Solution, memory_profile
+from planner.reshard import Step, reshard_steps
+from planner.search.problem import profile_of
 from planner.spec import Sharding
-from planner.strategies import codes
 from planner.unify import Layout
 
 ACTIVATIONS_SHOWN = 12
@@ -28,17 +28,21 @@ class Extraction:
     priced: Priced
     choice: Sequence[int]
     graph: Graph = field(init=False)
+    rows: dict[str, list[tuple[int, ...]]] = field(init=False)
+    """Per port ("store", "use") and group, the factor that each mesh axis splits."""
+    known: dict[tuple[Any, ...], tuple[Step, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph = self.priced.analysis.graph
+        picked = list(zip(self.priced.sets, self.choice, strict=True))
+        self.rows = {
+            "store": [tuple(s.store[row].tolist()) for s, row in picked],
+            "use": [tuple(s.use[row].tolist()) for s, row in picked],
+        }
 
     def sharding(self, group: int, layout: Layout, port: str = "store") -> Sharding:
         """Sharding of a value with ``layout`` in ``group`` under the chosen strategy."""
-        chosen = self.priced.sets[group]
-        row = (chosen.store if port == "store" else chosen.use)[self.choice[group]]
-        return self.from_digits(
-            [layout.index(f) + 1 if f >= 0 and f in layout else 0 for f in row], len(layout)
-        )
+        return self.from_digits(self.digits(group, layout, port), len(layout))
 
     def from_digits(self, digits: Sequence[int], rank: int) -> Sharding:
         """Sharding that has the given digit per mesh axis (partial counts as replicated)."""
@@ -91,18 +95,52 @@ class Extraction:
             )
         return tuple(inputs), tuple(outputs)
 
+    def digits(
+        self, group: int, layout: Layout, port: str, partial: frozenset[int] = frozenset()
+    ) -> tuple[int, ...]:
+        """Digit per mesh axis (see ``reshard``) of a value with ``layout`` in ``group``."""
+        rank = len(layout)
+        return tuple(
+            [
+                rank + 1 if f in partial else layout.index(f) + 1 if f >= 0 and f in layout else 0
+                for f in self.rows[port][group]
+            ]
+        )
+
     def link_digits(self, link: Link) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Digits of the value at both ends of a link."""
         groups = self.priced.analysis.groups.groups
-        rank, n = len(link.src), len(self.priced.mesh.sizes)
         partial = groups[link.a].reduction if link.partial else frozenset()
-        a, b = self.priced.sets[link.a], self.priced.sets[link.b]
-        source = a.use if link.a_use or groups[link.a].kind != "input" else a.store
-        target = b.use if groups[link.b].kind != "input" else b.store
-        row_a, row_b = self.choice[link.a], self.choice[link.b]
-        src = int(codes(source[row_a : row_a + 1], link.src, partial, rank)[0])
-        dst = int(codes(target[row_b : row_b + 1], link.dst, frozenset(), rank)[0])
-        return digits_of(src, rank, n), digits_of(dst, rank, n)
+        source = "use" if link.a_use or groups[link.a].kind != "input" else "store"
+        return (
+            self.digits(link.a, link.src, source, partial),
+            self.digits(link.b, link.dst, "store"),
+        )
+
+    def steps(
+        self,
+        src: tuple[int, ...],
+        dst: tuple[int, ...],
+        rank: int,
+        nbytes: float,
+        combined: bool = False,
+    ) -> tuple[Step, ...]:
+        """``reshard_steps`` on the plan's mesh, each told once."""
+        key = (src, dst, rank, nbytes, combined)
+        known = self.known.get(key)
+        if known is None:
+            sizes, model = self.priced.mesh.sizes, self.priced.model
+            known = self.known[key] = reshard_steps(src, dst, rank, nbytes, sizes, model, combined)
+        return known
+
+    def link_steps(self, link: Link) -> tuple[Step, ...]:
+        """The collectives of a link."""
+        src, dst = self.link_digits(link)
+        if src == dst:
+            return ()
+        return self.steps(
+            src, dst, len(link.src), self.graph.values[link.value].nbytes, link.gradient
+        )
 
     def constraints(self) -> tuple[Constraint, ...]:
         """Where the executor must say a sharding: operands and results of operations that
@@ -145,7 +183,7 @@ class Extraction:
     def collectives(self) -> tuple[CollectiveRow, ...]:
         """Every collective that the plan causes, dearest first."""
         priced, graph, names = self.priced, self.graph, self.priced.mesh.names
-        model, sizes = priced.model, priced.mesh.sizes
+        sizes = priced.mesh.sizes
         rows = []
 
         def add(steps: Sequence[Step], weight: float, value: int, op: int, cause: str) -> None:
@@ -164,31 +202,17 @@ class Extraction:
                 )
 
         for link in priced.analysis.groups.links:
-            src, dst = self.link_digits(link)
-            if src != dst:
-                steps = reshard_steps(
-                    src,
-                    dst,
-                    len(link.src),
-                    graph.values[link.value].nbytes,
-                    sizes,
-                    model,
-                    link.gradient,
-                )
+            steps = self.link_steps(link)
+            if steps:
                 cause = "update" if link.operand == -1 else graph.ops[link.op].kind
                 add(steps, link.weight, link.value, link.op, cause)
         for group in priced.analysis.groups.groups:
-            chosen, row = priced.sets[group.index], self.choice[group.index]
+            row = self.rows["use"][group.index]
             for r in priced.analysis.reductions[group.index]:
-                axes = [k for k, f in enumerate(chosen.use[row]) if f in r.over]
-                if axes:
-                    local = r.nbytes / math.prod(
-                        sizes[k] for k, f in enumerate(chosen.use[row]) if f in r.kept
-                    )
-                    src_digits = [2 if k in axes else 0 for k in range(len(sizes))]
-                    steps = reshard_steps(
-                        src_digits, [0] * len(sizes), 1, local, sizes, model, r.gradient
-                    )
+                src = tuple([2 if f in r.over else 0 for f in row])
+                if any(src):
+                    local = r.nbytes / math.prod(sizes[k] for k, f in enumerate(row) if f in r.kept)
+                    steps = self.steps(src, (0,) * len(sizes), 1, local, r.gradient)
                     add(steps, r.weight, graph.ops[r.op].outputs[0], r.op, graph.ops[r.op].kind)
         for leaf in self._gathered():
             rows.append(leaf)
@@ -200,23 +224,8 @@ class Extraction:
         used = {x.value: x.op for x in reversed(priced.analysis.groups.links) if x.a_use}
         for value, op in used.items():
             group, layout = priced.analysis.groups.home[value]  # type: ignore[misc]
-            chosen, row = priced.sets[group], self.choice[group]
-            ends = [
-                digits_of(
-                    int(codes(m[row : row + 1], layout, frozenset(), len(layout))[0]),
-                    len(layout),
-                    len(priced.mesh.sizes),
-                )
-                for m in (chosen.store, chosen.use)
-            ]
-            for s in reshard_steps(
-                ends[0],
-                ends[1],
-                len(layout),
-                graph.values[value].nbytes,
-                priced.mesh.sizes,
-                priced.model,
-            ):
+            ends = [self.digits(group, layout, port) for port in ("store", "use")]
+            for s in self.steps(ends[0], ends[1], len(layout), graph.values[value].nbytes):
                 rows.append(
                     CollectiveRow(
                         s.kind,
@@ -252,26 +261,43 @@ class Extraction:
                 break
         return tuple(seen.values())
 
+    def usage_bytes(self) -> list[float]:
+        """Bytes per device of every usage under the choice."""
+        priced = self.priced
+        pricer = Pricer(priced.analysis, priced.mesh, priced.model)
+        groups = priced.analysis.groups.groups
+        return [
+            float(
+                pricer.usage_bytes(groups[g], priced.sets[g], nbytes, layout, port)[self.choice[g]]
+            )
+            for g, _, _, nbytes, layout, port in priced.analysis.usages
+        ]
+
+    def peak(self) -> tuple[float, int]:
+        """The most bytes in use at a moment, and that moment."""
+        moments, profile = profile_of(
+            [u[1] for u in self.priced.analysis.usages],
+            [u[2] for u in self.priced.analysis.usages],
+            self.usage_bytes(),
+        )
+        at = int(np.argmax(profile))
+        return float(profile[at]), int(moments[at])
+
     def peak_holders(self, moment: int) -> tuple[str, ...]:
         """The values that hold the most memory at the peak."""
-        graph = self.graph
+        graph, analysis = self.graph, self.priced.analysis
         held: dict[str, float] = {}
-        items = zip(
-            self.priced.analysis.usages,
-            self.priced.analysis.usage_values,
-            self.priced.problem.usages,
-            strict=True,
-        )
-        for (_, start, end, *_rest), value, usage in items:
+        items = zip(analysis.usages, analysis.usage_values, self.usage_bytes(), strict=True)
+        for (_, start, end, *_rest), value, nbytes in items:
             if start <= moment < end:
                 v = graph.values[value]
                 source = graph.ops[v.op].source if v.op >= 0 else ""
                 name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"
-                held[name] = held.get(name, 0.0) + float(usage.bytes[self.choice[usage.node]])
+                held[name] = held.get(name, 0.0) + nbytes
         top = sorted(held.items(), key=lambda kv: (-kv[1], kv[0]))[:5]
         return tuple(f"{name}: {size:.3g} bytes" for name, size in top)
 
-    def prediction(self, solution: Solution, limit_bytes: float) -> Prediction:
+    def prediction(self, limit_bytes: float) -> Prediction:
         """Predicted step time and peak memory of the chosen strategies."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
@@ -279,31 +305,18 @@ class Extraction:
         for group, chosen, row in zip(
             priced.analysis.groups.groups, priced.sets, self.choice, strict=True
         ):
-            a, b = pricer.node_parts(group, chosen)
-            compute, comm = compute + float(a[row]), comm + float(b[row])
+            a, b = pricer.parts_of(group, chosen, row)
+            compute, comm = compute + a, comm + b
         for link in priced.analysis.groups.links:
-            src, dst = self.link_digits(link)
-            if src != dst:
-                steps = reshard_steps(
-                    src,
-                    dst,
-                    len(link.src),
-                    priced.analysis.graph.values[link.value].nbytes,
-                    priced.mesh.sizes,
-                    priced.model,
-                    link.gradient,
-                )
-                comm += link.weight * sum(s.time_s for s in steps)
+            comm += link.weight * sum(s.time_s for s in self.link_steps(link))
         hidden = comm * (1.0 - priced.weight_comm)
-        moments, profile = memory_profile(priced.problem, self.choice)
-        at = int(np.argmax(profile))
-        extra = priced.analysis.scalar_bytes
+        peak, moment = self.peak()
         return Prediction(
             compute,
             comm,
             hidden,
             compute + comm - hidden,
-            float(profile[at]) + extra,
+            peak + priced.analysis.scalar_bytes,
             limit_bytes,
-            self.peak_holders(int(moments[at])),
+            self.peak_holders(moment),
         )

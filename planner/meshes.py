@@ -10,10 +10,12 @@ from costmodels import (
     Cluster,
     CostModel,
 )
+from planner.analysis import Analysis, ideal_s
 from planner.annotate import Pin
 from planner.errors import PinError, RequestError
 from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
-from planner.pricing import Analysis, Priced, ideal_s, price
+from planner.pricing import Priced, price
+from planner.quotient import Quotient
 from planner.search import SEARCHES, lower_bound
 from planner.search.problem import Problem, Solution, evaluate
 from planner.spec import MeshSpec, enumerate_meshes, factorizations
@@ -25,6 +27,13 @@ SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
 LEADERS = 3
 """Meshes on which the requested search is run at most, after scouting."""
+CLOSED = 1e-6
+"""Relative gap at which a choice on the quotient is taken for the optimum."""
+SWEEPS = 48
+"""Diffusion sweeps on the quotient to get there."""
+WHOLE = frozenset({"ilp", "brute"})
+"""Searches that prove optima in ways that say nothing about the whole step when run on its
+quotient; they get the whole step."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +79,14 @@ def choose(tried: Sequence[Tried]) -> Tried:
     return min(level, key=lambda t: (len(t[0].mesh.sizes), [-n for n in t[0].mesh.sizes]))
 
 
-def search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
+def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
     """Try meshes: all of one and two axes axis by axis, then the three-axis refinements of the
     best, then the requested search on the mesh that leads until it stays in the lead."""
     meshes = _meshes(request, pins)
     if len(meshes) == 1:
-        return (_attempt(analysis, pins, request, meshes[0], request.search),)
+        return (_settle(quotient, pins, request, meshes[0]),)
 
-    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
+    ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     tried: list[Tried] = []
     refused: list[PinError] = []
     for axes in (1, 2, 3):
@@ -87,7 +96,7 @@ def search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) -> 
             level = [m for m in level if _refines(m, lead)]
         for mesh in level:
             try:
-                tried.append(_attempt(analysis, pins, request, mesh, "recursive_programming"))
+                tried.append(_attempt(quotient, pins, request, mesh, "recursive_programming"))
             except PinError as error:
                 refused.append(error)
         if tried:
@@ -96,13 +105,13 @@ def search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) -> 
                 break
     if not tried:
         raise refused[0]
-    if request.search == "recursive_programming":
-        return tuple(tried)
     settled: set[MeshSpec] = set()
     while (pick := choose(tried)) and pick[0].mesh not in settled and len(settled) < LEADERS:
         scouted = pick[1]
         settled.add(pick[0].mesh)
-        found = _attempt(analysis, pins, request, pick[0].mesh, request.search)
+        if request.search == "recursive_programming" and scouted.feasible:
+            break
+        found = _settle(quotient, pins, request, pick[0].mesh)
         if _rank(found) > _rank(pick):
             better = max(found[1].lower_bound_s, scouted.lower_bound_s)
             found = (pick[0], dataclasses.replace(scouted, lower_bound_s=better))
@@ -110,24 +119,62 @@ def search_meshes(analysis: Analysis, pins: Sequence[Pin], request: Request) -> 
     return tuple(tried)
 
 
+def unfold(quotient: Quotient, tried: Tried) -> Tried:
+    """The pricing and the choice of the whole step."""
+    priced, solution = tried
+    if priced.analysis is quotient.whole:
+        return tried
+    choice = quotient.unfold_choice(solution.choice)
+    moment = quotient.moment(solution.peak_moment)
+    return quotient.unfold(priced), dataclasses.replace(solution, choice=choice, peak_moment=moment)
+
+
+def _settle(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:
+    """Run the requested search on one mesh: on the quotient, and on the whole step where that
+    leaves a gap (or does not fit: equal layers may then have to differ)."""
+    name = request.search
+    if name in WHOLE:
+        return _attempt(quotient, pins, request, mesh, name, whole=True)
+    found = _attempt(quotient, pins, request, mesh, name)
+    solution = found[1]
+    done = name == "recursive_programming" or solution.gap <= CLOSED
+    if (solution.feasible and done) or found[0].problem.counts is None:
+        return found
+    other = _attempt(quotient, pins, request, mesh, name, whole=True)
+    if _rank(found) <= _rank(other):
+        better = max(solution.lower_bound_s, other[1].lower_bound_s)
+        return found[0], dataclasses.replace(solution, lower_bound_s=better)
+    return other
+
+
 def _attempt(
-    analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec, search: str
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    mesh: MeshSpec,
+    search: str,
+    *,
+    whole: bool = False,
 ) -> Tried:
     """Price one mesh under the pins and the mode, and run one search on it.
 
     Outside AUTO_PARALLEL the given shardings are spread: every other change of layout costs
     more than the whole step, so that the search only completes what was given.
     """
-    graph, groups, model = analysis.graph, analysis.groups, request.model
-    hard = pin_masks(pins, graph, groups, mesh)
-    masks: Mapping[int, Mask] = soft_masks(
-        mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard
-    )
+    analysis, model = quotient.part, request.model
+    try:
+        masks = _masks(analysis, pins, request, mesh)
+    except PinError:
+        _masks(quotient.whole, pins, request, mesh)  # raises again, for the first of equal pins
+        raise
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
+    if whole:
+        priced = quotient.unfold(priced)
     if request.mode == "AUTO_PARALLEL":
-        return priced, _solve(search, priced.problem, request)
+        solution = _solve(search, priced.problem, request)
+        return priced, _bounded(priced.problem, solution, search)
     surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
-    spread = price(analysis, mesh, model, request.limit_bytes, masks, surcharge)
+    spread = dataclasses.replace(priced, change_s=surcharge)
     found = _solve(search, spread.problem, request)
     cost, peak, moment = evaluate(priced.problem, found.choice)
     lower = min(cost, lower_bound(priced.problem))
@@ -140,6 +187,23 @@ def _attempt(
         reason=f"mode {request.mode}: given shardings spread, nothing else resharded; "
         "the bound is that of any sharding with the same inputs",
     )
+
+
+def _masks(
+    analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec
+) -> Mapping[int, Mask]:
+    """What the pins and the mode leave of every group's strategies."""
+    graph, groups = analysis.graph, analysis.groups
+    hard = pin_masks(pins, graph, groups, mesh)
+    return soft_masks(mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)
+
+
+def _bounded(problem: Problem, solution: Solution, search: str) -> Solution:
+    """The solution with a bound that holds for the whole step: on a quotient, only diffusion's."""
+    if problem.counts is None or search == "recursive_programming" or not solution.feasible:
+        return solution
+    lower = lower_bound(problem, sweeps=SWEEPS, enough=solution.cost_s * (1.0 - 0.1 * CLOSED))
+    return dataclasses.replace(solution, lower_bound_s=min(lower, solution.cost_s))
 
 
 def _refines(fine: MeshSpec, coarse: MeshSpec) -> bool:

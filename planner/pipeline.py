@@ -15,6 +15,7 @@ from costmodels import (
     parse_bytes,
     parse_cluster,
 )
+from planner.analysis import Analysis, analyse
 from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
 from planner.errors import MemoryLimitError, RequestError
 from planner.extract import Extraction
@@ -22,10 +23,11 @@ from planner.graph.blocks import repeated_blocks
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced, trace
 from planner.groups import MARKS, build_groups
-from planner.meshes import Request, Tried, choose, search_meshes, untried
+from planner.meshes import Request, Tried, choose, search_meshes, unfold, untried
 from planner.modes import check_mode, get_parallel_mode
 from planner.plan import MeshRow, Plan, SearchReport, rounded
-from planner.pricing import Analysis, Priced, analyse
+from planner.pricing import Priced
+from planner.quotient import fold_analysis
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.registry import rules_for
@@ -103,13 +105,15 @@ def plan_traced(
     pins = (*_marks(traced, {pin.value for pin in named}), *named)
     if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
         pins = ()  # these modes say everything themselves; marks wait for another mode
-    tried = search_meshes(analysis, pins, request)
-    priced, solution = choose(tried)
+    quotient = fold_analysis(analysis, pins, inputs_differ=request.mode != "AUTO_PARALLEL")
+    tried = search_meshes(quotient, pins, request)
+    best = choose(tried)
+    priced, solution = unfold(quotient, best)
     if dump_problem is not None:
         _dump(priced, dump_problem)
     if not solution.feasible:
         raise _infeasible(priced, solution, request)
-    return _plan(priced, solution, tried, request, rules, begun)
+    return _plan(priced, solution, best, tried, request, rules, begun)
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
@@ -224,6 +228,7 @@ def _infeasible(priced: Priced, solution: Solution, request: Request) -> MemoryL
 def _plan(
     priced: Priced,
     solution: Solution,
+    best: Tried,
     tried: Sequence[Tried],
     request: Request,
     rules: Sequence[FactorRule],
@@ -245,8 +250,8 @@ def _plan(
         activations=extraction.activations(),
         fallbacks=_fallbacks(priced.analysis, rules),
         notes=(*_notes(graph), *untried(priced.analysis, tried, request)),
-        meshes=tuple(_mesh_row(p, s, solution) for p, s in tried),
-        prediction=extraction.prediction(solution, request.limit_bytes),
+        meshes=tuple(_mesh_row(p, s, best[1]) for p, s in tried),
+        prediction=extraction.prediction(request.limit_bytes),
         search=SearchReport(
             solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
         ),

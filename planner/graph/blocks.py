@@ -54,7 +54,7 @@ def repeated_blocks(graph: Graph) -> tuple[Block, ...]:
     """
     codes = _codes(graph)
     free: list[tuple[int, int, int, int]] = []  # (-coverage, period, start, stop)
-    for period in _periods(codes):
+    for period in periods(codes):
         for start, stop in _runs(codes, period):
             _offer(free, period, start, stop)
     heapq.heapify(free)
@@ -109,7 +109,7 @@ def _codes(graph: Graph) -> Codes:
     return out
 
 
-def _periods(codes: Codes) -> list[int]:
+def periods(codes: Codes) -> list[int]:
     """Candidate periods, the most frequent first."""
     grams, width = codes, 1
     while width < MIN_LENGTH and len(grams) > width:

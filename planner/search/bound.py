@@ -17,10 +17,15 @@ Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minim
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from planner.search.problem import Array, Problem, is_forbidden
 from planner.search.reduction import reduce_problem
+
+PATIENCE = 6
+"""Sweeps between two looks at the bound."""
 
 
 class Diffusion:
@@ -94,24 +99,31 @@ class Diffusion:
         cost += amount
 
 
-def lower_bound(problem: Problem, *, sweeps: int = 6) -> float:
+def lower_bound(problem: Problem, *, sweeps: int = 6, enough: float = math.inf) -> float:
     """A valid lower bound of the cost, the memory limit aside.
 
     Args:
-        problem: the problem.
+        problem: the problem.  That of a quotient is bounded as it is, without shrinking it first,
+            so that the bound holds for the problem behind it, too.
         sweeps: how many times the nodes are visited forth and back.
+        enough: a bound at which to stop.
 
     Returns:
         The larger of the plain sum of minima and the diffusion bound on the reduced problem;
         infinity when no choice has a finite cost.
     """
-    reduction = reduce_problem(problem, keep_memory=False)
-    if reduction.dead is not None:
-        return float("inf")
-    diffusion = Diffusion(reduction.problem)
-    plain = diffusion.bound()
-    diffusion.sweep(sweeps)
-    return max(plain, diffusion.bound())
+    if problem.counts is None:
+        reduction = reduce_problem(problem, keep_memory=False)
+        if reduction.dead is not None:
+            return float("inf")
+        problem = reduction.problem
+    diffusion = Diffusion(problem)
+    lower, done = diffusion.bound(), 0
+    while done < sweeps and lower < enough:
+        step = min(PATIENCE, sweeps - done)
+        diffusion.sweep(step)
+        lower, done = max(lower, diffusion.bound()), done + step
+    return lower
 
 
 def _ceiling(problem: Problem) -> float:

@@ -36,7 +36,7 @@ class Timeline:
         live = [usage for usage in problem.usages if usage.start < usage.end]
         starts = np.array([usage.start for usage in live], dtype=np.int64)
         ends = np.array([usage.end for usage in live], dtype=np.int64)
-        self.moments = _maximal_moments(starts, ends)
+        self.moments = maximal_moments(starts, ends)
         self.node = np.array([usage.node for usage in live], dtype=np.int64)
         self.low = np.searchsorted(self.moments, starts)
         self.high = np.searchsorted(self.moments, ends)
@@ -88,7 +88,7 @@ class Timeline:
         return total
 
 
-def _maximal_moments(starts: Array, ends: Array) -> Array:
+def maximal_moments(starts: Array, ends: Array) -> Array:
     """Starts that are followed by an end no later than the next start."""
     rising = np.unique(starts)
     if not rising.size:

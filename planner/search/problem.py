@@ -116,14 +116,34 @@ def memory_profile(problem: Problem, choice: Sequence[int]) -> tuple[Array, Arra
         ``(moments, bytes)``: ``bytes[k]`` are live during [moments[k], moments[k + 1]).
     """
     live = [usage for usage in problem.usages if usage.start < usage.end]
-    if not live:
+    return profile_of(
+        [usage.start for usage in live],
+        [usage.end for usage in live],
+        [float(usage.bytes[choice[usage.node]]) for usage in live],
+    )
+
+
+def profile_of(
+    starts: Sequence[int], ends: Sequence[int], nbytes: Sequence[float]
+) -> tuple[Array, Array]:
+    """Memory over time of intervals [start, end) that hold ``nbytes`` each.
+
+    Args:
+        starts: first moments.
+        ends: moments after the last.
+        nbytes: bytes.
+
+    Returns:
+        ``(moments, bytes)`` as `memory_profile` has them; one moment without bytes when there is
+        no interval.
+    """
+    if not len(starts):
         return np.zeros(1, dtype=np.int64), np.zeros(1)
-    starts = np.array([usage.start for usage in live], dtype=np.int64)
-    ends = np.array([usage.end for usage in live], dtype=np.int64)
-    taken = np.array([usage.bytes[choice[usage.node]] for usage in live], dtype=np.float64)
-    moments = np.unique(np.concatenate([starts, ends]))
-    rise = np.bincount(np.searchsorted(moments, starts), taken, moments.size)
-    fall = np.bincount(np.searchsorted(moments, ends), taken, moments.size)
+    first, last = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
+    taken = np.array(nbytes, dtype=np.float64)
+    moments = np.unique(np.concatenate([first, last]))
+    rise = np.bincount(np.searchsorted(moments, first), taken, moments.size)
+    fall = np.bincount(np.searchsorted(moments, last), taken, moments.size)
     return moments, np.cumsum(rise - fall)
 
 

@@ -15,12 +15,13 @@ import pytest
 
 from costmodels import AnalyticCostModel, parse_cluster
 from planner import make_plan
+from planner.analysis import Analysis, analyse
 from planner.extract import Extraction
 from planner.graph.trace import trace
 from planner.groups import build_groups
 from planner.pipeline import graph_rules
 from planner.plan import Plan
-from planner.pricing import Analysis, Priced, analyse, price
+from planner.pricing import Priced, price
 from planner.search import SEARCHES, evaluate, verify
 from planner.search.brute import MOST, combinations
 from planner.spec import parse_mesh
@@ -152,8 +153,7 @@ def test_prediction_of_random_choices_is_their_cost() -> None:
         for _ in range(5):
             choice = tuple(int(random.integers(c.size)) for c in priced.problem.cost_s)
             cost, peak, _ = evaluate(priced.problem, choice)
-            solution = SEARCHES["recursive_programming"](priced.problem)
-            found = Extraction(priced, choice).prediction(solution, math.inf)
+            found = Extraction(priced, choice).prediction(math.inf)
             assert found.step_s == pytest.approx(cost, rel=1e-8), program
             assert found.peak_bytes == pytest.approx(peak + priced.analysis.scalar_bytes, rel=1e-8)
 

@@ -1,0 +1,139 @@
+"""A Llama-3-like decoder's train step in plain JAX: shapes only, no data, no parameters computed.
+
+Grouped-query attention, rotary positions, RMSNorm, SwiGLU (Grattafiori et al., "The Llama 3 herd of
+models", 2024, table 3, for the sizes), an untied head, and AdamW (Loshchilov and Hutter 2019). The
+layers are unrolled and recomputed in the backward pass. Parameters and moments are float32,
+activations bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes; the defaults are those of the 8B model."""
+
+    layers: int = 32
+    dim: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    ffn: int = 14336
+    vocab: int = 128256
+    batch: int = 64
+    seq: int = 4096
+
+    @property
+    def head(self) -> int:
+        return self.dim // self.heads
+
+
+def parameters(c: Config) -> dict[str, Any]:
+    """Shapes of the parameters (float32)."""
+
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {
+        "norm1": of(c.dim),
+        "norm2": of(c.dim),
+        "q": of(c.dim, c.heads, c.head),
+        "k": of(c.dim, c.kv_heads, c.head),
+        "v": of(c.dim, c.kv_heads, c.head),
+        "o": of(c.heads, c.head, c.dim),
+        "gate": of(c.dim, c.ffn),
+        "up": of(c.dim, c.ffn),
+        "down": of(c.ffn, c.dim),
+    }
+    return {
+        "embed": of(c.vocab, c.dim),
+        "layers": [dict(layer) for _ in range(c.layers)],
+        "norm": of(c.dim),
+        "head": of(c.dim, c.vocab),
+    }
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
+    return (normed * scale).astype(x.dtype)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al. 2021) on [batch, seq, heads, head]."""
+    half = x.shape[-1] // 2
+    rate = 500000.0 ** (-jnp.arange(half) / half)
+    angle = jnp.arange(x.shape[1])[:, None] * rate
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attention(x: jax.Array, p: Any, c: Config) -> jax.Array:
+    """Causal grouped-query attention."""
+
+    def project(weight: jax.Array) -> jax.Array:
+        return jnp.einsum("bsd,dhk->bshk", x, weight.astype(x.dtype))
+
+    q, k, v = rotate(project(p["q"])), rotate(project(p["k"])), project(p["v"])
+    k, v = (jnp.repeat(t, c.heads // c.kv_heads, axis=2) for t in (k, v))
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k).astype(jnp.float32) / c.head**0.5
+    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("bhqs,bshk->bqhk", weights, v)
+    return jnp.einsum("bqhk,hkd->bqd", mixed, p["o"].astype(x.dtype))
+
+
+def feed_forward(x: jax.Array, p: Any) -> jax.Array:
+    """SwiGLU."""
+    gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def layer(x: jax.Array, p: Any, c: Config) -> jax.Array:
+    x = x + attention(rms_norm(x, p["norm1"]), p, c)
+    return x + feed_forward(rms_norm(x, p["norm2"]), p)
+
+
+def loss_fn(params: Any, batch: Any, c: Config) -> jax.Array:
+    x = params["embed"][batch["tokens"]].astype(jnp.bfloat16)
+    for p in params["layers"]:
+        x = jax.checkpoint(lambda x, p: layer(x, p, c))(x, p)
+    head = params["head"].astype(x.dtype)
+    logits = (rms_norm(x, params["norm"]) @ head).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def build(c: Config) -> tuple[Any, tuple[Any, Any]]:
+    """The train step and the shapes of its arguments: (state, batch)."""
+
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch, c)
+        count = state["count"] + 1
+
+        def update(p: Any, g: Any, m: Any, v: Any) -> Any:
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            fair_m, fair_v = m / (1 - 0.9**count), v / (1 - 0.95**count)
+            return p - 3e-4 * (fair_m / (jnp.sqrt(fair_v) + 1e-8) + 0.1 * p), m, v
+
+        parts = jax.tree.map(update, state["params"], grads, state["m"], state["v"])
+        p, m, v = jax.tree.transpose(
+            jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), parts
+        )
+        return {"params": p, "m": m, "v": v, "count": count}, {"loss": loss}
+
+    params = parameters(c)
+    state = {
+        "params": params,
+        "m": params,
+        "v": params,
+        "count": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+    tokens = jax.ShapeDtypeStruct((c.batch, c.seq), jnp.int32)
+    return train_step, (state, {"tokens": tokens, "targets": tokens})

@@ -1,0 +1,201 @@
+"""Everything about a traced step that no mesh changes: work, reductions, memory usages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodels import CostModel
+from planner.graph.ir import Graph
+from planner.graph.liveness import intervals, materialised
+from planner.groups import Groups, Link, gradient_shapes, is_fusable
+from planner.rules.factor import FactorRule
+from planner.unify import Layout
+
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+MOVES = frozenset(
+    "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
+    "convert_element_type dynamic_slice dynamic_update_slice gather rev".split()
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one group that spans one set of factors, summed over its operations."""
+
+    factors: frozenset[int]
+    flops: float
+    nbytes: float
+    dtype: str
+    matmul: bool
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce inside a group: the result's bytes and factors, the summed factors."""
+
+    over: frozenset[int]
+    kept: frozenset[int]
+    nbytes: float
+    weight: float
+    op: int
+    gradient: bool = False
+
+
+UsageRow = tuple[int, int, int, float, Layout, str]
+"""(group, start, end, bytes, layout, port): port is "use", "store" or "gathered"."""
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """Everything about a traced step that does not depend on the mesh."""
+
+    graph: Graph
+    rules: tuple[FactorRule, ...]
+    groups: Groups
+    work: tuple[tuple[Work, ...], ...]
+    reductions: tuple[tuple[Reduction, ...], ...]
+    usages: tuple[UsageRow, ...]
+    usage_values: tuple[int, ...]
+    scalar_bytes: float
+    stored: tuple[tuple[float, Layout] | None, ...]
+    """Per group of an input that operations see as ``used``: the input's bytes and layout."""
+    counts: tuple[int, ...]
+    """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
+    bundles: tuple[int, ...]
+    """Per link, its edge: parallel links make one. Numbered in order of first appearance."""
+
+
+def analyse(
+    graph: Graph, rules: Sequence[FactorRule], groups: Groups, donated: Sequence[bool]
+) -> Analysis:
+    """Work, reductions and memory of every group, before any mesh is chosen."""
+    live = graph.live_ops()
+    fusable = [is_fusable(op, rules[op.index]) for op in graph.ops]
+    kept = materialised(graph, fusable, live)
+    work: list[dict[tuple[frozenset[int], str, bool], list[float]]] = [{} for _ in groups.groups]
+    reductions: list[list[Reduction]] = [[] for _ in groups.groups]
+    carried = gradient_shapes(graph)
+    seen: set[tuple[int, int]] = set()
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if entry is None or not live[op.index] or op.kind.startswith(("loop_", "branch_")):
+            continue
+        group, ins, outs = entry
+        rule = rules[op.index]
+        weight = graph.regions[op.region].weight
+        factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
+        flops = _flops(
+            op.kind,
+            rule,
+            [graph.values[o].shape for o in op.outputs],
+            [graph.values[i].shape for i in op.inputs if i >= 0],
+        )
+        reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in seen}
+        if fusable[op.index]:  # a fused chain reads each array once
+            seen.update((group, v) for v in reads)
+        nbytes = float(sum(graph.values[v].nbytes for v in (*reads, *op.outputs) if kept[v]))
+        if op.kind in ("gather", "dynamic_slice"):
+            nbytes = 2.0 * sum(graph.values[v].nbytes for v in op.outputs)
+        first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
+        dtype = graph.values[first].dtype if first >= 0 else "float32"
+        total = work[group].setdefault((factors, dtype, op.kind in MATMULS), [0.0, 0.0])
+        total[0] += weight * flops
+        total[1] += weight * nbytes
+        if op.kind.startswith(("reduce_", "arg")):
+            over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
+            out = float(sum(graph.values[o].nbytes for o in op.outputs))
+            if over:
+                kept_factors = frozenset(f for f in outs[0] if f >= 0)
+                gradient = any(tuple(sorted(graph.values[o].shape)) in carried for o in op.outputs)
+                reductions[group].append(
+                    Reduction(over, kept_factors, out, weight, op.index, gradient)
+                )
+    usages, values = _usages(graph, groups, kept, live, donated)
+    return Analysis(
+        graph,
+        tuple(rules),
+        groups,
+        tuple(tuple(Work(k[0], v[0], v[1], k[1], k[2]) for k, v in w.items()) for w in work),
+        tuple(map(tuple, reductions)),
+        usages,
+        values,
+        float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
+        _stored(graph, groups),
+        (1,) * len(groups.groups),
+        _bundles(groups.links),
+    )
+
+
+def _stored(graph: Graph, groups: Groups) -> tuple[tuple[float, Layout] | None, ...]:
+    out: list[tuple[float, Layout] | None] = [None] * len(groups.groups)
+    used = {x.a for x in groups.links if x.a_use}
+    for value, home in zip(graph.values, groups.home, strict=True):
+        if value.op == -1 and home is not None and home[0] in used:
+            out[home[0]] = (float(value.nbytes), home[1])
+    return tuple(out)
+
+
+def _bundles(links: Sequence[Link]) -> tuple[int, ...]:
+    known: dict[tuple[int, int], int] = {}
+    return tuple(known.setdefault((min(x.a, x.b), max(x.a, x.b)), len(known)) for x in links)
+
+
+def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
+    """Seconds of a step whose work is split perfectly and that communicates nothing.
+
+    No strategy on any mesh of ``num_devices`` devices can cost less.
+    """
+    return sum(
+        float(model.compute_s(w.flops / num_devices, w.nbytes / num_devices, w.dtype, w.matmul))
+        for work in analysis.work
+        for w in work
+    )
+
+
+def _flops(
+    kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
+) -> float:
+    if kind in ("dot_general", "ragged_dot"):
+        return 2.0 * math.prod(rule.sizes)
+    if kind == "conv_general_dilated":
+        # per output element, one multiply-add for each kernel element of its feature
+        shared = {f for dim in rule.operands[1] for f in dim} & {
+            f for dim in rule.results[0] for f in dim
+        }
+        features = math.prod(rule.sizes[f] for f in shared)
+        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / features
+    if kind in MOVES:
+        return 0.0
+    size = max((math.prod(s) for s in (*outs, *ins)), default=0)
+    return float(size)
+
+
+def _usages(
+    graph: Graph,
+    groups: Groups,
+    kept: Sequence[bool],
+    live: Sequence[bool],
+    donated: Sequence[bool],
+) -> tuple[tuple[UsageRow, ...], tuple[int, ...]]:
+    out: list[UsageRow] = []
+    values: list[int] = []
+    readers: dict[int, list[int]] = {}
+    for link in groups.links:
+        if link.a_use and live[link.op]:
+            readers.setdefault(link.value, []).append(link.op)
+    for span in intervals(graph, kept, live, donated):
+        home = groups.home[span.value]
+        if home is None:
+            continue
+        group, layout = home
+        nbytes = float(graph.values[span.value].nbytes)
+        is_input = groups.groups[group].kind == "input"
+        out.append((group, span.start, span.end, nbytes, layout, "store" if is_input else "use"))
+        values.append(span.value)
+        if is_input and span.value in readers:
+            first, last = min(readers[span.value]), max(readers[span.value])
+            out.append((group, first, last + 1, nbytes, layout, "gathered"))
+            values.append(span.value)
+    return tuple(out), tuple(values)
