@@ -154,14 +154,14 @@ class _Work:
         """Drop strategies without support until every one left has some along every edge."""
         pool = self.pool
         while self.dirty and self.dead is None:
-            node = next(iter(self.dirty))
-            del self.dirty[node]
-            if self.gone[node]:
-                continue
-            tables = tuple(sorted({self.unary[node], *self.near[node].values()}))
-            good = pool.note(("allowed", tables), partial(self._supported, tables))
-            if good is not None:
-                self.keep(node, good)
+            batch, self.dirty = list(self.dirty), {}
+            for node in batch:
+                if self.gone[node] or self.dead is not None:
+                    continue
+                tables = tuple(sorted({self.unary[node], *self.near[node].values()}))
+                good = pool.note(("allowed", tables), partial(self._supported, tables))
+                if good is not None:
+                    self.keep(node, good)
 
     def _supported(self, tables: tuple[int, ...]) -> Array | None:
         """Strategies with a finite entry in every table, or None when all have one."""
@@ -194,8 +194,14 @@ class _Work:
             self._fold(a, b, left, right)
 
     def _fold(self, a: int, b: int, partner: int, cost: int) -> None:
-        """Make b a member of a: strategy s of a means ``partner[s]`` of b, at ``cost[s]`` more."""
+        """Make b a member of a: strategy s of a means ``partner[s]`` of b, at ``cost[s]`` more.
+
+        The node with fewer neighbours and members becomes the member.
+        """
         pool = self.pool
+        if len(self.near[b]) + len(self.maps[b]) > len(self.near[a]) + len(self.maps[a]):
+            inverse = pool.derive(("inverse", partner), lambda: np.argsort(pool.tables[partner]))
+            a, b, partner, cost = b, a, inverse, pool.take(cost, inverse, 0)
         self.disconnect(a, b)
         self.unary[a] = pool.add(
             pool.add(self.unary[a], pool.take(self.unary[b], partner, 0)), cost
@@ -205,8 +211,9 @@ class _Work:
         for other, table in list(self.near[b].items()):
             self.disconnect(b, other)
             self.connect(a, other, pool.take(table, partner, 0))
+            self.dirty[other] = self.stale[other] = None
         self.gone[b] = True
-        self.touch(a)
+        self.dirty[a] = self.stale[a] = None
 
     def drop_dead_ends(self) -> None:
         """Drop beaten strategies; nodes next to a change are looked at again."""

@@ -1,0 +1,171 @@
+"""Compiled local moves under a memory limit: repair of a choice, then descent within the limit.
+
+`repair` lowers the memory peak with the move of least extra cost per byte freed at the peak that
+lets no other moment rise above the limit.  `descend` moves single nodes to cheaper strategies that
+stay within the limit until none is left.
+
+Complexity: O(live usages + their edges' rows) per repair move, O(table rows) per descent pass.
+Papers: Dantzig, "Discrete-variable extremum problems", Operations Research 5, 1957 (the ratio
+rule); Besag, "On the statistical analysis of dirty pictures", J. Royal Stat. Soc. B 48, 1986.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_COMPILED = {"cache": True, "nogil": True}
+
+
+@njit(**_COMPILED)
+def _conditional(graph, choice, v, row):  # type: ignore[no-untyped-def]
+    """Cost of every strategy of node v, the other nodes as they are, into ``row``."""
+    at, unary, ends, table_at, table, near_at, near = graph
+    own = at[v + 1] - at[v]
+    for s in range(own):
+        row[s] = unary[at[v] + s]
+    for i in range(near_at[v], near_at[v + 1]):
+        e = near[i]
+        begin = table_at[e]
+        if ends[e, 0] == v:
+            other = ends[e, 1]
+            width = at[other + 1] - at[other]
+            begin += choice[other]
+            for s in range(own):
+                row[s] += table[begin + s * width]
+        else:
+            begin += choice[ends[e, 0]] * own
+            for s in range(own):
+                row[s] += table[begin + s]
+
+
+@njit(**_COMPILED)
+def _shift(memory, v, old, new, profile):  # type: ignore[no-untyped-def]
+    """Bring the memory profile up to date with one node's move."""
+    low, high, bytes_at, taken, used_at, used, _ = memory
+    for i in range(used_at[v], used_at[v + 1]):
+        u = used[i]
+        change = taken[bytes_at[u] + new] - taken[bytes_at[u] + old]
+        if change != 0.0:
+            profile[low[u] : high[u]] += change
+
+
+@njit(**_COMPILED)
+def _allowed(memory, v, old, new, profile, ceiling):  # type: ignore[no-untyped-def]
+    """Whether a node's move leaves every moment that grows at or below the ceiling."""
+    low, high, bytes_at, taken, used_at, used, _ = memory
+    grows = False
+    for i in range(used_at[v], used_at[v + 1]):
+        u = used[i]
+        if taken[bytes_at[u] + new] > taken[bytes_at[u] + old]:
+            grows = True
+    if not grows:
+        return True
+    _shift(memory, v, old, new, profile)
+    good = True
+    for i in range(used_at[v], used_at[v + 1]):
+        u = used[i]
+        if not good:
+            break
+        if taken[bytes_at[u] + new] > taken[bytes_at[u] + old]:
+            for k in range(low[u], high[u]):
+                if profile[k] > ceiling:
+                    good = False
+                    break
+    _shift(memory, v, new, old, profile)
+    return good
+
+
+@njit(**_COMPILED)
+def descend(graph, memory, choice, profile, order, passes):  # type: ignore[no-untyped-def]
+    """Move single nodes to cheaper strategies within the limit; the number of moves."""
+    at, limit = graph[0], memory[6]
+    row = np.empty((at[1:] - at[:-1]).max() if at.size > 1 else 1)
+    moves = 0
+    for _ in range(passes):
+        before = moves
+        for v in order:
+            own = at[v + 1] - at[v]
+            _conditional(graph, choice, v, row)
+            while True:
+                best = choice[v]
+                now = row[best]
+                tolerance = 1e-12 * abs(now) if now < np.inf else 0.0
+                for s in range(own):
+                    if row[s] < row[best] and row[s] < now - tolerance:
+                        best = s
+                if best == choice[v]:
+                    break
+                if _allowed(memory, v, choice[v], best, profile, limit):
+                    _shift(memory, v, choice[v], best, profile)
+                    choice[v] = best
+                    moves += 1
+                    break
+                row[best] = np.inf
+        if moves == before:
+            break
+    return moves
+
+
+@njit(**_COMPILED)
+def repair(graph, memory, home, choice, profile, most):  # type: ignore[no-untyped-def]
+    """Move until the peak is within the limit; False when no single move helps any more."""
+    at = graph[0]
+    low, high, bytes_at, taken, _, _, limit = memory
+    saved = np.zeros(at[-1])
+    cost = np.empty(at[-1])
+    nodes = np.empty(at.size, np.int64)
+    seen = np.zeros(at.size, np.bool_)
+    row = np.empty((at[1:] - at[:-1]).max() if at.size > 1 else 1)
+    for _ in range(most):
+        moment = np.argmax(profile)
+        top = profile[moment]
+        if top <= limit:
+            return True
+        count = 0
+        for u in range(low.size):
+            if low[u] <= moment < high[u]:
+                v = home[u]
+                now = taken[bytes_at[u] + choice[v]]
+                if not seen[v]:
+                    seen[v] = True
+                    nodes[count] = v
+                    count += 1
+                    saved[at[v] : at[v + 1]] = 0.0
+                for s in range(at[v + 1] - at[v]):
+                    saved[at[v] + s] += now - taken[bytes_at[u] + s]
+        for i in range(count):
+            v = nodes[i]
+            seen[v] = False
+            some = False
+            for s in range(at[v], at[v + 1]):
+                if saved[s] > 0.0:
+                    some = True
+            if not some:
+                continue
+            _conditional(graph, choice, v, row)
+            now = row[choice[v]] if row[choice[v]] < np.inf else 0.0
+            for s in range(at[v + 1] - at[v]):
+                cost[at[v] + s] = row[s] - now
+        moved = False
+        while not moved:
+            best, node, price = -1, -1, np.inf
+            for i in range(count):
+                v = nodes[i]
+                for s in range(at[v], at[v + 1]):
+                    if saved[s] > 0.0 and cost[s] < np.inf:
+                        rate = cost[s]
+                        if rate > 0.0:
+                            rate /= min(saved[s], top - limit)
+                        if rate < price:
+                            best, node, price = s, v, rate
+            if best < 0:
+                return False
+            s = best - at[node]
+            if _allowed(memory, node, choice[node], s, profile, limit):
+                _shift(memory, node, choice[node], s, profile)
+                choice[node] = s
+                moved = True
+            else:
+                saved[best] = 0.0
+    return False
