@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from costmodels import CostModel
 from planner.graph.ir import Graph
 from planner.graph.liveness import intervals, materialised
-from planner.groups import Groups, Link, gradient_shapes, is_fusable
+from planner.groups import Groups, Link, gradient_shapes
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
 
@@ -72,12 +72,15 @@ def analyse(
 ) -> Analysis:
     """Work, reductions and memory of every group, before any mesh is chosen."""
     live = graph.live_ops()
-    fusable = [is_fusable(op, rules[op.index]) for op in graph.ops]
+    fusable = groups.fusable
     kept = materialised(graph, fusable, live)
     work: list[dict[tuple[frozenset[int], str, bool], list[float]]] = [{} for _ in groups.groups]
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
     carried = gradient_shapes(graph)
     seen: set[tuple[int, int]] = set()
+    size = [v.nbytes for v in graph.values]
+    spans: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], frozenset[int]] = {}
+    known: dict[tuple[str, int], float] = {}  # equal operations share a rule
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind.startswith(("loop_", "branch_")):
@@ -85,19 +88,24 @@ def analyse(
         group, ins, outs = entry
         rule = rules[op.index]
         weight = graph.regions[op.region].weight
-        factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
-        flops = _flops(
-            op.kind,
-            rule,
-            [graph.values[o].shape for o in op.outputs],
-            [graph.values[i].shape for i in op.inputs if i >= 0],
-        )
+        factors = spans.get((ins, outs))
+        if factors is None:
+            factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
+            spans[ins, outs] = factors
+        flops = known.get((op.kind, id(rule)))
+        if flops is None:
+            flops = known[op.kind, id(rule)] = _flops(
+                op.kind,
+                rule,
+                [graph.values[o].shape for o in op.outputs],
+                [graph.values[i].shape for i in op.inputs if i >= 0],
+            )
         reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in seen}
-        if fusable[op.index]:  # a fused chain reads each array once
-            seen.update((group, v) for v in reads)
-        nbytes = float(sum(graph.values[v].nbytes for v in (*reads, *op.outputs) if kept[v]))
+        if reads and fusable[op.index]:  # a fused chain reads each array once
+            seen.update([(group, v) for v in reads])
+        nbytes = float(sum([size[v] for v in (*reads, *op.outputs) if kept[v]]))
         if op.kind in ("gather", "dynamic_slice"):
-            nbytes = 2.0 * sum(graph.values[v].nbytes for v in op.outputs)
+            nbytes = 2.0 * sum(size[v] for v in op.outputs)
         first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
         dtype = graph.values[first].dtype if first >= 0 else "float32"
         total = work[group].setdefault((factors, dtype, op.kind in MATMULS), [0.0, 0.0])

@@ -79,6 +79,8 @@ class Groups:
     links: tuple[Link, ...]
     home: tuple[tuple[int, Layout] | None, ...]
     op_layouts: tuple[tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None, ...]
+    fusable: tuple[bool, ...]
+    """Per operation, whether it only passes dimensions along (``is_fusable``)."""
 
 
 def is_fusable(op: Op, rule: FactorRule) -> bool:
@@ -113,6 +115,9 @@ def build_groups(graph: Graph, rules: Sequence[FactorRule]) -> Groups:
     return _freeze(graph, grouping)
 
 
+_NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
+
+
 class _Grouping:
     """``build_groups`` in progress."""
 
@@ -120,8 +125,17 @@ class _Grouping:
         self.graph = graph
         self.fusion = Fusion()
         self.live = graph.live_ops()
-        self.fusable = [is_fusable(op, rules[op.index]) for op in graph.ops]
-        self.consumers = graph.consumers()
+        known: dict[tuple[str, int], bool] = {}  # rules are shared between equal operations
+        for op in graph.ops:
+            key = (op.kind, id(rules[op.index]))
+            if key not in known:
+                known[key] = is_fusable(op, rules[op.index])
+        self.fusable = tuple([known[op.kind, id(rules[op.index])] for op in graph.ops])
+        self.anchors = [0] * len(graph.values)
+        for op in graph.ops:
+            if self.live[op.index] and not self.fusable[op.index] and op.kind not in _NO_ANCHORS:
+                for value in {v for v in op.inputs if v != SCALAR}:
+                    self.anchors[value] += 1
         self.links: list[tuple[int, Layout, int, Layout, int, float, int, int, bool]] = []
         self.op_layouts: list[tuple[int, list[Layout], list[Layout]] | None] = [None] * len(
             graph.ops
@@ -130,13 +144,7 @@ class _Grouping:
 
     def anchors_of(self, value: int) -> int:
         """How many operations that mix dimensions read a value."""
-        return sum(
-            1
-            for c in self.consumers[value]
-            if self.live[c]
-            and not self.fusable[c]
-            and self.graph.ops[c].kind not in IDENTITY_BORDERS | {"loop_back", "loop_test"}
-        )
+        return self.anchors[value]
 
     def add_inputs(self) -> None:
         """Groups of inputs and constants."""
@@ -164,16 +172,30 @@ class _Grouping:
 
     def fuse(self, op: Op, rule: FactorRule) -> None:
         """Join an operation with the groups of its operands, or link where that would clash."""
-        group = self.fusion.new_group("fused", op.kind)
-        ins, outs = self.fusion.instantiate(group, rule)
-        self.fusion.gops[group].append(op.index)
+        fusion, values = self.fusion, self.graph.values
+        found, joins = None, -1
+        for position, value in enumerate(op.inputs):
+            if value != SCALAR and values[value].shape:
+                source, theirs = fusion.home[value]
+                if fusion.gkind[source] == "fused":
+                    found = fusion.adopt(source, theirs, rule, position)
+                    if found is not None:
+                        group, joins = source, position
+                        break
+        if found is None:
+            group = fusion.new_group("fused", op.kind)
+            found, joins = fusion.instantiate(group, rule), len(op.inputs)
+        ins, outs = found
+        fusion.gops[fusion.gfind(group)].append(op.index)
         self.op_layouts[op.index] = (group, ins, outs)
         for position, value in enumerate(op.inputs):
-            if value == SCALAR or not self.graph.values[value].shape:
+            if value == SCALAR or not values[value].shape or position == joins:
                 continue
-            source, theirs = self.fusion.home[value]
-            joined = self.fusion.gkind[source] == "fused" and self.fusion.try_union(
-                group, ins[position], source, theirs
+            source, theirs = fusion.home[value]
+            joined = (
+                position > joins
+                and fusion.gkind[source] == "fused"
+                and fusion.try_union(group, ins[position], source, theirs)
             )
             if not joined:
                 weight = self.graph.regions[op.region].weight
@@ -264,26 +286,34 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
         if fusion.gfind(raw) != raw:
             continue
         number[raw] = len(groups)
-        roots = list(dict.fromkeys(fusion.find(a) for a in fusion.gatoms[raw]))
+        mine = list(dict.fromkeys(fusion.find(a) for a in fusion.gatoms[raw]))
         reduce = {fusion.find(a) for a in fusion.greduce[raw]}
-        local.update({a: k for k, a in enumerate(roots)})
+        local.update({a: k for k, a in enumerate(mine)})
         groups.append(
             Group(
                 number[raw],
                 fusion.gkind[raw],
-                tuple(fusion.size[a] for a in roots),
-                tuple(not fusion.blocked[a] and fusion.size[a] > 1 for a in roots),
+                tuple(fusion.size[a] for a in mine),
+                tuple(not fusion.blocked[a] and fusion.size[a] > 1 for a in mine),
                 frozenset(local[a] for a in reduce),
                 tuple(o for o in fusion.gops[raw] if live[o]),
                 fusion.gname[raw],
             )
         )
 
-    def done(layout: Layout) -> Layout:
-        return tuple(LAYOUT_NONE if a == LAYOUT_NONE else local[fusion.find(a)] for a in layout)
+    finished: dict[Layout, Layout] = {}
+    local[LAYOUT_NONE] = LAYOUT_NONE
+    roots = [a if p == a else fusion.find(a) for a, p in enumerate(fusion.parent)]
+    roots.append(LAYOUT_NONE)
 
-    def at(group: int) -> int:
-        return number[fusion.gfind(group)]
+    def done(layout: Layout) -> Layout:
+        known = finished.get(layout)
+        if known is None:
+            known = finished[layout] = tuple([local[roots[a]] for a in layout])
+        return known
+
+    places = [number[fusion.gfind(raw)] for raw in range(len(fusion.gparent))]
+    at = places.__getitem__
 
     carried = {graph.inputs[i] for i, _ in graph.ties}
     carried |= {graph.outputs[o] for _, o in graph.ties}
@@ -327,4 +357,4 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
         else (at(entry[0]), tuple(map(done, entry[1])), tuple(map(done, entry[2])))
         for entry in grouping.op_layouts
     )
-    return Groups(tuple(groups), tuple(links), home, layouts)
+    return Groups(tuple(groups), tuple(links), home, layouts, grouping.fusable)

@@ -17,6 +17,7 @@ from costmodels import (
 )
 from planner.analysis import Analysis, analyse
 from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
+from planner.collector import paused
 from planner.errors import MemoryLimitError, RequestError
 from planner.extract import Extraction
 from planner.graph.blocks import repeated_blocks
@@ -94,6 +95,19 @@ def plan_traced(
     dump_problem: str | Path | None = None,
 ) -> Plan:
     """The part of ``make_plan`` after tracing."""
+    with paused():
+        return _planned(traced, args, request, shardings, donate_argnums, begun, dump_problem)
+
+
+def _planned(
+    traced: Traced,
+    args: Sequence[Any],
+    request: Request,
+    shardings: Mapping[str, Any],
+    donate_argnums: int | Sequence[int] | None,
+    begun: float,
+    dump_problem: str | Path | None,
+) -> Plan:
     graph = traced.graph
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)

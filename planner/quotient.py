@@ -94,7 +94,8 @@ def fold_analysis(analysis: Analysis, pins: Sequence[Pin], *, inputs_differ: boo
         )
         for g in analysis.groups.groups
     )
-    edges = [_edge(links, kinds, members, first.tolist()) for members in bundled.values()]
+    colors = first.tolist()
+    edges = [_edge(links, kinds, members, colors) for members in bundled.values()]
     left, right = (np.array([e[k] for e in edges], np.int64) for k in (0, 1))
     edge_kinds = numbered(e[2] for e in edges)
     color = stable_colors(first, left, right, edge_kinds)
@@ -185,6 +186,7 @@ def _quotient(
             tuple(
                 None if h is None or h[0] not in first else (color[h[0]], h[1]) for h in groups.home
             ),
+            (),
             (),
         ),
         work=tuple(analysis.work[g] for g in one),

@@ -14,6 +14,10 @@ Layout = tuple[int, ...]
 """The factor of each dimension of a value."""
 
 
+Placed = tuple[list[Layout], list[Layout]]
+"""Layouts of an operation's operands and results."""
+
+
 @dataclass
 class Fusion:
     """Factors (atoms) and groups, each with a union-find forest."""
@@ -29,6 +33,9 @@ class Fusion:
     glayouts: list[set[Layout]] = field(default_factory=list)
     greduce: list[set[int]] = field(default_factory=list)
     home: dict[int, tuple[int, Layout]] = field(default_factory=dict)
+    adopted: dict[tuple[int, Layout, int, int], tuple[Placed, FactorRule]] = field(
+        default_factory=dict
+    )
 
     def find(self, atom: int) -> int:
         """The representative of an atom."""
@@ -71,7 +78,7 @@ class Fusion:
         self.glayouts[group].add(layout)
         return layout
 
-    def instantiate(self, group: int, rule: FactorRule) -> tuple[list[Layout], list[Layout]]:
+    def instantiate(self, group: int, rule: FactorRule) -> Placed:
         """The rule's factors as atoms of ``group``; layouts of operands and results."""
         atoms = [self.new_atom(group, n, f in rule.replicated) for f, n in enumerate(rule.sizes)]
 
@@ -95,11 +102,58 @@ class Fusion:
     def _has_more(self, group: int, shared: set[int]) -> bool:
         """Whether the group has factors beyond ``shared``."""
         roots = {self.find(a) for a in shared if a != LAYOUT_NONE}
+        roots.add(LAYOUT_NONE)
         return any(
-            a != LAYOUT_NONE and self.find(a) not in roots
+            a not in roots and self.find(a) not in roots
             for layout in self.glayouts[group]
             for a in layout
         )
+
+    def adopt(
+        self, group: int, theirs: Layout, rule: FactorRule, operand: int
+    ) -> Placed | None:
+        """Place a rule in the group of one of its operands, whose layout is ``theirs``.
+
+        The same as ``instantiate`` in a new group and ``try_union`` along that operand,
+        without making the group. Dimensions of the rule have one factor at most.
+
+        Returns:
+            Layouts of operands and results, or None (nothing changed) where ``try_union``
+            would refuse.
+        """
+        group = self.gfind(group)
+        key = (group, theirs, id(rule), operand)
+        if key in self.adopted:
+            return self.adopted[key][0]
+        mine = rule.operands[operand]
+        atoms: list[int] = [LAYOUT_NONE] * len(rule.sizes)
+        for dim, atom in zip(mine, theirs, strict=True):
+            if (not dim) != (atom == LAYOUT_NONE):
+                return None
+            if dim:
+                root = self.find(atom)
+                if self.size[root] != rule.sizes[dim[0]]:
+                    return None
+                atoms[dim[0]] = root
+        values = (*rule.operands, *rule.results)
+        spans = all([atoms[dim[0]] != LAYOUT_NONE for dims in values for dim in dims if dim])
+        if not spans:
+            if self._has_more(group, set(theirs)):
+                return None
+            for f, (size, atom) in enumerate(zip(rule.sizes, atoms, strict=True)):
+                if atom == LAYOUT_NONE:
+                    atoms[f] = self.new_atom(group, size)
+        for f in rule.replicated:
+            self.blocked[atoms[f]] = True
+        self.greduce[group].update([atoms[f] for f in rule.reduction])
+        layouts = [
+            tuple([atoms[dim[0]] if dim else LAYOUT_NONE for dim in dims]) for dims in values
+        ]
+        self.glayouts[group].update([layout for layout in layouts if layout])
+        found = layouts[: len(rule.operands)], layouts[len(rule.operands) :]
+        if spans:  # no factor was made: the next equal operation gets the same layouts
+            self.adopted[key] = (found, rule)
+        return found
 
     def try_union(self, group: int, layout: Layout, other: int, theirs: Layout) -> bool:
         """Unify two groups along matching layouts.
@@ -108,6 +162,8 @@ class Fusion:
         further factors: a small value (a bias, a mean) is no reason to tie two large ones.
         """
         group, other = self.gfind(group), self.gfind(other)
+        if group == other and layout == theirs:
+            return True
         merged: dict[int, int] = {}
 
         def root(atom: int) -> int:

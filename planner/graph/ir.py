@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import networkx as nx
 
@@ -131,6 +132,10 @@ class Graph:
 
     def live_ops(self) -> tuple[bool, ...]:
         """Which operations reach an output (loop carries included)."""
+        return self._live
+
+    @cached_property
+    def _live(self) -> tuple[bool, ...]:
         live = [False] * len(self.ops)
         wanted = {o for o in self.outputs if o != SCALAR}
         backs: dict[int, list[Op]] = {}

@@ -55,10 +55,14 @@ def _pointwise(
     name: str, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
 ) -> FactorRule | None:
     if name in ELEMENTWISE and is_elementwise(in_shapes, out_shapes):
-        return elementwise_rule(in_shapes, out_shapes[0], len(out_shapes))
+        return _elementwise(in_shapes, out_shapes[0], len(out_shapes))
     if name in IDENTITY and list(in_shapes) == list(out_shapes):
         return identity_rule(in_shapes)
     return None
+
+
+_elementwise = lru_cache(maxsize=65536)(elementwise_rule)
+"""One rule object for all elementwise operations of the same shapes."""
 
 
 def fallback_rule(
