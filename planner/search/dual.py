@@ -23,24 +23,64 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from scipy.optimize import linprog
 
-from planner.search.memory import Timeline
 from planner.search.problem import Array
 from planner.search.progress import time_is_up
 
-Oracle = Callable[[Array], tuple[float, list[int]]]
+Choice = Sequence[int] | Array
+"""One strategy per node."""
+
+Oracle = Callable[[Array], tuple[float, Choice]]
 """Minimise the costs plus a flat price per strategy: (value or lower bound, choice)."""
+
+
+class Memory(Protocol):
+    """Usages over K moments: `memory.Timeline` or `flat.Moments`."""
+
+    @property
+    def moments(self) -> Array:
+        """[K] the moments."""
+        ...
+
+    @property
+    def base(self) -> Array:
+        """[K] bytes that no choice changes."""
+        ...
+
+    @property
+    def offsets(self) -> Array:
+        """[nodes + 1] where each node's strategies begin in a flat array."""
+        ...
+
+    def profile(self, choice: Choice, /) -> Array:
+        """[K] bytes under a choice, the base included."""
+        ...
+
+    def prices(self, multipliers: Array, /) -> Array:
+        """Flat price of every strategy under one multiplier per moment."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Dual:
-    """The best dual value, the flat prices that gave it, and why the ascent stopped."""
+    """The best dual value and how it came about.
+
+    Attributes:
+        value: the bound.
+        prices: flat price of every strategy that gave it.
+        shift: multipliers * (base - limit), the part of ``value`` that no choice changes.
+        moments: the moments that carried a multiplier at some time.
+        reason: why the ascent stopped.
+    """
 
     value: float
     prices: Array
+    shift: float
+    moments: tuple[int, ...]
     reason: str
 
 
@@ -73,13 +113,15 @@ class _Bundle:
 
 def ascend(
     oracle: Oracle,
-    cost_of: Callable[[Sequence[int]], float],
-    on_choice: Callable[[Sequence[int], Array], float],
-    timeline: Timeline,
+    cost_of: Callable[[Choice], float],
+    on_choice: Callable[[Choice, Array], float],
+    timeline: Memory,
     limit: float,
-    start: tuple[float, list[int]],
+    start: tuple[float, Choice],
     deadline: float,
     rounds: int = 40,
+    patience: int | None = None,
+    on_value: Callable[[float], None] = lambda _: None,
 ) -> Dual:
     """Maximise the dual of the memory limit.
 
@@ -92,6 +134,8 @@ def ascend(
         start: the oracle's answer at zero prices.
         deadline: monotonic time to stop at.
         rounds: most calls of the oracle.
+        patience: stop when this many rounds close less than a hundredth of the gap.
+        on_value: told every better value.
 
     Returns:
         The best dual value, a lower bound of the optimum under the limit.
@@ -99,26 +143,37 @@ def ascend(
     scale = max(limit, float(timeline.profile(start[1]).max()))
     prices = np.zeros(int(timeline.offsets[-1]))
     upper = on_choice(start[1], prices)
-    best, best_prices = start[0], prices
+    best, best_prices, best_shift = start[0], prices, 0.0
+    reason = "the rounds of the dual ascent are used up"
     bundle = _Bundle([], [], [])
     bundle.add(cost_of(start[1]), (timeline.profile(start[1]) - limit) / scale)
     centre: dict[int, float] = {}
+    values = list[float]()
     for _ in range(rounds):
+        values.append(best)
+        if patience is not None and len(values) > patience:
+            if best - values[-patience - 1] <= 0.01 * (upper - best):
+                reason = "the dual hardly rises any more"
+                break
         if time_is_up(deadline):
-            return Dual(best, best_prices, "out of time in the dual ascent")
+            reason = "out of time in the dual ascent"
+            break
         point = _next_point(bundle, centre, best, upper)
         if point is None:
-            return Dual(best, best_prices, "the dual is at its maximum")
+            reason = "the dual is at its maximum"
+            break
         multipliers = np.zeros(timeline.moments.size)
         multipliers[list(point)] = list(point.values())
         prices = timeline.prices(multipliers / scale)
         priced, choice = oracle(prices)
-        value = priced - float(multipliers.sum()) * limit / scale
+        shift = float(multipliers @ (timeline.base - limit)) / scale
+        value = priced + shift
         if value > best:
-            best, best_prices, centre = value, prices, point
+            best, best_prices, best_shift, centre = value, prices, shift, point
+            on_value(best)
         upper = min(upper, on_choice(choice, prices))
         bundle.add(cost_of(choice), (timeline.profile(choice) - limit) / scale)
-    return Dual(best, best_prices, "the rounds of the dual ascent are used up")
+    return Dual(best, best_prices, best_shift, tuple(bundle.active), reason)
 
 
 def _next_point(
@@ -159,9 +214,9 @@ def _next_point(
 
 def least_peak(
     oracle: Oracle,
-    on_choice: Callable[[Sequence[int]], None],
-    timeline: Timeline,
-    start: Sequence[int],
+    on_choice: Callable[[Choice], None],
+    timeline: Memory,
+    start: Choice,
     deadline: float,
     enough: float,
     rounds: int = 40,
@@ -207,7 +262,8 @@ def least_peak(
         multipliers = np.zeros(timeline.moments.size)
         multipliers[active] = np.maximum(found.x[:count], 0.0)
         multipliers /= multipliers.sum()
-        value, choice = oracle(timeline.prices(multipliers))
+        priced, choice = oracle(timeline.prices(multipliers))
+        value = priced + float(multipliers @ timeline.base)
         on_choice(choice)
         profiles.append(timeline.profile(choice))
         if -found.fun * scale - value <= 1e-9 * scale and peak in active and value <= bound:

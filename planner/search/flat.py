@@ -68,6 +68,16 @@ class Flat:
         own = self.unary[self.at[:-1] + choice]
         return float(own.sum() + pairs.sum()) + self.constant_s
 
+    @property
+    def owner(self) -> Array:
+        """Node of every strategy in the flat array."""
+        owner: Array = np.repeat(np.arange(self.nodes), self.sizes)
+        return owner
+
+    def fits(self, choice: Array) -> bool:
+        """Whether a choice respects the memory limit."""
+        return self.memory.excess(self.memory.profile(choice)) <= 0
+
     def factors(self) -> tuple[Array, Array, Array, Array]:
         """``(scope_at, scope, data_at, data)`` of `buckets`; the node costs come first in data."""
         n, m = self.nodes, self.table_at.size

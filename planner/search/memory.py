@@ -26,6 +26,7 @@ class Timeline:
 
     Attributes:
         moments: [K] the kept moments.
+        base: [K] bytes that no usage names: none.
         offsets: [nodes + 1] where each node's strategies begin in a flat array over all nodes.
         node, low, high: [U] per live usage, its node and index range.
         flat_bytes: bytes of all usages, concatenated; ``flat_at[u]`` is where usage u begins.
@@ -37,6 +38,7 @@ class Timeline:
         starts = np.array([usage.start for usage in live], dtype=np.int64)
         ends = np.array([usage.end for usage in live], dtype=np.int64)
         self.moments = maximal_moments(starts, ends)
+        self.base = np.zeros(self.moments.size)
         self.node = np.array([usage.node for usage in live], dtype=np.int64)
         self.low = np.searchsorted(self.moments, starts)
         self.high = np.searchsorted(self.moments, ends)

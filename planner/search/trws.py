@@ -12,6 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from planner.search.flat import Flat
+from planner.search.problem import Array
+
 _COMPILED = {"cache": True, "nogil": True}
 
 
@@ -167,3 +170,57 @@ def decode(  # type: ignore[no-untyped-def]
                         least = value - theirs[u]
                 score[s] += least - mine[s]
         choice[v] = np.argmin(score)
+
+
+class Messages:
+    """The messages of a flat problem, kept from call to call.
+
+    Args:
+        flat: the problem.
+
+    Attributes:
+        extra: per strategy, how much dearer than the bound every choice with it is at least; set
+            by `bound`.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        sizes = flat.sizes
+        rows, columns = sizes[flat.ends[:, 0]], sizes[flat.ends[:, 1]]
+        self._left_at = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        self._right_at = np.concatenate([[0], np.cumsum(columns)]).astype(np.int64)
+        self._left = np.zeros(int(self._left_at[-1]))
+        self._right = np.zeros(int(self._right_at[-1]))
+        self._unary = flat.unary.copy()
+        self._prices = np.zeros(flat.unary.size)
+        self.extra = np.zeros(flat.unary.size)
+
+    def _edges(self) -> tuple[Array, ...]:
+        """Tables of the edges, then the messages."""
+        flat = self.flat
+        return (flat.at, flat.ends, flat.table_at, flat.table)
+
+    def _sides(self) -> tuple[Array, ...]:
+        return (self._left_at, self._left, self._right_at, self._right)
+
+    def price(self, prices: Array) -> None:
+        """Change the extra cost of every strategy."""
+        self._unary += prices - self._prices
+        self._prices = prices.copy()
+
+    def sweep(self, times: int) -> None:
+        """Visit all nodes forth and back ``times`` times."""
+        near = (self.flat.near_at, self.flat.near)
+        sweep(*self._edges(), *near, *self._sides(), self._unary, times)
+
+    def bound(self) -> float:
+        """The bound of costs plus prices; fills ``extra``."""
+        found = slack(*self._edges(), *self._sides(), self._unary, self.extra)
+        return float(found) + self.flat.constant_s
+
+    def decode(self) -> Array:
+        """A choice from the messages."""
+        choice = np.zeros(self.flat.nodes, np.int64)
+        near = (self.flat.near_at, self.flat.near)
+        decode(*self._edges(), *near, *self._sides(), self._unary, choice)
+        return choice

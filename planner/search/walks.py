@@ -169,3 +169,26 @@ def repair(graph, memory, home, choice, profile, most):  # type: ignore[no-untyp
             else:
                 saved[best] = 0.0
     return False
+
+
+@njit(**_COMPILED)
+def ball(graph, start, size, shuffle, inside):  # type: ignore[no-untyped-def]
+    """Mark about ``size`` nodes around ``start``, breadth first, in a shuffled order of edges."""
+    ends, near_at, near = graph[2], graph[5], graph[6]
+    queue = np.empty(inside.size, np.int64)
+    queue[0] = start
+    inside[start] = True
+    head, tail = 0, 1
+    while head < tail and tail < size:
+        v = queue[head]
+        head += 1
+        count = near_at[v + 1] - near_at[v]
+        turn = shuffle[v] % count if count > 0 else 0
+        for i in range(count):
+            e = near[near_at[v] + (i + turn) % count]
+            u = ends[e, 0] + ends[e, 1] - v
+            if not inside[u] and tail < size:
+                inside[u] = True
+                queue[tail] = u
+                tail += 1
+    return tail

@@ -1,0 +1,219 @@
+"""The integer program of a flat problem, solved by HiGHS with memory rows added as needed.
+
+Binary x_i[s] picks a strategy per node, y_e[s, u] >= 0 prices an edge:
+
+    min  sum c_i[s] x_i[s] + sum E_e[s, u] y_e[s, u]
+    s.t. sum_s x_i[s] = 1,   sum_u y_e[s, u] = x_a[s],   sum_s y_e[s, u] = x_b[u],
+         sum over live usages of bytes[s] x[s] <= limit     for every moment.
+
+With binary x the y are integral by themselves.  Forbidden entries have no variable.  Of the memory
+rows only those that some answer broke are ever written: without a row the program is a relaxation,
+so its bound holds, and an answer that breaks no row is optimal for all of them.
+
+Complexity: exponential in the worst case; O(table entries) variables, few memory rows.
+Papers: Zheng et al., "Alpa: Automating inter- and intra-operator parallelism for distributed deep
+learning", OSDI 2022; Dantzig, Fulkerson and Johnson, "Solution of a large-scale traveling-salesman
+problem", Oper. Res. 2, 1954 (rows as needed); Huangfu and Hall, "Parallelizing the dual revised
+simplex method", Math. Prog. Computation 10, 2018 (HiGHS).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from planner.search.flat import Flat
+from planner.search.problem import Array, fits
+
+_ROW_SCALE = 1e4
+"""The memory limit in the units of a row: HiGHS's tolerances are absolute."""
+_PEAKS = 24
+"""Moments added after an answer that passes the limit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What HiGHS found: a choice (which may still pass the limit at the time limit) or None.
+
+    Attributes:
+        choice: strategies of the free nodes.
+        lower_s: a bound of every choice within the limit; infinite when there is none.
+        finished: whether HiGHS went through and no memory row is broken.
+        message: HiGHS's words.
+    """
+
+    choice: Array | None
+    lower_s: float
+    finished: bool
+    message: str
+
+
+@dataclass
+class _Rows:
+    """Constraint rows in coordinate form."""
+
+    row: list[Array] = field(default_factory=list)
+    column: list[Array] = field(default_factory=list)
+    value: list[Array] = field(default_factory=list)
+    low: list[Array] = field(default_factory=list)
+    high: list[Array] = field(default_factory=list)
+    count: int = 0
+
+    def entries(self, row: Array, column: Array, value: Array) -> None:
+        """Add entries; rows count from the present block's first row."""
+        self.row.append(row + self.count)
+        self.column.append(column)
+        self.value.append(value)
+
+    def close(self, low: Array, high: Array) -> None:
+        """End a block of rows with its bounds."""
+        self.low.append(low)
+        self.high.append(high)
+        self.count += low.size
+
+    def constraint(self, columns: int) -> Any:
+        """The rows as scipy takes them."""
+        matrix = csr_matrix(
+            (np.concatenate(self.value), (np.concatenate(self.row), np.concatenate(self.column))),
+            shape=(self.count, columns),
+        )
+        return LinearConstraint(matrix, np.concatenate(self.low), np.concatenate(self.high))
+
+
+def solve_integer(flat: Flat, deadline: float, moments: Sequence[int] = ()) -> Answer:
+    """Solve a flat problem.
+
+    Args:
+        flat: the problem.
+        deadline: monotonic time to stop at.
+        moments: indices of kept moments whose rows are written from the start.
+
+    Returns:
+        The answer.
+    """
+    if not flat.nodes:
+        fit = flat.memory.excess(flat.memory.base) <= 0
+        return Answer(
+            np.zeros(0, np.int64) if fit else None,
+            flat.constant_s if fit else math.inf,
+            True,
+            "nothing to decide",
+        )
+    rows = _Rows()
+    costs, upper = _linking(flat, rows)
+    binary = np.zeros(costs.size)
+    binary[: flat.unary.size] = 1
+    scale, lower = _scaling(flat)
+    active = list(dict.fromkeys(int(moment) for moment in moments))
+    for moment in active:
+        _memory_row(flat, moment, rows)
+    choice: Array | None = None
+    while True:
+        result = milp(
+            costs * scale,
+            integrality=binary,
+            bounds=Bounds(0.0, upper),
+            constraints=rows.constraint(costs.size) if rows.count else None,
+            options={
+                "time_limit": max(0.01, deadline - time.monotonic()),
+                "mip_rel_gap": 0.0,
+            },
+        )
+        message = f"HiGHS status {result.status}: {result.message}"
+        if result.status == 2:
+            return Answer(None, math.inf, True, message)
+        if result.mip_dual_bound is not None and math.isfinite(result.mip_dual_bound):
+            lower = max(lower, result.mip_dual_bound / scale + flat.constant_s)
+        if result.x is None:
+            return Answer(choice, lower, False, message)
+        picks = np.split(result.x[: flat.unary.size], flat.at[1:-1])
+        choice = np.array([int(np.argmax(pick)) for pick in picks], np.int64)
+        profile = flat.memory.profile(choice)
+        if not profile.size or fits(float(profile.max()), flat.memory.limit):
+            return Answer(choice, lower, result.status == 0, message)
+        more = [moment for moment in peaks(profile, flat.memory.limit) if moment not in active]
+        if not more or time.monotonic() >= deadline:
+            return Answer(choice, lower, False, message)
+        active += more
+        for moment in more:
+            _memory_row(flat, moment, rows)
+
+
+def peaks(profile: Array, limit: float) -> list[int]:
+    """The highest local peaks of a profile above the limit.
+
+    Args:
+        profile: [K] bytes.
+        limit: bytes.
+
+    Returns:
+        At most 24 indices, highest first.
+    """
+    found, rest = list[int](), profile.copy()
+    span = max(1, rest.size // 64)
+    while len(found) < _PEAKS:
+        peak = int(np.argmax(rest))
+        if not rest[peak] > limit:
+            break
+        found.append(peak)
+        rest[max(0, peak - span) : peak + span + 1] = -np.inf
+    return found
+
+
+def _linking(flat: Flat, rows: _Rows) -> tuple[Array, Array]:
+    """Rows of one choice per node and of the edges; all costs and upper bounds."""
+    sizes, offsets = flat.sizes, flat.at
+    every = np.arange(flat.unary.size)
+    rows.entries(np.repeat(np.arange(sizes.size), sizes), every, np.ones(every.size))
+    rows.close(np.ones(sizes.size), np.ones(sizes.size))
+    at, costs = flat.unary.size, [np.where(np.isfinite(flat.unary), flat.unary, 0.0)]
+    for (a, b), begin in zip(flat.ends, flat.table_at, strict=True):
+        height, width = int(sizes[a]), int(sizes[b])
+        table = flat.table[begin : begin + height * width]
+        kept = np.flatnonzero(np.isfinite(table))
+        s, u = kept // width, kept % width
+        y = at + np.arange(kept.size)
+        rows.entries(s, y, np.ones(kept.size))
+        rows.entries(np.arange(height), offsets[a] + np.arange(height), -np.ones(height))
+        rows.entries(height + u, y, np.ones(kept.size))
+        rows.entries(height + np.arange(width), offsets[b] + np.arange(width), -np.ones(width))
+        rows.close(np.zeros(height + width), np.zeros(height + width))
+        costs.append(table[kept])
+        at += kept.size
+    upper = np.ones(at)
+    upper[: flat.unary.size] = np.isfinite(flat.unary)
+    return np.concatenate(costs), upper
+
+
+def _memory_row(flat: Flat, moment: int, rows: _Rows) -> None:
+    """The row of one moment, in units where the limit is 1e4."""
+    memory = flat.memory
+    live = np.flatnonzero((memory.low <= moment) & (moment < memory.high))
+    lengths = np.diff(np.append(memory.bytes_at, memory.taken.size))[live]
+    begin = np.repeat(memory.bytes_at[live], lengths)
+    at = begin + np.arange(begin.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    taken = np.bincount(memory.home[at], memory.taken[at], flat.unary.size)
+    used = np.flatnonzero(taken)
+    unit = _ROW_SCALE / max(memory.limit, 1.0)
+    rows.entries(np.zeros(used.size, np.int64), used, taken[used] * unit)
+    room = (memory.limit - memory.base[moment]) * unit
+    rows.close(np.full(1, -np.inf), np.full(1, room))
+
+
+def _scaling(flat: Flat) -> tuple[float, float]:
+    """A factor that brings costs to HiGHS's absolute tolerances, and the sum of all minima."""
+    parts = [flat.unary[a:b] for a, b in pairwise(flat.at)]
+    bounds = np.append(flat.table_at, flat.table.size)
+    parts += [flat.table[a:b] for a, b in pairwise(bounds)]
+    least = math.fsum(float(part.min()) for part in parts)
+    tops = [float(part[np.isfinite(part)].max()) for part in parts]
+    reference = max(abs(least), 1e-3 * max(map(abs, tops), default=0.0))
+    return (1e5 / reference if reference > 0 else 1.0), least + flat.constant_s
