@@ -4,6 +4,8 @@ Dual ascent (`dual`) gives the lower bound and a stream of priced choices; each 
 polished (`repair`) and the best feasible one is kept.  When no repair succeeds the peak itself is
 minimised, which either finds something feasible or tells how much memory is missing.
 
+`least_memory` minimises the peak alone, whatever the limit and the cost.
+
 Complexity: at most 40 eliminations for the cost and 40 for the peak.
 Paper: Fisher, "The Lagrangian relaxation method for solving integer programming problems",
 Management Science 27, 1981.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,11 +25,14 @@ from planner.search.conditioning import improve
 from planner.search.dual import ascend, least_peak
 from planner.search.memory import Timeline
 from planner.search.moves import State
-from planner.search.problem import Array, Edge, fits
+from planner.search.problem import Array, Edge, Problem, evaluate, fits
 from planner.search.progress import time_is_up
-from planner.search.reduction import Reduction
+from planner.search.reduction import Reduction, reduce_problem
 from planner.search.repair import polish, repair
 from planner.search.solver import Eliminator
+
+_PEAK_WORK = 1e7
+"""Joined entries of one elimination when the peak alone is minimised."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +44,60 @@ class Limited:
     reason: str
 
 
+@dataclass(frozen=True)
+class LeastMemory:
+    """The choice with the least peak that was found, and what is proved about it.
+
+    Attributes:
+        choice: one strategy per node; avoids forbidden entries.
+        peak_bytes: its peak.
+        peak_moment: the first moment of the peak.
+        lower_bytes: no choice that avoids forbidden entries has a lower peak.
+    """
+
+    choice: tuple[int, ...]
+    peak_bytes: float
+    peak_moment: int
+    lower_bytes: float
+
+    @property
+    def proved(self) -> bool:
+        """Whether no choice has a lower peak, to a relative 1e-9."""
+        return self.peak_bytes <= self.lower_bytes * (1 + 1e-9)
+
+
+def least_memory(problem: Problem, *, time_limit_s: float = 10.0) -> LeastMemory:
+    """Minimise the memory peak.
+
+    Args:
+        problem: the problem; its limit plays no part.
+        time_limit_s: seconds to stop after; one elimination is never cut short.
+
+    Returns:
+        The choice with the least peak that was found, and a lower bound of every peak.
+
+    Raises:
+        ValueError: when no choice avoids the forbidden entries.
+    """
+    deadline = time.monotonic() + time_limit_s
+    free = dataclasses.replace(problem, limit_bytes=0.0)
+    reduction = reduce_problem(free, keep_memory=True, dead_ends=False)
+    if reduction.dead is not None:
+        raise ValueError(f"no choice avoids the forbidden costs: {reduction.dead} has none")
+    timeline = Timeline(reduction.problem)
+    if not timeline.node.size:
+        choice = reduction.decode(Eliminator(_hard_part(reduction), work=_PEAK_WORK).solve()[1])
+        return LeastMemory(choice, *evaluate(problem, choice)[1:], 0.0)
+    best = _Best(State(reduction.problem, timeline, [0] * len(reduction.problem.cost_s)), deadline)
+    dual = _minimise_peak(reduction, timeline, best, _PEAK_WORK, deadline)
+    assert best.choice is not None
+    choice = reduction.decode(best.choice)
+    _, peak, moment = evaluate(problem, choice)
+    least = np.minimum.reduceat(timeline.flat_bytes, timeline.flat_at)
+    lower = max(dual, float(timeline.accumulate(least).max()))
+    return LeastMemory(choice, peak, moment, min(lower, peak))
+
+
 class _Best:
     """The best feasible choice, or the one with the least peak, seen so far."""
 
@@ -47,7 +107,7 @@ class _Best:
         self.choice: tuple[int, ...] | None = None
         self.seen: set[bytes] = set()
 
-    def offer(self, choice: Sequence[int], prices: Array | None = None) -> float:
+    def offer(self, choice: Sequence[int] | Array, prices: Array | None = None) -> float:
         """Repair and polish a choice and keep it when it is better; the best feasible cost."""
         key = np.asarray(choice, dtype=np.int64).tobytes()
         if key in self.seen:
@@ -98,7 +158,7 @@ def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited
             reason = _missing(problem.limit_bytes, best, needed)
             return Limited(best.choice or tuple(start[1]), start[0], reason)
 
-    def cost_of(choice: Sequence[int]) -> float:
+    def cost_of(choice: Sequence[int] | Array) -> float:
         state.reset(choice)
         return state.cost()
 
@@ -125,10 +185,13 @@ def _minimise_peak(
     problem = reduction.problem
     solver = Eliminator(_hard_part(reduction), work=work)
 
-    def note(choice: Sequence[int]) -> None:
+    def note(choice: Sequence[int] | Array) -> None:
         best.offer(choice)
 
-    start = best.choice if best.choice is not None else tuple(solver.solve()[1])
+    if best.choice is None:
+        best.offer(solver.solve()[1])
+    assert best.choice is not None
+    start = best.choice
     return least_peak(solver.solve, note, timeline, start, deadline, problem.limit_bytes)
 
 

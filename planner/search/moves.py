@@ -48,7 +48,7 @@ class State:
         self.segments = _segments(timeline, problem)
         self.reset(choice)
 
-    def reset(self, choice: Sequence[int]) -> None:
+    def reset(self, choice: Sequence[int] | Array) -> None:
         """Start from another choice."""
         self.choice = np.array(choice, dtype=np.int64)
         self.profile = self.timeline.profile(self.choice)
