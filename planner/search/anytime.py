@@ -21,7 +21,6 @@ problems", CP 1998 (large neighbourhoods); Savchynskyy et al. 2013 (fixing by a 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,24 +30,18 @@ import numpy as np
 from planner.search import buckets, walks
 from planner.search.dual import Choice, Dual, ascend
 from planner.search.flat import Flat, flatten
-from planner.search.integer import solve_integer
+from planner.search.incumbent import Incumbent
+from planner.search.leftover import Program
 from planner.search.problem import Array
-from planner.search.progress import Monitor, Progress, current
-from planner.search.reduction import Reduction, reduce_problem
+from planner.search.progress import current
+from planner.search.reduction import Reduction
 from planner.search.trws import Messages
 
-SMALL = 400_000
-"""Table entries up to which what fixing left is given to the integer program."""
 DUAL_SHARE = 0.35
 """Share of the time that the dual may take."""
-FIRST_SHARE = 0.4
-"""Share of the time left that the integer program gets at first; cut off, it may start again on
-what a better choice leaves of the problem, or with all the time left."""
 DUAL_ROUNDS, DUAL_PATIENCE = 100, 10
 IDLE = 2000
 """Rounds without gain after which the search stops."""
-CLOSED = 1e-9
-"""Relative gap at which a choice is proved the best."""
 CAPS = (1e3, 1e4, 1e4, 3e4, 1e5)
 """Entries of one join in a round, drawn at random."""
 
@@ -61,57 +54,6 @@ class Found:
     lower_s: float
     feasible: bool
     reason: str
-
-
-class Incumbent:
-    """The best choice so far and the best bound; safe to share between threads.
-
-    Args:
-        flat: the problem.
-        begun: monotonic time of the start.
-        monitor: told of every gain.
-    """
-
-    def __init__(self, flat: Flat, begun: float, monitor: Monitor) -> None:
-        self.flat, self.begun, self.monitor = flat, begun, monitor
-        self.choice = np.zeros(flat.nodes, np.int64)
-        self.cost, self.peak, self.lower = math.inf, math.inf, -math.inf
-        self._lock = threading.Lock()
-
-    @property
-    def proved(self) -> bool:
-        """Whether the bound meets the cost."""
-        return self.cost - self.lower <= CLOSED * abs(self.cost)
-
-    def offer(self, choice: Array, note: str) -> bool:
-        """Keep a choice when it fits and is cheaper, or, while none fits, when its peak is lower."""
-        profile = self.flat.memory.profile(choice)
-        cost, peak = self.flat.cost(choice), float(profile.max(initial=0.0))
-        with self._lock:
-            if self.flat.memory.excess(profile) <= 0 and cost < math.inf:
-                better = cost < self.cost
-                if better:
-                    self.cost = cost
-            else:
-                better = self.cost == math.inf and peak < self.peak
-            if better:
-                self.choice, self.peak = choice.copy(), peak
-        if better:
-            self.report(note)
-        return better
-
-    def bound(self, lower_s: float, note: str) -> None:
-        """Take note of a lower bound."""
-        with self._lock:
-            better = lower_s > self.lower
-            self.lower = max(self.lower, lower_s)
-        if better:
-            self.report(note)
-
-    def report(self, note: str) -> None:
-        """Tell the monitor."""
-        now = time.monotonic() - self.begun
-        self.monitor.report(Progress(now, self.cost, self.lower, self.cost < math.inf, note))
 
 
 class Walker:
@@ -196,6 +138,7 @@ def anytime(
         program.start()
         program.wait(lambda: over(deadline))
         reason = _rounds(best, walker, dual.prices, None, lambda: over(deadline))
+    program.close()
     if best.proved:
         reason = "the bound meets the cost"
     found = flat.whole(best.choice, count)
@@ -260,91 +203,6 @@ def _ascend(
             break
     messages.bound()
     return dual
-
-
-class Program:
-    """The integer program over what the bound leaves, in a thread of its own.
-
-    Args:
-        best: the incumbent.
-        reduction: the reduced problem.
-        messages: left at the dual's prices, their ``extra`` up to date.
-        dual: the dual.
-        deadline: monotonic time to stop at.
-    """
-
-    def __init__(
-        self,
-        best: Incumbent,
-        reduction: Reduction,
-        messages: Messages,
-        dual: Dual,
-        deadline: float,
-    ) -> None:
-        self.best, self.reduction, self.deadline = best, reduction, deadline
-        self.extra, self.lower = messages.extra, messages.bound() + dual.shift
-        memory = best.flat.memory
-        self.times = memory.moments[np.array(dual.moments, np.int64)]
-        self.cost, self.finished = math.inf, False
-        self._thread: threading.Thread | None = None
-        self._next = 0.0
-
-    @property
-    def running(self) -> bool:
-        """Whether HiGHS is at work."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self) -> None:
-        """Start HiGHS when it is idle, something changed, and what is left is small enough."""
-        now = time.monotonic()
-        if self.running or now < self._next or not math.isfinite(self.best.cost):
-            return
-        again = not self.best.cost < self.cost
-        if again and self.finished:
-            return
-        self._next = now + 1.0
-        cost = self.best.cost
-        inner = self._left(cost)
-        if inner.dead is not None:
-            self.best.bound(cost, "fixing")
-            return
-        small = flatten(inner.problem)
-        if small.table.size > SMALL:
-            return
-        self.cost = cost
-        until = self.deadline if again else now + FIRST_SHARE * (self.deadline - now)
-        arguments = (inner, small, cost, until)
-        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
-        self._thread.start()
-
-    def wait(self, over: Callable[[], bool]) -> None:
-        """Wait until HiGHS is done or time is up."""
-        while self.running and not over():
-            time.sleep(0.02)
-
-    def _left(self, cost: float) -> Reduction:
-        """The problem without the strategies that the bound excludes below ``cost``."""
-        flat, problem = self.best.flat, self.reduction.problem
-        room = cost - self.lower
-        kept = self.extra <= room + 1e-9 * abs(cost)
-        domains = [np.arange(own.size) for own in problem.cost_s]
-        for node, low, high in zip(flat.free, flat.at[:-1], flat.at[1:], strict=True):
-            domains[node] = np.flatnonzero(kept[low:high])
-        return reduce_problem(problem, keep_memory=True, domains=domains)
-
-    def _run(self, inner: Reduction, small: Flat, cost: float, until: float) -> None:
-        """Solve, and tell the incumbent."""
-        moments = np.searchsorted(small.memory.moments, self.times, side="right") - 1
-        answer = solve_integer(small, until, [int(m) for m in np.unique(moments) if m >= 0])
-        lower, self.finished = min(answer.lower_s, cost), answer.finished
-        if answer.choice is not None:
-            whole = inner.decode(small.whole(answer.choice, len(inner.problem.cost_s)))
-            choice = np.array(whole, np.int64)[self.best.flat.free]
-            self.best.offer(choice, "integer program")
-            value = self.best.flat.cost(choice)
-            if answer.finished and value - lower <= 1e-7 * abs(value):
-                lower = min(value, cost)
-        self.best.bound(lower, "integer program")
 
 
 def _rounds(

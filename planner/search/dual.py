@@ -151,10 +151,10 @@ def ascend(
     values = list[float]()
     for _ in range(rounds):
         values.append(best)
-        if patience is not None and len(values) > patience:
-            if best - values[-patience - 1] <= 0.01 * (upper - best):
-                reason = "the dual hardly rises any more"
-                break
+        past = values[-patience - 1] if patience and len(values) > patience else -math.inf
+        if best - past <= 0.01 * (upper - best):
+            reason = "the dual hardly rises any more"
+            break
         if time_is_up(deadline):
             reason = "out of time in the dual ascent"
             break

@@ -134,7 +134,7 @@ class Moments:
 
     def excess(self, profile: Array) -> float:
         """Bytes by which a profile passes the limit; not positive when it fits."""
-        return float(profile.max() - self.limit) if profile.size else -1.0
+        return float(profile.max()) - self.limit * (1 + 1e-12) if profile.size else -1.0
 
     def prices(self, multipliers: Array) -> Array:
         """Flat price of every strategy under [K] multipliers in seconds per byte."""

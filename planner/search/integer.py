@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
+import highspy
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
 from planner.search.flat import Flat
@@ -79,72 +78,124 @@ class _Rows:
         self.high.append(high)
         self.count += low.size
 
-    def constraint(self, columns: int) -> Any:
-        """The rows as scipy takes them."""
-        matrix = csr_matrix(
-            (np.concatenate(self.value), (np.concatenate(self.row), np.concatenate(self.column))),
-            shape=(self.count, columns),
-        )
-        return LinearConstraint(matrix, np.concatenate(self.low), np.concatenate(self.high))
+    def matrix(self, columns: int) -> csr_matrix:
+        """All rows."""
+        where = (np.concatenate(self.row), np.concatenate(self.column))
+        return csr_matrix((np.concatenate(self.value), where), shape=(self.count, columns))
 
 
-def solve_integer(flat: Flat, deadline: float, moments: Sequence[int] = ()) -> Answer:
+def solve_integer(
+    flat: Flat,
+    deadline: float,
+    moments: Sequence[int] = (),
+    *,
+    start: Array | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    on_choice: Callable[[Array], None] = lambda _: None,
+) -> Answer:
     """Solve a flat problem.
 
     Args:
         flat: the problem.
         deadline: monotonic time to stop at.
         moments: indices of kept moments whose rows are written from the start.
+        start: a choice to begin with.
+        stopped: asked now and then whether to stop early.
+        on_choice: told every choice on the way; it may pass the memory limit.
 
     Returns:
         The answer.
     """
     if not flat.nodes:
         fit = flat.memory.excess(flat.memory.base) <= 0
-        return Answer(
-            np.zeros(0, np.int64) if fit else None,
-            flat.constant_s if fit else math.inf,
-            True,
-            "nothing to decide",
-        )
+        lower = flat.constant_s if fit else math.inf
+        return Answer(np.zeros(0, np.int64) if fit else None, lower, True, "nothing to decide")
     rows = _Rows()
     costs, upper = _linking(flat, rows)
-    binary = np.zeros(costs.size)
-    binary[: flat.unary.size] = 1
     scale, lower = _scaling(flat)
     active = list(dict.fromkeys(int(moment) for moment in moments))
     for moment in active:
         _memory_row(flat, moment, rows)
-    choice: Array | None = None
+    choice = start
     while True:
-        result = milp(
-            costs * scale,
-            integrality=binary,
-            bounds=Bounds(0.0, upper),
-            constraints=rows.constraint(costs.size) if rows.count else None,
-            options={
-                "time_limit": max(0.01, deadline - time.monotonic()),
-                "mip_rel_gap": 0.0,
-            },
-        )
-        message = f"HiGHS status {result.status}: {result.message}"
-        if result.status == 2:
+        solver = _solver(costs * scale, upper, rows, flat.unary.size, deadline)
+        _listen(solver, flat, stopped, on_choice)
+        if choice is not None:
+            values = np.ones(flat.nodes)
+            solver.setSolution(flat.nodes, (flat.at[:-1] + choice).astype(np.int32), values)
+        solver.run()
+        status, info = solver.getModelStatus(), solver.getInfo()
+        message = f"HiGHS: {solver.modelStatusToString(status)}"
+        if status == highspy.HighsModelStatus.kInfeasible:
             return Answer(None, math.inf, True, message)
-        if result.mip_dual_bound is not None and math.isfinite(result.mip_dual_bound):
-            lower = max(lower, result.mip_dual_bound / scale + flat.constant_s)
-        if result.x is None:
-            return Answer(choice, lower, False, message)
-        picks = np.split(result.x[: flat.unary.size], flat.at[1:-1])
-        choice = np.array([int(np.argmax(pick)) for pick in picks], np.int64)
+        if math.isfinite(info.mip_dual_bound):
+            lower = max(lower, info.mip_dual_bound / scale + flat.constant_s)
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return Answer(choice if choice is not start else None, lower, False, message)
+        choice = _choice(flat, np.array(solver.getSolution().col_value))
+        done = status == highspy.HighsModelStatus.kOptimal
         profile = flat.memory.profile(choice)
         if not profile.size or fits(float(profile.max()), flat.memory.limit):
-            return Answer(choice, lower, result.status == 0, message)
+            return Answer(choice, lower, done, message)
         more = [moment for moment in peaks(profile, flat.memory.limit) if moment not in active]
-        if not more or time.monotonic() >= deadline:
+        if not more or stopped() or time.monotonic() >= deadline:
             return Answer(choice, lower, False, message)
         active += more
         for moment in more:
             _memory_row(flat, moment, rows)
+
+
+def _solver(costs: Array, upper: Array, rows: _Rows, binary: int, deadline: float) -> highspy.Highs:
+    """HiGHS with the program; the first ``binary`` columns are integers."""
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("time_limit", max(0.01, deadline - time.monotonic()))
+    matrix = rows.matrix(costs.size)
+    solver.passModel(
+        costs.size,
+        rows.count,
+        matrix.nnz,
+        int(highspy.MatrixFormat.kRowwise),
+        int(highspy.ObjSense.kMinimize),
+        0.0,
+        costs,
+        np.zeros(costs.size),
+        upper,
+        np.concatenate(rows.low),
+        np.concatenate(rows.high),
+        matrix.indptr.astype(np.int32),
+        matrix.indices.astype(np.int32),
+        matrix.data,
+        (np.arange(costs.size) < binary).astype(np.int32),
+    )
+    return solver
+
+
+def _listen(
+    solver: highspy.Highs,
+    flat: Flat,
+    stopped: Callable[[], bool],
+    on_choice: Callable[[Array], None],
+) -> None:
+    """Let HiGHS be stopped, and pass on what it finds."""
+
+    def check(event: highspy.HighsCallbackEvent) -> None:
+        if stopped():
+            event.interrupt()
+
+    def improved(event: highspy.HighsCallbackEvent) -> None:
+        on_choice(_choice(flat, np.array(event.data_out.mip_solution)))
+
+    solver.cbMipInterrupt.subscribe(check)
+    solver.cbSimplexInterrupt.subscribe(check)
+    solver.cbMipImprovingSolution.subscribe(improved)
+
+
+def _choice(flat: Flat, values: Array) -> Array:
+    """The strategies that the program's values pick."""
+    picks = np.split(values[: flat.unary.size], flat.at[1:-1])
+    return np.array([int(np.argmax(pick)) for pick in picks], np.int64)
 
 
 def peaks(profile: Array, limit: float) -> list[int]:
