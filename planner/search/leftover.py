@@ -1,0 +1,140 @@
+"""What reduced-cost fixing leaves of a problem, given to the integer program beside the search.
+
+Under the dual's prices and messages every strategy has a least extra cost (`trws.Messages.extra`).
+Where that passes the distance between the best choice and the bound the strategy goes; the rest is
+reduced again, and once it is small HiGHS solves it in a thread of its own.
+
+Complexity: one reduction per start; HiGHS's own.
+Papers: Crowder, Johnson and Padberg, Oper. Res. 31, 1983 (reduced-cost fixing); Savchynskyy et al.,
+"Global MAP-optimality by shrinking the combinatorial search area with convex relaxation", NIPS
+2013.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from planner.search.dual import Dual
+from planner.search.flat import Flat, flatten
+from planner.search.incumbent import Incumbent
+from planner.search.integer import solve_integer
+from planner.search.levels import encode
+from planner.search.problem import Array
+from planner.search.reduction import Reduction, reduce_problem
+from planner.search.trws import Messages
+
+SMALL = 400_000
+"""Table entries up to which what fixing left is given to the integer program."""
+FIRST_SHARE = 0.4
+"""Share of the time left that the integer program gets at first; cut off, it may start again on
+what a better choice leaves of the problem, or with all the time left."""
+
+
+class Program:
+    """The integer program over what the bound leaves, in a thread of its own.
+
+    Args:
+        best: the incumbent.
+        reduction: the reduced problem.
+        messages: left at the dual's prices, their ``extra`` up to date.
+        dual: the dual.
+        deadline: monotonic time to stop at.
+    """
+
+    def __init__(
+        self,
+        best: Incumbent,
+        reduction: Reduction,
+        messages: Messages,
+        dual: Dual,
+        deadline: float,
+    ) -> None:
+        self.best, self.reduction, self.deadline = best, reduction, deadline
+        self.extra, self.lower = messages.extra, messages.bound() + dual.shift
+        memory = best.flat.memory
+        self.times = memory.moments[np.array(dual.moments, np.int64)]
+        self._cost, self._finished = math.inf, False
+        self._thread: threading.Thread | None = None
+        self._next = 0.0
+        self._stop = threading.Event()
+
+    @property
+    def running(self) -> bool:
+        """Whether HiGHS is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start HiGHS when it is idle, something changed, and what is left is small enough."""
+        now, cost = time.monotonic(), self.best.cost
+        if self.running or now < self._next or not math.isfinite(cost):
+            return
+        again = not cost < self._cost
+        if again and self._finished:
+            return
+        self._next = now + 1.0
+        inner = self._left(cost)
+        if inner.dead is not None:
+            self.best.bound(cost, "fixing")
+            return
+        small = flatten(inner.problem)
+        if small.table.size > SMALL:
+            return
+        self._cost = cost
+        until = self.deadline if again else now + FIRST_SHARE * (self.deadline - now)
+        arguments = (inner, small, cost, until)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+
+    def wait(self, over: Callable[[], bool]) -> None:
+        """Wait until HiGHS is done or time is up."""
+        while self.running and not over():
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Stop HiGHS and wait for it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _left(self, cost: float) -> Reduction:
+        """The problem without the strategies that the bound excludes below ``cost``."""
+        flat, problem = self.best.flat, self.reduction.problem
+        kept = self.extra <= cost - self.lower + 1e-9 * abs(cost)
+        domains = [np.arange(own.size) for own in problem.cost_s]
+        for node, low, high in zip(flat.free, flat.at[:-1], flat.at[1:], strict=True):
+            domains[node] = np.flatnonzero(kept[low:high])
+        return reduce_problem(problem, keep_memory=True, domains=domains)
+
+    def _run(self, inner: Reduction, small: Flat, cost: float, until: float) -> None:
+        """Solve, and tell the incumbent."""
+        best, count = self.best, len(self.reduction.problem.cost_s)
+
+        def widened(choice: Array) -> Array:
+            whole = inner.decode(small.whole(choice, len(inner.problem.cost_s)))
+            return np.array(whole, np.int64)[best.flat.free]
+
+        def offer(choice: Array) -> None:
+            best.offer(widened(choice), "integer program")
+
+        found = np.searchsorted(small.memory.moments, self.times, side="right") - 1
+        start = np.array(encode(inner, best.flat.whole(best.choice, count)), np.int64)
+        answer = solve_integer(
+            small,
+            until,
+            [int(moment) for moment in np.unique(found) if moment >= 0],
+            start=start[small.free],
+            stopped=lambda: self._stop.is_set() or best.monitor.should_stop(),
+            on_choice=offer,
+        )
+        lower, self._finished = min(answer.lower_s, cost), answer.finished
+        if answer.choice is not None:
+            offer(answer.choice)
+            value = best.flat.cost(widened(answer.choice))
+            if answer.finished and value - lower <= 1e-7 * abs(value):
+                lower = min(value, cost)
+        best.bound(lower, "integer program")
