@@ -75,8 +75,23 @@ def _steps(members: int) -> int:
     return (members - 1).bit_length()
 
 
+@functools.lru_cache(maxsize=65536)
 def _members_per_node(node_size: int, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
     """Members of a group that share a node, or 1 where the nodes cut the groups unevenly."""
+    nested, inside, stride = True, 1, 1
+    for axis in reversed(range(len(mesh_shape))):
+        span = stride * mesh_shape[axis]
+        nested &= node_size % span == 0 or span % node_size == 0
+        if axis in axes:
+            inside *= min(span, max(node_size, stride)) // stride
+        stride = span
+    if nested:  # every axis lies within a node, across nodes, or cuts them evenly
+        return inside
+    return _counted_per_node(node_size, mesh_shape, axes)
+
+
+def _counted_per_node(node_size: int, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """``_members_per_node`` by looking at every device."""
     nodes = np.arange(math.prod(mesh_shape)).reshape(mesh_shape) // node_size
     size = math.prod(mesh_shape[axis] for axis in axes)
     groups = np.sort(np.moveaxis(nodes, axes, range(-len(axes), 0)).reshape(-1, size), axis=1)

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import CostModel
-from planner.analysis import Analysis, Reduction
+from planner.analysis import Analysis
 from planner.groups import Group, Link
-from planner.reshard import COMBINED, reshard_table
+from planner.rates import Rates
+from planner.reshard import reshard_table
 from planner.search.problem import Edge, Problem, Usage
 from planner.spec import MeshSpec
-from planner.strategies import StrategySet, codes, enumerate_strategies, shards
+from planner.strategies import StrategySet, codes, enumerate_strategies
 from planner.unify import Layout
 
 Array = NDArray[np.float64]
@@ -54,6 +55,11 @@ class Priced:
         return _problem(self)
 
 
+@lru_cache(maxsize=64)
+def _rates(sizes: tuple[int, ...], model: CostModel) -> Rates:
+    return Rates.of((sizes,), model)
+
+
 class Pricer:
     """Builds the arrays of one Problem; equal inputs give the same array object."""
 
@@ -63,6 +69,7 @@ class Pricer:
         self.analysis, self.mesh, self.model = analysis, mesh, model
         self.change_s = change_s
         self.sizes = mesh.sizes
+        self.rates = _rates(mesh.sizes, model)
         self.comm = 1.0 - model.overlap
         self.cache: dict[Any, Any] = {}
 
@@ -75,19 +82,6 @@ class Pricer:
         if key not in self.cache:
             self.cache[key] = StrategySet(full.use[allowed], full.store[allowed])
         return self.cache[key]  # type: ignore[no-any-return]
-
-    def all_reduce_s(self, assign: NDArray[np.int64], r: Reduction, local: Array) -> Array:
-        """Seconds of all-reducing ``local`` bytes along the axes that split ``r.over``."""
-        hit = np.isin(assign, list(r.over))
-        masks = hit @ (1 << np.arange(len(self.sizes)))
-        out = np.zeros(len(local))
-        for mask in np.unique(masks):
-            if mask:
-                axes = tuple(k for k in range(len(self.sizes)) if mask >> k & 1)
-                alpha, beta = self.model.collective_coefficients("all_reduce", self.sizes, axes)
-                rows = masks == mask
-                out[rows] = (COMBINED if r.gradient else 1.0) * alpha + beta * local[rows]
-        return out
 
     def node_cost(self, group: Group, chosen: StrategySet) -> Array:
         """Seconds per strategy, communication weighted by what does not overlap."""
@@ -104,26 +98,8 @@ class Pricer:
 
     def node_parts(self, group: Group, chosen: StrategySet) -> tuple[Array, Array]:
         """(compute seconds, communication seconds) per strategy."""
-        compute = np.zeros(chosen.count)
-        comm = np.zeros(chosen.count)
-        for item in self.analysis.work[group.index]:
-            parts = shards(chosen.use, item.factors, self.sizes)
-            compute = compute + self.model.compute_s(
-                item.flops / parts, item.nbytes / parts, item.dtype, item.matmul
-            )
-        for r in self.analysis.reductions[group.index]:
-            local = r.nbytes / shards(chosen.use, r.kept, self.sizes)
-            comm = comm + r.weight * self.all_reduce_s(chosen.use, r, local)
-        stored = self.analysis.stored[group.index]
-        if stored is not None:
-            nbytes, layout = stored
-            rank = len(layout)
-            table = reshard_table(rank, self.sizes, self.model)
-            src = codes(chosen.store, layout, frozenset(), rank)
-            dst = codes(chosen.use, layout, frozenset(), rank)
-            comm = comm + table.alpha_s[src, dst] + nbytes * table.beta_s_per_byte[src, dst]
-            comm = comm + self.change_s * table.changes[src, dst]
-        return compute, comm
+        compute, comm = self.rates.node_parts(self.analysis, group.index, chosen, self.change_s)
+        return compute[0], comm[0]
 
     def parts_of(self, group: Group, chosen: StrategySet, row: int) -> tuple[float, float]:
         """``node_parts`` of one strategy."""
@@ -195,10 +171,7 @@ class Pricer:
         key = ("bytes", id(chosen), nbytes, layout, port)
         if key not in self.cache:
             factors = frozenset(f for f in layout if f >= 0)
-            assign = chosen.store if port == "store" else chosen.use
-            local = nbytes / shards(assign, factors, self.sizes)
-            if port == "gathered":
-                local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
+            local = self.rates.bytes_of(chosen, nbytes, factors, port)[0]
             self.cache[key] = (local, chosen)
         return self.cache[key][0]  # type: ignore[no-any-return]
 

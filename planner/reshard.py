@@ -25,6 +25,7 @@ rematerialization"), so that is what such a step costs here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,7 +107,7 @@ def reshard_steps(
         over = tuple(axes[kind])
         if not over:
             continue
-        group = int(np.prod([sizes[k] for k in over]))
+        group = math.prod(sizes[k] for k in over)
         if kind == "all_gather":
             share *= group
         payload = nbytes * share
@@ -116,6 +117,92 @@ def reshard_steps(
         if kind == "reduce_scatter":
             share /= group
     return tuple(steps)
+
+
+NOTHING, SLICE, REDUCE_SCATTER, ALL_REDUCE, MOVE, GATHER, KEEP, REFUSED = range(8)
+"""What happens along one mesh axis: the rows of the module's table, with "same" told apart into
+unsplit (NOTHING) and split (KEEP); nothing may arrive as a partial sum (REFUSED)."""
+TYPES = 8
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Seconds of every *transition* on some meshes: ``alpha_s + nbytes * beta_s_per_byte``.
+
+    A transition is one type per mesh axis, written as a number in base ``TYPES``; what a change
+    of sharding costs depends on nothing else. Arrays have shape [meshes, transitions];
+    ``combined_alpha_s`` is for gradients. ``changes`` [transitions] counts the axes along which
+    the layout changes (anything but an all-reduce).
+    """
+
+    alpha_s: NDArray[np.float64]
+    combined_alpha_s: NDArray[np.float64]
+    beta_s_per_byte: NDArray[np.float64]
+    changes: NDArray[np.float64]
+
+
+def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Transitions:
+    """``reshard_steps`` of every transition on meshes of one number of axes (the same
+    arithmetic, vectorised)."""
+    n = len(meshes[0])
+    kind = np.arange(TYPES**n)[:, None] // TYPES ** np.arange(n - 1, -1, -1) % TYPES
+    bits = 1 << np.arange(n)
+    over = {t: (kind == t) @ bits for t in (SLICE, REDUCE_SCATTER, ALL_REDUCE, MOVE, GATHER, KEEP)}
+    # an all-to-all beside a gather or a slice: everything is gathered, then sliced
+    whole = (over[MOVE] > 0) & ((over[GATHER] > 0) | (over[SLICE] > 0))
+    early = over[MOVE] | over[GATHER] | over[KEEP] | np.where(whole, 0, over[SLICE])
+    wanted = {
+        "reduce_scatter": over[REDUCE_SCATTER],
+        "all_reduce": over[ALL_REDUCE],
+        "all_to_all": np.where(whole, 0, over[MOVE]),
+        "all_gather": over[GATHER] | np.where(whole, over[MOVE], 0),
+    }
+    size = np.ones((len(meshes), 1 << n))
+    for mask in range(1, 1 << n):
+        axes = [k for k in range(n) if mask >> k & 1]
+        size[:, mask] = [math.prod(sizes[k] for k in axes) for sizes in meshes]
+    share = 1.0 / size[:, early]
+    alpha, combined, beta = (np.zeros(share.shape) for _ in range(3))
+    for name in KINDS:
+        mask = wanted[name]
+        a, b = (
+            np.stack(c)
+            for c in zip(*(coefficients(name, sizes, model) for sizes in meshes), strict=True)
+        )
+        if name == "all_gather":
+            share = share * size[:, mask]
+        alpha += a[:, mask]
+        combined += a[:, mask] * (COMBINED if name in COMBINABLE else 1.0)
+        beta += b[:, mask] * share
+        if name == "reduce_scatter":
+            share = share / size[:, mask]
+    refused = (kind == REFUSED).any(axis=1)
+    alpha[:, refused] = combined[:, refused] = np.inf
+    changed = (kind == SLICE) | (kind == REDUCE_SCATTER) | (kind == MOVE) | (kind == GATHER)
+    changes = (changed | (kind == REFUSED)).sum(axis=1).astype(np.float64)
+    return Transitions(alpha, combined, beta, changes)
+
+
+def transitions(
+    src: NDArray[np.int64], dst: NDArray[np.int64], rank: int
+) -> NDArray[np.int64]:
+    """Transitions between shardings given as digits [..., n], broadcast against each other."""
+    kinds = _types(rank)[src, dst]
+    out: NDArray[np.int64] = kinds @ TYPES ** np.arange(kinds.shape[-1] - 1, -1, -1)
+    return out
+
+
+@lru_cache(maxsize=64)
+def _types(rank: int) -> NDArray[np.int64]:
+    """[rank + 2, rank + 2] the type of going from one digit to another."""
+    partial = rank + 1
+    out = np.full((rank + 2, rank + 2), MOVE, np.int64)
+    np.fill_diagonal(out, KEEP)
+    out[0, :], out[:, 0] = SLICE, GATHER
+    out[partial, :] = REDUCE_SCATTER
+    out[partial, 0], out[0, 0] = ALL_REDUCE, NOTHING
+    out[:, partial] = REFUSED
+    return out
 
 
 @dataclass(frozen=True)
@@ -132,49 +219,34 @@ class ReshardTable:
     changes: NDArray[np.float64]
 
 
+@lru_cache(maxsize=64)
+def _one_mesh(sizes: tuple[int, ...], model: CostModel) -> Transitions:
+    return transition_costs((sizes,), model)
+
+
+@lru_cache(maxsize=64)
+def _all_pairs(rank: int, num_axes: int) -> NDArray[np.int64]:
+    """[codes, codes] the transition of every pair of codes."""
+    base = rank + 2
+    codes = np.arange(base**num_axes)[:, None]
+    digits = codes // base ** np.arange(num_axes - 1, -1, -1) % base
+    return transitions(digits[:, None], digits[None, :], rank)
+
+
 @lru_cache(maxsize=256)
 def reshard_table(rank: int, sizes: tuple[int, ...], model: CostModel) -> ReshardTable:
-    """``reshard_steps`` for all pairs at once (vectorised; the same arithmetic)."""
-    n, base, partial = len(sizes), rank + 2, rank + 1
-    codes = np.arange(base**n)
-    digit = np.stack([(codes // base ** (n - 1 - k)) % base for k in range(n)])
-    src, dst = digit[:, :, None], digit[:, None, :]
-    is_dim_src, is_dim_dst = (src > 0) & (src < partial), (dst > 0) & (dst < partial)
-    size = np.asarray(sizes, np.float64)[:, None, None]
-    bits = (1 << np.arange(n))[:, None, None]
-    moved = is_dim_src & is_dim_dst & (src != dst)
-    sliced = (src == 0) & is_dim_dst
-    whole = moved.any(axis=0) & ((is_dim_src & (dst == 0)) | sliced).any(axis=0)
-    early = is_dim_src | (sliced & ~whole)
-    share = np.prod(np.where(early, 1.0 / size, 1.0), axis=0)
-    wanted = {
-        "reduce_scatter": (src == partial) & is_dim_dst,
-        "all_reduce": (src == partial) & (dst == 0),
-        "all_to_all": moved & ~whole,
-        "all_gather": (is_dim_src & (dst == 0)) | (moved & whole),
-    }
-    alpha = np.zeros(share.shape)
-    combined = np.zeros(share.shape)
-    beta = np.zeros(share.shape)
-    for kind in KINDS:
-        mask = np.sum(wanted[kind] * bits, axis=0)
-        group = np.prod(np.where(wanted[kind], size, 1.0), axis=0)
-        a, b = _coefficients(kind, sizes, model)
-        if kind == "all_gather":
-            share = share * group
-        alpha += a[mask]
-        combined += a[mask] * (COMBINED if kind in COMBINABLE else 1.0)
-        beta += b[mask] * share
-        if kind == "reduce_scatter":
-            share = share / group
-    # a partial sum is never a target: only its producer leaves one
-    forbidden = np.any(np.broadcast_to(dst == partial, wanted["all_gather"].shape), axis=0)
-    alpha[forbidden] = combined[forbidden] = np.inf
-    changes = np.sum((src != dst) & ~((src == partial) & (dst == 0)), axis=0).astype(np.float64)
-    return ReshardTable(alpha, combined, beta, changes)
+    """``reshard_steps`` for all pairs of codes at once."""
+    costs, pairs = _one_mesh(sizes, model), _all_pairs(rank, len(sizes))
+    return ReshardTable(
+        costs.alpha_s[0][pairs],
+        costs.combined_alpha_s[0][pairs],
+        costs.beta_s_per_byte[0][pairs],
+        costs.changes[pairs],
+    )
 
 
-def _coefficients(
+@lru_cache(maxsize=4096)
+def coefficients(
     kind: Collective, sizes: tuple[int, ...], model: CostModel
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Latency and seconds per byte of ``kind`` for every subset of axes (bit mask)."""

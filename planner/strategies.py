@@ -9,8 +9,7 @@ use, ZeRO-3 / FSDP), never the other way round.
 
 from __future__ import annotations
 
-import itertools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,12 +35,41 @@ class StrategySet:
         return int(self.use.shape[0])
 
 
-def _divides(row: tuple[int, ...], factors: tuple[int, ...], mesh: tuple[int, ...]) -> bool:
-    for factor in set(row) - {-1}:
-        parts = math.prod(n for f, n in zip(row, mesh, strict=True) if f == factor)
-        if factors[factor] % parts:
-            return False
-    return True
+def usable_factors(
+    sizes: tuple[int, ...], shardable: tuple[bool, ...], mesh: tuple[int, ...], kind: str
+) -> tuple[int, ...]:
+    """The factors that strategies may split, the smallest left out where that makes too many."""
+    usable = [f for f, ok in enumerate(shardable) if ok and any(sizes[f] % n == 0 for n in mesh)]
+    usable.sort(key=lambda f: (-sizes[f], f))
+    while usable and len(_options(usable, kind)[0]) ** len(mesh) > MAX_STRATEGIES * 2:
+        usable.pop()
+    return tuple(sorted(usable))
+
+
+def _options(usable: Sequence[int], kind: str) -> tuple[IntArray, IntArray]:
+    """What one mesh axis may do: the factor it splits in the store, and in use."""
+    store, use = [-1, *usable], [-1, *usable]
+    if kind == "input":
+        store, use = [*store, *usable], [*use, *[-1] * len(usable)]
+    return np.asarray(store, np.int64), np.asarray(use, np.int64)
+
+
+def _combined(usable: Sequence[int], num_axes: int, kind: str) -> StrategySet:
+    """Every combination of the axes' options; row 0 is "replicated"."""
+    store, use = _options(usable, kind)
+    rows = np.indices((len(store),) * num_axes).reshape(num_axes, -1).T
+    return StrategySet(use[rows], store[rows])
+
+
+def _dividing(store: IntArray, sizes: tuple[int, ...], meshes: IntArray) -> NDArray[np.bool_]:
+    """[meshes, strategies] whether the axes' sizes divide what they split; meshes [M, n]."""
+    good = np.ones((len(meshes), len(store)), bool)
+    for f in np.unique(store[store >= 0]):
+        parts = np.ones(good.shape, np.int64)
+        for k in range(store.shape[1]):
+            parts *= np.where(store[:, k] == f, meshes[:, k, None], 1)
+        good &= sizes[f] % parts == 0
+    return good
 
 
 @lru_cache(maxsize=4096)
@@ -52,26 +80,35 @@ def enumerate_strategies(
 
     Complexity: (factors + 1) ** axes, capped by ``MAX_STRATEGIES``.
     """
-    usable = [f for f, ok in enumerate(shardable) if ok and any(sizes[f] % n == 0 for n in mesh)]
-    usable.sort(key=lambda f: (-sizes[f], f))
-    per_axis = 2 * len(usable) + 1 if kind == "input" else len(usable) + 1
-    while usable and per_axis ** len(mesh) > MAX_STRATEGIES * 2:
-        usable.pop()
-        per_axis = 2 * len(usable) + 1 if kind == "input" else len(usable) + 1
-    usable.sort()
-    options = [(-1, -1)] + [(f, f) for f in usable]
-    if kind == "input":
-        options += [(f, -1) for f in usable]
-    store, use = [], []
-    for combo in itertools.product(options, repeat=len(mesh)):
-        stored, used = tuple(c[0] for c in combo), tuple(c[1] for c in combo)
-        if _divides(stored, sizes, mesh):
-            store.append(stored)
-            use.append(used)
-    shape = (len(store), len(mesh))
-    return StrategySet(
-        np.asarray(use, np.int64).reshape(shape), np.asarray(store, np.int64).reshape(shape)
-    )
+    found = _combined(usable_factors(sizes, shardable, mesh, kind), len(mesh), kind)
+    good = _dividing(found.store, sizes, np.asarray([mesh], np.int64))[0]
+    return StrategySet(found.use[good], found.store[good])
+
+
+def joint_strategies(
+    sizes: tuple[int, ...],
+    shardable: tuple[bool, ...],
+    meshes: Sequence[tuple[int, ...]],
+    kind: str,
+) -> tuple[StrategySet, NDArray[np.bool_]]:
+    """The strategies that any of some meshes (of one number of axes) has.
+
+    Returns:
+        The strategies, "replicated" first, and [meshes, strategies] which mesh has which: those
+        of ``enumerate_strategies``.
+    """
+    num_axes = len(meshes[0])
+    usable = [usable_factors(sizes, shardable, mesh, kind) for mesh in meshes]
+    sets = [_combined(one, num_axes, kind) for one in dict.fromkeys(usable)]
+    rows = np.concatenate([np.concatenate([s.store, s.use], axis=1) for s in sets])
+    rows = np.unique(rows, axis=0)
+    store, use = rows[:, :num_axes], rows[:, num_axes:]
+    good = _dividing(store, sizes, np.asarray(meshes, np.int64))
+    for f in range(len(sizes)):
+        lacking = np.array([f not in one for one in usable])
+        if lacking.any():
+            good &= ~(lacking[:, None] & (store == f).any(axis=1))
+    return StrategySet(use, store), good
 
 
 def digits(
@@ -99,8 +136,3 @@ def codes(
         out = out * (rank + 2) + column
     return out
 
-
-def shards(assign: IntArray, factors: frozenset[int], mesh: tuple[int, ...]) -> NDArray[np.float64]:
-    """Into how many pieces each strategy cuts work that spans ``factors``; shape [S]."""
-    hit = np.isin(assign, list(factors)) if factors else np.zeros(assign.shape, bool)
-    return np.prod(np.where(hit, np.asarray(mesh, np.float64), 1.0), axis=1)  # type: ignore[no-any-return]

@@ -14,11 +14,10 @@ from planner.reshard import encode
 from planner.spec import enumerate_meshes
 from planner.strategies import (
     MAX_STRATEGIES,
-    StrategySet,
     codes,
     digits,
     enumerate_strategies,
-    shards,
+    joint_strategies,
 )
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 96]
@@ -126,8 +125,14 @@ def test_codes_are_encoded_digits(case, random) -> None:  # type: ignore[no-unty
     ]
 
 
-def test_shards_multiply_the_axes_that_split_the_factors() -> None:
-    table = np.array([[-1, -1], [0, -1], [0, 0], [0, 1], [2, 1]])
-    assert shards(table, frozenset({0, 1}), (4, 3)).tolist() == [1, 4, 12, 12, 3]
-    assert shards(table, frozenset(), (4, 3)).tolist() == [1] * 5
-    assert StrategySet(table, table).count == 5
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_joint_strategies_are_those_of_every_mesh(case) -> None:  # type: ignore[no-untyped-def]
+    sizes, shardable, mesh, kind = case
+    meshes = [m for m in MESHES if len(m) == len(mesh)]
+    joint, has = joint_strategies(sizes, shardable, meshes, kind)
+    assert rows(joint.store)[0] == rows(joint.use)[0] == (-1,) * len(mesh)
+    for k, one in enumerate(meshes):
+        found = enumerate_strategies(sizes, shardable, one, kind)
+        mine = set(zip(rows(joint.use[has[k]]), rows(joint.store[has[k]]), strict=True))
+        assert mine == set(zip(rows(found.use), rows(found.store), strict=True))

@@ -1,0 +1,131 @@
+"""What strategies cost on some meshes at once: tables by *mask*, the set of mesh axes in use.
+
+Into how many pieces a strategy cuts something, and over which axes it communicates, depends on
+the strategy only through a set of mesh axes, written as a bit mask. So seconds are worked out
+once per mask (8 of them on three axes) and picked per strategy. Arrays with a leading dimension
+[meshes] hold meshes of one number of axes; strategies that a mesh lacks are priced all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels import CostModel
+from planner.analysis import Analysis, Reduction, Work
+from planner.reshard import COMBINED, Transitions, coefficients, transition_costs, transitions
+from planner.strategies import IntArray, StrategySet, digits
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rates:
+    """Tables for meshes of ``num_axes`` axes.
+
+    Attributes:
+        size: [meshes, masks] devices along the axes of a mask.
+        alpha_s, beta_s_per_byte: [meshes, masks] of an all-reduce along them.
+        costs: see ``Transitions``.
+    """
+
+    model: CostModel
+    num_axes: int
+    size: Array
+    alpha_s: Array
+    beta_s_per_byte: Array
+    costs: Transitions
+
+    @staticmethod
+    def of(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Rates:
+        """The tables of meshes of one number of axes."""
+        n = len(meshes[0])
+        size = np.ones((len(meshes), 1 << n))
+        for mask in range(1, 1 << n):
+            axes = [k for k in range(n) if mask >> k & 1]
+            size[:, mask] = [math.prod(sizes[k] for k in axes) for sizes in meshes]
+        found = [coefficients("all_reduce", sizes, model) for sizes in meshes]
+        alpha, beta = (np.stack(column) for column in zip(*found, strict=True))
+        return Rates(model, n, size, alpha, beta, transition_costs(meshes, model))
+
+    def take(self, rows: IntArray) -> Rates:
+        """The tables of some of the meshes."""
+        costs = self.costs
+        kept = Transitions(
+            costs.alpha_s[rows],
+            costs.combined_alpha_s[rows],
+            costs.beta_s_per_byte[rows],
+            costs.changes,
+        )
+        return dataclasses.replace(
+            self,
+            size=self.size[rows],
+            alpha_s=self.alpha_s[rows],
+            beta_s_per_byte=self.beta_s_per_byte[rows],
+            costs=kept,
+        )
+
+    def masks(self, assign: IntArray, factors: frozenset[int]) -> IntArray:
+        """[strategies] the axes that split any of ``factors``."""
+        hit = np.zeros(int(assign.max(initial=-1)) + 2, np.int64)
+        for f in factors:
+            if f + 1 < hit.size:
+                hit[f + 1] = 1
+        found: IntArray = hit[assign + 1] @ (1 << np.arange(self.num_axes))
+        return found
+
+    def compute_s(self, item: Work, assign: IntArray) -> Array:
+        """[meshes, strategies] roofline seconds of a share of the work."""
+        seconds = self.model.compute_s(
+            item.flops / self.size, item.nbytes / self.size, item.dtype, item.matmul
+        )
+        return seconds[:, self.masks(assign, item.factors)]
+
+    def all_reduce_s(self, r: Reduction, assign: IntArray) -> Array:
+        """[meshes, strategies] seconds of the all-reduces of a reduction inside a group."""
+        over, kept = self.masks(assign, r.over), self.masks(assign, r.kept)
+        alpha = (COMBINED if r.gradient else 1.0) * self.alpha_s[:, over]
+        local = r.nbytes / self.size[:, kept]
+        return r.weight * np.where(over > 0, alpha + self.beta_s_per_byte[:, over] * local, 0.0)
+
+    def gather_s(
+        self, nbytes: float, layout: tuple[int, ...], chosen: StrategySet, change_s: float
+    ) -> Array:
+        """[meshes, strategies] seconds from how an input is stored to how it is used."""
+        rank = len(layout)
+        src = digits(chosen.store, layout, frozenset(), rank)
+        dst = digits(chosen.use, layout, frozenset(), rank)
+        pairs = transitions(src, dst, rank)
+        costs = self.costs
+        seconds = costs.alpha_s[:, pairs] + nbytes * costs.beta_s_per_byte[:, pairs]
+        return seconds + change_s * costs.changes[pairs] if change_s else seconds
+
+    def node_parts(
+        self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
+    ) -> tuple[Array, Array]:
+        """(compute seconds, communication seconds) of a group, each [meshes, strategies]."""
+        shape = (len(self.size), chosen.count)
+        compute, comm = np.zeros(shape), np.zeros(shape)
+        for item in analysis.work[group]:
+            compute += self.compute_s(item, chosen.use)
+        for r in analysis.reductions[group]:
+            comm += self.all_reduce_s(r, chosen.use)
+        stored = analysis.stored[group]
+        if stored is not None:
+            comm += self.gather_s(*stored, chosen, change_s)
+        return compute, comm
+
+    def bytes_of(
+        self, chosen: StrategySet, nbytes: float, factors: frozenset[int], port: str
+    ) -> Array:
+        """[meshes, strategies] bytes per device of a value; see ``Analysis.usages`` for ports."""
+        assign = chosen.store if port == "store" else chosen.use
+        local = nbytes / self.size[:, self.masks(assign, factors)]
+        if port == "gathered":
+            local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
+        return local

@@ -1,0 +1,246 @@
+"""Many problems of one shape at once: a lower bound and a choice for each, by message passing.
+
+The problems of a family have the same nodes, edges and strategies, but other costs: one train step
+on many meshes. All arrays have a leading dimension [members], so that every step of the algorithm
+is one array operation for all members, and Python's share does not grow with their number.
+
+An edge's cost depends on its ends only through *codes*, of which there are fewer than strategies
+(all strategies that shard the value that flows alike have one code): tables are [members, codes of
+a, codes of b], and messages live on codes, too.
+
+* Bound: min-sum diffusion as in `bound`; a node hands an edge the part that all strategies of a
+  code have in common. Any messages give a valid bound: rewriting costs changes no choice's cost.
+* Choice: nodes take, in order, the best strategy given those already taken and the messages, then
+  single nodes move while that lowers the cost.
+
+Forbidden entries are replaced by a price above a choice that is known to be allowed (strategy 0 of
+every node), so that the bound stays one of the best allowed choice.
+
+Complexity: O(members * entries of the tables) per sweep.
+Papers: Kolmogorov, PAMI 28, 2006 (the order of messages, and choices from them); Werner, PAMI 29,
+2007 (diffusion); Besag, "On the statistical analysis of dirty pictures", 1986 (the moves).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.search.problem import Array
+
+MOVES = 6
+"""Passes of single-node moves at most."""
+KEPT = 0.7
+"""Share of the members still in question below which the others' tables are dropped."""
+
+
+@dataclass(frozen=True, eq=False)
+class FamilyEdge:
+    """``cost_s[m, code_a[s], code_b[u]]`` for strategies s of a and u of b; all codes occur."""
+
+    a: int
+    b: int
+    code_a: Array
+    code_b: Array
+    cost_s: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Problems of one shape. ``unary[i]``: [members, strategies] seconds, infinite where a member
+    lacks the strategy. Strategy 0 is allowed everywhere, and no cost is negative."""
+
+    unary: tuple[Array, ...]
+    edges: tuple[FamilyEdge, ...]
+
+    @property
+    def members(self) -> int:
+        """How many problems."""
+        return int(self.unary[0].shape[0]) if self.unary else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """Per member: a lower bound, a choice [members, nodes] and its cost (infinite: forbidden)."""
+
+    bound_s: Array
+    choice: Array
+    cost_s: Array
+
+
+def node_bound(family: Family) -> Array:
+    """[members] the sum of the least node costs: a bound without any communication."""
+    total: Array = sum((cost.min(axis=1) for cost in family.unary), np.zeros(family.members))
+    return total
+
+
+def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
+    """Bound every member and find a choice for it.
+
+    Args:
+        family: the problems.
+        sweeps: how many times the nodes are visited forth and back, at least once.
+        enough_s: a bound at which a member is left alone: it is out of the question.
+    """
+    state = _State(family)
+    count = family.members
+    lower, cost = np.full(count, -np.inf), np.full(count, np.inf)
+    choice = np.zeros((count, len(family.unary)), np.int64)
+    here = np.arange(count)  # the members that the state still holds
+    for k in range(max(sweeps, 1)):
+        state.sweep(first=k == 0)
+        lower[here] = np.maximum(lower[here], state.bound())
+        open_ = lower[here] < enough_s
+        if not open_.any():
+            break
+        if open_.mean() < KEPT:
+            state.keep(np.flatnonzero(open_))
+            here = here[open_]
+        found, value = state.moved(state.decoded())
+        better = value < cost[here]
+        choice[here[better]], cost[here[better]] = found[better], value[better]
+    cost = np.where(cost < _State.walls(family), cost, np.inf)
+    return Relaxed(np.minimum(lower, cost), choice, cost)
+
+
+class _End:
+    """One end of an edge: its codes, and the strategies sorted by them."""
+
+    def __init__(self, code: Array) -> None:
+        self.code = code
+        self.order = np.argsort(code, kind="stable")
+        self.starts = np.searchsorted(code[self.order], np.arange(int(code.max()) + 1))
+
+    def least(self, values: Array) -> Array:
+        """[members, codes] the least value of each code's strategies."""
+        found: Array = np.minimum.reduceat(values[:, self.order], self.starts, axis=1)
+        return found
+
+
+class _State:
+    """Costs, messages and tables of a family.
+
+    Invariant after a sweep: every edge's least entry, per code of its first end, is zero, for that
+    end came last and took it. So the node minima alone are the bound.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.count = len(family.unary)
+        wall = self.walls(family)[:, None]
+        self.own = [np.where(np.isfinite(cost), cost, wall) for cost in family.unary]
+        self.unary = [cost.copy() for cost in self.own]
+        self.tables = [edge.cost_s for edge in family.edges]
+        self.sides = [(_End(edge.code_a), _End(edge.code_b)) for edge in family.edges]
+        self.messages = [
+            [np.zeros(table.shape[:2]), np.zeros(table.shape[::2])] for table in self.tables
+        ]
+        self.scratch = np.empty(max((table.size for table in self.tables), default=0))
+        self.near: list[list[tuple[int, int, int]]] = [[] for _ in range(self.count)]
+        for k, edge in enumerate(family.edges):
+            self.near[edge.a].append((k, 0, edge.b))
+            self.near[edge.b].append((k, 1, edge.a))
+
+    @staticmethod
+    def walls(family: Family) -> Array:
+        """[members] the price of what is forbidden: above the cost of strategy 0 everywhere."""
+        total = sum((cost[:, 0] for cost in family.unary), np.zeros(family.members))
+        for edge in family.edges:
+            total = total + edge.cost_s[:, edge.code_a[0], edge.code_b[0]]
+        walls: Array = 1e-9 + 2.0 * total
+        return walls
+
+    def keep(self, rows: Array) -> None:
+        """Forget the other members."""
+        self.own = [cost[rows] for cost in self.own]
+        self.unary = [cost[rows] for cost in self.unary]
+        self.tables = [table[rows] for table in self.tables]
+        self.messages = [[left[rows], right[rows]] for left, right in self.messages]
+
+    def bound(self) -> Array:
+        """[members] the sum of the node minima, after a sweep."""
+        total: Array = sum(cost.min(axis=1) for cost in self.unary)
+        return total
+
+    def _least(self, k: int, side: int) -> Array:
+        """[members, codes] what an edge can give its end: the least entries of its rows."""
+        table, (left, right) = self.tables[k], self.messages[k]
+        spare = self.scratch[: table.size].reshape(table.shape)
+        if side == 0:
+            return np.asarray(np.subtract(table, right[:, None, :], out=spare).min(axis=2)) - left
+        return np.asarray(np.subtract(table, left[:, :, None], out=spare).min(axis=1)) - right
+
+    def _shift(self, k: int, side: int, node: int, amount: Array) -> None:
+        """Move ``amount`` from an edge to its end."""
+        self.messages[k][side] += amount
+        self.unary[node] += amount[:, self.sides[k][side].code]
+
+    def sweep(self, *, first: bool) -> None:
+        """Visit all nodes forth and back. Only at first does an edge onwards hold anything for
+        the node: later, the node took it when it was last visited."""
+        for order in (range(self.count), range(self.count - 1, -1, -1)):
+            forth = order.step > 0
+            for node in order:
+                onward = [e for e in self.near[node] if (e[2] > node) == forth]
+                for k, side, other in self.near[node]:
+                    if (first and forth) or (other > node) != forth:
+                        self._shift(k, side, node, self._least(k, side))
+                if onward:
+                    share = 1.0 / max(len(onward), len(self.near[node]) - len(onward))
+                    parts = [
+                        self.sides[k][side].least(self.unary[node]) * -share
+                        for k, side, _ in onward
+                    ]
+                    for (k, side, _), part in zip(onward, parts, strict=True):
+                        self._shift(k, side, node, part)
+
+    def decoded(self) -> Array:
+        """[members, nodes] a choice, node by node, under the messages after a sweep."""
+        choice = np.zeros((len(self.unary[0]), self.count), np.int64)
+        for node in range(self.count):
+            cost = self.unary[node]
+            for k, side, other in self.near[node]:
+                if other < node:
+                    left = self._given(k, side, choice[:, other], plain=False)
+                    cost = cost + left[:, self.sides[k][side].code]
+            choice[:, node] = cost.argmin(axis=1)
+        return choice
+
+    def _given(self, k: int, side: int, chosen: Array, *, plain: bool) -> Array:
+        """[members, codes] an edge's costs given the choice at its other end, as they were at
+        first (``plain``) or without what the messages took."""
+        code, rows = self.sides[k][1 - side].code[chosen], np.arange(len(chosen))
+        table = self.tables[k]
+        picked: Array = table[rows, :, code] if side == 0 else table[rows, code]
+        if plain:
+            return picked
+        return picked - self.messages[k][side] - self.messages[k][1 - side][rows, code][:, None]
+
+    def moved(self, choice: Array) -> tuple[Array, Array]:
+        """Single-node moves while they lower the cost; the choices and their costs."""
+        rows = np.arange(len(choice))
+        for _ in range(MOVES):
+            before = choice.copy()
+            for node in range(self.count):
+                cost = self.own[node]
+                for k, side, other in self.near[node]:
+                    given = self._given(k, side, choice[:, other], plain=True)
+                    cost = cost + given[:, self.sides[k][side].code]
+                best = cost.argmin(axis=1)
+                gain = cost[rows, best] < cost[rows, choice[:, node]]
+                choice[:, node] = np.where(gain, best, choice[:, node])
+            if (choice == before).all():
+                break
+        return choice, self.cost_of(choice)
+
+    def cost_of(self, choice: Array) -> Array:
+        """[members] costs of choices."""
+        rows = np.arange(len(choice))
+        total = np.zeros(len(choice))
+        for node in range(self.count):
+            total += self.own[node][rows, choice[:, node]]
+            for k, side, other in self.near[node]:
+                if side == 0:
+                    given = self._given(k, 0, choice[:, other], plain=True)
+                    total += given[rows, self.sides[k][0].code[choice[:, node]]]
+        return total
