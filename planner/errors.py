@@ -20,12 +20,16 @@ class MemoryLimitError(RequestError):
 
     Attributes:
         least_bytes: the smallest peak per device that any plan found reaches.
+        lower_bytes: no plan on the meshes tried has a smaller peak; 0 when that is not known.
         limit_bytes: the limit that was asked for.
     """
 
-    def __init__(self, message: str, *, least_bytes: float, limit_bytes: float) -> None:
+    def __init__(
+        self, message: str, *, least_bytes: float, lower_bytes: float, limit_bytes: float
+    ) -> None:
         super().__init__(message)
         self.least_bytes = least_bytes
+        self.lower_bytes = lower_bytes
         self.limit_bytes = limit_bytes
 
 

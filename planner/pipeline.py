@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from costmodels import (
     parse_bytes,
     parse_cluster,
 )
+from planner.advice import Case, Retrace, Shapes, advise, least_plan, rescued
 from planner.analysis import Analysis, analyse
 from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
 from planner.collector import paused
@@ -22,13 +24,14 @@ from planner.errors import MemoryLimitError, RequestError
 from planner.extract import Extraction
 from planner.graph.blocks import repeated_blocks
 from planner.graph.ir import Graph
-from planner.graph.trace import Traced, trace
+from planner.graph.trace import Traced, reshaped, trace
 from planner.groups import MARKS, build_groups
 from planner.meshes import Request, Tried, choose, search_meshes, unfold, untried
 from planner.modes import check_mode, get_parallel_mode
 from planner.plan import MeshRow, Plan, SearchReport, rounded
 from planner.pricing import Priced
-from planner.quotient import fold_analysis
+from planner.quotient import Quotient, fold_analysis
+from planner.report.shortage import shortage_text
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.registry import rules_for
@@ -80,7 +83,14 @@ def make_plan(
     )
     traced = trace(function, args)
     return plan_traced(
-        traced, args, request, shardings or {}, donate_argnums, begun, dump_problem=dump_problem
+        traced,
+        args,
+        request,
+        shardings or {},
+        donate_argnums,
+        begun,
+        function=function,
+        dump_problem=dump_problem,
     )
 
 
@@ -92,22 +102,40 @@ def plan_traced(
     donate_argnums: int | Sequence[int] | None,
     begun: float,
     *,
+    function: Callable[..., Any] | None = None,
     dump_problem: str | Path | None = None,
 ) -> Plan:
-    """The part of ``make_plan`` after tracing."""
+    """The part of ``make_plan`` after tracing; ``function`` is traced again if no plan fits."""
     with paused():
-        return _planned(traced, args, request, shardings, donate_argnums, begun, dump_problem)
+
+        def prepare(traced: Traced) -> _Prepared:
+            return _prepared(traced, args, request, shardings, donate_argnums)
+
+        def retrace(shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
+            if function is None:
+                raise RequestError("only the trace is known")
+            again = prepare(trace(function, reshaped(args, shapes)))
+            return again.quotient, again.pins
+
+        return _planned(prepare(traced), request, begun, retrace, dump_problem)
 
 
-def _planned(
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A traced step, ready to be planned on any mesh."""
+
+    rules: tuple[FactorRule, ...]
+    quotient: Quotient
+    pins: tuple[Pin, ...]
+
+
+def _prepared(
     traced: Traced,
     args: Sequence[Any],
     request: Request,
     shardings: Mapping[str, Any],
     donate_argnums: int | Sequence[int] | None,
-    begun: float,
-    dump_problem: str | Path | None,
-) -> Plan:
+) -> _Prepared:
     graph = traced.graph
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
@@ -120,14 +148,34 @@ def _planned(
     if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
         pins = ()  # these modes say everything themselves; marks wait for another mode
     quotient = fold_analysis(analysis, pins, inputs_differ=request.mode != "AUTO_PARALLEL")
-    tried = search_meshes(quotient, pins, request)
+    return _Prepared(rules, quotient, pins)
+
+
+def _planned(
+    step: _Prepared,
+    request: Request,
+    begun: float,
+    retrace: Retrace,
+    dump_problem: str | Path | None,
+) -> Plan:
+    tried = search_meshes(step.quotient, step.pins, request)
+    least = None
+    if not choose(tried)[1].feasible:
+        least = least_plan(step.quotient, tried, request)
+        tried = rescued(least, tried, request)
     best = choose(tried)
-    priced, solution = unfold(quotient, best)
+    priced, solution = unfold(step.quotient, best)
     if dump_problem is not None:
         _dump(priced, dump_problem)
-    if not solution.feasible:
-        raise _infeasible(priced, solution, request)
-    return _plan(priced, solution, best, tried, request, rules, begun)
+    if least is not None and not solution.feasible:
+        shortage = advise(Case(step.quotient, step.pins, request, least, retrace))
+        raise MemoryLimitError(
+            shortage_text(shortage),
+            least_bytes=shortage.least_bytes,
+            lower_bytes=shortage.lower_bytes,
+            limit_bytes=shortage.limit_bytes,
+        )
+    return _plan(priced, solution, best, tried, request, step.rules, begun)
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
@@ -222,20 +270,6 @@ def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tupl
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     return tuple(
         any(path.startswith(f"[{n}]") for n in numbers) for path in traced.graph.input_paths
-    )
-
-
-def _infeasible(priced: Priced, solution: Solution, request: Request) -> MemoryLimitError:
-    extraction = Extraction(priced, solution.choice)
-    least = solution.peak_bytes + priced.analysis.scalar_bytes
-    holders = "; ".join(extraction.peak_holders(solution.peak_moment))
-    return MemoryLimitError(
-        f"no plan fits in {request.limit_bytes:.4g} bytes per device on {request.cluster.text}: "
-        f"the least peak found is {least:.4g} bytes (mesh {priced.mesh}), "
-        f"{least - request.limit_bytes:.4g} too many; most of it is held by {holders}. "
-        "Use more devices, a smaller batch, remat, or a larger limit",
-        least_bytes=least,
-        limit_bytes=request.limit_bytes,
     )
 
 

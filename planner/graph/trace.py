@@ -284,6 +284,14 @@ def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(jax.tree_util.tree_map(one, args))
 
 
+def reshaped(args: Sequence[Any], shapes: Mapping[int, tuple[int, ...]]) -> tuple[Any, ...]:
+    """Arguments with other shapes for some of their leaves, by position."""
+    leaves, tree = jax.tree_util.tree_flatten(abstract(args))
+    for k, shape in shapes.items():
+        leaves[k] = jax.ShapeDtypeStruct(shape, leaves[k].dtype, weak_type=leaves[k].weak_type)
+    return tuple(jax.tree_util.tree_unflatten(tree, leaves))
+
+
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     """Trace ``function(*args)`` into a Graph; starts no backend, computes nothing.
 

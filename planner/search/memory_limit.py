@@ -28,7 +28,7 @@ from planner.search.moves import State
 from planner.search.problem import Array, Edge, Problem, evaluate, fits
 from planner.search.progress import time_is_up
 from planner.search.reduction import Reduction, reduce_problem
-from planner.search.repair import polish, repair
+from planner.search.repair import pairs_are_cheap, polish, repair
 from planner.search.solver import Eliminator
 
 _PEAK_WORK = 1e7
@@ -96,6 +96,24 @@ def least_memory(problem: Problem, *, time_limit_s: float = 10.0) -> LeastMemory
     least = np.minimum.reduceat(timeline.flat_bytes, timeline.flat_at)
     lower = max(dual, float(timeline.accumulate(least).max()))
     return LeastMemory(choice, peak, moment, min(lower, peak))
+
+
+def polished_at(
+    problem: Problem, choice: Sequence[int], time_limit_s: float = 10.0
+) -> tuple[int, ...]:
+    """A choice within the memory limit, made cheaper by moves that keep it there.
+
+    Args:
+        problem: the problem.
+        choice: a choice that respects the limit and the forbidden entries.
+        time_limit_s: seconds to stop after.
+
+    Returns:
+        A choice that is no dearer and respects them, too.
+    """
+    state = State(problem, Timeline(problem), choice)
+    polish(state, time.monotonic() + time_limit_s, pairs=pairs_are_cheap(problem))
+    return tuple(int(s) for s in state.choice)
 
 
 class _Best:

@@ -22,6 +22,7 @@ from planner import (
     make_plan,
     shard,
 )
+from planner.report.units import bytes_text
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -271,19 +272,16 @@ def test_examples_mlp_on_four_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
 def test_memory_that_cannot_suffice(search: str, mesh: str | None) -> None:
     options: dict[str, Any] = {"cluster": "cpu:8", "search": search, "mesh": mesh}
-    with pytest.raises(MemoryLimitError, match=r"no plan fits in 1e\+05 bytes") as error:
+    with pytest.raises(MemoryLimitError, match=r"no plan fits in 100 kB per device") as error:
         make_plan(step, W, X, memory="100kB", **options)
     least = error.value.least_bytes
     assert error.value.limit_bytes == 1e5 < least
-    assert f"{least - 1e5:.4g} too many" in str(error.value)
+    assert f"the least peak found is {bytes_text(least)}" in str(error.value)
+    assert f"{bytes_text(least - 1e5)} too many" in str(error.value)
     assert "test_pipeline.py:" in str(error.value)  # who holds it
-    try:
-        plan = make_plan(step, W, X, memory=least * 1.01, **options)
-    except MemoryLimitError as again:  # the search may miss its own best; never by much
-        assert again.least_bytes <= least * 1.1
-    else:
-        assert plan.prediction.peak_bytes <= least * 1.01
-        assert_legal(plan, 8)
+    plan = make_plan(step, W, X, memory=least * 1.01, **options)
+    assert plan.prediction.peak_bytes <= least * 1.01
+    assert_legal(plan, 8)
 
 
 def test_tight_memory_shards_the_parameters() -> None:

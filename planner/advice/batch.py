@@ -1,0 +1,146 @@
+"""A smaller batch: how much smaller, by an estimate; then planned at that size.
+
+The batch is the first dimension of the arguments that are not carried from step to step.  Which
+values grow with it follows from the factor rules.  Their bytes are scaled to find the size at which
+a plan would fit; the step is then traced again with smaller arguments.  Where it can't be (its code
+may know the batch's size), the estimate stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from planner.advice.trials import relief, tried_out
+from planner.analysis import Analysis
+from planner.annotate import Pin
+from planner.errors import MeshwrightError
+from planner.graph.ir import Graph
+from planner.meshes import Request
+from planner.pricing import Priced
+from planner.quotient import Quotient
+from planner.report.shortage import Relief
+from planner.rules.factor import FactorRule
+from planner.search.memory_limit import least_memory
+
+Shapes = Mapping[int, tuple[int, ...]]
+"""New shapes by position of the argument's leaf."""
+Retrace = Callable[[Shapes], tuple[Quotient, Sequence[Pin]]]
+"""The step again with other shapes; raises MeshwrightError where that is impossible."""
+
+ESTIMATE_S = 2.0
+"""Seconds for the least peak at one size."""
+RETRACED = 3
+"""Sizes planned anew at most."""
+
+
+def batch_leaves(graph: Graph) -> tuple[int, ...]:
+    """Positions of the arguments whose first dimension is the batch; none when there is none."""
+    carried = {i for i, _ in graph.ties}
+    loose = [
+        (k, graph.values[v])
+        for k, v in enumerate(graph.inputs)
+        if k not in carried and graph.values[v].shape
+    ]
+    if not loose:
+        return ()
+    size = max(loose, key=lambda leaf: leaf[1].nbytes)[1].shape[0]
+    return tuple(k for k, v in loose if v.shape[0] == size) if size > 1 else ()
+
+
+def growing(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> frozenset[int]:
+    """The values that grow with the first dimension of some arguments.
+
+    A dimension that shares a factor with one that grows does so, too.  Carried arguments never do.
+    """
+    fixed = {graph.inputs[i] for i, _ in graph.ties} | {graph.outputs[o] for _, o in graph.ties}
+    grows: dict[int, set[int]] = {graph.inputs[k]: {0} for k in leaves}
+    while True:
+        before = sum(map(len, grows.values()))
+        for op in graph.ops:
+            rule = rules[op.index]
+            ends = [
+                (value, dims)
+                for value, dims in zip(
+                    (*op.inputs, *op.outputs), (*rule.operands, *rule.results), strict=False
+                )
+                if value >= 0
+            ]
+            factors = {
+                max(dims[d], key=lambda f: rule.sizes[f])
+                for value, dims in ends
+                for d in grows.get(value, ())
+                if d < len(dims) and dims[d]
+            }
+            for value, dims in ends if factors else ():
+                if value not in fixed:
+                    own = {d for d, mapped in enumerate(dims) if factors & set(mapped)}
+                    if own:
+                        grows.setdefault(value, set()).update(own)
+        if sum(map(len, grows.values())) == before:
+            return frozenset(grows)
+
+
+def scaled(priced: Priced, values: frozenset[int], share: float) -> Priced:
+    """The pricing with the memory of some values scaled; costs stay as they are."""
+    analysis = priced.analysis
+    usages = tuple(
+        (*u[:3], u[3] * share, *u[4:]) if value in values else u
+        for u, value in zip(analysis.usages, analysis.usage_values, strict=True)
+    )
+    return dataclasses.replace(priced, analysis=dataclasses.replace(analysis, usages=usages))
+
+
+def smaller_batch(
+    analysis: Analysis, priced: Priced, request: Request, retrace: Retrace
+) -> Relief | None:
+    """The largest power-of-two part of the batch at which a plan fits.
+
+    Args:
+        analysis: the whole step.
+        priced: the same on the mesh of the least peak.
+        request: what was asked for.
+        retrace: traces the step with other shapes.
+    """
+    graph = analysis.graph
+    leaves = batch_leaves(graph)
+    if not leaves:
+        return None
+    shapes = {k: graph.values[graph.inputs[k]].shape for k in leaves}
+    size = shapes[leaves[0]][0]
+    values = growing(graph, analysis.rules, leaves)
+    cuts = [k for k in range(1, size.bit_length()) if size % (1 << k) == 0]
+    guess, peak = _estimated(priced, values, cuts, request)
+    last = None
+    for cut in [k for k in cuts if k >= guess][:RETRACED]:
+        what = f"1/{1 << cut} of the batch, {size >> cut} instead of {size}"
+        try:
+            quotient, pins = retrace({k: (s[0] >> cut, *s[1:]) for k, s in shapes.items()})
+            found = tried_out(quotient, pins, request)
+        except MeshwrightError:
+            note = "an estimate of the memory: the step can't be traced with a smaller batch"
+            return Relief(what, peak, math.inf, peak <= request.limit_bytes, note)
+        if found is not None:
+            last = relief(what, quotient.whole, found)
+            if last.fits:
+                return last
+    if not cuts or guess in cuts:
+        return last
+    note = "an estimate of the memory at the smallest batch that halving reaches"
+    what = f"1/{1 << cuts[-1]} of the batch, {size >> cuts[-1]} instead of {size}"
+    return Relief(what, peak, math.inf, False, note)
+
+
+def _estimated(
+    priced: Priced, values: frozenset[int], cuts: Sequence[int], request: Request
+) -> tuple[int, float]:
+    """The first cut at which a plan would fit, else one past the last; the peak there."""
+    peak = math.inf
+    for cut in cuts:
+        problem = scaled(priced, values, 1.0 / (1 << cut)).problem
+        found = least_memory(problem, time_limit_s=ESTIMATE_S)
+        peak = found.peak_bytes + priced.analysis.scalar_bytes
+        if peak <= request.limit_bytes:
+            return cut, peak
+    return (cuts[-1] + 1 if cuts else 0), peak

@@ -1,0 +1,62 @@
+"""Who holds the memory at a moment."""
+
+from __future__ import annotations
+
+from planner.extract import Extraction
+from planner.report.fold import common_path, is_optimizer_state, pattern
+from planner.report.shortage import Holder
+
+HOLDERS_SHOWN = 6
+
+
+def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
+    """The values that hold most bytes per device at a moment, equal ones in one row."""
+    analysis, graph = extraction.priced.analysis, extraction.graph
+    position = {v: k for k, v in enumerate(graph.inputs)}
+    carried = {i for i, _ in graph.ties}
+    rows: dict[tuple[object, ...], list[tuple[str, float]]] = {}
+    items = zip(analysis.usages, analysis.usage_values, extraction.usage_bytes(), strict=True)
+    for (_, start, end, _, _, port), index, nbytes in items:
+        if not start <= moment < end or not nbytes:
+            continue
+        value = graph.values[index]
+        where = position.get(index)
+        if value.op >= 0:
+            op = graph.ops[value.op]
+            kind, name = "activation", f"{op.kind} {value} ({op.source or 'no line'})"
+        elif where is None:
+            kind, name = "constant", str(value)
+        else:
+            kind, name = "input", graph.input_paths[where]
+            if where in carried:
+                kind = "optimizer state" if is_optimizer_state(name) else "parameter"
+        kind = "gathered copy" if port == "gathered" else kind
+        shape = name if where is None else (pattern(name), value.shape, value.dtype)
+        rows.setdefault((kind, shape), []).append((name, nbytes))
+    found = [
+        Holder(
+            str(kind),
+            same[0][0] if isinstance(shape, str) else common_path([name for name, _ in same]),
+            len(same),
+            sum(nbytes for _, nbytes in same),
+        )
+        for (kind, shape), same in rows.items()
+    ]
+    found.sort(key=lambda h: (-h.nbytes, h.kind, h.name))
+    rest = found[HOLDERS_SHOWN:]
+    if not rest:
+        return tuple(found)
+    count = sum(h.count for h in rest)
+    return (
+        *found[:HOLDERS_SHOWN],
+        Holder("", "smaller ones", count, sum(h.nbytes for h in rest)),
+    )
+
+
+def moment_text(extraction: Extraction, moment: int) -> str:
+    """The operation and the line of a moment."""
+    ops = extraction.graph.ops
+    if moment >= len(ops):
+        return "the end of the step"
+    op = ops[moment]
+    return f"{op.kind} ({op.source or 'no line'})"

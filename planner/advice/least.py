@@ -1,0 +1,67 @@
+"""The plan with the least memory peak, whatever it costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.meshes import Request, Tried, choose, unfold
+from planner.pricing import Priced
+from planner.quotient import Quotient
+from planner.search import lower_bound
+from planner.search.memory_limit import LeastMemory, least_memory, polished_at
+from planner.search.problem import fits, make_solution
+
+LEAST_S = 10.0
+"""Seconds for the least peaks of all meshes together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Least:
+    """The least peak over the meshes that were tried.
+
+    Attributes:
+        priced: the whole step on the mesh of the least peak.
+        memory: its choice and peak; scalars, which every plan holds, are not counted.
+        lower_bytes: no choice on any mesh tried has a lower peak; 0 when that is not known.
+    """
+
+    priced: Priced
+    memory: LeastMemory
+    lower_bytes: float
+
+
+def least_plan(quotient: Quotient, tried: Sequence[Tried], request: Request) -> Least:
+    """Minimise the peak on the meshes that were tried, the most promising ones first.
+
+    Outside AUTO_PARALLEL the mode says what is sharded, so what the search found stands, unproved.
+    """
+    if request.mode != "AUTO_PARALLEL":
+        priced, solution = unfold(quotient, choose(tried))
+        peak, moment = solution.peak_bytes, solution.peak_moment
+        return Least(priced, LeastMemory(solution.choice, peak, moment, 0.0), 0.0)
+    deadline = time.monotonic() + LEAST_S
+    found: list[tuple[Priced, LeastMemory]] = []
+    for part, solution in sorted(tried, key=lambda t: t[1].peak_bytes):
+        left = deadline - time.monotonic()
+        if found and left <= 0:
+            break
+        priced = unfold(quotient, (part, solution))[0]
+        found.append((priced, least_memory(priced.problem, time_limit_s=left)))
+    priced, memory = min(found, key=lambda f: f[1].peak_bytes)
+    lower = min(m.lower_bytes for _, m in found) if len(found) == len(tried) else 0.0
+    return Least(priced, memory, lower)
+
+
+def rescued(least: Least, tried: Sequence[Tried], request: Request) -> tuple[Tried, ...]:
+    """What was tried, with the least plan in its mesh's place where it fits after all."""
+    problem, begun = least.priced.problem, time.monotonic()
+    fit = fits(least.memory.peak_bytes, problem.limit_bytes)
+    if request.mode != "AUTO_PARALLEL" or not fit:
+        return tuple(tried)
+    choice = polished_at(problem, least.memory.choice, request.time_limit_s)
+    reason = "nothing that was found for its cost fits; the plan of the least peak, made cheaper"
+    solution = make_solution(problem, choice, lower_bound(problem), request.search, reason, begun)
+    mesh = least.priced.mesh
+    return tuple((least.priced, solution) if p.mesh == mesh else (p, s) for p, s in tried)

@@ -1,0 +1,92 @@
+"""More devices, or another mode: planned with the fast search, a few seconds at most."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from costmodels import AnalyticCostModel, Cluster
+from planner.analysis import Analysis
+from planner.annotate import Pin
+from planner.errors import PinError
+from planner.meshes import Request, Tried, choose, search_meshes
+from planner.quotient import Quotient
+from planner.report.shortage import Relief
+from planner.search.problem import profile_of
+
+TRIAL_S = 3.0
+"""Seconds for one search of a trial."""
+DEVICES_S = 20.0
+"""Seconds after which no larger cluster is tried."""
+MOST_DEVICES = 1 << 14
+
+
+def tried_out(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Tried | None:
+    """The best plan of the fast search, or None when the pins can't hold."""
+    fast = dataclasses.replace(request, search="recursive_programming", time_limit_s=TRIAL_S)
+    try:
+        return choose(search_meshes(quotient, pins, fast))
+    except PinError:
+        return None
+
+
+def relief(what: str, analysis: Analysis, found: Tried, note: str = "") -> Relief:
+    """A plan that was found, as a relief."""
+    priced, solution = found
+    note = f"mesh {priced.mesh}" + (f"; {note}" if note else "")
+    peak = solution.peak_bytes + analysis.scalar_bytes
+    return Relief(what, peak, solution.cost_s, solution.feasible, note)
+
+
+def more_devices(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Relief | None:
+    """The least multiple by a power of two of the nodes on which a plan fits."""
+    if request.mode == "STAND_ALONE":
+        return None
+    deadline = time.monotonic() + DEVICES_S
+    times, last = 2, None
+    while (cluster := grown(request.cluster, times)).num_devices <= MOST_DEVICES:
+        times *= 2
+        if perfect_peak(quotient.whole, cluster.num_devices) > request.limit_bytes:
+            continue  # no plan can fit
+        wider = dataclasses.replace(
+            request, cluster=cluster, model=AnalyticCostModel(cluster), mesh=None
+        )
+        found = tried_out(quotient, pins, wider)
+        if found is not None:
+            last = relief(f"{cluster.num_devices} devices, {cluster.text}", quotient.whole, found)
+            if last.fits:
+                return last
+        if time.monotonic() >= deadline:
+            break
+    return last
+
+
+def other_mode(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Relief | None:
+    """AUTO_PARALLEL on the same devices, when another mode was asked for."""
+    if request.mode in ("AUTO_PARALLEL", "STAND_ALONE"):
+        return None
+    found = tried_out(quotient, pins, dataclasses.replace(request, mode="AUTO_PARALLEL"))
+    return None if found is None else relief("mode AUTO_PARALLEL", quotient.whole, found)
+
+
+def grown(cluster: Cluster, times: int) -> Cluster:
+    """The cluster with so many times its nodes (a torus: its shortest dimensions doubled)."""
+    shape = list(cluster.shape)
+    if cluster.kind == "hierarchy":
+        shape[1] *= times
+    else:
+        for _ in range(times.bit_length() - 1):
+            shape[shape.index(min(shape))] *= 2
+    name = cluster.text if cluster.text.endswith(".toml") else cluster.text.partition(":")[0]
+    return dataclasses.replace(
+        cluster, shape=tuple(shape), text=f"{name}:{'x'.join(map(str, shape))}"
+    )
+
+
+def perfect_peak(analysis: Analysis, devices: int) -> float:
+    """The peak in bytes if every value were split over all devices; no plan has a lower one."""
+    own = [u for u in analysis.usages if u[5] != "gathered"]
+    starts, ends = [u[1] for u in own], [u[2] for u in own]
+    _, profile = profile_of(starts, ends, [u[3] / devices for u in own])
+    return float(profile.max()) + analysis.scalar_bytes

@@ -1,0 +1,111 @@
+"""Why no plan fits in memory, and what would help, as text for people. No jax."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.report.units import bytes_text, time_text
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Values that hold memory at the peak: equal ones in one row.
+
+    Attributes:
+        kind: ``parameter``, ``optimizer state``, ``input``, ``gathered copy`` or ``activation``.
+        name: path of the argument, or operation, array and line.
+        count: how many there are.
+        nbytes: bytes per device of all of them.
+    """
+
+    kind: str
+    name: str
+    count: int
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Relief:
+    """One way to need less memory, tried out.
+
+    Attributes:
+        what: what would be changed.
+        peak_bytes: the peak per device that was reached then.
+        step_s: predicted seconds of a step then; infinite when it is not known.
+        fits: whether that peak is within the limit.
+        note: how the numbers were made, where they are less than a plan's.
+    """
+
+    what: str
+    peak_bytes: float
+    step_s: float
+    fits: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """No plan fits.
+
+    Attributes:
+        cluster: its text.
+        limit_bytes: memory per device that a plan may use.
+        least_bytes: the least peak that was found.
+        lower_bytes: no plan on the meshes that were tried has a lower peak; 0 when unknown.
+        mesh: the mesh of the least peak.
+        moment: the operation and line at which it is reached.
+        holders: what holds it, largest first.
+        reliefs: what was tried.
+    """
+
+    cluster: str
+    limit_bytes: float
+    least_bytes: float
+    lower_bytes: float
+    mesh: str
+    moment: str
+    holders: tuple[Holder, ...]
+    reliefs: tuple[Relief, ...]
+
+
+def shortage_text(shortage: Shortage) -> str:
+    """A line that says what is missing, then what holds the memory and what would help."""
+    s = shortage
+    lines = [
+        f"no plan fits in {bytes_text(s.limit_bytes)} per device on {s.cluster}: the least peak "
+        f"found is {bytes_text(s.least_bytes)}, {bytes_text(s.least_bytes - s.limit_bytes)} too "
+        f"many; {_bound_text(s)}",
+        f"  that peak is on mesh {s.mesh}, at {s.moment}, and held by",
+    ]
+    width = max((len(bytes_text(h.nbytes)) for h in s.holders), default=0)
+    kinds = max((len(h.kind) for h in s.holders), default=0)
+    for holder in s.holders:
+        times = f" x{holder.count}" if holder.count > 1 else ""
+        size = bytes_text(holder.nbytes)
+        lines.append(f"    {size:>{width}}  {holder.kind:<{kinds}}  {holder.name}{times}")
+    if s.reliefs:
+        lines.append("  what would help")
+        lines += [f"    {_relief_text(relief)}" for relief in s.reliefs]
+    return "\n".join(lines)
+
+
+def _bound_text(shortage: Shortage) -> str:
+    """What is proved."""
+    if shortage.lower_bytes <= 0:
+        return "no lower bound is known"
+    if shortage.least_bytes <= shortage.lower_bytes * (1 + 1e-9):
+        return "proved the least on the meshes tried"
+    lower = f"at least {bytes_text(shortage.lower_bytes)} on the meshes tried"
+    if shortage.lower_bytes > shortage.limit_bytes:
+        return f"every plan needs {lower}"
+    return f"every plan needs {lower}, so one that fits is not ruled out"
+
+
+def _relief_text(relief: Relief) -> str:
+    """One line: what, whether it suffices, at what price."""
+    verdict = "fits" if relief.fits else "does not suffice"
+    known = relief.fits and math.isfinite(relief.step_s)
+    step = f", step {time_text(relief.step_s)} predicted" if known else ""
+    note = f" ({relief.note})" if relief.note else ""
+    return f"{relief.what}: {verdict}, peak {bytes_text(relief.peak_bytes)}{step}{note}"

@@ -1,0 +1,311 @@
+"""When no plan fits: the least peak, who holds it, and whether what is offered would help."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from costmodels import parse_cluster
+from planner import MemoryLimitError, make_plan
+from planner.advice.batch import batch_leaves, growing
+from planner.advice.trials import grown
+from planner.graph.trace import trace
+from planner.pipeline import graph_rules
+from planner.report.shortage import Holder, Relief, Shortage, shortage_text
+from planner.search import SEARCHES, ilp, read_iopddl
+from planner.search.memory_limit import least_memory
+from planner.search.problem import Problem, Solution, make_solution
+
+WIDE, BATCH, OUT = 8192, 1024, 1024
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def dense_step(params: Any, state: Any, x: Any, y: Any) -> Any:
+    """Dense layers and a head, with Adam."""
+
+    def loss(p: Any) -> Any:
+        h = x
+        for w, b in p["layers"]:
+            h = jax.nn.relu(h @ w + b)
+        return jnp.mean((h @ p["head"] - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, state = optax.adam(1e-3).update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def dense_args(wide: int = WIDE, batch: int = BATCH, layers: int = 4) -> tuple[Any, ...]:
+    params = {
+        "layers": [(struct(wide, wide), struct(wide)) for _ in range(layers)],
+        "head": struct(wide, OUT),
+    }
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    return params, state, struct(batch, wide), struct(batch, OUT)
+
+
+def tanh_step(params: Any, x: Any, y: Any, wrap: Callable[..., Any] = lambda f: f) -> Any:
+    """Dense layers that keep much between forward and backward, with plain gradient descent."""
+    layer = wrap(lambda h, w: jnp.tanh(h @ w))
+
+    def loss(p: Any) -> Any:
+        h = x
+        for w in p:
+            h = layer(h, w)
+        return jnp.mean((h - y) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def tanh_args(batch: int = 16384) -> tuple[Any, ...]:
+    return [struct(512, 512)] * 6, struct(batch, 512), struct(batch, 512)
+
+
+def refused(function: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
+    with pytest.raises(MemoryLimitError) as error:
+        make_plan(function, *args, **options)
+    return error.value
+
+
+# ---- plans near the least peak --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dense_problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Problem, float]:
+    """The bare problem of four 8192-wide layers and a head on 8 devices, and its least peak."""
+    path = tmp_path_factory.mktemp("dense") / "problem.json"
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=4,model=2"}
+    make_plan(dense_step, *dense_args(), dump_problem=path, **options)
+    problem = read_iopddl(path)
+    return problem, least_memory(problem).peak_bytes
+
+
+def limited(problem: Problem, limit: float) -> Problem:
+    return dataclasses.replace(problem, limit_bytes=limit)
+
+
+def test_the_integer_program_agrees_about_the_least_peak(
+    dense_problem: tuple[Problem, float],
+) -> None:
+    problem, least = dense_problem
+    assert ilp(limited(problem, least), time_limit_s=30).feasible
+    below = ilp(limited(problem, least * 0.9999), time_limit_s=30)
+    assert not below.feasible and below.lower_bound_s == float("inf")
+
+
+@pytest.mark.parametrize("share", [1.0, 1.01, 1.05, 1.2])
+@pytest.mark.parametrize("search", ["auto", "recursive_programming"])
+def test_searches_find_what_fits_near_the_least_peak(
+    search: str, share: float, dense_problem: tuple[Problem, float]
+) -> None:
+    problem, least = dense_problem
+    found = SEARCHES[search](limited(problem, least * share), time_limit_s=10)
+    assert found.feasible, found.reason
+
+
+@pytest.mark.parametrize("share", [1.0, 1.01, 1.05, 1.2])
+@pytest.mark.parametrize("search", ["auto", "recursive_programming"])
+@pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
+def test_plans_near_the_least_peak(mesh: str | None, search: str, share: float) -> None:
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": mesh, "search": search}
+    error = refused(dense_step, dense_args(), memory=4e8, **options)
+    assert error.lower_bytes == error.least_bytes > 4e8
+    limit = error.least_bytes * share
+    plan = make_plan(dense_step, *dense_args(), memory=limit, time_limit_s=10, **options)
+    assert plan.prediction.peak_bytes <= limit * (1 + 1e-9)
+    if share == 1.0:
+        refused(dense_step, dense_args(), memory=limit * 0.9999, **options)
+
+
+def test_a_search_that_gives_up_is_rescued(monkeypatch: pytest.MonkeyPatch) -> None:
+    def helpless(problem: Problem, *, time_limit_s: float) -> Solution:
+        return make_solution(problem, [0] * len(problem.names), 0.0, "helpless", "gave up", 0.0)
+
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8"}
+    least = refused(tanh_step, tanh_args(), memory=1e6, **options).least_bytes
+    monkeypatch.setitem(SEARCHES, "auto", helpless)
+    plan = make_plan(tanh_step, *tanh_args(), memory=least * 1.02, **options)
+    assert plan.prediction.peak_bytes <= least * 1.02
+    assert "the plan of the least peak" in plan.search.reason
+    assert [m.verdict for m in plan.meshes] == ["chosen"]
+
+
+# ---- what the error says --------------------------------------------------------------------
+
+SIZE = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def reliefs(error: MemoryLimitError) -> dict[str, str]:
+    """The lines of what would help, by their first words."""
+    lines = str(error).split("what would help\n")[1].splitlines()
+    return {next(w for w in ("devices", "batch", "remat", "mode") if w in x): x for x in lines}
+
+
+def seconds(line: str) -> float:
+    number, unit = re.search(r"step ([\d.]+) (\w+) predicted", line).groups()
+    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+
+
+def test_what_is_offered_fits_at_the_price_that_is_said_and_half_of_it_does_not() -> None:
+    options: dict[str, Any] = {"memory": 20e6, "search": "recursive_programming"}
+    error = refused(tanh_step, tanh_args(), cluster="h100:8", **options)
+    assert error.limit_bytes == 20e6 < error.lower_bytes == error.least_bytes
+    lines = reliefs(error)
+
+    found = re.search(r"(\d+) devices, (\S+): fits, peak ([\d.]+) (\wB)", lines["devices"])
+    assert found is not None
+    plan = make_plan(tanh_step, *tanh_args(), cluster=found[2], **options)
+    assert plan.mesh.num_devices == int(found[1])
+    assert plan.prediction.peak_bytes == pytest.approx(float(found[3]) * SIZE[found[4]], rel=0.01)
+    assert plan.search.cost_s == pytest.approx(seconds(lines["devices"]), rel=0.01)
+    nodes = int(found[1]) // 16
+    if nodes > 1:
+        refused(tanh_step, tanh_args(), cluster=f"h100:8x{nodes}", **options)
+
+    found = re.search(r"1/(\d+) of the batch, (\d+) instead of 16384: fits", lines["batch"])
+    assert found is not None
+    batch = int(found[2])
+    assert batch * int(found[1]) == 16384
+    plan = make_plan(tanh_step, *tanh_args(batch), cluster="h100:8", **options)
+    assert plan.search.cost_s == pytest.approx(seconds(lines["batch"]), rel=0.01)
+    refused(tanh_step, tanh_args(2 * batch), cluster="h100:8", **options)
+
+
+def test_remat_that_is_said_to_fit_fits_with_checkpoints() -> None:
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8"}
+    least = refused(tanh_step, tanh_args(), memory=1e6, **options).least_bytes
+    line = reliefs(refused(tanh_step, tanh_args(), memory=0.8 * least, **options))["remat"]
+    assert re.search(r"remat \(jax.checkpoint\) of \d+ activations? of test_advice.py:", line)
+    assert ": fits, peak" in line and "estimate" in line
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def two(h: Any, ws: Any) -> Any:
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return h
+
+        def loss(p: Any) -> Any:
+            h = x
+            for k in range(0, 6, 2):
+                h = jax.checkpoint(two)(h, p[k : k + 2])
+            return jnp.mean((h - y) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    plan = make_plan(step, *tanh_args(), memory=0.8 * least, **options)
+    free = make_plan(tanh_step, *tanh_args(), **options)
+    assert plan.prediction.compute_s > free.prediction.compute_s
+    assert seconds(line) > free.search.cost_s
+
+
+def test_a_step_that_knows_its_batch_gives_an_estimate() -> None:
+    def step(params: Any, x: Any, y: Any) -> Any:
+        assert x.shape[0] == 16384
+        return tanh_step(params, x, y)
+
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8", "memory": 20e6}
+    line = reliefs(refused(step, tanh_args(), **options))["batch"]
+    exact = reliefs(refused(tanh_step, tanh_args(), **options))["batch"]
+    assert "an estimate of the memory: the step can't be traced with a smaller batch" in line
+    assert "predicted" not in line and "predicted" in exact
+    assert line.split(":")[0] == exact.split(":")[0]
+
+
+def test_another_mode_is_told_about_auto_parallel() -> None:
+    args = dense_args(1024, 64)
+    replicated = 3 * 4 * 4 * 1024**2
+    options: dict[str, Any] = {"cluster": "h100:8", "memory": 0.5 * replicated}
+    error = refused(dense_step, args, mode="DATA_PARALLEL", **options)
+    assert error.lower_bytes == 0 and "no lower bound is known" in str(error)
+    line = reliefs(error)["mode"]
+    assert "mode AUTO_PARALLEL: fits" in line
+    plan = make_plan(dense_step, *args, search="recursive_programming", **options)
+    assert plan.search.cost_s == pytest.approx(seconds(line), rel=0.01)
+
+
+def test_holders_are_named_by_what_they_are() -> None:
+    text = str(refused(dense_step, dense_args(), cluster="h100:8", memory="400MB"))
+    assert text.startswith("no plan fits in 400 MB per device on h100:8: the least peak found is ")
+    assert re.search(r"\d MB  optimizer state  \[1\]\[0\]\.mu\['layers'\]\[\*\]\[0\] x4\n", text)
+    assert re.search(r"\d MB  parameter +\[0\]\['layers'\]\[\*\]\[0\] x4\n", text)
+    assert re.search(r"activation +\w+ float32\[8192,8192\] \(test_advice.py:\d+\)", text)
+    assert re.search(r"that peak is on mesh .*, at \w+ \(test_advice.py:\d+\), and held by\n", text)
+
+
+# ---- parts ----------------------------------------------------------------------------------
+
+
+def test_values_that_grow_with_the_batch() -> None:
+    traced = trace(dense_step, dense_args(16, 32, 2))
+    graph = traced.graph
+    leaves = batch_leaves(graph)
+    assert [graph.input_paths[k] for k in leaves] == ["[2]", "[3]"]
+    grown_values = growing(graph, graph_rules(traced), leaves)
+    live = graph.live_ops()
+    for value in graph.values:
+        if value.shape and (value.op < 0 or live[value.op]):  # only the batch is 32 long
+            assert (value.index in grown_values) == (32 in value.shape), str(value)
+
+
+def test_values_that_grow_inside_a_scan() -> None:
+    def step(w: Any, xs: Any) -> Any:
+        def loss(w: Any) -> Any:
+            def body(h: Any, x: Any) -> Any:
+                h = jnp.tanh(h @ w + x)
+                return h, h
+
+            return jnp.mean(jax.lax.scan(body, jnp.zeros((32, 16)), xs.swapaxes(0, 1))[1])
+
+        return w - jax.grad(loss)(w)
+
+    traced = trace(step, (struct(16, 16), struct(32, 5, 16)))
+    graph = traced.graph
+    leaves = batch_leaves(graph)
+    assert [graph.input_paths[k] for k in leaves] == ["[1]"]
+    found = growing(graph, graph_rules(traced), leaves)
+    carries = [op.outputs[0] for op in graph.ops if op.kind == "loop_carry"]
+    assert any(v in found for v in carries)
+    assert not any(graph.values[v].shape == (16, 16) for v in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "times", "shape"),
+    [("h100:8", 4, (8, 4)), ("h100:8x2", 2, (8, 4)), ("v5p:4x4x8", 4, (8, 8, 8))],
+)
+def test_larger_clusters(text: str, times: int, shape: tuple[int, ...]) -> None:
+    cluster = grown(parse_cluster(text), times)
+    assert cluster.shape == shape
+    assert parse_cluster(cluster.text) == cluster
+
+
+def test_text_says_only_what_is_known() -> None:
+    holders = (Holder("parameter", "[0]['w']", 2, 6e9), Holder("input", "[1]", 1, 5e8))
+    tried = (
+        Relief("16 devices, h100:8x2", 4.5e9, 0.012, True, "mesh data=16"),
+        Relief("1/2 of the batch, 4 instead of 8", 5.5e9, 0.012, False),
+    )
+    known = Shortage("h100:8", 5e9, 6e9, 6e9, "data=8", "mul (a.py:3)", holders, tried)
+    assert shortage_text(known).splitlines() == [
+        "no plan fits in 5.00 GB per device on h100:8: the least peak found is 6.00 GB, 1.00 GB "
+        "too many; proved the least on the meshes tried",
+        "  that peak is on mesh data=8, at mul (a.py:3), and held by",
+        "    6.00 GB  parameter  [0]['w'] x2",
+        "     500 MB  input      [1]",
+        "  what would help",
+        "    16 devices, h100:8x2: fits, peak 4.50 GB, step 12.0 ms predicted (mesh data=16)",
+        "    1/2 of the batch, 4 instead of 8: does not suffice, peak 5.50 GB",
+    ]
+    loose = Shortage("h100:8", 5e9, 6e9, 4e9, "data=8", "mul (a.py:3)", (), ())
+    assert "so one that fits is not ruled out" in shortage_text(loose)
+    assert "what would help" not in shortage_text(loose)
+    open_ = Shortage("h100:8", 5e9, 6e9, 5.5e9, "data=8", "mul (a.py:3)", (), ())
+    assert "every plan needs at least 5.50 GB on the meshes tried\n" in shortage_text(open_)
