@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.analysis import Analysis
 from planner.groups import Link
+from planner.pricing import Priced
 from planner.rates import Rates
 from planner.reshard import transitions
 from planner.search.family import Family, FamilyEdge
@@ -62,6 +63,10 @@ class PricedFamily:
             self.frames,
         )
 
+    def entries(self) -> int:
+        """Table entries of one mesh's edges."""
+        return sum(f.pairs[0][1].size for f in self.frames)
+
     def problems(self) -> Family:
         """The numbers with their edges (these take the memory)."""
         edges = []
@@ -94,13 +99,25 @@ class PricedFamily:
         peaks: Array = np.cumsum(change, axis=0).max(axis=0)
         return peaks + self.analysis.scalar_bytes
 
-    def own_choice(self, member: int, choice: Sequence[int], sets: Sequence[StrategySet]) -> list[int]:
-        """A choice in terms of one mesh's own strategy sets."""
-        out = []
-        for joint, one, row in zip(self.sets, sets, choice, strict=True):
-            same = (one.store == joint.store[row]).all(axis=1) & (one.use == joint.use[row]).all(axis=1)
-            out.append(int(np.flatnonzero(same)[0]))
-        return out
+    def own(self, member: int, limit_bytes: float) -> Priced:
+        """The pricing of one mesh by itself."""
+        known: dict[tuple[int, bytes], StrategySet] = {}
+        sets = []
+        for joint, has in zip(self.sets, self.has, strict=True):
+            key = (id(joint), has[member].tobytes())
+            if key not in known:
+                known[key] = StrategySet(joint.use[has[member]], joint.store[has[member]])
+            sets.append(known[key])
+        return Priced(
+            self.analysis, self.meshes[member], self.rates.model, tuple(sets), limit_bytes
+        )
+
+    def own_choice(self, member: int, choice: IntArray) -> tuple[int, ...]:
+        """A choice [groups] in terms of that pricing."""
+        return tuple(
+            int(np.count_nonzero(has[member, :row]))
+            for has, row in zip(self.has, choice.tolist(), strict=True)
+        )
 
 
 def price_family(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from costmodels import (
@@ -16,8 +18,9 @@ from planner.errors import PinError, RequestError
 from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
 from planner.pricing import Priced, price
 from planner.quotient import Quotient
+from planner.scout import Field, Scout, scouted
 from planner.search import SEARCHES, lower_bound
-from planner.search.problem import Problem, Solution, evaluate
+from planner.search.problem import Problem, Solution, evaluate, fits, make_solution
 from planner.spec import MeshSpec, enumerate_meshes, factorizations
 
 SAME = 1.03
@@ -76,7 +79,13 @@ def choose(tried: Sequence[Tried]) -> Tried:
     if not best[1].feasible:
         return best
     level = [t for t in tried if t[1].feasible and t[1].cost_s <= SAME * best[1].cost_s]
-    return min(level, key=lambda t: (len(t[0].mesh.sizes), [-n for n in t[0].mesh.sizes]))
+    return min(level, key=_simplicity)
+
+
+def _simplicity(tried: Tried) -> tuple[int, list[int]]:
+    """Fewest axes first, then the longest first axis."""
+    sizes = tried[0].mesh.sizes
+    return len(sizes), [-n for n in sizes]
 
 
 def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
@@ -86,37 +95,88 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
     if len(meshes) == 1:
         return (_settle(quotient, pins, request, meshes[0]),)
 
+    allowed = _allowed(quotient, pins, request, meshes)
+    if request.mode != "AUTO_PARALLEL":
+        return tuple(_settle(quotient, pins, request, mesh) for mesh, _ in allowed)
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
-    tried: list[Tried] = []
-    refused: list[PinError] = []
-    for axes in (1, 2, 3):
-        level = [m for m in meshes if sum(n > 1 for n in m.sizes) == axes]
-        if axes == 3 and tried:
-            lead = min(tried, key=_rank)[0].mesh
-            level = [m for m in level if _refines(m, lead)]
-        for mesh in level:
-            try:
-                tried.append(_attempt(quotient, pins, request, mesh, "recursive_programming"))
-            except PinError as error:
-                refused.append(error)
-        if tried:
-            first = min(tried, key=_rank)[1]
-            if first.feasible and first.cost_s <= SAME * ideal:
-                break
-    if not tried:
-        raise refused[0]
+    limit, model = request.limit_bytes, request.model
+    field = Field(quotient.part, model, allowed, limit, SAME, ideal)
+    tried = [_of_scout(s, request) for s in scouted(field)]
     settled: set[MeshSpec] = set()
-    while (pick := choose(tried)) and pick[0].mesh not in settled and len(settled) < LEADERS:
-        scouted = pick[1]
+    while len(settled) < LEADERS and (pick := _next(tried, settled)) is not None:
         settled.add(pick[0].mesh)
-        if request.search == "recursive_programming" and scouted.feasible:
-            break
         found = _settle(quotient, pins, request, pick[0].mesh)
-        if _rank(found) > _rank(pick):
-            better = max(found[1].lower_bound_s, scouted.lower_bound_s)
-            found = (pick[0], dataclasses.replace(scouted, lower_bound_s=better))
-        tried[tried.index(pick)] = found
+        tried[tried.index(pick)] = _better(found, pick)
     return tuple(tried)
+
+
+def _better(found: Tried, scout: Tried) -> Tried:
+    """What the search found, or what the scouts had where that is cheaper; the higher bound."""
+    lower = max(found[1].lower_bound_s, scout[1].lower_bound_s)
+    if scout[1].feasible:
+        problem, search, reason = scout[0].problem, scout[1].search, scout[1].reason
+        mine = make_solution(problem, scout[1].choice, lower, search, reason, time.monotonic())
+        close = found[1].feasible and found[1].cost_s <= mine.cost_s * (1.0 + CLOSED)
+        if mine.feasible and not close:
+            return scout[0], mine
+    lower = min(lower, found[1].cost_s)
+    return found[0], dataclasses.replace(found[1], lower_bound_s=lower)
+
+
+def _allowed(
+    quotient: Quotient, pins: Sequence[Pin], request: Request, meshes: Sequence[MeshSpec]
+) -> list[tuple[MeshSpec, Mapping[int, Mask]]]:
+    """The meshes on which all pins hold, with what is left of their strategies.
+
+    Raises:
+        PinError: there is none; the first mesh's reason.
+    """
+    out: list[tuple[MeshSpec, Mapping[int, Mask]]] = []
+    refused: list[PinError] = []
+    for mesh in meshes:
+        try:
+            out.append((mesh, _masks(quotient, pins, request, mesh)))
+        except PinError as error:
+            refused.append(error)
+    if not out:
+        raise refused[0]
+    return out
+
+
+def _of_scout(found: Scout, request: Request) -> Tried:
+    """A scouted mesh as one that was tried; without a choice it counts as infeasible."""
+    scalars = found.priced.analysis.scalar_bytes
+    peak = found.peak_bytes - scalars if found.choice else math.inf
+    feasible = found.choice is not None and fits(peak, request.limit_bytes - scalars)
+    return found.priced, Solution(
+        found.choice or (),
+        found.cost_s,
+        min(found.bound_s, found.cost_s),
+        peak,
+        0,  # the moment is not known here; who picks the mesh evaluates the choice again
+        feasible,
+        request.search,
+        "messages over all meshes at once, then single moves",
+        0.0,
+    )
+
+
+def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
+    """The mesh to run the search on next; None when that can hardly change the pick.
+
+    A mesh is hoped to cost its bound until the search has been there, first of all; where the
+    search then stays far above it, the choices found count.
+    """
+
+    def hoped(one: Tried) -> float:
+        return one[1].cost_s if one[0].mesh in settled else one[1].lower_bound_s
+
+    open_ = [t for t in tried if t[1].choice or not math.isfinite(t[1].cost_s)]
+    best = min(hoped(t) for t in open_)
+    pick = min((t for t in open_ if hoped(t) <= SAME * best), key=_simplicity)
+    if pick[0].mesh not in settled:
+        return pick
+    return None
 
 
 def unfold(quotient: Quotient, tried: Tried) -> Tried:
@@ -162,11 +222,7 @@ def _attempt(
     more than the whole step, so that the search only completes what was given.
     """
     analysis, model = quotient.part, request.model
-    try:
-        masks = _masks(analysis, pins, request, mesh)
-    except PinError:
-        _masks(quotient.whole, pins, request, mesh)  # raises again, for the first of equal pins
-        raise
+    masks = _masks(quotient, pins, request, mesh)
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
     if whole:
         priced = quotient.unfold(priced)
@@ -190,11 +246,15 @@ def _attempt(
 
 
 def _masks(
-    analysis: Analysis, pins: Sequence[Pin], request: Request, mesh: MeshSpec
+    quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec
 ) -> Mapping[int, Mask]:
-    """What the pins and the mode leave of every group's strategies."""
-    graph, groups = analysis.graph, analysis.groups
-    hard = pin_masks(pins, graph, groups, mesh)
+    """What the pins and the mode leave of every class's strategies."""
+    graph, groups = quotient.part.graph, quotient.part.groups
+    try:
+        hard = pin_masks(pins, graph, groups, mesh)
+    except PinError:
+        pin_masks(pins, graph, quotient.whole.groups, mesh)  # raises for the first of equal pins
+        raise
     return soft_masks(mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)
 
 
@@ -204,19 +264,6 @@ def _bounded(problem: Problem, solution: Solution, search: str) -> Solution:
         return solution
     lower = lower_bound(problem, sweeps=SWEEPS, enough=solution.cost_s * (1.0 - 0.1 * CLOSED))
     return dataclasses.replace(solution, lower_bound_s=min(lower, solution.cost_s))
-
-
-def _refines(fine: MeshSpec, coarse: MeshSpec) -> bool:
-    """Whether merging neighbouring axes of ``fine`` gives ``coarse``."""
-    sizes, total = iter(coarse.sizes), 1
-    wanted = next(sizes)
-    for n in fine.sizes:
-        total *= n
-        if total == wanted:
-            total, wanted = 1, next(sizes, 0)
-        elif wanted and total > wanted:
-            return False
-    return total == 1
 
 
 def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:

@@ -95,14 +95,17 @@ def joint_strategies(
 
     Returns:
         The strategies, "replicated" first, and [meshes, strategies] which mesh has which: those
-        of ``enumerate_strategies``.
+        of ``enumerate_strategies``, in its order.
     """
     num_axes = len(meshes[0])
     usable = [usable_factors(sizes, shardable, mesh, kind) for mesh in meshes]
     sets = [_combined(one, num_axes, kind) for one in dict.fromkeys(usable)]
-    rows = np.concatenate([np.concatenate([s.store, s.use], axis=1) for s in sets])
-    rows = np.unique(rows, axis=0)
-    store, use = rows[:, :num_axes], rows[:, num_axes:]
+    count = len(sizes)
+    # in the order of _options: not split, split in store and use, split in the store only
+    rows = [np.where(s.use == s.store, s.store, s.store + count) for s in sets]
+    option = np.unique(np.concatenate(rows), axis=0)
+    store = np.where(option >= count, option - count, option)
+    use = np.where(option >= count, -1, option)
     good = _dividing(store, sizes, np.asarray(meshes, np.int64))
     for f in range(len(sizes)):
         lacking = np.array([f not in one for one in usable])

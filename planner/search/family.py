@@ -13,8 +13,8 @@ a, codes of b], and messages live on codes, too.
 * Choice: nodes take, in order, the best strategy given those already taken and the messages, then
   single nodes move while that lowers the cost.
 
-Forbidden entries are replaced by a price above a choice that is known to be allowed (strategy 0 of
-every node), so that the bound stays one of the best allowed choice.
+Forbidden strategies get a price above the cost of some allowed choice, so that the bound stays one
+of the best allowed choice.
 
 Complexity: O(members * entries of the tables) per sweep.
 Papers: Kolmogorov, PAMI 28, 2006 (the order of messages, and choices from them); Werner, PAMI 29,
@@ -49,7 +49,7 @@ class FamilyEdge:
 @dataclass(frozen=True, eq=False)
 class Family:
     """Problems of one shape. ``unary[i]``: [members, strategies] seconds, infinite where a member
-    lacks the strategy. Strategy 0 is allowed everywhere, and no cost is negative."""
+    lacks the strategy. Edges are finite, no cost is negative, and every node has some strategy."""
 
     unary: tuple[Array, ...]
     edges: tuple[FamilyEdge, ...]
@@ -81,7 +81,8 @@ def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
     Args:
         family: the problems.
         sweeps: how many times the nodes are visited forth and back, at least once.
-        enough_s: a bound at which a member is left alone: it is out of the question.
+        enough_s: a bound at which a member is left alone: it is out of the question, and may
+            get no choice.
     """
     state = _State(family)
     count = family.members
@@ -92,14 +93,13 @@ def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
         state.sweep(first=k == 0)
         lower[here] = np.maximum(lower[here], state.bound())
         open_ = lower[here] < enough_s
-        if not open_.any():
-            break
         if open_.mean() < KEPT:
             state.keep(np.flatnonzero(open_))
             here = here[open_]
-        found, value = state.moved(state.decoded())
-        better = value < cost[here]
-        choice[here[better]], cost[here[better]] = found[better], value[better]
+        if not here.size:
+            break
+    else:
+        choice[here], cost[here] = state.moved(state.decoded())
     cost = np.where(cost < _State.walls(family), cost, np.inf)
     return Relaxed(np.minimum(lower, cost), choice, cost)
 
@@ -143,10 +143,14 @@ class _State:
 
     @staticmethod
     def walls(family: Family) -> Array:
-        """[members] the price of what is forbidden: above the cost of strategy 0 everywhere."""
-        total = sum((cost[:, 0] for cost in family.unary), np.zeros(family.members))
+        """[members] the price of what is forbidden: above the cost of an allowed choice."""
+        rows = np.arange(family.members)
+        some = [cost.argmin(axis=1) for cost in family.unary]
+        total = np.zeros(family.members)
+        for cost, chosen in zip(family.unary, some, strict=True):
+            total += cost[rows, chosen]
         for edge in family.edges:
-            total = total + edge.cost_s[:, edge.code_a[0], edge.code_b[0]]
+            total += edge.cost_s[rows, edge.code_a[some[edge.a]], edge.code_b[some[edge.b]]]
         walls: Array = 1e-9 + 2.0 * total
         return walls
 
