@@ -4,8 +4,8 @@ Everything offered is tried: a relief's peak and step time come from planning, w
 and little time, or are called an estimate.
 """
 
-from planner.advice.advise import Case, advise
 from planner.advice.batch import Retrace, Shapes
+from planner.advice.case import Case, advise
 from planner.advice.least import Least, least_plan, rescued
 
 __all__ = ["Case", "Least", "Retrace", "Shapes", "advise", "least_plan", "rescued"]

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.advice.trials import relief, tried_out
+from planner.advice.trials import perfect_peak, relief, tried_out
 from planner.analysis import Analysis
 from planner.annotate import Pin
 from planner.errors import MeshwrightError
@@ -138,7 +138,11 @@ def _estimated(
     """The first cut at which a plan would fit, else one past the last; the peak there."""
     peak = math.inf
     for cut in cuts:
-        problem = scaled(priced, values, 1.0 / (1 << cut)).problem
+        part = scaled(priced, values, 1.0 / (1 << cut))
+        peak = perfect_peak(part.analysis, part.mesh.num_devices)
+        if peak > request.limit_bytes:
+            continue  # no plan can fit
+        problem = part.problem
         found = least_memory(problem, time_limit_s=ESTIMATE_S)
         peak = found.peak_bytes + priced.analysis.scalar_bytes
         if peak <= request.limit_bytes:

@@ -1,20 +1,24 @@
 """Rematerialisation: what it would free at the peaks, and what the operations done again cost.
 
-An activation that is idle at the peak, read before and again after it, can be dropped between and
-made again from what is in memory then.  Per round, those that free most bytes for each second of
-work done again are dropped, until the peak fits or nothing idle is left.  An estimate: memory that
-is in use while operations are done again is not counted, nor is communication.
+An activation (a value that grows with the batch) that is idle at the peak, read before and again
+after it, can be dropped between and made again from what is in memory then.  At each peak, those
+that free most bytes for each second of work done again are dropped, until it fits or nothing idle
+is left.  An estimate: memory that is in use while operations are done again is not counted, nor is
+communication.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
+from planner.advice.batch import batch_leaves, growing
 from planner.analysis import MATMULS, UsageRow
 from planner.extract import Extraction
 from planner.graph.ir import SCALAR
@@ -25,8 +29,10 @@ from planner.search import recursive_programming
 from planner.search.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
 
-ROUNDS = 200
 SEARCH_S = 3.0
+"""Seconds for a plan without what is dropped."""
+DROP_S = 10.0
+"""Seconds after which no further peak is looked at."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class _Recompute:
         self.known[index] = seconds
         return seconds
 
-    def chain(self, value: int, there: frozenset[int]) -> frozenset[int]:
+    def chain(self, value: int, there: Set[int]) -> frozenset[int]:
         """The operations that make a value from the values that are there."""
         ops, stack = set[int](), [value]
         while stack:
@@ -95,24 +101,26 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
         What was reached, or None when no activation is idle at the peak.
     """
     extraction = Extraction(priced, least.choice)
-    limit = request.limit_bytes - priced.analysis.scalar_bytes
-    dropped, ops = _dropped(extraction, limit)
-    if not dropped:
+    scalars = priced.analysis.scalar_bytes
+    limit = request.limit_bytes - scalars
+    dropped = _Dropping(extraction).until(limit)
+    if not dropped.taken:
         return None
-    work = _Recompute(extraction)
-    again_s = sum(work.op_s(op) for op in sorted(ops))
-    problem = cut_out(priced, dropped).problem
+    values = {priced.analysis.usage_values[d.usage] for d in dropped.taken}
+    many = "1 activation" if len(values) == 1 else f"{len(values)} activations"
+    what = f"remat (jax.checkpoint) of {many}{_where(extraction, values)}"
+    if dropped.peak_bytes > limit:
+        why = "out of time" if dropped.cut_short else "nothing more is idle at that peak"
+        note = f"an estimate; {why}"
+        return Relief(what, dropped.peak_bytes + scalars, math.inf, False, note)
+    problem = cut_out(priced, dropped.taken).problem
     step_s, peak, _ = evaluate(problem, least.choice)
     if request.mode == "AUTO_PARALLEL":  # what is cheap under the limit may be another choice now
         found = recursive_programming(problem, time_limit_s=SEARCH_S)
         if found.feasible:
             step_s, peak = found.cost_s, found.peak_bytes
-    values = {priced.analysis.usage_values[d.usage] for d in dropped}
-    many = "1 activation" if len(values) == 1 else f"{len(values)} activations"
-    what = f"remat (jax.checkpoint) of {many}{_where(extraction, values)}"
     note = "an estimate; the step includes the operations done again"
-    total = peak + priced.analysis.scalar_bytes
-    return Relief(what, total, step_s + again_s, peak <= limit * (1 + 1e-12), note)
+    return Relief(what, peak + scalars, step_s + dropped.again_s, True, note)
 
 
 def cut_out(priced: Priced, dropped: Sequence[Dropped]) -> Priced:
@@ -132,49 +140,99 @@ def cut_out(priced: Priced, dropped: Sequence[Dropped]) -> Priced:
     return dataclasses.replace(priced, analysis=changed)
 
 
-def _dropped(extraction: Extraction, limit: float) -> tuple[list[Dropped], frozenset[int]]:
-    """What to drop, and the operations to do again."""
-    analysis = extraction.priced.analysis
-    work, sizes = _Recompute(extraction), np.array(extraction.usage_bytes())
-    reads = extraction.graph.consumers()
-    starts, ends = [u[1] for u in analysis.usages], [u[2] for u in analysis.usages]
-    taken: dict[int, Dropped] = {}
-    ops: frozenset[int] = frozenset()
-    for _ in range(ROUNDS):
-        gaps = list(taken.values())
+@dataclass(frozen=True)
+class _State:
+    """What is dropped, the peak that is left, and the seconds of doing operations again.
+
+    ``cut_short``: time ran out before all peaks were looked at.
+    """
+
+    taken: tuple[Dropped, ...]
+    peak_bytes: float
+    again_s: float
+    cut_short: bool
+
+
+class _Dropping:
+    """Drops idle activations, peak by peak."""
+
+    def __init__(self, extraction: Extraction) -> None:
+        analysis = extraction.priced.analysis
+        self.extraction, self.values = extraction, analysis.usage_values
+        self.work, self.reads = _Recompute(extraction), extraction.graph.consumers()
+        self.sizes = np.array(extraction.usage_bytes())
+        self.starts = np.array([u[1] for u in analysis.usages], dtype=np.int64)
+        self.ends = np.array([u[2] for u in analysis.usages], dtype=np.int64)
+        graph, rules = extraction.graph, analysis.rules
+        wanted = growing(graph, rules, batch_leaves(graph))
+        self.activation = np.array([v in wanted for v in self.values])
+        self.taken: dict[int, Dropped] = {}
+        self.ops: frozenset[int] = frozenset()
+
+    def until(self, limit: float) -> _State:
+        """Drop until no moment passes the limit, or a peak has nothing idle left."""
+        deadline = time.monotonic() + DROP_S
+        late = False
+        while True:
+            moment, peak = self._peak()
+            excess = peak - limit
+            late = time.monotonic() >= deadline
+            if excess <= 0 or late:
+                break
+            idle = self._idle(moment)
+            if float(sum(self.sizes[gap.usage] for gap in idle)) < excess:
+                # not even all of it suffices
+                self.taken.update({gap.usage: gap for gap in idle})
+                peak -= float(sum(self.sizes[gap.usage] for gap in idle))
+                break
+            self._drop(idle, moment, excess)
+        again_s = sum(self.work.op_s(op) for op in sorted(self.ops))
+        return _State(tuple(self.taken.values()), peak, again_s, late)
+
+    def _peak(self) -> tuple[int, float]:
+        gaps = list(self.taken.values())
         moments, profile = profile_of(
-            [*starts, *(d.start for d in gaps)],
-            [*ends, *(d.end for d in gaps)],
-            [*sizes, *(-sizes[d.usage] for d in gaps)],
+            [*self.starts, *(d.start for d in gaps)],
+            [*self.ends, *(d.end for d in gaps)],
+            [*self.sizes, *(-self.sizes[d.usage] for d in gaps)],
         )
         at = int(np.argmax(profile))
-        moment, excess = int(moments[at]), float(profile[at]) - limit
-        if excess <= 0:
-            break
-        idle = [
-            gap
-            for k in range(len(starts))
-            if k not in taken and sizes[k] > 0 and starts[k] < moment < ends[k]
-            if (gap := _gap(k, analysis.usage_values[k], extraction, reads, moment)) is not None
-        ]
-        if not idle:
-            break
-        gone = {analysis.usage_values[k] for k in taken}
-        there = frozenset(
-            v
-            for k, v in enumerate(analysis.usage_values)
-            if starts[k] <= moment < ends[k] and v not in gone
-        ) | frozenset(extraction.graph.inputs)
-        rated = []
-        for gap in idle:
-            value = analysis.usage_values[gap.usage]
-            chain = work.chain(value, there - {value})
-            seconds = sum(work.op_s(op) for op in chain - ops)
-            rated.append((-sizes[gap.usage] / max(seconds, 1e-12), gap.usage, gap, chain))
-        _, usage, best, chain = min(rated, key=lambda r: r[:2])
-        taken[usage] = best
-        ops |= chain
-    return list(taken.values()), ops
+        return int(moments[at]), float(profile[at])
+
+    def _idle(self, moment: int) -> list[Dropped]:
+        across = (self.starts < moment) & (moment < self.ends) & (self.sizes > 0)
+        across &= self.activation
+        gaps = (
+            _gap(int(k), self.values[k], self.extraction, self.reads, moment)
+            for k in np.flatnonzero(across)
+            if k not in self.taken
+        )
+        return [gap for gap in gaps if gap is not None]
+
+    def _drop(self, idle: Sequence[Dropped], moment: int, excess: float) -> None:
+        """Drop as much as is in excess, what frees most for its price first."""
+        there = {v for v, now in zip(self.values, self._kept(moment), strict=True) if now}
+        there.update(self.extraction.graph.inputs)
+        gone = {self.values[k] for k in self.taken}
+
+        def price(gap: Dropped) -> tuple[float, frozenset[int]]:
+            value = self.values[gap.usage]
+            chain = self.work.chain(value, there - gone - {value})
+            return sum(self.work.op_s(op) for op in chain - self.ops), chain
+
+        prices = {gap.usage: price(gap)[0] for gap in idle}
+        order = sorted(idle, key=lambda g: (prices[g.usage] / self.sizes[g.usage], g.usage))
+        for gap in order:
+            self.ops |= price(gap)[1]  # once more: what was dropped since is no longer there
+            self.taken[gap.usage] = gap
+            gone.add(self.values[gap.usage])
+            excess -= float(self.sizes[gap.usage])
+            if excess <= 0:
+                return
+
+    def _kept(self, moment: int) -> list[bool]:
+        kept: list[bool] = ((self.starts <= moment) & (moment < self.ends)).tolist()
+        return kept
 
 
 def _gap(

@@ -15,6 +15,7 @@ _STEPS = re.compile(r"\[[^\]]*\]|\.\w+")
 _OPTIMIZER = re.compile(
     r"\.(mu|nu|trace|count|v|v_row|v_col|ema|sum_of_squares|acc_grads|opt_state)(?=[.\[]|$)"
     r"|\['opt(_state|imizer)?'\]"
+    r"|^\[\d+\]\['(m|v|mu|nu)'\]"
 )
 
 
