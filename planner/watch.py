@@ -27,6 +27,9 @@ Line = Callable[[Progress | None, float], str]
 
 SHOW_AFTER_S = 1.5
 LINE_EVERY_S = 10.0
+AGAIN_AFTER_S = 0.3
+"""Seconds after which another Ctrl-C is a second one: programs that start others pass theirs on,
+and it comes twice."""
 _TICK_S = 0.1
 
 
@@ -87,18 +90,20 @@ def run_watched(call: Callable[[], T], line: Line, limit_s: float) -> tuple[T, b
 
 
 @contextmanager
-def _interrupts(monitor: Monitor) -> Iterator[list[int]]:
-    """Ctrl-C asks the monitor to stop, a second one raises; yields the signals that came."""
-    came: list[int] = []
+def _interrupts(monitor: Monitor) -> Iterator[list[float]]:
+    """Ctrl-C asks the monitor to stop, a second one raises; yields when the first one came."""
+    came: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield came  # signals are the main thread's
         return
 
     def handle(number: int, _: FrameType | None) -> None:
-        if came:
+        now = time.monotonic()
+        if came and now - came[0] >= AGAIN_AFTER_S:
             raise KeyboardInterrupt
-        came.append(number)
-        monitor.stop()
+        if not came:
+            came.append(now)
+            monitor.stop()
 
     before = signal.signal(signal.SIGINT, handle)
     try:

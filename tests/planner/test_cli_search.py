@@ -244,7 +244,9 @@ def test_second_interrupt_ends_at_once_and_writes_nothing(problem: Path, tmp_pat
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGINT)  # the same one, passed on
+    time.sleep(1.0)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
