@@ -1,9 +1,13 @@
-"""A Llama-3-like decoder's train step in plain JAX: shapes only, no data, no parameters computed.
+"""Train steps of two decoders in plain JAX: shapes only, no data, no parameters computed.
 
-Grouped-query attention, rotary positions, RMSNorm, SwiGLU (Grattafiori et al., "The Llama 3 herd of
-models", 2024, table 3, for the sizes), an untied head, and AdamW (Loshchilov and Hutter 2019). The
-layers are unrolled and recomputed in the backward pass. Parameters and moments are float32,
-activations bfloat16.
+``Llama``: grouped-query attention, rotary positions, RMSNorm, SwiGLU and an untied head, with the
+sizes of the 8B model (Grattafiori et al., "The Llama 3 herd of models", 2024, table 3). ``GPT``:
+learned positions, LayerNorm, GELU and a tied head, with the sizes of GPT-3 (Brown et al., 2020,
+table 2.1). Both train with AdamW (Loshchilov and Hutter 2019); layers are unrolled and recomputed
+in the backward pass. Parameters and moments are float32, activations bfloat16.
+
+``examples/gpt.py`` is the same network as ``GPT`` in Flax, whose modules take minutes to build at
+96 layers.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Sizes; the defaults are those of the 8B model."""
+class Llama:
+    """Sizes of the 8B model."""
 
     layers: int = 32
     dim: int = 4096
@@ -33,7 +37,20 @@ class Config:
         return self.dim // self.heads
 
 
-def parameters(c: Config) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class GPT:
+    """Sizes of the 175B model; ``remat``: whether layers are computed again."""
+
+    layers: int = 96
+    dim: int = 12288
+    heads: int = 96
+    vocab: int = 50304
+    batch: int = 512
+    seq: int = 2048
+    remat: bool = True
+
+
+def parameters(c: Llama) -> dict[str, Any]:
     """Shapes of the parameters (float32)."""
 
     def of(*shape: int) -> jax.ShapeDtypeStruct:
@@ -74,7 +91,7 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attention(x: jax.Array, p: Any, c: Config) -> jax.Array:
+def attention(x: jax.Array, p: Any, c: Llama) -> jax.Array:
     """Causal grouped-query attention."""
 
     def project(weight: jax.Array) -> jax.Array:
@@ -95,26 +112,88 @@ def feed_forward(x: jax.Array, p: Any) -> jax.Array:
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
-def layer(x: jax.Array, p: Any, c: Config) -> jax.Array:
+def layer(x: jax.Array, p: Any, c: Llama) -> jax.Array:
     x = x + attention(rms_norm(x, p["norm1"]), p, c)
     return x + feed_forward(rms_norm(x, p["norm2"]), p)
 
 
-def loss_fn(params: Any, batch: Any, c: Config) -> jax.Array:
+def loss_fn(params: Any, batch: Any, c: Llama) -> jax.Array:
     x = params["embed"][batch["tokens"]].astype(jnp.bfloat16)
     for p in params["layers"]:
         x = jax.checkpoint(lambda x, p: layer(x, p, c))(x, p)
     head = params["head"].astype(x.dtype)
     logits = (rms_norm(x, params["norm"]) @ head).astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    return cross_entropy(logits, batch["targets"])
+
+
+def gpt_parameters(c: GPT) -> dict[str, Any]:
+    """Shapes of the parameters (float32)."""
+
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    norm = {"scale": of(c.dim), "bias": of(c.dim)}
+    head = c.dim // c.heads
+    layer = {
+        "norm1": norm,
+        "norm2": norm,
+        **{name: of(c.dim, c.heads, head) for name in "qkv"},
+        "o": of(c.heads, head, c.dim),
+        "up": of(c.dim, 4 * c.dim),
+        "up_bias": of(4 * c.dim),
+        "down": of(4 * c.dim, c.dim),
+        "down_bias": of(c.dim),
+    }
+    return {
+        "embed": of(c.vocab, c.dim),
+        "position": of(c.seq, c.dim),
+        "layers": [layer] * c.layers,
+        "norm": norm,
+    }
+
+
+def layer_norm(x: jax.Array, p: Any) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + 1e-5)
+    return (scaled * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def gpt_layer(x: jax.Array, p: Any, c: GPT) -> jax.Array:
+    y = layer_norm(x, p["norm1"])
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", y, p[n].astype(x.dtype)) for n in "qkv")
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k).astype(jnp.float32) * (c.heads / c.dim) ** 0.5
+    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("bhqs,bshk->bqhk", weights, v)
+    x = x + jnp.einsum("bqhk,hkd->bqd", mixed, p["o"].astype(x.dtype))
+    y = layer_norm(x, p["norm2"]) @ p["up"].astype(x.dtype) + p["up_bias"].astype(x.dtype)
+    return x + jax.nn.gelu(y) @ p["down"].astype(x.dtype) + p["down_bias"].astype(x.dtype)
+
+
+def gpt_loss(params: Any, batch: Any, c: GPT) -> jax.Array:
+    x = (params["embed"][batch["tokens"]] + params["position"]).astype(jnp.bfloat16)
+
+    def run(x: jax.Array, p: Any) -> jax.Array:
+        return gpt_layer(x, p, c)
+
+    for p in params["layers"]:
+        x = (jax.checkpoint(run) if c.remat else run)(x, p)
+    logits = layer_norm(x, params["norm"]) @ params["embed"].astype(x.dtype).T
+    return cross_entropy(logits.astype(jnp.float32), batch["targets"])
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
-def build(c: Config) -> tuple[Any, tuple[Any, Any]]:
+def build(c: Llama | GPT) -> tuple[Any, tuple[Any, Any]]:
     """The train step and the shapes of its arguments: (state, batch)."""
+    loss_of: Any = loss_fn if isinstance(c, Llama) else gpt_loss
 
     def train_step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch, c)
+        loss, grads = jax.value_and_grad(loss_of)(state["params"], batch, c)
         count = state["count"] + 1
 
         def update(p: Any, g: Any, m: Any, v: Any) -> Any:
@@ -128,7 +207,7 @@ def build(c: Config) -> tuple[Any, tuple[Any, Any]]:
         )
         return {"params": p, "m": m, "v": v, "count": count}, {"loss": loss}
 
-    params = parameters(c)
+    params = parameters(c) if isinstance(c, Llama) else gpt_parameters(c)
     state = {
         "params": params,
         "m": params,
