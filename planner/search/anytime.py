@@ -70,7 +70,7 @@ class Walker:
         np.add(self._data[:count], prices, out=self._priced[:count])
         found, noise = choice.copy(), self.rng.uniform(0.3, 1.0, self.flat.nodes)
         parts = (self._scope_at, self._scope, self._data_at, self._priced)
-        buckets.eliminate(self.flat.sizes, *parts, found, held, float(cap), noise, True)
+        buckets.eliminate(self.flat.sizes, *parts, found, held, float(cap), noise)
         return found
 
     def settle(self, choice: Array, until: Callable[[], bool]) -> Array:
@@ -90,7 +90,7 @@ class Walker:
         """Hold all nodes but a ball around a random one."""
         n = self.flat.nodes
         inside = np.zeros(n, np.bool_)
-        wanted = max(2, round(share * n))
+        wanted = min(n, max(2, round(share * n)))
         while np.count_nonzero(inside) < wanted:
             start = int(self.rng.integers(n))
             left = wanted - int(np.count_nonzero(inside))
@@ -140,7 +140,8 @@ def anytime(
         reason = _rounds(best, walker, dual.prices, None, lambda: over(deadline))
     program.close()
     if best.proved:
-        reason = "the bound meets the cost"
+        fits = best.cost < math.inf
+        reason = "the bound meets the cost" if fits else "proved that nothing fits"
     found = flat.whole(best.choice, count)
     return Found(found, best.lower, best.cost < math.inf, reason)
 
@@ -181,18 +182,22 @@ def _ascend(
 
     start = oracle(np.zeros(flat.unary.size), 20)
     best.bound(start[0], "dual")
-    dual = ascend(
-        oracle,
-        lambda choice: flat.cost(np.asarray(choice, np.int64)),
-        on_choice,
-        memory,
-        memory.limit,
-        start,
-        until,
-        DUAL_ROUNDS if memory.base.size else 0,
-        DUAL_PATIENCE,
-        lambda value: best.bound(value, "dual"),
-    )
+    if memory.base.size:
+        dual = ascend(
+            oracle,
+            lambda choice: flat.cost(np.asarray(choice, np.int64)),
+            on_choice,
+            memory,
+            memory.limit,
+            start,
+            until,
+            DUAL_ROUNDS,
+            DUAL_PATIENCE,
+            lambda value: best.bound(value, "dual"),
+        )
+    else:
+        dual = Dual(start[0], np.zeros(flat.unary.size), 0.0, (), "memory never binds")
+        on_choice(start[1], dual.prices)
     messages.price(dual.prices)
     while not over(until):
         before = messages.bound() + dual.shift

@@ -2,10 +2,9 @@
 
 The nodes leave in min-degree order (degrees weighted by the logarithms of the domain sizes).  A
 node's factors are joined and the node is minimised out; the result is a factor over its neighbours.
-When the cheapest join left would pass ``cap`` entries the run either stops (what is left is a
-*core*, exactly equivalent to the whole) or fixes the node with the heaviest neighbourhood at its
-present value and goes on.  Backtracking gives a choice that is optimal for all nodes that were not
-fixed.
+When the cheapest join left would pass ``cap`` entries the node with the heaviest neighbourhood is
+fixed at its present value and the run goes on.  Backtracking gives a choice that is optimal for all
+nodes that were not fixed.
 
 Complexity: O(nodes * width^2) bookkeeping and at most ``cap`` entries per join.
 Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Enhancement schemes
@@ -17,13 +16,13 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
 
-_COMPILED = {"cache": True, "nogil": True}
+from planner.search.compiled import compiled
+from planner.search.problem import Array
 
 
-@njit(**_COMPILED)
-def _grown(array, needed):  # type: ignore[no-untyped-def]
+@compiled
+def _grown(array: Array, needed: int) -> Array:
     """The array itself, or a copy with room for ``needed`` elements."""
     if needed <= array.size:
         return array
@@ -32,8 +31,18 @@ def _grown(array, needed):  # type: ignore[no-untyped-def]
     return bigger
 
 
-@njit(**_COMPILED)
-def _join(data, top, base, step, stride, count, sizes, width, own):  # type: ignore[no-untyped-def]
+@compiled
+def _join(
+    data: Array,
+    top: int,
+    base: Array,
+    step: Array,
+    stride: Array,
+    count: int,
+    sizes: Array,
+    width: int,
+    own: int,
+) -> int:
     """Minimise the sum of ``count`` factors over a node of ``own`` strategies.
 
     Factor f reads ``data[base[f] + s * step[f] + sum_j index_j * stride[f, j]]``; the result is
@@ -83,10 +92,51 @@ def _join(data, top, base, step, stride, count, sizes, width, own):  # type: ign
     return total
 
 
-@njit(**_COMPILED)
-def eliminate(  # type: ignore[no-untyped-def]
-    sizes, scope_at, scope, data_at, table, choice, held, cap, noise, fix
-):
+@compiled
+def _backtrack(
+    sizes: Array,
+    scope_at: Array,
+    scope: Array,
+    data_at: Array,
+    table: Array,
+    order: Array,
+    used_at: Array,
+    used: Array,
+    choice: Array,
+) -> None:
+    """Give every eliminated node its best strategy, latest first, the others being known."""
+    for i in range(order.size - 1, -1, -1):
+        x = order[i]
+        total = np.zeros(sizes[x])
+        for k in range(used_at[i], used_at[i + 1]):
+            f = used[k]
+            hop = 1
+            base = data_at[f]
+            step = 0
+            for j in range(scope_at[f + 1] - 1, scope_at[f] - 1, -1):
+                v = scope[j]
+                if v == x:
+                    step = hop
+                else:
+                    base += hop * choice[v]
+                hop *= sizes[v]
+            for s in range(sizes[x]):
+                total[s] += table[base + s * step]
+        choice[x] = np.argmin(total)
+
+
+@compiled
+def eliminate(
+    sizes: Array,
+    scope_at: Array,
+    scope: Array,
+    data_at: Array,
+    table: Array,
+    choice: Array,
+    held: Array,
+    cap: float,
+    noise: Array,
+) -> None:
     """Eliminate the nodes of a factor graph.
 
     Args:
@@ -94,15 +144,10 @@ def eliminate(  # type: ignore[no-untyped-def]
         scope_at, scope: [F + 1], [.] the ascending nodes of each factor.
         data_at: [F] where each factor's row-major table begins in ``table``.
         table: all tables.
-        choice: [n] present strategies; overwritten by the best found.
+        choice: [n] present strategies; overwritten by the best for all nodes that are not fixed.
         held: [n] nodes fixed from the start.
         cap: entries that one join may have.
         noise: [n] positive weights that perturb which nodes are fixed.
-        fix: whether to fix nodes at the cap and backtrack; otherwise stop there.
-
-    Returns:
-        ``(alive, usable, scope_at, scope, data_at, table, count, order, used_at, used)``: the nodes
-        and factors left, all factors with their tables, and per eliminated node the factors joined.
     """
     n = sizes.size
     factors = data_at.size
@@ -188,8 +233,6 @@ def eliminate(  # type: ignore[no-untyped-def]
         if not alive[x] or value != load[x]:
             continue
         if load[x] > limit:
-            if not fix:
-                break
             heapq.heappush(heap, (value, x))
             worst = -1
             heaviest = -1.0
@@ -301,32 +344,4 @@ def eliminate(  # type: ignore[no-untyped-def]
                     near_count[v] += 1
                     load[v] += weight[u]
             heapq.heappush(heap, (load[v], v))
-    order = order[:done]
-    if fix:
-        backtrack(sizes, s_at, s_all, d_at, data, order, used_at, used, choice)
-    return alive, usable, s_at, s_all, d_at, data, factors, order, used_at, used
-
-
-@njit(**_COMPILED)
-def backtrack(  # type: ignore[no-untyped-def]
-    sizes, scope_at, scope, data_at, table, order, used_at, used, choice
-):
-    """Give every eliminated node its best strategy, latest first, the others being known."""
-    for i in range(order.size - 1, -1, -1):
-        x = order[i]
-        total = np.zeros(sizes[x])
-        for k in range(used_at[i], used_at[i + 1]):
-            f = used[k]
-            hop = 1
-            base = data_at[f]
-            step = 0
-            for j in range(scope_at[f + 1] - 1, scope_at[f] - 1, -1):
-                v = scope[j]
-                if v == x:
-                    step = hop
-                else:
-                    base += hop * choice[v]
-                hop *= sizes[v]
-            for s in range(sizes[x]):
-                total[s] += table[base + s * step]
-        choice[x] = np.argmin(total)
+    _backtrack(sizes, s_at, s_all, d_at, data, order[:done], used_at, used, choice)

@@ -1,18 +1,19 @@
-"""The exact search: shrink, eliminate, decode; multipliers when memory binds.
+"""The exact search, and the anytime search where that is too wide.
 
 First the memory limit is left aside: the problem is shrunk (`reduction`) and its variables are
 eliminated (`elimination`).  When that optimum respects the limit it is the answer.  Otherwise the
 memory-safe shrinking is taken and the limit is priced (`memory_limit`).  Where an elimination would
-be too wide, it becomes a mini-bucket relaxation for the lower bound and block descent
-(`conditioning`) for the choice.
+be too wide, or the price of memory leaves a gap, the anytime search (`anytime`) goes on from there
+until the gap is closed or the time is up.
 
 Complexity: exponential in the width of the elimination only; O(nodes * S^3) joined entries on a
 ladder of S strategies, computed once for repeated layers where their tables coincide.
 Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination",
 AI 113, 1999.
 
-A wide problem is first shrunk by reduced-cost fixing (`fixing`): with the bound of the diffusion
-and a good choice found axis by axis, most strategies can't be part of anything better.
+A wide problem of many mesh axes is first shrunk by reduced-cost fixing (`fixing`): with the bound
+of the diffusion and a good choice found axis by axis, most strategies can't be part of anything
+better.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.conditioning import improve
 from planner.search.fixing import fix_by_bound
-from planner.search.memory import Timeline
 from planner.search.memory_limit import solve_limited
 from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
+from planner.search.progress import time_is_up
 from planner.search.recursive_programming import recursive_programming
 from planner.search.reduction import Reduction, reduce_problem
 from planner.search.solver import Eliminator, choose_route
@@ -41,6 +41,8 @@ SWEEPS = (4, 8, 16)
 """Diffusion sweeps of the rounds of fixing."""
 MANY_NODES = 40
 """From this many nodes on, strategies are fixed by bounds before anything is eliminated."""
+FEW_NODES = 4000
+"""Up to this many nodes an elimination is planned before anything else is tried."""
 FOLDED_SWEEPS = 48
 """Diffusion sweeps on the quotient, where repeated layers cost nothing more."""
 CLOSED = 1e-6
@@ -53,18 +55,25 @@ def work_for(seconds: float) -> float:
 
 
 def dynamic_programming(
-    problem: Problem, *, time_limit_s: float = 10.0, share: bool = True
+    problem: Problem,
+    *,
+    time_limit_s: float = 10.0,
+    share: bool = True,
+    seed: int = 0,
+    threads: int = 2,
 ) -> Solution:
-    """Solve a problem by variable elimination.
+    """Solve a problem by variable elimination, and by neighbourhoods where that is too wide.
 
     Args:
         problem: the problem.
         time_limit_s: seconds to stop after; one elimination is never cut short.
         share: whether equal tables share their work (repeated layers).
+        seed: of the random neighbourhoods.
+        threads: processors to use; the second one runs an integer program.
 
     Returns:
         The solution; ``proved`` when the elimination was exact and the memory limit does not bind
-        or the dual closes the gap.
+        or the bounds close the gap.
 
     Raises:
         ValueError: when the problem is malformed.
@@ -73,31 +82,68 @@ def dynamic_programming(
     begun = time.monotonic()
     deadline, work = begun + time_limit_s, work_for(time_limit_s)
     reduction, domains = None, None
-    if len(problem.cost_s) >= MANY_NODES:
+    if len(problem.cost_s) >= MANY_NODES and problem.levels is not None:
         shrunk = _shrunk(problem, deadline, share=share)
         if shrunk.solution is not None:
             return dataclasses.replace(shrunk.solution, wall_s=time.monotonic() - begun)
         reduction, domains = shrunk.reduction, shrunk.domains
-    if reduction is None:
-        reduction = reduce_problem(problem, keep_memory=False, share=share)
-    if reduction.dead is not None:
-        return forbidden_solution(problem, reduction.dead, NAME, begun)
-    solver = Eliminator(reduction, work=work)
-    lower, found = solver.solve()
+    limited: Solution | None = None
+    if reduction is not None or len(problem.cost_s) <= FEW_NODES:
+        if reduction is None:
+            reduction = reduce_problem(problem, keep_memory=False, share=share)
+        if reduction.dead is not None:
+            return forbidden_solution(problem, reduction.dead, NAME, begun)
+        if choose_route(reduction, work=work).plan.exact:
+            limited = _eliminated(problem, reduction, domains, work, begun, deadline)
+            proved = limited.gap <= CLOSED or math.isinf(limited.lower_bound_s)
+            if proved or time_is_up(deadline):
+                return limited
+    kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
+    if kept.dead is not None:
+        return forbidden_solution(problem, kept.dead, NAME, begun)
+    from planner.search.anytime import anytime  # compiled code, loaded when it is needed
+
+    found = anytime(kept, deadline, begun, seed=seed, threads=threads)
+    reason = f"neighbourhoods and bounds: {found.reason}"
+    choice = kept.decode(found.choice)
+    solution = make_solution(problem, choice, found.lower_s, NAME, reason, begun)
+    return solution if limited is None else better(limited, solution)
+
+
+def _eliminated(
+    problem: Problem,
+    reduction: Reduction,
+    domains: list[Array] | None,
+    work: float,
+    begun: float,
+    deadline: float,
+) -> Solution:
+    """The answer of an exact elimination, the memory limit priced where it binds."""
+    lower, found = Eliminator(reduction, work=work).solve()
     if math.isinf(lower):
         return forbidden_solution(problem, "the whole problem", NAME, begun)
     full = reduction.decode(found)
     reason = "elimination finished: the optimum, and the memory limit does not bind"
-    if not solver.exact:
-        full = _improved(reduction, found, deadline)
-        reason = "elimination too wide to be exact: mini-bucket bound and block descent"
-    limit = problem.limit_bytes
-    if not fits(evaluate(problem, full)[1], limit):
-        reduction = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
-        limited = solve_limited(reduction, work, deadline)
-        full = reduction.decode(limited.choice)
+    if not fits(evaluate(problem, full)[1], problem.limit_bytes):
+        share = bool(reduction.pool.share)
+        kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
+        limited = solve_limited(kept, work, deadline)
+        full = kept.decode(limited.choice)
         lower, reason = max(lower, limited.lower_s), limited.reason
     return make_solution(problem, full, lower, NAME, reason, begun)
+
+
+def better(first: Solution, second: Solution) -> Solution:
+    """The feasible one, the cheaper one, or the one with the lower peak; with the better bound."""
+    lower = max(first.lower_bound_s, second.lower_bound_s)
+
+    def rank(solution: Solution) -> tuple[bool, float, float]:
+        cost = solution.cost_s if solution.feasible else 0.0
+        return not solution.feasible, cost, solution.peak_bytes
+
+    best = second if rank(second) <= rank(first) else first
+    bound = min(lower, best.cost_s) if best.feasible else lower
+    return dataclasses.replace(best, lower_bound_s=bound, wall_s=second.wall_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,20 +212,3 @@ def forbidden_solution(problem: Problem, where: str, search: str, begun: float) 
     choice = [int(cost.argmin()) for cost in problem.cost_s]
     reason = f"no choice avoids the forbidden costs: {where} has no allowed strategy left"
     return make_solution(problem, choice, math.inf, search, reason, begun)
-
-
-def _improved(reduction: Reduction, found: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Block descent from a relaxation's choice, the memory limit aside."""
-    free = Problem(
-        reduction.problem.names, reduction.problem.cost_s, reduction.problem.edges, (), math.inf
-    )
-    unlimited = Reduction(
-        free,
-        reduction.members,
-        reduction.pool,
-        reduction.unary,
-        reduction.pairs,
-        None,
-        reduction.count,
-    )
-    return reduction.decode(improve(unlimited, Timeline(free), found, deadline))

@@ -11,6 +11,7 @@ Paper: Fulkerson and Gross, "Incidence matrices and interval graphs", Pacific J.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,11 +124,11 @@ class Moments:
     moments: Array
 
     @property
-    def arrays(self) -> tuple[Array | float, ...]:
+    def arrays(self) -> tuple[Array, Array, Array, Array, Array, Array, float]:
         """The usages as `walks` takes them."""
         return self.low, self.high, self.bytes_at, self.taken, self.used_at, self.used, self.limit
 
-    def profile(self, choice: Array | list[int]) -> Array:
+    def profile(self, choice: Sequence[int] | Array) -> Array:
         """[K] bytes at each kept moment under a choice of the free nodes."""
         taken = self.taken[self.bytes_at + np.asarray(choice, np.int64)[self.node]]
         return self.base + _sums(self.low, self.high, taken, self.base.size)
@@ -187,7 +188,7 @@ def _joined(parts: list[Array]) -> Array:
 def _sums(low: Array, high: Array, taken: Array, count: int) -> Array:
     """[count] sums of one number per usage over the usages live at each moment."""
     rise = np.bincount(low, taken, count + 1) - np.bincount(high, taken, count + 1)
-    sums: Array = np.cumsum(rise)[:count]
+    sums: Array = np.cumsum(rise, dtype=np.float64)[:count]
     return sums
 
 

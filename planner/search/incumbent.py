@@ -33,7 +33,9 @@ class Incumbent:
 
     @property
     def proved(self) -> bool:
-        """Whether the bound meets the cost."""
+        """Whether the bound meets the cost, or is infinite: nothing fits."""
+        if math.isinf(self.cost):
+            return self.lower == math.inf
         return self.cost - self.lower <= CLOSED * abs(self.cost)
 
     def offer(self, choice: Array, note: str) -> bool:

@@ -147,7 +147,7 @@ def solve_integer(
 
 def _solver(costs: Array, upper: Array, rows: _Rows, binary: int, deadline: float) -> highspy.Highs:
     """HiGHS with the program; the first ``binary`` columns are integers."""
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("time_limit", max(0.01, deadline - time.monotonic()))

@@ -71,9 +71,9 @@ class Program:
     def start(self) -> None:
         """Start HiGHS when it is idle, something changed, and what is left is small enough."""
         now, cost = time.monotonic(), self.best.cost
-        if self.running or now < self._next or not math.isfinite(cost):
+        if self.running or now < self._next:
             return
-        again = not cost < self._cost
+        again = self._thread is not None and not cost < self._cost
         if again and self._finished:
             return
         self._next = now + 1.0
@@ -104,6 +104,8 @@ class Program:
     def _left(self, cost: float) -> Reduction:
         """The problem without the strategies that the bound excludes below ``cost``."""
         flat, problem = self.best.flat, self.reduction.problem
+        if math.isinf(cost):
+            return reduce_problem(problem, keep_memory=True)
         kept = self.extra <= cost - self.lower + 1e-9 * abs(cost)
         domains = [np.arange(own.size) for own in problem.cost_s]
         for node, low, high in zip(flat.free, flat.at[:-1], flat.at[1:], strict=True):

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.conditioning import improve
 from planner.search.dual import ascend, least_peak
 from planner.search.memory import Timeline
 from planner.search.moves import State
@@ -37,7 +36,10 @@ _PEAK_WORK = 1e7
 
 @dataclass(frozen=True, eq=False)
 class Limited:
-    """The best choice under the limit (or with the least peak), a lower bound, and the reason."""
+    """The best choice under the limit (or with the least peak), a lower bound, and the reason.
+
+    The bound is infinite when it is proved that nothing fits.
+    """
 
     choice: tuple[int, ...]
     lower_s: float
@@ -174,7 +176,9 @@ def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited
         needed = _minimise_peak(reduction, timeline, best, work, deadline)
         if math.isinf(best.cost):
             reason = _missing(problem.limit_bytes, best, needed)
-            return Limited(best.choice or tuple(start[1]), start[0], reason)
+            proved = not fits(needed, problem.limit_bytes)
+            lower = math.inf if proved else start[0]
+            return Limited(best.choice or tuple(start[1]), lower, reason)
 
     def cost_of(choice: Sequence[int] | Array) -> float:
         state.reset(choice)
@@ -183,14 +187,6 @@ def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited
     dual = ascend(solver.solve, cost_of, best.offer, timeline, problem.limit_bytes, start, deadline)
     assert best.choice is not None
     reason = dual.reason
-    if best.cost - dual.value > 1e-9 * abs(best.cost):
-        for prices in (None, dual.prices):
-            found = improve(
-                reduction, timeline, best.choice, deadline, prices=prices, rounds=20, patience=6
-            )
-            state.reset(found)
-            best.note()
-        reason += "; choices repaired to the memory limit and improved"
     if time_is_up(deadline):
         reason = "out of time under the memory limit"
     return Limited(best.choice, dual.value, reason)

@@ -9,17 +9,27 @@ Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minim
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import Any
 
+import numpy as np
+
+from planner.search.compiled import compiled
 from planner.search.flat import Flat
 from planner.search.problem import Array
 
-_COMPILED = {"cache": True, "nogil": True}
 
-
-@njit(**_COMPILED)
-def _gather(a_side, own, other, table, at, mine, theirs, unary, low):  # type: ignore[no-untyped-def]
+@compiled
+def _gather(
+    a_side: bool,
+    own: int,
+    other: int,
+    table: Array,
+    at: int,
+    mine: Array,
+    theirs: Array,
+    unary: Array,
+    low: int,
+) -> None:
     """Move the row minima of an edge into the node costs ``unary[low:low + own]``."""
     for s in range(own):
         least = np.inf
@@ -40,10 +50,21 @@ def _gather(a_side, own, other, table, at, mine, theirs, unary, low):  # type: i
             unary[low + s] += least
 
 
-@njit(**_COMPILED)
-def sweep(  # type: ignore[no-untyped-def]
-    at, ends, table_at, table, near_at, near, left_at, left, right_at, right, unary, times
-):
+@compiled
+def sweep(
+    at: Array,
+    ends: Array,
+    table_at: Array,
+    table: Array,
+    near_at: Array,
+    near: Array,
+    left_at: Array,
+    left: Array,
+    right_at: Array,
+    right: Array,
+    unary: Array,
+    times: int,
+) -> None:
     """Visit all nodes forth and back ``times`` times.
 
     Args:
@@ -96,10 +117,19 @@ def sweep(  # type: ignore[no-untyped-def]
                         unary[low + s] -= part[s]
 
 
-@njit(**_COMPILED)
-def slack(  # type: ignore[no-untyped-def]
-    at, ends, table_at, table, left_at, left, right_at, right, unary, extra
-):
+@compiled
+def slack(
+    at: Array,
+    ends: Array,
+    table_at: Array,
+    table: Array,
+    left_at: Array,
+    left: Array,
+    right_at: Array,
+    right: Array,
+    unary: Array,
+    extra: Array,
+) -> float:
     """The bound, and per strategy how much dearer than the bound every choice with it is at least.
 
     Returns:
@@ -139,10 +169,21 @@ def slack(  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(**_COMPILED)
-def decode(  # type: ignore[no-untyped-def]
-    at, ends, table_at, table, near_at, near, left_at, left, right_at, right, unary, choice
-):
+@compiled
+def decode(
+    at: Array,
+    ends: Array,
+    table_at: Array,
+    table: Array,
+    near_at: Array,
+    near: Array,
+    left_at: Array,
+    left: Array,
+    right_at: Array,
+    right: Array,
+    unary: Array,
+    choice: Array,
+) -> None:
     """A choice from the messages: nodes in order, each at its best given those before it."""
     n = at.size - 1
     for v in range(n):
@@ -195,12 +236,12 @@ class Messages:
         self._prices = np.zeros(flat.unary.size)
         self.extra = np.zeros(flat.unary.size)
 
-    def _edges(self) -> tuple[Array, ...]:
+    def _edges(self) -> tuple[Any, ...]:
         """Tables of the edges, then the messages."""
         flat = self.flat
         return (flat.at, flat.ends, flat.table_at, flat.table)
 
-    def _sides(self) -> tuple[Array, ...]:
+    def _sides(self) -> tuple[Any, ...]:
         return (self._left_at, self._left, self._right_at, self._right)
 
     def price(self, prices: Array) -> None:
@@ -211,16 +252,19 @@ class Messages:
     def sweep(self, times: int) -> None:
         """Visit all nodes forth and back ``times`` times."""
         near = (self.flat.near_at, self.flat.near)
-        sweep(*self._edges(), *near, *self._sides(), self._unary, times)
+        arguments: tuple[Any, ...] = (*self._edges(), *near, *self._sides(), self._unary, times)
+        sweep(*arguments)
 
     def bound(self) -> float:
         """The bound of costs plus prices; fills ``extra``."""
-        found = slack(*self._edges(), *self._sides(), self._unary, self.extra)
+        arguments: tuple[Any, ...] = (*self._edges(), *self._sides(), self._unary, self.extra)
+        found = slack(*arguments)
         return float(found) + self.flat.constant_s
 
     def decode(self) -> Array:
         """A choice from the messages."""
         choice = np.zeros(self.flat.nodes, np.int64)
         near = (self.flat.near_at, self.flat.near)
-        decode(*self._edges(), *near, *self._sides(), self._unary, choice)
+        arguments: tuple[Any, ...] = (*self._edges(), *near, *self._sides(), self._unary, choice)
+        decode(*arguments)
         return choice

@@ -11,14 +11,21 @@ rule); Besag, "On the statistical analysis of dirty pictures", J. Royal Stat. So
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
-from numba import njit
 
-_COMPILED = {"cache": True, "nogil": True}
+from planner.search.compiled import compiled
+from planner.search.problem import Array
+
+Graph: TypeAlias = tuple[Array, ...]
+"""`flat.Flat.graph`."""
+Memory: TypeAlias = tuple[Array, Array, Array, Array, Array, Array, float]
+"""`flat.Moments.arrays`."""
 
 
-@njit(**_COMPILED)
-def _conditional(graph, choice, v, row):  # type: ignore[no-untyped-def]
+@compiled
+def _conditional(graph: Graph, choice: Array, v: int, row: Array) -> None:
     """Cost of every strategy of node v, the other nodes as they are, into ``row``."""
     at, unary, ends, table_at, table, near_at, near = graph
     own = at[v + 1] - at[v]
@@ -39,8 +46,8 @@ def _conditional(graph, choice, v, row):  # type: ignore[no-untyped-def]
                 row[s] += table[begin + s]
 
 
-@njit(**_COMPILED)
-def _shift(memory, v, old, new, profile):  # type: ignore[no-untyped-def]
+@compiled
+def _shift(memory: Memory, v: int, old: int, new: int, profile: Array) -> None:
     """Bring the memory profile up to date with one node's move."""
     low, high, bytes_at, taken, used_at, used, _ = memory
     for i in range(used_at[v], used_at[v + 1]):
@@ -50,8 +57,8 @@ def _shift(memory, v, old, new, profile):  # type: ignore[no-untyped-def]
             profile[low[u] : high[u]] += change
 
 
-@njit(**_COMPILED)
-def _allowed(memory, v, old, new, profile, ceiling):  # type: ignore[no-untyped-def]
+@compiled
+def _allowed(memory: Memory, v: int, old: int, new: int, profile: Array, ceiling: float) -> bool:
     """Whether a node's move leaves every moment that grows at or below the ceiling."""
     low, high, bytes_at, taken, used_at, used, _ = memory
     grows = False
@@ -76,8 +83,10 @@ def _allowed(memory, v, old, new, profile, ceiling):  # type: ignore[no-untyped-
     return good
 
 
-@njit(**_COMPILED)
-def descend(graph, memory, choice, profile, order, passes):  # type: ignore[no-untyped-def]
+@compiled
+def descend(
+    graph: Graph, memory: Memory, choice: Array, profile: Array, order: Array, passes: int
+) -> int:
     """Move single nodes to cheaper strategies within the limit; the number of moves."""
     at, limit = graph[0], memory[6]
     row = np.empty((at[1:] - at[:-1]).max() if at.size > 1 else 1)
@@ -107,8 +116,10 @@ def descend(graph, memory, choice, profile, order, passes):  # type: ignore[no-u
     return moves
 
 
-@njit(**_COMPILED)
-def repair(graph, memory, home, choice, profile, most):  # type: ignore[no-untyped-def]
+@compiled
+def repair(
+    graph: Graph, memory: Memory, home: Array, choice: Array, profile: Array, most: int
+) -> bool:
     """Move until the peak is within the limit; False when no single move helps any more."""
     at = graph[0]
     low, high, bytes_at, taken, _, _, limit = memory
@@ -171,8 +182,8 @@ def repair(graph, memory, home, choice, profile, most):  # type: ignore[no-untyp
     return False
 
 
-@njit(**_COMPILED)
-def ball(graph, start, size, shuffle, inside):  # type: ignore[no-untyped-def]
+@compiled
+def ball(graph: Graph, start: int, size: int, shuffle: Array, inside: Array) -> int:
     """Mark about ``size`` nodes around ``start``, breadth first, in a shuffled order of edges."""
     ends, near_at, near = graph[2], graph[5], graph[6]
     queue = np.empty(inside.size, np.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 
@@ -86,18 +85,3 @@ def test_a_search_that_is_asked_to_stop_returns_soon(search: str) -> None:
     assert len(solution.choice) == len(problem.names)
     assert solution.cost_s == evaluate(problem, solution.choice)[0]
     assert solution.lower_bound_s <= solution.cost_s
-
-
-def test_ilp_leaves_highs_when_asked_and_answers_with_a_quick_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ended = threading.Event()
-    module = sys.modules["planner.search.ilp"]  # the package has a function of that name
-    monkeypatch.setattr(module, "milp", lambda *_, **__: ended.wait(60))
-    with monitored(Monitor()) as monitor:
-        threading.Timer(0.2, monitor.stop).start()
-        solution = SEARCHES["ilp"](layered_problem(2, 3, 4), time_limit_s=120.0)
-    ended.set()
-    assert solution.feasible
-    assert "stopped while HiGHS was running; choice of recursive_programming" in solution.reason
-    assert solution.search == "ilp"
