@@ -27,7 +27,7 @@ from planner.search.plan import Plan, Step
 from planner.search.problem import Array
 
 Key: TypeAlias = tuple[object, ...]
-Job: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...], int | None]
+Job: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 _BLOCK = 1 << 17
 """Entries that are joined at a time: about one megabyte."""
@@ -39,26 +39,21 @@ class Script:
 
     Attributes:
         names: per slot, the id of its table: inputs as given, results as -1, -2, ...
-        jobs: per distinct result, (id, step node, input slots, output scope, fixed value or None).
+        jobs: per distinct result, (id, step node, input slots, output scope).
         work: joined entries of the distinct jobs.
-        fixed: values of the fixed nodes, indexed by node.
     """
 
     names: list[int]
     jobs: list[Job]
     work: int
-    fixed: Sequence[int]
 
 
-def make_script(
-    plan: Plan, inputs: Sequence[int], fixed: Sequence[int] | None = None, share: bool = True
-) -> Script:
+def make_script(plan: Plan, inputs: Sequence[int], share: bool = True) -> Script:
     """Name every table of a plan, equal ones alike.
 
     Args:
         plan: the plan.
         inputs: table ids of the plan's first slots (node costs, then edges).
-        fixed: values of the fixed nodes, indexed by node.
         share: whether equal steps share their result.
 
     Returns:
@@ -67,20 +62,18 @@ def make_script(
     names = list(inputs) + [0] * (len(plan.scopes) - len(inputs))
     known: dict[Key, int] = {}
     jobs: list[Job] = []
-    values, work = fixed if fixed is not None else (), 0
+    work = 0
     for step in plan.steps:
-        value = values[step.node] if step.fixed else None
         for part, out in zip(step.parts, step.outs, strict=True):
             scope = plan.scopes[out]
-            key = (_key(plan, names, step.node, part, scope), value, out if not share else -1)
+            key = (_key(plan, names, step.node, part, scope), out if not share else -1)
             name = known.get(key)
             if name is None:
                 name = known[key] = -1 - len(known)
-                jobs.append((name, step.node, part, scope, value))
-                joined = math.prod(plan.sizes[other] for other in scope)
-                work += joined * (1 if value is not None else plan.sizes[step.node])
+                jobs.append((name, step.node, part, scope))
+                work += math.prod(plan.sizes[other] for other in (*scope, step.node))
             names[out] = name
-    return Script(names, jobs, work, values)
+    return Script(names, jobs, work)
 
 
 def _key(
@@ -104,8 +97,7 @@ def run_script(plan: Plan, script: Script, tables: Sequence[Array]) -> tuple[flo
 
     Returns:
         ``(value, choice)``: the sum of the minima, which is the exact optimum for an exact plan, a
-        lower bound for a split one and the best completion's cost for one with fixed nodes, where
-        ``choice`` leaves the fixed nodes at the values of the script.
+        lower bound for a split one.
     """
     results: dict[int, Array] = {}
 
@@ -114,25 +106,16 @@ def run_script(plan: Plan, script: Script, tables: Sequence[Array]) -> tuple[flo
         return results[name] if name < 0 else tables[name]
 
     choice = [0] * len(plan.sizes)
-    for step in plan.steps:
-        if step.fixed:
-            choice[step.node] = script.fixed[step.node]
-    for name, node, part, scope, value in script.jobs:
-        if value is not None:
-            axis = plan.scopes[part[0]].index(node)
-            results[name] = np.take(table(part[0]), value, axis=axis)
-        else:
-            aligned = [_align(table(slot), plan.scopes[slot], node, scope) for slot in part]
-            shape = tuple(plan.sizes[other] for other in scope)
-            results[name] = _join(aligned, shape)
+    for name, node, part, scope in script.jobs:
+        aligned = [_align(table(slot), plan.scopes[slot], node, scope) for slot in part]
+        results[name] = _join(aligned, tuple(plan.sizes[other] for other in scope))
     value_sum = 0.0
     for step in plan.steps:
         for out in step.outs:
             if not plan.scopes[out]:
                 value_sum += float(table(out))
     for step in reversed(plan.steps):
-        if not step.fixed:
-            choice[step.node] = _best(plan, step, choice, table)
+        choice[step.node] = _best(plan, step, choice, table)
     return value_sum, choice
 
 

@@ -5,10 +5,8 @@ and minimises x out; the result is a new slot over their other nodes.  The next 
 whose result is smallest (min-degree, weighted by the logarithms of the domain sizes), the lowest
 index among equals, so that repeated layers are eliminated in the same pattern.
 
-When the smallest result would pass the cap, the plan either *splits* the node's slots into
-mini-buckets that each stay below the cap (the minimum is taken separately in each: a lower bound),
-or *fixes* a well-connected node at a value told at run time (conditioning: an exact solve of all
-the others).
+When the smallest result would pass the cap, the plan *splits* the node's slots into mini-buckets
+that each stay below the cap (the minimum is taken separately in each: a lower bound).
 
 Complexity: O((n + steps * width^2) log n).
 Papers: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter and Rish,
@@ -22,23 +20,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 CAP = 4_000_000
 """Entries of the largest table an elimination may build."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Remove ``node``: each part joins its input slots into one output slot.
-
-    A fixed node has one part per slot, and the slots are sliced instead of minimised.
-    """
+    """Remove ``node``: each part joins its input slots into one output slot."""
 
     node: int
     parts: tuple[tuple[int, ...], ...]
     outs: tuple[int, ...]
-    fixed: bool
 
 
 @dataclass
@@ -49,7 +41,7 @@ class Plan:
         sizes: domain size per node.
         scopes: the nodes of each slot, ascending; node costs first, then edges, then results.
         steps: in order of elimination.
-        exact: whether no node was split or fixed.
+        exact: whether no node was split.
         entries: table entries of all results together.
     """
 
@@ -64,9 +56,6 @@ def make_plan(
     sizes: Sequence[int],
     edges: Sequence[tuple[int, int]],
     cap: int = CAP,
-    *,
-    fix: bool = False,
-    rng: np.random.Generator | None = None,
 ) -> Plan:
     """Plan an elimination.
 
@@ -74,19 +63,14 @@ def make_plan(
         sizes: domain size per node.
         edges: pairs (i, j) with i < j, each at most once.
         cap: entries a result may have.
-        fix: fix nodes instead of splitting when the cap is met.
-        rng: perturbs which nodes are fixed.
 
     Returns:
         The plan.
     """
-    planner = _Planner(list(sizes), edges, rng)
+    planner = _Planner(list(sizes), edges)
     limit = math.log2(max(cap, 1)) * _UNIT + 1
     while planner.left:
         node = planner.smallest()
-        while fix and planner.load[node] > limit:
-            planner.fix_one()
-            node = planner.smallest()
         if planner.load[node] <= limit:
             planner.eliminate(node, [planner.slots_of(node)])
         else:
@@ -101,9 +85,7 @@ _UNIT = 1 << 20
 class _Planner:
     """The interaction graph while nodes leave it."""
 
-    def __init__(
-        self, sizes: list[int], edges: Sequence[tuple[int, int]], rng: np.random.Generator | None
-    ) -> None:
+    def __init__(self, sizes: list[int], edges: Sequence[tuple[int, int]]) -> None:
         count = len(sizes)
         self.plan = Plan(sizes, [])
         self.weight = [round(math.log2(size) * _UNIT) for size in sizes]
@@ -112,7 +94,6 @@ class _Planner:
         self.slots: list[dict[int, None]] = [{} for _ in range(count)]
         self.left = dict.fromkeys(range(count))
         self.heap: list[tuple[int, int]] = []
-        self.noise = np.ones(count) if rng is None else rng.uniform(0.4, 1.0, count)
         for node in range(count):
             self.add((node,))
         for edge in edges:
@@ -160,7 +141,7 @@ class _Planner:
                 return node
             heapq.heappop(self.heap)
 
-    def eliminate(self, node: int, parts: list[tuple[int, ...]], fixed: bool = False) -> None:
+    def eliminate(self, node: int, parts: list[tuple[int, ...]]) -> None:
         """Record the step and update the graph."""
         scopes, touched = self.plan.scopes, sorted(self.near[node])
         results = []
@@ -173,16 +154,11 @@ class _Planner:
         self.plan.entries += sum(
             math.prod(self.plan.sizes[other] for other in scope) for scope in results
         )
-        self.plan.steps.append(Step(node, tuple(parts), outs, fixed))
-        self.plan.exact &= len(parts) == 1 and not fixed
+        self.plan.steps.append(Step(node, tuple(parts), outs))
+        self.plan.exact &= len(parts) == 1
         del self.left[node]
         for other in touched:
             heapq.heappush(self.heap, (self.load[other], other))
-
-    def fix_one(self) -> None:
-        """Fix the node with the heaviest neighbourhood (times noise) among those left."""
-        node = max(self.left, key=lambda at: (self.load[at] * self.noise[at], -at))
-        self.eliminate(node, [(slot,) for slot in self.slots_of(node)], fixed=True)
 
     def buckets(self, node: int, cap: int) -> list[tuple[int, ...]]:
         """Pack slots first-fit, largest first, so that each joint result stays below the cap."""
