@@ -34,6 +34,7 @@ from planner.quotient import Quotient, fold_analysis
 from planner.report.shortage import shortage_text
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
+from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
 from planner.search.iopddl import write_iopddl
 from planner.search.problem import Solution
@@ -179,18 +180,24 @@ def _planned(
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
-    """One factor rule per operation: borders by hand, the rest from the registry."""
+    """One factor rule per operation: borders by hand, the rest from the registry, which is asked
+    once for equal operations."""
     graph = traced.graph
-    keys = [e for e in traced.eqns if e is not None and e.name not in MARKS]
-    known = iter(rules_for(keys))
-    out = []
-    for op, eqn in zip(graph.ops, traced.eqns, strict=True):
-        if eqn is not None and op.kind not in MARKS:
-            out.append(next(known))
-            continue
-        ins = [graph.values[i].shape if i >= 0 else () for i in op.inputs]
-        out.append(border_rule(op.kind, ins, [graph.values[o].shape for o in op.outputs]))
-    return tuple(out)
+    asked: dict[int, EqnKey] = {}
+    alike: list[int] = []  # per operation, the one whose rule it has
+    first: dict[int, int] = {}
+    for op, eqn, code in zip(graph.ops, traced.eqns, graph.codes, strict=True):
+        told = eqn is None or bool(op.attrs) or not eqn.params  # the code tells the parameters
+        at = first.setdefault(code, op.index) if told else op.index
+        alike.append(at)
+        if at == op.index and eqn is not None and op.kind not in MARKS:
+            asked[at] = eqn
+    known = dict(zip(asked, rules_for(list(asked.values())), strict=True))
+    for op, at in zip(graph.ops, alike, strict=True):
+        if at == op.index and at not in known:
+            ins = [graph.values[i].shape if i >= 0 else () for i in op.inputs]
+            known[at] = border_rule(op.kind, ins, [graph.values[o].shape for o in op.outputs])
+    return tuple([known[at] for at in alike])
 
 
 def parse_request(
@@ -285,8 +292,6 @@ def _plan(
     extraction = Extraction(priced, solution.choice)
     graph = priced.analysis.graph
     inputs, outputs = extraction.leaves()
-    table: dict[str, int] = {}
-    index = tuple(table.setdefault(text, len(table)) for text in graph.texts())
     plan = Plan(
         mode=request.mode,
         cluster=request.cluster.text,
@@ -303,8 +308,8 @@ def _plan(
         search=SearchReport(
             solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
         ),
-        op_table=tuple(table),
-        op_index=index,
+        op_table=tuple(graph.op_text(graph.ops[first]) for first in graph.firsts()),
+        op_index=graph.codes,
         op_inputs=tuple(op.inputs for op in graph.ops),
         planning_s=time.perf_counter() - begun,
     )

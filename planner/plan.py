@@ -228,6 +228,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_EXACT = frozenset(
+    "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()
+)
+"""Fields of a plan that hold no floats."""
+
+
 def rounded(value: Any) -> Any:
     """The value with every float in it kept to nine digits: the same text on every host."""
     if isinstance(value, float):
@@ -238,7 +244,7 @@ def rounded(value: Any) -> Any:
         changed = {
             f.name: rounded(getattr(value, f.name))
             for f in dataclasses.fields(value)
-            if f.name not in ("op_index", "op_inputs", "op_table", "planning_s")
+            if f.name not in _EXACT
         }
         return dataclasses.replace(value, **changed)  # type: ignore[type-var]
     return value

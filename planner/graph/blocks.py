@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.ir import SCALAR, Graph
+from planner.graph.ir import Graph
 
 MIN_LENGTH = 8
 """Operations that a block has at least; a power of two, as k-grams are made by doubling."""
@@ -52,7 +52,7 @@ def repeated_blocks(graph: Graph) -> tuple[Block, ...]:
         Non-overlapping blocks of at least ``MIN_LENGTH`` operations and two repetitions, in
         program order.
     """
-    codes = _codes(graph)
+    codes = np.asarray(graph.codes, np.int64)
     free: list[tuple[int, int, int, int]] = []  # (-coverage, period, start, stop)
     for period in periods(codes):
         for start, stop in _runs(codes, period):
@@ -94,19 +94,6 @@ def _outside(taken: list[tuple[int, int]], start: int, stop: int) -> Iterator[tu
         start = high
     if start < stop:
         yield start, stop
-
-
-def _codes(graph: Graph) -> Codes:
-    """One number per operation, equal where the texts are (built without making the texts)."""
-    kinds: dict[tuple[tuple[int, ...], str], int] = {}
-    types = [kinds.setdefault((v.shape, v.dtype), len(kinds)) for v in graph.values]
-    types.append(SCALAR)  # operand SCALAR (-1) reads the last entry
-    known: dict[object, int] = {}
-    out = np.empty(len(graph.ops), np.int64)
-    for k, op in enumerate(graph.ops):
-        ins, outs = tuple([types[i] for i in op.inputs]), tuple([types[o] for o in op.outputs])
-        out[k] = known.setdefault((op.kind, ins, outs, op.attrs), len(known))
-    return out
 
 
 def periods(codes: Codes) -> list[int]:

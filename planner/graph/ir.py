@@ -190,3 +190,24 @@ class Graph:
         """Operation texts in order; two steps are the same when these and the inputs are."""
         for op in self.ops:
             yield self.op_text(op)
+
+    @cached_property
+    def codes(self) -> tuple[int, ...]:
+        """One number per operation, equal where the texts are, in order of first appearance
+        (built without making the texts)."""
+        kinds: dict[tuple[tuple[int, ...], str], int] = {}
+        types = [kinds.setdefault((v.shape, v.dtype), len(kinds)) for v in self.values]
+        types.append(SCALAR)  # operand SCALAR (-1) reads the last entry
+        known: dict[object, int] = {}
+        out = []
+        for op in self.ops:
+            ins, outs = tuple([types[i] for i in op.inputs]), tuple([types[o] for o in op.outputs])
+            out.append(known.setdefault((op.kind, ins, outs, op.attrs), len(known)))
+        return tuple(out)
+
+    def firsts(self) -> tuple[int, ...]:
+        """The first operation of each code."""
+        first: dict[int, int] = {}
+        for index, code in enumerate(self.codes):
+            first.setdefault(code, index)
+        return tuple(first.values())
