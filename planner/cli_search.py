@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.collector import paused
 from planner.errors import RequestError
 from planner.report.search import (
     Searched,
@@ -145,7 +146,8 @@ def _extra(options: argparse.Namespace) -> dict[str, int]:
 
 def _read(path: Path) -> Problem:
     try:
-        return read_iopddl(path)
+        with paused():
+            return read_iopddl(path)
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
