@@ -43,11 +43,12 @@ def least_plan(quotient: Quotient, tried: Sequence[Tried], request: Request) -> 
         return Least(priced, LeastMemory(solution.choice, peak, moment, 0.0), 0.0)
     deadline = time.monotonic() + LEAST_S
     found: list[tuple[Priced, LeastMemory]] = []
-    for part, solution in sorted(tried, key=lambda t: t[1].peak_bytes):
+    looked_at = [t for t in tried if t[0].sets]  # others were ruled out before they were priced
+    for part, _ in sorted(looked_at, key=lambda t: t[1].peak_bytes):
         left = deadline - time.monotonic()
         if found and left <= 0:
             break
-        priced = unfold(quotient, (part, solution))[0]
+        priced = part if part.analysis is quotient.whole else quotient.unfold(part)
         found.append((priced, least_memory(priced.problem, time_limit_s=left)))
     priced, memory = min(found, key=lambda f: f[1].peak_bytes)
     lower = min(m.lower_bytes for _, m in found) if len(found) == len(tried) else 0.0

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from costmodels import parse_cluster
-from planner import MemoryLimitError, make_plan
+from planner import MemoryLimitError, make_plan, pipeline
 from planner.advice.batch import batch_leaves, growing
 from planner.advice.trials import grown
 from planner.graph.trace import trace
@@ -132,7 +132,8 @@ def test_a_search_that_gives_up_is_rescued(monkeypatch: pytest.MonkeyPatch) -> N
 
     options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8"}
     least = refused(tanh_step, tanh_args(), memory=1e6, **options).least_bytes
-    monkeypatch.setitem(SEARCHES, "auto", helpless)
+    for name in SEARCHES:
+        monkeypatch.setitem(SEARCHES, name, helpless)
     plan = make_plan(tanh_step, *tanh_args(), memory=least * 1.02, **options)
     assert plan.prediction.peak_bytes <= least * 1.02
     assert "the plan of the least peak" in plan.search.reason
@@ -309,3 +310,17 @@ def test_text_says_only_what_is_known() -> None:
     assert "what would help" not in shortage_text(loose)
     open_ = Shortage("h100:8", 5e9, 6e9, 5.5e9, "data=8", "mul (a.py:3)", (), ())
     assert "every plan needs at least 5.50 GB on the meshes tried\n" in shortage_text(open_)
+
+
+def test_meshes_that_were_never_priced_leave_the_bound_open() -> None:
+    seen: list[Any] = []
+    kept = pipeline.least_plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "least_plan", lambda *a: seen.append(a) or kept(*a))
+        error = refused(tanh_step, tanh_args(), cluster="h100:4", memory=1e6)
+    quotient, tried, request = seen[0]
+    assert error.lower_bytes > 0
+    (priced, solution), *rest = tried
+    unpriced = dataclasses.replace(priced, sets=()), dataclasses.replace(solution, choice=())
+    least = kept(quotient, [unpriced, *rest], request)
+    assert least.priced.mesh in {p.mesh for p, _ in rest} and least.lower_bytes == 0
