@@ -20,6 +20,7 @@ problems", CP 1998 (large neighbourhoods); Savchynskyy et al. 2013 (fixing by a 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from planner.search.dual import Choice, Dual, ascend
 from planner.search.flat import Flat, flatten
 from planner.search.incumbent import Incumbent
 from planner.search.leftover import Program
-from planner.search.problem import Array
+from planner.search.problem import Array, Edge, Problem, Usage
 from planner.search.progress import current
 from planner.search.reduction import Reduction
 from planner.search.trws import Messages
@@ -99,6 +100,21 @@ class Walker:
             walks.ball(self.flat.graph, start, left, shuffle, part)
             inside |= part
         return ~inside
+
+
+@functools.cache
+def load() -> float:
+    """Load the compiled kernels, or compile them where that was never done; seconds it took."""
+    begun = time.monotonic()
+    cost, table = np.array([0.0, 1.0]), np.array([[0.0, 1.0], [2.0, 0.0]])
+    usages = (Usage(0, 0, 2, np.array([2.0, 1.0])), Usage(1, 1, 3, np.array([2.0, 1.0])))
+    flat = flatten(Problem(("a", "b"), (cost, cost), (Edge(0, 1, table),), usages, 3.0))
+    walker, messages = Walker(flat, 0), Messages(flat)
+    messages.sweep(1)
+    messages.bound()
+    choice = walker.solve(messages.decode(), np.zeros(4), 1e3, walker.held(0.5))
+    walker.settle(choice, lambda: False)
+    return time.monotonic() - begun
 
 
 def anytime(

@@ -26,6 +26,8 @@ from planner.search.reduction import reduce_problem
 
 PATIENCE = 6
 """Sweeps between two looks at the bound."""
+STALE = 0.03
+"""Share of the way that is left; when so many sweeps rise by less, they stop."""
 
 
 class Diffusion:
@@ -122,7 +124,9 @@ def lower_bound(problem: Problem, *, sweeps: int = 6, enough: float = math.inf) 
     while done < sweeps and lower < enough:
         step = min(PATIENCE, sweeps - done)
         diffusion.sweep(step)
-        lower, done = max(lower, diffusion.bound()), done + step
+        before, lower, done = lower, max(lower, diffusion.bound()), done + step
+        if math.isfinite(enough) and lower - before <= STALE * (enough - lower):
+            break
     return lower
 
 

@@ -66,7 +66,8 @@ def dynamic_programming(
 
     Args:
         problem: the problem.
-        time_limit_s: seconds to stop after; one elimination is never cut short.
+        time_limit_s: seconds to stop after; one elimination is never cut short, and compiling the
+            inner loops (once per installation) does not count.
         share: whether equal tables share their work (repeated layers).
         seed: of the random neighbourhoods.
         threads: processors to use; the second one runs an integer program.
@@ -101,9 +102,11 @@ def dynamic_programming(
     kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
     if kept.dead is not None:
         return forbidden_solution(problem, kept.dead, NAME, begun)
-    from planner.search.anytime import anytime  # compiled code, loaded when it is needed
+    from planner.search import anytime as compiled  # loaded when it is needed
 
-    found = anytime(kept, deadline, begun, seed=seed, threads=threads)
+    if not compiled.load.cache_info().currsize:
+        deadline += compiled.load()
+    found = compiled.anytime(kept, deadline, begun, seed=seed, threads=threads)
     reason = f"neighbourhoods and bounds: {found.reason}"
     choice = kept.decode(found.choice)
     solution = make_solution(problem, choice, found.lower_s, NAME, reason, begun)

@@ -87,7 +87,7 @@ class Program:
         self._cost = cost
         until = self.deadline if again else now + FIRST_SHARE * (self.deadline - now)
         arguments = (inner, small, cost, until)
-        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=arguments)
         self._thread.start()
 
     def wait(self, over: Callable[[], bool]) -> None:
@@ -96,10 +96,8 @@ class Program:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Stop HiGHS and wait for it."""
+        """Ask HiGHS to stop; it may take a moment longer, which nobody waits for."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
 
     def _left(self, cost: float) -> Reduction:
         """The problem without the strategies that the bound excludes below ``cost``."""

@@ -23,6 +23,9 @@ Graph: TypeAlias = tuple[Array, ...]
 Memory: TypeAlias = tuple[Array, Array, Array, Array, Array, Array, float]
 """`flat.Moments.arrays`."""
 
+_BLOCK = 64
+"""Moments whose largest value is kept at hand."""
+
 
 @compiled
 def _conditional(graph: Graph, choice: Array, v: int, row: Array) -> None:
@@ -47,6 +50,33 @@ def _conditional(graph: Graph, choice: Array, v: int, row: Array) -> None:
 
 
 @compiled
+def _tops(profile: Array) -> Array:
+    """The largest value of every block of the profile."""
+    tops = np.empty((profile.size + _BLOCK - 1) // _BLOCK)
+    for block in range(tops.size):
+        tops[block] = profile[block * _BLOCK : (block + 1) * _BLOCK].max()
+    return tops
+
+
+@compiled
+def _top(profile: Array, tops: Array, low: int, high: int) -> float:
+    """The largest value of ``profile[low:high]``."""
+    top = -np.inf
+    first, last = (low + _BLOCK - 1) // _BLOCK, high // _BLOCK
+    if first >= last:
+        for k in range(low, high):
+            top = max(top, profile[k])
+        return top
+    for k in range(low, first * _BLOCK):
+        top = max(top, profile[k])
+    for block in range(first, last):
+        top = max(top, tops[block])
+    for k in range(last * _BLOCK, high):
+        top = max(top, profile[k])
+    return top
+
+
+@compiled
 def _shift(memory: Memory, v: int, old: int, new: int, profile: Array) -> None:
     """Bring the memory profile up to date with one node's move."""
     low, high, bytes_at, taken, used_at, used, _ = memory
@@ -58,27 +88,51 @@ def _shift(memory: Memory, v: int, old: int, new: int, profile: Array) -> None:
 
 
 @compiled
-def _allowed(memory: Memory, v: int, old: int, new: int, profile: Array, ceiling: float) -> bool:
-    """Whether a node's move leaves every moment that grows at or below the ceiling."""
+def _move(memory: Memory, v: int, old: int, new: int, profile: Array, tops: Array) -> None:
+    """`_shift`, and the blocks' largest values."""
     low, high, bytes_at, taken, used_at, used, _ = memory
-    grows = False
+    _shift(memory, v, old, new, profile)
     for i in range(used_at[v], used_at[v + 1]):
         u = used[i]
-        if taken[bytes_at[u] + new] > taken[bytes_at[u] + old]:
-            grows = True
-    if not grows:
+        if taken[bytes_at[u] + new] != taken[bytes_at[u] + old]:
+            for block in range(low[u] // _BLOCK, (high[u] - 1) // _BLOCK + 1):
+                tops[block] = profile[block * _BLOCK : (block + 1) * _BLOCK].max()
+
+
+@compiled
+def _allowed(
+    memory: Memory, v: int, old: int, new: int, profile: Array, tops: Array, ceiling: float
+) -> bool:
+    """Whether a node's move leaves every moment that grows at or below the ceiling."""
+    low, high, bytes_at, taken, used_at, used, _ = memory
+    more, less = 0.0, 0.0
+    for i in range(used_at[v], used_at[v + 1]):
+        u = used[i]
+        change = taken[bytes_at[u] + new] - taken[bytes_at[u] + old]
+        if change > 0.0:
+            more += change
+        else:
+            less += change
+    if more == 0.0:
+        return True
+    sure = True
+    for i in range(used_at[v], used_at[v + 1]):
+        u = used[i]
+        change = taken[bytes_at[u] + new] - taken[bytes_at[u] + old]
+        if change > 0.0:
+            top = _top(profile, tops, low[u], high[u])
+            if top + change + less > ceiling:
+                return False
+            if top + more > ceiling:
+                sure = False
+    if sure:
         return True
     _shift(memory, v, old, new, profile)
     good = True
     for i in range(used_at[v], used_at[v + 1]):
         u = used[i]
-        if not good:
-            break
-        if taken[bytes_at[u] + new] > taken[bytes_at[u] + old]:
-            for k in range(low[u], high[u]):
-                if profile[k] > ceiling:
-                    good = False
-                    break
+        if good and taken[bytes_at[u] + new] > taken[bytes_at[u] + old]:
+            good = profile[low[u] : high[u]].max() <= ceiling
     _shift(memory, v, new, old, profile)
     return good
 
@@ -87,13 +141,22 @@ def _allowed(memory: Memory, v: int, old: int, new: int, profile: Array, ceiling
 def descend(
     graph: Graph, memory: Memory, choice: Array, profile: Array, order: Array, passes: int
 ) -> int:
-    """Move single nodes to cheaper strategies within the limit; the number of moves."""
-    at, limit = graph[0], memory[6]
+    """Move single nodes to cheaper strategies within the limit; the number of moves.
+
+    After the first pass only nodes are looked at again that moved, or whose neighbours did.
+    """
+    at, _, ends, _, _, near_at, near = graph
+    limit = memory[6]
     row = np.empty((at[1:] - at[:-1]).max() if at.size > 1 else 1)
+    stale = np.ones(at.size, np.bool_)
+    tops = _tops(profile)
     moves = 0
     for _ in range(passes):
         before = moves
         for v in order:
+            if not stale[v]:
+                continue
+            stale[v] = False
             own = at[v + 1] - at[v]
             _conditional(graph, choice, v, row)
             while True:
@@ -105,10 +168,14 @@ def descend(
                         best = s
                 if best == choice[v]:
                     break
-                if _allowed(memory, v, choice[v], best, profile, limit):
-                    _shift(memory, v, choice[v], best, profile)
+                if _allowed(memory, v, choice[v], best, profile, tops, limit):
+                    _move(memory, v, choice[v], best, profile, tops)
                     choice[v] = best
                     moves += 1
+                    stale[v] = True
+                    for i in range(near_at[v], near_at[v + 1]):
+                        stale[ends[near[i], 0]] = True
+                        stale[ends[near[i], 1]] = True
                     break
                 row[best] = np.inf
         if moves == before:
@@ -128,6 +195,7 @@ def repair(
     nodes = np.empty(at.size, np.int64)
     seen = np.zeros(at.size, np.bool_)
     row = np.empty((at[1:] - at[:-1]).max() if at.size > 1 else 1)
+    tops = _tops(profile)
     for _ in range(most):
         moment = np.argmax(profile)
         top = profile[moment]
@@ -173,8 +241,8 @@ def repair(
             if best < 0:
                 return False
             s = best - at[node]
-            if _allowed(memory, node, choice[node], s, profile, limit):
-                _shift(memory, node, choice[node], s, profile)
+            if _allowed(memory, node, choice[node], s, profile, tops, limit):
+                _move(memory, node, choice[node], s, profile, tops)
                 choice[node] = s
                 moved = True
             else:
