@@ -158,12 +158,18 @@ def price_family(
         if bundle < 0:
             pairs = transitions(*_ends(analysis, link, sets), len(link.src))
             unary[link.a] = unary[link.a] + _seconds(analysis, rates, link, pairs)
-    return PricedFamily(analysis, tuple(meshes), rates, tuple(sets), tuple(has), tuple(unary), _frames(analysis, sets))
+    return PricedFamily(
+        analysis,
+        tuple(meshes),
+        rates,
+        tuple(sets),
+        tuple(has),
+        tuple(unary),
+        _frames(analysis, sets),
+    )
 
 
-def _ends(
-    analysis: Analysis, link: Link, sets: Sequence[StrategySet]
-) -> tuple[IntArray, IntArray]:
+def _ends(analysis: Analysis, link: Link, sets: Sequence[StrategySet]) -> tuple[IntArray, IntArray]:
     """Digits [strategies, axes] of the value at both ends of a link."""
     groups = analysis.groups.groups
     partial = groups[link.a].reduction if link.partial else frozenset()

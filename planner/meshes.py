@@ -34,6 +34,15 @@ CLOSED = 1e-6
 """Relative gap at which a choice on the quotient is taken for the optimum."""
 SWEEPS = 48
 """Diffusion sweeps on the quotient to get there."""
+FAST = "recursive_programming"
+"""The search that compares meshes."""
+QUICK = frozenset({"auto"})
+"""Searches that take the fast search's answer: on a given mesh, where its bound proves it; where
+meshes are compared, where no plan can be faster by more than that comparison's own margin."""
+AUTO_S = 1.0
+"""Seconds for these to go on on the mesh that was picked where more than that is open."""
+FAILURES = 6
+"""Meshes that may fail for memory without counting as leaders."""
 WHOLE = frozenset({"ilp", "brute"})
 """Searches that prove optima in ways that say nothing about the whole step when run on its
 quotient; they get the whole step."""
@@ -89,25 +98,49 @@ def _simplicity(tried: Tried) -> tuple[int, list[int]]:
 
 
 def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
-    """Try meshes: all of one and two axes axis by axis, then the three-axis refinements of the
-    best, then the requested search on the mesh that leads until it stays in the lead."""
-    meshes = _meshes(request, pins)
-    if len(meshes) == 1:
-        return (_settle(quotient, pins, request, meshes[0]),)
+    """Try meshes: all of them at once for a bound and a first choice each (``scout``), then one
+    by one where a bound leaves hope for more.
 
+    Returns:
+        What is known of every mesh. One that its bound put out of the question has no choice.
+    """
+    meshes = _meshes(request, pins)
+    if len(meshes) == 1 or not quotient.part.groups.groups:
+        return (_settle(quotient, pins, request, meshes[0]),)
     allowed = _allowed(quotient, pins, request, meshes)
-    if request.mode != "AUTO_PARALLEL":
-        return tuple(_settle(quotient, pins, request, mesh) for mesh, _ in allowed)
-    ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
-    limit, model = request.limit_bytes, request.model
-    field = Field(quotient.part, model, allowed, limit, SAME, ideal)
-    tried = [_of_scout(s, request) for s in scouted(field)]
+    if request.mode == "AUTO_PARALLEL":
+        ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
+        field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal)
+        tried = [_of_scout(s, request) for s in scouted(field)]
+    else:
+        tried = [_attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
+    quick = request if request.search not in QUICK else dataclasses.replace(request, search=FAST)
     settled: set[MeshSpec] = set()
-    while len(settled) < LEADERS and (pick := _next(tried, settled)) is not None:
+    failed = 0
+    while len(settled) - failed < LEADERS and (pick := _next(tried, settled)) is not None:
         settled.add(pick[0].mesh)
-        found = _settle(quotient, pins, request, pick[0].mesh)
-        tried[tried.index(pick)] = _better(found, pick)
+        found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=False), pick)
+        failed += not found[1].feasible and failed < FAILURES
+        tried[tried.index(pick)] = found
+    best = choose(tried)
+    enough = {FAST: math.inf}.get(request.search, SAME - 1 if request.search in QUICK else CLOSED)
+    if best[1].feasible and best[1].gap <= enough:
+        tried[tried.index(best)] = _named(best, request)
+    elif best[1].choice:
+        limit_s = min(request.time_limit_s, AUTO_S) if request.search in QUICK else math.inf
+        less = dataclasses.replace(request, time_limit_s=min(request.time_limit_s, limit_s))
+        whole = not best[1].feasible
+        found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
+        tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
     return tuple(tried)
+
+
+def _named(tried: Tried, request: Request) -> Tried:
+    """A proved answer of the fast search under the name of the search that was asked for."""
+    priced, solution = tried
+    if request.search not in QUICK or ":" in solution.search:
+        return tried
+    return priced, dataclasses.replace(solution, search=f"{request.search}:{solution.search}")
 
 
 def _better(found: Tried, scout: Tried) -> Tried:
@@ -164,19 +197,19 @@ def _of_scout(found: Scout, request: Request) -> Tried:
 def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
     """The mesh to run the search on next; None when that can hardly change the pick.
 
-    A mesh is hoped to cost its bound until the search has been there, first of all; where the
-    search then stays far above it, the choices found count.
+    A mesh is hoped to cost its bound until the search has been there.
     """
 
     def hoped(one: Tried) -> float:
-        return one[1].cost_s if one[0].mesh in settled else one[1].lower_bound_s
+        if one[0].mesh in settled:
+            return one[1].cost_s if one[1].feasible else math.inf
+        return one[1].lower_bound_s
 
-    open_ = [t for t in tried if t[1].choice or not math.isfinite(t[1].cost_s)]
-    best = min(hoped(t) for t in open_)
-    pick = min((t for t in open_ if hoped(t) <= SAME * best), key=_simplicity)
-    if pick[0].mesh not in settled:
-        return pick
-    return None
+    open_ = [t for t in tried if t[1].choice]
+    best = min((hoped(t) for t in open_), default=math.inf)
+    level = [t for t in open_ if hoped(t) <= SAME * best and math.isfinite(hoped(t))]
+    pick = min(level, key=_simplicity, default=None)
+    return None if pick is None or pick[0].mesh in settled else pick
 
 
 def unfold(quotient: Quotient, tried: Tried) -> Tried:
@@ -189,22 +222,37 @@ def unfold(quotient: Quotient, tried: Tried) -> Tried:
     return quotient.unfold(priced), dataclasses.replace(solution, choice=choice, peak_moment=moment)
 
 
-def _settle(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:
-    """Run the requested search on one mesh: on the quotient, and on the whole step where that
-    leaves a gap (or does not fit: equal layers may then have to differ)."""
+def _settle(
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    mesh: MeshSpec,
+    *,
+    whole: bool = True,
+) -> Tried:
+    """Run the requested search on one mesh: on the quotient, and, if ``whole``, on the whole step
+    where that leaves a gap to an exact search, or does not fit: equal layers may have to differ."""
     name = request.search
     if name in WHOLE:
         return _attempt(quotient, pins, request, mesh, name, whole=True)
-    found = _attempt(quotient, pins, request, mesh, name)
+    found = _attempt(quotient, pins, request, mesh, FAST)
+    if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
+        return _named(found, request)
+    if name != FAST:
+        other = _attempt(quotient, pins, request, mesh, name)
+        found = min(_with_bound(other, found), _with_bound(found, other), key=_rank)
     solution = found[1]
-    done = name == "recursive_programming" or solution.gap <= CLOSED
-    if (solution.feasible and done) or found[0].problem.counts is None:
+    exact = name == "dynamic_programming" and solution.gap > CLOSED
+    if not whole or found[0].problem.counts is None or (solution.feasible and not exact):
         return found
     other = _attempt(quotient, pins, request, mesh, name, whole=True)
-    if _rank(found) <= _rank(other):
-        better = max(solution.lower_bound_s, other[1].lower_bound_s)
-        return found[0], dataclasses.replace(solution, lower_bound_s=better)
-    return other
+    return min(_with_bound(other, found), _with_bound(found, other), key=_rank)
+
+
+def _with_bound(tried: Tried, other: Tried) -> Tried:
+    """A solution with the higher of two bounds."""
+    lower = max(tried[1].lower_bound_s, other[1].lower_bound_s)
+    return tried[0], dataclasses.replace(tried[1], lower_bound_s=min(lower, tried[1].cost_s))
 
 
 def _attempt(
@@ -228,7 +276,7 @@ def _attempt(
         priced = quotient.unfold(priced)
     if request.mode == "AUTO_PARALLEL":
         solution = _solve(search, priced.problem, request)
-        return priced, _bounded(priced.problem, solution, search)
+        return priced, _bounded(priced.problem, solution)
     surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
     spread = dataclasses.replace(priced, change_s=surcharge)
     found = _solve(search, spread.problem, request)
@@ -258,12 +306,15 @@ def _masks(
     return soft_masks(mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)
 
 
-def _bounded(problem: Problem, solution: Solution, search: str) -> Solution:
+def _bounded(problem: Problem, solution: Solution) -> Solution:
     """The solution with a bound that holds for the whole step: on a quotient, only diffusion's."""
-    if problem.counts is None or search == "recursive_programming" or not solution.feasible:
+    if problem.counts is None or not solution.feasible:
         return solution
-    lower = lower_bound(problem, sweeps=SWEEPS, enough=solution.cost_s * (1.0 - 0.1 * CLOSED))
-    return dataclasses.replace(solution, lower_bound_s=min(lower, solution.cost_s))
+    cost = solution.cost_s
+    lower = solution.lower_bound_s if solution.search == FAST else -math.inf
+    if cost - lower > CLOSED * abs(cost):
+        lower = max(lower, lower_bound(problem, sweeps=SWEEPS, enough=cost * (1.0 - 0.1 * CLOSED)))
+    return dataclasses.replace(solution, lower_bound_s=min(lower, cost))
 
 
 def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:

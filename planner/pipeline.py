@@ -32,6 +32,7 @@ from planner.plan import MeshRow, Plan, SearchReport, rounded
 from planner.pricing import Priced
 from planner.quotient import Quotient, fold_analysis
 from planner.report.shortage import shortage_text
+from planner.report.verdict import pruned_text, unfit_text
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
@@ -317,17 +318,21 @@ def _plan(
 
 
 def _mesh_row(priced: Priced, solution: Solution, best: Solution) -> MeshRow:
+    known = math.isfinite(solution.cost_s)
     if solution is best:
         verdict = "chosen"
+    elif not solution.choice:
+        verdict = pruned_text(solution.lower_bound_s, best.cost_s)
     elif not solution.feasible:
-        verdict = "does not fit"
+        scalars = priced.analysis.scalar_bytes
+        verdict = unfit_text(solution.peak_bytes + scalars, priced.limit_bytes)
     else:
         verdict = f"{solution.cost_s / max(best.cost_s, 1e-300):.2f}x the chosen one's time"
     return MeshRow(
         str(priced.mesh),
-        solution.cost_s if math.isfinite(solution.cost_s) else -1.0,
+        solution.cost_s if known else -1.0,
         solution.lower_bound_s,
-        solution.peak_bytes,
+        solution.peak_bytes if math.isfinite(solution.peak_bytes) else -1.0,
         verdict,
     )
 

@@ -22,6 +22,7 @@ from planner.report.fold import (
     is_optimizer_state,
 )
 from planner.report.units import array_text, bytes_text, count_text, percent_text, time_text
+from planner.report.verdict import PRUNED, UNFIT
 
 _RULES = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
@@ -150,9 +151,11 @@ def _devices(count: int) -> str:
 def _why(meshes: Sequence[MeshRow]) -> str:
     if len(meshes) < 2:
         return "the only one tried"
-    unfit = sum(row.verdict == "does not fit" for row in meshes)
+    unfit = sum(row.verdict.startswith(UNFIT) for row in meshes)
+    pruned = sum(row.verdict.startswith(PRUNED) for row in meshes)
     chosen = next(m for m in meshes if m.verdict == "chosen")
-    fastest = min((m.cost_s for m in meshes if m.verdict != "does not fit"), default=chosen.cost_s)
+    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and not m.verdict.startswith(UNFIT)]
+    fastest = min(fitting, default=chosen.cost_s)
     text = f"the fastest of {len(meshes)} tried"
     if chosen.cost_s > fastest * (1.0 + 1e-6):
         extra = 100.0 * (chosen.cost_s / fastest - 1.0)
@@ -160,6 +163,8 @@ def _why(meshes: Sequence[MeshRow]) -> str:
             f"the simplest of {len(meshes)} tried that is within {extra:.2g} % of the fastest, "
             "less than the cost model can tell apart"
         )
+    if pruned:
+        text += f", {pruned} of them ruled out by a bound"
     return f"{text}, {unfit} of them too large for memory" if unfit else text
 
 
@@ -167,15 +172,21 @@ def _meshes(plan: Plan) -> Table:
     table = _table("mesh", ">step time", ">lower bound", ">peak memory", "verdict")
     order = sorted(
         plan.meshes,
-        key=lambda m: (m.verdict != "chosen", m.verdict == "does not fit", m.cost_s < 0, m.cost_s),
+        key=lambda m: (
+            m.verdict != "chosen",
+            m.verdict.startswith(UNFIT),
+            m.cost_s < 0,
+            m.cost_s,
+            m.lower_bound_s,
+        ),
     )
     for m in order:
         _row(
             table,
             m.mesh,
-            time_text(m.cost_s),
+            time_text(m.cost_s) if m.cost_s >= 0 else "-",
             time_text(m.lower_bound_s),
-            bytes_text(m.peak_bytes),
+            bytes_text(m.peak_bytes) if m.peak_bytes >= 0 else "-",
             m.verdict,
             style="green" if m.verdict == "chosen" else "",
         )

@@ -1,0 +1,192 @@
+"""The quotient: what is found on it holds for the whole step, number by number."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodels import AnalyticCostModel, parse_cluster
+from costmodels.collectives import _counted_per_node, _members_per_node
+from planner.analysis import Analysis, analyse
+from planner.families import price_family
+from planner.graph.trace import trace
+from planner.groups import build_groups
+from planner.moments import worst_moments
+from planner.pipeline import graph_rules, make_plan
+from planner.pricing import price
+from planner.quotient import Quotient, fold_analysis
+from planner.search import SEARCHES, evaluate, lower_bound
+from planner.search.family import Family, node_bound, relax
+from planner.search.folding import fold
+from planner.spec import enumerate_meshes, parse_mesh
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("mlp", "gpt", "gpt_linen_scan", "moe", "lstm", "resnet", "llama")
+
+
+@cache
+def step_of(name: str) -> tuple[Any, Any]:
+    for room in ("examples", "benchmarks"):
+        if str(ROOT / room) not in sys.path:
+            sys.path.insert(0, str(ROOT / room))
+    if name == "llama":
+        import decoders
+
+        small = decoders.Llama(layers=5, dim=256, heads=8, kv_heads=4, ffn=512, vocab=512, seq=64)
+        return decoders.build(small)
+    module = __import__(name)
+    return module.train_step, module.example_args()
+
+
+@cache
+def quotient_of(name: str) -> Quotient:
+    function, args = step_of(name)
+    traced = trace(function, args)
+    rules = graph_rules(traced)
+    carried = {i for i, _ in traced.graph.ties}
+    donated = [k in carried for k in range(len(traced.graph.inputs))]
+    analysis: Analysis = analyse(traced.graph, rules, build_groups(traced.graph, rules), donated)
+    return fold_analysis(analysis, (), inputs_differ=False)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,model=4", "data=2,fsdp=2,model=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_choice_costs_the_same_and_peaks_alike(name: str, mesh: str) -> None:
+    quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster("h100:8"))
+    part = price(quotient.part, parse_mesh(mesh), model, 8e10)
+    whole = price(quotient.whole, parse_mesh(mesh), model, 8e10)
+    same = quotient.unfold(part)
+    assert all(
+        np.array_equal(a, b) for a, b in zip(same.problem.cost_s, whole.problem.cost_s, strict=True)
+    )
+    random = np.random.default_rng(0)
+    for k in range(6):
+        choice = [int(random.integers(c.size)) if k else 0 for c in part.problem.cost_s]
+        cost, peak, moment = evaluate(part.problem, choice)
+        full = evaluate(whole.problem, quotient.unfold_choice(choice))
+        assert cost == pytest.approx(full[0], rel=1e-12)
+        assert peak == pytest.approx(full[1], rel=1e-12)
+        held = [u for u in whole.problem.usages if u.start <= quotient.moment(moment) < u.end]
+        at = sum(u.bytes[quotient.unfold_choice(choice)[u.node]] for u in held)
+        assert at == pytest.approx(full[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_linen_scan", "llama"])
+def test_the_folding_of_prices_finds_hardly_more(name: str) -> None:
+    """In repeated layers structure tells apart what prices tell apart, but for accidents."""
+    quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster("h100:8"))
+    whole = price(quotient.whole, parse_mesh("data=2,model=4"), model, 8e10)
+    by_price = fold(whole.problem)
+    assert len(quotient.part.groups.groups) <= 1.2 * len(by_price.problem.cost_s) + 2
+
+
+def test_layers_do_not_count() -> None:
+    import decoders
+
+    def size(layers: int) -> tuple[int, int, int]:
+        small = decoders.Llama(
+            layers=layers, dim=256, heads=8, kv_heads=4, ffn=512, vocab=512, seq=64
+        )
+        function, args = decoders.build(small)
+        traced = trace(function, args)
+        rules = graph_rules(traced)
+        donated = [True] * len(traced.graph.inputs)
+        found = analyse(traced.graph, rules, build_groups(traced.graph, rules), donated)
+        part = fold_analysis(found, (), inputs_differ=False).part
+        return len(part.groups.groups), len(part.groups.links), len(part.usages)
+
+    step_of("llama")
+    assert size(8) == size(12)
+
+
+@pytest.mark.parametrize("name", ["mlp", "moe", "lstm", "llama"])
+def test_bounds_of_the_quotient_hold_for_the_whole(name: str) -> None:
+    quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster("h100:4"))
+    for mesh in ("data=4", "data=2,model=2"):
+        part = price(quotient.part, parse_mesh(mesh), model, math.inf)
+        found = SEARCHES["dynamic_programming"](
+            dataclasses.replace(quotient.unfold(part).problem, levels=None), time_limit_s=5.0
+        )
+        assert lower_bound(part.problem, sweeps=12) <= found.cost_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cluster", ["h100:4x2", "cpu:12", "v5p:2x2x2"])
+@pytest.mark.parametrize("name", ["mlp", "moe", "llama", "gpt_linen_scan"])
+def test_families_price_and_bound_every_mesh_as_it_is_alone(name: str, cluster: str) -> None:
+    quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster(cluster))
+    every = enumerate_meshes(model.cluster.num_devices)
+    for axes in (1, 2, 3):
+        meshes = [m for m in every if len(m.sizes) == axes]
+        family = price_family(quotient.part, meshes, model, [{}] * len(meshes))
+        least = node_bound(Family(family.unary, ()))
+        found = relax(family.problems(), 2)
+        peaks = family.peaks(found.choice)
+        for k, mesh in enumerate(meshes):
+            alone = price(quotient.part, mesh, model, math.inf)
+            mine = family.own(k, math.inf)
+            for one, other in zip(alone.sets, mine.sets, strict=True):
+                assert np.array_equal(one.store, other.store)
+                assert np.array_equal(one.use, other.use)
+            cost, peak, _ = evaluate(alone.problem, family.own_choice(k, found.choice[k]))
+            assert found.cost_s[k] == pytest.approx(cost, rel=1e-9)
+            scalars = quotient.part.scalar_bytes
+            assert peaks[k] == pytest.approx(peak + scalars, rel=1e-9)
+            best = SEARCHES["recursive_programming"](alone.problem)
+            upper = min(best.cost_s, cost) * (1 + 1e-9)
+            assert least[k] <= upper and found.bound_s[k] <= upper
+            assert least[k] <= found.bound_s[k] * (1 + 1e-9) or found.bound_s[k] <= upper
+
+
+def test_no_mesh_that_was_pruned_holds_a_better_plan() -> None:
+    function, args = step_of("moe")
+    plan = make_plan(function, *args, cluster="h100:8x8", search="recursive_programming")
+    pruned = [row.mesh for row in plan.meshes if row.verdict.startswith("pruned")]
+    assert pruned and len(plan.meshes) == len(enumerate_meshes(64))
+    for mesh in pruned[:6]:
+        one = make_plan(
+            function, *args, cluster="h100:8x8", mesh=mesh, search="recursive_programming"
+        )
+        assert plan.search.cost_s <= 1.03 * one.search.cost_s * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3), st.integers(2, 12), st.randoms(use_true_random=False))
+def test_worst_moments_hold_the_peak(kinds: int, layers: int, random) -> None:  # type: ignore[no-untyped-def]
+    layer = [
+        (random.randrange(kinds), random.randrange(12), random.randrange(1, 30)) for _ in range(5)
+    ]
+    rows = [(k, 12 * n + at, 12 * n + at + long) for n in range(layers) for k, at, long in layer]
+    rows += [(random.randrange(kinds), s, s + random.randrange(1, 90)) for s in (0, 7, 40)]
+    worst = worst_moments(*zip(*rows, strict=True))
+    for _ in range(5):
+        nbytes = [random.randrange(10) for _ in range(kinds)]
+        end = max(r[2] for r in rows)
+        whole = [sum(nbytes[k] for k, s, e in rows if s <= t < e) for t in range(end)]
+        kept = [0] * len(worst.kept)
+        for kind, first, stop, count in worst.runs:
+            for t in range(first, stop):
+                kept[t] += count * nbytes[kind]
+        assert kept == [whole[t] for t in worst.kept]
+        assert max(kept) == max(whole)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
+    st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4),
+    st.integers(1, 15),
+)
+def test_members_per_node_are_those_counted(node: int, shape: list[int], mask: int) -> None:
+    axes = tuple(k for k in range(len(shape)) if mask >> k & 1) or (0,)
+    assert _members_per_node(node, tuple(shape), axes) == _counted_per_node(
+        node, tuple(shape), axes
+    )
