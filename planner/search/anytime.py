@@ -146,14 +146,13 @@ def anytime(
     walker, messages = Walker(flat, seed), Messages(flat)
     dual = _ascend(best, messages, walker, deadline, over)
     program = Program(best, reduction, messages, dual, deadline)
-    half = (time.monotonic() + deadline) / 2
-    rounds_end = deadline if threads > 1 else half
-    beside = program if threads > 1 else None
-    reason = _rounds(best, walker, dual.prices, beside, lambda: over(rounds_end))
-    if threads == 1 and not best.proved and not over(deadline):
+    if threads == 1:
+        half = (time.monotonic() + deadline) / 2
+        _rounds(best, walker, dual.prices, None, lambda: over(half), IDLE // 20)
         program.start()
         program.wait(lambda: over(deadline))
-        reason = _rounds(best, walker, dual.prices, None, lambda: over(deadline))
+    beside = program if threads > 1 else None
+    reason = _rounds(best, walker, dual.prices, beside, lambda: over(deadline))
     program.close()
     if best.proved:
         fits = best.cost < math.inf
@@ -232,8 +231,9 @@ def _rounds(
     prices: Array,
     program: Program | None,
     over: Callable[[], bool],
+    patience: int = IDLE,
 ) -> str:
-    """Hold some nodes, solve the others, settle; again and again."""
+    """Hold some nodes, solve the others, settle; until ``patience`` rounds bring no gain."""
     flat, rng = best.flat, walker.rng
     nobody = np.zeros(flat.nodes, np.bool_)
     idle, choice = 0, best.choice
@@ -242,9 +242,9 @@ def _rounds(
             return "out of time"
         if program is not None:
             program.start()
-        if idle >= IDLE:
+        if idle >= patience:
             if program is None or not program.running:
-                return f"{IDLE} rounds without gain"
+                return f"{patience} rounds without gain"
             program.wait(over)
             continue
         if idle % 20 == 0:

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.search.fixing import fix_by_bound
-from planner.search.memory_limit import solve_limited
+from planner.search.memory import Timeline
+from planner.search.memory_limit import least_memory, polished_at, solve_limited
 from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
 from planner.search.progress import time_is_up
 from planner.search.recursive_programming import recursive_programming
@@ -162,17 +163,23 @@ def _shrunk(problem: Problem, deadline: float, *, share: bool) -> _Shrunk:
     """Fix strategies by the bound until an exact elimination is easy or the gap is closed.
 
     The upper bound is a feasible choice found axis by axis; each round of fixing starts from
-    the domains that the last one left.
+    the domains that the last one left.  Where the limit can bind, only reductions are used that
+    keep a strategy with less memory.
     """
     start = recursive_programming(
         problem, time_limit_s=max(0.1, deadline - time.monotonic()), sweeps=FOLDED_SWEEPS
     )
     if not start.feasible:
+        start = _within_memory(problem, start, deadline)
+    if math.isinf(start.lower_bound_s):
+        return _Shrunk(None, None, start)
+    if not start.feasible:
         return _Shrunk(None, None, None)
     choice, upper = start.choice, start.cost_s
     if upper - start.lower_bound_s <= CLOSED * abs(upper):
         return _Shrunk(None, None, _closed(problem, choice, start.lower_bound_s))
-    reduction = reduce_problem(problem, keep_memory=False, share=share)
+    binds = float(Timeline(problem).envelope().max(initial=0.0)) > problem.limit_bytes
+    reduction = reduce_problem(problem, keep_memory=binds, share=share)
     if reduction.dead is not None:
         return _Shrunk(reduction, None, None)
     domains: list[Array] | None = None
@@ -184,11 +191,30 @@ def _shrunk(problem: Problem, deadline: float, *, share: bool) -> _Shrunk:
         for members, left in zip(reduction.members, kept, strict=True):
             for node, original in members:
                 domains[node] = np.sort(original[left])
-        reduction = reduce_problem(problem, keep_memory=False, share=share, domains=domains)
+        reduction = reduce_problem(problem, keep_memory=binds, share=share, domains=domains)
         route = choose_route(reduction, work=EASY_WORK)
         if (route.plan.exact and route.work <= EASY_WORK) or time.monotonic() > deadline:
             break
     return _Shrunk(reduction, domains, None)
+
+
+def _within_memory(problem: Problem, start: Solution, deadline: float) -> Solution:
+    """A choice that fits, from the one with the least peak; an infinite bound when none does."""
+    if math.isinf(start.lower_bound_s) or time_is_up(deadline):
+        return start
+    least = least_memory(problem, time_limit_s=deadline - time.monotonic())
+    limit, lower, reason = problem.limit_bytes, start.lower_bound_s, start.reason
+    if not fits(least.lower_bytes, limit):
+        lower = math.inf
+        reason = (
+            f"proved infeasible: every choice needs at least {least.lower_bytes:.6g} bytes at some "
+            f"moment, {least.lower_bytes - limit:.6g} more than the limit of {limit:.6g}; the "
+            f"least peak found is {least.peak_bytes:.6g}"
+        )
+    choice = least.choice
+    if fits(least.peak_bytes, limit):
+        choice = polished_at(problem, choice, deadline - time.monotonic())
+    return make_solution(problem, choice, lower, NAME, reason, 0.0)
 
 
 def _closed(problem: Problem, choice: Sequence[int], lower: float) -> Solution:
