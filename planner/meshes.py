@@ -18,7 +18,7 @@ from planner.errors import PinError, RequestError
 from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
 from planner.pricing import Priced, price
 from planner.quotient import Quotient
-from planner.scout import Field, Scout, scouted
+from planner.scout import Field, Scout, deepened, scouted
 from planner.search import SEARCHES, lower_bound
 from planner.search.problem import Problem, Solution, evaluate, fits, make_solution
 from planner.spec import MeshSpec, enumerate_meshes, factorizations
@@ -41,6 +41,8 @@ QUICK = frozenset({"auto"})
 meshes are compared, where no plan can be faster by more than that comparison's own margin."""
 AUTO_S = 1.0
 """Seconds for these to go on on the mesh that was picked where more than that is open."""
+FEW = 40
+"""Groups up to which these run on every leader: an elimination is then a matter of moments."""
 FAILURES = 6
 """Meshes that may fail for memory without counting as leaders."""
 WHOLE = frozenset({"ilp", "brute"})
@@ -114,12 +116,17 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         tried = [_of_scout(s, request) for s in scouted(field)]
     else:
         tried = [_attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
-    quick = request if request.search not in QUICK else dataclasses.replace(request, search=FAST)
+    quick, few = request, len(quotient.whole.groups.groups) <= FEW
+    if request.search in QUICK:
+        limit_s = min(request.time_limit_s, AUTO_S)
+        quick = dataclasses.replace(
+            request, search=request.search if few else FAST, time_limit_s=limit_s
+        )
     settled: set[MeshSpec] = set()
     failed = 0
     while len(settled) - failed < LEADERS and (pick := _next(tried, settled)) is not None:
         settled.add(pick[0].mesh)
-        found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=False), pick)
+        found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few), pick)
         failed += not found[1].feasible and failed < FAILURES
         tried[tried.index(pick)] = found
     best = choose(tried)
@@ -188,7 +195,7 @@ def _of_scout(found: Scout, request: Request) -> Tried:
         peak,
         0,  # the moment is not known here; who picks the mesh evaluates the choice again
         feasible,
-        request.search,
+        FAST,
         "messages over all meshes at once, then single moves",
         0.0,
     )
@@ -236,13 +243,17 @@ def _settle(
     if name in WHOLE:
         return _attempt(quotient, pins, request, mesh, name, whole=True)
     found = _attempt(quotient, pins, request, mesh, FAST)
+    if request.mode == "AUTO_PARALLEL" and found[1].gap > CLOSED and found[1].choice:
+        masks = _masks(quotient, pins, request, mesh)
+        one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
+        found = _better(found, _of_scout(deepened(one), request))
     if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
         return _named(found, request)
     if name != FAST:
         other = _attempt(quotient, pins, request, mesh, name)
         found = min(_with_bound(other, found), _with_bound(found, other), key=_rank)
     solution = found[1]
-    exact = name == "dynamic_programming" and solution.gap > CLOSED
+    exact = name != FAST and solution.gap > CLOSED
     if not whole or found[0].problem.counts is None or (solution.feasible and not exact):
         return found
     other = _attempt(quotient, pins, request, mesh, name, whole=True)
@@ -308,13 +319,11 @@ def _masks(
 
 def _bounded(problem: Problem, solution: Solution) -> Solution:
     """The solution with a bound that holds for the whole step: on a quotient, only diffusion's."""
-    if problem.counts is None or not solution.feasible:
+    if problem.counts is None or solution.search == FAST or not solution.feasible:
         return solution
-    cost = solution.cost_s
-    lower = solution.lower_bound_s if solution.search == FAST else -math.inf
-    if cost - lower > CLOSED * abs(cost):
-        lower = max(lower, lower_bound(problem, sweeps=SWEEPS, enough=cost * (1.0 - 0.1 * CLOSED)))
-    return dataclasses.replace(solution, lower_bound_s=min(lower, cost))
+    enough = solution.cost_s * (1.0 - 0.1 * CLOSED)
+    lower = lower_bound(problem, sweeps=SWEEPS, enough=enough)
+    return dataclasses.replace(solution, lower_bound_s=min(lower, solution.cost_s))
 
 
 def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:

@@ -28,6 +28,8 @@ from planner.spec import MeshSpec
 
 SWEEPS = 3
 """Sweeps of messages over every mesh that is in question."""
+DEEP = 24
+"""Sweeps over one mesh that leads."""
 ENTRIES = 12_000_000
 """Table entries (of 8 bytes) held at a time."""
 
@@ -83,6 +85,13 @@ def scouted(field: Field) -> list[Scout]:
     return done
 
 
+def deepened(field: Field) -> Scout:
+    """What more messages tell of a single mesh (the only one of ``field``)."""
+    (mesh, masks), *_ = field.meshes
+    family = price_family(field.analysis, [mesh], field.model, [masks])
+    return next(iter(_relaxed(field, family, math.inf, DEEP)))
+
+
 def _family(
     field: Field, meshes: Sequence[tuple[MeshSpec, Mapping[int, Mask]]], simpler_s: float
 ) -> list[Scout]:
@@ -105,9 +114,11 @@ def _family(
     return done
 
 
-def _relaxed(field: Field, family: PricedFamily, enough_s: float) -> Iterator[Scout]:
+def _relaxed(
+    field: Field, family: PricedFamily, enough_s: float, sweeps: int = SWEEPS
+) -> Iterator[Scout]:
     """Scouts of a family after passing messages."""
-    found = relax(family.problems(), SWEEPS, enough_s)
+    found = relax(family.problems(), sweeps, enough_s)
     peaks = family.peaks(found.choice)
     for m, mesh in enumerate(family.meshes):
         bound, cost = float(found.bound_s[m]), float(found.cost_s[m])

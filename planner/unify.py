@@ -109,9 +109,7 @@ class Fusion:
             for a in layout
         )
 
-    def adopt(
-        self, group: int, theirs: Layout, rule: FactorRule, operand: int
-    ) -> Placed | None:
+    def adopt(self, group: int, theirs: Layout, rule: FactorRule, operand: int) -> Placed | None:
         """Place a rule in the group of one of its operands, whose layout is ``theirs``.
 
         The same as ``instantiate`` in a new group and ``try_union`` along that operand,
@@ -136,7 +134,7 @@ class Fusion:
                     return None
                 atoms[dim[0]] = root
         values = (*rule.operands, *rule.results)
-        spans = all([atoms[dim[0]] != LAYOUT_NONE for dims in values for dim in dims if dim])
+        spans = all(atoms[dim[0]] != LAYOUT_NONE for dims in values for dim in dims if dim)
         if not spans:
             if self._has_more(group, set(theirs)):
                 return None

@@ -31,6 +31,10 @@ from planner.search.problem import Array
 
 MOVES = 6
 """Passes of single-node moves at most."""
+LOOK = 6
+"""Sweeps between two choices."""
+CLOSED = 1e-7
+"""Relative gap at which a member needs no more sweeps."""
 KEPT = 0.7
 """Share of the members still in question below which the others' tables are dropped."""
 
@@ -98,8 +102,12 @@ def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
             here = here[open_]
         if not here.size:
             break
-    else:
-        choice[here], cost[here] = state.moved(state.decoded())
+        if k + 1 == sweeps or (k + 1) % LOOK == 0:
+            found, value = state.moved(state.decoded())
+            better = value < cost[here]
+            choice[here[better]], cost[here[better]] = found[better], value[better]
+            if (cost[here] - lower[here] <= CLOSED * cost[here]).all():
+                break
     cost = np.where(cost < _State.walls(family), cost, np.inf)
     return Relaxed(np.minimum(lower, cost), choice, cost)
 

@@ -147,7 +147,7 @@ def test_families_price_and_bound_every_mesh_as_it_is_alone(name: str, cluster: 
 
 
 def test_no_mesh_that_was_pruned_holds_a_better_plan() -> None:
-    function, args = step_of("moe")
+    function, args = step_of("lstm")
     plan = make_plan(function, *args, cluster="h100:8x8", search="recursive_programming")
     pruned = [row.mesh for row in plan.meshes if row.verdict.startswith("pruned")]
     assert pruned and len(plan.meshes) == len(enumerate_meshes(64))
