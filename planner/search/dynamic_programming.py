@@ -40,8 +40,6 @@ EASY_WORK = 3e7
 """Joined entries up to which an elimination is run as it is, without fixing first."""
 SWEEPS = (4, 8, 16)
 """Diffusion sweeps of the rounds of fixing."""
-MANY_NODES = 40
-"""From this many nodes on, strategies are fixed by bounds before anything is eliminated."""
 FEW_NODES = 4000
 """Up to this many nodes an elimination is planned before anything else is tried."""
 FOLDED_SWEEPS = 48
@@ -83,19 +81,20 @@ def dynamic_programming(
     verify(problem)
     begun = time.monotonic()
     deadline, work = begun + time_limit_s, work_for(time_limit_s)
-    reduction, domains = None, None
-    if len(problem.cost_s) >= MANY_NODES and problem.levels is not None:
-        shrunk = _shrunk(problem, deadline, share=share)
-        if shrunk.solution is not None:
-            return dataclasses.replace(shrunk.solution, wall_s=time.monotonic() - begun)
-        reduction, domains = shrunk.reduction, shrunk.domains
+    domains: list[Array] | None = None
     limited: Solution | None = None
-    if reduction is not None or len(problem.cost_s) <= FEW_NODES:
-        if reduction is None:
-            reduction = reduce_problem(problem, keep_memory=False, share=share)
+    if len(problem.cost_s) <= FEW_NODES or problem.levels is not None:
+        reduction = reduce_problem(problem, keep_memory=False, share=share)
         if reduction.dead is not None:
             return forbidden_solution(problem, reduction.dead, NAME, begun)
-        if choose_route(reduction, work=work).plan.exact:
+        route = choose_route(reduction, work=work)
+        if not (route.plan.exact and route.work <= EASY_WORK) and problem.levels is not None:
+            shrunk = _shrunk(problem, reduction, deadline, share=share)
+            if shrunk.solution is not None:
+                return dataclasses.replace(shrunk.solution, wall_s=time.monotonic() - begun)
+            reduction, domains = shrunk.reduction, shrunk.domains
+            route = choose_route(reduction, work=work)
+        if route.plan.exact:
             limited = _eliminated(problem, reduction, domains, work, begun, deadline)
             proved = limited.gap <= CLOSED or math.isinf(limited.lower_bound_s)
             if proved or time_is_up(deadline):
@@ -154,12 +153,12 @@ def better(first: Solution, second: Solution) -> Solution:
 class _Shrunk:
     """What fixing left: a smaller problem, or already the answer."""
 
-    reduction: Reduction | None
+    reduction: Reduction
     domains: list[Array] | None
     solution: Solution | None
 
 
-def _shrunk(problem: Problem, deadline: float, *, share: bool) -> _Shrunk:
+def _shrunk(problem: Problem, reduction: Reduction, deadline: float, *, share: bool) -> _Shrunk:
     """Fix strategies by the bound until an exact elimination is easy or the gap is closed.
 
     The upper bound is a feasible choice found axis by axis; each round of fixing starts from
@@ -172,16 +171,15 @@ def _shrunk(problem: Problem, deadline: float, *, share: bool) -> _Shrunk:
     if not start.feasible:
         start = _within_memory(problem, start, deadline)
     if math.isinf(start.lower_bound_s):
-        return _Shrunk(None, None, start)
+        return _Shrunk(reduction, None, start)
     if not start.feasible:
-        return _Shrunk(None, None, None)
+        return _Shrunk(reduction, None, None)
     choice, upper = start.choice, start.cost_s
     if upper - start.lower_bound_s <= CLOSED * abs(upper):
-        return _Shrunk(None, None, _closed(problem, choice, start.lower_bound_s))
+        return _Shrunk(reduction, None, _closed(problem, choice, start.lower_bound_s))
     binds = float(Timeline(problem).envelope().max(initial=0.0)) > problem.limit_bytes
-    reduction = reduce_problem(problem, keep_memory=binds, share=share)
-    if reduction.dead is not None:
-        return _Shrunk(reduction, None, None)
+    if binds:
+        reduction = reduce_problem(problem, keep_memory=True, share=share)
     domains: list[Array] | None = None
     for sweeps in SWEEPS:
         lower, kept = fix_by_bound(reduction.problem, upper, sweeps=sweeps)
