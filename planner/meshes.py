@@ -28,7 +28,7 @@ SAME = 1.03
 difference that the cost model can't resolve is no reason for another mesh axis."""
 SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
-LEADERS = 3
+LEADERS = 4
 """Meshes on which the requested search is run at most, after scouting."""
 CLOSED = 1e-6
 """Relative gap at which a choice on the quotient is taken for the optimum."""
@@ -243,7 +243,8 @@ def _settle(
     if name in WHOLE:
         return _attempt(quotient, pins, request, mesh, name, whole=True)
     found = _attempt(quotient, pins, request, mesh, FAST)
-    if request.mode == "AUTO_PARALLEL" and found[1].gap > CLOSED and found[1].choice:
+    enough = SAME - 1 if name == FAST else CLOSED
+    if request.mode == "AUTO_PARALLEL" and found[1].gap > enough and found[1].choice:
         masks = _masks(quotient, pins, request, mesh)
         one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
         found = _better(found, _of_scout(deepened(one), request))

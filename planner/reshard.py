@@ -183,9 +183,7 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
     return Transitions(alpha, combined, beta, changes)
 
 
-def transitions(
-    src: NDArray[np.int64], dst: NDArray[np.int64], rank: int
-) -> NDArray[np.int64]:
+def transitions(src: NDArray[np.int64], dst: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
     """Transitions between shardings given as digits [..., n], broadcast against each other."""
     kinds = _types(rank)[src, dst]
     out: NDArray[np.int64] = kinds @ TYPES ** np.arange(kinds.shape[-1] - 1, -1, -1)

@@ -138,4 +138,3 @@ def codes(
     for column in digits(assign, layout, partial, rank).T:
         out = out * (rank + 2) + column
     return out
-
