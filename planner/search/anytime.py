@@ -38,8 +38,11 @@ from planner.search.progress import current
 from planner.search.reduction import Reduction
 from planner.search.trws import Messages
 
-DUAL_SHARE = 0.35
+DUAL_SHARE = 0.6
 """Share of the time that the dual may take."""
+NEAR, FEW = 0.3, 1000
+"""Excess, relative to the limit, up to which the dual's choices are repaired in problems of more
+nodes than this."""
 DUAL_ROUNDS, DUAL_PATIENCE = 100, 10
 IDLE = 2000
 """Rounds without gain after which the search stops."""
@@ -88,17 +91,12 @@ class Walker:
         return found
 
     def held(self, share: float) -> Array:
-        """Hold all nodes but a ball around a random one."""
+        """Hold all nodes but a ball around a random one, or several where its part is smaller."""
         n = self.flat.nodes
         inside = np.zeros(n, np.bool_)
         wanted = min(n, max(2, round(share * n)))
-        while np.count_nonzero(inside) < wanted:
-            start = int(self.rng.integers(n))
-            left = wanted - int(np.count_nonzero(inside))
-            part = np.zeros(n, np.bool_)
-            shuffle = self.rng.integers(0, 1 << 30, n)
-            walks.ball(self.flat.graph, start, left, shuffle, part)
-            inside |= part
+        starts, shuffle = self.rng.permutation(n), self.rng.integers(0, 1 << 30, n)
+        walks.balls(self.flat.graph, starts, wanted, shuffle, inside)
         return ~inside
 
 
@@ -142,18 +140,21 @@ def anytime(
     if not flat.nodes:
         best.offer(best.choice, "nothing to decide")
         fits = best.cost < math.inf
-        return Found(flat.whole(best.choice, count), flat.constant_s, fits, "nothing to decide")
+        lower = flat.constant_s if fits else math.inf
+        return Found(flat.whole(best.choice, count), lower, fits, "nothing to decide")
     walker, messages = Walker(flat, seed), Messages(flat)
     dual = _ascend(best, messages, walker, deadline, over)
     program = Program(best, reduction, messages, dual, deadline)
-    if threads == 1:
-        half = (time.monotonic() + deadline) / 2
-        _rounds(best, walker, dual.prices, None, lambda: over(half), IDLE // 20)
-        program.start()
-        program.wait(lambda: over(deadline))
-    beside = program if threads > 1 else None
-    reason = _rounds(best, walker, dual.prices, beside, lambda: over(deadline))
-    program.close()
+    try:
+        if threads == 1:
+            half = (time.monotonic() + deadline) / 2
+            _rounds(best, walker, dual.prices, None, lambda: over(half), IDLE // 20)
+            program.start()
+            program.wait(lambda: over(deadline))
+        beside = program if threads > 1 else None
+        reason = _rounds(best, walker, dual.prices, beside, lambda: over(deadline))
+    finally:  # an interrupt, too, ends the integer program
+        program.close()
     if best.proved:
         fits = best.cost < math.inf
         reason = "the bound meets the cost" if fits else "proved that nothing fits"
@@ -173,13 +174,14 @@ def _ascend(
     until = time.monotonic() + DUAL_SHARE * max(0.0, deadline - time.monotonic())
     nobody = np.zeros(flat.nodes, np.bool_)
     last: list[Array] = []
+    calls = [0]
 
     def priced(choice: Array, prices: Array) -> float:
         return flat.cost(choice) + float(prices[flat.at[:-1] + choice].sum())
 
     def oracle(prices: Array, sweeps: int = 4) -> tuple[float, Array]:
         messages.price(prices)
-        messages.sweep(sweeps)
+        messages.sweep(sweeps, lambda: over(until))
         value = messages.bound()
         choice = min([messages.decode(), *last], key=lambda start: priced(start, prices))
         for _ in range(2):
@@ -192,11 +194,16 @@ def _ascend(
     def on_choice(choice: Choice, _: Array) -> float:
         given = np.asarray(choice, np.int64)
         best.offer(given, "dual")
-        best.offer(walker.settle(given, lambda: over(until)), "dual")
+        calls[0] += 1
+        near = memory.excess(memory.profile(given)) <= NEAR * memory.limit
+        if near or flat.nodes <= FEW or (math.isinf(best.cost) and calls[0] % 5 == 0):
+            best.offer(walker.settle(given, lambda: over(until)), "dual")
         return best.cost
 
     start = oracle(np.zeros(flat.unary.size), 20)
     best.bound(start[0], "dual")
+    if memory.base.size:
+        _first_fit(best, walker, start[1], lambda: over(until))
     if memory.base.size:
         dual = ascend(
             oracle,
@@ -216,13 +223,25 @@ def _ascend(
     messages.price(dual.prices)
     while not over(until):
         before = messages.bound() + dual.shift
-        messages.sweep(20)
+        messages.sweep(20, lambda: over(until))
         after = messages.bound() + dual.shift
         best.bound(after, "diffusion")
         if after - before <= 1e-3 * (best.cost - after):
             break
     messages.bound()
     return dual
+
+
+def _first_fit(best: Incumbent, walker: Walker, choice: Array, over: Callable[[], bool]) -> None:
+    """Something that fits, early: all moments priced alike, dearer until a repair succeeds."""
+    flat, memory = best.flat, best.flat.memory
+    count, cost = memory.base.size, abs(flat.cost(choice))
+    share = memory.prices(np.full(count, 1.0 / (count * max(memory.limit, 1e-300))))
+    for factor in (1.0, 10.0, 100.0, 1000.0):
+        if over() or best.cost < math.inf:
+            return
+        choice = walker.solve(choice, factor * cost * share, 1e4, np.zeros(flat.nodes, np.bool_))
+        best.offer(walker.settle(choice, over), "first fit")
 
 
 def _rounds(

@@ -140,19 +140,20 @@ def ascend(
     Returns:
         The best dual value, a lower bound of the optimum under the limit.
     """
-    scale = max(limit, float(timeline.profile(start[1]).max()))
+    scale = max(limit, float(timeline.profile(start[1]).max())) or 1.0
     prices = np.zeros(int(timeline.offsets[-1]))
     upper = on_choice(start[1], prices)
     best, best_prices, best_shift = start[0], prices, 0.0
     reason = "the rounds of the dual ascent are used up"
     bundle = _Bundle([], [], [])
-    bundle.add(cost_of(start[1]), (timeline.profile(start[1]) - limit) / scale)
+    excess = (timeline.profile(start[1]) - limit) / scale
+    bundle.add(_finite(cost_of(start[1]), start[0]), excess)
     centre: dict[int, float] = {}
     values = list[float]()
     for _ in range(rounds):
         values.append(best)
         past = values[-patience - 1] if patience and len(values) > patience else -math.inf
-        if best - past <= 0.01 * (upper - best):
+        if math.isfinite(upper) and best - past <= 0.01 * (upper - best):
             reason = "the dual hardly rises any more"
             break
         if time_is_up(deadline):
@@ -172,8 +173,14 @@ def ascend(
             best, best_prices, best_shift, centre = value, prices, shift, point
             on_value(best)
         upper = min(upper, on_choice(choice, prices))
-        bundle.add(cost_of(choice), (timeline.profile(choice) - limit) / scale)
+        excess = (timeline.profile(choice) - limit) / scale
+        bundle.add(_finite(cost_of(choice), value - float(multipliers @ excess)), excess)
     return Dual(best, best_prices, best_shift, tuple(bundle.active), reason)
+
+
+def _finite(cost: float, instead: float) -> float:
+    """The cost of a choice; of one that uses a forbidden entry, where its cut meets the bound."""
+    return cost if math.isfinite(cost) else instead
 
 
 def _next_point(

@@ -9,6 +9,7 @@ Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -249,11 +250,14 @@ class Messages:
         self._unary += prices - self._prices
         self._prices = prices.copy()
 
-    def sweep(self, times: int) -> None:
-        """Visit all nodes forth and back ``times`` times."""
+    def sweep(self, times: int, over: Callable[[], bool] = lambda: False) -> None:
+        """Visit all nodes forth and back ``times`` times, or until it is over."""
         near = (self.flat.near_at, self.flat.near)
-        arguments: tuple[Any, ...] = (*self._edges(), *near, *self._sides(), self._unary, times)
-        sweep(*arguments)
+        arguments: tuple[Any, ...] = (*self._edges(), *near, *self._sides(), self._unary, 1)
+        for _ in range(times):
+            sweep(*arguments)
+            if over():
+                break
 
     def bound(self) -> float:
         """The bound of costs plus prices; fills ``extra``."""

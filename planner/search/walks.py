@@ -251,23 +251,29 @@ def repair(
 
 
 @compiled
-def ball(graph: Graph, start: int, size: int, shuffle: Array, inside: Array) -> int:
-    """Mark about ``size`` nodes around ``start``, breadth first, in a shuffled order of edges."""
+def balls(graph: Graph, starts: Array, size: int, shuffle: Array, inside: Array) -> None:
+    """Mark ``size`` nodes around the first of ``starts``, breadth first, in a shuffled order of
+    edges; where its part of the graph is smaller, more around the next ones."""
     ends, near_at, near = graph[2], graph[5], graph[6]
     queue = np.empty(inside.size, np.int64)
-    queue[0] = start
-    inside[start] = True
-    head, tail = 0, 1
-    while head < tail and tail < size:
-        v = queue[head]
-        head += 1
-        count = near_at[v + 1] - near_at[v]
-        turn = shuffle[v] % count if count > 0 else 0
-        for i in range(count):
-            e = near[near_at[v] + (i + turn) % count]
-            u = ends[e, 0] + ends[e, 1] - v
-            if not inside[u] and tail < size:
-                inside[u] = True
-                queue[tail] = u
-                tail += 1
-    return tail
+    head, tail = 0, 0
+    for start in starts:
+        if tail >= size:
+            break
+        if inside[start]:
+            continue
+        queue[tail] = start
+        inside[start] = True
+        tail += 1
+        while head < tail and tail < size:
+            v = queue[head]
+            head += 1
+            count = near_at[v + 1] - near_at[v]
+            turn = shuffle[v] % count if count > 0 else 0
+            for i in range(count):
+                e = near[near_at[v] + (i + turn) % count]
+                u = ends[e, 0] + ends[e, 1] - v
+                if not inside[u] and tail < size:
+                    inside[u] = True
+                    queue[tail] = u
+                    tail += 1
