@@ -1,0 +1,90 @@
+"""dynamic_programming against the integer program, on problems of the six examples.
+
+For each example and cluster the step is traced, the mesh that the planner picks is priced, and both
+searches solve the same `Problem` (the whole step, nothing folded). Target: the same optimum, or a
+gap that both bounds certify, at least 50 times faster. Wall time swings on shared machines; both
+are timed in turn in one process, after a first run of each on a small problem.
+
+    python benchmarks/search_vs_ilp.py --clusters h100:8 h100:8x8 --ilp-limit 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from common import EXAMPLES, example
+from rich.console import Console
+from rich.table import Table
+
+from planner.analysis import analyse
+from planner.graph.trace import Traced, trace
+from planner.groups import build_groups
+from planner.pipeline import graph_rules, parse_request, plan_traced
+from planner.pricing import price
+from planner.search import SEARCHES, Problem, Solution
+from planner.spec import parse_mesh
+
+
+def problem_of(traced: Traced, arguments: tuple[Any, ...], cluster: str) -> tuple[str, Problem]:
+    """The mesh that the planner picks, and the whole step's problem there."""
+    request = parse_request(cluster)
+    plan = plan_traced(traced, arguments, request, {}, None, time.perf_counter())
+    mesh = parse_mesh(str(plan.mesh))
+    graph, rules = traced.graph, graph_rules(traced)
+    carried = {value for value, _ in graph.ties}
+    donated = tuple(k in carried for k in range(len(graph.inputs)))
+    analysis = analyse(graph, rules, build_groups(graph, rules), donated)
+    return str(mesh), price(analysis, mesh, request.model, request.limit_bytes, {}).problem
+
+
+def timed(name: str, problem: Problem, limit_s: float, repeats: int) -> tuple[Solution, float]:
+    """A solution and the median of the seconds it took."""
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        found = SEARCHES[name](problem, time_limit_s=limit_s)
+        seconds.append(time.perf_counter() - begun)
+    return found, statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", nargs="*", default=list(EXAMPLES))
+    parser.add_argument("--clusters", nargs="*", default=["h100:8", "h100:8x8"])
+    parser.add_argument("--ilp-limit", type=float, default=60.0)
+    args = parser.parse_args()
+    table = Table(title="dynamic_programming / ilp on the same problem")
+    columns = (
+        "example, mesh, nodes, entries, dp s, ilp s, faster, dp cost / ilp cost, dp gap, ilp gap"
+    )
+    for column in columns.split(", "):
+        table.add_column(column, justify="right")
+    for name in args.examples:
+        module = example(name)
+        arguments = module.example_args()
+        traced = trace(module.train_step, arguments)
+        for cluster in args.clusters:
+            mesh, problem = problem_of(traced, arguments, cluster)
+            fast, fast_s = timed("dynamic_programming", problem, 60.0, 3)
+            exact, exact_s = timed("ilp", problem, args.ilp_limit, 1)
+            ratio = fast.cost_s / exact.cost_s if exact.feasible else float("nan")
+            table.add_row(
+                name,
+                mesh,
+                f"{len(problem.names)}",
+                f"{sum(edge.cost_s.size for edge in problem.edges):.2g}",
+                f"{fast_s:.3f}",
+                f"{exact_s:.2f}",
+                f"{exact_s / fast_s:.0f}x",
+                f"{ratio:.9f}",
+                f"{100 * fast.gap:.2g} %",
+                f"{100 * exact.gap:.2g} %",
+            )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
