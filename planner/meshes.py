@@ -132,7 +132,10 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
     best = choose(tried)
     enough = {FAST: math.inf}.get(request.search, SAME - 1 if request.search in QUICK else CLOSED)
     if best[1].feasible and best[1].gap <= enough:
-        tried[tried.index(best)] = _named(best, request)
+        better = best
+        if request.mode == "AUTO_PARALLEL" and request.search in QUICK and best[1].gap > CLOSED:
+            better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
+        tried[tried.index(best)] = _named(better, request)
     elif best[1].choice:
         limit_s = min(request.time_limit_s, AUTO_S) if request.search in QUICK else math.inf
         less = dataclasses.replace(request, time_limit_s=min(request.time_limit_s, limit_s))
@@ -245,9 +248,7 @@ def _settle(
     found = _attempt(quotient, pins, request, mesh, FAST)
     enough = SAME - 1 if name == FAST else CLOSED
     if request.mode == "AUTO_PARALLEL" and found[1].gap > enough and found[1].choice:
-        masks = _masks(quotient, pins, request, mesh)
-        one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
-        found = _better(found, _of_scout(deepened(one), request))
+        found = _better(found, _deeper(quotient, pins, request, mesh))
     if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
         return _named(found, request)
     if name != FAST:
@@ -259,6 +260,13 @@ def _settle(
         return found
     other = _attempt(quotient, pins, request, mesh, name, whole=True)
     return min(_with_bound(other, found), _with_bound(found, other), key=_rank)
+
+
+def _deeper(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:
+    """What more messages find on one mesh."""
+    masks = _masks(quotient, pins, request, mesh)
+    one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
+    return _of_scout(deepened(one), request)
 
 
 def _with_bound(tried: Tried, other: Tried) -> Tried:
