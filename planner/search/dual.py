@@ -21,6 +21,7 @@ Programming 69, 1995; Fisher, "The Lagrangian relaxation method", Management Sci
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -132,7 +133,8 @@ def ascend(
         timeline: the usages; its prices are per byte.
         limit: the memory limit.
         start: the oracle's answer at zero prices.
-        deadline: monotonic time to stop at.
+        deadline: monotonic time to stop at; no round is begun that would pass it if it took as
+            long as the last one.
         rounds: most calls of the oracle.
         patience: stop when this many rounds close less than a hundredth of the gap.
         on_value: told every better value.
@@ -149,14 +151,15 @@ def ascend(
     excess = (timeline.profile(start[1]) - limit) / scale
     bundle.add(_finite(cost_of(start[1]), start[0]), excess)
     centre: dict[int, float] = {}
-    values = list[float]()
+    values, took = list[float](), 0.0
     for _ in range(rounds):
         values.append(best)
         past = values[-patience - 1] if patience and len(values) > patience else -math.inf
         if math.isfinite(upper) and best - past <= 0.01 * (upper - best):
             reason = "the dual hardly rises any more"
             break
-        if time_is_up(deadline):
+        begun = time.monotonic()
+        if time_is_up(deadline - took):
             reason = "out of time in the dual ascent"
             break
         point = _next_point(bundle, centre, best, upper)
@@ -172,7 +175,7 @@ def ascend(
         if value > best:
             best, best_prices, best_shift, centre = value, prices, shift, point
             on_value(best)
-        upper = min(upper, on_choice(choice, prices))
+        upper, took = min(upper, on_choice(choice, prices)), time.monotonic() - begun
         excess = (timeline.profile(choice) - limit) / scale
         bundle.add(_finite(cost_of(choice), value - float(multipliers @ excess)), excess)
     return Dual(best, best_prices, best_shift, tuple(bundle.active), reason)
@@ -189,7 +192,8 @@ def _next_point(
     """The multipliers to try next, or None when the cuts allow no more than the best value."""
     slopes, costs = bundle.rows(), np.array(bundle.costs)
     if not math.isfinite(upper):
-        upper = float(costs.max()) + abs(float(costs.max())) + 1.0
+        top = max(float(costs.max()), best)
+        upper = top + (abs(top) or 1.0)
     unit = max(upper - best, 1e-12 * abs(upper), 1e-300)
     heights = (costs - best) / unit
     count = len(bundle.active)
@@ -242,7 +246,7 @@ def least_peak(
     Returns:
         A lower bound of the peak of every choice.
     """
-    bound, active = 0.0, list[int]()
+    bound, active, took = 0.0, list[int](), 0.0
     profiles = [timeline.profile(start)]
     scale = max(float(profiles[0].max()), 1e-300)
     for _ in range(rounds):
@@ -251,7 +255,8 @@ def least_peak(
             break
         if peak not in active:
             active.append(peak)
-        if time_is_up(deadline):
+        begun = time.monotonic()
+        if time_is_up(deadline - took):
             break
         slopes = np.array([[profile[t] / scale for t in active] for profile in profiles])
         count = len(active)
@@ -273,6 +278,7 @@ def least_peak(
         value = priced + float(multipliers @ timeline.base)
         on_choice(choice)
         profiles.append(timeline.profile(choice))
+        took = time.monotonic() - begun
         if -found.fun * scale - value <= 1e-9 * scale and peak in active and value <= bound:
             break
         bound = max(bound, value)

@@ -87,6 +87,7 @@ def dynamic_programming(
         reduction = reduce_problem(problem, keep_memory=False, share=share)
         if reduction.dead is not None:
             return forbidden_solution(problem, reduction.dead, NAME, begun)
+        took = time.monotonic() - begun
         route = choose_route(reduction, work=work)
         if not (route.plan.exact and route.work <= EASY_WORK) and problem.levels is not None:
             shrunk = _shrunk(problem, reduction, deadline, share=share)
@@ -96,8 +97,8 @@ def dynamic_programming(
             route = choose_route(reduction, work=work)
         if route.plan.exact:
             limited = _eliminated(problem, reduction, domains, work, begun, deadline)
-            proved = limited.gap <= CLOSED or math.isinf(limited.lower_bound_s)
-            if proved or time_is_up(deadline):
+            proved = limited.feasible and limited.gap <= CLOSED
+            if proved or math.isinf(limited.lower_bound_s) or time_is_up(deadline - took):
                 return limited
     kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
     if kept.dead is not None:
