@@ -236,7 +236,9 @@ def _first_fit(best: Incumbent, walker: Walker, choice: Array, over: Callable[[]
     """Something that fits, early: all moments priced alike, dearer until a repair succeeds."""
     flat, memory = best.flat, best.flat.memory
     count, cost = memory.base.size, abs(flat.cost(choice))
-    share = memory.prices(np.full(count, 1.0 / (count * max(memory.limit, 1e-300))))
+    if math.isinf(cost):
+        cost = max(abs(best.lower), float(np.abs(flat.unary).sum()))
+    share = memory.prices(np.full(count, 1.0 / (count * (memory.limit or 1.0))))
     for factor in (1.0, 10.0, 100.0, 1000.0):
         if over() or best.cost < math.inf:
             return

@@ -25,6 +25,8 @@ Memory: TypeAlias = tuple[Array, Array, Array, Array, Array, Array, float]
 
 _BLOCK = 64
 """Moments whose largest value is kept at hand."""
+_FIRST, _TRIES = 8, 4000
+"""Moves of a repair that are looked for one by one; the others are sorted, and so many tried."""
 
 
 @compiled
@@ -184,10 +186,35 @@ def descend(
 
 
 @compiled
+def _priced(
+    at: Array, nodes: Array, saved: Array, cost: Array, over: float
+) -> tuple[Array, Array, Array]:
+    """Strategies that save bytes at the peak, their nodes, and their extra cost per byte."""
+    count = 0
+    for v in nodes:
+        count += at[v + 1] - at[v]
+    spots, owners = np.empty(count, np.int64), np.empty(count, np.int64)
+    rates = np.empty(count)
+    count = 0
+    for v in nodes:
+        for s in range(at[v], at[v + 1]):
+            if saved[s] > 0.0 and cost[s] < np.inf:
+                spots[count], owners[count] = s, v
+                rates[count] = cost[s]
+                if cost[s] > 0.0:
+                    rates[count] /= min(saved[s], over)
+                count += 1
+    return spots[:count], owners[:count], rates[:count]
+
+
+@compiled
 def repair(
     graph: Graph, memory: Memory, home: Array, choice: Array, profile: Array, most: int
 ) -> bool:
-    """Move until the peak is within the limit; False when no single move helps any more."""
+    """Move until the peak is within the limit; False when no single move helps any more.
+
+    Of the moves that would help most per cost, the first few thousand are tried.
+    """
     at = graph[0]
     low, high, bytes_at, taken, _, _, limit = memory
     saved = np.zeros(at[-1])
@@ -226,27 +253,26 @@ def repair(
             now = row[choice[v]] if row[choice[v]] < np.inf else 0.0
             for s in range(at[v + 1] - at[v]):
                 cost[at[v] + s] = row[s] - now
+        spots, owners, rates = _priced(at, nodes[:count], saved, cost, top - limit)
         moved = False
-        while not moved:
-            best, node, price = -1, -1, np.inf
-            for i in range(count):
-                v = nodes[i]
-                for s in range(at[v], at[v + 1]):
-                    if saved[s] > 0.0 and cost[s] < np.inf:
-                        rate = cost[s]
-                        if rate > 0.0:
-                            rate /= min(saved[s], top - limit)
-                        if rate < price:
-                            best, node, price = s, v, rate
-            if best < 0:
-                return False
-            s = best - at[node]
+        for tries in range(min(spots.size, _TRIES)):
+            if tries == _FIRST:  # most often one of the first few is allowed
+                order = tries + np.argsort(rates[tries:], kind="mergesort")
+                spots[tries:], owners[tries:] = spots[order], owners[order]
+            elif tries < _FIRST:
+                best = tries + np.argmin(rates[tries:])
+                spots[tries], spots[best] = spots[best], spots[tries]
+                owners[tries], owners[best] = owners[best], owners[tries]
+                rates[best] = rates[tries]
+            node = owners[tries]
+            s = spots[tries] - at[node]
             if _allowed(memory, node, choice[node], s, profile, tops, limit):
                 _move(memory, node, choice[node], s, profile, tops)
                 choice[node] = s
                 moved = True
-            else:
-                saved[best] = 0.0
+                break
+        if not moved:
+            return False
     return False
 
 

@@ -48,6 +48,17 @@ def test_a_limit_of_zero() -> None:
     same = [[0.0, 1.0], [1.0, 0.5]]
     problem = problem_of([[0.0, 0.0]] * 2, {(0, 1): same}, [[0.0, 5.0]] * 2, 0.0)
     assert searched(problem) == (0.0, True)
+    other = problem_of([[1.0, 1.0]] * 2, {(0, 1): same[::-1]}, [[0.0, 5e9]] * 2, 0.0)
+    assert searched(other) == (3.0, True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_choice_is_allowed_and_memory_binds() -> None:
+    """Four nodes, three colours, no two alike."""
+    unlike = np.where(np.eye(3) > 0, math.inf, np.arange(9.0).reshape(3, 3)).tolist()
+    edges = {(a, b): unlike for a in range(4) for b in range(a + 1, 4)}
+    problem = problem_of([[0.0, 1.0, 2.0]] * 4, edges, [[5.0, 3.0, 0.0]] * 4, 10.0)
+    assert searched(problem) == (math.inf, False)
 
 
 def test_nothing_to_decide_and_nothing_fits() -> None:
@@ -180,3 +191,23 @@ def test_an_interrupt_ends_the_integer_program(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyboardInterrupt), monitored(Interrupting()):
         anytime(reduction, begun + 60, begun)
     assert len(closed) == 1
+
+
+def test_a_repair_whose_moves_are_all_refused_ends_quickly() -> None:
+    """Whatever a node saves at one moment it takes at the other, and both are too full."""
+    count, taken = 4000, np.arange(10.0)
+    usages = [Usage(node, at, at + 1, row) for node in range(count) for at, row in rows(taken)]
+    costs = tuple(np.random.default_rng(0).uniform(0, 1, (count, 10)))
+    flat = flatten(Problem(("n",) * count, costs, (), tuple(usages), 4.0 * count))
+    walker = Walker(flat, 0)
+    choice = walker.rng.integers(0, 10, count)
+    walker.settle(choice, lambda: False)
+    begun = time.monotonic()
+    found = walker.settle(choice, lambda: False)
+    assert time.monotonic() - begun < 1.0
+    assert flat.memory.profile(found).max() <= flat.memory.profile(choice).max()
+
+
+def rows(taken: np.ndarray) -> tuple[tuple[int, np.ndarray], tuple[int, np.ndarray]]:
+    """Bytes at two moments that add up to the same for every strategy, and a little more."""
+    return (0, taken), (1, 9.5 - taken)
