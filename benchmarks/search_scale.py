@@ -79,7 +79,8 @@ def program(case: Case) -> tuple[Any, tuple[Any, ...]]:
     if case.model == "gpt3":
         return decoders.build(decoders.GPT(layers=case.layers))
     if case.model == "gpt":
-        sizes = {"dim": 768, "heads": 12, "batch": 64, "seq": 1024, "remat": False}
+        batch = min(64, 4 * devices)  # 96 layers of 64 samples don't fit on 8 devices
+        sizes = {"dim": 768, "heads": 12, "batch": batch, "seq": 1024, "remat": False}
         return decoders.build(decoders.GPT(layers=case.layers, **sizes))
     import gpt
 
@@ -182,6 +183,7 @@ def main() -> None:
     for case in cases:
         row = measured_apart(case)
         rows.append((case, row))
+        print(case, row, file=sys.stderr, flush=True)
         table.add_row(
             case.model,
             str(case.layers),
