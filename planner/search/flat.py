@@ -28,7 +28,8 @@ class Flat:
         at: [n + 1] where each node's strategies begin in ``unary``.
         unary: node costs in seconds, flat.
         ends: [m, 2] free nodes of each edge.
-        table_at, table: [m], where each edge's row-major costs begin, and all of them.
+        table_at, table: [m], where each edge's row-major costs begin, and all of them; edges whose
+            costs are one object share them.
         near_at, near: [n + 1], [2 m] the edges of each node.
         memory: the usages of the free nodes on the moments that matter.
         constant_s: cost of the nodes without a choice, and of the edges between them.
@@ -162,8 +163,10 @@ def flatten(problem: Problem) -> Flat:
     number[free] = np.arange(free.size)
     at = np.concatenate([[0], np.cumsum(sizes[free])]).astype(np.int64)
     ends = np.array([(number[e.a], number[e.b]) for e in problem.edges], np.int64).reshape(-1, 2)
-    tables = [np.asarray(edge.cost_s, np.float64).ravel() for edge in problem.edges]
-    lengths = np.array([table.size for table in tables], np.int64)
+    distinct = {id(edge.cost_s): edge.cost_s for edge in problem.edges}
+    tables = [np.asarray(table, np.float64).ravel() for table in distinct.values()]
+    begins = np.cumsum([0] + [table.size for table in tables]).tolist()
+    table_at = dict(zip(distinct, begins[:-1], strict=True))
     near_at = np.concatenate([[0], np.cumsum(np.bincount(ends.ravel(), minlength=free.size))])
     constant = sum(float(cost[0]) for cost in problem.cost_s if cost.size == 1)
     return Flat(
@@ -171,7 +174,7 @@ def flatten(problem: Problem) -> Flat:
         at=at,
         unary=_joined([problem.cost_s[node] for node in free]),
         ends=ends,
-        table_at=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)[:-1],
+        table_at=np.array([table_at[id(edge.cost_s)] for edge in problem.edges], np.int64),
         table=_joined(tables),
         near_at=near_at.astype(np.int64),
         near=np.argsort(ends.ravel(), kind="stable") // 2,

@@ -262,8 +262,9 @@ def _memory_row(flat: Flat, moment: int, rows: _Rows) -> None:
 def _scaling(flat: Flat) -> tuple[float, float]:
     """A factor that brings costs to HiGHS's absolute tolerances, and the sum of all minima."""
     parts = [flat.unary[a:b] for a, b in pairwise(flat.at)]
-    bounds = np.append(flat.table_at, flat.table.size)
-    parts += [flat.table[a:b] for a, b in pairwise(bounds)]
+    entries = flat.sizes[flat.ends].prod(axis=1)
+    bounds = zip(flat.table_at, flat.table_at + entries, strict=True)
+    parts += [flat.table[a:b] for a, b in bounds]
     least = math.fsum(float(part.min()) for part in parts)
     tops = [float(part[np.isfinite(part)].max()) for part in parts]
     reference = max(abs(least), 1e-3 * max(map(abs, tops), default=0.0))

@@ -12,6 +12,7 @@ from planner.search.anytime import Walker, anytime
 from planner.search.dual import Choice, Dual, ascend
 from planner.search.flat import flatten
 from planner.search.incumbent import Incumbent
+from planner.search.integer import solve_integer
 from planner.search.leftover import Program
 from planner.search.progress import Monitor, monitored
 from planner.search.reduction import Reduction, reduce_problem
@@ -211,3 +212,17 @@ def test_a_repair_whose_moves_are_all_refused_ends_quickly() -> None:
 def rows(taken: np.ndarray) -> tuple[tuple[int, np.ndarray], tuple[int, np.ndarray]]:
     """Bytes at two moments that add up to the same for every strategy, and a little more."""
     return (0, taken), (1, 9.5 - taken)
+
+
+def test_edges_that_share_their_costs_are_flattened_once() -> None:
+    reduction = reduce_problem(layered_problem(6, 5, 8), keep_memory=True)
+    problem = reduction.problem
+    flat = flatten(problem)
+    assert flat.table.size == sum({id(e.cost_s): e.cost_s.size for e in problem.edges}.values())
+    assert flat.table.size < sum(edge.cost_s.size for edge in problem.edges)
+    own = [Edge(edge.a, edge.b, edge.cost_s.copy()) for edge in problem.edges]
+    apart = flatten(dataclasses.replace(problem, edges=tuple(own)))
+    for choice in np.random.default_rng(0).integers(0, flat.sizes, (20, flat.nodes)):
+        assert flat.cost(choice) == pytest.approx(apart.cost(choice))
+    answers = [solve_integer(each, time.monotonic() + 60) for each in (flat, apart)]
+    assert answers[0].lower_s == pytest.approx(answers[1].lower_s)
