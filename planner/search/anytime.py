@@ -153,6 +153,7 @@ def anytime(
             program.wait(lambda: over(deadline))
         beside = program if threads > 1 else None
         reason = _rounds(best, walker, dual.prices, beside, lambda: over(deadline))
+        program.finish(lambda: over(deadline))
     finally:  # an interrupt, too, ends the integer program
         program.close()
     if best.proved:
@@ -264,9 +265,9 @@ def _rounds(
         if program is not None:
             program.start()
         if idle >= patience:
-            if program is None or not program.running:
+            if program is None or not program.pending:
                 return f"{patience} rounds without gain"
-            program.wait(over)
+            program.finish(over)
             continue
         if idle % 20 == 0:
             choice = best.choice

@@ -73,6 +73,17 @@ class Program:
         """Whether HiGHS is at work."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def pending(self) -> bool:
+        """Whether HiGHS is at work, or may start again."""
+        if self.running:
+            return True
+        if time.monotonic() + 2.0 * self._took >= self.deadline:
+            return False
+        if self._thread is not None and not self.best.cost < self._cost:
+            return not self._finished
+        return self.best.cost != self._tried
+
     def start(self) -> None:
         """Start HiGHS when it is idle, something changed, and what is left is small enough.
 
@@ -103,6 +114,12 @@ class Program:
     def wait(self, over: Callable[[], bool]) -> None:
         """Wait until HiGHS is done or time is up."""
         while self.running and not over():
+            time.sleep(0.02)
+
+    def finish(self, over: Callable[[], bool]) -> None:
+        """Start HiGHS as often as there is something to do for it, until time is up."""
+        while self.pending and not self.best.proved and not over():
+            self.start()
             time.sleep(0.02)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from planner.search import SEARCHES, Edge, Problem, Usage, brute, leftover
 from planner.search.anytime import Walker, anytime
 from planner.search.dual import Choice, Dual, ascend
-from planner.search.flat import flatten
+from planner.search.flat import Flat, flatten
 from planner.search.incumbent import Incumbent
-from planner.search.integer import solve_integer
+from planner.search.integer import Answer, solve_integer
 from planner.search.leftover import Program
 from planner.search.progress import Monitor, monitored
 from planner.search.reduction import Reduction, reduce_problem
@@ -226,3 +227,24 @@ def test_edges_that_share_their_costs_are_flattened_once() -> None:
         assert flat.cost(choice) == pytest.approx(apart.cost(choice))
     answers = [solve_integer(each, time.monotonic() + 60) for each in (flat, apart)]
     assert answers[0].lower_s == pytest.approx(answers[1].lower_s)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_integer_program_that_was_cut_off_starts_again(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[float]()
+
+    def cut_off(flat: Flat, deadline: float, *arguments: Any, **options: Any) -> Answer:
+        calls.append(deadline)
+        if len(calls) == 1:
+            return Answer(None, -math.inf, False, "cut off")
+        return solve_integer(flat, deadline, *arguments, **options)
+
+    monkeypatch.setattr(leftover, "solve_integer", cut_off)
+    free = layered_problem(8, 5, 6, seed=3)
+    peak = SEARCHES["dynamic_programming"](free).peak_bytes
+    reduction = reduce_problem(dataclasses.replace(free, limit_bytes=0.75 * peak), keep_memory=True)
+    begun = time.monotonic()
+    found = anytime(reduction, begun + 60, begun, threads=threads)
+    assert len(calls) == 2 and found.reason == "the bound meets the cost"
