@@ -164,7 +164,7 @@ def _why(meshes: Sequence[MeshRow]) -> str:
             "less than the cost model can tell apart"
         )
     if pruned:
-        text += f", {pruned} of them ruled out by a bound"
+        text += f", {pruned} of them left out by their bounds"
     return f"{text}, {unfit} of them too large for memory" if unfit else text
 
 
