@@ -44,7 +44,7 @@ NEAR, FEW = 0.3, 1000
 """Excess, relative to the limit, up to which the dual's choices are repaired in problems of more
 nodes than this."""
 DUAL_ROUNDS, DUAL_PATIENCE = 100, 10
-IDLE = 2000
+IDLE = 10_000
 """Rounds without gain after which the search stops."""
 CAPS = (1e3, 1e4, 1e4, 3e4, 1e5)
 """Entries of one join in a round, drawn at random."""
@@ -148,7 +148,7 @@ def anytime(
     try:
         if threads == 1:
             half = (time.monotonic() + deadline) / 2
-            _rounds(best, walker, dual.prices, None, lambda: over(half), IDLE // 20)
+            _rounds(best, walker, dual.prices, None, lambda: over(half), IDLE // 100)
             program.start()
             program.wait(lambda: over(deadline))
         beside = program if threads > 1 else None
