@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -177,7 +178,9 @@ def _planned(
             lower_bytes=shortage.lower_bytes,
             limit_bytes=shortage.limit_bytes,
         )
-    return _plan(priced, solution, best, tried, request, step.rules, begun)
+    notes = _apart_note(step.quotient.apart(solution.choice), len(step.quotient.part.groups.groups))
+    plan = _plan(priced, solution, best, tried, request, step.rules, begun)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
@@ -345,6 +348,16 @@ def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ..
             text = f"{op.kind} ({op.source or 'no line'}): no rule, replicated"
             seen[text] = seen.get(text, 0) + 1
     return tuple(f"{text} x{n}" if n > 1 else text for text, n in seen.items())
+
+
+def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
+    """A line when equal parts of the step were not given equal plans."""
+    if not apart:
+        return ()
+    return (
+        f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
+        "were not found to fit, or cost more",
+    )
 
 
 def _notes(graph: Graph) -> tuple[str, ...]:

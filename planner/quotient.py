@@ -53,6 +53,13 @@ class Quotient:
         sets = tuple(priced.sets[c] for c in self.color)
         return dataclasses.replace(priced, analysis=self.whole, sets=sets)
 
+    def apart(self, choice: Sequence[int]) -> int:
+        """How many classes a choice of the whole takes apart: equal groups, unlike strategies."""
+        taken: dict[int, set[int]] = {}
+        for c, strategy in zip(self.color, choice, strict=True):
+            taken.setdefault(c, set()).add(strategy)
+        return sum(len(strategies) > 1 for strategies in taken.values())
+
     def moment(self, at: int) -> int:
         """The operation index of a moment of the part."""
         return self.moments[at] if self.moments else 0

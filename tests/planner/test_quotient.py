@@ -190,3 +190,13 @@ def test_members_per_node_are_those_counted(node: int, shape: list[int], mask: i
     assert _members_per_node(node, tuple(shape), axes) == _counted_per_node(
         node, tuple(shape), axes
     )
+
+
+def test_classes_taken_apart_are_counted() -> None:
+    quotient = quotient_of("gpt")
+    choice = list(quotient.unfold_choice([0] * len(quotient.part.groups.groups)))
+    assert quotient.apart(choice) == 0
+    several = next(c for c in quotient.color if quotient.color.count(c) > 1)
+    first = quotient.color.index(several)
+    choice[first] = 1
+    assert quotient.apart(choice) == 1
