@@ -33,11 +33,6 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex_core.Literal)
 
 
-def is_drop(var: Any) -> bool:
-    """Whether a jaxpr result is thrown away (``_``)."""
-    return type(var).__name__ == "DropVar"
-
-
 def dtype_name(aval: Any) -> str:
     """dtype as text; random keys and other extended types keep their own names."""
     return str(getattr(aval, "dtype", "token"))

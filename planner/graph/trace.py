@@ -28,7 +28,6 @@ INLINED = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
     "remat checkpoint remat2 custom_lin".split()
 )
-LOOPS = frozenset({"scan", "while"})
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))

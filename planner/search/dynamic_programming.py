@@ -28,7 +28,12 @@ import numpy as np
 
 from planner.search.fixing import fix_by_bound
 from planner.search.memory import Timeline
-from planner.search.memory_limit import least_memory, polished_at, solve_limited
+from planner.search.memory_limit import (
+    least_memory,
+    polished_at,
+    proved_infeasible,
+    solve_limited,
+)
 from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
 from planner.search.progress import time_is_up
 from planner.search.recursive_programming import recursive_programming
@@ -205,11 +210,7 @@ def _within_memory(problem: Problem, start: Solution, deadline: float) -> Soluti
     limit, lower, reason = problem.limit_bytes, start.lower_bound_s, start.reason
     if not fits(least.lower_bytes, limit):
         lower = math.inf
-        reason = (
-            f"proved infeasible: every choice needs at least {least.lower_bytes:.6g} bytes at some "
-            f"moment, {least.lower_bytes - limit:.6g} more than the limit of {limit:.6g}; the "
-            f"least peak found is {least.peak_bytes:.6g}"
-        )
+        reason = proved_infeasible(limit, least.lower_bytes, least.peak_bytes)
     choice = least.choice
     if fits(least.peak_bytes, limit):
         choice = polished_at(problem, choice, deadline - time.monotonic())

@@ -226,14 +226,19 @@ def _hard_part(reduction: Reduction) -> Reduction:
     return dataclasses.replace(reduction, problem=free, unary=unary, pairs=pairs)
 
 
+def proved_infeasible(limit: float, needed: float, least: float) -> str:
+    """The reason when a bound of every peak, ``needed``, passes the limit; all in bytes."""
+    return (
+        f"proved infeasible: every choice needs at least {needed:.6g} bytes at some moment, "
+        f"{needed - limit:.6g} more than the limit of {limit:.6g}; the least peak found is "
+        f"{least:.6g}"
+    )
+
+
 def _missing(limit: float, best: _Best, needed: float) -> str:
     """Why nothing feasible was found."""
     if not fits(needed, limit):
-        return (
-            f"proved infeasible: every choice needs at least {needed:.6g} bytes at some moment, "
-            f"{needed - limit:.6g} more than the limit of {limit:.6g}; the least peak found is "
-            f"{best.peak:.6g}"
-        )
+        return proved_infeasible(limit, needed, best.peak)
     return (
         f"nothing found within the memory limit: the least peak is {best.peak:.6g} bytes, "
         f"{best.peak - limit:.6g} more than the limit of {limit:.6g}"
