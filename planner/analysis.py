@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from costmodels import CostModel
 from planner.graph.ir import Graph
-from planner.graph.liveness import intervals, materialised
+from planner.graph.liveness import PASSES, intervals, materialised
 from planner.groups import Groups, Link, gradient_shapes
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
@@ -84,6 +84,8 @@ def analyse(
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind.startswith(("loop_", "branch_")):
+            continue
+        if op.kind in PASSES:
             continue
         group, ins, outs = entry
         rule = rules[op.index]

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from planner.graph.ir import SCALAR, Graph
 
+PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
+"""Operations whose result is their operand: they move no bytes themselves."""
+
 FUSION_REACH = 64
 """An elementwise result read further away than this many operations is materialised."""
 
@@ -26,10 +29,13 @@ class Interval:
 
 
 def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> tuple[bool, ...]:
-    """Which values are written to memory rather than fused away."""
+    """Which values are written to memory rather than fused away.
+
+    A mark is no obstacle to fusion; ``jax.lax.optimization_barrier`` is one.
+    """
     out = [v.op == -1 for v in graph.values]
     final = set(graph.outputs)
-    heavy = [not f for f in fusable]
+    heavy = [not f and op.kind not in PASSES for f, op in zip(fusable, graph.ops, strict=True)]
     for op in graph.ops:
         if not live[op.index]:
             continue
@@ -43,6 +49,12 @@ def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) ->
         if op.kind in ("broadcast_in_dim", "iota"):
             for o in op.outputs:
                 out[o] = o in final
+    passes = [op for op in graph.ops if op.kind in PASSES and live[op.index]]
+    for op in (*passes, *reversed(passes)):  # one array under two names
+        stop = op.kind == "optimization_barrier"  # nothing is fused across it
+        for i, o in zip(op.inputs, op.outputs, strict=True):
+            if i != SCALAR:
+                out[i] = out[o] = stop or out[i] or out[o]
     return tuple(out)
 
 

@@ -1,0 +1,43 @@
+"""Operations that hand their operand through: free, and where they stop fusion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from planner import shard
+from planner.analysis import analyse
+from planner.graph.trace import trace
+from planner.groups import build_groups
+from planner.pipeline import graph_rules
+
+MATRIX = 4.0 * 64 * 64
+
+
+def _elementwise_bytes(border: Any) -> float:
+    """Bytes that everything but the products moves, with ``border`` at three places."""
+
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        y = border(jnp.tanh(border(x @ w)))
+        return border(jnp.sin(y)) @ w
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    traced = trace(step, (shape, shape))
+    rules = graph_rules(traced)
+    analysis = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
+    return sum(w.nbytes for group in analysis.work for w in group if not w.matmul)
+
+
+@pytest.mark.parametrize(
+    ("border", "matrices"),
+    [
+        (lambda x: x, 2),  # one fused chain: read, written
+        (lambda x: shard(x, "data"), 2),  # marks change nothing
+        (jax.lax.optimization_barrier, 4),  # two chains
+    ],
+)
+def test_marks_move_no_bytes_and_barriers_end_a_fusion(border: Any, matrices: int) -> None:
+    assert _elementwise_bytes(border) == matrices * MATRIX
