@@ -1,0 +1,170 @@
+"""Collectives, loops and cycles read from HLO text."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from executor.hlo import read_module, replica_groups, wire_bytes
+from executor.hlo_text import parse_computations, trip_count, type_bytes
+
+LOOP = re.sub(
+    r"CYCLES\((\d+)\)",
+    r'{"window_config":{"estimated_cycles":"\1"}}',
+    """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%region (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add = f32[] add(%x, %y)
+}
+
+%wrapped (p: bf16[4,128]) -> bf16[16,128] {
+  %p = bf16[4,128]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %gathered = bf16[16,128]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%cond (s: (s32[], f32[8,128])) -> pred[] {
+  %s = (s32[]{:T(128)}, f32[8,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %bound = s32[] constant(12)
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+
+%body (s.1: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %s.1 = (s32[]{:T(128)}, f32[8,128]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %step = s32[] constant(3)
+  %next = s32[] add(%i.1, %step)
+  %v = f32[8,128] get-tuple-element(%s.1), index=1
+  %sum = f32[8,128]{1,0} all-reduce(%v), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%region
+  %work = f32[8,128]{1,0} fusion(%sum), kind=kLoop, calls=%region, backend_config=CYCLES(100)
+  ROOT %out = (s32[], f32[8,128]{1,0}) tuple(%next, %work)
+}
+
+ENTRY %main (a: f32[8,128], b: bf16[4,128]) -> f32[8,128] {
+  %a = f32[8,128]{1,0} parameter(0)
+  %b = bf16[4,128]{1,0} parameter(1)
+  %start = s32[] constant(3)
+  %copy = s32[]{:T(128)} copy(%start)
+  %state = (s32[], f32[8,128]{1,0}, /*index=2*/f32[8,128]) tuple(%copy, %a)
+  %loop = (s32[], f32[8,128]{1,0}) while(%state), condition=%cond, body=%body
+  %ag = ((bf16[4,128]), bf16[16,128], u32[]) async-start(%b), calls=%wrapped
+  %ag.1 = bf16[16,128] async-done(%ag), calls=%wrapped
+  %cp = (f32[8,128], f32[8,128]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+  %cp.1 = f32[8,128] collective-permute-done(%cp)
+  %busy = f32[8,128] fusion(%cp.1), kind=kLoop, calls=%region, backend_config=CYCLES(7)
+  ROOT %result = f32[8,128]{1,0} get-tuple-element(%loop), index=1
+}
+""",
+)
+
+
+def test_loops_async_and_cycles() -> None:
+    module = read_module(LOOP)
+    kinds = module.by_kind()
+    assert module.notes == ()
+    # 3, 6, 9 are below 12: three trips of a 4096-byte all-reduce between two devices
+    assert (kinds["all_reduce"].count, kinds["all_reduce"].payload_bytes) == (3, 3 * 4096)
+    assert kinds["all_reduce"].wire_bytes == 3 * 4096
+    assert (kinds["all_gather"].count, kinds["all_gather"].payload_bytes) == (1, 16 * 128 * 2)
+    assert kinds["all_gather"].wire_bytes == 16 * 128 * 2 * 3 / 4
+    assert (kinds["permute"].count, kinds["permute"].wire_bytes) == (1, 4096)
+    assert module.cycles == 3 * 100 + 7
+
+
+def test_known_trip_count_wins_and_unknown_loops_are_named() -> None:
+    known = LOOP.replace(
+        "body=%body\n", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}\n'
+    )
+    assert read_module(known).by_kind()["all_reduce"].count == 5
+    unknown = LOOP.replace("direction=LT", "direction=GT")
+    module = read_module(unknown)
+    assert module.by_kind()["all_reduce"].count == 1
+    assert module.notes == ("loop loop: trips unknown, counted once",)
+
+
+def test_condition_in_a_fusion_and_bound_in_the_state() -> None:
+    fused = LOOP.replace(
+        "%cond (s:",
+        """%compare (l: s32[]) -> pred[] {
+  %l = s32[] parameter(0)
+  %c = s32[] constant(6)
+  ROOT %lt = pred[] compare(%l, %c), direction=LE
+}
+
+%cond (s:""",
+    ).replace(
+        "ROOT %less = pred[] compare(%i, %bound), direction=LT",
+        "ROOT %less = pred[] fusion(%i), kind=kLoop, calls=%compare",
+    )
+    computations, entry = parse_computations(fused)
+    caller = computations[entry]
+    assert trip_count(computations, caller, caller.instructions["loop"]) == 2  # 3 and 6
+
+
+def test_not_hlo() -> None:
+    with pytest.raises(ValueError, match="no ENTRY"):
+        read_module("module @jit_step {}")
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}, use_global_device_ids=true", ((0, 2), (1, 3))),
+        ("replica_groups={}, to_apply=%add", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+        ("replica_groups=[4,2]<=[8], dimensions={0}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("replica_groups=mesh['a'=4,'b'=1,'c'=2] {'c'}, x=1", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("replica_groups=mesh['a'=4,'c'=2] {'a'}, x=1", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        (
+            "replica_groups=mesh['a'=2,'d'=4], device_ids=([4,2]T(1,0)) {'a'}, dimensions={0}",
+            ((0, 1), (2, 3), (4, 5), (6, 7)),
+        ),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}, x=1", ((0, 2), (1, 3), (4, 6), (5, 7))),
+    ],
+)
+def test_replica_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
+    assert replica_groups(f", channel_id=1, {text}", 8) == groups
+
+
+def test_type_bytes() -> None:
+    assert type_bytes("bf16[4,128]{1,0:T(8,128)(2,1)S(1)}") == 1024
+    assert type_bytes("(f32[2]{0}, s32[], /*index=2*/pred[3])") == 8 + 4 + 3
+    assert type_bytes("f8e4m3fn[16]{0}") == 16
+    assert type_bytes("s4[7]") == 4
+    assert type_bytes("f32[<=8,2]") == 64
+
+
+def test_wire_bytes() -> None:
+    assert wire_bytes("all_reduce", 800, 8) == 1400
+    assert wire_bytes("all_gather", 800, 8) == 700
+    assert wire_bytes("permute", 800, 2) == 800
+    assert wire_bytes("all_reduce", 800, 1) == 0
+
+
+@pytest.mark.devices
+def test_a_scan_compiled_for_eight_devices() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        def layer(w: jax.Array, _: None) -> tuple[jax.Array, None]:
+            grown = jnp.tanh(x @ w)  # [64 split, 16]
+            return w - x.T @ grown, None  # summed over data: one all-reduce of f32[16,16]
+
+        return jax.lax.scan(layer, w, None, length=5)[0]
+
+    jitted = jax.jit(step, in_shardings=(split, whole), out_shardings=whole)
+    x, w = np.ones((64, 16), np.float32), np.ones((16, 16), np.float32)
+    module = read_module(jitted.lower(x, w).compile().as_text())
+    (kind,) = module.by_kind()
+    (collective,) = module.collectives
+    assert (kind, collective.count, collective.payload_bytes) == ("all_reduce", 5, 16 * 16 * 4)
+    assert collective.groups == (tuple(range(8)),)
+    assert module.notes == ()
