@@ -17,11 +17,12 @@ _POSITIVE = {
     "node": ("devices_per_node",),
     "intra_node": ("bytes_per_s",),
     "inter_node": ("bytes_per_s",),
-    "torus": ("bytes_per_s", "max_dims"),
+    "torus": ("bytes_per_s", "max_dims", "wrap_multiple"),
+    "inter_slice": ("bytes_per_s",),
     "peak_flops_per_s": DTYPES,
 }
-_INTEGER = ("memory_bytes", "devices_per_node", "max_dims")
-_NOT_NEGATIVE = ("kernel_latency_s", "latency_s")
+_INTEGER = ("memory_bytes", "devices_per_node", "max_dims", "wrap_multiple")
+_NOT_NEGATIVE = ("kernel_latency_s", "latency_s", "startup_s")
 _UNIT_INTERVAL = ("matmul_efficiency", "memory_efficiency", "efficiency")
 
 
@@ -48,8 +49,14 @@ def _aliases() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=32)
 def _read(kind: str) -> Table:
+    """Tables of a catalog file laid over those of the kind it names as `base`, if any."""
     path = resources.files(__package__) / "catalog" / f"{kind}.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    base = content.pop("base", None)
+    tables = {} if base is None else {name: dict(table) for name, table in _read(base).items()}
+    for name, table in content.items():
+        tables.setdefault(name, {}).update(table)
+    return tables
 
 
 def catalog_entry(name: str) -> Table:
@@ -118,7 +125,7 @@ def check_entry(entry: Table, where: str) -> None:
 
 def _problem(table: str, key: str, value: object) -> str:
     """What the value should have been, or an empty text where it is fine."""
-    if key in ("shared_cores", "native_reduce_scatter"):
+    if key in ("shared_cores", "native_reduce_scatter", "switched"):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "a number"

@@ -31,7 +31,10 @@ _UNITS = {
 # A narrow dtype without its own peak is widened to the first of these that the device has.
 _WIDENED_TO = ("bfloat16", "float16", "float32")
 _NARROW = ("float8", "int8", "bfloat16", "float16")
-_FORMS = "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'cpu:8' or a .toml path"
+_FORMS = (
+    "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'v5e:16x16+4' (4 slices of a "
+    "torus), 'cpu:8' or a .toml path"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +78,17 @@ class Device:
 class Link:
     """Achievable rate of one device in one direction (bytes/s), and latency of a step (s).
 
-    On a torus it is one link, one way, and the latency is that of one hop.
+    On a torus it is one link, one way, and the latency is that of one hop. `startup_s` is the
+    fixed cost of a collective that uses the link, `reduce_bytes_per_s` the rate of a switch that
+    adds up what passes through it (0: it can't). `peers` is the number of devices that the rate
+    is divided over when each has a link of its own to every other (0: a switch).
     """
 
     bytes_per_s: float
     latency_s: float
+    startup_s: float = 0.0
+    reduce_bytes_per_s: float = 0.0
+    peers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +96,10 @@ class Cluster:
     """Equal devices and how they are wired.
 
     A 'hierarchy' has shape (devices per node, nodes), `link` inside a node and `network` between
-    nodes. A 'torus' has its dimensions as shape, `link` for every link, and no `network`.
-    `text` is what `parse_cluster` takes to give this cluster again.
+    nodes. A 'torus' has its dimensions as shape and `link` for every link; a dimension whose
+    length is a multiple of `wrap_multiple` is a ring, any other a line. Several `slices`, each
+    such a torus, are joined by `network`. `text` is what `parse_cluster` takes to give this
+    cluster again.
     """
 
     text: str
@@ -97,23 +108,26 @@ class Cluster:
     kind: Literal["hierarchy", "torus"]
     link: Link
     network: Link | None = None
+    slices: int = 1
+    wrap_multiple: int = 4
 
     @property
     def num_devices(self) -> int:
         """Number of devices in the whole cluster."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.slices
 
     @property
     def devices_per_node(self) -> int:
-        """Devices that share the fast links; a torus has no slower level, so all of them."""
-        return self.shape[0] if self.kind == "hierarchy" else self.num_devices
+        """Devices that share the fast links: those of a node, or of a slice of a torus."""
+        return self.shape[0] if self.kind == "hierarchy" else math.prod(self.shape)
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Cluster from 'h100:8x4', 'h100:8', 'v5p:4x4x8', 'cpu:8' or the path of a .toml file.
+    """Cluster from 'h100:8x4', 'h100:8', 'v5p:4x4x8', 'v5e:16x16+4', 'cpu:8' or a .toml path.
 
-    Rates come in flop/s and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind
-    with `shared_cores` are the host's, divided by the devices of a node.
+    '+4' says that 4 such slices are joined by the data-centre network (a torus only). Rates come
+    in flop/s and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind with
+    `shared_cores` are the host's, divided by the devices of a node.
 
     Raises:
         ClusterError: unknown device, bad or non-positive shape, unreadable file, bad key or value.
@@ -126,9 +140,13 @@ def parse_cluster(text: str) -> Cluster:
         raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; give both parts")
     entry = catalog_entry(name)
     kind = entry["device"]["kind"]
-    shape = _shape(_split(shape_text, text), entry, where=f"cluster {text!r}")
-    plain = shape[:1] if "node" in entry and shape[1] == 1 else shape
-    return _build(f"{kind}:{'x'.join(map(str, plain))}", entry, shape)
+    shape_text, plus, slices_text = shape_text.partition("+")
+    where = f"cluster {text!r}"
+    shape = _shape(_split(shape_text, text), entry, where)
+    slices = _slices(_split(slices_text, text)[0] if plus else 1, entry, where)
+    sizes = shape[:1] if "node" in entry and shape[1] == 1 else shape
+    plain = f"{kind}:{'x'.join(map(str, sizes))}" + (f"+{slices}" if slices > 1 else "")
+    return _build(plain, entry, shape, slices)
 
 
 def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
@@ -214,11 +232,28 @@ def _shape(sizes: Sequence[int], entry: Table, where: str) -> tuple[int, ...]:
     return per_node, nodes
 
 
+def _slices(count: int, entry: Table, where: str) -> int:
+    """Check the number of slices of a cluster."""
+    if count <= 0:
+        raise ClusterError(f"{where}: slices must be positive, got {count}; use 1 or more")
+    if count > 1 and "inter_slice" not in entry:
+        kind = entry["device"]["kind"]
+        raise ClusterError(
+            f"{where}: only a torus has slices, got {count} of {kind}; write devices per node x "
+            f"nodes, such as {kind}:8x4"
+        )
+    return count
+
+
 def _link(table: Table) -> Link:
-    return Link(float(table["bytes_per_s"] * table["efficiency"]), float(table["latency_s"]))
+    return Link(
+        bytes_per_s=float(table["bytes_per_s"] * table["efficiency"]),
+        latency_s=float(table["latency_s"]),
+        startup_s=float(table["startup_s"]),
+    )
 
 
-def _build(text: str, entry: Table, shape: tuple[int, ...]) -> Cluster:
+def _build(text: str, entry: Table, shape: tuple[int, ...], slices: int = 1) -> Cluster:
     values = entry["device"]
     share = shape[0] if values["shared_cores"] else 1
     device = Device(
@@ -236,10 +271,17 @@ def _build(text: str, entry: Table, shape: tuple[int, ...]) -> Cluster:
         native_reduce_scatter=bool(values["native_reduce_scatter"]),
     )
     if "torus" in entry:
-        return Cluster(text, device, shape, "torus", _link(entry["torus"]))
-    return Cluster(
-        text, device, shape, "hierarchy", _link(entry["intra_node"]), _link(entry["inter_node"])
+        network = _link(entry["inter_slice"]) if slices > 1 else None
+        wrap_multiple = int(entry["torus"]["wrap_multiple"])
+        link = _link(entry["torus"])
+        return Cluster(text, device, shape, "torus", link, network, slices, wrap_multiple)
+    node = entry["intra_node"]
+    link = dataclasses.replace(
+        _link(node),
+        reduce_bytes_per_s=float(node["bytes_per_s"] * node["in_switch_efficiency"]),
+        peers=0 if node["switched"] else int(entry["node"]["devices_per_node"]) - 1,
     )
+    return Cluster(text, device, shape, "hierarchy", link, _link(entry["inter_node"]))
 
 
 def _parse_file(path: str) -> Cluster:
@@ -258,7 +300,11 @@ def _parse_file(path: str) -> Cluster:
             f"{', '.join(known_kinds())}; got {head!r}; add it"
         )
     entry = merge_overrides(catalog_entry(head["device"]), content, where=path)
-    allowed = {"device", "shape"} if "torus" in entry else {"device", "devices_per_node", "nodes"}
+    allowed = (
+        {"device", "shape", "slices"}
+        if "torus" in entry
+        else {"device", "devices_per_node", "nodes"}
+    )
     for key in head:
         if key not in allowed:
             raise ClusterError(
@@ -271,9 +317,12 @@ def _parse_file(path: str) -> Cluster:
     else:
         per_node = head.get("devices_per_node", int(entry["node"]["devices_per_node"]))
         sizes = [per_node, head.get("nodes", 1)]
-    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+    slices = head.get("slices", 1)
+    if not isinstance(sizes, list) or not all(type(size) is int for size in (*sizes, slices)):
         raise ClusterError(
-            f"{path}: sizes in [cluster] must be whole numbers, got {sizes!r}; write "
-            "devices_per_node = 8 and nodes = 4, or shape = [4, 4, 8] for a torus"
+            f"{path}: sizes in [cluster] must be whole numbers, got {sizes!r}"
+            f"{'' if slices == 1 else f' and slices = {slices!r}'}; write devices_per_node = 8 "
+            "and nodes = 4, or shape = [4, 4, 8] and slices = 2 for a torus"
         )
-    return _build(path, entry, _shape(sizes, entry, where=path))
+    shape = _shape(sizes, entry, where=path)
+    return _build(path, entry, shape, _slices(slices, entry, where=path))

@@ -71,17 +71,18 @@ def other_mode(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Rel
 
 
 def grown(cluster: Cluster, times: int) -> Cluster:
-    """The cluster with so many times its nodes (a torus: its shortest dimensions doubled)."""
-    shape = list(cluster.shape)
+    """The cluster with so many times its nodes, or slices (one: its shortest sides doubled)."""
+    shape, slices = list(cluster.shape), cluster.slices
     if cluster.kind == "hierarchy":
         shape[1] *= times
+    elif slices > 1:
+        slices *= times
     else:
         for _ in range(times.bit_length() - 1):
             shape[shape.index(min(shape))] *= 2
     name = cluster.text if cluster.text.endswith(".toml") else cluster.text.partition(":")[0]
-    return dataclasses.replace(
-        cluster, shape=tuple(shape), text=f"{name}:{'x'.join(map(str, shape))}"
-    )
+    text = f"{name}:{'x'.join(map(str, shape))}" + (f"+{slices}" if slices > 1 else "")
+    return dataclasses.replace(cluster, shape=tuple(shape), slices=slices, text=text)
 
 
 def perfect_peak(analysis: Analysis, devices: int) -> float:

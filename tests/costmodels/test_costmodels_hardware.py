@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import string
 from importlib import resources
@@ -20,8 +21,10 @@ HIERARCHIES = st.builds(
     st.integers(1, 8),
     st.integers(1, 64),
 )
-TORUSES = st.lists(st.integers(1, 16), min_size=1, max_size=3).map(
-    lambda dims: "v5p:" + "x".join(map(str, dims))
+TORUSES = st.builds(
+    lambda dims, end: "v5p:" + "x".join(map(str, dims)) + end,
+    st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    st.integers(1, 8).map(lambda slices: f"+{slices}" if slices > 1 else ""),
 )
 
 
@@ -32,16 +35,45 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_known_kinds() -> None:
-    assert known_kinds() == ("a100", "cpu", "h100", "v5p")
+    assert " ".join(known_kinds()) == (
+        "a100 a100-40gb ascend910b b200 cpu h100 h200 l4 tpu7x v100 v100-32gb v4 v5e v5p v6e"
+    )
 
 
-@pytest.mark.parametrize("kind", ["a100", "cpu", "h100", "v5p"])
+@pytest.mark.parametrize("kind", known_kinds())
 def test_every_catalog_constant_has_a_source(kind: str) -> None:
     text = (resources.files("costmodels") / "catalog" / f"{kind}.toml").read_text("utf-8")
     lines = [line for line in text.splitlines() if re.match(r"\w+\s*=", line)]
-    assert len(lines) > 12
+    assert len(lines) > (12 if "base =" not in text else 3)
     for line in lines:
         assert re.search(r"# source: \S.{8,}", line), line
+
+
+@pytest.mark.parametrize("kind", known_kinds())
+def test_every_kind_makes_a_cluster(kind: str) -> None:
+    cluster = parse_cluster(f"{kind}:4x2")
+    assert cluster.num_devices == 8
+    assert cluster.device.kind == kind
+    assert cluster.device.matmul_flops_per_s("bfloat16") > 0
+    assert parse_cluster(cluster.text) == cluster
+
+
+def test_a_kind_on_a_base_changes_only_what_it_names() -> None:
+    base, other = parse_cluster("v100:8x2"), parse_cluster("v100-32gb:8x2")
+    assert other.device.memory_bytes == 2 * base.device.memory_bytes
+    assert (other.link, other.network) == (base.link, base.network)
+    changed = dataclasses.replace(base.device, kind="v100-32gb", memory_bytes=32 * 10**9)
+    assert other.device == changed
+
+
+def test_slices() -> None:
+    cluster = parse_cluster("v5e:16x16+4")
+    assert (cluster.shape, cluster.slices, cluster.num_devices) == ((16, 16), 4, 1024)
+    assert cluster.devices_per_node == 256
+    assert cluster.network is not None
+    assert cluster.network.bytes_per_s == pytest.approx(3.125e9 * 0.8)
+    one = parse_cluster("v5e:16x16+1")
+    assert (one.text, one.network) == ("v5e:16x16", None)
 
 
 def test_h100_constants() -> None:
@@ -103,7 +135,7 @@ def test_text_is_canonical() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("b900:8", r"unknown device 'b900'; known devices: a100, cpu, h100, v5p"),
+        ("b900:8", r"unknown device 'b900'; known devices: a100, a100-40gb, ascend910b, b200, cpu"),
         ("h100", r"cannot read cluster 'h100'; expected 'h100:8x4'"),
         (":8", r"cannot read cluster ':8'"),
         ("h100:8y4", r"bad shape '8y4'"),
@@ -114,6 +146,10 @@ def test_text_is_canonical() -> None:
         ("h100:2x2x2", r"takes devices per node x nodes, got 2x2x2"),
         ("h100:16", r"holds at most 8 devices, got 16; write h100:8x2"),
         ("v5p:2x2x2x2", r"1 to 3 dimensions, got 2x2x2x2"),
+        ("v5e:4x4+0", r"slices must be positive, got 0"),
+        ("v5e:4x4+x", r"bad shape 'x' in cluster"),
+        ("v5e:4x4+", r"bad shape '' in cluster"),
+        ("h100:8x4+2", r"only a torus has slices, got 2 of h100; write .* h100:8x4"),
         ("no/such.toml", r"cannot read cluster file 'no/such.toml': No such file"),
     ],
 )
@@ -144,6 +180,8 @@ def test_file_without_overrides_is_the_catalog(tmp_path: Path) -> None:
     torus = parse_cluster(write(tmp_path, '[cluster]\ndevice = "v5p"\nshape = [4, 4, 8]\n'))
     assert torus.device == parse_cluster("v5p:4x4x8").device
     assert torus.shape == (4, 4, 8)
+    many = '[cluster]\ndevice = "v5e"\nshape = [16, 16]\nslices = 4\n'
+    assert parse_cluster(write(tmp_path, many)).network == parse_cluster("v5e:16x16+4").network
     node = parse_cluster(write(tmp_path, '[cluster]\ndevice = "a100"\n'))
     assert node.shape == (8, 1)
 
@@ -167,6 +205,10 @@ def test_larger_nodes_need_an_override(tmp_path: Path) -> None:
         ('[cluster]\ndevice = "h100"\nnodes = 1.5\n', r"must be whole numbers, got \[8, 1.5\]"),
         ('[cluster]\ndevice = "h100"\nnodes = 0\n', r"sizes must be positive, got 8x0"),
         ('[cluster]\ndevice = "v5p"\n', r"must be whole numbers, got None"),
+        ('[cluster]\ndevice = "v5e"\nshape = [4]\nslices = 0\n', r"slices must be positive"),
+        ('[cluster]\ndevice = "v5e"\nshape = [4]\nslices = "2"\n', r"slices = '2'; write"),
+        ('[cluster]\ndevice = "h100"\nslices = 2\n', r"unknown key 'slices'"),
+        ('[cluster]\ndevice = "h100"\n[intra_node]\nswitched = 1\n', r"must be true or false"),
         ('[cluster]\ndevice = "h100"\n[gpu]\nx = 1\n', r"unknown table \[gpu\]"),
         ('link = 3\n[cluster]\ndevice = "h100"\n', r"unknown table \[link\]"),
         ('device = 3\n[cluster]\ndevice = "h100"\n', r"device must be a table, got 3"),
