@@ -4,7 +4,7 @@ Times are in seconds, sizes in bytes, rates in flop/s and bytes/s, all SI decima
 """
 
 from .collectives import Collective, collective_coefficients
-from .compute import op_time_s
+from .compute import Kernel, attention_drag, op_time_s
 from .hardware import (
     Cluster,
     ClusterError,
@@ -24,7 +24,9 @@ __all__ = [
     "Collective",
     "CostModel",
     "Device",
+    "Kernel",
     "Link",
+    "attention_drag",
     "collective_coefficients",
     "known_kinds",
     "op_time_s",

@@ -22,8 +22,13 @@ _POSITIVE = {
     "peak_flops_per_s": DTYPES,
 }
 _INTEGER = ("memory_bytes", "devices_per_node", "max_dims", "wrap_multiple")
-_NOT_NEGATIVE = ("kernel_latency_s", "latency_s", "startup_s")
-_UNIT_INTERVAL = ("matmul_efficiency", "memory_efficiency", "efficiency")
+_NOT_NEGATIVE = ("kernel_latency_s", "latency_s", "startup_s", "matmul_store")
+_UNIT_INTERVAL = (
+    "matmul_efficiency",
+    "attention_efficiency",
+    "memory_efficiency",
+    "efficiency",
+)
 
 
 class ClusterError(ValueError):

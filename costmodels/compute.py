@@ -1,8 +1,9 @@
-"""Time of one op on one device: the roofline model of Williams, Waterman and Patterson 2009."""
+"""Time of one kernel on one device: a roofline (Williams, Waterman and Patterson 2009) whose
+products also pay for writing their result, and for attention a rate that depends on its shape."""
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,22 +12,48 @@ from .hardware import Device
 
 Array = NDArray[np.float64]
 
+Kernel = Literal["vector", "matmul", "attention"]
+"""What a kernel does: elementwise work, a product (matmul, convolution), or fused attention."""
+
+ATTENTION_DEPTH = 20.0
+"""Head size at which the softmax costs as much as the products: fit of FlashAttention-2, forward
+and backward, on A100 (18.8) and H100 (22.1); see docs/explanation/compute.md."""
+ATTENTION_SPAN = 170.0
+"""Sequence length at which starting and draining cost as much as the products (168 and 182)."""
+ATTENTION_CAUSAL_SPAN = 550.0
+"""The same with a causal mask, where tiles on the diagonal are half wasted (524 and 565)."""
+
 
 @overload
 def op_time_s(
-    device: Device, flops: float, bytes_moved: float, dtype: str, matmul: bool
+    device: Device,
+    flops: float,
+    bytes_moved: float,
+    dtype: str,
+    kind: Kernel = "vector",
+    result_bytes: float = 0.0,
 ) -> float: ...
 
 
 @overload
 def op_time_s(
-    device: Device, flops: Array, bytes_moved: float | Array, dtype: str, matmul: bool
+    device: Device,
+    flops: Array,
+    bytes_moved: float | Array,
+    dtype: str,
+    kind: Kernel = "vector",
+    result_bytes: float | Array = 0.0,
 ) -> Array: ...
 
 
 @overload
 def op_time_s(
-    device: Device, flops: float | Array, bytes_moved: Array, dtype: str, matmul: bool
+    device: Device,
+    flops: float | Array,
+    bytes_moved: Array,
+    dtype: str,
+    kind: Kernel = "vector",
+    result_bytes: float | Array = 0.0,
 ) -> Array: ...
 
 
@@ -35,23 +62,51 @@ def op_time_s(
     flops: float | Array,
     bytes_moved: float | Array,
     dtype: str,
-    matmul: bool,
+    kind: Kernel = "vector",
+    result_bytes: float | Array = 0.0,
 ) -> float | Array:
-    """Seconds for `flops` flop and `bytes_moved` bytes of device memory traffic.
+    """Seconds of one kernel on one device, without its start (`Device.kernel_latency_s`).
 
-    Roofline (Williams et al. 2009): the larger of flops / achieved flop/s and bytes / achieved
-    bytes/s. A matmul runs at the dtype's matmul peak times `matmul_efficiency`; any other op at
-    the device's vector rate, or the dtype's peak where that is lower. Arrays broadcast and give
-    an array, numbers give a float. The cost of starting the op, `Device.kernel_latency_s`, is
-    not included. Raises nothing of its own.
+    Args:
+        device: the device.
+        flops: flop; of fused attention times `attention_drag`.
+        bytes_moved: bytes of device memory traffic, operands and results.
+        dtype: dtype name of the operands.
+        kind: "vector" runs at the device's vector rate, or the dtype's peak where that is lower;
+            "matmul" at the dtype's peak times `matmul_efficiency`; "attention" at that peak times
+            `attention_efficiency`.
+        result_bytes: of a matmul, the bytes of its result. Writing it does not hide under the
+            product: it costs `matmul_store` times its memory time on top. So a short contraction,
+            which makes much result for few flop, is slow.
+
+    Returns:
+        The larger of compute time (with the result's) and memory time: an array where any of the
+        counts is one (they broadcast), else a float. Grows with every count, and splitting all
+        counts n ways divides it by n. Raises nothing of its own.
     """
-    peak_flops_per_s = device.matmul_flops_per_s(dtype)
-    if matmul:
-        flops_per_s = peak_flops_per_s * device.matmul_efficiency
-    else:
-        flops_per_s = min(device.vector_flops_per_s, peak_flops_per_s)
-    bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
-    if isinstance(flops, np.ndarray) or isinstance(bytes_moved, np.ndarray):
-        compute_s = np.asarray(flops, dtype=np.float64) / flops_per_s
-        return np.maximum(compute_s, np.asarray(bytes_moved, dtype=np.float64) / bytes_per_s)
-    return float(max(flops / flops_per_s, bytes_moved / bytes_per_s))
+    peak = device.matmul_flops_per_s(dtype)
+    byte_s = 1.0 / (device.memory_bytes_per_s * device.memory_efficiency)
+    rate = {
+        "vector": min(device.vector_flops_per_s, peak),
+        "matmul": peak * device.matmul_efficiency,
+        "attention": peak * device.attention_efficiency,
+    }[kind]
+    compute_s = flops / rate
+    if kind == "matmul":
+        compute_s = compute_s + result_bytes * (device.matmul_store * byte_s)
+    memory_s = bytes_moved * byte_s
+    if isinstance(compute_s, np.ndarray) or isinstance(memory_s, np.ndarray):
+        return np.maximum(compute_s, memory_s)
+    return float(max(compute_s, memory_s))
+
+
+def attention_drag(depth: float, span: float, causal: bool) -> float:
+    """How many times slower than its best rate fused attention runs, at least 1.
+
+    Args:
+        depth: size of a head.
+        span: length of the sequence.
+        causal: whether half of the products is masked away (and not counted).
+    """
+    edge = ATTENTION_CAUSAL_SPAN if causal else ATTENTION_SPAN
+    return (1.0 + ATTENTION_DEPTH / depth) * (1.0 + edge / span)

@@ -43,9 +43,11 @@ class Device:
 
     `peak_flops_per_s` holds (dtype name, dense matmul flop/s) pairs; `vector_flops_per_s` is the
     flop/s of everything that is not a matmul; `memory_bytes` bytes; `memory_bytes_per_s` bytes/s;
-    `matmul_efficiency` and `memory_efficiency` are the achieved fractions of the peaks, in (0, 1];
-    `kernel_latency_s` is the fixed cost of starting one op in seconds; `overlap` the fraction of
-    communication that hides under compute, in [0, 1].
+    `matmul_efficiency`, `attention_efficiency` and `memory_efficiency` are the fractions of the
+    peaks that the best shapes achieve, in (0, 1]; `matmul_store` says how many times a product
+    pays for writing its result (see `op_time_s`); `kernel_latency_s` is the cost of starting one
+    kernel in seconds; `overlap` and `overlap_off_path` are the shares of communication that hide
+    under compute, on and off the critical path, in [0, 1].
     """
 
     kind: str
@@ -56,7 +58,10 @@ class Device:
     matmul_efficiency: float
     memory_efficiency: float
     kernel_latency_s: float
+    matmul_store: float = 0.0
+    attention_efficiency: float = 1.0
     overlap: float = 0.0
+    overlap_off_path: float = 0.0
     native_reduce_scatter: bool = True
 
     def matmul_flops_per_s(self, dtype: str) -> float:
@@ -267,7 +272,10 @@ def _build(text: str, entry: Table, shape: tuple[int, ...], slices: int = 1) -> 
         matmul_efficiency=float(values["matmul_efficiency"]),
         memory_efficiency=float(values["memory_efficiency"]),
         kernel_latency_s=float(values["kernel_latency_s"]),
+        matmul_store=float(values["matmul_store"]),
+        attention_efficiency=float(values["attention_efficiency"]),
         overlap=float(values["overlap"]),
+        overlap_off_path=float(values["overlap_off_path"]),
         native_reduce_scatter=bool(values["native_reduce_scatter"]),
     )
     if "torus" in entry:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Protocol, overload, runtime_checkable
 
 from .collectives import Collective, collective_coefficients
-from .compute import Array, op_time_s
+from .compute import Array, Kernel, op_time_s
 from .hardware import Cluster
 
 
@@ -25,7 +25,7 @@ class CostModel(Protocol):
 
     @property
     def op_overhead_s(self) -> float:
-        """Fixed cost of starting one op on a device, in seconds."""
+        """Seconds to start one kernel on a device, on top of `compute_s`."""
         ...
 
     @property
@@ -35,26 +35,58 @@ class CostModel(Protocol):
 
     @property
     def overlap(self) -> float:
-        """Fraction of communication that hides under compute, from 0 to 1."""
+        """Share of a collective that hides under compute where compute waits for it, 0 to 1."""
+        ...
+
+    @property
+    def overlap_off_path(self) -> float:
+        """The same for collectives that little waits for: gathers of parameters, reductions of
+        gradients."""
         ...
 
     @overload
-    def compute_s(self, flops: float, bytes_moved: float, dtype: str, matmul: bool) -> float: ...
+    def compute_s(
+        self,
+        flops: float,
+        bytes_moved: float,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float = 0.0,
+    ) -> float: ...
 
     @overload
     def compute_s(
-        self, flops: Array, bytes_moved: float | Array, dtype: str, matmul: bool
+        self,
+        flops: Array,
+        bytes_moved: float | Array,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float | Array = 0.0,
     ) -> Array: ...
 
     @overload
     def compute_s(
-        self, flops: float | Array, bytes_moved: Array, dtype: str, matmul: bool
+        self,
+        flops: float | Array,
+        bytes_moved: Array,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float | Array = 0.0,
     ) -> Array: ...
 
     def compute_s(
-        self, flops: float | Array, bytes_moved: float | Array, dtype: str, matmul: bool
+        self,
+        flops: float | Array,
+        bytes_moved: float | Array,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float | Array = 0.0,
     ) -> float | Array:
-        """Seconds of one op with `flops` flop and `bytes_moved` bytes of memory traffic."""
+        """Seconds of one kernel after its start; see `costmodels.op_time_s` for the arguments.
+
+        Must grow with every count, and n times smaller counts must take no less than an n-th of
+        the time: the planner's bounds rest on both.
+        """
         ...
 
     def collective_coefficients(
@@ -75,7 +107,7 @@ class AnalyticCostModel:
 
     @property
     def op_overhead_s(self) -> float:
-        """Fixed cost of starting one op on a device, in seconds."""
+        """Seconds to start one kernel on a device, on top of `compute_s`."""
         return self.cluster.device.kernel_latency_s
 
     @property
@@ -85,31 +117,59 @@ class AnalyticCostModel:
 
     @property
     def overlap(self) -> float:
-        """Fraction of communication that hides under compute, from 0 to 1.
+        """Share of a collective on the critical path that hides under compute, from 0 to 1.
 
         One stated constant per device kind in the catalog: 0 for cpu, where both use the same
         cores; for accelerators an assumption, not a measurement.
         """
         return self.cluster.device.overlap
 
-    @overload
-    def compute_s(self, flops: float, bytes_moved: float, dtype: str, matmul: bool) -> float: ...
+    @property
+    def overlap_off_path(self) -> float:
+        """The same off the critical path: gathers of parameters, reductions of gradients."""
+        return self.cluster.device.overlap_off_path
 
     @overload
     def compute_s(
-        self, flops: Array, bytes_moved: float | Array, dtype: str, matmul: bool
+        self,
+        flops: float,
+        bytes_moved: float,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float = 0.0,
+    ) -> float: ...
+
+    @overload
+    def compute_s(
+        self,
+        flops: Array,
+        bytes_moved: float | Array,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float | Array = 0.0,
     ) -> Array: ...
 
     @overload
     def compute_s(
-        self, flops: float | Array, bytes_moved: Array, dtype: str, matmul: bool
+        self,
+        flops: float | Array,
+        bytes_moved: Array,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float | Array = 0.0,
     ) -> Array: ...
 
     def compute_s(
-        self, flops: float | Array, bytes_moved: float | Array, dtype: str, matmul: bool
+        self,
+        flops: float | Array,
+        bytes_moved: float | Array,
+        dtype: str,
+        kind: Kernel = "vector",
+        result_bytes: float | Array = 0.0,
     ) -> float | Array:
-        """Seconds of one op; see `op_time_s`."""
-        return op_time_s(self.cluster.device, flops, bytes_moved, dtype, matmul)
+        """Seconds of one kernel; see `op_time_s`."""
+        device = self.cluster.device
+        return op_time_s(device, flops, bytes_moved, dtype, kind, result_bytes)  # type: ignore[arg-type]
 
     def collective_coefficients(
         self, kind: Collective, mesh_shape: tuple[int, ...], axes: tuple[int, ...]

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costmodels import CostModel
+from planner.fused import find_fused
 from planner.graph.ir import Graph
 from planner.graph.liveness import PASSES, intervals, materialised
 from planner.groups import Groups, Link, gradient_shapes
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
-
-MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
-MOVES = frozenset(
-    "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
-    "convert_element_type dynamic_slice dynamic_update_slice gather rev".split()
-)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Work of one group that spans one set of factors, summed over its operations."""
-
-    factors: frozenset[int]
-    flops: float
-    nbytes: float
-    dtype: str
-    matmul: bool
+from planner.work import Work, Workload
 
 
 @dataclass(frozen=True)
@@ -72,53 +56,27 @@ def analyse(
 ) -> Analysis:
     """Work, reductions and memory of every group, before any mesh is chosen."""
     live = graph.live_ops()
-    fusable = groups.fusable
-    kept = materialised(graph, fusable, live)
-    work: list[dict[tuple[frozenset[int], str, bool], list[float]]] = [{} for _ in groups.groups]
+    fused = find_fused(graph, rules)
+    kept = materialised(graph, groups.fusable, live)
+    kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
+    workload = Workload(graph, groups, kept, fused)
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
     carried = gradient_shapes(graph)
-    seen: set[tuple[int, int]] = set()
-    size = [v.nbytes for v in graph.values]
-    spans: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], frozenset[int]] = {}
-    known: dict[tuple[str, int], float] = {}  # equal operations share a rule
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind.startswith(("loop_", "branch_")):
             continue
         if op.kind in PASSES:
             continue
+        workload.add(op, rules[op.index])
         group, ins, outs = entry
-        rule = rules[op.index]
-        weight = graph.regions[op.region].weight
-        factors = spans.get((ins, outs))
-        if factors is None:
-            factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
-            spans[ins, outs] = factors
-        flops = known.get((op.kind, id(rule)))
-        if flops is None:
-            flops = known[op.kind, id(rule)] = _flops(
-                op.kind,
-                rule,
-                [graph.values[o].shape for o in op.outputs],
-                [graph.values[i].shape for i in op.inputs if i >= 0],
-            )
-        reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in seen}
-        if reads and fusable[op.index]:  # a fused chain reads each array once
-            seen.update([(group, v) for v in reads])
-        nbytes = float(sum([size[v] for v in (*reads, *op.outputs) if kept[v]]))
-        if op.kind in ("gather", "dynamic_slice"):
-            nbytes = 2.0 * sum(size[v] for v in op.outputs)
-        first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
-        dtype = graph.values[first].dtype if first >= 0 else "float32"
-        total = work[group].setdefault((factors, dtype, op.kind in MATMULS), [0.0, 0.0])
-        total[0] += weight * flops
-        total[1] += weight * nbytes
         if op.kind.startswith(("reduce_", "arg")):
             over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
             out = float(sum(graph.values[o].nbytes for o in op.outputs))
             if over:
                 kept_factors = frozenset(f for f in outs[0] if f >= 0)
                 gradient = any(tuple(sorted(graph.values[o].shape)) in carried for o in op.outputs)
+                weight = graph.regions[op.region].weight
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
@@ -127,7 +85,7 @@ def analyse(
         graph,
         tuple(rules),
         groups,
-        tuple(tuple(Work(k[0], v[0], v[1], k[1], k[2]) for k, v in w.items()) for w in work),
+        workload.done(),
         tuple(map(tuple, reductions)),
         usages,
         values,
@@ -155,31 +113,27 @@ def _bundles(links: Sequence[Link]) -> tuple[int, ...]:
 def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     """Seconds of a step whose work is split perfectly and that communicates nothing.
 
-    No strategy on any mesh of ``num_devices`` devices can cost less.
+    No strategy on any mesh of ``num_devices`` devices can cost less: it divides no count of a
+    kernel by more than that.
     """
+    tally: dict[Work, int] = {}
+    for work in analysis.work:
+        for w in work:
+            tally[w] = tally.get(w, 0) + 1
     return sum(
-        float(model.compute_s(w.flops / num_devices, w.nbytes / num_devices, w.dtype, w.matmul))
-        for work in analysis.work
-        for w in work
+        times
+        * (
+            w.kernels * model.op_overhead_s
+            + model.compute_s(
+                w.flops / num_devices,
+                w.nbytes / num_devices,
+                w.dtype,
+                w.kind,
+                w.result_bytes / num_devices,
+            )
+        )
+        for w, times in tally.items()
     )
-
-
-def _flops(
-    kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
-) -> float:
-    if kind in ("dot_general", "ragged_dot"):
-        return 2.0 * math.prod(rule.sizes)
-    if kind == "conv_general_dilated":
-        # per output element, one multiply-add for each kernel element of its feature
-        shared = {f for dim in rule.operands[1] for f in dim} & {
-            f for dim in rule.results[0] for f in dim
-        }
-        features = math.prod(rule.sizes[f] for f in shared)
-        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / features
-    if kind in MOVES:
-        return 0.0
-    size = max((math.prod(s) for s in (*outs, *ins)), default=0)
-    return float(size)
 
 
 def _usages(

@@ -301,15 +301,26 @@ class Extraction:
         """Predicted step time and peak memory of the chosen strategies."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
-        compute = comm = 0.0
+        compute = on_path = off_path = 0.0
         for group, chosen, row in zip(
             priced.analysis.groups.groups, priced.sets, self.choice, strict=True
         ):
-            a, b = pricer.parts_of(group, chosen, row)
-            compute, comm = compute + a, comm + b
+            parts = pricer.parts_of(group, chosen, row)
+            compute, on_path, off_path = (
+                compute + parts[0],
+                on_path + parts[1],
+                off_path + parts[2],
+            )
         for link in priced.analysis.groups.links:
-            comm += link.weight * sum(s.time_s for s in self.link_steps(link))
-        hidden = comm * (1.0 - priced.weight_comm)
+            seconds = link.weight * sum(s.time_s for s in self.link_steps(link))
+            if link.off_path:
+                off_path += seconds
+            else:
+                on_path += seconds
+        model = priced.model
+        # only compute hides communication; the search has the linear form, without this limit
+        hidden = min(model.overlap * on_path + model.overlap_off_path * off_path, compute)
+        comm = on_path + off_path
         peak, moment = self.peak()
         return Prediction(
             compute,

@@ -17,7 +17,7 @@ from costmodels import CostModel
 from planner.analysis import Analysis
 from planner.groups import Link
 from planner.pricing import Priced
-from planner.rates import Rates
+from planner.rates import Rates, exposed
 from planner.reshard import transitions
 from planner.search.family import Family, FamilyEdge
 from planner.spec import MeshSpec
@@ -136,7 +136,6 @@ def price_family(
     """
     sizes = [mesh.sizes for mesh in meshes]
     rates = Rates.of(sizes, model)
-    comm_share = 1.0 - model.overlap
     known: dict[tuple[object, ...], tuple[StrategySet, Mask]] = {}
     sets, has, unary = [], [], []
     for g in analysis.groups.groups:
@@ -149,8 +148,7 @@ def price_family(
             for m, masks in enumerate(allowed):
                 if g.index in masks:
                     mine[m, mine[m]] = masks[g.index]
-        compute, comm = rates.node_parts(analysis, g.index, joint)
-        cost = analysis.counts[g.index] * (compute + comm_share * comm)
+        cost = analysis.counts[g.index] * rates.node_s(analysis, g.index, joint)
         sets.append(joint)
         has.append(mine)
         unary.append(np.where(mine, cost, np.inf))
@@ -185,7 +183,7 @@ def _seconds(analysis: Analysis, rates: Rates, link: Link, pairs: IntArray) -> A
     nbytes = analysis.graph.values[link.value].nbytes
     costs = rates.costs
     alpha = costs.combined_alpha_s if link.gradient else costs.alpha_s
-    share = link.weight * (1.0 - rates.model.overlap)
+    share = link.weight * exposed(rates.model, link.off_path)
     return (share * (alpha + nbytes * costs.beta_s_per_byte)).take(pairs, axis=1)
 
 

@@ -57,6 +57,11 @@ class Link:
     """Whether this is a gradient on its way to a parameter's update: XLA combines the
     all-reduces of all such values into few, so their latency is not paid one by one."""
 
+    @property
+    def off_path(self) -> bool:
+        """Whether little waits for this value: a gradient, or an update of an input."""
+        return self.gradient or self.operand == -1
+
 
 @dataclass(frozen=True)
 class Group:

@@ -2,9 +2,9 @@
 
 Seconds of a node: roofline time of the group's operations on their local shard, plus the
 all-reduces of reductions inside the group, plus (inputs) the all-gather from store to
-use. Seconds of an edge: the resharding of the value that flows. Communication counts
-``1 - overlap`` of its time. Equal sub-problems share one array object, so a search can
-see that layers repeat.
+use. Seconds of an edge: the resharding of the value that flows. Communication counts the share
+of its time that does not hide under compute (``rates.exposed``). Equal sub-problems share one
+array object, so a search can see that layers repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.analysis import Analysis
 from planner.groups import Group, Link
-from planner.rates import Rates
+from planner.rates import Rates, exposed
 from planner.reshard import reshard_table
 from planner.search.problem import Edge, Problem, Usage
 from planner.spec import MeshSpec
@@ -44,11 +44,6 @@ class Priced:
     limit_bytes: float
     change_s: float = 0.0
 
-    @property
-    def weight_comm(self) -> float:
-        """Share of communication time that does not hide under compute."""
-        return 1.0 - self.model.overlap
-
     @cached_property
     def problem(self) -> Problem:
         """One node per group and one edge per linked pair; built when first asked for."""
@@ -70,7 +65,6 @@ class Pricer:
         self.change_s = change_s
         self.sizes = mesh.sizes
         self.rates = _rates(mesh.sizes, model)
-        self.comm = 1.0 - model.overlap
         self.cache: dict[Any, Any] = {}
 
     def strategies(self, group: Group, allowed: NDArray[np.bool_] | None) -> StrategySet:
@@ -92,26 +86,21 @@ class Pricer:
         shape = (group.sizes, self.analysis.stored[group.index], count)
         key = ("node", id(chosen), work, signature, shape)
         if key not in self.cache:
-            compute, comm = self.node_parts(group, chosen)
-            self.cache[key] = (count * (compute + self.comm * comm), chosen)
+            seconds = self.rates.node_s(self.analysis, group.index, chosen, self.change_s)
+            self.cache[key] = (count * seconds[0], chosen)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
-    def node_parts(self, group: Group, chosen: StrategySet) -> tuple[Array, Array]:
-        """(compute seconds, communication seconds) per strategy."""
-        compute, comm = self.rates.node_parts(self.analysis, group.index, chosen, self.change_s)
-        return compute[0], comm[0]
-
-    def parts_of(self, group: Group, chosen: StrategySet, row: int) -> tuple[float, float]:
-        """``node_parts`` of one strategy."""
+    def parts_of(self, group: Group, chosen: StrategySet, row: int) -> tuple[float, float, float]:
+        """``Rates.node_parts`` of one strategy."""
         work = self.analysis.work[group.index]
         reductions = self.analysis.reductions[group.index]
         signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
         key = ("parts", id(chosen), row, work, signature, self.analysis.stored[group.index])
         if key not in self.cache:
             one = StrategySet(chosen.use[row : row + 1], chosen.store[row : row + 1])
-            compute, comm = self.node_parts(group, one)
-            self.cache[key] = (float(compute[0]), float(comm[0]), chosen)
-        return self.cache[key][:2]  # type: ignore[no-any-return]
+            parts = self.rates.node_parts(self.analysis, group.index, one, self.change_s)
+            self.cache[key] = (*(float(part[0, 0]) for part in parts), chosen)
+        return self.cache[key][:3]  # type: ignore[no-any-return]
 
     def link_ends(self, link: Link, sets: Sequence[StrategySet]) -> tuple[Any, Any]:
         """Codes of the value at both ends, per strategy."""
@@ -137,7 +126,7 @@ class Pricer:
         src, dst = self.link_ends(link, sets)
         nbytes = self.analysis.graph.values[link.value].nbytes
         rank = len(link.src)
-        key = ("edge", id(src), id(dst), nbytes, link.weight, rank, link.gradient)
+        key = ("edge", id(src), id(dst), nbytes, link.weight, rank, link.gradient, link.off_path)
         if key not in self.cache:
             table = reshard_table(rank, self.sizes, self.model)
             pick = np.ix_(src, dst)
@@ -145,7 +134,8 @@ class Pricer:
             seconds = alpha[pick] + nbytes * table.beta_s_per_byte[pick]
             if self.change_s:
                 seconds = seconds + self.change_s * table.changes[pick]
-            self.cache[key] = (self.comm * link.weight * seconds, src, dst)
+            share = exposed(self.model, link.off_path) * link.weight
+            self.cache[key] = (share * seconds, src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
     def flipped(self, matrix: Array) -> Array:

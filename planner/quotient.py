@@ -111,7 +111,16 @@ def fold_analysis(analysis: Analysis, pins: Sequence[Pin], *, inputs_differ: boo
 
 def _link_kind(link: Link, nbytes: int) -> tuple[Hashable, ...]:
     """Everything about a link that its price is made of, besides the groups at its ends."""
-    return (link.src, link.dst, nbytes, link.weight, link.partial, link.a_use, link.gradient)
+    return (
+        link.src,
+        link.dst,
+        nbytes,
+        link.weight,
+        link.partial,
+        link.a_use,
+        link.gradient,
+        link.off_path,
+    )
 
 
 def _edge(

@@ -11,15 +11,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import CostModel
-from planner.analysis import Analysis, Reduction, Work
+from planner.analysis import Analysis, Reduction
 from planner.reshard import COMBINED, Transitions, coefficients, transition_costs, transitions
 from planner.strategies import IntArray, StrategySet, digits
+from planner.work import Work
 
 Array = NDArray[np.float64]
 
@@ -40,6 +41,7 @@ class Rates:
     alpha_s: Array
     beta_s_per_byte: Array
     costs: Transitions
+    splits: dict[tuple[int, tuple[int, ...]], Array] = field(default_factory=dict)
 
     @staticmethod
     def of(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Rates:
@@ -68,6 +70,7 @@ class Rates:
             alpha_s=self.alpha_s[rows],
             beta_s_per_byte=self.beta_s_per_byte[rows],
             costs=kept,
+            splits={},
         )
 
     def masks(self, assign: IntArray, factors: frozenset[int]) -> IntArray:
@@ -79,12 +82,40 @@ class Rates:
         found: IntArray = hit[assign + 1] @ (1 << np.arange(self.num_axes))
         return found
 
+    def codes(self, assign: IntArray, classes: Sequence[frozenset[int]]) -> IntArray:
+        """[strategies] which class of factors every axis splits, as a number (see ``split``)."""
+        digit = np.zeros(int(assign.max(initial=-1)) + 2, np.int64)
+        for c, factors in enumerate(classes):
+            for f in factors:
+                if f + 1 < digit.size:
+                    digit[f + 1] = c + 1
+        found: IntArray = digit[assign + 1] @ (len(classes) + 1) ** np.arange(self.num_axes)
+        return found
+
+    def split(self, classes: int, which: tuple[int, ...]) -> Array:
+        """[meshes, codes] into how many pieces the classes ``which`` are cut, of so many."""
+        known = self.splits.get((classes, which))
+        if known is None:
+            base, n = classes + 1, self.num_axes
+            code = np.arange(base**n)[:, None] // base ** np.arange(n) % base
+            hit = np.isin(code, [c + 1 for c in which])
+            known = self.splits[classes, which] = self.size[:, hit @ (1 << np.arange(n))]
+        return known
+
     def compute_s(self, item: Work, assign: IntArray) -> Array:
-        """[meshes, strategies] roofline seconds of a share of the work."""
-        seconds = self.model.compute_s(
-            item.flops / self.size, item.nbytes / self.size, item.dtype, item.matmul
+        """[meshes, strategies] seconds of a share of the work, starts of its kernels included."""
+        count = len(item.classes)
+        moved: Array = np.zeros(1)
+        for nbytes, which in item.traffic:
+            moved = moved + nbytes / self.split(count, which)
+        seconds = item.kernels * self.model.op_overhead_s + self.model.compute_s(
+            item.flops / self.split(count, tuple(range(count))),
+            moved,
+            item.dtype,
+            item.kind,
+            item.result_bytes / self.split(count, item.result) if item.result_bytes else 0.0,
         )
-        return seconds[:, self.masks(assign, item.factors)]
+        return seconds[:, self.codes(assign, item.classes)]
 
     def all_reduce_s(self, r: Reduction, assign: IntArray) -> Array:
         """[meshes, strategies] seconds of the all-reduces of a reduction inside a group."""
@@ -107,18 +138,27 @@ class Rates:
 
     def node_parts(
         self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
-    ) -> tuple[Array, Array]:
-        """(compute seconds, communication seconds) of a group, each [meshes, strategies]."""
+    ) -> tuple[Array, Array, Array]:
+        """Seconds of a group: compute, communication on and off the critical path; each
+        [meshes, strategies]."""
         shape = (len(self.size), chosen.count)
-        compute, comm = np.zeros(shape), np.zeros(shape)
+        compute, on_path, off_path = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for item in analysis.work[group]:
             compute += self.compute_s(item, chosen.use)
         for r in analysis.reductions[group]:
-            comm += self.all_reduce_s(r, chosen.use)
+            part = off_path if r.gradient else on_path
+            part += self.all_reduce_s(r, chosen.use)
         stored = analysis.stored[group]
         if stored is not None:
-            comm += self.gather_s(*stored, chosen, change_s)
-        return compute, comm
+            off_path += self.gather_s(*stored, chosen, change_s)
+        return compute, on_path, off_path
+
+    def node_s(
+        self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
+    ) -> Array:
+        """[meshes, strategies] seconds of a group, communication by what does not hide."""
+        compute, on_path, off_path = self.node_parts(analysis, group, chosen, change_s)
+        return compute + exposed(self.model, False) * on_path + exposed(self.model, True) * off_path
 
     def bytes_of(
         self, chosen: StrategySet, nbytes: float, factors: frozenset[int], port: str
@@ -129,3 +169,8 @@ class Rates:
         if port == "gathered":
             local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
         return local
+
+
+def exposed(model: CostModel, off_path: bool) -> float:
+    """Share of a collective that does not hide under compute."""
+    return 1.0 - (model.overlap_off_path if off_path else model.overlap)

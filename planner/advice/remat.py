@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.advice.batch import batch_leaves, growing
-from planner.analysis import MATMULS, UsageRow
+from planner.analysis import UsageRow
 from planner.extract import Extraction
 from planner.graph.ir import SCALAR
 from planner.meshes import Request
@@ -28,6 +28,7 @@ from planner.report.shortage import Relief
 from planner.search import recursive_programming
 from planner.search.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
+from planner.work import PRODUCTS
 
 SEARCH_S = 3.0
 """Seconds for a plan without what is dropped."""
@@ -60,7 +61,7 @@ class _Recompute:
         op = self.graph.ops[index]
         entry = self.analysis.groups.op_layouts[index]
         seconds = 0.0
-        if op.kind in MATMULS and entry is not None:
+        if op.kind in PRODUCTS and entry is not None:
             group = self.analysis.groups.groups[entry[0]]
             chosen, row = self.priced.sets[entry[0]], self.extraction.choice[entry[0]]
             seconds = self.pricer.parts_of(group, chosen, row)[0]
@@ -73,7 +74,7 @@ class _Recompute:
             )
             dtype = values[op.outputs[0]].dtype if op.outputs else "float32"
             weight = self.graph.regions[op.region].weight
-            seconds = weight * float(self.priced.model.compute_s(0.0, moved, dtype, False))
+            seconds = weight * float(self.priced.model.compute_s(0.0, moved, dtype))
         self.known[index] = seconds
         return seconds
 

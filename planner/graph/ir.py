@@ -47,7 +47,7 @@ class Op:
     """One operation. ``kind`` is the jax primitive, or one of ours for loop borders.
 
     ``attrs`` tells apart operations of one kind and shape (hash of the parameters);
-    ``rule`` indexes ``Graph.rules``.
+    ``fused`` names the call of a function that stands for one kernel (see ``planner.fused``).
     """
 
     index: int
@@ -57,6 +57,7 @@ class Op:
     region: int
     attrs: str = ""
     source: str = ""
+    fused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ INLINED = frozenset(
     "remat checkpoint remat2 custom_lin".split()
 )
 
+FUSED = "flash_attention"
+"""Start of the name of a jitted function that stands for one kernel (see ``planner.fused``)."""
+
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))
 _LIBRARIES = tuple(
@@ -108,6 +111,8 @@ class _Builder:
     eqns: list[EqnKey | None] = field(default_factory=list)
     regions: list[Region] = field(default_factory=lambda: [Region(0, "main", -1, 1, 1.0)])
     attrs_cache: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    fused: str = ""
+    calls: int = 0
 
     def value(self, aval: Any, op: int, name: str = "") -> int:
         index = len(self.values)
@@ -140,7 +145,7 @@ class _Builder:
             if cached is None:
                 cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn.params))
             attrs = cached[1]
-        self.ops.append(Op(index, kind, tuple(inputs), outs, region, attrs, source))
+        self.ops.append(Op(index, kind, tuple(inputs), outs, region, attrs, source, self.fused))
         self.eqns.append(eqn)
         return outs
 
@@ -167,7 +172,14 @@ class _Builder:
     def equation(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
         name = eqn.primitive.name
         if is_inlined(eqn):
-            return self.walk(inner_jaxpr(eqn), ins, region, source)
+            outer = self.fused
+            label = str(eqn.params.get("name", ""))
+            if label.startswith(FUSED) and not outer:
+                self.calls += 1
+                self.fused = f"{label}#{self.calls}"
+            results = self.walk(inner_jaxpr(eqn), ins, region, source)
+            self.fused = outer
+            return results
         if name == "scan":
             return self.scan(eqn, ins, region, source)
         if name == "while":

@@ -115,9 +115,14 @@ PLACES = [
 
 
 def assert_consistent(plan: Plan) -> None:
-    """The predicted step time is what the search minimised, and the rows add up to it."""
+    """The predicted step time is what the search minimised, more only where there is too little
+    compute to hide under; the rows add up to it."""
     p = plan.prediction
-    assert p.step_s == pytest.approx(plan.search.cost_s, rel=1e-8)
+    assert p.overlapped_s <= p.compute_s
+    if p.overlapped_s < p.compute_s:
+        assert p.step_s == pytest.approx(plan.search.cost_s, rel=1e-8)
+    else:
+        assert p.step_s >= plan.search.cost_s * (1 - 1e-8)
     assert p.compute_s + p.communication_s - p.overlapped_s == pytest.approx(p.step_s, rel=1e-8)
     rows = math.fsum(row.count * row.time_s for row in plan.collectives)
     assert rows == pytest.approx(p.communication_s, rel=1e-7, abs=1e-15)
@@ -132,8 +137,10 @@ def test_prediction_is_the_searched_cost(program: str, cluster: str, mesh: str) 
     plan = make_plan(function, *args, cluster=cluster, mesh=mesh, search="recursive_programming")
     assert_consistent(plan)
     model = AnalyticCostModel(parse_cluster(cluster))
-    hidden = model.overlap * plan.prediction.communication_s
-    assert plan.prediction.overlapped_s == pytest.approx(hidden, rel=1e-8)
+    p = plan.prediction
+    least = min(model.overlap * p.communication_s, p.compute_s)
+    most = min(model.overlap_off_path * p.communication_s, p.compute_s)
+    assert least * (1 - 1e-9) <= p.overlapped_s <= most * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("cluster", ["cpu:8", "h100:8"])
@@ -154,7 +161,10 @@ def test_prediction_of_random_choices_is_their_cost() -> None:
             choice = tuple(int(random.integers(c.size)) for c in priced.problem.cost_s)
             cost, peak, _ = evaluate(priced.problem, choice)
             found = Extraction(priced, choice).prediction(math.inf)
-            assert found.step_s == pytest.approx(cost, rel=1e-8), program
+            if found.overlapped_s < found.compute_s:
+                assert found.step_s == pytest.approx(cost, rel=1e-8), program
+            else:
+                assert found.step_s >= cost * (1 - 1e-8), program
             assert found.peak_bytes == pytest.approx(peak + priced.analysis.scalar_bytes, rel=1e-8)
 
 
@@ -173,7 +183,7 @@ def test_searches_agree_on_two_matmuls(cluster: str, mesh: str) -> None:
         assert found.cost_s == pytest.approx(yardstick.cost_s, rel=1e-8), name
         assert found.lower_bound_s <= yardstick.cost_s * (1 + 1e-9), name
     replicated = evaluate(priced.problem, [0] * len(priced.problem.cost_s))[0]
-    assert yardstick.cost_s < 0.5 * replicated
+    assert yardstick.cost_s < 0.6 * replicated  # starting kernels is not split
 
 
 @pytest.mark.parametrize("share", [0.6, 0.35])
