@@ -29,6 +29,8 @@ class ConstrainedStep:
     def __init__(self, graph: Graph, shardings: Shardings) -> None:
         self.graph = graph
         self.shardings = shardings
+        self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
+        self.held: dict[int, jax.sharding.NamedSharding] = {}
         self.next = 0
 
     def step(self, kind: str) -> int:
@@ -40,11 +42,31 @@ class ConstrainedStep:
         return index
 
     def at(self, op: int, slot: str, position: int, value: Any) -> Any:
-        """``value`` under the plan's constraint for that place, if there is one."""
-        sharding = self.shardings.get((op, slot, position))
-        if sharding is None:
-            return value
-        return jax.lax.with_sharding_constraint(value, sharding)
+        """``value`` under the plan's constraints for that place, if there are any."""
+        for name in ("from", "in") if slot == "in" else (slot,):
+            sharding = self.shardings.get((op, name, position))
+            if sharding is not None:
+                value = self.constrained(value, sharding)
+        return value
+
+    def constrained(self, value: Any, sharding: jax.sharding.NamedSharding) -> Any:
+        """``value`` under ``sharding``; asked again it is the same value, resharded once."""
+        known = self.known.get((id(value), sharding))
+        if known is None:
+            made = jax.lax.with_sharding_constraint(value, sharding)
+            known = self.known[id(value), sharding] = (value, made)
+            self.held[id(made)] = sharding
+        return known[1]
+
+    def entered(
+        self, args: Sequence[Any], held: Sequence[jax.sharding.NamedSharding | None]
+    ) -> list[Any]:
+        """What enters a rematerialised body, sharded as it is outside: the barrier around the body
+        hides that, and Shardy would let a later reader's sharding take its place."""
+        return [
+            x if s is None else jax.lax.with_sharding_constraint(x, s)
+            for x, s in zip(args, held, strict=True)
+        ]
 
     def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Evaluate ``jaxpr`` on tracers or arrays."""
@@ -66,7 +88,8 @@ class ConstrainedStep:
         if is_inlined(eqn):
             if name in REMAT:
                 inner = inner_jaxpr(eqn)
-                body = self.rebuilt(inner, lambda args: self.run(inner, args))
+                held = [self.held.get(id(x)) for x in ins]
+                body = self.rebuilt(inner, lambda args: self.run(inner, self.entered(args, held)))
                 return eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": body})  # type: ignore[no-any-return]
             return self.run(inner_jaxpr(eqn), ins)
         if name == "scan":

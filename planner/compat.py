@@ -7,10 +7,12 @@ rest of the project needs of them goes through here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
+from jax.extend import source_info_util
 
 
 def make_jaxpr(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -75,11 +77,18 @@ def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
+def provenance(eqn: Any) -> AbstractContextManager[Any]:
+    """While it is open, new operations carry the source line and names of ``eqn``."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
-    result = eqn.primitive.bind(*functions, *values, **params)
+    with provenance(eqn):
+        result = eqn.primitive.bind(*functions, *values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
 
 

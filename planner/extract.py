@@ -19,6 +19,8 @@ from planner.spec import Sharding
 from planner.unify import Layout
 
 ACTIVATIONS_SHOWN = 12
+UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
+"""Operations whose results the executor can't constrain."""
 
 
 @dataclass
@@ -159,13 +161,25 @@ class Extraction:
             src, dst = self.link_digits(link)
             kind = groups.groups[link.b].kind
             if link.operand <= -2:
-                if src != dst and rank + 1 not in src:
+                lookup = graph.ops[link.op].kind == "gather"  # else Shardy may gather the table
+                if src != dst and (lookup or rank + 1 not in src):
                     # computed as it is, then resharded: left alone, XLA may push the new
                     # sharding back into an operation that it partitions wrongly
                     add(link.op, "made", -2 - link.operand, self.from_digits(src, rank))
                 add(link.op, "out", -2 - link.operand, self.from_digits(dst, rank))
-            elif kind == "anchor" or (src != dst and kind != "copy"):
-                add(link.op, "in", link.operand, self.from_digits(dst, rank))
+            elif kind == "anchor" or src != dst:
+                if src != dst and rank + 1 not in src:
+                    # said where the value is made: left alone, Shardy gives the value, or its
+                    # later readers, the new sharding
+                    value = graph.values[link.value]
+                    held = value.op >= 0 and graph.ops[value.op].kind not in UNHELD
+                    if held and groups.groups[link.a].kind != "copy":
+                        position = graph.ops[value.op].outputs.index(link.value)
+                        add(value.op, "out", position, self.from_digits(src, rank))
+                    else:
+                        add(link.op, "from", link.operand, self.from_digits(src, rank))
+                if kind != "copy":
+                    add(link.op, "in", link.operand, self.from_digits(dst, rank))
         for op in graph.ops:
             entry = groups.op_layouts[op.index]
             if op.kind in ("loop_carry", "loop_xs") and entry is not None:

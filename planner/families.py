@@ -18,7 +18,7 @@ from planner.analysis import Analysis
 from planner.groups import Link
 from planner.pricing import Priced
 from planner.rates import Rates, exposed
-from planner.reshard import transitions
+from planner.route import patterns
 from planner.search.family import Family, FamilyEdge
 from planner.spec import MeshSpec
 from planner.strategies import IntArray, StrategySet, digits, joint_strategies
@@ -154,7 +154,7 @@ def price_family(
         unary.append(np.where(mine, cost, np.inf))
     for link, bundle in zip(analysis.groups.links, analysis.bundles, strict=True):
         if bundle < 0:
-            pairs = transitions(*_ends(analysis, link, sets), len(link.src))
+            pairs = patterns(*_ends(analysis, link, sets), len(link.src))
             unary[link.a] = unary[link.a] + _seconds(analysis, rates, link, pairs)
     return PricedFamily(
         analysis,
@@ -204,7 +204,7 @@ def _frames(analysis: Analysis, sets: Sequence[StrategySet]) -> tuple[Frame, ...
         for link, (left, right) in zip(links, ends, strict=True):
             left, right = left[first_a][:, None], right[first_b][None, :]
             both = (left, right) if link.a == a else (right, left)
-            pairs.append((link, transitions(*both, len(link.src))))
+            pairs.append((link, patterns(*both, len(link.src))))
         frames.append(Frame(a, b, code_a, code_b, tuple(pairs)))
     return tuple(frames)
 

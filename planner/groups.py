@@ -25,6 +25,9 @@ from planner.unify import LAYOUT_NONE, Fusion, Layout
 MARKS = frozenset({"planner_shard", "sharding_constraint"})
 """Manual marks: identities where a sharding may change."""
 
+ENTRIES = frozenset({"loop_const", "loop_carry", "loop_xs", "branch_in"})
+"""Operations outside a region whose results are values inside it."""
+
 IDENTITY_BORDERS = frozenset({"loop_const", "loop_carry", "branch_in"}) | MARKS
 """Places where a value may change its sharding without being computed on."""
 
@@ -168,12 +171,24 @@ class _Grouping:
             if value not in self.copies:
                 copy = self.fusion.new_group("copy", self.graph.values[value].name or f"%{value}")
                 made = self.fusion.fresh(copy, self.graph.values[value].shape)
-                at = self.graph.values[value].op
-                w = self.graph.regions[self.graph.ops[at].region].weight if at >= 0 else 1.0
+                w = self.weight_of(value, op)
                 self.links.append((source, theirs, copy, made, value, w, op.index, position, False))
                 self.copies[value] = (copy, made)
             source, theirs = self.copies[value]
         self.links.append((source, theirs, group, layout, value, weight, op.index, position, False))
+
+    def weight_of(self, value: int, reader: Op) -> float:
+        """How often a value is made in a step; what enters a loop is made in its body."""
+        graph = self.graph
+        at = graph.values[value].op
+        if at < 0:
+            return 1.0
+        home = region = graph.ops[at].region
+        if graph.ops[at].kind in ENTRIES:
+            region = reader.region
+            while graph.regions[region].parent not in (home, -1):
+                region = graph.regions[region].parent
+        return graph.regions[region].weight
 
     def fuse(self, op: Op, rule: FactorRule) -> None:
         """Join an operation with the groups of its operands, or link where that would clash."""

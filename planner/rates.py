@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from costmodels import CostModel
 from planner.analysis import Analysis, Reduction
-from planner.reshard import COMBINED, Transitions, coefficients, transition_costs, transitions
+from planner.reshard import COMBINED, Transitions, coefficients, transition_costs
+from planner.route import patterns
 from planner.strategies import IntArray, StrategySet, digits
 from planner.work import Work
 
@@ -131,7 +132,7 @@ class Rates:
         rank = len(layout)
         src = digits(chosen.store, layout, frozenset(), rank)
         dst = digits(chosen.use, layout, frozenset(), rank)
-        pairs = transitions(src, dst, rank)
+        pairs = patterns(src, dst, rank)
         costs = self.costs
         seconds = costs.alpha_s[:, pairs] + nbytes * costs.beta_s_per_byte[:, pairs]
         return seconds + change_s * costs.changes[pairs] if change_s else seconds

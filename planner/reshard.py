@@ -2,25 +2,19 @@
 
 A *code* writes a sharding of a rank-r tensor on an n-axis mesh as one integer: digit k
 (base r+2) belongs to mesh axis k and is 0 (axis unused), d+1 (splits dimension d) or r+1
-(partial sums along this axis). Per axis the step is one of
+(partial sums along this axis). A change takes these collectives, each where it is needed:
 
-====================  =================================================
-from -> to            collective
-====================  =================================================
-same -> same          none
-none -> dim           slice (free: every device has the data)
-partial -> dim        reduce-scatter
-partial -> none       all-reduce
-dim i -> dim j        all-to-all
-dim -> none           all-gather
-====================  =================================================
+===============  ==========================================================================
+slice            free: every device has the data
+reduce-scatter   of partial sums whose axes all split a dimension afterwards
+all-reduce       of other partial sums
+permute          shards trade places: axes in another dimension, or in another order
+all-to-all       axes go from one dimension to another
+all-gather       axes that split nothing afterwards
+===============  ==========================================================================
 
-done in this order (data shrinks before it grows), axes of one kind together. Payloads
-follow costmodels.collectives: unreduced input, tensor, local shard, gathered result.
-
-XLA's partitioner does an all-to-all only by itself: where another axis is gathered or
-sliced in the same step it gathers everything and slices ("involuntary full
-rematerialization"), so that is what such a step costs here.
+in this order. Which are needed is `route`'s to say, after Shardy's own pass; payloads follow
+costmodels.collectives: unreduced input, tensor, local shard, gathered result.
 """
 
 from __future__ import annotations
@@ -29,17 +23,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import Collective, CostModel
+from planner.route import PARTIAL, Pattern, all_patterns, patterns, route
 
 COMBINED = 0.05
 """Share of a gradient collective's latency that is left when XLA combines it with others."""
 COMBINABLE = frozenset({"all_reduce", "reduce_scatter"})
 
-KINDS: tuple[Collective, ...] = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,16 @@ def digits_of(code: int, rank: int, num_axes: int) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
+def pattern_of(src: Sequence[int], dst: Sequence[int], rank: int) -> Pattern:
+    """The pattern of a change: dimensions numbered in order of first appearance."""
+    names: dict[int, int] = {}
+    out = []
+    for s, d in zip(src, dst, strict=True):
+        before = PARTIAL if s == rank + 1 else names.setdefault(s, len(names) + 1) if s else 0
+        out.append((before, names.setdefault(d, len(names) + 1) if d else 0))
+    return tuple(out)
+
+
 def reshard_steps(
     src: Sequence[int],
     dst: Sequence[int],
@@ -82,57 +88,45 @@ def reshard_steps(
 
     ``combined``: all-reduces share their latency with many others (gradients).
     """
-    partial = rank + 1
-    share = 1.0
-    for digit, n in zip(src, sizes, strict=True):
-        if 0 < digit < partial:
-            share /= n
-    pairs = list(enumerate(zip(src, dst, strict=True)))
-    moved = [k for k, (s, d) in pairs if 0 < s < partial and 0 < d < partial and s != d]
-    gathered = any(0 < s < partial and d == 0 for s, d in zip(src, dst, strict=True))
-    sliced = [k for k, (s, d) in pairs if s == 0 and 0 < d < partial]
-    if moved and (gathered or sliced):
-        pairs = [(k, (s, 0 if k in moved else d)) for k, (s, d) in pairs]
-    else:
-        for k in sliced:
-            share /= sizes[k]
-    axes = {
-        "reduce_scatter": [k for k, (s, d) in pairs if s == partial and 0 < d < partial],
-        "all_reduce": [k for k, (s, d) in pairs if s == partial and d == 0],
-        "all_to_all": [k for k, (s, d) in pairs if 0 < s < partial and 0 < d < partial and s != d],
-        "all_gather": [k for k, (s, d) in pairs if 0 < s < partial and d == 0],
-    }
+    way = route(pattern_of(src, dst, rank))
+
+    def axes(mask: int) -> tuple[int, ...]:
+        return tuple(k for k in range(len(sizes)) if mask >> k & 1)
+
+    def size(mask: int) -> int:
+        return math.prod(sizes[k] for k in axes(mask))
+
+    room = math.prod(size(b) // math.gcd(size(a), size(b)) for a, b in way.dims)
+    split = size(way.before) * min(size(way.sliced), room)
+    wanted: list[tuple[Collective, int, float]] = []
+    if way.reduced:
+        kind: Collective = "reduce_scatter" if way.scattered else "all_reduce"
+        early = way.before | way.sliced & ~way.reduced
+        wanted.append((kind, way.reduced, nbytes / size(early)))
+    if way.permutes:
+        wanted.append(("permute", way.shuffled, nbytes / split))
+    if room > size(way.sliced):
+        wanted += [("all_to_all", mask, nbytes / split) for mask in way.moves]
+    if way.gathered and split > size(way.after):
+        wanted.append(("all_gather", way.gathered, nbytes / size(way.after)))
     steps = []
-    for kind in KINDS:
-        over = tuple(axes[kind])
-        if not over:
+    for kind, over, payload in wanted:
+        if size(over) == 1:
             continue
-        group = math.prod(sizes[k] for k in over)
-        if kind == "all_gather":
-            share *= group
-        payload = nbytes * share
-        alpha, beta = model.collective_coefficients(kind, tuple(sizes), over)
+        alpha, beta = model.collective_coefficients(kind, tuple(sizes), axes(over))
         alpha *= COMBINED if combined and kind in COMBINABLE else 1.0
-        steps.append(Step(kind, over, payload, alpha + beta * payload))
-        if kind == "reduce_scatter":
-            share /= group
+        steps.append(Step(kind, axes(over), payload, alpha + beta * payload))
     return tuple(steps)
-
-
-NOTHING, SLICE, REDUCE_SCATTER, ALL_REDUCE, MOVE, GATHER, KEEP, REFUSED = range(8)
-"""What happens along one mesh axis: the rows of the module's table, with "same" told apart into
-unsplit (NOTHING) and split (KEEP); nothing may arrive as a partial sum (REFUSED)."""
-TYPES = 8
 
 
 @dataclass(frozen=True)
 class Transitions:
     """Seconds of every *transition* on some meshes: ``alpha_s + nbytes * beta_s_per_byte``.
 
-    A transition is one type per mesh axis, written as a number in base ``TYPES``; what a change
-    of sharding costs depends on nothing else. Arrays have shape [meshes, transitions];
-    ``combined_alpha_s`` is for gradients. ``changes`` [transitions] counts the axes along which
-    the layout changes (anything but an all-reduce).
+    A transition is a pattern (see ``route``), numbered as in ``all_patterns``; the last column,
+    which -1 picks, is for changes to partial sums, which nothing may ask for. Arrays have shape
+    [meshes, transitions]; ``combined_alpha_s`` is for gradients. ``changes`` [transitions] counts
+    the axes along which the layout changes (anything but an all-reduce).
     """
 
     alpha_s: NDArray[np.float64]
@@ -141,66 +135,102 @@ class Transitions:
     changes: NDArray[np.float64]
 
 
+@dataclass(frozen=True, eq=False)
+class _Routes:
+    """The routes of all patterns of a number of axes, as arrays [patterns] of masks and flags.
+
+    ``moves`` is [patterns, n]. ``free`` are the axes that come to dimensions that nothing left;
+    ``full`` [patterns, n, 2] the axes that leave and that come, where a dimension has both.
+    """
+
+    reduced: IntArray
+    scattered: NDArray[np.bool_]
+    before: IntArray
+    sliced: IntArray
+    moves: IntArray
+    gathered: IntArray
+    after: IntArray
+    shuffled: IntArray
+    permutes: NDArray[np.bool_]
+    free: IntArray
+    full: IntArray
+    changes: NDArray[np.float64]
+
+
+@lru_cache(maxsize=8)
+def _routes(n: int) -> _Routes:
+    found = [route(pattern) for pattern in all_patterns(n)]
+    full = np.zeros((len(found), n, 2), np.int64)
+    moves = np.zeros((len(found), n), np.int64)
+    for row, way in enumerate(found):
+        pairs = [pair for pair in way.dims if pair[0] and pair[1]]
+        full[row, : len(pairs)] = np.reshape(pairs, (-1, 2))
+        moves[row, : len(way.moves)] = way.moves
+
+    def masks(name: str) -> IntArray:
+        return np.asarray([getattr(way, name) for way in found], np.int64)
+
+    changes = [
+        sum(s != d and not (s == PARTIAL and d == 0) for s, d in pattern)
+        for pattern in all_patterns(n)
+    ]
+    return _Routes(
+        masks("reduced"),
+        masks("scattered") > 0,
+        masks("before"),
+        masks("sliced"),
+        moves,
+        masks("gathered"),
+        masks("after"),
+        masks("shuffled"),
+        masks("permutes") > 0,
+        np.asarray([sum(b for a, b in way.dims if not a) for way in found], np.int64),
+        full,
+        np.asarray(changes, np.float64),
+    )
+
+
 def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Transitions:
     """``reshard_steps`` of every transition on meshes of one number of axes (the same
     arithmetic, vectorised)."""
     n = len(meshes[0])
-    kind = np.arange(TYPES**n)[:, None] // TYPES ** np.arange(n - 1, -1, -1) % TYPES
-    bits = 1 << np.arange(n)
-    over = {t: (kind == t) @ bits for t in (SLICE, REDUCE_SCATTER, ALL_REDUCE, MOVE, GATHER, KEEP)}
-    # an all-to-all beside a gather or a slice: everything is gathered, then sliced
-    whole = (over[MOVE] > 0) & ((over[GATHER] > 0) | (over[SLICE] > 0))
-    early = over[MOVE] | over[GATHER] | over[KEEP] | np.where(whole, 0, over[SLICE])
-    wanted = {
-        "reduce_scatter": over[REDUCE_SCATTER],
-        "all_reduce": over[ALL_REDUCE],
-        "all_to_all": np.where(whole, 0, over[MOVE]),
-        "all_gather": over[GATHER] | np.where(whole, over[MOVE], 0),
-    }
-    size = np.ones((len(meshes), 1 << n))
+    ways = _routes(n)
+    size = np.ones((len(meshes), 1 << n), np.int64)
     for mask in range(1, 1 << n):
         axes = [k for k in range(n) if mask >> k & 1]
         size[:, mask] = [math.prod(sizes[k] for k in axes) for sizes in meshes]
-    share = 1.0 / size[:, early]
-    alpha, combined, beta = (np.zeros(share.shape) for _ in range(3))
-    for name in KINDS:
-        mask = wanted[name]
-        a, b = (
-            np.stack(c)
-            for c in zip(*(coefficients(name, sizes, model) for sizes in meshes), strict=True)
-        )
-        if name == "all_gather":
-            share = share * size[:, mask]
-        alpha += a[:, mask]
-        combined += a[:, mask] * (COMBINED if name in COMBINABLE else 1.0)
-        beta += b[:, mask] * share
-        if name == "reduce_scatter":
-            share = share / size[:, mask]
-    refused = (kind == REFUSED).any(axis=1)
-    alpha[:, refused] = combined[:, refused] = np.inf
-    changed = (kind == SLICE) | (kind == REDUCE_SCATTER) | (kind == MOVE) | (kind == GATHER)
-    changes = (changed | (kind == REFUSED)).sum(axis=1).astype(np.float64)
+    room = size[:, ways.free]
+    for pair in range(n):
+        left, come = size[:, ways.full[:, pair, 0]], size[:, ways.full[:, pair, 1]]
+        room = room * (come // np.gcd(left, come))
+    split = size[:, ways.before] * np.minimum(size[:, ways.sliced], room)
+    reduced = ways.reduced > 0
+    early = size[:, ways.before | ways.sliced & ~ways.reduced]
+    steps: list[tuple[Collective, IntArray, Any, IntArray]] = [
+        ("reduce_scatter", ways.reduced, reduced & ways.scattered, early),
+        ("all_reduce", ways.reduced, reduced & ~ways.scattered, early),
+        ("permute", ways.shuffled, ways.permutes, split),
+        *(("all_to_all", ways.moves[:, k], room > size[:, ways.sliced], split) for k in range(n)),
+        ("all_gather", ways.gathered, split > size[:, ways.after], size[:, ways.after]),
+    ]
+    shape = (len(meshes), len(ways.before) + 1)
+    alpha, combined, beta = (np.zeros(shape) for _ in range(3))
+    known = {
+        name: [
+            np.stack(c) for c in zip(*(coefficients(name, m, model) for m in meshes), strict=True)
+        ]
+        for name in {step[0] for step in steps}
+    }
+    for name, mask, needed, pieces in steps:
+        a, b = known[name]
+        needed = needed & (size[:, mask] > 1)
+        latency = np.where(needed, a[:, mask], 0.0)
+        alpha[:, :-1] += latency
+        combined[:, :-1] += latency * (COMBINED if name in COMBINABLE else 1.0)
+        beta[:, :-1] += np.where(needed, b[:, mask] / pieces, 0.0)
+    alpha[:, -1] = combined[:, -1] = np.inf
+    changes = np.append(ways.changes, 1.0)
     return Transitions(alpha, combined, beta, changes)
-
-
-def transitions(src: NDArray[np.int64], dst: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
-    """Transitions between shardings given as digits [..., n], broadcast against each other."""
-    kinds = _types(rank)[src, dst]
-    out: NDArray[np.int64] = kinds @ TYPES ** np.arange(kinds.shape[-1] - 1, -1, -1)
-    return out
-
-
-@lru_cache(maxsize=64)
-def _types(rank: int) -> NDArray[np.int64]:
-    """[rank + 2, rank + 2] the type of going from one digit to another."""
-    partial = rank + 1
-    out = np.full((rank + 2, rank + 2), MOVE, np.int64)
-    np.fill_diagonal(out, KEEP)
-    out[0, :], out[:, 0] = SLICE, GATHER
-    out[partial, :] = REDUCE_SCATTER
-    out[partial, 0], out[0, 0] = ALL_REDUCE, NOTHING
-    out[:, partial] = REFUSED
-    return out
 
 
 @dataclass(frozen=True)
@@ -228,7 +258,7 @@ def _all_pairs(rank: int, num_axes: int) -> NDArray[np.int64]:
     base = rank + 2
     codes = np.arange(base**num_axes)[:, None]
     digits = codes // base ** np.arange(num_axes - 1, -1, -1) % base
-    return transitions(digits[:, None], digits[None, :], rank)
+    return patterns(digits[:, None], digits[None, :], rank)
 
 
 @lru_cache(maxsize=256)

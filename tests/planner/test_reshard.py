@@ -107,9 +107,16 @@ def test_a_partial_sum_is_never_a_target() -> None:
         ((1, 2), (0, 0), [("all_gather", (0, 1), 800.0)]),
         ((3, 0), (1, 2), [("reduce_scatter", (0,), 400.0)]),  # the free slice goes first
         ((3, 1), (2, 0), [("reduce_scatter", (0,), 400.0), ("all_gather", (1,), 200.0)]),
-        # an all-to-all next to a gather or a slice: everything is gathered
-        ((1, 2), (2, 0), [("all_gather", (0, 1), 800.0)]),
-        ((1, 0), (2, 1), [("all_gather", (0,), 800.0)]),
+        ((3, 3), (1, 0), [("all_reduce", (0, 1), 800.0)]),  # one axis stays whole: no scatter
+        # checked with Shardy itself in tests/executor/test_shardy.py
+        (
+            (1, 2),
+            (2, 0),
+            [("permute", (0, 1), 100.0), ("all_to_all", (0,), 100.0), ("all_gather", (1,), 200.0)],
+        ),
+        ((1, 0), (2, 1), [("permute", (0, 1), 100.0), ("all_to_all", (0,), 100.0)]),
+        ((1, 1), (0, 1), [("permute", (0, 1), 100.0), ("all_gather", (0,), 400.0)]),
+        ((0, 1), (1, 0), [("permute", (0, 1), 200.0)]),
         ((0, 0), (1, 2), []),
         ((1, 2), (1, 2), []),
     ],
