@@ -139,7 +139,7 @@ def trip_count(op: Any) -> int | None:
 def _constant(value: Any, loop: Any = None) -> int | None:
     """The number that a scalar value always is, if it is a constant."""
     if isinstance(value, ir.BlockArgument):
-        argument = ir.BlockArgument(value)
+        argument: Any = ir.BlockArgument(value)
         inside = loop is not None and argument.owner == loop.regions[0].blocks[0]
         return _constant(loop.operands[argument.arg_number]) if inside else None
     maker = value.owner

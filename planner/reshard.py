@@ -199,7 +199,7 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
     for mask in range(1, 1 << n):
         axes = [k for k in range(n) if mask >> k & 1]
         size[:, mask] = [math.prod(sizes[k] for k in axes) for sizes in meshes]
-    room = size[:, ways.free]
+    room: Any = size[:, ways.free]
     for pair in range(n):
         left, come = size[:, ways.full[:, pair, 0]], size[:, ways.full[:, pair, 1]]
         room = room * (come // np.gcd(left, come))
