@@ -86,7 +86,7 @@ def test_h100_constants() -> None:
     assert device.memory_bytes == 80_000_000_000
     assert cluster.link.bytes_per_s == pytest.approx(4.5e11 * 0.82)
     assert cluster.network is not None
-    assert cluster.network.bytes_per_s == pytest.approx(5.0e10 * 0.9)
+    assert cluster.network.bytes_per_s == pytest.approx(5.0e10 * 0.94)
 
 
 def test_torus() -> None:
@@ -208,7 +208,15 @@ def test_larger_nodes_need_an_override(tmp_path: Path) -> None:
         ('[cluster]\ndevice = "v5e"\nshape = [4]\nslices = 0\n', r"slices must be positive"),
         ('[cluster]\ndevice = "v5e"\nshape = [4]\nslices = "2"\n', r"slices = '2'; write"),
         ('[cluster]\ndevice = "h100"\nslices = 2\n', r"unknown key 'slices'"),
-        ('[cluster]\ndevice = "h100"\n[intra_node]\nswitched = 1\n', r"must be true or false"),
+        ('[cluster]\ndevice = "h100"\n[intra_node]\nwires = 1\n', r"a symmetric matrix"),
+        (
+            '[cluster]\ndevice = "h100"\n[intra_node]\nwires = [[0, 1], [2, 0]]\n',
+            r"wires must be \[\] or a symmetric matrix of link counts",
+        ),
+        (
+            '[cluster]\ndevice = "h100"\n[intra_node]\nwires = [[0, 1], [1, 0]]\n',
+            r"wires has 2 rows for 8 devices per node",
+        ),
         ('[cluster]\ndevice = "h100"\n[gpu]\nx = 1\n', r"unknown table \[gpu\]"),
         ('link = 3\n[cluster]\ndevice = "h100"\n', r"unknown table \[link\]"),
         ('device = 3\n[cluster]\ndevice = "h100"\n', r"device must be a table, got 3"),
