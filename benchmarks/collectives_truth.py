@@ -4,7 +4,7 @@
 
 FOLDER holds collectives_*.csv and moe_all_to_all_deepep.csv. Each row is priced on the cluster
 that its hardware names; what a machine does not share with the catalog (a slower network, a larger
-node) is an override as in a cluster file, from the machine's description (marked *). Rows whose
+node) is an override as in a cluster file, from the machine's description. Rows whose
 hardware is not in the catalog are left out, so are those measured with the default algorithm
 switched off. Galvatron's tables don't state their GPU: they are priced as A100. `--rows` prints
 every row.
@@ -41,15 +41,18 @@ PER_CARD = "[inter_node]\nbytes_per_s = {}\n"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Device kind of the catalog, devices per node, and what a cluster file changes."""
+    """Device kind of the catalog, devices per node, what a cluster file changes, and its name."""
 
     device: str
     per_node: int = 8
     changes: str = ""
+    name: str = ""
 
 
 MACHINES = {
-    "A100-SXM-80GB (p4de.24xlarge)": Machine("a100", 8, PER_CARD.format(6.25e9)),  # 4 x 100 Gb
+    "A100-SXM-80GB (p4de.24xlarge)": Machine(
+        "a100", 8, PER_CARD.format(6.25e9), "a100, 4x100 Gb EFA"
+    ),
     "A100-SXM-40GB (BM.GPU.B4.8)": Machine("a100-40gb"),
     "A100-SXM (8 per node)": Machine("a100"),
     "A100-SXM (8 per node, NVSwitch)": Machine("a100"),
@@ -58,18 +61,22 @@ MACHINES = {
     "H100-SXM-80GB": Machine("h100"),
     "H100-SXM-80GB (DGX)": Machine("h100"),
     "H100-SXM-80GB (Azure NDv5)": Machine("h100"),
-    "H100-SXM-80GB (p5.48xlarge)": Machine("h100"),
-    "H100-SXM-80GB (p5.48xlarge; inferred)": Machine("h100"),
-    "H100-SXM-80GB (p5 class; inferred)": Machine("h100"),
+    "H100-SXM-80GB (p5.48xlarge)": Machine("h100", name="h100, EFA"),
+    "H100-SXM-80GB (p5.48xlarge; inferred)": Machine("h100", name="h100, EFA"),
+    "H100-SXM-80GB (p5 class; inferred)": Machine("h100", name="h100, EFA"),
     "H100-SXM-80GB (job name h100-64-sharp; 96 ranks by ratio)": Machine("h100"),
-    "H100-SXM-80GB (GCP A3 Mega)": Machine("h100", 8, PER_CARD.format(2.5e10)),  # 8 x 200 Gb
-    "H100-SXM-80GB (GCP A3 High)": Machine("h100", 8, PER_CARD.format(1.25e10)),  # 4 x 200 Gb
+    "H100-SXM-80GB (GCP A3 Mega)": Machine(
+        "h100", 8, PER_CARD.format(2.5e10), "h100, 8x200 Gb TCPXO"
+    ),
+    "H100-SXM-80GB (GCP A3 High)": Machine(
+        "h100", 8, PER_CARD.format(1.25e10), "h100, 4x200 Gb TCPX"
+    ),
     "H200 SXM": Machine("h200"),
     "H200 SXM (GCP A3 Ultra)": Machine("h200"),
     "H200 SXM (Azure ND H200 v5)": Machine("h200"),
     "B200 SXM": Machine("b200"),
-    "B200 SXM (AWS p6-b200)": Machine("b200"),
-    "GB200 NVL72": Machine("b200", 72, "[node]\ndevices_per_node = 72\n"),
+    "B200 SXM (AWS p6-b200)": Machine("b200", name="b200, EFA"),
+    "GB200 NVL72": Machine("b200", 72, "[node]\ndevices_per_node = 72\n", "gb200"),
     "8-GPU NVLink node (A800/A100 class; GPU not stated)": Machine("a100"),
 }
 H800 = Machine(
@@ -130,7 +137,7 @@ def node_rows(folder: Path, table: str) -> Iterator[Row | None]:
             cluster = cluster_of(machine, nodes)
             alpha_s, beta = collective_coefficients(cluster, kind, (count,), (0,))
             payload = float(line["message_bytes"])
-            device = machine.device + ("*" if machine.changes else "")
+            device = machine.name or machine.device
             group, predicted_s = f"{inside}x{nodes}", alpha_s + beta * payload
             yield Row(table, kind, device, group, payload, measured_s, predicted_s)
 
@@ -175,7 +182,7 @@ def expert_rows(folder: Path) -> Iterator[Row | None]:
             share = (count - 8) / count if nodes > 1 else 7 / 8
             measured_s = 1e9 * share / float(line["bandwidth_bytes_per_second"])
             group = f"{min(count, 8)}x{nodes}"
-            yield Row("deepep", "all_to_all", "h100*", group, 1e9, measured_s, 1e9 * beta)
+            yield Row("deepep", "all_to_all", "h800", group, 1e9, measured_s, 1e9 * beta)
 
 
 def table_rows(folder: Path, table: str) -> list[Row | None]:

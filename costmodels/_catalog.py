@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -56,6 +57,22 @@ def _aliases() -> dict[str, str]:
         table[kind] = kind
         table.update(dict.fromkeys(_read(kind)["device"]["aliases"], kind))
     return table
+
+
+def find_kind(name: str) -> str | None:
+    """The kind that a driver's device name such as 'NVIDIA A100-SXM4-40GB' means, if known.
+
+    Of the kinds and aliases whose words all stand in the name, that with the most words counts.
+    """
+    words = _words(name)
+    found = [alias for alias in _aliases() if _words(alias) <= words]
+    if not found:
+        return None
+    return _aliases()[max(found, key=lambda alias: (len(_words(alias)), alias))]
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 @functools.lru_cache(maxsize=32)

@@ -11,13 +11,21 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides
+from ._catalog import (
+    ClusterError,
+    Table,
+    catalog_entry,
+    find_kind,
+    known_kinds,
+    merge_overrides,
+)
 
 __all__ = [
     "Cluster",
     "ClusterError",
     "Device",
     "Link",
+    "find_kind",
     "known_kinds",
     "parse_bytes",
     "parse_cluster",

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels import Cluster, ClusterError, known_kinds, parse_bytes, parse_cluster, with_memory
+from costmodels import (
+    Cluster,
+    ClusterError,
+    find_kind,
+    known_kinds,
+    parse_bytes,
+    parse_cluster,
+    with_memory,
+)
 
 HIERARCHIES = st.builds(
     lambda kind, per_node, nodes: f"{kind}:{per_node}x{nodes}",
@@ -64,6 +72,31 @@ def test_a_kind_on_a_base_changes_only_what_it_names() -> None:
     assert (other.link, other.network) == (base.link, base.network)
     changed = dataclasses.replace(base.device, kind="v100-32gb", memory_bytes=32 * 10**9)
     assert other.device == changed
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", None),
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+        ("Quadro K620", None),
+    ],
+)
+def test_kind_of_a_driver_name(name: str, kind: str | None) -> None:
+    assert find_kind(name) == kind
 
 
 def test_slices() -> None:
