@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -22,7 +23,13 @@ _POSITIVE = {
     "peak_flops_per_s": DTYPES,
 }
 _INTEGER = ("memory_bytes", "devices_per_node", "max_dims", "wrap_multiple")
-_NOT_NEGATIVE = ("kernel_latency_s", "latency_s", "startup_s", "matmul_store")
+_NOT_NEGATIVE = (
+    "kernel_latency_s",
+    "latency_s",
+    "startup_s",
+    "in_switch_latency_s",
+    "matmul_store",
+)
 _UNIT_INTERVAL = (
     "matmul_efficiency",
     "attention_efficiency",
@@ -50,6 +57,22 @@ def _aliases() -> dict[str, str]:
         table[kind] = kind
         table.update(dict.fromkeys(_read(kind)["device"]["aliases"], kind))
     return table
+
+
+def find_kind(name: str) -> str | None:
+    """The kind that a driver's device name such as 'NVIDIA A100-SXM4-40GB' means, if known.
+
+    Of the kinds and aliases whose words all stand in the name, that with the most words counts.
+    """
+    words = _words(name)
+    found = [alias for alias in _aliases() if _words(alias) <= words]
+    if not found:
+        return None
+    return _aliases()[max(found, key=lambda alias: (len(_words(alias)), alias))]
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 @functools.lru_cache(maxsize=32)
@@ -130,8 +153,10 @@ def check_entry(entry: Table, where: str) -> None:
 
 def _problem(table: str, key: str, value: object) -> str:
     """What the value should have been, or an empty text where it is fine."""
-    if key in ("shared_cores", "native_reduce_scatter", "switched"):
+    if key in ("shared_cores", "native_reduce_scatter"):
         return "" if isinstance(value, bool) else "true or false"
+    if key == "wires":
+        return "" if _is_wiring(value) else "[] or a symmetric matrix of link counts"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "a number"
     if value != value or value in (float("inf"), float("-inf")):
@@ -147,3 +172,12 @@ def _problem(table: str, key: str, value: object) -> str:
     if key in _UNIT_INTERVAL:
         return "" if 0 < value <= 1 else "above 0 and at most 1"
     return "" if 0 <= value <= 1 else "between 0 and 1"
+
+
+def _is_wiring(value: object) -> bool:
+    """Whether a value is a symmetric square matrix of counts with a link in every row, or []."""
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        return False
+    counts = all(type(count) is int and count >= 0 for row in value for count in row)
+    square = all(len(row) == len(value) and any(row) for row in value)
+    return counts and square and value == [list(column) for column in zip(*value, strict=True)]

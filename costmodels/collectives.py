@@ -39,8 +39,7 @@ def collective_coefficients(
         return 0.0, 0.0
     inside = _members_per_node(cluster.devices_per_node, mesh_shape, axes)
     if cluster.kind == "hierarchy":
-        size = math.prod(mesh_shape[axis] for axis in axes)
-        return nodes_coefficients(cluster, kind, inside, size // inside)
+        return nodes_coefficients(cluster, kind, mesh_shape, axes, inside)
     if kind == "all_reduce":
         alpha_s, beta = torus_coefficients(cluster, "all_gather", mesh_shape, axes, inside)
         return 2.0 * alpha_s - cluster.link.startup_s, 2.0 * beta

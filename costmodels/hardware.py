@@ -11,13 +11,21 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides
+from ._catalog import (
+    ClusterError,
+    Table,
+    catalog_entry,
+    find_kind,
+    known_kinds,
+    merge_overrides,
+)
 
 __all__ = [
     "Cluster",
     "ClusterError",
     "Device",
     "Link",
+    "find_kind",
     "known_kinds",
     "parse_bytes",
     "parse_cluster",
@@ -84,16 +92,18 @@ class Link:
     """Achievable rate of one device in one direction (bytes/s), and latency of a step (s).
 
     On a torus it is one link, one way, and the latency is that of one hop. `startup_s` is the
-    fixed cost of a collective that uses the link, `reduce_bytes_per_s` the rate of a switch that
-    adds up what passes through it (0: it can't). `peers` is the number of devices that the rate
-    is divided over when each has a link of its own to every other (0: a switch).
+    fixed cost of a collective that uses the link. Where a switch adds up what passes through it,
+    `reduce_bytes_per_s` is its rate per device (else 0) and `reduce_latency_s` the fixed cost of
+    such an all-reduce. `wires` holds the number of links between each two devices of a node, or
+    nothing where a switch joins them all.
     """
 
     bytes_per_s: float
     latency_s: float
     startup_s: float = 0.0
     reduce_bytes_per_s: float = 0.0
-    peers: int = 0
+    reduce_latency_s: float = 0.0
+    wires: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,10 +294,18 @@ def _build(text: str, entry: Table, shape: tuple[int, ...], slices: int = 1) -> 
         link = _link(entry["torus"])
         return Cluster(text, device, shape, "torus", link, network, slices, wrap_multiple)
     node = entry["intra_node"]
+    wires = tuple(tuple(row) for row in node["wires"])
+    if wires and len(wires) != int(entry["node"]["devices_per_node"]):
+        raise ClusterError(
+            f"{text}: [intra_node] wires has {len(wires)} rows for "
+            f"{entry['node']['devices_per_node']} devices per node; give each device a row, or [] "
+            "for a switch"
+        )
     link = dataclasses.replace(
         _link(node),
         reduce_bytes_per_s=float(node["bytes_per_s"] * node["in_switch_efficiency"]),
-        peers=0 if node["switched"] else int(entry["node"]["devices_per_node"]) - 1,
+        reduce_latency_s=float(node["in_switch_latency_s"]),
+        wires=wires,
     )
     return Cluster(text, device, shape, "hierarchy", link, _link(entry["inter_node"]))
 

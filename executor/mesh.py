@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from costmodels import known_kinds
+from costmodels import find_kind, known_kinds
 from planner.errors import RequestError
 from planner.spec import MeshSpec, Sharding
 
@@ -49,11 +49,10 @@ def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:
     first, count = present[0], len(present)
     if first.platform == "cpu":
         return f"cpu:{count}"
-    name = first.device_kind.lower().replace(" ", "")
-    for kind in known_kinds():
-        if kind in name and kind != "cpu":
-            hosts = len({d.process_index for d in present})
-            return f"{kind}:{count // hosts}x{hosts}" if hosts > 1 else f"{kind}:{count}"
+    kind = find_kind(first.device_kind)
+    if kind is not None:
+        hosts = len({d.process_index for d in present})
+        return f"{kind}:{count // hosts}x{hosts}" if hosts > 1 else f"{kind}:{count}"
     raise RequestError(
         f"device kind {first.device_kind!r} is not in the catalog ({', '.join(known_kinds())}); "
         "pass cluster= (a .toml file can describe it)"

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels import Cluster, ClusterError, known_kinds, parse_bytes, parse_cluster, with_memory
+from costmodels import (
+    Cluster,
+    ClusterError,
+    find_kind,
+    known_kinds,
+    parse_bytes,
+    parse_cluster,
+    with_memory,
+)
 
 HIERARCHIES = st.builds(
     lambda kind, per_node, nodes: f"{kind}:{per_node}x{nodes}",
@@ -66,6 +74,31 @@ def test_a_kind_on_a_base_changes_only_what_it_names() -> None:
     assert other.device == changed
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", None),
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+        ("Quadro K620", None),
+    ],
+)
+def test_kind_of_a_driver_name(name: str, kind: str | None) -> None:
+    assert find_kind(name) == kind
+
+
 def test_slices() -> None:
     cluster = parse_cluster("v5e:16x16+4")
     assert (cluster.shape, cluster.slices, cluster.num_devices) == ((16, 16), 4, 1024)
@@ -86,7 +119,7 @@ def test_h100_constants() -> None:
     assert device.memory_bytes == 80_000_000_000
     assert cluster.link.bytes_per_s == pytest.approx(4.5e11 * 0.82)
     assert cluster.network is not None
-    assert cluster.network.bytes_per_s == pytest.approx(5.0e10 * 0.9)
+    assert cluster.network.bytes_per_s == pytest.approx(5.0e10 * 0.94)
 
 
 def test_torus() -> None:
@@ -208,7 +241,15 @@ def test_larger_nodes_need_an_override(tmp_path: Path) -> None:
         ('[cluster]\ndevice = "v5e"\nshape = [4]\nslices = 0\n', r"slices must be positive"),
         ('[cluster]\ndevice = "v5e"\nshape = [4]\nslices = "2"\n', r"slices = '2'; write"),
         ('[cluster]\ndevice = "h100"\nslices = 2\n', r"unknown key 'slices'"),
-        ('[cluster]\ndevice = "h100"\n[intra_node]\nswitched = 1\n', r"must be true or false"),
+        ('[cluster]\ndevice = "h100"\n[intra_node]\nwires = 1\n', r"a symmetric matrix"),
+        (
+            '[cluster]\ndevice = "h100"\n[intra_node]\nwires = [[0, 1], [2, 0]]\n',
+            r"wires must be \[\] or a symmetric matrix of link counts",
+        ),
+        (
+            '[cluster]\ndevice = "h100"\n[intra_node]\nwires = [[0, 1], [1, 0]]\n',
+            r"wires has 2 rows for 8 devices per node",
+        ),
         ('[cluster]\ndevice = "h100"\n[gpu]\nx = 1\n', r"unknown table \[gpu\]"),
         ('link = 3\n[cluster]\ndevice = "h100"\n', r"unknown table \[link\]"),
         ('device = 3\n[cluster]\ndevice = "h100"\n', r"device must be a table, got 3"),

@@ -279,12 +279,16 @@ def test_values_that_grow_inside_a_scan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "times", "shape"),
-    [("h100:8", 4, (8, 4)), ("h100:8x2", 2, (8, 4)), ("v5p:4x4x8", 4, (8, 8, 8))],
+    ("text", "times", "larger"),
+    [
+        *[("h100:8", 4, "h100:8x4"), ("h100:8x2", 2, "h100:8x4")],
+        *[("v5p:4x4x8", 4, "v5p:8x8x8"), ("v5e:16x16+2", 4, "v5e:16x16+8")],
+    ],
 )
-def test_larger_clusters(text: str, times: int, shape: tuple[int, ...]) -> None:
+def test_larger_clusters(text: str, times: int, larger: str) -> None:
     cluster = grown(parse_cluster(text), times)
-    assert cluster.shape == shape
+    assert cluster.text == larger
+    assert cluster.num_devices == times * parse_cluster(text).num_devices
     assert parse_cluster(cluster.text) == cluster
 
 
