@@ -2,9 +2,9 @@
 
 Operations that mix dimensions are a kernel each. Elementwise operations are fused with the
 elementwise operations that they read, also with several results (XLA's loop and multi-output
-fusion), unless a product or reduction lies on a path between the two; what writes nothing to memory is
-part of its readers. Reductions absorb what they read, and those of one value share a kernel.
-Compared with compiled steps in docs/explanation/compute.md.
+fusion), unless a product or reduction lies on a path between the two; what writes nothing to
+memory is part of its readers, and so are scalars. Reductions absorb what they read, and those of
+one value share a kernel. Compared with compiled steps in docs/explanation/compute.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def starts(
     graph: Graph, fusable: Sequence[bool], kept: Sequence[bool], live: Sequence[bool]
 ) -> tuple[bool, ...]:
     """Per operation, whether its kernel is counted at it. Near-linear in operations."""
+    values = graph.values
     out = [False] * len(graph.ops)
     depth = [0] * len(graph.values)  # heavy operations on the longest path to a value
     chain = [-1] * len(graph.values)  # the elementwise operation that made it
@@ -56,7 +57,7 @@ def starts(
                 depth[o] = level + 1
             continue
         for i in inputs:
-            if chain[i] >= 0 and depth[i] == level:
+            if chain[i] >= 0 and depth[i] == level and values[i].shape:
                 parent[find(chain[i])] = find(here)
         for o in op.outputs:
             depth[o], chain[o] = level, here

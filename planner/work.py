@@ -1,8 +1,8 @@
 """What the operations of each group do, in flop and bytes: what prices of compute are made of.
 
-A kernel is what a compiler launches at once: a product (matmul, convolution), a chain of elementwise
-operations or a reduction with what it reads (see ``kernels``), or a jitted function that stands for
-one, whatever it does inside (see ``fused``).
+A kernel is what a compiler launches at once: a product (matmul, convolution), a chain of
+elementwise operations or a reduction with what it reads (see ``kernels``), or a jitted function
+that stands for one, whatever it does inside (see ``fused``).
 """
 
 from __future__ import annotations
