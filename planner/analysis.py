@@ -10,6 +10,7 @@ from planner.fused import find_fused
 from planner.graph.ir import Graph
 from planner.graph.liveness import PASSES, intervals, materialised
 from planner.groups import Groups, Link, gradient_shapes
+from planner.kernels import starts
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
 from planner.work import Work, Workload
@@ -59,7 +60,8 @@ def analyse(
     fused = find_fused(graph, rules)
     kept = materialised(graph, groups.fusable, live)
     kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
-    workload = Workload(graph, groups, kept, fused)
+    begun = starts(graph, groups.fusable, kept, live)
+    workload = Workload(graph, groups, kept, fused, begun)
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
     carried = gradient_shapes(graph)
     for op in graph.ops:

@@ -1,8 +1,8 @@
 """What the operations of each group do, in flop and bytes: what prices of compute are made of.
 
-A kernel is what a compiler launches at once. A product (matmul, convolution) is one; a chain of
-elementwise operations and reductions is one for each value that it writes to memory; a jitted
-function whose name starts with ``FUSED`` is one, whatever stands inside (see ``fused``).
+A kernel is what a compiler launches at once: a product (matmul, convolution), a chain of
+elementwise operations or a reduction with what it reads (see ``kernels``), or a jitted function
+that stands for one, whatever it does inside (see ``fused``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from costmodels import Kernel
 from planner.fused import FusedCalls
 from planner.graph.ir import SCALAR, Graph, Op
 from planner.groups import Groups
+from planner.kernels import BITCASTS
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
 
@@ -57,6 +58,7 @@ class Workload:
     groups: Groups
     kept: Sequence[bool]
     fused: FusedCalls
+    starts: Sequence[bool]
     sums: list[dict[tuple[frozenset[int], str], list[float]]] = field(init=False)
     products: list[list[Work]] = field(init=False)
     seen: set[tuple[int, int]] = field(default_factory=set)
@@ -100,12 +102,14 @@ class Workload:
             self.seen.update([(group, v) for v in reads])
         writes = [v for v in op.outputs if kept[v]]
         nbytes = float(sum([values[v].nbytes for v in (*reads, *writes)]))
-        if op.kind in ("gather", "dynamic_slice"):
+        if op.kind in BITCASTS and reads:
+            nbytes = 0.0
+        elif op.kind in ("gather", "dynamic_slice"):
             nbytes = 2.0 * sum(values[v].nbytes for v in op.outputs)
         total = self.sums[group].setdefault((factors, dtype), [0.0, 0.0, 0.0])
         total[0] += 0.0 if inside >= 0 else weight * flops
         total[1] += weight * nbytes
-        total[2] += weight if writes and inside < 0 else 0.0
+        total[2] += weight if self.starts[op.index] and inside < 0 else 0.0
 
     def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
         """A product: its factors in classes by which of the two operands and the result have

@@ -1,0 +1,72 @@
+"""Which operations start a kernel: a count of what a compiler that fuses launches.
+
+Operations that mix dimensions are a kernel each. Elementwise operations are fused with the
+elementwise operations that they read, also with several results (XLA's loop and multi-output
+fusion), unless a product or reduction lies on a path between the two; what writes nothing to
+memory is part of its readers, and so are scalars. Reductions absorb what they read, and those of
+one value share a kernel. Compared with compiled steps in docs/explanation/compute.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.graph.ir import SCALAR, Graph
+from planner.graph.liveness import PASSES
+
+BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
+"""Operations that never are a kernel alone: a new shape for the same bytes, or made where read."""
+
+
+def starts(
+    graph: Graph, fusable: Sequence[bool], kept: Sequence[bool], live: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Per operation, whether its kernel is counted at it. Near-linear in operations."""
+    values = graph.values
+    out = [False] * len(graph.ops)
+    depth = [0] * len(graph.values)  # heavy operations on the longest path to a value
+    chain = [-1] * len(graph.values)  # the elementwise operation that made it
+    parent = list(range(len(graph.ops)))
+    writes: list[int] = []
+    reduced: set[int] = set()
+
+    def find(op: int) -> int:
+        while parent[op] != op:
+            parent[op] = parent[parent[op]]
+            op = parent[op]
+        return op
+
+    for op in graph.ops:
+        if not live[op.index]:
+            continue
+        inputs = [i for i in op.inputs if i != SCALAR]
+        level = max((depth[i] for i in inputs), default=0)
+        here, kind = op.index, op.kind
+        if kind in PASSES or kind.startswith(("loop_", "branch_")):
+            for o in op.outputs:
+                depth[o] = level
+            continue
+        reduces = kind.startswith(("reduce_", "arg"))
+        if reduces or not fusable[here]:
+            if not reduces:
+                out[here] = True
+            elif inputs and inputs[0] not in reduced:
+                reduced.add(inputs[0])
+                out[here] = True
+            for o in op.outputs:
+                depth[o] = level + 1
+            continue
+        for i in inputs:
+            if chain[i] >= 0 and depth[i] == level and values[i].shape:
+                parent[find(chain[i])] = find(here)
+        for o in op.outputs:
+            depth[o], chain[o] = level, here
+        if kind not in BITCASTS and any(kept[o] for o in op.outputs):
+            writes.append(here)
+    counted: set[int] = set()
+    for op_index in writes:
+        root = find(op_index)
+        if root not in counted:
+            counted.add(root)
+            out[op_index] = True
+    return tuple(out)
