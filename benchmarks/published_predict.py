@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from published_models import Case, Decoder, Degrees, microbatch, update
+from published_case import Case, Decoder, Degrees
+from published_models import microbatch, update
 from published_tables import Run
 
-from costmodels import Cluster, Link, parse_cluster
+from costmodels import Cluster, parse_cluster
 from costmodels.collectives import collective_coefficients
 from planner import make_plan
 
@@ -110,7 +111,7 @@ def cluster_of(hardware: str, inter_node: str, node_size: int, devices: int) -> 
         shape = TORUS[per_slice]
         if kind in ("v4", "v5p"):
             shape = (4, 4, per_slice // 16)
-        text = f"{kind}:{'x'.join(map(str, shape))}" + (f"@{slices}" if slices > 1 else "")
+        text = f"{kind}:{'x'.join(map(str, shape))}" + (f"+{slices}" if slices > 1 else "")
         return parse_cluster(text)
     per_node = min(node_size, devices)
     cluster = parse_cluster(f"{kind}:{per_node}x{-(-devices // per_node)}")
@@ -119,7 +120,7 @@ def cluster_of(hardware: str, inter_node: str, node_size: int, devices: int) -> 
         cluster = dataclasses.replace(cluster, device=device)
     for text, bytes_per_s in NIC_BYTES_PER_S:
         if text in inter_node and cluster.network is not None:
-            network = Link(0.9 * bytes_per_s, cluster.network.latency_s)
+            network = dataclasses.replace(cluster.network, bytes_per_s=0.9 * bytes_per_s)
             cluster = dataclasses.replace(cluster, network=network)
     return cluster
 
@@ -200,13 +201,11 @@ def predict(run: Run) -> Step:
         layer = 0.5 * (layer + kept)
     layers = run.model.layers
     device = cluster.device
-    on, off = device.overlap, getattr(device, "overlap_off_path", device.overlap)
+    on, off = device.overlap, device.overlap_off_path
     if run.framework.eager:
         on = 0.0  # a tensor-parallel collective is waited for
     if not run.framework.overlaps:
-        on = off_sync = 0.0
-    else:
-        off_sync = off
+        on = off = 0.0
 
     def exposed(part: Parts) -> Parts:
         gather = max((1 - off) * part.gather_s, part.gather_s - part.compute_s)
@@ -220,7 +219,7 @@ def predict(run: Run) -> Step:
     if run.pp > 1:
         bubble += _transfers(run, cluster)
     sync = (layers / run.pp * layer + rest).sync_s
-    hidden = min(off_sync * sync, slowest.compute_s)
+    hidden = min(off * sync, slowest.compute_s)
     update_parts = layers / run.pp * update_layer + update_rest
     return Step(
         whole.compute_s,

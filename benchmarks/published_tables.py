@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from published_models import Decoder, Degrees, Kernels
+from published_case import Decoder, Degrees, Kernels
 
 TABLES = {
     "vtrain": ("vtrain_single_node_a100.csv",),
@@ -128,7 +128,7 @@ def _run(table: str, row: Mapping[str, str]) -> Run | LeftOut:
         return LeftOut(table, row["row_id"], f"recompute not known: {row.get('recompute')!r}")
     accumulate = _number(row, "grad_accum", 1)
     sequences = _number(row, "global_batch_seqs", 0)
-    micro = _number(row, "microbatch_seqs", max(sequences // split // accumulate, 1))
+    micro = max(sequences // split // accumulate, 1)
     kernels = _kernels(table, row)
     key = "torchtitan compiled" if table == "torchtitan" and "compile" in other else table
     group = [row.get(k, "") for k in ("model", "hardware", "num_devices", "seq_len", "precision")]
@@ -166,9 +166,8 @@ def _reason(row: Mapping[str, str]) -> str:
         return "mixture of experts: no model of it here"
     if not row.get("layers"):
         return "no decoder (Wide-ResNet)"
-    if "Alpa ILP" in other or "heuristic" in other:
-        if row.get("num_devices") != "1":
-            return "the plan is not in the table"
+    if ("Alpa ILP" in other or "heuristic" in other) and row.get("num_devices") != "1":
+        return "the plan is not in the table"
     if "fine-tuning" in other:
         return "fine-tuning: sequence packing not known"
     return ""
@@ -192,7 +191,7 @@ def _model(table: str, row: Mapping[str, str]) -> Decoder:
         seq=int(row["seq_len"]),
         gated=gated,
         positions=not gated and table not in ("maxtext", "pax"),
-        bias=table in ("vtrain", "alpa", "megatron", "pax"),
+        bias=table in ("vtrain", "alpa", "megatron", "pax") and not gated,
         tied=not gated,
     )
 
@@ -231,8 +230,10 @@ def _recompute(table: str, row: Mapping[str, str]) -> str | None:
 def _kernels(table: str, row: Mapping[str, str]) -> Kernels:
     other, precision = row.get("other", ""), row["precision"]
     flash = table in ("llm_foundry", "torchtitan", "internevo") or "flash" in other
-    flash |= "attention=flash" in other or "cudnn" in other or "TransformerEngine" in row.get(
-        "framework", ""
+    flash |= (
+        "attention=flash" in other
+        or "cudnn" in other
+        or "TransformerEngine" in row.get("framework", "")
     )
     low = "float16" if precision == "fp16" else "bfloat16"
     matmul = "float8_e4m3fn" if precision == "fp8" else low
@@ -243,6 +244,6 @@ def _kernels(table: str, row: Mapping[str, str]) -> Kernels:
         reduced = "float32" if "DEFAULT" in other else low
     elif table == "torchtitan":
         reduced = "float32"  # FSDP2's reduce_dtype there
-    elif table in ("vtrain", "megatron", "internevo"):
+    elif table in ("vtrain", "megatron", "internevo", "alpa"):
         stored = low
     return Kernels(compiled, "flash" if flash else "dense", matmul, reduced, stored)
