@@ -1,0 +1,149 @@
+"""What is traced of a published run: a decoder's sizes, the degrees of parallelism, the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+Spec = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Sizes of a decoder. ``head_dim`` times ``heads`` need not be ``hidden``."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    seq: int
+    gated: bool
+    positions: bool = True
+    """Learned positions (GPT); otherwise rotary ones (Su et al. 2021)."""
+    bias: bool = False
+    tied: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Degrees:
+    """Devices along each kind of parallelism, and what is done with them.
+
+    The batch is split over three of them: ``data`` are replicas, over ``zero`` the optimizer's
+    state is sharded (ZeRO-1), over ``fsdp`` the parameters are (ZeRO-3). ``context`` splits the
+    sequence, ``model`` is tensor parallelism; with ``sequence``, it splits activations between
+    blocks too.
+    """
+
+    data: int = 1
+    zero: int = 1
+    fsdp: int = 1
+    context: int = 1
+    model: int = 1
+    sequence: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes with more than one device, slowest first."""
+        sizes = {n: getattr(self, n) for n in ("data", "zero", "fsdp", "context", "model")}
+        return {n: k for n, k in sizes.items() if k > 1} or {"data": 1}
+
+    def on(self, *names: str) -> Any:
+        """The entry of a dimension that is split over those of ``names`` that are in use."""
+        used = tuple(n for n in names if getattr(self, n) > 1)
+        return used or None
+
+    @property
+    def batch(self) -> Any:
+        return self.on("data", "zero", "fsdp")
+
+    @property
+    def stored(self) -> Any:
+        """Axes over which ZeRO-3 stores a parameter."""
+        return self.on("fsdp", "context") if self.fsdp * self.context > 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """How a framework turns the step into kernels.
+
+    ``fused``: elementwise chains are one kernel (XLA, torch.compile); otherwise every step of a
+    chain reads and writes memory (PyTorch eager). ``matmul``: dtype of the products' operands.
+    ``reduced``: dtype in which gradients are reduced. ``stored``: dtype of stored parameters.
+    """
+
+    fused: bool = True
+    attention: str = "dense"
+    matmul: str = "bfloat16"
+    reduced: str = "bfloat16"
+    stored: str = "float32"
+
+    def stop(self, x: jax.Array) -> jax.Array:
+        """The end of a kernel, where kernels are not fused."""
+        return x if self.fused else jax.lax.optimization_barrier(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a mesh: all that decides the trace. ``batch`` counts sequences on the mesh."""
+
+    model: Decoder
+    degrees: Degrees
+    kernels: Kernels
+    recompute: str
+    batch: int
+    accumulate: bool = False
+
+
+def parameters(c: Case) -> dict[str, Any]:
+    """Every parameter's (shape, sharding in use, stored, of gradient and optimizer state)."""
+    m, d = c.model, c.degrees
+    tp, z, zero = d.on("model"), d.stored, d.on("zero")
+
+    def of(shape: tuple[int, ...], split: int | None, over: int) -> tuple[Any, Spec, Spec, Spec]:
+        matrix = len(shape) > 1
+        used = [tp if i == split else None for i in range(len(shape))]
+        stored = [z if i == over and matrix else u for i, u in enumerate(used)]
+        state = [zero if i == over and matrix and zero else u for i, u in enumerate(stored)]
+        return shape, tuple(used), tuple(stored), tuple(state)
+
+    h, q, kv = m.hidden, (m.heads, m.head_dim), (m.kv_heads, m.head_dim)
+    layer = {
+        "norm1": of((h,), None, 0),
+        "norm2": of((h,), None, 0),
+        "q": of((h, *q), 1, 0),
+        "k": of((h, *kv), 1, 0),
+        "v": of((h, *kv), 1, 0),
+        "o": of((*q, h), 0, 2),
+        "up": of((h, m.ffn), 1, 0),
+        "down": of((m.ffn, h), 0, 1),
+    }
+    if m.gated:
+        layer["gate"] = of((h, m.ffn), 1, 0)
+    if m.bias:
+        layer |= {"q_b": of(q, 0, -1), "k_b": of(kv, 0, -1), "v_b": of(kv, 0, -1)}
+        layer |= {"o_b": of((h,), None, 0), "up_b": of((m.ffn,), 0, -1)}
+        layer |= {"down_b": of((h,), None, 0), "norm1_b": of((h,), None, 0)}
+        layer |= {"norm2_b": of((h,), None, 0)}
+    out: dict[str, Any] = {"embed": of((m.vocab, h), 0, 1), "norm": of((h,), None, 0)}
+    if m.positions:
+        out["position"] = of((m.seq, h), None, -1)
+    if not m.tied:
+        out["head"] = of((m.vocab, h), 0, 1)
+    out["layers"] = [layer] * m.layers
+    return out
+
+
+def is_leaf(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 4
+
+
+def count_parameters(model: Decoder) -> int:
+    """Number of parameters."""
+    tree = parameters(Case(model, Degrees(), Kernels(), "none", 1))
+    return sum(math.prod(x[0]) for x in jax.tree.leaves(tree, is_leaf=is_leaf))
