@@ -90,7 +90,11 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model on a mesh: all that decides the trace. ``batch`` counts sequences on the mesh."""
+    """A model on a mesh: all that decides the trace. ``batch`` counts sequences on the mesh.
+
+    ``recompute``: "none"; "full", all of a layer that its backward pass needs; "whole", the layer's
+    last product too, which no backward pass needs; or a name of ``published_models.KEPT``.
+    """
 
     model: Decoder
     degrees: Degrees

@@ -134,6 +134,15 @@ gathered.defvjp(
 )
 
 
+@jax.custom_vjp
+def needed(y: Array) -> Array:
+    """``y`` itself; its gradient waits until ``y`` has been computed again."""
+    return y
+
+
+needed.defvjp(lambda y: (y, y), lambda y, g: (jax.lax.optimization_barrier((g, y))[0],))
+
+
 def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
     """One block; x is [batch, seq, hidden]."""
     m, d, k = c.model, c.degrees, c.kernels

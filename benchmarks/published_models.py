@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from published_case import Case, is_leaf, parameters
-from published_layers import gathered, layer, linear, lookup, norm
+from published_layers import gathered, layer, linear, lookup, needed, norm
 
 from planner import shard
 
@@ -47,11 +47,12 @@ def loss(params: Any, tokens: Array, targets: Array, c: Case) -> Array:
         x = k.stop(x + params["position"].astype(low))
 
     def run(x: Array, p: Any, spec: Any) -> Array:
-        return shard(layer(x, p, spec, c), d.batch, seq, None)
+        y = shard(layer(x, p, spec, c), d.batch, seq, None)
+        return needed(y) if c.recompute == "whole" else y
 
     for p, spec in zip(params["layers"], specs["layers"], strict=True):
         once = functools.partial(run, spec=spec)
-        if c.recompute == "full":
+        if c.recompute in ("full", "whole"):
             once = jax.checkpoint(once)
         elif c.recompute != "none":
             names = KEPT[c.recompute]

@@ -1,7 +1,7 @@
-"""Predicted step time of a published run, from plans of its model with one and two layers.
+"""Predicted step time of a published run, from plans of its model with no layer and with one.
 
 Every layer of a decoder is alike, so all parts of a prediction are linear in the number of
-layers; two plans give the slope and the rest (``tests/benchmarks`` proves it on a whole model).
+layers; two plans give the slope and the rest (``tests/benchmarks`` proves it on deeper models).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from published_case import Case, Decoder, Degrees
+from published_case import Case, Decoder
 from published_models import microbatch, update
 from published_tables import Run
 
@@ -65,6 +65,7 @@ class Parts:
     tensor_s: float = 0.0
     gather_s: float = 0.0
     sync_s: float = 0.0
+    launches: float = 0.0
 
     def __add__(self, other: Parts) -> Parts:
         return Parts(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
@@ -85,6 +86,7 @@ class Step:
     tensor_s: float
     gather_s: float
     sync_s: float
+    host_s: float
     update_s: float
     bubble_s: float
 
@@ -133,7 +135,7 @@ def _plan(built: tuple[Any, tuple[Any, ...], Mapping[str, Any]], c: Case, cluste
         cluster=cluster,
         mesh=c.degrees.mesh,
         mode="AUTO_PARALLEL",
-        search="dynamic_programming",
+        search="recursive_programming",
         shardings=pins,
         memory=1e18,  # what the run fits into is not asked here
     )
@@ -155,7 +157,16 @@ def planned(c: Case, cluster: Cluster) -> Parts:
         else:
             cause = "tensor_s"
         parts[cause] += row.count * row.time_s
-    return Parts(plan.prediction.compute_s, **parts)
+    return Parts(plan.prediction.compute_s, **parts, launches=_launches(plan))
+
+
+LAUNCHED = ("dot_general(", "optimization_barrier(", "gather(", "scatter")
+
+
+def _launches(plan: Any) -> float:
+    """Kernels of an eager framework: products, lookups, pieces of elementwise chains."""
+    starts = [text.startswith(LAUNCHED) for text in plan.op_table]
+    return float(sum(starts[index] for index in plan.op_index))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,17 +176,17 @@ def planned_update(c: Case, cluster: Cluster) -> Parts:
     return Parts(compute_s=prediction.compute_s, tensor_s=prediction.communication_s)
 
 
-def _with_layers(c: Case, layers: int) -> Case:
+def with_layers(c: Case, layers: int) -> Case:
     return dataclasses.replace(c, model=dataclasses.replace(c.model, layers=layers))
 
 
 def by_layers(c: Case, cluster: Cluster) -> tuple[Parts, Parts, Parts, Parts]:
     """(one layer, the rest) of a microbatch and of the optimizer's step."""
     out: list[Parts] = []
-    for plan, case in ((planned, c), (planned_update, dataclasses.replace(c, batch=1))):
-        one, two = (plan(_with_layers(case, n), cluster) for n in (1, 2))
-        layer = two + -1.0 * one
-        out += [layer, one + -1.0 * layer]
+    alike = dataclasses.replace(c, batch=1, recompute="none", accumulate=False)
+    for plan, case in ((planned, c), (planned_update, alike)):
+        rest, one = (plan(with_layers(case, n), cluster) for n in (0, 1))
+        out += [one + -1.0 * rest, rest]
     return out[0], out[1], out[2], out[3]
 
 
@@ -188,51 +199,79 @@ def case_of(run: Run) -> Case:
     return Case(run.model, d, run.kernels, recompute, batch, accumulate)
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the parts of a step follow each other.
+
+    ``hidden``: share of waited-for collectives that hides, ``overlapped``: of those off the
+    critical path. ``launch_s``: the host's seconds for one kernel, 0 where a step is one launch.
+    ``transfer_s``: of sending one microbatch's activation to the next stage.
+    """
+
+    layers: int
+    pp: int
+    vpp: int
+    microbatches: int
+    hidden: float = 0.0
+    overlapped: float = 0.0
+    launch_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+def assemble(how: Schedule, layer: Parts, rest: Parts, update: Parts) -> Step:
+    """A step from the parts of one layer, of embedding and head (``rest``), and of the update.
+
+    Stages are equal: ``layers / pp`` layers, the slowest also has the head. A pipeline idles
+    (pp - 1) / vpp microbatches (Narayanan et al. 2021, section 2.2); transfers to the next stage
+    are on the critical path once per microbatch and border each way. Communication off the
+    critical path hides its share, but no more than there is compute.
+    """
+    stage = how.layers / how.pp * layer
+    micro = stage + rest
+    host = max(0.0, how.launch_s * micro.launches - micro.compute_s)
+    gather = max((1 - how.overlapped) * micro.gather_s, micro.gather_s - micro.compute_s)
+    tensor = (1 - how.hidden) * micro.tensor_s
+    share = bubble_share(how.pp, how.microbatches, how.vpp)
+    inside = max(stage.compute_s, how.launch_s * stage.launches)
+    inside += (1 - how.hidden) * stage.tensor_s + (1 - how.overlapped) * stage.gather_s
+    transfers = how.microbatches + how.pp - 1 if how.pp > 1 else 0
+    return Step(
+        how.microbatches * micro.compute_s,
+        how.microbatches * tensor,
+        how.microbatches * gather,
+        micro.sync_s - min(how.overlapped * micro.sync_s, micro.compute_s),
+        how.microbatches * host,
+        update.compute_s + update.tensor_s,
+        how.microbatches * share * inside + 2.0 * transfers * how.transfer_s,
+    )
+
+
 def predict(run: Run) -> Step:
     """Seconds of one step of a run."""
     cluster = cluster_of(run.hardware, run.inter_node, run.node_size, run.devices)
-    stage = cluster
-    if run.pp > 1:  # the devices of one stage
-        stage = _part(cluster, run.devices // run.pp)
+    stage = _part(cluster, run.devices // run.pp) if run.pp > 1 else cluster
     case = case_of(run)
     layer, rest, update_layer, update_rest = by_layers(case, stage)
     if run.recompute == "selective-every-2nd-layer":
         kept = by_layers(dataclasses.replace(case, recompute="none"), stage)[0]
         layer = 0.5 * (layer + kept)
-    layers = run.model.layers
+    update_all = run.model.layers / run.pp * update_layer + update_rest
+    return assemble(schedule_of(run, cluster), layer, rest, update_all)
+
+
+def schedule_of(run: Run, cluster: Cluster) -> Schedule:
+    """The schedule of a run: its framework's habits, the device's constants."""
     device = cluster.device
-    on, off = device.overlap, device.overlap_off_path
-    if run.framework.eager:
-        on = 0.0  # a tensor-parallel collective is waited for
-    if not run.framework.overlaps:
-        on = off = 0.0
-
-    def exposed(part: Parts) -> Parts:
-        gather = max((1 - off) * part.gather_s, part.gather_s - part.compute_s)
-        return dataclasses.replace(part, tensor_s=(1 - on) * part.tensor_s, gather_s=gather)
-
-    # The last stage has the head; the embedding's own work is small.
-    first, last = exposed(layers / run.pp * layer), exposed(rest)
-    slowest = first + last
-    whole = run.grad_accum * slowest
-    bubble = (run.pp - 1) / run.vpp * _busy(first)
-    if run.pp > 1:
-        bubble += _transfers(run, cluster)
-    sync = (layers / run.pp * layer + rest).sync_s
-    hidden = min(off * sync, slowest.compute_s)
-    update_parts = layers / run.pp * update_layer + update_rest
-    return Step(
-        whole.compute_s,
-        whole.tensor_s,
-        whole.gather_s,
-        sync - hidden,
-        update_parts.compute_s + update_parts.tensor_s,
-        bubble,
+    return Schedule(
+        run.model.layers,
+        run.pp,
+        run.vpp,
+        run.grad_accum,
+        hidden=0.0 if run.framework.eager or not run.framework.overlaps else device.overlap,
+        overlapped=device.overlap_off_path if run.framework.overlaps else 0.0,
+        launch_s=HOST_LAUNCH_S if run.framework.eager else 0.0,
+        transfer_s=_transfer_s(run, cluster) if run.pp > 1 else 0.0,
     )
-
-
-def _busy(part: Parts) -> float:
-    return part.compute_s + part.tensor_s + part.gather_s
 
 
 def _part(cluster: Cluster, devices: int) -> Cluster:
@@ -243,16 +282,11 @@ def _part(cluster: Cluster, devices: int) -> Cluster:
     )
 
 
-def _transfers(run: Run, cluster: Cluster) -> float:
-    """Seconds of sending activations forward and gradients back, on the critical path.
-
-    Each microbatch's pair of transfers delays the first and the last stage once per border while
-    the pipeline fills and drains.
-    """
+def _transfer_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of sending one microbatch's activation to the next stage."""
     mesh = (run.pp, run.devices // run.pp)
     alpha, beta = collective_coefficients(cluster, "permute", mesh, (0,))
-    nbytes = 2.0 * run.micro * run.model.seq * run.model.hidden
-    return 2.0 * (run.pp - 1 + run.grad_accum) * (alpha + beta * nbytes)
+    return alpha + beta * 2.0 * run.micro * run.model.seq * run.model.hidden
 
 
 def bubble_share(pp: int, microbatches: int, vpp: int = 1) -> float:
@@ -261,12 +295,9 @@ def bubble_share(pp: int, microbatches: int, vpp: int = 1) -> float:
 
 
 def model_flops(model: Decoder, sequences: int) -> float:
-    """6 N per token and 12 layers heads head_dim seq of attention, in flop."""
+    """Flop of a step: 6 N per token, 12 layers * heads * head_dim * seq for attention."""
     matrices = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
     matrices += (3 if model.gated else 2) * model.hidden * model.ffn
     per_token = 6.0 * (model.layers * matrices + model.vocab * model.hidden)
     attention = 12.0 * model.layers * model.heads * model.head_dim * model.seq
     return math.prod((sequences, model.seq, per_token + attention))
-
-
-__all__ = ["Degrees", "Parts", "Step", "bubble_share", "model_flops", "predict"]

@@ -216,8 +216,8 @@ def _degrees(row: Mapping[str, str]) -> Degrees:
 
 def _recompute(table: str, row: Mapping[str, str]) -> str | None:
     text = row.get("recompute", "")
-    if text.startswith("full"):
-        return "full"
+    if text.startswith("full"):  # Megatron and its heirs run a layer's forward pass again
+        return "whole" if table in ("vtrain", "megatron", "internevo") else "full"
     if text.startswith("custom"):
         return "offload+out" if "out_proj" in text else "offload"
     if text == "save_dot_with_no_batch_dim":
