@@ -221,9 +221,9 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
         ]
         for name in {step[0] for step in steps}
     }
-    for name, mask, needed, pieces in steps:
+    for name, mask, wanted, pieces in steps:
         a, b = known[name]
-        needed = needed & (size[:, mask] > 1)
+        needed = wanted & (size[:, mask] > 1)
         latency = np.where(needed, a[:, mask], 0.0)
         alpha[:, :-1] += latency
         combined[:, :-1] += latency * (COMBINED if name in COMBINABLE else 1.0)
