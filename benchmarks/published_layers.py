@@ -140,7 +140,7 @@ def needed(y: Array) -> Array:
     return y
 
 
-needed.defvjp(lambda y: (y, y), lambda y, g: (jax.lax.optimization_barrier((g, y))[0],))
+needed.defvjp(lambda y: (y, y), lambda y, g: (g + 0 * y,))
 
 
 def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
