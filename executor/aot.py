@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from costmodels import Cluster
@@ -34,6 +35,12 @@ _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked what machine this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no device is opened, so none needs a lock
 }
+
+
+# TensorCore clock. Sources: peak bfloat16 flop/s of Google Cloud's TPU pages over the flops of the
+# matrix units in a cycle (jax-ml scaling book, "How to Think About TPUs": four 128x128 a core, two
+# cores on v4 and v5p; v6e four of 256x256).
+TPU_CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 
 
 class CompilerAbsentError(RequestError):
@@ -108,6 +115,33 @@ def read_compiled(compiled: Any) -> Compiled:
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
     )
+
+
+def tpu_seconds(cycles: float, cluster: Cluster) -> float:
+    """Seconds of a TPU compiler's ``estimated_cycles``; raises KeyError for other kinds."""
+    return cycles / TPU_CLOCK_HZ[cluster.device.kind]
+
+
+def link_seconds(module: Module, cluster: Cluster) -> float:
+    """Wire bytes of a module over the links of a torus; no latency, nothing at the same time.
+
+    A group uses one link, one way, per torus dimension in which its members differ, two where it
+    spans a dimension that wraps around (4 chips or more); a permute uses one.
+    """
+    seconds = 0.0
+    for collective in module.collectives:
+        links = 1
+        if collective.groups:
+            at = np.unravel_index(np.asarray(collective.groups[0]), cluster.shape)
+            spans = [len(set(place.tolist())) for place in at]
+            links = sum(
+                2 if span == size >= 4 else 1
+                for span, size in zip(spans, cluster.shape, strict=True)
+                if span > 1
+            )
+        share = collective.wire_bytes / (max(1, links) * cluster.link.bytes_per_s)
+        seconds += collective.count * share
+    return seconds
 
 
 def devices_of(cluster: Cluster) -> list[Any]:

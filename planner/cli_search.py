@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from planner.collector import paused
+from planner.commands import Command
 from planner.errors import RequestError
 from planner.report.search import (
     Searched,
@@ -170,3 +171,6 @@ def _write(path: Path, solution: Solution) -> None:
         path.write_text(json.dumps(list(solution.choice)) + "\n")
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}") from error
+
+
+SEARCH = Command("search", add_search, run_search)

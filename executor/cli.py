@@ -1,0 +1,20 @@
+"""The ``planner`` command with the subcommands that need a compiler or devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from executor.cli_verify import VERIFY
+from planner import cli
+
+COMMANDS = (VERIFY,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see `planner.cli.main`."""
+    return cli.main(argv, COMMANDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

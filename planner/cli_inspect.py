@@ -1,0 +1,95 @@
+"""``planner inspect model.py --cluster h100:8x4``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from planner.commands import Command, add_model_options, asked, spinner, stay_on_cpu
+from planner.errors import RequestError
+from planner.loading import Target, parse_target, user_environment
+from planner.pipeline import make_plan
+from planner.plan import Plan
+from planner.report.table import plan_text, render
+
+PLANNED = 0
+
+EXAMPLES = """\
+examples:
+  planner inspect train.py                          plan the step that the script parallelizes
+  planner inspect train.py --cluster h100:8x4       the same for four nodes of eight H100
+  planner inspect model.py:train_step --mesh data=4,model=2
+  planner inspect model.py --memory 16GB --save plan.json
+  planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
+  planner search problem.json.gz --out choice.json  run a search on a bare problem
+
+MODEL is a Python file that is one of
+  a script that calls a function wrapped in executor.parallelize; it is run up to that call
+  a file with train_step (or FUNCTION) and example_args(), the tuple of its arguments
+  a file with a Flax model (model, or make_model()) and example_inputs(); a loss(outputs,
+  inputs) is optional
+
+exit codes: 0 planned, 2 the request can't be met, 3 the model itself failed
+"""
+
+
+def add_inspect(commands: Any) -> None:
+    """Add the subcommand to ``argparse``'s subparsers."""
+    parser = commands.add_parser(
+        "inspect",
+        help="plan a step and print the plan; runs nothing on devices",
+        description="Plan a step and print the plan.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the plan as JSON, nothing else")
+    add("--save", metavar="FILE", type=Path, help="write the plan as JSON to FILE as well")
+    add(
+        "--dump-problem",
+        metavar="FILE",
+        type=Path,
+        help="write the chosen mesh's problem to FILE (.json or .json.gz), for planner search",
+    )
+    add("--no-color", action="store_true", help="plain text")
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Plan and print; raises RequestError and ModelError."""
+    stay_on_cpu()
+    target = parse_target(options.model)
+    for path in (options.save, options.dump_problem):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise RequestError(f"cannot write {path}: its directory does not exist")
+    plan = _planned(target, options)
+    if options.save is not None:
+        try:
+            plan.save(options.save)
+        except OSError as error:
+            raise RequestError(f"cannot write {options.save}: {error.strerror}") from error
+    if options.json:
+        sys.stdout.write(plan.to_json())
+    elif sys.stdout.isatty():
+        render(plan, Console(no_color=options.no_color or None))
+    else:
+        print(plan_text(plan))
+    sys.stdout.flush()
+    return PLANNED
+
+
+def _planned(target: Target, options: argparse.Namespace) -> Plan:
+    """Find the step and plan it."""
+    with user_environment(target):
+        call, merged = asked(target, options)
+        if options.dump_problem is not None:
+            merged["dump_problem"] = options.dump_problem
+        with spinner(f"planning {target} for {merged['cluster']} ..."):
+            return make_plan(call.function, *call.args, **merged)
+
+
+INSPECT = Command("inspect", add_inspect, run_inspect)

@@ -1,0 +1,119 @@
+"""What the subcommands of ``planner`` share: their form, and the options that name a step to plan.
+
+A subcommand is a `Command`. `planner.cli` has those that need no devices, `executor.cli` adds more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+
+from planner.capture import Call
+from planner.loading import Target, resolve
+from planner.modes import MODES
+
+DEFAULT_CLUSTER = "cpu:8"
+SPINNER_AFTER_S = 1.0
+_OVERRIDES = ("cluster", "mesh", "mode", "search", "memory")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    ``add`` puts it into ``argparse``'s subparsers under ``name``; ``run`` does it and returns the
+    exit code, or raises RequestError or ModelError.
+    """
+
+    name: str
+    add: Callable[[Any], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a step and say how to plan it."""
+    add = parser.add_argument
+    add("model", metavar="MODEL[:FUNCTION]", help="a Python file, or a function in it")
+    add(
+        "--cluster",
+        help=f"such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the "
+        f"script asks for, else {DEFAULT_CLUSTER})",
+    )
+    add("--mesh", help="a fixed logical mesh, such as data=4,model=2 (default: try them all)")
+    add("--mode", choices=MODES, type=str.upper, metavar="MODE", help=", ".join(MODES))
+    add("--search", help="search algorithm (default: auto)")
+    add("--memory", help="memory per device that the plan may use, such as 80GB")
+    add(
+        "--time-limit",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="for the search, per mesh (default: 60)",
+    )
+
+
+def asked(target: Target, options: argparse.Namespace) -> tuple[Call, dict[str, Any]]:
+    """The call of the step, and the options of ``make_plan``; the command line's win.
+
+    Call it within ``planner.loading.user_environment``.
+
+    Raises:
+        RequestError, ModelError: as ``planner.loading.resolve``.
+    """
+    call = resolve(target)
+    merged: dict[str, Any] = dict(call.options)
+    given = {name: getattr(options, name) for name in _OVERRIDES}
+    merged |= {name: value for name, value in given.items() if value is not None}
+    merged["cluster"] = merged.get("cluster") or DEFAULT_CLUSTER
+    return call, {**merged, "time_limit_s": options.time_limit}
+
+
+def stay_on_cpu() -> None:
+    """Keep jax from looking for accelerators: planning needs none."""
+    if os.environ.setdefault("JAX_PLATFORMS", "cpu") != "cpu":
+        return
+    import jax
+
+    if not getattr(jax.config, "jax_platforms", None):  # read before it was set here
+        jax.config.update("jax_platforms", "cpu")
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A spinner on stderr once the work takes longer than a second, if people watch."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    live = Live(
+        Spinner("line", text),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    timer = threading.Timer(SPINNER_AFTER_S, live.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        live.stop()
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
