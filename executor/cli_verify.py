@@ -1,4 +1,4 @@
-"""``planner verify model.py --cluster v5p:2x2x2``: predictions beside what compilers make of them."""
+"""``planner verify model.py``: a plan's predictions beside what compilers make of the step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from planner.commands import (
 from planner.errors import RequestError
 from planner.graph.trace import abstract, trace
 from planner.loading import parse_target, user_environment
-from planner.plan import Plan, load_plan
 from planner.pipeline import make_plan
+from planner.plan import Plan, load_plan
 from planner.report.units import bytes_text, time_text
 
 WITHIN, MISSED = 0, 1

@@ -125,9 +125,7 @@ def communication_rows(
     return tuple(rows)
 
 
-def compiled_rung(
-    plan: Plan, compiled: Compiled, cluster: Cluster, tolerances: Tolerances
-) -> Rung:
+def compiled_rung(plan: Plan, compiled: Compiled, cluster: Cluster, tolerances: Tolerances) -> Rung:
     """What the production compiler made of the step."""
     predicted = plan.prediction
     rows = [
@@ -138,9 +136,7 @@ def compiled_rung(
     rows += communication_rows(plan, found, tolerances.communication)
     if cluster.device.kind in TPU_CLOCK_HZ:
         seconds = tpu_seconds(compiled.module.cycles, cluster)
-        rows.append(
-            Row("compute seconds", "s", predicted.compute_s, seconds, tolerances.compute)
-        )
+        rows.append(Row("compute seconds", "s", predicted.compute_s, seconds, tolerances.compute))
     return Rung("compiled", tuple(rows), compiled.module.notes)
 
 

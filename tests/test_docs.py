@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from executor import cli as executor_cli
+from executor import cli_verify
 from planner import cli, cli_search
 from planner.plan import FORMAT, Plan
 from planner.search import SEARCHES
@@ -95,14 +97,14 @@ def test_readme_code_compiles() -> None:
 
 def test_cli_page_lists_every_option_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     page = (REFERENCE / "cli.md").read_text(encoding="utf-8")
-    for command in ("inspect", "search"):
+    for command in ("inspect", "search", "verify"):
         section = page.split(f"\n## `planner {command}`\n")[1].split("\n## ")[0]
-        assert cli.main([command, "--help"]) == 0
+        assert executor_cli.main([command, "--help"]) == 0
         text = capsys.readouterr().out
         for option in set(re.findall(r"^  (--[a-z][a-z-]*)", text, re.M)):
             assert f"`{option}" in section, f"{command} {option}"
     codes = (cli.PLANNED, cli.REFUSED, cli.MODEL_FAILED, cli_search.NOTHING_FEASIBLE)
-    for code in (*codes, cli_search.INTERRUPTED):
+    for code in (*codes, cli_search.INTERRUPTED, cli_verify.MISSED):
         assert f"| {code} |" in page
 
 
