@@ -8,6 +8,7 @@ extras of the package; without them `devices_of` says what to install.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -39,8 +40,8 @@ _TPU_ENVIRONMENT = {
 
 # TensorCore clock. Sources: peak bfloat16 flop/s of Google Cloud's TPU pages over the flops of the
 # matrix units in a cycle (jax-ml scaling book, "How to Think About TPUs": four 128x128 a core, two
-# cores on v4 and v5p; v6e four of 256x256).
-TPU_CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+# cores on v4 and v5p; v6e four of 256x256, and as many in each half of a tpu7x).
+TPU_CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 
 
 class CompilerAbsentError(RequestError):
@@ -126,16 +127,18 @@ def link_seconds(module: Module, cluster: Cluster) -> float:
     """Wire bytes of a module over the links of a torus; no latency, nothing at the same time.
 
     A group uses one link, one way, per torus dimension in which its members differ, two where it
-    spans a dimension that wraps around (4 chips or more); a permute uses one.
+    spans a dimension that wraps around (``cluster.wrap_multiple``); a permute uses one. For one
+    slice only.
     """
     seconds = 0.0
     for collective in module.collectives:
         links = 1
         if collective.groups:
-            at = np.unravel_index(np.asarray(collective.groups[0]), cluster.shape)
+            inside = np.asarray(collective.groups[0]) % math.prod(cluster.shape)
+            at = np.unravel_index(inside, cluster.shape)
             spans = [len(set(place.tolist())) for place in at]
             links = sum(
-                2 if span == size >= 4 else 1
+                2 if span == size and size % cluster.wrap_multiple == 0 else 1
                 for span, size in zip(spans, cluster.shape, strict=True)
                 if span > 1
             )
@@ -148,8 +151,9 @@ def devices_of(cluster: Cluster) -> list[Any]:
     """jax devices of a cluster that a step can be compiled for, in the cost model's numbering.
 
     Devices of TPUs and GPUs are descriptions: nothing can run on them. Number i of a torus stands
-    at the coordinates that i has in row-major order over ``cluster.shape``; number i of GPU nodes
-    stands in node i // devices per node. ``cpu`` gives the (virtual) CPU devices of the process.
+    at the coordinates that i has in row-major order over ``cluster.shape``, slice after slice;
+    number i of GPU nodes stands in node i // devices per node. ``cpu`` gives the (virtual) CPU
+    devices of the process.
 
     Raises:
         CompilerAbsentError: the compiler's package is not installed.
@@ -182,15 +186,29 @@ def _tpu_devices(cluster: Cluster) -> list[Any]:
     _need("libtpu", lambda version: _fits(version, wanted), wanted, "aot-tpu", cluster)
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    shape = (*cluster.shape, 1, 1)[: max(3, len(cluster.shape))]
+    chips = cluster.shape
+    if cluster.device.kind == "tpu7x":  # a device is half a chip, the last dimension
+        *chips, halves = cluster.shape
+        if halves != 2 or not chips:
+            raise RequestError(
+                f"{cluster.text}: the last dimension of a tpu7x is the two halves of a chip, got "
+                f"{halves}; write a shape such as tpu7x:2x2x1x2"
+            )
+    shape = (*chips, 1, 1)[: max(3, len(chips))]
     host = [2, 2, 1] if shape[0] % 2 == shape[1] % 2 == 0 else [1, 1, 1]
     devices = _described(
         cluster,
         platform="tpu",
         topology_name=f"{_TPU_NAMES[cluster.device.kind]}:{'x'.join(map(str, shape))}",
         chips_per_host_bounds=host,
+        **({"num_slices": cluster.slices} if cluster.slices > 1 else {}),
     )
-    return sorted(devices, key=lambda d: (*d.coords, d.core_on_chip))
+    return sorted(devices, key=_place)
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    """Slice, coordinates and core of a TPU."""
+    return (getattr(device, "slice_index", None) or 0, *device.coords, device.core_on_chip)
 
 
 def _gpu_devices(cluster: Cluster) -> list[Any]:

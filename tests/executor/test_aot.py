@@ -85,6 +85,16 @@ def test_a_torus_of_fewer_dimensions(cluster: str) -> None:
 
 
 @needs_tpu
+def test_halves_of_a_chip_and_slices() -> None:
+    halves = devices_of(parse_cluster("tpu7x:2x2x1x2"))
+    assert [d.core_on_chip for d in halves] == [0, 1] * 4
+    slices = devices_of(parse_cluster("v5e:2x4+2"))
+    assert [d.slice_index for d in slices] == [0] * 8 + [1] * 8
+    with pytest.raises(RequestError, match="two halves of a chip, got 4"):
+        devices_of(parse_cluster("tpu7x:4x4x4"))
+
+
+@needs_tpu
 def test_tpu_step(capfd: pytest.CaptureFixture[str]) -> None:
     compiled = check_data_parallel("v5p:2x2x2")
     assert compiled.module.cycles > 0
