@@ -49,7 +49,7 @@ LLAMA = decoders.Llama(
     layers=2, dim=2048, heads=16, kv_heads=8, ffn=8192, vocab=16384, batch=16, seq=1024
 )
 LLAMA_RULES = {
-    r"\['[qkv]'\]": 1,
+    r"\['[qkv]'\]$": 1,
     r"\['o'\]": 0,
     r"\['(gate|up)'\]": 1,
     r"\['down'\]": 0,

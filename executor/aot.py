@@ -188,7 +188,8 @@ def _tpu_devices(cluster: Cluster) -> list[Any]:
         os.environ.setdefault(name, value)
     chips = cluster.shape
     if cluster.device.kind == "tpu7x":  # a device is half a chip, the last dimension
-        *chips, halves = cluster.shape
+        *most, halves = cluster.shape
+        chips = tuple(most)
         if halves != 2 or not chips:
             raise RequestError(
                 f"{cluster.text}: the last dimension of a tpu7x is the two halves of a chip, got "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from costmodels import Cluster
 from executor.aot import CompilerAbsentError, compile_step
-from executor.verify import Rung, Tolerances, Verification, compiled_rung
+from executor.shardy import lower_abstractly, shardy_collectives
+from executor.verify import Rung, Tolerances, Verification, compiled_rung, shardy_rung
 from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan import Plan
@@ -44,13 +46,23 @@ def climb(
             f"{cluster.num_devices}; name the cluster that it was made for"
         )
     donated = carried_argnums(plan) if donate_argnums is None else donate_argnums
+    lowered = lower_abstractly(traced, plan, donate_argnums=donated)
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    shardy = shardy_rung(
+        plan,
+        [
+            (x.kind, x.count, x.payload_bytes, math.prod(sizes[a] for a in x.axes if a in sizes))
+            for x in shardy_collectives(lowered)
+        ],
+        tolerances,
+    )
     try:
         compiled = compile_step(traced, plan, cluster, donate_argnums=donated)
     except CompilerAbsentError as error:
         if require_compiled:
             raise
-        return Verification(plan, (Rung("compiled", absent=str(error)),))
-    return Verification(plan, (compiled_rung(plan, compiled, cluster, tolerances),))
+        return Verification(plan, (shardy, Rung("compiled", absent=str(error))))
+    return Verification(plan, (shardy, compiled_rung(plan, compiled, cluster, tolerances)))
 
 
 def carried_argnums(plan: Plan) -> tuple[int, ...]:

@@ -35,11 +35,16 @@ class CompiledStep:
         *,
         donate_argnums: int | Sequence[int] = (),
         devices: Sequence[jax.Device] | None = None,
+        abstract_mesh: bool = False,
     ) -> None:
         plan.check_matches(traced.graph)
         self.plan = plan
         self.traced = traced
-        self.mesh = build_mesh(plan.mesh, devices)
+        self.mesh = (
+            jax.sharding.AbstractMesh(plan.mesh.sizes, plan.mesh.names)
+            if abstract_mesh
+            else build_mesh(plan.mesh, devices)
+        )
         sharding = {(c.op, c.slot, c.position): named(self.mesh, c.spec) for c in plan.constraints}
         ins = [named(self.mesh, leaf.spec) for leaf in plan.inputs]
         outs = [named(self.mesh, leaf.spec) for leaf in plan.outputs]

@@ -34,7 +34,9 @@ def build_mesh(mesh: MeshSpec, devices: Sequence[jax.Device] | None = None) -> j
     return jax.sharding.Mesh(grid, mesh.names)
 
 
-def named(mesh: jax.sharding.Mesh, spec: Sharding) -> jax.sharding.NamedSharding:
+def named(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: Sharding
+) -> jax.sharding.NamedSharding:
     """A plan's sharding on a jax mesh."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.entries))
 

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
+
+from executor.compile import CompiledStep
+from planner import compat
+from planner.graph.trace import Traced
+from planner.plan import Plan
 
 PASSES = (
     "sdy-propagation-pipeline",
@@ -53,6 +59,21 @@ class Found:
     count: float
     payload_bytes: float
     source: str
+
+
+def lower_abstractly(
+    traced: Traced, plan: Plan, *, donate_argnums: int | Sequence[int] = ()
+) -> Any:
+    """Lower a plan's step for its mesh without any device, as ``jax.jit(...).lower`` would.
+
+    Raises:
+        PlanMismatchError: the plan is for another step.
+    """
+    step = CompiledStep(traced, plan, donate_argnums=donate_argnums, abstract_mesh=True)
+    inputs = traced.graph.inputs
+    structs = [compat.as_struct(v.aval) for v in compat.body(traced.jaxpr).invars[: len(inputs)]]
+    args = jax.tree_util.tree_unflatten(traced.in_tree, structs)
+    return step.jitted.trace(*args).lower(lowering_platforms=("cpu",))
 
 
 def shardy_collectives(lowered: Any) -> tuple[Found, ...]:

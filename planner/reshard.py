@@ -221,13 +221,13 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
         ]
         for name in {step[0] for step in steps}
     }
-    for name, mask, wanted, pieces in steps:
+    for name, over, wanted, pieces in steps:
         a, b = known[name]
-        needed = wanted & (size[:, mask] > 1)
-        latency = np.where(needed, a[:, mask], 0.0)
+        needed = wanted & (size[:, over] > 1)
+        latency = np.where(needed, a[:, over], 0.0)
         alpha[:, :-1] += latency
         combined[:, :-1] += latency * (COMBINED if name in COMBINABLE else 1.0)
-        beta[:, :-1] += np.where(needed, b[:, mask] / pieces, 0.0)
+        beta[:, :-1] += np.where(needed, b[:, over] / pieces, 0.0)
     alpha[:, -1] = combined[:, -1] = np.inf
     changes = np.append(ways.changes, 1.0)
     return Transitions(alpha, combined, beta, changes)
