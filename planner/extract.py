@@ -239,7 +239,8 @@ class Extraction:
         for value, op in used.items():
             group, layout = priced.analysis.groups.home[value]  # type: ignore[misc]
             ends = [self.digits(group, layout, port) for port in ("store", "use")]
-            for s in self.steps(ends[0], ends[1], len(layout), graph.values[value].nbytes):
+            nbytes = graph.values[value].nbytes
+            for s in self.steps(ends[0], ends[1], len(layout), nbytes, combined=True):
                 rows.append(
                     CollectiveRow(
                         s.kind,

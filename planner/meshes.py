@@ -61,6 +61,8 @@ class Request:
     mesh: MeshSpec | None
     limit_bytes: float
     time_limit_s: float
+    slow_limit_s: float = math.inf
+    """For all searches but ``FAST``, whose answer must not depend on how busy the machine is."""
 
 
 Tried = tuple[Priced, Solution]
@@ -70,8 +72,9 @@ def _solve(name: str, problem: Problem, request: Request) -> Solution:
     """Run a search; what it refuses (too many combinations for brute) is a RequestError."""
     if not problem.cost_s:
         return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
+    slow_s = math.inf if name == FAST else request.slow_limit_s
     try:
-        return SEARCHES[name](problem, time_limit_s=request.time_limit_s)
+        return SEARCHES[name](problem, time_limit_s=min(request.time_limit_s, slow_s))
     except ValueError as error:
         raise RequestError(f"search {name}: {error}; choose another search") from error
 
@@ -118,9 +121,8 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         tried = [_attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
     quick, few = request, len(quotient.whole.groups.groups) <= FEW
     if request.search in QUICK:
-        limit_s = min(request.time_limit_s, AUTO_S)
         quick = dataclasses.replace(
-            request, search=request.search if few else FAST, time_limit_s=limit_s
+            request, search=request.search if few else FAST, slow_limit_s=AUTO_S
         )
     settled: set[MeshSpec] = set()
     failed = 0
@@ -137,8 +139,8 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
             better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
         tried[tried.index(best)] = _named(better, request)
     elif best[1].choice:
-        limit_s = min(request.time_limit_s, AUTO_S) if request.search in QUICK else math.inf
-        less = dataclasses.replace(request, time_limit_s=min(request.time_limit_s, limit_s))
+        slow_s = AUTO_S if request.search in QUICK else math.inf
+        less = dataclasses.replace(request, slow_limit_s=slow_s)
         whole = not best[1].feasible
         found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
         tried[tried.index(best)] = min(found, _better(found, best), key=_rank)

@@ -134,7 +134,7 @@ class Rates:
         dst = digits(chosen.use, layout, frozenset(), rank)
         pairs = patterns(src, dst, rank)
         costs = self.costs
-        seconds = costs.alpha_s[:, pairs] + nbytes * costs.beta_s_per_byte[:, pairs]
+        seconds = costs.combined_alpha_s[:, pairs] + nbytes * costs.beta_s_per_byte[:, pairs]
         return seconds + change_s * costs.changes[pairs] if change_s else seconds
 
     def node_parts(

@@ -32,8 +32,9 @@ from costmodels import Collective, CostModel
 from planner.route import PARTIAL, Pattern, all_patterns, patterns, route
 
 COMBINED = 0.05
-"""Share of a gradient collective's latency that is left when XLA combines it with others."""
-COMBINABLE = frozenset({"all_reduce", "reduce_scatter"})
+"""Share of the latency of a parameter's or gradient's collective that is left when XLA combines it
+with others of its kind."""
+COMBINABLE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
 IntArray = NDArray[np.int64]
 
@@ -86,7 +87,7 @@ def reshard_steps(
 ) -> tuple[Step, ...]:
     """The collectives from ``src`` to ``dst`` digits of a tensor of ``nbytes`` bytes.
 
-    ``combined``: all-reduces share their latency with many others (gradients).
+    ``combined``: they share their latency with many others (parameters and gradients).
     """
     way = route(pattern_of(src, dst, rank))
 
@@ -125,8 +126,9 @@ class Transitions:
 
     A transition is a pattern (see ``route``), numbered as in ``all_patterns``; the last column,
     which -1 picks, is for changes to partial sums, which nothing may ask for. Arrays have shape
-    [meshes, transitions]; ``combined_alpha_s`` is for gradients. ``changes`` [transitions] counts
-    the axes along which the layout changes (anything but an all-reduce).
+    [meshes, transitions]; ``combined_alpha_s`` is for parameters and gradients.
+    ``changes`` [transitions] counts the axes along which the layout changes (anything but an
+    all-reduce).
     """
 
     alpha_s: NDArray[np.float64]
@@ -237,8 +239,9 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
 class ReshardTable:
     """Seconds of every resharding of rank-r tensors: ``alpha_s + nbytes * beta_s_per_byte``.
 
-    All arrays have shape [codes, codes]; ``combined_alpha_s`` is for gradients. ``changes``
-    counts the mesh axes along which the layout changes (anything but an all-reduce).
+    All arrays have shape [codes, codes]; ``combined_alpha_s`` is for parameters and
+    gradients. ``changes`` counts the mesh axes along which the layout changes (anything but an
+    all-reduce).
     """
 
     alpha_s: NDArray[np.float64]

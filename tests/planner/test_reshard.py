@@ -138,8 +138,9 @@ def test_step_times_are_the_cost_models() -> None:
     assert step.time_s == alpha + beta * 1e6
     (step,) = reshard_steps((3, 0), (0, 0), 2, 1e6, sizes, model, combined=True)
     assert step.time_s == pytest.approx(COMBINED * alpha + beta * 1e6)
-    gather = reshard_steps((1, 0), (0, 0), 2, 1e6, sizes, model)
-    assert gather == reshard_steps((1, 0), (0, 0), 2, 1e6, sizes, model, combined=True)
+    alone = reshard_steps((1, 0), (2, 0), 2, 1e6, sizes, model)
+    assert alone[0].kind == "all_to_all"
+    assert alone == reshard_steps((1, 0), (2, 0), 2, 1e6, sizes, model, combined=True)
 
 
 @given(
