@@ -41,7 +41,11 @@ class CompiledStep:
         self.plan = plan
         self.traced = traced
         self.mesh = (
-            jax.sharding.AbstractMesh(plan.mesh.sizes, plan.mesh.names)
+            jax.sharding.AbstractMesh(
+                plan.mesh.sizes,
+                plan.mesh.names,
+                axis_types=(jax.sharding.AxisType.Auto,) * len(plan.mesh.sizes),
+            )
             if abstract_mesh
             else build_mesh(plan.mesh, devices)
         )
