@@ -27,6 +27,7 @@ import common
 import decoders
 import jax
 from jax.sharding import PartitionSpec
+from larger import larger
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
@@ -38,6 +39,8 @@ from planner.graph.trace import abstract, trace
 from planner.plan import Plan
 
 CLUSTER = "v5p:2x2x2"
+LARGE = "-large"
+"""Ending of the name of an example at the sizes of ``larger``."""
 MESHES = {
     "data": "data=8",
     "fsdp": "data=8",
@@ -62,6 +65,8 @@ def model(name: str) -> tuple[Any, tuple[Any, Any]]:
     """The step and the shapes of its arguments (state, batch)."""
     if name == "llama":
         return decoders.build(LLAMA)
+    if name.endswith(LARGE):
+        return larger(name.removesuffix(LARGE))
     module = common.example(name)
     state = jax.eval_shape(module.make_state)
     return module.train_step, (state, abstract((next(iter(module.batches())),))[0])
@@ -74,7 +79,7 @@ def spec_of(name: str, kind: str, path: str, shape: tuple[int, ...]) -> Partitio
     if kind == "fsdp":
         return common.fsdp_spec(shape, 8, "data")
     size = int(MESHES[kind].rpartition("=")[2])
-    rules = LLAMA_RULES if name == "llama" else common.TENSOR_RULES[name]
+    rules = LLAMA_RULES if name == "llama" else common.TENSOR_RULES[name.removesuffix(LARGE)]
     entries: list[Any] = [None] * len(shape)
     for pattern, dim in rules.items():
         if re.search(pattern, path) and len(shape) > dim and shape[dim] % size == 0:
@@ -142,7 +147,11 @@ def report(results: dict[str, dict[str, dict[str, Any]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, help="keep the figures here, and take what is there")
-    parser.add_argument("models", nargs="*", default=[*common.EXAMPLES, "llama"])
+    parser.add_argument(
+        "models",
+        nargs="*",
+        default=[*common.EXAMPLES, *(n + LARGE for n in common.EXAMPLES), "llama"],
+    )
     options = parser.parse_args()
     kept: dict[str, Any] = {}
     if options.save and options.save.exists():
