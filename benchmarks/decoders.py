@@ -3,8 +3,9 @@
 ``Llama``: grouped-query attention, rotary positions, RMSNorm, SwiGLU and an untied head, with the
 sizes of the 8B model (Grattafiori et al., "The Llama 3 herd of models", 2024, table 3). ``GPT``:
 learned positions, LayerNorm, GELU and a tied head, with the sizes of GPT-3 (Brown et al., 2020,
-table 2.1). Both train with AdamW (Loshchilov and Hutter 2019); layers are unrolled and recomputed
-in the backward pass. Parameters and moments are float32, activations bfloat16.
+table 2.1). Both train with AdamW (Loshchilov and Hutter 2019); layers are unrolled (scanned for
+``Llama(scan=True)``) and recomputed in the backward pass. Parameters and moments are float32,
+activations bfloat16.
 
 ``examples/gpt.py`` is the same network as ``GPT`` in Flax, whose modules take minutes to build at
 96 layers.
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Llama:
-    """Sizes of the 8B model."""
+    """Sizes of the 8B model; ``scan``: whether layers are stacked and run by ``lax.scan``."""
 
     layers: int = 32
     dim: int = 4096
@@ -31,6 +32,7 @@ class Llama:
     vocab: int = 128256
     batch: int = 64
     seq: int = 4096
+    scan: bool = False
 
     @property
     def head(self) -> int:
@@ -69,7 +71,9 @@ def parameters(c: Llama) -> dict[str, Any]:
     }
     return {
         "embed": of(c.vocab, c.dim),
-        "layers": [dict(layer) for _ in range(c.layers)],
+        "layers": {name: of(c.layers, *x.shape) for name, x in layer.items()}
+        if c.scan
+        else [dict(layer) for _ in range(c.layers)],
         "norm": of(c.dim),
         "head": of(c.dim, c.vocab),
     }
@@ -119,8 +123,12 @@ def layer(x: jax.Array, p: Any, c: Llama) -> jax.Array:
 
 def loss_fn(params: Any, batch: Any, c: Llama) -> jax.Array:
     x = params["embed"][batch["tokens"]].astype(jnp.bfloat16)
-    for p in params["layers"]:
-        x = jax.checkpoint(lambda x, p: layer(x, p, c))(x, p)
+    once = jax.checkpoint(lambda x, p: layer(x, p, c))
+    if c.scan:
+        x, _ = jax.lax.scan(lambda x, p: (once(x, p), None), x, params["layers"])
+    else:
+        for p in params["layers"]:
+            x = once(x, p)
     head = params["head"].astype(x.dtype)
     logits = (rms_norm(x, params["norm"]) @ head).astype(jnp.float32)
     return cross_entropy(logits, batch["targets"])
