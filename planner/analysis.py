@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from costmodels import CostModel
 from planner.fused import find_fused
 from planner.graph.ir import Graph
+from planner.graph.kernels import Kernels, kernels
 from planner.graph.liveness import PASSES, intervals, materialised
 from planner.groups import Groups, Link, gradient_shapes
 from planner.kernels import starts
@@ -53,7 +54,11 @@ class Analysis:
 
 
 def analyse(
-    graph: Graph, rules: Sequence[FactorRule], groups: Groups, donated: Sequence[bool]
+    graph: Graph,
+    rules: Sequence[FactorRule],
+    groups: Groups,
+    donated: Sequence[bool],
+    fused_operands: bool = False,
 ) -> Analysis:
     """Work, reductions and memory of every group, before any mesh is chosen."""
     live = graph.live_ops()
@@ -82,7 +87,7 @@ def analyse(
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
-    usages, values = _usages(graph, groups, kept, live, donated)
+    usages, values = _usages(graph, groups, kernels(graph, fusable, live, fused_operands), live, donated)
     return Analysis(
         graph,
         tuple(rules),
@@ -141,27 +146,52 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
 def _usages(
     graph: Graph,
     groups: Groups,
-    kept: Sequence[bool],
+    found: Kernels,
     live: Sequence[bool],
     donated: Sequence[bool],
 ) -> tuple[tuple[UsageRow, ...], tuple[int, ...]]:
     out: list[UsageRow] = []
     values: list[int] = []
+
+    def add(group: int, start: int, end: int, value: int, layout: Layout, port: str) -> None:
+        if end > start:
+            out.append((group, start, end, float(found.nbytes[value]), layout, port))
+            values.append(value)
+
     readers: dict[int, list[int]] = {}
+    copied: dict[int, Link] = {}  # by the value that is read
+    uses: dict[int, list[int]] = {}  # per copy, the operations that read it
     for link in groups.links:
-        if link.a_use and live[link.op]:
-            readers.setdefault(link.value, []).append(link.op)
-    for span in intervals(graph, kept, live, donated):
+        if link.operand < 0 or not live[link.op]:
+            continue
+        at = found.time[link.op]
+        if link.a_use:
+            readers.setdefault(link.value, []).append(at)
+        elif groups.groups[link.b].kind == "copy":
+            copied[link.value] = link
+        elif groups.groups[link.a].kind == "copy":
+            uses.setdefault(link.a, []).append(at)
+    until: dict[int, int] = {}  # values that end where their copy begins
+    for value, link in copied.items():
+        ops = uses.get(link.b, [found.time[link.op]])
+        first, last, base = min(ops), max(ops), found.base[value]
+        alone = found.kept[base] and graph.values[base].op >= 0 and base not in graph.outputs
+        if alone and base not in until and all(r in ops or r < first for r in found.reads[base]):
+            until[base] = first
+            add(link.b, first, last + 1, value, link.dst, "use")
+    for span in intervals(graph, found, live, donated):
         home = groups.home[span.value]
         if home is None:
             continue
         group, layout = home
-        nbytes = float(graph.values[span.value].nbytes)
+        made = graph.values[span.value].op
+        if made >= 0 and graph.ops[made].kind == "loop_ys":  # laid out as what the body stacks
+            inner = groups.home[graph.ops[made].inputs[0]]
+            group, layout = (group, layout) if inner is None else (inner[0], (-1, *inner[1]))
         is_input = groups.groups[group].kind == "input"
-        out.append((group, span.start, span.end, nbytes, layout, "store" if is_input else "use"))
-        values.append(span.value)
+        stop = min(span.end, until.get(span.value, span.end))
+        add(group, span.start, stop, span.value, layout, "store" if is_input else "use")
         if is_input and span.value in readers:
             first, last = min(readers[span.value]), max(readers[span.value])
-            out.append((group, first, last + 1, nbytes, layout, "gathered"))
-            values.append(span.value)
+            add(group, first, last + 1, span.value, layout, "gathered")
     return tuple(out), tuple(values)
