@@ -44,6 +44,8 @@ class Analysis:
     reductions: tuple[tuple[Reduction, ...], ...]
     usages: tuple[UsageRow, ...]
     usage_values: tuple[int, ...]
+    kernels: Kernels
+    """What is written and read, and in which order: moments of usages are places in it."""
     scalar_bytes: float
     stored: tuple[tuple[float, Layout] | None, ...]
     """Per group of an input that operations see as ``used``: the input's bytes and layout."""
@@ -87,7 +89,9 @@ def analyse(
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
-    usages, values = _usages(graph, groups, kernels(graph, fusable, live, fused_operands), live, donated)
+    found = kernels(graph, groups.fusable, live, fused_operands)
+    found = found.without(fused.inside)
+    usages, values = _usages(graph, groups, found, live, donated)
     return Analysis(
         graph,
         tuple(rules),
@@ -96,6 +100,7 @@ def analyse(
         tuple(map(tuple, reductions)),
         usages,
         values,
+        found,
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         _stored(graph, groups),
         (1,) * len(groups.groups),

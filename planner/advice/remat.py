@@ -160,7 +160,7 @@ class _Dropping:
     def __init__(self, extraction: Extraction) -> None:
         analysis = extraction.priced.analysis
         self.extraction, self.values = extraction, analysis.usage_values
-        self.work, self.reads = _Recompute(extraction), extraction.graph.consumers()
+        self.work, self.reads = _Recompute(extraction), analysis.kernels.reads
         self.sizes = np.array(extraction.usage_bytes())
         self.starts = np.array([u[1] for u in analysis.usages], dtype=np.int64)
         self.ends = np.array([u[2] for u in analysis.usages], dtype=np.int64)
@@ -243,13 +243,14 @@ def _gap(
 
     Uses inside loops are left alone: their iterations share one place in the order.
     """
-    graph = extraction.graph
+    graph, found = extraction.graph, extraction.priced.analysis.kernels
     made = graph.values[value].op
     if made < 0 or graph.ops[made].region != 0:
         return None
-    if any(graph.ops[r].region != 0 for r in reads[value]):
+    inner = [r for r in reads[value] if r < len(found.order)]
+    if any(graph.ops[found.order[r]].region != 0 for r in inner):
         return None
-    uses = sorted({made, *reads[value]})
+    uses = sorted({found.time[made], *reads[value]})
     after = bisect.bisect_right(uses, moment)
     if after == len(uses) or uses[after - 1] >= moment:
         return None

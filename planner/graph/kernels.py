@@ -7,6 +7,7 @@ moves no more bytes than writing it once would. docs/explanation/memory.md has t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,11 @@ class Kernels:
     order: tuple[int, ...]
     time: tuple[int, ...]
 
+    def without(self, inside: Sequence[bool]) -> Kernels:
+        """The same, but for values that never leave a hand-written kernel."""
+        kept = tuple([k and not i for k, i in zip(self.kept, inside, strict=True)])
+        return dataclasses.replace(self, kept=kept)
+
 
 def kernels(
     graph: Graph, fusable: Sequence[bool], live: Sequence[bool], fused_operands: bool = False
@@ -95,7 +101,10 @@ class _Kernels:
         self.light = [
             op.kind in _LIGHT or (fusable[op.index] and not writes(op)) for op in graph.ops
         ]
-        heavy = [not (x or writes(op) or op.kind in _CLOSES) for x, op in zip(self.light, graph.ops, strict=True)]
+        heavy = [
+            not (x or writes(op) or op.kind in _CLOSES)
+            for x, op in zip(self.light, graph.ops, strict=True)
+        ]
         self.order = schedule(graph, heavy, live)
         self.time = [0] * len(graph.ops)
         for at, index in enumerate(self.order):
@@ -222,7 +231,8 @@ _LIGHT = PICKED | JOINED | VIEWS
 
 def writes(op: Op) -> bool:
     """Whether an operation writes its result but may compute its operands itself."""
-    return op.kind.startswith(("reduce_", "arg")) and op.kind not in VIEWS or op.kind in WRITERS
+    reduces = op.kind.startswith(("reduce_", "arg")) and op.kind not in VIEWS
+    return reduces or op.kind in WRITERS
 
 
 def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 
 from planner.graph.ir import SCALAR, Graph
 
-GRADIENTS = frozenset(
-    "dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split()
-)
+GRADIENTS = frozenset("dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split())
 """Operations that make a parameter's gradient out of activations."""
 
 
