@@ -27,9 +27,6 @@ def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple
     Complexity: O(operations).
     """
     late = _late(graph, heavy, live)
-    children: dict[int, list[int]] = {}
-    for region in graph.regions[1:]:
-        children.setdefault(region.parent, []).append(region.index)
     items: dict[int, list[tuple[bool, int, int]]] = {r.index: [] for r in graph.regions}
     seen: set[int] = set()
     for op in graph.ops:
