@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from costmodels import CostModel
 from planner.fused import find_fused
 from planner.graph.ir import Graph
-from planner.graph.kernels import Kernels, kernels
-from planner.graph.liveness import PASSES, intervals, materialised
+from planner.graph.liveness import PASSES, materialised
+from planner.graph.written import written
 from planner.groups import Groups, Link, gradient_shapes
 from planner.kernels import starts
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
+from planner.usages import UsageRow, Usages, find_usages
 from planner.work import Work, Workload
 
 
@@ -29,10 +30,6 @@ class Reduction:
     gradient: bool = False
 
 
-UsageRow = tuple[int, int, int, float, Layout, str]
-"""(group, start, end, bytes, layout, port): port is "use", "store" or "gathered"."""
-
-
 @dataclass(frozen=True, eq=False)
 class Analysis:
     """Everything about a traced step that does not depend on the mesh."""
@@ -43,9 +40,12 @@ class Analysis:
     work: tuple[tuple[Work, ...], ...]
     reductions: tuple[tuple[Reduction, ...], ...]
     usages: tuple[UsageRow, ...]
+    """The usages when operations run in the order of the trace; moments are operation indices."""
     usage_values: tuple[int, ...]
-    kernels: Kernels
-    """What is written and read, and in which order: moments of usages are places in it."""
+    late: Usages
+    """The usages when gradients of parameters are computed last."""
+    reads: tuple[tuple[int, ...], ...]
+    """Per value that is written, the operations that read it."""
     scalar_bytes: float
     stored: tuple[tuple[float, Layout] | None, ...]
     """Per group of an input that operations see as ``used``: the input's bytes and layout."""
@@ -89,18 +89,21 @@ def analyse(
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
-    found = kernels(graph, groups.fusable, live, fused_operands)
-    found = found.without(fused.inside)
-    usages, values = _usages(graph, groups, found, live, donated)
+    traced, late = (
+        written(graph, groups.fusable, live, fused_operands, late).without(fused.inside)
+        for late in (False, True)
+    )
+    usages = find_usages(graph, groups, traced, live, donated)
     return Analysis(
         graph,
         tuple(rules),
         groups,
         workload.done(),
         tuple(map(tuple, reductions)),
-        usages,
-        values,
-        found,
+        usages.rows,
+        usages.values,
+        find_usages(graph, groups, late, live, donated),
+        traced.reads,
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         _stored(graph, groups),
         (1,) * len(groups.groups),
@@ -146,57 +149,3 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
         )
         for w, times in tally.items()
     )
-
-
-def _usages(
-    graph: Graph,
-    groups: Groups,
-    found: Kernels,
-    live: Sequence[bool],
-    donated: Sequence[bool],
-) -> tuple[tuple[UsageRow, ...], tuple[int, ...]]:
-    out: list[UsageRow] = []
-    values: list[int] = []
-
-    def add(group: int, start: int, end: int, value: int, layout: Layout, port: str) -> None:
-        if end > start:
-            out.append((group, start, end, float(found.nbytes[value]), layout, port))
-            values.append(value)
-
-    readers: dict[int, list[int]] = {}
-    copied: dict[int, Link] = {}  # by the value that is read
-    uses: dict[int, list[int]] = {}  # per copy, the operations that read it
-    for link in groups.links:
-        if link.operand < 0 or not live[link.op]:
-            continue
-        at = found.time[link.op]
-        if link.a_use:
-            readers.setdefault(link.value, []).append(at)
-        elif groups.groups[link.b].kind == "copy":
-            copied[link.value] = link
-        elif groups.groups[link.a].kind == "copy":
-            uses.setdefault(link.a, []).append(at)
-    until: dict[int, int] = {}  # values that end where their copy begins
-    for value, link in copied.items():
-        ops = uses.get(link.b, [found.time[link.op]])
-        first, last, base = min(ops), max(ops), found.base[value]
-        alone = found.kept[base] and graph.values[base].op >= 0 and base not in graph.outputs
-        if alone and base not in until and all(r in ops or r < first for r in found.reads[base]):
-            until[base] = first
-            add(link.b, first, last + 1, value, link.dst, "use")
-    for span in intervals(graph, found, live, donated):
-        home = groups.home[span.value]
-        if home is None:
-            continue
-        group, layout = home
-        made = graph.values[span.value].op
-        if made >= 0 and graph.ops[made].kind == "loop_ys":  # laid out as what the body stacks
-            inner = groups.home[graph.ops[made].inputs[0]]
-            group, layout = (group, layout) if inner is None else (inner[0], (-1, *inner[1]))
-        is_input = groups.groups[group].kind == "input"
-        stop = min(span.end, until.get(span.value, span.end))
-        add(group, span.start, stop, span.value, layout, "store" if is_input else "use")
-        if is_input and span.value in readers:
-            first, last = min(readers[span.value]), max(readers[span.value])
-            add(group, first, last + 1, span.value, layout, "gathered")
-    return tuple(out), tuple(values)

@@ -58,5 +58,5 @@ def moment_text(extraction: Extraction, moment: int) -> str:
     ops = extraction.graph.ops
     if moment >= len(ops):
         return "the end of the step"
-    op = ops[extraction.priced.analysis.kernels.order[moment]]
+    op = ops[moment]
     return f"{op.kind} ({op.source or 'no line'})"

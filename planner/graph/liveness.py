@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.kernels import MATMULS, Kernels, extents, writes
+from planner.graph.written import MATMULS, Written, extents, writes
 
 PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
@@ -60,23 +60,23 @@ def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) ->
 
 
 def intervals(
-    graph: Graph, kernels: Kernels, live: Sequence[bool], donated: Sequence[bool]
+    graph: Graph, found: Written, live: Sequence[bool], donated: Sequence[bool]
 ) -> tuple[Interval, ...]:
     """Live intervals of the values that are kept; inputs live all step unless donated.
 
     A donated input that comes back as an output shares its memory: only one is listed.
     """
     end_of_step = len(graph.ops) + 1
-    last = [reads[-1] if reads else -1 for reads in kernels.reads]
-    overwritten = _overwritten(graph, kernels, last)
-    first = _stretch_over_loops(graph, kernels, last)
+    last = [reads[-1] if reads else -1 for reads in found.reads]
+    overwritten = _overwritten(graph, found, last)
+    first = _stretch_over_loops(graph, found, last)
     position = {v: k for k, v in enumerate(graph.inputs)}
     aliased = {graph.outputs[o] for i, o in graph.ties if donated[i]} - set(graph.inputs)
     tied = {graph.inputs[i] for i, _ in graph.ties}
     final = set(graph.outputs)
     out = []
     for value in graph.values:
-        if not kernels.kept[value.index] or not value.nbytes or value.index in aliased:
+        if not found.kept[value.index] or not value.nbytes or value.index in aliased:
             continue
         if value.op >= 0 and not live[value.op]:
             continue
@@ -86,13 +86,13 @@ def intervals(
             stays = True
         stop = last[value.index] + (value.index not in overwritten)
         stop = end_of_step if stays else stop
-        start = 0 if value.op < 0 else first.get(value.index, kernels.time[value.op])
+        start = 0 if value.op < 0 else first.get(value.index, found.time[value.op])
         if stop > start:
             out.append(Interval(value.index, start, stop))
     return tuple(out)
 
 
-def _overwritten(graph: Graph, kernels: Kernels, last: Sequence[int]) -> set[int]:
+def _overwritten(graph: Graph, found: Written, last: Sequence[int]) -> set[int]:
     """Values that the last kernel to read them writes its own result over."""
     out: set[int] = set()
     taken: set[int] = set()
@@ -101,27 +101,27 @@ def _overwritten(graph: Graph, kernels: Kernels, last: Sequence[int]) -> set[int
         at = last[v.index]
         if not 0 <= at < len(graph.ops) or v.index in fixed or v.op < 0:
             continue
-        op = graph.ops[kernels.order[at]]
+        op = graph.ops[found.order[at]]
         if op.kind in MATMULS or writes(op) or graph.ops[v.op].region != op.region:
             continue
         for o in op.outputs:
-            if kernels.kept[o] and o not in taken and graph.values[o].nbytes == v.nbytes:
+            if found.kept[o] and o not in taken and graph.values[o].nbytes == v.nbytes:
                 taken.add(o)
                 out.add(v.index)
                 break
     return out
 
 
-def _stretch_over_loops(graph: Graph, kernels: Kernels, last: list[int]) -> dict[int, int]:
+def _stretch_over_loops(graph: Graph, found: Written, last: list[int]) -> dict[int, int]:
     """What takes memory for all of a loop: values it reads from outside, and stacked results.
 
     Lengthens ``last`` in place; returns when stacks begin: with the loop that fills them.
     """
-    begin, stop = extents(graph, kernels.time)
+    begin, stop = extents(graph, found.time)
     for value in graph.values:
         home = graph.ops[value.op].region if value.op >= 0 else 0
-        for at in kernels.reads[value.index][-1:]:
-            region = graph.ops[kernels.order[at]].region if at < len(graph.ops) else 0
+        for at in found.reads[value.index][-1:]:
+            region = graph.ops[found.order[at]].region if at < len(graph.ops) else 0
             while region > 0 and region != home:
                 if graph.regions[region].kind in ("scan", "while"):
                     last[value.index] = max(last[value.index], stop[region])

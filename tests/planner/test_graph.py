@@ -12,9 +12,9 @@ import pytest
 
 from planner.errors import InternalError, ModelError
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.kernels import extents, kernels
 from planner.graph.liveness import Interval, intervals, materialised
 from planner.graph.trace import trace
+from planner.graph.written import extents, written
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -364,7 +364,7 @@ def test_intervals_of_donated_and_kept_inputs() -> None:
     graph = graph_of(step, struct(8), struct(4, 8))
     end = len(graph.ops) + 1
     live = graph.live_ops()
-    found = kernels(graph, [True] * len(graph.ops), live)
+    found = written(graph, [True] * len(graph.ops), live)
     state, batch, new = graph.inputs[0], graph.inputs[1], graph.outputs[0]
     spans = {s.value: s for s in intervals(graph, found, live, (False, False))}
     assert spans[state] == Interval(state, 0, end)
@@ -379,7 +379,7 @@ def test_intervals_of_donated_and_kept_inputs() -> None:
 def test_what_a_loop_reads_from_outside_lives_until_the_loop_ends() -> None:
     graph = graph_of(scan, struct(4, 8), struct(5, 4, 8), struct(8, 8))
     fusable = [op.kind != "dot_general" for op in graph.ops]
-    found = kernels(graph, fusable, graph.live_ops())
+    found = written(graph, fusable, graph.live_ops())
     begin, stop = extents(graph, found.time)
     assert max(found.reads[graph.inputs[2]]) <= stop[1]
     spans = {s.value: s for s in intervals(graph, found, graph.live_ops(), (False, True, True))}
@@ -398,7 +398,7 @@ def test_a_chain_is_computed_again_and_its_source_lives_on() -> None:
     graph = graph_of(step, struct(64, 64), struct(64, 64))
     fusable = [op.kind != "dot_general" for op in graph.ops]
     at = {op.kind: op.outputs[0] for op in reversed(graph.ops)}
-    gpu, tpu = (kernels(graph, fusable, graph.live_ops(), fused) for fused in (False, True))
+    gpu, tpu = (written(graph, fusable, graph.live_ops(), fused) for fused in (False, True))
     assert (gpu.kept[at["tanh"]], gpu.kept[at["mul"]], gpu.kept[at["sin"]]) == (False, True, True)
     assert not any(tpu.kept[at[kind]] for kind in ("tanh", "mul", "sin"))
     last = max(op.index for op in graph.ops if op.kind == "dot_general")
@@ -408,7 +408,7 @@ def test_a_chain_is_computed_again_and_its_source_lives_on() -> None:
 def test_gradients_of_parameters_come_after_the_chain() -> None:
     graph = graph_of(sgd, STATE, BATCH)
     fusable = [op.kind != "dot_general" for op in graph.ops]
-    found = kernels(graph, fusable, graph.live_ops())
+    found = written(graph, fusable, graph.live_ops())
     assert sorted(found.order) == list(range(len(graph.ops)))
     for op in graph.ops:  # still an order in which operands come first
         made = [graph.values[i].op for i in op.inputs if i >= 0]

@@ -1,4 +1,4 @@
-"""The kernels that a compiler makes of a traced step: which values they write, and which they read.
+"""Which values of a traced step are written to memory, and when the kernels that read them run.
 
 What an operation that mixes dimensions makes is written to memory. An elementwise result is
 computed again by each kernel that reads it, from what that is made of (its *sources*), while this
@@ -47,7 +47,7 @@ MAX_SOURCES = 24
 
 
 @dataclass(frozen=True, eq=False)
-class Kernels:
+class Written:
     """What is written and who reads it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Kernels:
         nbytes: per value, the bytes it is written in.
         reads: per value that is kept, when its kernels read it, in order.
         base: per value, the value whose memory it is read from: itself, or what it is a view of.
-        order: operation indices in the order in which they run (``schedule``).
+        order: operation indices in the order in which they run: as traced, or ``schedule``'s.
         time: per operation, its place in ``order``.
     """
 
@@ -66,15 +66,19 @@ class Kernels:
     order: tuple[int, ...]
     time: tuple[int, ...]
 
-    def without(self, inside: Sequence[bool]) -> Kernels:
+    def without(self, inside: Sequence[bool]) -> Written:
         """The same, but for values that never leave a hand-written kernel."""
         kept = tuple([k and not i for k, i in zip(self.kept, inside, strict=True)])
         return dataclasses.replace(self, kept=kept)
 
 
-def kernels(
-    graph: Graph, fusable: Sequence[bool], live: Sequence[bool], fused_operands: bool = False
-) -> Kernels:
+def written(
+    graph: Graph,
+    fusable: Sequence[bool],
+    live: Sequence[bool],
+    fused_operands: bool = False,
+    late: bool = False,
+) -> Written:
     """Tell written values from those that their readers compute again.
 
     Args:
@@ -82,17 +86,23 @@ def kernels(
         fusable: per operation, whether it only passes dimensions along.
         live: per operation, whether its results are used.
         fused_operands: whether a product computes its elementwise operands itself, as on TPUs.
+        late: whether what only the update needs comes last (``schedule``).
 
     Complexity: O(operands * MAX_SOURCES).
     """
-    return _Kernels(graph, fusable, live, fused_operands).run()
+    return _Writing(graph, fusable, live, fused_operands, late).run()
 
 
-class _Kernels:
-    """``kernels`` in progress."""
+class _Writing:
+    """``written`` in progress."""
 
     def __init__(
-        self, graph: Graph, fusable: Sequence[bool], live: Sequence[bool], fused_operands: bool
+        self,
+        graph: Graph,
+        fusable: Sequence[bool],
+        live: Sequence[bool],
+        fused_operands: bool,
+        late: bool,
     ) -> None:
         self.graph, self.live = graph, live
         self.final = set(graph.outputs)
@@ -105,7 +115,7 @@ class _Kernels:
             not (x or writes(op) or op.kind in _CLOSES)
             for x, op in zip(self.light, graph.ops, strict=True)
         ]
-        self.order = schedule(graph, heavy, live)
+        self.order = schedule(graph, heavy, live) if late else tuple(range(len(graph.ops)))
         self.time = [0] * len(graph.ops)
         for at, index in enumerate(self.order):
             self.time[index] = at
@@ -163,7 +173,7 @@ class _Kernels:
                     count[i] += times
         return count
 
-    def run(self) -> Kernels:
+    def run(self) -> Written:
         for op in self.graph.ops:
             if self.live[op.index]:
                 self.place(op)
@@ -172,7 +182,7 @@ class _Kernels:
                 for s in self.sources[o]:
                     self.reads[s].append(len(self.graph.ops))
         reads = tuple(tuple(sorted(times)) for times in self.reads)
-        return Kernels(
+        return Written(
             tuple(self.kept),
             tuple(self.nbytes),
             reads,
