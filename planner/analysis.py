@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from costmodels import CostModel
@@ -30,6 +30,26 @@ class Reduction:
     gradient: bool = False
 
 
+@dataclass(frozen=True)
+class Scheduled:
+    """What the usages of a known plan follow from, besides the graph and its groups.
+
+    ``donated``: per input, whether results may take its memory; ``fused_operands``: see
+    ``written``; ``inside``: per value, whether it never leaves a hand-written kernel.
+    """
+
+    donated: tuple[bool, ...]
+    fused_operands: bool
+    inside: tuple[bool, ...]
+
+    def usages(self, graph: Graph, groups: Groups, moves: Callable[[Link], bool]) -> Usages:
+        """The usages in the order in which compilers run a step; ``moves``: see
+        ``find_usages``."""
+        live = graph.live_ops()
+        found = written(graph, groups.fusable, live, self.fused_operands, late=True)
+        return find_usages(graph, groups, found.without(self.inside), live, self.donated, moves)
+
+
 @dataclass(frozen=True, eq=False)
 class Analysis:
     """Everything about a traced step that does not depend on the mesh."""
@@ -42,10 +62,9 @@ class Analysis:
     usages: tuple[UsageRow, ...]
     """The usages when operations run in the order of the trace; moments are operation indices."""
     usage_values: tuple[int, ...]
-    late: Usages
-    """The usages when gradients of parameters are computed last."""
     reads: tuple[tuple[int, ...], ...]
     """Per value that is written, the operations that read it."""
+    scheduled: Scheduled
     scalar_bytes: float
     stored: tuple[tuple[float, Layout] | None, ...]
     """Per group of an input that operations see as ``used``: the input's bytes and layout."""
@@ -89,11 +108,8 @@ def analyse(
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
-    traced, late = (
-        written(graph, groups.fusable, live, fused_operands, late).without(fused.inside)
-        for late in (False, True)
-    )
-    usages = find_usages(graph, groups, traced, live, donated)
+    found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
+    usages = find_usages(graph, groups, found, live, donated)
     return Analysis(
         graph,
         tuple(rules),
@@ -102,8 +118,8 @@ def analyse(
         tuple(map(tuple, reductions)),
         usages.rows,
         usages.values,
-        find_usages(graph, groups, late, live, donated),
-        traced.reads,
+        found.reads,
+        Scheduled(tuple(donated), fused_operands, fused.inside),
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         _stored(graph, groups),
         (1,) * len(groups.groups),

@@ -17,7 +17,7 @@ from planner.reshard import Step, reshard_steps
 from planner.search.problem import profile_of
 from planner.spec import Sharding
 from planner.unify import Layout
-from planner.usages import UsageRow
+from planner.usages import UsageRow, Usages
 
 ACTIVATIONS_SHOWN = 12
 UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
@@ -293,17 +293,26 @@ class Extraction:
         """The most bytes in use at a moment, and that moment."""
         return _peak(self.priced.analysis.usages, self.usage_bytes())
 
+    def scheduled(self) -> Usages:
+        """The usages of the chosen plan, with both ends of every move."""
+
+        def moves(link: Link) -> bool:
+            return any(s.kind != "all_reduce" for s in self.link_steps(link))  # in place
+
+        analysis = self.priced.analysis
+        return analysis.scheduled.usages(self.graph, analysis.groups, moves)
+
     def scheduled_peak(self, limit_bytes: float) -> tuple[float, tuple[str, ...]]:
         """The peak in the order in which a compiler runs the step, and what holds the most of it.
 
         Gradients of parameters are computed last where memory suffices; a compiler that would run
         out of memory keeps closer to the order of the trace (``planner.graph.schedule``).
         """
-        analysis = self.priced.analysis
-        rows, late = analysis.late.rows, self.usage_bytes(analysis.late.rows)
-        peak, moment = _peak(rows, late)
+        analysis, late = self.priced.analysis, self.scheduled()
+        sizes = self.usage_bytes(late.rows)
+        peak, moment = _peak(late.rows, sizes)
         if peak <= limit_bytes:
-            return peak, self._holders(rows, analysis.late.values, late, moment)
+            return peak, self._holders(late.rows, late.values, sizes, moment)
         sizes = self.usage_bytes()
         least, moment = _peak(analysis.usages, sizes)
         holders = self._holders(analysis.usages, analysis.usage_values, sizes, moment)

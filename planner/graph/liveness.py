@@ -128,6 +128,7 @@ def _stretch_over_loops(graph: Graph, found: Written, last: list[int]) -> dict[i
                 region = graph.regions[region].parent
     first: dict[int, int] = {}
     body = 0
+    earliest: dict[tuple[object, ...], int] = {}
     for op in graph.ops:
         if op.kind == "loop_back":
             body = op.region
@@ -135,5 +136,12 @@ def _stretch_over_loops(graph: Graph, found: Written, last: list[int]) -> dict[i
             inner = graph.values[op.inputs[0]].op if op.inputs[0] != SCALAR else -1
             region = graph.ops[inner].region if inner >= 0 else body
             if region > 0 and graph.regions[region].parent == op.region:
-                first[op.outputs[0]] = begin[region]
+                made = graph.values[op.outputs[0]]
+                first[made.index] = begin[region]
+                kind = (made.shape, made.dtype, op.region)
+                earliest[kind] = min(begin[region], earliest.get(kind, begin[region]))
+    if found.merges:  # one kernel initialises all stacks of a shape
+        for index in first:
+            stack = graph.values[index]
+            first[index] = earliest[stack.shape, stack.dtype, graph.ops[stack.op].region]
     return first

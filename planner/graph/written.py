@@ -57,6 +57,7 @@ class Written:
         base: per value, the value whose memory it is read from: itself, or what it is a view of.
         order: operation indices in the order in which they run: as traced, or ``schedule``'s.
         time: per operation, its place in ``order``.
+        merges: whether kernels that read nothing in common are made one, as for GPUs.
     """
 
     kept: tuple[bool, ...]
@@ -65,6 +66,7 @@ class Written:
     base: tuple[int, ...]
     order: tuple[int, ...]
     time: tuple[int, ...]
+    merges: bool
 
     def without(self, inside: Sequence[bool]) -> Written:
         """The same, but for values that never leave a hand-written kernel."""
@@ -104,7 +106,7 @@ class _Writing:
         fused_operands: bool,
         late: bool,
     ) -> None:
-        self.graph, self.live = graph, live
+        self.graph, self.live, self.fused_operands = graph, live, fused_operands
         self.final = set(graph.outputs)
         narrow = self._narrow() if fused_operands else [False] * len(graph.values)
         self.nbytes = [v.nbytes // (1 + n) for v, n in zip(graph.values, narrow, strict=True)]
@@ -189,6 +191,7 @@ class _Writing:
             tuple(self.base),
             self.order,
             tuple(self.time),
+            not self.fused_operands,
         )
 
     def place(self, op: Op) -> None:
