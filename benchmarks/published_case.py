@@ -73,18 +73,25 @@ class Kernels:
     """How a framework turns the step into kernels.
 
     ``fused``: elementwise chains are one kernel (XLA, torch.compile); otherwise every step of a
-    chain reads and writes memory (PyTorch eager). ``matmul``: dtype of the products' operands.
-    ``reduced``: dtype in which gradients are reduced. ``stored``: dtype of stored parameters.
+    chain reads and writes memory (PyTorch eager). ``rows``: norm, softmax, and bias + dropout + add
+    are hand-written kernels, one each (apex, Megatron; PyTorch's layer norm). ``dropout``: after
+    attention's softmax and both blocks. ``joined``: query, key and value are one product.
+    ``attention``: "dense", "flash" (Dao 2023), "flash-1" (Dao et al. 2022, and Triton's).
+    ``matmul``: dtype of the products' operands. ``reduced``: dtype in which gradients are reduced.
+    ``stored``: dtype of stored parameters.
     """
 
     fused: bool = True
+    rows: bool = False
+    dropout: bool = False
+    joined: bool = False
     attention: str = "dense"
     matmul: str = "bfloat16"
     reduced: str = "bfloat16"
     stored: str = "float32"
 
-    def stop(self, x: jax.Array) -> jax.Array:
-        """The end of a kernel, where kernels are not fused."""
+    def stop(self, x: Any) -> Any:
+        """The end of a kernel that writes ``x``, where kernels are not fused."""
         return x if self.fused else jax.lax.optimization_barrier(x)
 
 

@@ -74,9 +74,65 @@ def _lookup_backward(
 lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def row(x: Array, scale: Array, k: Kernels) -> Array:
+    """Stands for a norm in one kernel: reads x, writes y; backward reads x and g, writes dx."""
+    return k.stop(x * scale)
+
+
+def _row_backward(k: Kernels, kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, scale = kept
+    return k.stop(x * g * scale), jnp.sum(x * g, axis=tuple(range(x.ndim - 1)))
+
+
+row.defvjp(lambda x, scale, k: (row(x, scale, k), (x, scale)), _row_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def weigh(scores: Array, k: Kernels) -> Array:
+    """Stands for scale, mask and softmax in one kernel: backward reads y and g, writes dx."""
+    return k.stop(scores * 0.125)
+
+
+def _weigh_forward(scores: Array, k: Kernels) -> tuple[Array, Array]:
+    y = weigh(scores, k)
+    return y, y
+
+
+weigh.defvjp(_weigh_forward, lambda k, y, g: (k.stop(y * g),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def drop(x: Array, k: Kernels) -> Array:
+    """Dropout: writes its mask, a byte for each value, beside the result."""
+    return _drop_forward(x, k)[0]
+
+
+def _drop_forward(x: Array, k: Kernels) -> tuple[Array, Array]:
+    return k.stop((x * 1.1, x > 0))  # type: ignore[no-any-return]
+
+
+drop.defvjp(_drop_forward, lambda k, mask, g: (k.stop(g * mask),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def drop_add(x: Array, y: Array, k: Kernels) -> Array:
+    """``x + dropout(y)`` in one kernel."""
+    return _drop_add_forward(x, y, k)[0]
+
+
+def _drop_add_forward(x: Array, y: Array, k: Kernels) -> tuple[Array, Array]:
+    return k.stop((x + y * 1.1, y > 0))  # type: ignore[no-any-return]
+
+
+drop_add.defvjp(_drop_add_forward, lambda k, mask, g: (g, k.stop(g * mask)))
+
+
 def norm(x: Array, p: Any, name: str, c: Case) -> Array:
     """LayerNorm where there are biases or learned positions, RMSNorm otherwise."""
     stop = c.kernels.stop
+    if c.kernels.rows:
+        return row(x, p[name].astype(x.dtype), c.kernels)
     wide = x.astype(jnp.float32)
     if not c.model.gated:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -113,9 +169,13 @@ def attend(q: Array, k: Array, v: Array, c: Case) -> Array:
     stop, m = c.kernels.stop, c.model
     if m.kv_heads != m.heads:
         k, v = (jnp.repeat(t, m.heads // m.kv_heads, axis=2) for t in (k, v))
-    if c.kernels.attention == "flash":
+    if c.kernels.attention.startswith("flash"):
         return flash_attention_causal(q, k, v)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    if c.kernels.rows:
+        weights = weigh(scores, c.kernels)
+        weights = drop(weights, c.kernels) if c.kernels.dropout else weights
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
     causal = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
     wide = scores.astype(jnp.float32) * m.head_dim**-0.5
     weights = stop(jax.nn.softmax(jnp.where(causal, wide, -1e30), axis=-1).astype(q.dtype))
@@ -153,7 +213,12 @@ def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
     def apply(eq: str, x: Array, name: str, label: str, out: Spec) -> Array:
         y = linear(eq, x, p[name], spec[name][1], spec[name][3], k, label)
         y = checkpoint_name(shard(y, *out), label)
-        return k.stop(y + p[name + "_b"].astype(y.dtype)) if m.bias else y
+        # cuBLAS adds a bias for nothing; Megatron adds these two in the next kernel
+        stop = (lambda x: x) if k.rows else k.stop
+        return stop(y + p[name + "_b"].astype(y.dtype)) if m.bias else y
+
+    def join(x: Array, y: Array) -> Array:
+        return drop_add(x, y, k) if k.dropout else k.stop(x + y)
 
     y = gathered(norm(k.stop(x), p, "norm1", c), inside, between)
     heads = (*inside, tp)
@@ -165,7 +230,7 @@ def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
     if d.context > 1:  # every device sees all keys: the ring's volume
         key, v = (shard(t, d.batch, None, tp) for t in (key, v))
     mixed = checkpoint_name(shard(attend(q, key, v, c), *heads), "mixed")
-    x = k.stop(x + apply("bshk,hkd->bsd", mixed, "o", "out", between))
+    x = join(x, apply("bshk,hkd->bsd", mixed, "o", "out", between))
     y = gathered(norm(k.stop(x), p, "norm2", c), inside, between)
     wide = (*inside, tp)
     up = apply("bsd,df->bsf", y, "up", "up", wide)
@@ -173,4 +238,4 @@ def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
         up = k.stop(k.stop(jax.nn.silu(apply("bsd,df->bsf", y, "gate", "gate", wide))) * up)
     else:
         up = k.stop(jax.nn.gelu(up))
-    return k.stop(x + apply("bsf,fd->bsd", shard(up, *wide), "down", "down", between))
+    return join(x, apply("bsf,fd->bsd", shard(up, *wide), "down", "down", between))

@@ -9,19 +9,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from published_case import Case, Decoder
+from published_case import Case, Decoder, Degrees, Kernels
 from published_models import microbatch, update
 from published_tables import Run
 
-from costmodels import Cluster, parse_cluster
+from costmodels import Cluster, Device, Kernel, parse_cluster
 from costmodels.collectives import collective_coefficients
 from planner import make_plan
+from planner.analysis import analyse
+from planner.graph.trace import trace
+from planner.groups import build_groups
+from planner.pipeline import graph_rules
+from planner.plan import CollectiveRow
 
-HOST_LAUNCH_S = 0.0
-"""Seconds of Python and dispatch for one kernel of an eager framework."""
+HOST_S = {"matmul": 5.5e-5, "attention": 5.5e-5, "vector": 3.9e-5}
+"""Host seconds of one kernel of PyTorch run eagerly, by kind. Lin et al. 2022, "Building a
+Performance Model for Deep Learning Recommendation Model Training on GPUs", read from their figures
+of mean overheads (between operators + before + launch + after): linear 8 + 33 + 4 + 11 us, its
+backward 8 + 33 + 29 + 29 + 2 * 4 us for two kernels; relu 8 + 20 + 4 + 9, its backward
+8 + 16 + 4 + 9."""
+HOST_CALL_S = 1.1e-4
+"""Host seconds of a collective inside a layer: an autograd function written in Python (the same
+figures: 8 + 72 + 4 + 27 us for their lookup)."""
+QUEUED_S = 1e-6
+"""Seconds between the end of a kernel and the start of the next one that waits in a stream (the
+same work's simulator)."""
+FLASH_1 = 0.5
+"""Rate of the first FlashAttention, and of Triton's, of that of the second (Dao 2023: the second
+is about twice as fast; 1.7 to 3.0 and 1.3 to 2.5 times in section 4.1)."""
+UNALIGNED = 1.9
+"""How much longer a 16-bit product takes in cuBLAS with a dimension that is no multiple of 8.
+nanoGPT's note on its vocabulary: 50304 for 50257 words made GPT-2 124M a quarter faster on A100;
+the head has 0.27 of its flop, so 1 + 0.25 / 0.27. XLA pads products itself."""
 
 KINDS = (  # text in the table's hardware, device kind
     ("A100-SXM-40GB", "a100-40gb"),
@@ -55,7 +78,7 @@ NIC_BYTES_PER_S = (  # text in the table's inter_node, bytes/s per device one wa
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Seconds of one microbatch on one device (``launches``: kernels). Sums and multiples.
+    """Seconds of one microbatch on one device (``host_s``: on its host). Sums and multiples.
 
     ``tensor_s``: collectives that the next operation waits for. ``gather_s``: of parameters and
     gradients under ZeRO-3, every microbatch. ``sync_s``: of gradients over replicas, once a step.
@@ -65,7 +88,7 @@ class Parts:
     tensor_s: float = 0.0
     gather_s: float = 0.0
     sync_s: float = 0.0
-    launches: float = 0.0
+    host_s: float = 0.0
 
     def __add__(self, other: Parts) -> Parts:
         return Parts(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
@@ -119,12 +142,37 @@ def cluster_of(hardware: str, inter_node: str, node_size: int, devices: int) -> 
     cluster = parse_cluster(f"{kind}:{per_node}x{-(-devices // per_node)}")
     if "HBM2e" in hardware:
         device = dataclasses.replace(cluster.device, memory_bytes_per_s=2.4e12)
+        device = _at_power(device, 500.0 / 700.0) if "500W" in hardware else device
         cluster = dataclasses.replace(cluster, device=device)
     for text, bytes_per_s in NIC_BYTES_PER_S:
         if text in inter_node and cluster.network is not None:
             network = dataclasses.replace(cluster.network, bytes_per_s=0.9 * bytes_per_s)
             cluster = dataclasses.replace(cluster, network=network)
     return cluster
+
+
+def _at_power(device: Device, share: float) -> Device:
+    """A device that gets a share of the power that its peak is stated at.
+
+    Power grows with the cube of the clock where voltage follows it, and dense products run at the
+    limit of power.
+    """
+    clock = share ** (1 / 3)
+    return dataclasses.replace(
+        device,
+        matmul_efficiency=clock * device.matmul_efficiency,
+        attention_efficiency=clock * device.attention_efficiency,
+        vector_flops_per_s=clock * device.vector_flops_per_s,
+    )
+
+
+def _with_attention(cluster: Cluster, kernels: Kernels) -> Cluster:
+    """A cluster whose devices' attention runs at the rate of a run's kernel."""
+    if kernels.attention != "flash-1":
+        return cluster
+    rate = FLASH_1 * cluster.device.attention_efficiency
+    device = dataclasses.replace(cluster.device, attention_efficiency=rate)
+    return dataclasses.replace(cluster, device=device)
 
 
 def _plan(built: tuple[Any, tuple[Any, ...], Mapping[str, Any]], c: Case, cluster: Cluster) -> Any:
@@ -135,7 +183,7 @@ def _plan(built: tuple[Any, tuple[Any, ...], Mapping[str, Any]], c: Case, cluste
         cluster=cluster,
         mesh=c.degrees.mesh,
         mode="AUTO_PARALLEL",
-        search="recursive_programming",
+        search="auto",
         shardings=pins,
         memory=1e18,  # what the run fits into is not asked here
     )
@@ -146,27 +194,58 @@ def planned(c: Case, cluster: Cluster) -> Parts:
     """Parts of one microbatch, from its plan."""
     plan = _plan(microbatch(c), c, cluster)
     parts = {"tensor_s": 0.0, "gather_s": 0.0, "sync_s": 0.0}
+    compute_s, host_s = plan.prediction.compute_s, 0.0
+    if not c.kernels.fused:
+        kernels = kernels_of(dataclasses.replace(c, degrees=Degrees(), batch=1))
+        host_s = sum(HOST_S[kind] * count for kind, count in kernels)
+        late = cluster.device.kernel_latency_s - QUEUED_S
+        compute_s -= late * sum(count for kind, count in kernels if kind == "vector")
+    starts: dict[tuple[str, tuple[str, ...]], float] = {}
     for row in plan.collectives:
         axes = set(row.axes)
+        time_s = row.time_s
         if axes <= {"data", "zero"}:
             cause = "sync_s"
+            start_s = _start_s(row, c, cluster)  # gradients are reduced together
+            if time_s > start_s:
+                time_s -= start_s
+                starts[row.kind, row.axes] = start_s
         elif axes <= {"data", "zero", "fsdp"} or (
             axes <= {"data", "zero", "fsdp", "context"} and row.value.count(",") < 3
         ):
             cause = "gather_s"
         else:
             cause = "tensor_s"
-        parts[cause] += row.count * row.time_s
-    return Parts(plan.prediction.compute_s, **parts, launches=_launches(plan))
+            host_s += 0.0 if c.kernels.fused else row.count * HOST_CALL_S
+        parts[cause] += row.count * time_s
+    parts["sync_s"] += sum(starts.values())
+    return Parts(compute_s, **parts, host_s=host_s)
 
 
-LAUNCHED = ("dot_general(", "optimization_barrier(", "gather(", "scatter")
+def _start_s(row: CollectiveRow, c: Case, cluster: Cluster) -> float:
+    """Seconds that starting a plan's collective takes."""
+    names, sizes = zip(*c.degrees.mesh.items(), strict=True)
+    places = tuple(names.index(axis) for axis in row.axes)
+    return collective_coefficients(cluster, row.kind, sizes, places)[0]  # type: ignore[arg-type]
 
 
-def _launches(plan: Any) -> float:
-    """Kernels of an eager framework: products, lookups, pieces of elementwise chains."""
-    starts = [text.startswith(LAUNCHED) for text in plan.op_table]
-    return float(sum(starts[index] for index in plan.op_index))
+@functools.lru_cache(maxsize=256)
+def kernels_of(c: Case) -> tuple[tuple[Kernel, float], ...]:
+    """How many kernels of each kind a microbatch launches."""
+    function, args, _ = microbatch(c)
+    traced = trace(function, args)
+    rules = graph_rules(traced)
+    groups = build_groups(traced.graph, rules)
+    analysis = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
+    count: Counter[Kernel] = Counter()
+    for group in analysis.work:
+        for work in group:
+            count[work.kind] += work.kernels  # type: ignore[assignment]
+    if c.kernels.joined:  # traced as three products; forward, both backward, and recomputed
+        passes = (3 if c.recompute == "none" else 4) * c.model.layers
+        count["matmul"] -= 2 * passes
+        count["vector"] -= 2 * c.model.layers  # sums of the three gradients of the input
+    return tuple(sorted(count.items()))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -204,8 +283,8 @@ class Schedule:
     """How the parts of a step follow each other.
 
     ``hidden``: share of waited-for collectives that hides, ``overlapped``: of those off the
-    critical path. ``launch_s``: the host's seconds for one kernel, 0 where a step is one launch.
-    ``transfer_s``: of sending one microbatch's activation to the next stage.
+    critical path. ``transfer_s``: of sending one microbatch's activation to the next stage.
+    ``alone``: a layer's host can't run ahead while the device works on another layer.
     """
 
     layers: int
@@ -214,8 +293,8 @@ class Schedule:
     microbatches: int
     hidden: float = 0.0
     overlapped: float = 0.0
-    launch_s: float = 0.0
     transfer_s: float = 0.0
+    alone: bool = False
 
 
 def assemble(how: Schedule, layer: Parts, rest: Parts, update: Parts) -> Step:
@@ -228,12 +307,17 @@ def assemble(how: Schedule, layer: Parts, rest: Parts, update: Parts) -> Step:
     """
     stage = how.layers / how.pp * layer
     micro = stage + rest
-    host = max(0.0, how.launch_s * micro.launches - micro.compute_s)
     gather = max((1 - how.overlapped) * micro.gather_s, micro.gather_s - micro.compute_s)
     tensor = (1 - how.hidden) * micro.tensor_s
+    host = max(0.0, micro.host_s - micro.compute_s - tensor - gather)
+    if how.alone:
+        host = sum(
+            times * max(0.0, p.host_s - p.compute_s - (1 - how.hidden) * p.tensor_s)
+            for times, p in ((how.layers / how.pp, layer), (1.0, rest))
+        )
     share = bubble_share(how.pp, how.microbatches, how.vpp)
-    inside = max(stage.compute_s, how.launch_s * stage.launches)
-    inside += (1 - how.hidden) * stage.tensor_s + (1 - how.overlapped) * stage.gather_s
+    inside = stage.compute_s + (1 - how.hidden) * stage.tensor_s
+    inside = max(inside + (1 - how.overlapped) * stage.gather_s, stage.host_s)
     transfers = how.microbatches + how.pp - 1 if how.pp > 1 else 0
     return Step(
         how.microbatches * micro.compute_s,
@@ -250,13 +334,27 @@ def predict(run: Run) -> Step:
     """Seconds of one step of a run."""
     cluster = cluster_of(run.hardware, run.inter_node, run.node_size, run.devices)
     stage = _part(cluster, run.devices // run.pp) if run.pp > 1 else cluster
+    stage = _with_attention(stage, run.kernels)
     case = case_of(run)
     layer, rest, update_layer, update_rest = by_layers(case, stage)
     if run.recompute == "selective-every-2nd-layer":
         kept = by_layers(dataclasses.replace(case, recompute="none"), stage)[0]
         layer = 0.5 * (layer + kept)
+    rest += Parts(compute_s=unaligned_s(case, stage))
     update_all = run.model.layers / run.pp * update_layer + update_rest
     return assemble(schedule_of(run, cluster), layer, rest, update_all)
+
+
+def unaligned_s(c: Case, cluster: Cluster) -> float:
+    """Seconds that the three products of a head lose whose local vocabulary is no multiple of 8."""
+    d, m = c.degrees, c.model
+    words = m.vocab / d.model
+    if c.kernels.fused or words % 8 == 0:
+        return 0.0
+    flops = 6.0 * c.batch / (d.data * d.zero * d.fsdp) * m.seq / d.context * words * m.hidden
+    device = cluster.device
+    rate = device.matmul_flops_per_s("bfloat16") * device.matmul_efficiency
+    return (UNALIGNED - 1.0) * flops / rate
 
 
 def schedule_of(run: Run, cluster: Cluster) -> Schedule:
@@ -269,17 +367,17 @@ def schedule_of(run: Run, cluster: Cluster) -> Schedule:
         run.grad_accum,
         hidden=0.0 if run.framework.eager or not run.framework.overlaps else device.overlap,
         overlapped=device.overlap_off_path if run.framework.overlaps else 0.0,
-        launch_s=HOST_LAUNCH_S if run.framework.eager else 0.0,
         transfer_s=_transfer_s(run, cluster) if run.pp > 1 else 0.0,
+        alone=run.framework.alone,
     )
 
 
 def _part(cluster: Cluster, devices: int) -> Cluster:
     """A part of a cluster of nodes: one pipeline stage's devices."""
     per_node = min(cluster.devices_per_node, devices)
-    return dataclasses.replace(
-        cluster, shape=(per_node, devices // per_node), text=f"{cluster.text}/{devices}"
-    )
+    shape = (per_node, devices // per_node)
+    kind = cluster.text.partition(":")[0]
+    return dataclasses.replace(cluster, shape=shape, text=f"{kind}:{shape[0]}x{shape[1]}")
 
 
 def _transfer_s(run: Run, cluster: Cluster) -> float:

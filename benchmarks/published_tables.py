@@ -35,15 +35,17 @@ class Framework:
     """What a framework does on the host and with its communication.
 
     ``eager``: every kernel is launched from Python. ``overlaps``: gradients are reduced while the
-    backward pass goes on.
+    backward pass goes on. ``alone``: layers were timed one by one and added up.
     """
 
     eager: bool
     overlaps: bool
+    alone: bool = False
 
 
 FRAMEWORKS = {
-    "vtrain": Framework(eager=True, overlaps=False),  # "no gradient bucketing" in the table
+    # "no gradient bucketing" in the table, whose times are sums over layers to 1e-5
+    "vtrain": Framework(eager=True, overlaps=False, alone=True),
     "llm_foundry": Framework(eager=True, overlaps=True),
     "torchtitan": Framework(eager=True, overlaps=True),
     "torchtitan compiled": Framework(eager=False, overlaps=True),
@@ -177,9 +179,11 @@ def _model(table: str, row: Mapping[str, str]) -> Decoder:
     hidden, heads = int(row["hidden"]), int(row["heads"])
     gated = row.get("gated_mlp") == "true"
     vocab = _number(row, "vocab", VOCABULARY.get(table, 0))
-    if table in ("vtrain", "megatron"):
-        tp = _number(row, "tp", 1)
+    tp = _number(row, "tp", 1)
+    if table == "megatron":
         vocab = -(-vocab // (128 * tp)) * 128 * tp  # Megatron pads the vocabulary
+    if table == "vtrain":
+        vocab = vocab // tp * tp  # vTrain's model gives each device vocab // tp rows
     return Decoder(
         layers=int(row["layers"]),
         hidden=hidden,
@@ -216,8 +220,10 @@ def _degrees(row: Mapping[str, str]) -> Degrees:
 
 def _recompute(table: str, row: Mapping[str, str]) -> str | None:
     text = row.get("recompute", "")
+    if table == "vtrain":
+        return "none"  # see docs/explanation/published-runs.md
     if text.startswith("full"):  # Megatron and its heirs run a layer's forward pass again
-        return "whole" if table in ("vtrain", "megatron", "internevo") else "full"
+        return "whole" if table in ("megatron", "internevo") else "full"
     if text.startswith("custom"):
         return "offload+out" if "out_proj" in text else "offload"
     if text == "save_dot_with_no_batch_dim":
@@ -246,4 +252,15 @@ def _kernels(table: str, row: Mapping[str, str]) -> Kernels:
         reduced = "float32"  # FSDP2's reduce_dtype there
     elif table in ("vtrain", "megatron", "internevo", "alpa"):
         stored = low
-    return Kernels(compiled, "flash" if flash else "dense", matmul, reduced, stored)
+    attention = "flash" if flash else "dense"
+    megatron = table in ("vtrain", "megatron")
+    return Kernels(
+        compiled,
+        rows=megatron or table == "llm_foundry",
+        dropout=megatron,
+        joined=table in ("vtrain", "megatron", "llm_foundry", "internevo"),
+        attention="flash-1" if table == "llm_foundry" else attention,
+        matmul=matmul,
+        reduced=reduced,
+        stored=stored,
+    )

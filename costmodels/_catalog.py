@@ -153,7 +153,7 @@ def check_entry(entry: Table, where: str) -> None:
 
 def _problem(table: str, key: str, value: object) -> str:
     """What the value should have been, or an empty text where it is fine."""
-    if key in ("shared_cores", "native_reduce_scatter"):
+    if key in ("shared_cores", "native_reduce_scatter", "fuses_operands"):
         return "" if isinstance(value, bool) else "true or false"
     if key == "wires":
         return "" if _is_wiring(value) else "[] or a symmetric matrix of link counts"

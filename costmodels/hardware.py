@@ -55,7 +55,8 @@ class Device:
     peaks that the best shapes achieve, in (0, 1]; `matmul_store` says how many times a product
     pays for writing its result (see `op_time_s`); `kernel_latency_s` is the cost of starting one
     kernel in seconds; `overlap` and `overlap_off_path` are the shares of communication that hide
-    under compute, on and off the critical path, in [0, 1].
+    under compute, on and off the critical path, in [0, 1]; `fuses_operands` tells whether the
+    compiler computes elementwise operands inside matrix products, which read them as bfloat16.
     """
 
     kind: str
@@ -71,6 +72,7 @@ class Device:
     overlap: float = 0.0
     overlap_off_path: float = 0.0
     native_reduce_scatter: bool = True
+    fuses_operands: bool = False
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Dense matmul peak in flop/s for a dtype name such as 'bfloat16' or 'float8_e4m3fn'.
@@ -287,6 +289,7 @@ def _build(text: str, entry: Table, shape: tuple[int, ...], slices: int = 1) -> 
         overlap=float(values["overlap"]),
         overlap_off_path=float(values["overlap_off_path"]),
         native_reduce_scatter=bool(values["native_reduce_scatter"]),
+        fuses_operands=bool(values["fuses_operands"]),
     )
     if "torus" in entry:
         network = _link(entry["inter_slice"]) if slices > 1 else None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from costmodels import CostModel
 from planner.fused import find_fused
 from planner.graph.ir import Graph
-from planner.graph.liveness import PASSES, intervals, materialised
+from planner.graph.liveness import PASSES, materialised
+from planner.graph.written import written
 from planner.groups import Groups, Link, gradient_shapes
 from planner.kernels import starts
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
+from planner.usages import UsageRow, Usages, find_usages
 from planner.work import Work, Workload
 
 
@@ -28,8 +30,24 @@ class Reduction:
     gradient: bool = False
 
 
-UsageRow = tuple[int, int, int, float, Layout, str]
-"""(group, start, end, bytes, layout, port): port is "use", "store" or "gathered"."""
+@dataclass(frozen=True)
+class Scheduled:
+    """What the usages of a known plan follow from, besides the graph and its groups.
+
+    ``donated``: per input, whether results may take its memory; ``fused_operands``: see
+    ``written``; ``inside``: per value, whether it never leaves a hand-written kernel.
+    """
+
+    donated: tuple[bool, ...]
+    fused_operands: bool
+    inside: tuple[bool, ...]
+
+    def usages(self, graph: Graph, groups: Groups, moves: Callable[[Link], bool]) -> Usages:
+        """The usages in the order in which compilers run a step; ``moves``: see
+        ``find_usages``."""
+        live = graph.live_ops()
+        found = written(graph, groups.fusable, live, self.fused_operands, late=True)
+        return find_usages(graph, groups, found.without(self.inside), live, self.donated, moves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +60,11 @@ class Analysis:
     work: tuple[tuple[Work, ...], ...]
     reductions: tuple[tuple[Reduction, ...], ...]
     usages: tuple[UsageRow, ...]
+    """The usages when operations run in the order of the trace; moments are operation indices."""
     usage_values: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    """Per value that is written, the operations that read it."""
+    scheduled: Scheduled
     scalar_bytes: float
     stored: tuple[tuple[float, Layout] | None, ...]
     """Per group of an input that operations see as ``used``: the input's bytes and layout."""
@@ -53,7 +75,11 @@ class Analysis:
 
 
 def analyse(
-    graph: Graph, rules: Sequence[FactorRule], groups: Groups, donated: Sequence[bool]
+    graph: Graph,
+    rules: Sequence[FactorRule],
+    groups: Groups,
+    donated: Sequence[bool],
+    fused_operands: bool = False,
 ) -> Analysis:
     """Work, reductions and memory of every group, before any mesh is chosen."""
     live = graph.live_ops()
@@ -82,15 +108,18 @@ def analyse(
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
-    usages, values = _usages(graph, groups, kept, live, donated)
+    found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
+    usages = find_usages(graph, groups, found, live, donated)
     return Analysis(
         graph,
         tuple(rules),
         groups,
         workload.done(),
         tuple(map(tuple, reductions)),
-        usages,
-        values,
+        usages.rows,
+        usages.values,
+        found.reads,
+        Scheduled(tuple(donated), fused_operands, fused.inside),
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         _stored(graph, groups),
         (1,) * len(groups.groups),
@@ -136,32 +165,3 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
         )
         for w, times in tally.items()
     )
-
-
-def _usages(
-    graph: Graph,
-    groups: Groups,
-    kept: Sequence[bool],
-    live: Sequence[bool],
-    donated: Sequence[bool],
-) -> tuple[tuple[UsageRow, ...], tuple[int, ...]]:
-    out: list[UsageRow] = []
-    values: list[int] = []
-    readers: dict[int, list[int]] = {}
-    for link in groups.links:
-        if link.a_use and live[link.op]:
-            readers.setdefault(link.value, []).append(link.op)
-    for span in intervals(graph, kept, live, donated):
-        home = groups.home[span.value]
-        if home is None:
-            continue
-        group, layout = home
-        nbytes = float(graph.values[span.value].nbytes)
-        is_input = groups.groups[group].kind == "input"
-        out.append((group, span.start, span.end, nbytes, layout, "store" if is_input else "use"))
-        values.append(span.value)
-        if is_input and span.value in readers:
-            first, last = min(readers[span.value]), max(readers[span.value])
-            out.append((group, first, last + 1, nbytes, layout, "gathered"))
-            values.append(span.value)
-    return tuple(out), tuple(values)

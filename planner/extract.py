@@ -17,6 +17,7 @@ from planner.reshard import Step, reshard_steps
 from planner.search.problem import profile_of
 from planner.spec import Sharding
 from planner.unify import Layout
+from planner.usages import UsageRow, Usages
 
 ACTIVATIONS_SHOWN = 12
 UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
@@ -276,8 +277,8 @@ class Extraction:
                 break
         return tuple(seen.values())
 
-    def usage_bytes(self) -> list[float]:
-        """Bytes per device of every usage under the choice."""
+    def usage_bytes(self, rows: Sequence[UsageRow] | None = None) -> list[float]:
+        """Bytes per device under the choice of the usages (or of these)."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
         groups = priced.analysis.groups.groups
@@ -285,26 +286,46 @@ class Extraction:
             float(
                 pricer.usage_bytes(groups[g], priced.sets[g], nbytes, layout, port)[self.choice[g]]
             )
-            for g, _, _, nbytes, layout, port in priced.analysis.usages
+            for g, _, _, nbytes, layout, port in (priced.analysis.usages if rows is None else rows)
         ]
 
     def peak(self) -> tuple[float, int]:
         """The most bytes in use at a moment, and that moment."""
-        moments, profile = profile_of(
-            [u[1] for u in self.priced.analysis.usages],
-            [u[2] for u in self.priced.analysis.usages],
-            self.usage_bytes(),
-        )
-        at = int(np.argmax(profile))
-        return float(profile[at]), int(moments[at])
+        return _peak(self.priced.analysis.usages, self.usage_bytes())
 
-    def peak_holders(self, moment: int) -> tuple[str, ...]:
-        """The values that hold the most memory at the peak."""
-        graph, analysis = self.graph, self.priced.analysis
+    def scheduled(self) -> Usages:
+        """The usages of the chosen plan, with both ends of every move."""
+
+        def moves(link: Link) -> bool:
+            return any(s.kind != "all_reduce" for s in self.link_steps(link))  # in place
+
+        analysis = self.priced.analysis
+        return analysis.scheduled.usages(self.graph, analysis.groups, moves)
+
+    def scheduled_peak(self, limit_bytes: float) -> tuple[float, tuple[str, ...]]:
+        """The peak in the order in which a compiler runs the step, and what holds the most of it.
+
+        Gradients of parameters are computed last where memory suffices; a compiler that would run
+        out of memory keeps closer to the order of the trace (``planner.graph.schedule``).
+        """
+        analysis, late = self.priced.analysis, self.scheduled()
+        sizes = self.usage_bytes(late.rows)
+        peak, moment = _peak(late.rows, sizes)
+        if peak <= limit_bytes:
+            return peak, self._holders(late.rows, late.values, sizes, moment)
+        sizes = self.usage_bytes()
+        least, moment = _peak(analysis.usages, sizes)
+        holders = self._holders(analysis.usages, analysis.usage_values, sizes, moment)
+        return max(least, min(peak, limit_bytes)), holders
+
+    def _holders(
+        self, rows: Sequence[UsageRow], values: Sequence[int], sizes: Sequence[float], moment: int
+    ) -> tuple[str, ...]:
+        """The values that hold the most memory at a moment."""
+        graph = self.graph
         held: dict[str, float] = {}
-        items = zip(analysis.usages, analysis.usage_values, self.usage_bytes(), strict=True)
-        for (_, start, end, *_rest), value, nbytes in items:
-            if start <= moment < end:
+        for row, value, nbytes in zip(rows, values, sizes, strict=True):
+            if row[1] <= moment < row[2]:
                 v = graph.values[value]
                 source = graph.ops[v.op].source if v.op >= 0 else ""
                 name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"
@@ -336,13 +357,21 @@ class Extraction:
         # only compute hides communication; the search has the linear form, without this limit
         hidden = min(model.overlap * on_path + model.overlap_off_path * off_path, compute)
         comm = on_path + off_path
-        peak, moment = self.peak()
+        scalars = priced.analysis.scalar_bytes
+        room = min(limit_bytes, model.memory_limit_bytes) - scalars
+        peak, holders = self.scheduled_peak(room)
         return Prediction(
             compute,
             comm,
             hidden,
             compute + comm - hidden,
-            peak + priced.analysis.scalar_bytes,
+            peak + scalars,
             limit_bytes,
-            self.peak_holders(moment),
+            holders,
         )
+
+
+def _peak(rows: Sequence[UsageRow], sizes: Sequence[float]) -> tuple[float, int]:
+    moments, profile = profile_of([u[1] for u in rows], [u[2] for u in rows], list(sizes))
+    at = int(np.argmax(profile))
+    return float(profile[at]), int(moments[at])

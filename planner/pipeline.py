@@ -142,7 +142,8 @@ def _prepared(
     graph = traced.graph
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
-    analysis = analyse(graph, rules, build_groups(graph, rules), donated)
+    fused = request.cluster.device.fuses_operands
+    analysis = analyse(graph, rules, build_groups(graph, rules), donated, fused)
     named = (
         *rule_pins(shardings, graph.input_paths, graph.inputs),
         *metadata_pins(args, graph.inputs, graph.input_paths),

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.analysis import Analysis, UsageRow
+from planner.analysis import Analysis
 from planner.annotate import Pin
 from planner.groups import Groups, Link
 from planner.moments import worst_moments
 from planner.pricing import Priced
 from planner.search.colors import IntArray, numbered, stable_colors
 from planner.unify import Layout
+from planner.usages import UsageRow
 
 
 @dataclass(frozen=True, eq=False)

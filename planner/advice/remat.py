@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.advice.batch import batch_leaves, growing
-from planner.analysis import UsageRow
 from planner.extract import Extraction
 from planner.graph.ir import SCALAR
 from planner.meshes import Request
@@ -28,6 +27,7 @@ from planner.report.shortage import Relief
 from planner.search import recursive_programming
 from planner.search.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
+from planner.usages import UsageRow
 from planner.work import PRODUCTS
 
 SEARCH_S = 3.0
@@ -160,7 +160,7 @@ class _Dropping:
     def __init__(self, extraction: Extraction) -> None:
         analysis = extraction.priced.analysis
         self.extraction, self.values = extraction, analysis.usage_values
-        self.work, self.reads = _Recompute(extraction), extraction.graph.consumers()
+        self.work, self.reads = _Recompute(extraction), analysis.reads
         self.sizes = np.array(extraction.usage_bytes())
         self.starts = np.array([u[1] for u in analysis.usages], dtype=np.int64)
         self.ends = np.array([u[2] for u in analysis.usages], dtype=np.int64)
@@ -247,7 +247,7 @@ def _gap(
     made = graph.values[value].op
     if made < 0 or graph.ops[made].region != 0:
         return None
-    if any(graph.ops[r].region != 0 for r in reads[value]):
+    if any(graph.ops[r].region != 0 for r in reads[value] if r < len(graph.ops)):
         return None
     uses = sorted({made, *reads[value]})
     after = bisect.bisect_right(uses, moment)

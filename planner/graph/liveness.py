@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.graph.ir import SCALAR, Graph
+from planner.graph.written import MATMULS, Written, extents, writes
 
 PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
@@ -59,27 +60,23 @@ def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) ->
 
 
 def intervals(
-    graph: Graph, kept: Sequence[bool], live: Sequence[bool], donated: Sequence[bool]
+    graph: Graph, found: Written, live: Sequence[bool], donated: Sequence[bool]
 ) -> tuple[Interval, ...]:
-    """Live intervals of the values of ``kept``; inputs live all step unless donated.
+    """Live intervals of the values that are kept; inputs live all step unless donated.
 
     A donated input that comes back as an output shares its memory: only one is listed.
     """
     end_of_step = len(graph.ops) + 1
-    last = [-1] * len(graph.values)
-    for op in graph.ops:
-        if live[op.index]:
-            for i in op.inputs:
-                if i != SCALAR:
-                    last[i] = op.index
-    _stretch_over_loops(graph, last)
+    last = [reads[-1] if reads else -1 for reads in found.reads]
+    overwritten = _overwritten(graph, found, last)
+    first = _stretch_over_loops(graph, found, last)
     position = {v: k for k, v in enumerate(graph.inputs)}
     aliased = {graph.outputs[o] for i, o in graph.ties if donated[i]} - set(graph.inputs)
     tied = {graph.inputs[i] for i, _ in graph.ties}
     final = set(graph.outputs)
     out = []
     for value in graph.values:
-        if not kept[value.index] or not value.nbytes or value.index in aliased:
+        if not found.kept[value.index] or not value.nbytes or value.index in aliased:
             continue
         if value.op >= 0 and not live[value.op]:
             continue
@@ -87,27 +84,64 @@ def intervals(
         where = position.get(value.index)
         if value.op == -1 and (where is None or not donated[where]):
             stays = True
-        stop = end_of_step if stays else last[value.index] + 1
-        start = max(value.op, 0)
+        stop = last[value.index] + (value.index not in overwritten)
+        stop = end_of_step if stays else stop
+        start = 0 if value.op < 0 else first.get(value.index, found.time[value.op])
         if stop > start:
             out.append(Interval(value.index, start, stop))
     return tuple(out)
 
 
-def _stretch_over_loops(graph: Graph, last: list[int]) -> None:
-    """A value that a loop reads from outside lives until the loop ends (in place)."""
-    stop = [-1] * len(graph.regions)
-    for op in graph.ops:
-        region = op.region
-        while region > 0:
-            stop[region] = op.index
-            region = graph.regions[region].parent
-    for value in graph.values:
-        if last[value.index] < 0:
+def _overwritten(graph: Graph, found: Written, last: Sequence[int]) -> set[int]:
+    """Values that the last kernel to read them writes its own result over."""
+    out: set[int] = set()
+    taken: set[int] = set()
+    fixed = set(graph.inputs) | set(graph.outputs)
+    for v in graph.values:
+        at = last[v.index]
+        if not 0 <= at < len(graph.ops) or v.index in fixed or v.op < 0:
             continue
+        op = graph.ops[found.order[at]]
+        if op.kind in MATMULS or writes(op) or graph.ops[v.op].region != op.region:
+            continue
+        for o in op.outputs:
+            if found.kept[o] and o not in taken and graph.values[o].nbytes == v.nbytes:
+                taken.add(o)
+                out.add(v.index)
+                break
+    return out
+
+
+def _stretch_over_loops(graph: Graph, found: Written, last: list[int]) -> dict[int, int]:
+    """What takes memory for all of a loop: values it reads from outside, and stacked results.
+
+    Lengthens ``last`` in place; returns when stacks begin: with the loop that fills them.
+    """
+    begin, stop = extents(graph, found.time)
+    for value in graph.values:
         home = graph.ops[value.op].region if value.op >= 0 else 0
-        region = graph.ops[last[value.index]].region
-        while region > 0 and region != home:
-            if graph.regions[region].kind in ("scan", "while"):
-                last[value.index] = max(last[value.index], stop[region])
-            region = graph.regions[region].parent
+        for at in found.reads[value.index][-1:]:
+            region = graph.ops[found.order[at]].region if at < len(graph.ops) else 0
+            while region > 0 and region != home:
+                if graph.regions[region].kind in ("scan", "while"):
+                    last[value.index] = max(last[value.index], stop[region])
+                region = graph.regions[region].parent
+    first: dict[int, int] = {}
+    body = 0
+    earliest: dict[tuple[object, ...], int] = {}
+    for op in graph.ops:
+        if op.kind == "loop_back":
+            body = op.region
+        elif op.kind == "loop_ys":
+            inner = graph.values[op.inputs[0]].op if op.inputs[0] != SCALAR else -1
+            region = graph.ops[inner].region if inner >= 0 else body
+            if region > 0 and graph.regions[region].parent == op.region:
+                made = graph.values[op.outputs[0]]
+                first[made.index] = begin[region]
+                kind = (made.shape, made.dtype, op.region)
+                earliest[kind] = min(begin[region], earliest.get(kind, begin[region]))
+    if found.merges:  # one kernel initialises all stacks of a shape
+        for index in first:
+            stack = graph.values[index]
+            first[index] = earliest[stack.shape, stack.dtype, graph.ops[stack.op].region]
+    return first

@@ -110,10 +110,44 @@ def test_hidden_communication_never_exceeds_compute() -> None:
 
 
 def test_slow_hosts_hold_up_small_kernels() -> None:
-    layer = predicting.Parts(compute_s=1.0, launches=100.0)
-    schedule = predicting.Schedule(2, 1, 1, 3, launch_s=0.02)
-    step = predicting.assemble(schedule, layer, predicting.Parts(), predicting.Parts())
-    assert step.host_s == pytest.approx(3 * 2 * (100 * 0.02 - 1.0))
+    """A host that runs ahead hides behind the whole microbatch; alone, behind its own layer."""
+    layer = predicting.Parts(compute_s=1.0, host_s=2.0)
+    rest = predicting.Parts(compute_s=1.5)
+    schedule = predicting.Schedule(2, 1, 1, 3)
+    step = predicting.assemble(schedule, layer, rest, predicting.Parts())
+    assert step.host_s == pytest.approx(3 * (2 * 2.0 - 2 * 1.0 - 1.5))
+    alone = dataclasses.replace(schedule, alone=True)
+    step = predicting.assemble(alone, layer, rest, predicting.Parts())
+    assert step.host_s == pytest.approx(3 * 2 * (2.0 - 1.0))
+
+
+def test_kernels_of_a_megatron_layer() -> None:
+    """Six products forward and twelve backward; four hand-written kernels and a bias forward."""
+    half = {"matmul": "float16", "reduced": "float16", "stored": "float16"}
+    kernels = Kernels(False, rows=True, dropout=True, joined=True, **half)
+    case = Case(GPT, Degrees(), kernels, "none", 1)
+    one, none = (dict(predicting.kernels_of(predicting.with_layers(case, n))) for n in (1, 0))
+    assert one["matmul"] - none["matmul"] == 18
+    assert 30 <= one["vector"] - none["vector"] <= 60
+    again = dataclasses.replace(case, recompute="whole")
+    more = dict(predicting.kernels_of(predicting.with_layers(again, 1)))
+    assert more["matmul"] - one["matmul"] == 6
+
+
+def test_power_slows_by_the_cube_root() -> None:
+    full = predicting.cluster_of("H100-SXM-80GB", "", 8, 8).device
+    half = predicting._at_power(full, 0.125)
+    assert half.matmul_efficiency == pytest.approx(full.matmul_efficiency / 2)
+    assert half.memory_bytes_per_s == full.memory_bytes_per_s
+
+
+def test_odd_vocabularies_cost_more() -> None:
+    case = Case(dataclasses.replace(GPT, vocab=50304), Degrees(), Kernels(False), "none", 1)
+    cluster = parse_cluster("a100:1")
+    odd = dataclasses.replace(case, model=GPT)
+    assert predicting.unaligned_s(case, cluster) == 0.0
+    assert predicting.unaligned_s(odd, cluster) > 1e-3
+    assert predicting.unaligned_s(dataclasses.replace(odd, kernels=Kernels()), cluster) == 0.0
 
 
 def test_kendall_and_regret() -> None:
@@ -136,6 +170,8 @@ def test_missing_tables_are_named(tmp_path: Path) -> None:
         ("internevo", "internevo_7b_a100#35"),
         ("megatron", "megatron_2020_v100_a100#7"),
         ("torchtitan", "torchtitan_older_a100_fsdp2_h100_405b#5"),
+        ("vtrain", "vtrain_single_node_a100#342"),
+        ("llm_foundry", "llm_foundry_mpt_a100_h100#62"),
         ("maxtext", "maxtext_tpu_v4_v5e_v5p_tables#42"),
     ],
 )

@@ -14,6 +14,7 @@ from planner.errors import InternalError, ModelError
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.liveness import Interval, intervals, materialised
 from planner.graph.trace import trace
+from planner.graph.written import extents, written
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -362,26 +363,62 @@ def test_intervals_of_donated_and_kept_inputs() -> None:
 
     graph = graph_of(step, struct(8), struct(4, 8))
     end = len(graph.ops) + 1
-    every = [True] * len(graph.values)
     live = graph.live_ops()
+    found = written(graph, [True] * len(graph.ops), live)
     state, batch, new = graph.inputs[0], graph.inputs[1], graph.outputs[0]
-    spans = {s.value: s for s in intervals(graph, every, live, (False, False))}
+    spans = {s.value: s for s in intervals(graph, found, live, (False, False))}
     assert spans[state] == Interval(state, 0, end)
     assert spans[new].end == end
-    spans = {s.value: s for s in intervals(graph, every, live, (True, True))}
+    spans = {s.value: s for s in intervals(graph, found, live, (True, True))}
     assert new not in spans  # takes the memory of the donated state
     assert spans[state].end == end
-    last = max(op.index for op in graph.ops if batch in op.inputs)
-    assert spans[batch] == Interval(batch, 0, last + 1)
+    last = max(op.index for op in graph.ops if op.kind == "reduce_sum")
+    assert spans[batch] == Interval(batch, 0, last + 1)  # exp is computed inside the sum
 
 
 def test_what_a_loop_reads_from_outside_lives_until_the_loop_ends() -> None:
     graph = graph_of(scan, struct(4, 8), struct(5, 4, 8), struct(8, 8))
-    every = [True] * len(graph.values)
-    spans = {s.value: s for s in intervals(graph, every, graph.live_ops(), (True,) * 3)}
-    (const,) = [op for op in graph.ops if op.kind == "loop_const"]
-    back = max(op.index for op in graph.ops if op.region == 1)
-    assert spans[const.outputs[0]].end == back + 1
+    fusable = [op.kind != "dot_general" for op in graph.ops]
+    found = written(graph, fusable, graph.live_ops())
+    begin, stop = extents(graph, found.time)
+    assert max(found.reads[graph.inputs[2]]) <= stop[1]
+    spans = {s.value: s for s in intervals(graph, found, graph.live_ops(), (False, True, True))}
+    assert spans[graph.inputs[1]].end == stop[1] + 1
+    (stack,) = [op for op in graph.ops if op.kind == "loop_ys"]
+    assert found.kept[stack.outputs[0]]
+    assert spans[stack.outputs[0]].start == begin[1]  # its memory is taken with the loop
+
+
+def test_a_chain_is_computed_again_and_its_source_lives_on() -> None:
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        made = x @ w
+        act = jnp.tanh(made) * 2
+        return (act @ w).sum(), (jnp.sin(act) @ w).sum()
+
+    graph = graph_of(step, struct(64, 64), struct(64, 64))
+    fusable = [op.kind != "dot_general" for op in graph.ops]
+    at = {op.kind: op.outputs[0] for op in reversed(graph.ops)}
+    gpu, tpu = (written(graph, fusable, graph.live_ops(), fused) for fused in (False, True))
+    assert (gpu.kept[at["tanh"]], gpu.kept[at["mul"]], gpu.kept[at["sin"]]) == (False, True, True)
+    assert not any(tpu.kept[at[kind]] for kind in ("tanh", "mul", "sin"))
+    last = max(op.index for op in graph.ops if op.kind == "dot_general")
+    assert max(tpu.reads[at["dot_general"]]) == tpu.time[last]  # read by the last product itself
+
+
+def test_gradients_of_parameters_come_after_the_chain() -> None:
+    graph = graph_of(sgd, STATE, BATCH)
+    fusable = [op.kind != "dot_general" for op in graph.ops]
+    found = written(graph, fusable, graph.live_ops())
+    assert sorted(found.order) == list(range(len(graph.ops)))
+    for op in graph.ops:  # still an order in which operands come first
+        made = [graph.values[i].op for i in op.inputs if i >= 0]
+        assert all(found.time[m] < found.time[op.index] for m in made if m >= 0)
+    products = [op.index for op in graph.ops if op.kind == "dot_general"]
+    weights = {(16, 32), (32, 16)}
+    updates = [p for p in products if graph.values[graph.ops[p].outputs[0]].shape in weights]
+    assert len(updates) >= 2
+    chain = [p for p in products if p not in updates]
+    assert max(found.time[p] for p in chain) < max(found.time[p] for p in updates)
 
 
 # ---- errors ------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""The order in which a compiler runs a step: what only the update needs comes last.
+
+XLA's latency-hiding scheduler, which orders a program on both TPU and GPU, fills its schedule from
+the end: an operation is placed as late as its readers allow. Gradients of parameters are read by
+the update alone, so their products wait until the chain of activation gradients is done, and what
+they read stays in memory until then (openxla/xla, xla/service/latency_hiding_scheduler.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.graph.ir import SCALAR, Graph
+
+GRADIENTS = frozenset("dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split())
+"""Operations that make a parameter's gradient out of activations."""
+
+
+def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple[int, ...]:
+    """Operation indices in the order in which they run; a loop's body stays in one piece.
+
+    Args:
+        graph: the step.
+        heavy: per operation, whether it computes more than an elementwise result.
+        live: per operation, whether its results are used.
+
+    Complexity: O(operations).
+    """
+    late = _late(graph, heavy, live)
+    items: dict[int, list[tuple[bool, int, int]]] = {r.index: [] for r in graph.regions}
+    seen: set[int] = set()
+    for op in graph.ops:
+        items[op.region].append((late[op.index], op.index, -1))
+        region = op.region
+        while region > 0 and region not in seen:  # a body stands where its first operation does
+            seen.add(region)
+            items[graph.regions[region].parent].append((False, op.index, region))
+            region = graph.regions[region].parent
+    out: list[int] = []
+
+    def place(region: int) -> None:
+        for _, index, body in sorted(items[region]):
+            if body < 0:
+                out.append(index)
+            else:
+                place(body)
+
+    place(0)
+    return tuple(out)
+
+
+def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[bool]:
+    """Per operation, whether it makes a gradient that no other product reads, or reads one."""
+    waited = [False] * len(graph.values)  # whether a heavy operation is downstream of a value
+    for op in reversed(graph.ops):
+        if not live[op.index]:
+            continue
+        stop = heavy[op.index] or any(waited[o] for o in op.outputs)
+        for i in op.inputs:
+            if i != SCALAR:
+                home = graph.values[i].op
+                crosses = home >= 0 and graph.ops[home].region != op.region
+                waited[i] = waited[i] or stop or crosses
+    late = [False] * len(graph.ops)
+    for op in graph.ops:
+        if not live[op.index] or any(waited[o] for o in op.outputs):
+            continue
+        made = [graph.values[i].op for i in op.inputs if i != SCALAR]
+        late[op.index] = op.kind in GRADIENTS or any(m >= 0 and late[m] for m in made)
+    return late

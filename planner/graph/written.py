@@ -1,0 +1,260 @@
+"""Which values of a traced step are written to memory, and when the kernels that read them run.
+
+What an operation that mixes dimensions makes is written to memory. An elementwise result is
+computed again by each kernel that reads it, from what that is made of (its *sources*), while this
+moves no more bytes than writing it once would. docs/explanation/memory.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.graph.ir import SCALAR, Graph, Op
+from planner.graph.schedule import schedule
+
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+VIEWS = frozenset(
+    "reshape squeeze expand_dims loop_const branch_in planner_shard sharding_constraint copy_p "
+    "reduce_precision".split()
+)
+"""Operations whose result is their operand, in the same memory."""
+
+FOLDED = VIEWS | {"transpose"}
+"""What a product takes into how it reads an operand."""
+
+PICKED = frozenset({"slice", "dynamic_slice", "gather", "loop_xs"})
+"""Fused operations that read a part of their first operand."""
+
+JOINED = frozenset({"pad", "concatenate", "rev"})
+"""Operations that mix dimensions and yet are fused."""
+
+FILLS = frozenset({"broadcast_in_dim", "iota"})
+"""Operations that may make an array of nothing."""
+
+OVERWRITES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
+"""Operations that write into their first operand's memory where nothing else reads it."""
+
+WRITERS = frozenset({"loop_ys", "branch_out"})
+"""Borders that write their result, from operands that they may compute themselves."""
+
+PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
+"""Operations whose result is their operand: they move no bytes themselves."""
+
+MAX_SOURCES = 24
+"""An elementwise result of more arrays than this is written (compilers bound their kernels)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What is written and who reads it.
+
+    Attributes:
+        kept: per value, whether it is written to memory.
+        nbytes: per value, the bytes it is written in.
+        reads: per value that is kept, when its kernels read it, in order.
+        base: per value, the value whose memory it is read from: itself, or what it is a view of.
+        order: operation indices in the order in which they run: as traced, or ``schedule``'s.
+        time: per operation, its place in ``order``.
+        merges: whether kernels that read nothing in common are made one, as for GPUs.
+    """
+
+    kept: tuple[bool, ...]
+    nbytes: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    base: tuple[int, ...]
+    order: tuple[int, ...]
+    time: tuple[int, ...]
+    merges: bool
+
+    def without(self, inside: Sequence[bool]) -> Written:
+        """The same, but for values that never leave a hand-written kernel."""
+        kept = tuple([k and not i for k, i in zip(self.kept, inside, strict=True)])
+        return dataclasses.replace(self, kept=kept)
+
+
+def written(
+    graph: Graph,
+    fusable: Sequence[bool],
+    live: Sequence[bool],
+    fused_operands: bool = False,
+    late: bool = False,
+) -> Written:
+    """Tell written values from those that their readers compute again.
+
+    Args:
+        graph: the step.
+        fusable: per operation, whether it only passes dimensions along.
+        live: per operation, whether its results are used.
+        fused_operands: whether a product computes its elementwise operands itself, as on TPUs.
+        late: whether what only the update needs comes last (``schedule``).
+
+    Complexity: O(operands * MAX_SOURCES).
+    """
+    return _Writing(graph, fusable, live, fused_operands, late).run()
+
+
+class _Writing:
+    """``written`` in progress."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        fusable: Sequence[bool],
+        live: Sequence[bool],
+        fused_operands: bool,
+        late: bool,
+    ) -> None:
+        self.graph, self.live, self.fused_operands = graph, live, fused_operands
+        self.final = set(graph.outputs)
+        narrow = self._narrow() if fused_operands else [False] * len(graph.values)
+        self.nbytes = [v.nbytes // (1 + n) for v, n in zip(graph.values, narrow, strict=True)]
+        self.light = [
+            op.kind in _LIGHT or (fusable[op.index] and not writes(op)) for op in graph.ops
+        ]
+        heavy = [
+            not (x or writes(op) or op.kind in _CLOSES)
+            for x, op in zip(self.light, graph.ops, strict=True)
+        ]
+        self.order = schedule(graph, heavy, live) if late else tuple(range(len(graph.ops)))
+        self.time = [0] * len(graph.ops)
+        for at, index in enumerate(self.order):
+            self.time[index] = at
+        self.stop = extents(graph, self.time)[1]
+        self.forced = self._forced(fused_operands)
+        self.readers = self._readers()
+        self.kept = [v.op == -1 for v in graph.values]
+        self.reads: list[list[int]] = [[] for _ in graph.values]
+        self.base = list(range(len(graph.values)))
+        self.sources: list[dict[int, int]] = [
+            {v.index: v.nbytes} if v.op == -1 else {} for v in graph.values
+        ]
+
+    def _forced(self, fused_operands: bool) -> list[bool]:
+        """Values that must be written: read by an operation that does not compute them itself."""
+        forced = [False] * len(self.graph.values)
+        for op in self.graph.ops:
+            if not self.live[op.index] or self.light[op.index] or writes(op):
+                continue
+            if op.kind in MATMULS and fused_operands:
+                continue
+            for i in op.inputs:
+                while i != SCALAR and not forced[i]:
+                    made = self.graph.values[i].op
+                    if made >= 0 and self.graph.ops[made].kind in FOLDED:
+                        i = self.graph.ops[made].inputs[0]
+                        continue
+                    forced[i] = True
+        return forced
+
+    def _narrow(self) -> list[bool]:
+        """Float32 results that only products read: written as the bfloat16 that those take in."""
+        graph = self.graph
+        wide = [v.op < 0 or v.dtype != "float32" or v.index in self.final for v in graph.values]
+        read = [False] * len(graph.values)
+        for op in reversed(graph.ops):
+            if not self.live[op.index]:
+                continue
+            passes = op.kind in FOLDED and not wide[op.outputs[0]]
+            for i in op.inputs:
+                if i != SCALAR:
+                    read[i] = True
+                    wide[i] = wide[i] or not (passes or op.kind in MATMULS)
+        return [r and not w for r, w in zip(read, wide, strict=True)]
+
+    def _readers(self) -> list[int]:
+        """Per value, how many operations read it, views looked through."""
+        count = [0] * len(self.graph.values)
+        for op in reversed(self.graph.ops):
+            if not self.live[op.index]:
+                continue
+            times = max([count[o] for o in op.outputs], default=0) if op.kind in VIEWS else 1
+            for i in set(op.inputs):
+                if i != SCALAR:
+                    count[i] += times
+        return count
+
+    def run(self) -> Written:
+        for op in self.graph.ops:
+            if self.live[op.index]:
+                self.place(op)
+        for o in self.final:
+            if o != SCALAR:
+                for s in self.sources[o]:
+                    self.reads[s].append(len(self.graph.ops))
+        reads = tuple(tuple(sorted(times)) for times in self.reads)
+        return Written(
+            tuple(self.kept),
+            tuple(self.nbytes),
+            reads,
+            tuple(self.base),
+            self.order,
+            tuple(self.time),
+            not self.fused_operands,
+        )
+
+    def place(self, op: Op) -> None:
+        """Decide whether an operation's results are written."""
+        if op.kind in FOLDED and op.inputs[0] != SCALAR:
+            self.base[op.outputs[0]] = self.base[op.inputs[0]]
+        if op.kind in VIEWS:
+            for i, o in zip(op.inputs, op.outputs, strict=False):
+                self.sources[o] = self.sources[i] if i != SCALAR else {}
+            return
+        if op.kind == "optimization_barrier":  # written before, and the same memory after
+            for i, o in zip(op.inputs, op.outputs, strict=True):
+                self.sources[o] = self.sources[i] if i != SCALAR else {}
+            return
+        found: dict[int, int] = {}
+        for i in op.inputs:
+            if i != SCALAR:
+                found.update(self.sources[i])
+        small = max([self.nbytes[o] for o in op.outputs], default=0)
+        if op.kind in PICKED:
+            found = {s: min(n, small) for s, n in found.items()}
+        write = not self.light[op.index] or len(found) > MAX_SOURCES
+        if op.kind in FILLS and not found:
+            self.sources[op.outputs[0]] = {}  # whoever needs it in memory writes it there
+            self.kept[op.outputs[0]] = op.outputs[0] in self.final
+            return
+        for o in op.outputs:
+            if write or self.forced[o] or o in self.final or self._worth(o, found):
+                self.kept[o] = True
+                self.sources[o] = {o: self.nbytes[o]}
+            else:
+                self.sources[o] = found
+        if not op.outputs or any(self.kept[o] for o in op.outputs):
+            at = self.time[op.index]
+            if op.kind == "loop_ys":  # written from inside the loop
+                home = self.graph.values[op.inputs[0]].op if op.inputs[0] != SCALAR else -1
+                at = max(self.stop[self.graph.ops[home].region], 0) if home >= 0 else at
+            for s in found:
+                self.reads[s].append(at)
+
+    def _worth(self, value: int, found: dict[int, int]) -> bool:
+        """Whether writing a value once moves fewer bytes than computing it in every reader."""
+        k, own, theirs = self.readers[value], self.nbytes[value], sum(found.values())
+        return k * theirs > theirs + own + k * own
+
+
+_CLOSES = frozenset({"loop_back"})
+_LIGHT = PICKED | JOINED | VIEWS
+
+
+def writes(op: Op) -> bool:
+    """Whether an operation writes its result but may compute its operands itself."""
+    reduces = op.kind.startswith(("reduce_", "arg")) and op.kind not in VIEWS
+    return reduces or op.kind in WRITERS
+
+
+def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Per region, when it begins and ends (-1: the main one, and empty ones)."""
+    begin, stop = [-1] * len(graph.regions), [-1] * len(graph.regions)
+    for op in graph.ops:
+        region, at = op.region, time[op.index]
+        while region > 0:
+            begin[region] = at if begin[region] < 0 else min(begin[region], at)
+            stop[region] = max(stop[region], at)
+            region = graph.regions[region].parent
+    return begin, stop
