@@ -38,6 +38,28 @@ def torus_coefficients(
     return alpha_s, beta
 
 
+def reduces_instead(
+    cluster: Cluster, kind: str, mesh_shape: tuple[int, ...], axes: tuple[int, ...]
+) -> bool:
+    """Whether XLA:TPU runs an all-reduce in place of a reduce-scatter or an all-gather.
+
+    Over a whole slice it reduces and cuts the result, instead of a reduce-scatter, if the slice
+    has three dimensions or is a square of at least four chips a side; where all of three
+    dimensions wrap around it also sums padded parts instead of an all-gather. Source: modules
+    compiled for 16 groups of v5e, v6e and v5p by libtpu 0.0.42.1 (docs/explanation/collectives.md).
+    """
+    if cluster.kind != "torus":
+        return False
+    shape = [length for length in cluster.shape if length > 1]
+    members = math.prod(mesh_shape[axis] for axis in axes)
+    if members != math.prod(shape) or members != cluster.num_devices:
+        return False
+    if kind == "all_gather":
+        return len(shape) == 3 and all(n % cluster.wrap_multiple == 0 for n in shape)
+    square = len(shape) == 2 and shape[0] == shape[1] >= 4
+    return kind == "reduce_scatter" and (len(shape) == 3 or square)
+
+
 def _inside(cluster: Cluster, kind: str, parts: list[_Part]) -> tuple[float, float]:
     """Seconds of hops, and seconds per byte, within a slice.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol, overload, runtime_checkable
 
+from ._torus import reduces_instead
 from .collectives import Collective, collective_coefficients
 from .compute import Array, Kernel, op_time_s
 from .hardware import Cluster
@@ -176,11 +177,13 @@ class AnalyticCostModel:
     ) -> tuple[float, float]:
         """(alpha_s, beta_s_per_byte); see `costmodels.collectives.collective_coefficients`.
 
-        Where the device has no reduce-scatter of its own it costs an all-reduce.
+        What compilers run as an all-reduce costs one: a reduce-scatter where the device has none
+        of its own, and what `costmodels._torus.reduces_instead` lists.
 
         Raises:
             ClusterError: the kind, mesh or axes do not fit the cluster.
         """
-        if kind == "reduce_scatter" and not self.cluster.device.native_reduce_scatter:
+        lacking = kind == "reduce_scatter" and not self.cluster.device.native_reduce_scatter
+        if lacking or reduces_instead(self.cluster, kind, mesh_shape, axes):
             kind = "all_reduce"
         return collective_coefficients(self.cluster, kind, mesh_shape, axes)

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels import Cluster, ClusterError, Link, collective_coefficients, parse_cluster
+from costmodels import (
+    AnalyticCostModel,
+    Cluster,
+    ClusterError,
+    Link,
+    collective_coefficients,
+    parse_cluster,
+)
 from costmodels._nodes import REFERENCE_BYTES
 from costmodels.collectives import Collective
 
@@ -369,3 +376,27 @@ def test_bad_requests(
 ) -> None:
     with pytest.raises(ClusterError, match=message):
         collective_coefficients(TWO_LEVEL, kind, mesh_shape, axes)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "axes", "scatter", "gather"),
+    [
+        ("v5p:2x2x2", (8,), (0,), True, False),
+        ("v5p:2x2x2", (4, 2), (0, 1), True, False),
+        ("v5p:2x2x2", (4, 2), (0,), False, False),
+        ("v5p:4x4x4", (64,), (0,), True, True),
+        ("v5p:4x4x4", (16, 4), (0,), False, False),
+        ("v5e:4x4", (16,), (0,), True, False),
+        ("v5e:2x4", (8,), (0,), False, False),
+        ("v5e:2x2", (4,), (0,), False, False),
+        ("v5e:4x8", (32,), (0,), False, False),
+        ("h100:8x2", (16,), (0,), False, False),
+    ],
+)
+def test_what_tpu_compilers_run_as_an_all_reduce_costs_one(
+    text: str, mesh: tuple[int, ...], axes: tuple[int, ...], scatter: bool, gather: bool
+) -> None:
+    model = AnalyticCostModel(parse_cluster(text))
+    of = {k: model.collective_coefficients(k, mesh, axes) for k in KINDS}  # type: ignore[arg-type]
+    assert (of["reduce_scatter"] == of["all_reduce"]) is scatter
+    assert (of["all_gather"] == of["all_reduce"]) is gather
