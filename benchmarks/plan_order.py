@@ -18,6 +18,7 @@ the two orders (tau-b, Kendall 1945), and the chosen plan's compiled time over t
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -103,25 +104,33 @@ def plan_by_hand(name: str, kind: str, step: Any, args: tuple[Any, Any]) -> Plan
     )
 
 
-def measured(name: str, kind: str) -> dict[str, Any]:
-    """Predicted and compiled figures of one plan."""
+def measured(name: str, kind: str, kept: dict[str, Any]) -> dict[str, Any]:
+    """Predicted and compiled figures of one plan; compiled ones are taken from ``kept`` where that
+    is the same plan."""
     step, args = model(name)
     if kind == "chosen":
         plan = make_plan(step, *args, cluster=CLUSTER, donate_argnums=0)
     else:
         plan = plan_by_hand(name, kind, step, args)
-    cluster = parse_cluster(CLUSTER)
-    compiled = compile_step(trace(step, args), plan, cluster, donate_argnums=0)
     p = plan.prediction
-    return {
+    found = {
         "mesh": str(plan.mesh),
+        "sharding": hashlib.sha256(
+            repr((plan.mesh, [x.spec for x in plan.inputs], plan.constraints)).encode()
+        ).hexdigest(),
         "predicted_s": p.step_s,
         "predicted_compute_s": p.compute_s,
         "predicted_communication_s": p.communication_s,
+        "predicted_peak_bytes": p.peak_bytes,
+    }
+    if kept.get("sharding") == found["sharding"]:
+        return kept | found
+    cluster = parse_cluster(CLUSTER)
+    compiled = compile_step(trace(step, args), plan, cluster, donate_argnums=0)
+    return found | {
         "cycles_s": tpu_seconds(compiled.module.cycles, cluster),
         "wire_s": link_seconds(compiled.module, cluster),
         "kinds": {k: [t.count, t.wire_bytes] for k, t in compiled.module.by_kind().items()},
-        "predicted_peak_bytes": p.peak_bytes,
         "peak_bytes": compiled.peak_bytes,
     }
 
@@ -146,7 +155,11 @@ def report(results: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path, help="keep the figures here, and take what is there")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        help="keep the figures here; a plan that is there is not compiled again",
+    )
     parser.add_argument(
         "models",
         nargs="*",
@@ -159,11 +172,10 @@ def main() -> None:
     for name in options.models:
         plans = kept.setdefault(name, {})
         for kind in (*MESHES, "chosen"):
-            if kind not in plans:
-                plans[kind] = measured(name, kind)
-                print(name, kind, plans[kind], flush=True)
-                if options.save:
-                    options.save.write_text(json.dumps(kept, indent=1))
+            plans[kind] = measured(name, kind, plans.get(kind, {}))
+            print(name, kind, plans[kind], flush=True)
+            if options.save:
+                options.save.write_text(json.dumps(kept, indent=1))
     report({name: kept[name] for name in options.models})
 
 
