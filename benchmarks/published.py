@@ -1,6 +1,6 @@
 """Published training runs, predicted: error, rank correlation and regret for every table.
 
-    python benchmarks/published.py [FOLDER] [--tables NAME ...] [--rows] [--parts]
+    python benchmarks/published.py [FOLDER] [--tables NAME ...] [--rows] [--choose]
 
 FOLDER holds the tables (default: ../shared/published beside the project).
 """
@@ -8,12 +8,14 @@ FOLDER holds the tables (default: ../shared/published beside the project).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import published_choose as choosing
 import published_tables as tables
 from published_predict import Step, predict
 
@@ -41,31 +43,70 @@ def regret(pairs: Sequence[tuple[float, float]]) -> float:
     return chosen[0] / min(p[0] for p in pairs) - 1.0
 
 
-def judge(table: str, found: Sequence[tuple[tables.Run, Step]], left: Counter[str]) -> None:
-    """Print one table's figures."""
-    errors = [s.total_s / r.step_s - 1 for r, s in found]
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for r, s in found:
-        groups[r.group].append((r.step_s / r.sequences, s.total_s / r.sequences))
-    several = [g for g in groups.values() if len(g) > 1]
-    print(f"{table}: {len(found)} rows", end="")
-    if errors:
-        mean = sum(abs(e) for e in errors) / len(errors)
-        signed = sum(errors) / len(errors)
-        pairs = [(r.step_s / r.sequences, s.total_s / r.sequences) for r, s in found]
-        print(f", mean error {100 * mean:.1f} %, signed {100 * signed:+.1f} %", end="")
-        if len(pairs) > 1:
-            print(f", tau {kendall(pairs):.3f}", end="")
-    if several:
-        print(
-            f"; {len(several)} groups: tau {sum(map(kendall, several)) / len(several):.3f}, "
-            f"regret mean {100 * sum(map(regret, several)) / len(several):.2f} %, "
-            f"worst {100 * max(map(regret, several)):.1f} %",
-            end="",
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """How well a set of rows is predicted. ``error``, ``regret``: means; ``tau`` in groups."""
+
+    rows: int
+    error: float
+    signed: float
+    tau: float
+    groups: int
+    tau_in_groups: float
+    regret: float
+    worst: float
+
+    def line(self, name: str) -> str:
+        """A row of the summary; errors and regrets in percent."""
+        within = f"{self.groups:4} {'':24}"
+        if self.groups:
+            within = f"{self.groups:4} {self.tau_in_groups:6.3f} {100 * self.regret:8.2f} "
+            within += f"{100 * self.worst:8.1f}"
+        return (
+            f"{name:26} {self.rows:5} {100 * self.error:7.1f} {100 * self.signed:+7.1f} "
+            f"{self.tau:6.3f} {within}"
         )
-    print()
-    for reason, count in left.most_common():
-        print(f"    left out {count}: {reason}")
+
+
+HEADER = (
+    f"{'table':26} {'rows':>5} {'error %':>7} {'signed':>7} {'tau':>6} {'groups':>4} {'tau':>4} "
+    f"{'regret %':>8} {'worst %':>8}"
+)
+
+
+def grouped(found: Sequence[tuple[tables.Run, Step]]) -> list[list[tuple[float, float]]]:
+    """(measured, predicted) seconds a sequence of the plans of every group with more than one;
+    a plan that was measured several times counts once, with the mean."""
+    groups: dict[str, dict[tables.Plan, list[tuple[float, float]]]] = defaultdict(dict)
+    for r, s in found:
+        pair = (r.step_s / r.sequences, s.total_s / r.sequences)
+        groups[r.group].setdefault(r.plan, []).append(pair)
+    out = []
+    for plans in groups.values():
+        means = [
+            (sum(m for m, _ in p) / len(p), sum(q for _, q in p) / len(p)) for p in plans.values()
+        ]
+        if len(means) > 1:
+            out.append(means)
+    return out
+
+
+def judge(found: Sequence[tuple[tables.Run, Step]]) -> Figures:
+    """The figures of some rows."""
+    errors = [s.total_s / r.step_s - 1 for r, s in found]
+    pairs = [(r.step_s / r.sequences, s.total_s / r.sequences) for r, s in found]
+    several = grouped(found)
+    count = max(len(several), 1)
+    return Figures(
+        len(found),
+        sum(abs(e) for e in errors) / len(errors),
+        sum(errors) / len(errors),
+        kendall(pairs) if len(pairs) > 1 else 1.0,
+        len(several),
+        sum(map(kendall, several)) / count,
+        sum(map(regret, several)) / count,
+        max(map(regret, several), default=0.0),
+    )
 
 
 def line(run: tables.Run, step: Step) -> str:
@@ -84,34 +125,69 @@ def line(run: tables.Run, step: Step) -> str:
     )
 
 
+def predicted(folder: Path, name: str) -> tuple[list[tuple[tables.Run, Step]], Counter[str]]:
+    """A table's rows with their predictions, and why rows were left out."""
+    found: list[tuple[tables.Run, Step]] = []
+    left: Counter[str] = Counter()
+    for run in tables.read(folder, [name]):
+        if isinstance(run, tables.LeftOut):
+            left[run.reason] += 1
+            continue
+        try:
+            step = predict(run)
+        except (ClusterError, MeshwrightError) as error:
+            left[str(error).splitlines()[0][:110]] += 1
+            continue
+        if not math.isfinite(step.total_s):
+            left["no finite time"] += 1
+            continue
+        found.append((run, step))
+    return found, left
+
+
+def choices(folder: Path, name: str) -> None:
+    """Print the planner's choice beside the fastest published plans of a table."""
+    runs = [r for r in tables.read(folder, [name]) if isinstance(r, tables.Run)]
+    for run in choosing.fastest(runs):
+        try:
+            print(choosing.line(choosing.choose(run)), flush=True)
+        except (ClusterError, MeshwrightError) as error:
+            print(f"  {run.row}: {str(error).splitlines()[0]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
     parser.add_argument("--tables", nargs="*", default=list(tables.TABLES))
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument(
+        "--choose", action="store_true", help="plan the fastest runs freely instead"
+    )
     args = parser.parse_args()
+    summary: list[str] = []
+    every: list[tuple[tables.Run, Step]] = []
     for name in args.tables:
+        if args.choose:
+            print(name)
+            choices(args.folder, name)
+            continue
         begun = time.process_time()
-        found: list[tuple[tables.Run, Step]] = []
-        left: Counter[str] = Counter()
-        for run in tables.read(args.folder, [name]):
-            if isinstance(run, tables.LeftOut):
-                left[run.reason] += 1
-                continue
-            try:
-                step = predict(run)
-            except (ClusterError, MeshwrightError) as error:
-                left[str(error).splitlines()[0][:110]] += 1
-                continue
-            if not math.isfinite(step.total_s):
-                left["no finite time"] += 1
-                continue
-            found.append((run, step))
+        found, left = predicted(args.folder, name)
+        every += found
         if args.rows:
             for run, step in found:
                 print(line(run, step))
-        judge(name, found, left)
-        print(f"    {time.process_time() - begun:.0f} s of processor time")
+        parts = {f"{name}, pipelined": [f for f in found if f[0].pp > 1]}
+        parts[f"{name}, all"] = found if parts[f"{name}, pipelined"] else []
+        parts = {name: [f for f in found if f[0].pp == 1]} | parts
+        summary += [judge(part).line(which) for which, part in parts.items() if part]
+        seconds = time.process_time() - begun
+        print(f"{name}: {len(found)} rows, {seconds:.0f} s of processor time", flush=True)
+        for reason, count in left.most_common():
+            print(f"    left out {count}: {reason}")
+    if summary:
+        flat = [f for f in every if f[0].pp == 1]
+        print("", HEADER, *summary, judge(flat).line("all without pipelines"), sep="\n")
 
 
 if __name__ == "__main__":

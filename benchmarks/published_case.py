@@ -8,7 +8,14 @@ from typing import Any
 
 import jax
 
+from planner import shard
+
 Spec = tuple[Any, ...]
+
+
+def mark(x: jax.Array, spec: Spec) -> jax.Array:
+    """``x`` with a sharding said, or just ``x`` where ``spec`` is empty."""
+    return shard(x, *spec) if spec else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Degrees:
     The batch is split over three of them: ``data`` are replicas, over ``zero`` the optimizer's
     state is sharded (ZeRO-1), over ``fsdp`` the parameters are (ZeRO-3). ``context`` splits the
     sequence, ``model`` is tensor parallelism; with ``sequence``, it splits activations between
-    blocks too.
+    blocks too. ``free``: nothing is said, the planner decides.
     """
 
     data: int = 1
@@ -46,6 +53,7 @@ class Degrees:
     context: int = 1
     model: int = 1
     sequence: bool = False
+    free: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -57,6 +65,10 @@ class Degrees:
         """The entry of a dimension that is split over those of ``names`` that are in use."""
         used = tuple(n for n in names if getattr(self, n) > 1)
         return used or None
+
+    def spec(self, *entries: Any) -> Spec:
+        """A sharding to say; empty where nothing is said."""
+        return () if self.free else entries
 
     @property
     def batch(self) -> Any:
@@ -121,7 +133,7 @@ def parameters(c: Case) -> dict[str, Any]:
         used = [tp if i == split else None for i in range(len(shape))]
         stored = [z if i == over and matrix else u for i, u in enumerate(used)]
         state = [zero if i == over and matrix and zero else u for i, u in enumerate(stored)]
-        return shape, tuple(used), tuple(stored), tuple(state)
+        return shape, d.spec(*used), d.spec(*stored), d.spec(*state)
 
     h, q, kv = m.hidden, (m.heads, m.head_dim), (m.kv_heads, m.head_dim)
     layer = {

@@ -14,9 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from published_case import Case, Kernels, Spec
-
-from planner import shard
+from published_case import Case, Kernels, Spec, mark
 
 Array = jax.Array
 
@@ -24,7 +22,7 @@ Array = jax.Array
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5, 6))
 def linear(eq: str, x: Array, w: Array, used: Spec, stored: Spec, k: Kernels, name: str) -> Array:
     """``einsum(eq, x, w)``; w is gathered to ``used``, its gradient is left as ``stored``."""
-    wide = shard(w.astype(k.matmul), *used)
+    wide = mark(w.astype(k.matmul), used)
     y = jnp.einsum(eq, x.astype(k.matmul), wide, preferred_element_type=x.dtype)
     return y
 
@@ -41,11 +39,11 @@ def _backward(
     x, w = kept
     ins, out = eq.split("->")
     a, b = ins.split(",")
-    wide = shard(w.astype(k.matmul), *used)
+    wide = mark(w.astype(k.matmul), used)
     low = g.astype(k.matmul)
     dx = jnp.einsum(f"{out},{b}->{a}", low, wide, preferred_element_type=x.dtype)
     dw = jnp.einsum(f"{a},{out}->{b}", x.astype(k.matmul), low, preferred_element_type=k.reduced)
-    return dx, shard(dw, *stored).astype(w.dtype)
+    return dx, mark(dw, stored).astype(w.dtype)
 
 
 linear.defvjp(_forward, _backward)
@@ -54,7 +52,7 @@ linear.defvjp(_forward, _backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def lookup(table: Array, tokens: Array, used: Spec, state: Spec, dtype: str) -> Array:
     """Rows of a table; its gradient is summed on every device and then reduced to ``state``."""
-    return shard(table.astype(dtype), *used)[tokens]
+    return mark(table.astype(dtype), used)[tokens]
 
 
 def _lookup_forward(
@@ -68,7 +66,7 @@ def _lookup_backward(
 ) -> tuple[Array, None]:
     table, tokens = kept
     summed = jnp.zeros(table.shape, dtype).at[tokens].add(g)
-    return shard(summed, *state).astype(table.dtype), None
+    return mark(summed, state).astype(table.dtype), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -185,12 +183,12 @@ def attend(q: Array, k: Array, v: Array, c: Case) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gathered(x: Array, inside: Spec, between: Spec) -> Array:
     """From where blocks join to inside one; the gradient goes the other way."""
-    return shard(x, *inside)
+    return mark(x, inside)
 
 
 gathered.defvjp(
     lambda x, inside, between: (gathered(x, inside, between), None),
-    lambda inside, between, _, g: (shard(g, *between),),
+    lambda inside, between, _, g: (mark(g, between),),
 )
 
 
@@ -207,12 +205,13 @@ def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
     """One block; x is [batch, seq, hidden]."""
     m, d, k = c.model, c.degrees, c.kernels
     tp = d.on("model")
-    between = (d.batch, d.on("context", "model") if d.sequence else d.on("context"), None)
-    inside = (d.batch, d.on("context"))
+    along = d.on("context", "model") if d.sequence else d.on("context")
+    between = d.spec(d.batch, along, None)
+    inside = d.spec(d.batch, d.on("context"))
 
     def apply(eq: str, x: Array, name: str, label: str, out: Spec) -> Array:
         y = linear(eq, x, p[name], spec[name][1], spec[name][3], k, label)
-        y = checkpoint_name(shard(y, *out), label)
+        y = checkpoint_name(mark(y, out), label)
         # cuBLAS adds a bias for nothing; Megatron adds these two in the next kernel
         stop = (lambda x: x) if k.rows else k.stop
         return stop(y + p[name + "_b"].astype(y.dtype)) if m.bias else y
@@ -221,21 +220,21 @@ def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
         return drop_add(x, y, k) if k.dropout else k.stop(x + y)
 
     y = gathered(norm(k.stop(x), p, "norm1", c), inside, between)
-    heads = (*inside, tp)
+    heads = d.spec(*inside, tp)
     q = apply("bsd,dhk->bshk", y, "q", "query", heads)
     key = apply("bsd,dhk->bshk", y, "k", "key", heads)
     v = apply("bsd,dhk->bshk", y, "v", "value", heads)
     if not m.positions:
         q, key = rotate(q, c), rotate(key, c)
     if d.context > 1:  # every device sees all keys: the ring's volume
-        key, v = (shard(t, d.batch, None, tp) for t in (key, v))
-    mixed = checkpoint_name(shard(attend(q, key, v, c), *heads), "mixed")
+        key, v = (mark(t, d.spec(d.batch, None, tp)) for t in (key, v))
+    mixed = checkpoint_name(mark(attend(q, key, v, c), heads), "mixed")
     x = join(x, apply("bshk,hkd->bsd", mixed, "o", "out", between))
     y = gathered(norm(k.stop(x), p, "norm2", c), inside, between)
-    wide = (*inside, tp)
+    wide = d.spec(*inside, tp)
     up = apply("bsd,df->bsf", y, "up", "up", wide)
     if m.gated:
         up = k.stop(k.stop(jax.nn.silu(apply("bsd,df->bsf", y, "gate", "gate", wide))) * up)
     else:
         up = k.stop(jax.nn.gelu(up))
-    return join(x, apply("bsf,fd->bsd", shard(up, *wide), "down", "down", between))
+    return join(x, apply("bsf,fd->bsd", mark(up, wide), "down", "down", between))

@@ -14,10 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from published_case import Case, is_leaf, parameters
+from published_case import Case, is_leaf, mark, parameters
 from published_layers import gathered, layer, linear, lookup, needed, norm
-
-from planner import shard
 
 Array = jax.Array
 
@@ -37,17 +35,13 @@ def loss(params: Any, tokens: Array, targets: Array, c: Case) -> Array:
     specs = parameters(c)
     seq = d.on("context", "model") if d.sequence else d.on("context")
     low = "bfloat16" if k.matmul.startswith("float8") else k.matmul
-    x = shard(
-        lookup(params["embed"], tokens, specs["embed"][1], specs["embed"][3], low),
-        d.batch,
-        seq,
-        None,
-    )
+    between = d.spec(d.batch, seq, None)
+    x = mark(lookup(params["embed"], tokens, specs["embed"][1], specs["embed"][3], low), between)
     if m.positions:
         x = k.stop(x + params["position"].astype(low))
 
     def run(x: Array, p: Any, spec: Any) -> Array:
-        y = shard(layer(x, p, spec, c), d.batch, seq, None)
+        y = mark(layer(x, p, spec, c), between)
         return needed(y) if c.recompute == "whole" else y
 
     for p, spec in zip(params["layers"], specs["layers"], strict=True):
@@ -61,11 +55,11 @@ def loss(params: Any, tokens: Array, targets: Array, c: Case) -> Array:
             )
         x = once(x, p)
     x = norm(x, params, "norm", _plain(c))
-    x = gathered(x, (d.batch, d.on("context"), None), (d.batch, seq, None))
+    x = gathered(x, d.spec(d.batch, d.on("context"), None), between)
     name = "embed" if m.tied else "head"
     plain = dataclasses.replace(k, matmul=low)
     logits = linear("bsd,vd->bsv", x, params[name], specs[name][1], specs[name][3], plain, "logits")
-    logits = shard(logits, d.batch, d.on("context"), d.on("model"))
+    logits = mark(logits, d.spec(d.batch, d.on("context"), d.on("model")))
     wide = k.stop(logits.astype(jnp.float32))
     sure = k.stop(wide - jax.nn.logsumexp(wide, axis=-1, keepdims=True))
     return -jnp.mean(jnp.take_along_axis(sure, targets[..., None], axis=-1))
@@ -89,7 +83,7 @@ def microbatch(c: Case) -> tuple[Any, tuple[Any, ...], dict[str, PartitionSpec]]
     pins = _pins("[0]", tree, 2)
     if c.accumulate:
         pins |= _pins("[1]", tree, 3)
-    for place in (2, 3):
+    for place in () if c.degrees.free else (2, 3):
         pins[rf"^\[{place}\]"] = PartitionSpec(c.degrees.batch, c.degrees.on("context"))
     return gradients, (shapes, sums, tokens, tokens), pins
 
@@ -118,7 +112,7 @@ def update(c: Case) -> tuple[Any, tuple[Any, ...], dict[str, PartitionSpec]]:
             return {"p": p, "m": m, "v": v}
         leaves, structure = jax.tree.flatten(p)
         used = [
-            shard(x.astype(c.kernels.stored), *spec) for x, spec in zip(leaves, tied, strict=True)
+            mark(x.astype(c.kernels.stored), spec) for x, spec in zip(leaves, tied, strict=True)
         ]
         return {"p": p, "m": m, "v": v}, jax.tree.unflatten(structure, used)
 
@@ -139,7 +133,7 @@ def _pins(root: str, tree: Any, which: int) -> dict[str, PartitionSpec]:
     """Sharding by argument path of all matrices; vectors are left to the search."""
     out = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-        if len(leaf[0]) > 1:
+        if len(leaf[0]) > 1 and leaf[which]:
             name = "^" + re.escape(root + jax.tree_util.keystr(path)) + "$"
             out[name] = PartitionSpec(*leaf[which])
     return out

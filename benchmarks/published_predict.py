@@ -1,7 +1,7 @@
 """Predicted step time of a published run, from plans of its model with no layer and with one.
 
 Every layer of a decoder is alike, so all parts of a prediction are linear in the number of
-layers; two plans give the slope and the rest (``tests/benchmarks`` proves it on deeper models).
+layers; two plans give the slope and the rest, within 1 % (``tests/benchmarks``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from published_case import Case, Decoder, Degrees, Kernels
+from published_case import Case, Decoder, Degrees
+from published_clusters import cluster_of, part_of, with_attention
 from published_models import microbatch, update
 from published_tables import Run
 
-from costmodels import Cluster, Device, Kernel, parse_cluster
+from costmodels import Cluster, Kernel
 from costmodels.collectives import collective_coefficients
 from planner import make_plan
 from planner.analysis import analyse
@@ -38,42 +39,10 @@ figures: 8 + 72 + 4 + 27 us for their lookup)."""
 QUEUED_S = 1e-6
 """Seconds between the end of a kernel and the start of the next one that waits in a stream (the
 same work's simulator)."""
-FLASH_1 = 0.5
-"""Rate of the first FlashAttention, and of Triton's, of that of the second (Dao 2023: the second
-is about twice as fast; 1.7 to 3.0 and 1.3 to 2.5 times in section 4.1)."""
 UNALIGNED = 1.9
 """How much longer a 16-bit product takes in cuBLAS with a dimension that is no multiple of 8.
 nanoGPT's note on its vocabulary: 50304 for 50257 words made GPT-2 124M a quarter faster on A100;
 the head has 0.27 of its flop, so 1 + 0.25 / 0.27. XLA pads products itself."""
-
-KINDS = (  # text in the table's hardware, device kind
-    ("A100-SXM-40GB", "a100-40gb"),
-    ("A100", "a100"),
-    ("H100", "h100"),
-    ("V100-SXM2-32GB", "v100-32gb"),
-    ("V100-SXM3-32GB", "v100-32gb"),
-    ("V100", "v100"),
-    ("v5e", "v5e"),
-    ("v5p", "v5p"),
-    ("v6e", "v6e"),
-    ("v4", "v4"),
-)
-TORUS = {
-    8: (2, 4),
-    16: (4, 4),
-    32: (4, 8),
-    64: (8, 8),
-    128: (8, 16),
-    256: (16, 16),
-}
-NIC_BYTES_PER_S = (  # text in the table's inter_node, bytes/s per device one way
-    ("4x100Gb RoCE per node", 4 * 12.5e9 / 8),
-    ("RoCE 1600Gb/s per node", 16 * 12.5e9 / 8),
-    ("4 NIC x 200Gb = 800Gb/s per node", 4 * 25e9 / 8),
-    ("400Gb/s per GPU", 50e9),
-    ("25 Gb/s Ethernet per node", 3.125e9 / 8),
-    ("8xHDR200 InfiniBand per node", 25e9),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,63 +87,6 @@ class Step:
         return sum(dataclasses.astuple(self))
 
 
-@functools.lru_cache(maxsize=64)
-def cluster_of(hardware: str, inter_node: str, node_size: int, devices: int) -> Cluster:
-    """The catalog's cluster, with what the table says of memory and network put in.
-
-    Raises:
-        ClusterError: a device kind that the catalog lacks.
-    """
-    kind = next(kind for text, kind in KINDS if text in hardware)
-    if kind.startswith("v") and not kind.startswith("v100"):
-        slices = 1
-        per_slice = devices
-        if "slice" in inter_node:
-            found = inter_node.split()
-            slices = int(found[0])
-            per_slice = devices // slices
-        shape = TORUS[per_slice]
-        if kind in ("v4", "v5p"):
-            shape = (4, 4, per_slice // 16)
-        text = f"{kind}:{'x'.join(map(str, shape))}" + (f"+{slices}" if slices > 1 else "")
-        return parse_cluster(text)
-    per_node = min(node_size, devices)
-    cluster = parse_cluster(f"{kind}:{per_node}x{-(-devices // per_node)}")
-    if "HBM2e" in hardware:
-        device = dataclasses.replace(cluster.device, memory_bytes_per_s=2.4e12)
-        device = _at_power(device, 500.0 / 700.0) if "500W" in hardware else device
-        cluster = dataclasses.replace(cluster, device=device)
-    for text, bytes_per_s in NIC_BYTES_PER_S:
-        if text in inter_node and cluster.network is not None:
-            network = dataclasses.replace(cluster.network, bytes_per_s=0.9 * bytes_per_s)
-            cluster = dataclasses.replace(cluster, network=network)
-    return cluster
-
-
-def _at_power(device: Device, share: float) -> Device:
-    """A device that gets a share of the power that its peak is stated at.
-
-    Power grows with the cube of the clock where voltage follows it, and dense products run at the
-    limit of power.
-    """
-    clock = share ** (1 / 3)
-    return dataclasses.replace(
-        device,
-        matmul_efficiency=clock * device.matmul_efficiency,
-        attention_efficiency=clock * device.attention_efficiency,
-        vector_flops_per_s=clock * device.vector_flops_per_s,
-    )
-
-
-def _with_attention(cluster: Cluster, kernels: Kernels) -> Cluster:
-    """A cluster whose devices' attention runs at the rate of a run's kernel."""
-    if kernels.attention != "flash-1":
-        return cluster
-    rate = FLASH_1 * cluster.device.attention_efficiency
-    device = dataclasses.replace(cluster.device, attention_efficiency=rate)
-    return dataclasses.replace(cluster, device=device)
-
-
 def _plan(built: tuple[Any, tuple[Any, ...], Mapping[str, Any]], c: Case, cluster: Cluster) -> Any:
     function, args, pins = built
     return make_plan(
@@ -205,11 +117,8 @@ def planned(c: Case, cluster: Cluster) -> Parts:
         axes = set(row.axes)
         time_s = row.time_s
         if axes <= {"data", "zero"}:
-            cause = "sync_s"
-            start_s = _start_s(row, c, cluster)  # gradients are reduced together
-            if time_s > start_s:
-                time_s -= start_s
-                starts[row.kind, row.axes] = start_s
+            cause = "sync_s"  # gradients are reduced together: one start
+            starts[row.kind, row.axes], time_s = _apart(row, c, cluster)
         elif axes <= {"data", "zero", "fsdp"} or (
             axes <= {"data", "zero", "fsdp", "context"} and row.value.count(",") < 3
         ):
@@ -222,11 +131,13 @@ def planned(c: Case, cluster: Cluster) -> Parts:
     return Parts(compute_s, **parts, host_s=host_s)
 
 
-def _start_s(row: CollectiveRow, c: Case, cluster: Cluster) -> float:
-    """Seconds that starting a plan's collective takes."""
+def _apart(row: CollectiveRow, c: Case, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of starting a plan's collective, and of its bytes."""
     names, sizes = zip(*c.degrees.mesh.items(), strict=True)
     places = tuple(names.index(axis) for axis in row.axes)
-    return collective_coefficients(cluster, row.kind, sizes, places)[0]  # type: ignore[arg-type]
+    kind: Any = row.kind
+    alpha, beta = collective_coefficients(cluster, kind, sizes, places)
+    return alpha, beta * row.payload_bytes
 
 
 @functools.lru_cache(maxsize=256)
@@ -333,8 +244,8 @@ def assemble(how: Schedule, layer: Parts, rest: Parts, update: Parts) -> Step:
 def predict(run: Run) -> Step:
     """Seconds of one step of a run."""
     cluster = cluster_of(run.hardware, run.inter_node, run.node_size, run.devices)
-    stage = _part(cluster, run.devices // run.pp) if run.pp > 1 else cluster
-    stage = _with_attention(stage, run.kernels)
+    stage = part_of(cluster, run.devices // run.pp) if run.pp > 1 else cluster
+    stage = with_attention(stage, run.kernels)
     case = case_of(run)
     layer, rest, update_layer, update_rest = by_layers(case, stage)
     if run.recompute == "selective-every-2nd-layer":
@@ -370,14 +281,6 @@ def schedule_of(run: Run, cluster: Cluster) -> Schedule:
         transfer_s=_transfer_s(run, cluster) if run.pp > 1 else 0.0,
         alone=run.framework.alone,
     )
-
-
-def _part(cluster: Cluster, devices: int) -> Cluster:
-    """A part of a cluster of nodes: one pipeline stage's devices."""
-    per_node = min(cluster.devices_per_node, devices)
-    shape = (per_node, devices // per_node)
-    kind = cluster.text.partition(":")[0]
-    return dataclasses.replace(cluster, shape=shape, text=f"{kind}:{shape[0]}x{shape[1]}")
 
 
 def _transfer_s(run: Run, cluster: Cluster) -> float:

@@ -30,6 +30,9 @@ TABLES = {
 VOCABULARY = {"internevo": 103168, "pax": 50304}  # InternLM's tokenizer; GPT's, padded
 
 
+Plan = tuple[Degrees, int, int, int, int, str, Kernels, "Framework"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Framework:
     """What a framework does on the host and with its communication.
@@ -84,6 +87,20 @@ class Run:
     group: str
     sequences: int
     params: int
+
+    @property
+    def plan(self) -> Plan:
+        """What tells runs of a group apart."""
+        return (
+            self.degrees,
+            self.pp,
+            self.vpp,
+            self.micro,
+            self.grad_accum,
+            self.recompute,
+            self.kernels,
+            self.framework,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

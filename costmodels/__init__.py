@@ -15,6 +15,7 @@ from .hardware import (
     parse_bytes,
     parse_cluster,
     with_memory,
+    with_profile,
 )
 from .model import AnalyticCostModel, CostModel
 
@@ -35,4 +36,5 @@ __all__ = [
     "parse_bytes",
     "parse_cluster",
     "with_memory",
+    "with_profile",
 ]

@@ -25,6 +25,7 @@ _POSITIVE = {
 _INTEGER = ("memory_bytes", "devices_per_node", "max_dims", "wrap_multiple")
 _NOT_NEGATIVE = (
     "kernel_latency_s",
+    "step_latency_s",
     "latency_s",
     "startup_s",
     "in_switch_latency_s",
@@ -32,6 +33,7 @@ _NOT_NEGATIVE = (
 )
 _UNIT_INTERVAL = (
     "matmul_efficiency",
+    "convolution_efficiency",
     "attention_efficiency",
     "memory_efficiency",
     "efficiency",

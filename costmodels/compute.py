@@ -12,8 +12,8 @@ from .hardware import Device
 
 Array = NDArray[np.float64]
 
-Kernel = Literal["vector", "matmul", "attention"]
-"""What a kernel does: elementwise work, a product (matmul, convolution), or fused attention."""
+Kernel = Literal["vector", "matmul", "convolution", "attention"]
+"""What a kernel does: elementwise work, a product of matrices, a convolution, fused attention."""
 
 ATTENTION_DEPTH = 20.0
 """Head size at which the softmax costs as much as the products: fit of FlashAttention-2, forward
@@ -73,11 +73,11 @@ def op_time_s(
         bytes_moved: bytes of device memory traffic, operands and results.
         dtype: dtype name of the operands.
         kind: "vector" runs at the device's vector rate, or the dtype's peak where that is lower;
-            "matmul" at the dtype's peak times `matmul_efficiency`; "attention" at that peak times
-            `attention_efficiency`.
-        result_bytes: of a matmul, the bytes of its result. Writing it does not hide under the
-            product: it costs `matmul_store` times its memory time on top. So a short contraction,
-            which makes much result for few flop, is slow.
+            "matmul" at the dtype's peak times `matmul_efficiency`; "convolution" and "attention"
+            at that peak times the efficiency of their name.
+        result_bytes: of a matmul or a convolution, the bytes of its result. Writing it does not
+            hide under the product: it costs `matmul_store` times its memory time on top. So a
+            short contraction, which makes much result for few flop, is slow.
 
     Returns:
         The larger of compute time (with the result's) and memory time: an array where any of the
@@ -89,10 +89,11 @@ def op_time_s(
     rate = {
         "vector": min(device.vector_flops_per_s, peak),
         "matmul": peak * device.matmul_efficiency,
+        "convolution": peak * device.convolution_efficiency,
         "attention": peak * device.attention_efficiency,
     }[kind]
     compute_s = flops / rate
-    if kind == "matmul":
+    if kind in ("matmul", "convolution"):
         compute_s = compute_s + result_bytes * (device.matmul_store * byte_s)
     memory_s = bytes_moved * byte_s
     if isinstance(compute_s, np.ndarray) or isinstance(memory_s, np.ndarray):

@@ -5,20 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tomllib
-from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ._catalog import (
-    ClusterError,
-    Table,
-    catalog_entry,
-    find_kind,
-    known_kinds,
-    merge_overrides,
-)
+from ._catalog import ClusterError, Table, find_kind, known_kinds
+from ._describe import Description, described, with_profile
 
 __all__ = [
     "Cluster",
@@ -30,6 +21,7 @@ __all__ = [
     "parse_bytes",
     "parse_cluster",
     "with_memory",
+    "with_profile",
 ]
 
 _UNITS = {
@@ -39,10 +31,6 @@ _UNITS = {
 # A narrow dtype without its own peak is widened to the first of these that the device has.
 _WIDENED_TO = ("bfloat16", "float16", "float32")
 _NARROW = ("float8", "int8", "bfloat16", "float16")
-_FORMS = (
-    "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'v5e:16x16+4' (4 slices of a "
-    "torus), 'cpu:8' or a .toml path"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +39,15 @@ class Device:
 
     `peak_flops_per_s` holds (dtype name, dense matmul flop/s) pairs; `vector_flops_per_s` is the
     flop/s of everything that is not a matmul; `memory_bytes` bytes; `memory_bytes_per_s` bytes/s;
-    `matmul_efficiency`, `attention_efficiency` and `memory_efficiency` are the fractions of the
-    peaks that the best shapes achieve, in (0, 1]; `matmul_store` says how many times a product
-    pays for writing its result (see `op_time_s`); `kernel_latency_s` is the cost of starting one
-    kernel in seconds; `overlap` and `overlap_off_path` are the shares of communication that hide
-    under compute, on and off the critical path, in [0, 1]; `fuses_operands` tells whether the
-    compiler computes elementwise operands inside matrix products, which read them as bfloat16.
+    `matmul_efficiency`, `convolution_efficiency`, `attention_efficiency` and `memory_efficiency`
+    are the fractions of the peaks that the best shapes achieve, in (0, 1]; `matmul_store` says how
+    many times a product pays for writing its result (see `op_time_s`); `kernel_latency_s` is the
+    cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap` and
+    `overlap_off_path` are the shares of communication that hide under compute, on and off the
+    critical path, `combined_latency` the share of its latency that a collective of parameters or
+    gradients keeps when the compiler may combine it with others, all in [0, 1]; `fuses_operands`
+    tells whether the compiler computes elementwise operands inside matrix products, which read
+    them as bfloat16.
     """
 
     kind: str
@@ -68,9 +59,12 @@ class Device:
     memory_efficiency: float
     kernel_latency_s: float
     matmul_store: float = 0.0
+    convolution_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     overlap: float = 0.0
     overlap_off_path: float = 0.0
+    combined_latency: float = 0.0
+    step_latency_s: float = 0.0
     native_reduce_scatter: bool = True
     fuses_operands: bool = False
 
@@ -140,7 +134,8 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Cluster from 'h100:8x4', 'h100:8', 'v5p:4x4x8', 'v5e:16x16+4', 'cpu:8' or a .toml path.
+    """Cluster from 'h100:8x4', 'h100:8', 'v5p:4x4x8', 'v5e:16x16+4', 'cpu:8', a .toml path, or a
+    .toml path and another size of the same kind, 'profile.toml:8x4'.
 
     '+4' says that 4 such slices are joined by the data-centre network (a torus only). Rates come
     in flop/s and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind with
@@ -149,21 +144,7 @@ def parse_cluster(text: str) -> Cluster:
     Raises:
         ClusterError: unknown device, bad or non-positive shape, unreadable file, bad key or value.
     """
-    text = text.strip()
-    if text.lower().endswith(".toml"):
-        return _parse_file(text)
-    name, colon, shape_text = text.partition(":")
-    if not name or not colon:
-        raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; give both parts")
-    entry = catalog_entry(name)
-    kind = entry["device"]["kind"]
-    shape_text, plus, slices_text = shape_text.partition("+")
-    where = f"cluster {text!r}"
-    shape = _shape(_split(shape_text, text), entry, where)
-    slices = _slices(_split(slices_text, text)[0] if plus else 1, entry, where)
-    sizes = shape[:1] if "node" in entry and shape[1] == 1 else shape
-    plain = f"{kind}:{'x'.join(map(str, sizes))}" + (f"+{slices}" if slices > 1 else "")
-    return _build(plain, entry, shape, slices)
+    return build_cluster(described(text))
 
 
 def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
@@ -210,58 +191,6 @@ def _dtype_class(dtype: str) -> str:
     return dtype if dtype in ("float64", "float16", "bfloat16") else "float32"
 
 
-def _split(shape_text: str, text: str) -> list[int]:
-    parts = shape_text.strip().lower().split("x")
-    if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
-        raise ClusterError(
-            f"bad shape {shape_text!r} in cluster {text!r}; expected whole numbers joined by x; "
-            f"write {_FORMS}"
-        )
-    return [int(part) for part in parts]
-
-
-def _shape(sizes: Sequence[int], entry: Table, where: str) -> tuple[int, ...]:
-    """Check the sizes against the kind of wiring; (devices per node, nodes) or torus dims."""
-    kind, given = entry["device"]["kind"], "x".join(map(str, sizes))
-    if any(size <= 0 for size in sizes):
-        raise ClusterError(f"{where}: sizes must be positive, got {given}; use 1 or more")
-    if "torus" in entry:
-        most = int(entry["torus"]["max_dims"])
-        if not 1 <= len(sizes) <= most:
-            raise ClusterError(
-                f"{where}: a {kind} torus has 1 to {most} dimensions, got {given}; "
-                f"write a shape such as {kind}:4x4x8"
-            )
-        return tuple(sizes)
-    if not 1 <= len(sizes) <= 2:
-        raise ClusterError(
-            f"{where}: {kind} takes devices per node x nodes, got {given}; "
-            f"write a shape such as {kind}:8x4"
-        )
-    per_node, nodes = sizes[0], sizes[1] if len(sizes) == 2 else 1
-    most = int(entry["node"]["devices_per_node"])
-    if per_node > most and not entry["device"]["shared_cores"]:
-        raise ClusterError(
-            f"{where}: a {kind} node holds at most {most} devices, got {per_node}; "
-            f"write {kind}:{most}x{-(-per_node * nodes // most)}, or raise devices_per_node in "
-            "the [node] table of a cluster .toml"
-        )
-    return per_node, nodes
-
-
-def _slices(count: int, entry: Table, where: str) -> int:
-    """Check the number of slices of a cluster."""
-    if count <= 0:
-        raise ClusterError(f"{where}: slices must be positive, got {count}; use 1 or more")
-    if count > 1 and "inter_slice" not in entry:
-        kind = entry["device"]["kind"]
-        raise ClusterError(
-            f"{where}: only a torus has slices, got {count} of {kind}; write devices per node x "
-            f"nodes, such as {kind}:8x4"
-        )
-    return count
-
-
 def _link(table: Table) -> Link:
     return Link(
         bytes_per_s=float(table["bytes_per_s"] * table["efficiency"]),
@@ -270,7 +199,9 @@ def _link(table: Table) -> Link:
     )
 
 
-def _build(text: str, entry: Table, shape: tuple[int, ...], slices: int = 1) -> Cluster:
+def build_cluster(given: Description) -> Cluster:
+    """The cluster that is described; raises ClusterError for wiring of another size."""
+    text, entry, shape, slices = given.text, given.entry, given.shape, given.slices
     values = entry["device"]
     share = shape[0] if values["shared_cores"] else 1
     device = Device(
@@ -285,9 +216,12 @@ def _build(text: str, entry: Table, shape: tuple[int, ...], slices: int = 1) -> 
         memory_efficiency=float(values["memory_efficiency"]),
         kernel_latency_s=float(values["kernel_latency_s"]),
         matmul_store=float(values["matmul_store"]),
+        convolution_efficiency=float(values["convolution_efficiency"]),
         attention_efficiency=float(values["attention_efficiency"]),
         overlap=float(values["overlap"]),
         overlap_off_path=float(values["overlap_off_path"]),
+        combined_latency=float(values["combined_latency"]),
+        step_latency_s=float(values["step_latency_s"]),
         native_reduce_scatter=bool(values["native_reduce_scatter"]),
         fuses_operands=bool(values["fuses_operands"]),
     )
@@ -311,47 +245,3 @@ def _build(text: str, entry: Table, shape: tuple[int, ...], slices: int = 1) -> 
         wires=wires,
     )
     return Cluster(text, device, shape, "hierarchy", link, _link(entry["inter_node"]))
-
-
-def _parse_file(path: str) -> Cluster:
-    """Cluster from a file: [cluster] names device and size, other tables replace constants."""
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or "unreadable"
-        raise ClusterError(f"cannot read cluster file {path!r}: {reason}; check the path") from None
-    except ValueError as error:
-        raise ClusterError(f"{path}: not valid TOML: {error}; correct the file") from None
-    head = content.pop("cluster", None)
-    if not isinstance(head, dict) or not isinstance(head.get("device"), str):
-        raise ClusterError(
-            f"{path}: expected a [cluster] table with device = one of "
-            f"{', '.join(known_kinds())}; got {head!r}; add it"
-        )
-    entry = merge_overrides(catalog_entry(head["device"]), content, where=path)
-    allowed = (
-        {"device", "shape", "slices"}
-        if "torus" in entry
-        else {"device", "devices_per_node", "nodes"}
-    )
-    for key in head:
-        if key not in allowed:
-            raise ClusterError(
-                f"{path}: unknown key {key!r} in [cluster]; expected one of: "
-                f"{', '.join(sorted(allowed))}; rename or drop it"
-            )
-    sizes: Any
-    if "torus" in entry:
-        sizes = head.get("shape")
-    else:
-        per_node = head.get("devices_per_node", int(entry["node"]["devices_per_node"]))
-        sizes = [per_node, head.get("nodes", 1)]
-    slices = head.get("slices", 1)
-    if not isinstance(sizes, list) or not all(type(size) is int for size in (*sizes, slices)):
-        raise ClusterError(
-            f"{path}: sizes in [cluster] must be whole numbers, got {sizes!r}"
-            f"{'' if slices == 1 else f' and slices = {slices!r}'}; write devices_per_node = 8 "
-            "and nodes = 4, or shape = [4, 4, 8] and slices = 2 for a torus"
-        )
-    shape = _shape(sizes, entry, where=path)
-    return _build(path, entry, shape, _slices(slices, entry, where=path))

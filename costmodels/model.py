@@ -45,6 +45,16 @@ class CostModel(Protocol):
         gradients."""
         ...
 
+    @property
+    def combined_latency(self) -> float:
+        """Share of its latency that a collective of parameters or gradients keeps, 0 to 1."""
+        ...
+
+    @property
+    def step_latency_s(self) -> float:
+        """Seconds that a step takes before its first kernel."""
+        ...
+
     @overload
     def compute_s(
         self,
@@ -129,6 +139,17 @@ class AnalyticCostModel:
     def overlap_off_path(self) -> float:
         """The same off the critical path: gathers of parameters, reductions of gradients."""
         return self.cluster.device.overlap_off_path
+
+    @property
+    def combined_latency(self) -> float:
+        """Share of its latency that a collective of parameters or gradients keeps, from 0 to 1:
+        compilers combine most of them."""
+        return self.cluster.device.combined_latency
+
+    @property
+    def step_latency_s(self) -> float:
+        """Seconds that a step takes before its first kernel."""
+        return self.cluster.device.step_latency_s
 
     @overload
     def compute_s(

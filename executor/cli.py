@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from executor.cli_calibrate import CALIBRATE
 from executor.cli_verify import VERIFY
 from planner import cli
 
-COMMANDS = (VERIFY,)
+COMMANDS = (VERIFY, CALIBRATE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

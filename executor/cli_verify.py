@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from costmodels import Cluster, ClusterError, parse_cluster
 from executor.climb import climb
+from executor.mesh import make_cpu_devices
 from executor.verify import Row, Rung, Tolerances, Verification
 from planner.capture import Call
 from planner.commands import (
@@ -22,6 +20,7 @@ from planner.commands import (
     Command,
     add_model_options,
     asked,
+    asked_cluster,
     spinner,
     stay_on_cpu,
 )
@@ -95,7 +94,9 @@ def run_verify(options: argparse.Namespace) -> int:
     stay_on_cpu()
     target = parse_target(options.model)
     plan = None if options.plan is None else load_plan(options.plan)
-    _make_cpu_devices(options.cluster or (plan.cluster if plan else DEFAULT_CLUSTER))
+    cluster = _cluster(asked_cluster(options) or (plan.cluster if plan else DEFAULT_CLUSTER))
+    if cluster.device.kind == "cpu":
+        make_cpu_devices(cluster.num_devices)
     with user_environment(target):
         call, merged = asked(target, options)
         with spinner(f"verifying {target} ..."):
@@ -118,7 +119,7 @@ def _climb(
         for name in ("mesh", "mode", "search", "memory"):
             if getattr(options, name) is not None:
                 raise RequestError(f"--{name} is for making a plan; leave it out with --plan")
-        cluster = _cluster(options.cluster or plan.cluster)
+        cluster = _cluster(asked_cluster(options) or plan.cluster)
     return climb(
         trace(call.function, abstract(call.args)),
         plan,
@@ -136,17 +137,6 @@ def _cluster(text: str | Cluster) -> Cluster:
         return parse_cluster(text) if isinstance(text, str) else text
     except ClusterError as error:
         raise RequestError(str(error)) from error
-
-
-def _make_cpu_devices(cluster: str) -> None:
-    """As many virtual CPU devices as a cpu cluster has, unless jax has started or was told."""
-    device, _, count = cluster.partition(":")
-    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if device == "cpu" and count.isdigit() and not told:
-        try:
-            jax.config.update("jax_num_cpu_devices", int(count))
-        except RuntimeError:
-            return  # jax has started; the compiled rung says what to do if there are too few
 
 
 def _fraction(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -32,6 +33,16 @@ def build_mesh(mesh: MeshSpec, devices: Sequence[jax.Device] | None = None) -> j
         )
     grid = np.asarray(present[: mesh.num_devices]).reshape(mesh.sizes)
     return jax.sharding.Mesh(grid, mesh.names)
+
+
+def make_cpu_devices(count: int) -> None:
+    """Ask jax for virtual CPU devices, unless it has started or ``XLA_FLAGS`` says how many."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return  # jax has started; who needs them says what to do if there are too few
 
 
 def named(

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
+from costmodels import ClusterError, with_profile
 from planner.capture import Call
+from planner.errors import RequestError
 from planner.loading import Target, resolve
 from planner.modes import MODES
 
@@ -48,6 +50,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help=f"such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the "
         f"script asks for, else {DEFAULT_CLUSTER})",
     )
+    add(
+        "--profile",
+        metavar="FILE",
+        help="constants that planner calibrate measured; with --cluster for a cluster of that size",
+    )
     add("--mesh", help="a fixed logical mesh, such as data=4,model=2 (default: try them all)")
     add("--mode", choices=MODES, type=str.upper, metavar="MODE", help=", ".join(MODES))
     add("--search", help="search algorithm (default: auto)")
@@ -72,9 +79,25 @@ def asked(target: Target, options: argparse.Namespace) -> tuple[Call, dict[str, 
     call = resolve(target)
     merged: dict[str, Any] = dict(call.options)
     given = {name: getattr(options, name) for name in _OVERRIDES}
+    given["cluster"] = asked_cluster(options)
     merged |= {name: value for name, value in given.items() if value is not None}
     merged["cluster"] = merged.get("cluster") or DEFAULT_CLUSTER
     return call, {**merged, "time_limit_s": options.time_limit}
+
+
+def asked_cluster(options: argparse.Namespace) -> str | None:
+    """The cluster text that ``--cluster`` and ``--profile`` ask for; None when neither is given.
+
+    Raises:
+        RequestError: the profile can't be read, or is of another kind than the cluster.
+    """
+    cluster: str | None = options.cluster
+    if options.profile is None:
+        return cluster
+    try:
+        return with_profile(options.profile, cluster)
+    except ClusterError as error:
+        raise RequestError(str(error)) from error
 
 
 def stay_on_cpu() -> None:

@@ -334,7 +334,8 @@ class Extraction:
         return tuple(f"{name}: {size:.3g} bytes" for name, size in top)
 
     def prediction(self, limit_bytes: float) -> Prediction:
-        """Predicted step time and peak memory of the chosen strategies."""
+        """Predicted step time and peak memory of the chosen strategies; the start of the step is in
+        its compute."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
         compute = on_path = off_path = 0.0
@@ -354,6 +355,7 @@ class Extraction:
             else:
                 on_path += seconds
         model = priced.model
+        compute += model.step_latency_s
         # only compute hides communication; the search has the linear form, without this limit
         hidden = min(model.overlap * on_path + model.overlap_off_path * off_path, compute)
         comm = on_path + off_path

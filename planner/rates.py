@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from costmodels import CostModel
 from planner.analysis import Analysis, Reduction
-from planner.reshard import COMBINED, Transitions, coefficients, transition_costs
+from planner.reshard import Transitions, coefficients, transition_costs
 from planner.route import patterns
 from planner.strategies import IntArray, StrategySet, digits
 from planner.work import Work
@@ -121,7 +121,7 @@ class Rates:
     def all_reduce_s(self, r: Reduction, assign: IntArray) -> Array:
         """[meshes, strategies] seconds of the all-reduces of a reduction inside a group."""
         over, kept = self.masks(assign, r.over), self.masks(assign, r.kept)
-        alpha = (COMBINED if r.gradient else 1.0) * self.alpha_s[:, over]
+        alpha = (self.model.combined_latency if r.gradient else 1.0) * self.alpha_s[:, over]
         local = r.nbytes / self.size[:, kept]
         return r.weight * np.where(over > 0, alpha + self.beta_s_per_byte[:, over] * local, 0.0)
 

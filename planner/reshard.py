@@ -31,10 +31,8 @@ from numpy.typing import NDArray
 from costmodels import Collective, CostModel
 from planner.route import PARTIAL, Pattern, all_patterns, patterns, route
 
-COMBINED = 0.05
-"""Share of the latency of a parameter's or gradient's collective that is left when XLA combines it
-with others of its kind."""
 COMBINABLE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
+"""Kinds that XLA combines with others of their kind, of parameters and gradients."""
 
 IntArray = NDArray[np.int64]
 
@@ -115,7 +113,7 @@ def reshard_steps(
         if size(over) == 1:
             continue
         alpha, beta = model.collective_coefficients(kind, tuple(sizes), axes(over))
-        alpha *= COMBINED if combined and kind in COMBINABLE else 1.0
+        alpha *= model.combined_latency if combined and kind in COMBINABLE else 1.0
         steps.append(Step(kind, axes(over), payload, alpha + beta * payload))
     return tuple(steps)
 
@@ -228,7 +226,7 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
         needed = wanted & (size[:, over] > 1)
         latency = np.where(needed, a[:, over], 0.0)
         alpha[:, :-1] += latency
-        combined[:, :-1] += latency * (COMBINED if name in COMBINABLE else 1.0)
+        combined[:, :-1] += latency * (model.combined_latency if name in COMBINABLE else 1.0)
         beta[:, :-1] += np.where(needed, b[:, over] / pieces, 0.0)
     alpha[:, -1] = combined[:, -1] = np.inf
     changes = np.append(ways.changes, 1.0)

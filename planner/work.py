@@ -131,7 +131,8 @@ class Workload:
         call = self.fused.call[op.index]
         if call < 0:
             stored = weight * values[op.outputs[0]].nbytes
-            return Work(classes, weight * flops, traffic, dtype, "matmul", weight, stored, split[2])
+            kind: Kernel = "convolution" if op.kind == "conv_general_dilated" else "matmul"
+            return Work(classes, weight * flops, traffic, dtype, kind, weight, stored, split[2])
         flops *= self.fused.factor(call)
         kernels = weight if self.fused.first_product(call) == op.index else 0.0
         return Work(classes, weight * flops, traffic, dtype, "attention", kernels)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import AnalyticCostModel, parse_cluster
-from planner.reshard import COMBINED, digits_of, encode, reshard_steps, reshard_table
+from planner.reshard import digits_of, encode, reshard_steps, reshard_table
 
 MODELS = {
     n: [AnalyticCostModel(parse_cluster(text)) for text in texts]
@@ -137,7 +137,7 @@ def test_step_times_are_the_cost_models() -> None:
     alpha, beta = model.collective_coefficients("all_reduce", sizes, (0,))
     assert step.time_s == alpha + beta * 1e6
     (step,) = reshard_steps((3, 0), (0, 0), 2, 1e6, sizes, model, combined=True)
-    assert step.time_s == pytest.approx(COMBINED * alpha + beta * 1e6)
+    assert step.time_s == pytest.approx(model.combined_latency * alpha + beta * 1e6)
     alone = reshard_steps((1, 0), (2, 0), 2, 1e6, sizes, model)
     assert alone[0].kind == "all_to_all"
     assert alone == reshard_steps((1, 0), (2, 0), 2, 1e6, sizes, model, combined=True)

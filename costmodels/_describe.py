@@ -1,0 +1,176 @@
+"""What a cluster text or a cluster file says, before it is made a `Cluster`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides
+
+_FORMS = (
+    "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'v5e:16x16+4' (4 slices of a "
+    "torus), 'cpu:8', a .toml path, or one with a size, 'profile.toml:8x4'"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a cluster text or file says: constants (a table of tables) and sizes."""
+
+    text: str
+    entry: Table
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def with_constants(self, constants: Mapping[str, Mapping[str, float]]) -> Description:
+        """The same with some constants replaced; raises ClusterError for a bad one."""
+        return dataclasses.replace(self, entry=merge_overrides(self.entry, constants, self.text))
+
+
+def described(text: str) -> Description:
+    """What `parse_cluster` makes its cluster of; raises ClusterError as it does."""
+    text = text.strip()
+    if text.lower().endswith(".toml"):
+        return _read_file(text)
+    name, colon, shape_text = text.rpartition(":")
+    if not name or not colon:
+        raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; give both parts")
+    file = name.lower().endswith(".toml")
+    entry = _read_file(name).entry if file else catalog_entry(name)
+    kind = name if file else entry["device"]["kind"]
+    shape_text, plus, slices_text = shape_text.partition("+")
+    where = f"cluster {text!r}"
+    shape = _shape(_split(shape_text, text), entry, where)
+    slices = _slices(_split(slices_text, text)[0] if plus else 1, entry, where)
+    sizes = shape[:1] if "node" in entry and shape[1] == 1 else shape
+    plain = f"{kind}:{'x'.join(map(str, sizes))}" + (f"+{slices}" if slices > 1 else "")
+    return Description(plain, entry, shape, slices)
+
+
+def with_profile(profile: str, cluster: str | None = None) -> str:
+    """The cluster text for the constants of a file and the size of a cluster.
+
+    Args:
+        profile: path of a .toml file, as `planner calibrate` writes.
+        cluster: a cluster text of the file's kind of device; None takes the file's own size.
+
+    Raises:
+        ClusterError: not a readable .toml file, or the cluster is of another kind.
+    """
+    if not profile.strip().lower().endswith(".toml"):
+        raise ClusterError(
+            f"profile {profile!r} is not a .toml file; give one that planner calibrate wrote"
+        )
+    own = described(profile)
+    if cluster is None:
+        return own.text
+    asked = described(cluster)
+    kind, got = own.entry["device"]["kind"], asked.entry["device"]["kind"]
+    if cluster.strip().lower().endswith(".toml") or kind != got:
+        raise ClusterError(
+            f"profile {profile} is of {kind}, cluster {cluster!r} is "
+            f"{'a file' if kind == got else f'of {got}'}; give a size of {kind}, or leave it out"
+        )
+    return described(f"{own.text}:{cluster.rpartition(':')[2]}").text
+
+
+def _split(shape_text: str, text: str) -> list[int]:
+    parts = shape_text.strip().lower().split("x")
+    if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
+        raise ClusterError(
+            f"bad shape {shape_text!r} in cluster {text!r}; expected whole numbers joined by x; "
+            f"write {_FORMS}"
+        )
+    return [int(part) for part in parts]
+
+
+def _shape(sizes: Sequence[int], entry: Table, where: str) -> tuple[int, ...]:
+    """Check the sizes against the kind of wiring; (devices per node, nodes) or torus dims."""
+    kind, given = entry["device"]["kind"], "x".join(map(str, sizes))
+    if any(size <= 0 for size in sizes):
+        raise ClusterError(f"{where}: sizes must be positive, got {given}; use 1 or more")
+    if "torus" in entry:
+        most = int(entry["torus"]["max_dims"])
+        if not 1 <= len(sizes) <= most:
+            raise ClusterError(
+                f"{where}: a {kind} torus has 1 to {most} dimensions, got {given}; "
+                f"write a shape such as {kind}:4x4x8"
+            )
+        return tuple(sizes)
+    if not 1 <= len(sizes) <= 2:
+        raise ClusterError(
+            f"{where}: {kind} takes devices per node x nodes, got {given}; "
+            f"write a shape such as {kind}:8x4"
+        )
+    per_node, nodes = sizes[0], sizes[1] if len(sizes) == 2 else 1
+    most = int(entry["node"]["devices_per_node"])
+    if per_node > most and not entry["device"]["shared_cores"]:
+        raise ClusterError(
+            f"{where}: a {kind} node holds at most {most} devices, got {per_node}; "
+            f"write {kind}:{most}x{-(-per_node * nodes // most)}, or raise devices_per_node in "
+            "the [node] table of a cluster .toml"
+        )
+    return per_node, nodes
+
+
+def _slices(count: int, entry: Table, where: str) -> int:
+    """Check the number of slices of a cluster."""
+    if count <= 0:
+        raise ClusterError(f"{where}: slices must be positive, got {count}; use 1 or more")
+    if count > 1 and "inter_slice" not in entry:
+        kind = entry["device"]["kind"]
+        raise ClusterError(
+            f"{where}: only a torus has slices, got {count} of {kind}; write devices per node x "
+            f"nodes, such as {kind}:8x4"
+        )
+    return count
+
+
+def _read_file(path: str) -> Description:
+    """A file: [cluster] names device and size, [profile] says where the constants come from (it
+    is not read), other tables replace constants."""
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or "unreadable"
+        raise ClusterError(f"cannot read cluster file {path!r}: {reason}; check the path") from None
+    except ValueError as error:
+        raise ClusterError(f"{path}: not valid TOML: {error}; correct the file") from None
+    head = content.pop("cluster", None)
+    content.pop("profile", None)
+    if not isinstance(head, dict) or not isinstance(head.get("device"), str):
+        raise ClusterError(
+            f"{path}: expected a [cluster] table with device = one of "
+            f"{', '.join(known_kinds())}; got {head!r}; add it"
+        )
+    entry = merge_overrides(catalog_entry(head["device"]), content, where=path)
+    allowed = (
+        {"device", "shape", "slices"}
+        if "torus" in entry
+        else {"device", "devices_per_node", "nodes"}
+    )
+    for key in head:
+        if key not in allowed:
+            raise ClusterError(
+                f"{path}: unknown key {key!r} in [cluster]; expected one of: "
+                f"{', '.join(sorted(allowed))}; rename or drop it"
+            )
+    sizes: Any
+    if "torus" in entry:
+        sizes = head.get("shape")
+    else:
+        per_node = head.get("devices_per_node", int(entry["node"]["devices_per_node"]))
+        sizes = [per_node, head.get("nodes", 1)]
+    slices = head.get("slices", 1)
+    if not isinstance(sizes, list) or not all(type(size) is int for size in (*sizes, slices)):
+        raise ClusterError(
+            f"{path}: sizes in [cluster] must be whole numbers, got {sizes!r}"
+            f"{'' if slices == 1 else f' and slices = {slices!r}'}; write devices_per_node = 8 "
+            "and nodes = 4, or shape = [4, 4, 8] and slices = 2 for a torus"
+        )
+    shape = _shape(sizes, entry, where=path)
+    return Description(path, entry, shape, _slices(slices, entry, where=path))

@@ -1,0 +1,270 @@
+"""Fit a device kind's constants to measured programs: nonlinear least squares in log time.
+
+A measured program is told by what the cost model would count in it, so the constants are those with
+which *the model* gives the measured times, whatever it leaves out. The residual of a sample is
+log(predicted / measured): a factor off counts alike for short and long programs, and the loss grows
+less than quadratically (soft L1), so that a program which the model's form does not suit can't bend
+all others (Triggs et al. 2000, "Bundle adjustment - a modern synthesis", section 3.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from ._describe import Description, described
+from .collectives import Collective
+from .compute import Array, Kernel
+from .hardware import Cluster, build_cluster
+from .model import AnalyticCostModel
+
+SOFT = 0.2
+"""Residual (in log time) from which the loss grows linearly."""
+STARTS = (0.5, 0.1, 0.02)
+"""Shares of the vector rate where fits start: where it is too high to matter, nothing moves it."""
+LEAST, MOST = 1e-3, 1e3
+"""A constant stays within these factors of where its fit starts."""
+DIGITS = 4
+"""Significant digits of a fitted constant."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCount:
+    """Kernels of one device: flop, bytes moved, bytes of the result, number of starts."""
+
+    kind: Kernel
+    dtype: str
+    flops: float
+    nbytes: float
+    result_bytes: float = 0.0
+    kernels: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveCount:
+    """``count`` collectives over mesh axes, each of ``payload_bytes`` (see
+    `collective_coefficients`). ``combined``: a compiler may combine them."""
+
+    kind: Collective
+    mesh_shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    payload_bytes: float
+    count: float = 1.0
+    combined: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A program that was run on all devices at once, and its wall seconds.
+
+    ``kind`` is the family under which its residual is reported.
+    """
+
+    kind: str
+    name: str
+    seconds: float
+    kernels: tuple[KernelCount, ...] = ()
+    collectives: tuple[CollectiveCount, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """How far the fit is from a family's samples: |predicted / measured - 1|, median and worst."""
+
+    kind: str
+    samples: int
+    median: float
+    worst: float
+    worst_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Fitted constants, as tables and keys of the catalog, and what they leave unexplained."""
+
+    constants: tuple[tuple[str, str, float], ...]
+    residuals: tuple[Residual, ...]
+
+    def tables(self) -> dict[str, dict[str, float]]:
+        """The constants as a table of tables."""
+        out: dict[str, dict[str, float]] = {}
+        for table, key, value in self.constants:
+            out.setdefault(table, {})[key] = value
+        return out
+
+
+def predicted_s(cluster: Cluster, sample: Sample) -> float:
+    """Seconds that the analytic cost model gives a sample."""
+    model = AnalyticCostModel(cluster)
+    seconds = model.step_latency_s
+    for k in sample.kernels:
+        seconds += k.kernels * model.op_overhead_s
+        seconds += model.compute_s(k.flops, k.nbytes, k.dtype, k.kind, k.result_bytes)
+    for c in sample.collectives:
+        alpha, beta = model.collective_coefficients(c.kind, c.mesh_shape, c.axes)
+        alpha *= model.combined_latency if c.combined else 1.0
+        seconds += c.count * (alpha + beta * c.payload_bytes)
+    return seconds
+
+
+def fit(cluster: str, samples: Sequence[Sample]) -> Calibration:
+    """The constants with which the cost model comes closest to the samples.
+
+    Rates come out as achieved ones: the efficiencies beside them are 1. What no sample tells stays
+    at the catalog's value: the rate of fused attention beside products, networks between nodes on a
+    cluster of one node. Rates of dtypes that were not measured move with those that were. Device
+    constants are fitted to the samples without collectives, the others' then to the rest.
+
+    Args:
+        cluster: the text of the cluster that was measured.
+        samples: at least one without collectives; seconds are positive.
+
+    Raises:
+        ValueError: no sample without collectives, or a time that is not positive.
+    """
+    alone = [s for s in samples if not s.collectives]
+    joined = [s for s in samples if s.collectives]
+    if not alone or any(not 0 < s.seconds < math.inf for s in samples):
+        raise ValueError("expected samples without collectives, all of positive seconds")
+    given = described(cluster)
+    known = _achieved(given)
+    start = given.with_constants(known)
+    for names, part in ((_device_names(alone), alone), (_link_names(start, joined), joined)):
+        if part:
+            start = start.with_constants(_fitted(start, names, part))
+    start = start.with_constants(_unmeasured_peaks(known, start, alone))
+    changed = {
+        (table, key): value
+        for table, values in start.entry.items()
+        for key, value in values.items()
+        if value != given.entry[table].get(key)
+    }
+    constants = tuple((table, key, float(value)) for (table, key), value in changed.items())
+    return Calibration(constants, residuals(build_cluster(start), samples))
+
+
+def residuals(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Residual, ...]:
+    """Per family, in order of first appearance, how far predictions are from the samples."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for s in samples:
+        error = abs(predicted_s(cluster, s) / s.seconds - 1.0)
+        found.setdefault(s.kind, []).append((error, s.name))
+    return tuple(
+        Residual(kind, len(errors), statistics.median(e for e, _ in errors), *max(errors))
+        for kind, errors in found.items()
+    )
+
+
+def _achieved(given: Description) -> dict[str, dict[str, float]]:
+    """The constants with every efficiency multiplied into its rate, and rates unchanged."""
+    device = given.entry["device"]
+    matmul = device["matmul_efficiency"]
+    out: dict[str, dict[str, float]] = {
+        "device": {
+            "matmul_efficiency": 1.0,
+            "convolution_efficiency": min(1.0, device["convolution_efficiency"] / matmul),
+            "attention_efficiency": min(1.0, device["attention_efficiency"] / matmul),
+            "memory_efficiency": 1.0,
+            "memory_bytes_per_s": device["memory_bytes_per_s"] * device["memory_efficiency"],
+        },
+        "peak_flops_per_s": {
+            dtype: peak * matmul for dtype, peak in given.entry["peak_flops_per_s"].items()
+        },
+    }
+    for name in ("intra_node", "inter_node", "torus", "inter_slice"):
+        if name in given.entry:
+            link = given.entry[name]
+            out[name] = {"bytes_per_s": link["bytes_per_s"] * link["efficiency"], "efficiency": 1.0}
+            if link.get("in_switch_efficiency"):
+                share = link["in_switch_efficiency"] / link["efficiency"]
+                out[name]["in_switch_efficiency"] = min(1.0, share)
+    return out
+
+
+def _unmeasured_peaks(
+    known: dict[str, dict[str, float]], found: Description, samples: Sequence[Sample]
+) -> dict[str, dict[str, float]]:
+    """Rates of dtypes that no product was measured in: moved as those that were, on average."""
+    old, new = known["peak_flops_per_s"], found.entry["peak_flops_per_s"]
+    told = {k.dtype for s in samples for k in s.kernels if k.kind == "matmul"} & set(old)
+    if not told:
+        return {}
+    factor = math.exp(statistics.fmean(math.log(new[d] / old[d]) for d in sorted(told)))
+    rest = {d: _rounded(rate * factor) for d, rate in old.items() if d not in told}
+    return {"peak_flops_per_s": rest}
+
+
+_Name = tuple[str, str]
+
+
+def _device_names(samples: Sequence[Sample]) -> list[_Name]:
+    """The device constants that these samples tell."""
+    counts = [k for s in samples for k in s.kernels]
+    products = sorted({k.dtype for k in counts if k.kind == "matmul"})
+    names = [("peak_flops_per_s", dtype) for dtype in products]
+    names += [("device", "matmul_store")] if products else []
+    if any(k.kind == "convolution" for k in counts):
+        names.append(("device", "convolution_efficiency"))
+    keys = ("memory_bytes_per_s", "vector_flops_per_s", "kernel_latency_s", "step_latency_s")
+    return names + [("device", key) for key in keys]
+
+
+def _link_names(given: Description, samples: Sequence[Sample]) -> list[_Name]:
+    """The constants of links that these samples tell."""
+    torus = "torus" in given.entry
+    names = [("torus" if torus else "intra_node", key) for key in _LINK]
+    cluster = build_cluster(given)
+    if cluster.num_devices > cluster.devices_per_node:
+        names += [("inter_slice" if torus else "inter_node", key) for key in _LINK[:2]]
+    if not torus and given.entry["intra_node"]["in_switch_efficiency"]:
+        names += [("intra_node", "in_switch_efficiency"), ("intra_node", "in_switch_latency_s")]
+    if any(c.combined for s in samples for c in s.collectives):
+        names.append(("device", "combined_latency"))
+    return names
+
+
+_LINK = ("bytes_per_s", "latency_s", "startup_s")
+_SHARES = ("convolution_efficiency", "in_switch_efficiency", "combined_latency")
+_FROM = {"step_latency_s": 1e-4, "startup_s": 1e-5, "latency_s": 1e-6, "kernel_latency_s": 1e-6}
+
+
+def _fitted(
+    given: Description, names: Sequence[_Name], samples: Sequence[Sample]
+) -> dict[str, dict[str, float]]:
+    """The named constants, fitted to the samples from where ``given`` has them."""
+    first = np.asarray([max(given.entry[t][k], _FROM.get(k, 1e-2)) for t, k in names], float)
+    top = [1.0 / x if key in _SHARES else MOST for x, (_, key) in zip(first, names, strict=True)]
+    measured = np.log([s.seconds for s in samples])
+
+    def constants(logs: Array) -> dict[str, dict[str, float]]:
+        out: dict[str, dict[str, float]] = {}
+        for (table, key), value in zip(names, first * np.exp(logs), strict=True):
+            out.setdefault(table, {})[key] = min(1.0, value) if key in _SHARES else float(value)
+        return out
+
+    def errors(logs: Array) -> Array:
+        cluster = build_cluster(given.with_constants(constants(logs)))
+        return np.log([predicted_s(cluster, s) for s in samples]) - measured
+
+    low, high = np.full(len(first), math.log(LEAST)), np.log(top)
+    begin = np.minimum(0.0, high - 0.5)  # a start at a bound would stay there
+    vector = np.asarray([key == "vector_flops_per_s" for _, key in names], float)
+    tries = [
+        least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=SOFT)
+        for start in np.unique([begin + math.log(share) * vector for share in STARTS], axis=0)
+    ]
+    best = min(tries, key=lambda found: float(found.cost))
+    return {
+        table: {key: _rounded(value) for key, value in values.items()}
+        for table, values in constants(best.x).items()
+    }
+
+
+def _rounded(value: float) -> float:
+    """A constant as the profile writes it, so that a fit and its file agree."""
+    return float(f"{value:.{DIGITS}g}")

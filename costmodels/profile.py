@@ -1,0 +1,90 @@
+"""A profile: a cluster file with measured constants, and where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from ._describe import described
+from .calibrate import Calibration
+
+_HEAD = """\
+# Constants measured by `planner calibrate`, laid over those that the catalog has for this kind.
+# Use it as a cluster: --cluster {name}, or --profile {name} with --cluster for another size.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a profile comes from: device names, date, versions; ``noise`` as in `Sampled`."""
+
+    device_name: str
+    host_name: str
+    date: str
+    versions: Mapping[str, str]
+    rounds: int
+    noise: float
+
+
+def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) -> str:
+    """The file's text.
+
+    Args:
+        cluster: the text of the cluster that was measured.
+        found: its constants and residuals.
+        origin: where they come from.
+        name: of the file, for its first lines.
+    """
+    given = described(cluster)
+    lines = [
+        _HEAD.format(name=name),
+        "[cluster]",
+        f"device = {_text(given.entry['device']['kind'])}",
+    ]
+    if "torus" in given.entry:
+        lines += [f"shape = {list(given.shape)}", f"slices = {given.slices}"]
+    else:
+        lines += [f"devices_per_node = {given.shape[0]}", f"nodes = {given.shape[1]}"]
+    lines += ["", "[profile]"]
+    fields = dataclasses.asdict(origin)
+    fields |= fields.pop("versions")
+    fields["noise"] = float(f"{origin.noise:.3f}")
+    lines += [f"{key} = {_value(value)}" for key, value in fields.items()]
+    for r in found.residuals:
+        lines += [
+            "",
+            "[[profile.residuals]]  # |predicted / measured - 1|",
+            f"kind = {_text(r.kind)}",
+            f"samples = {r.samples}",
+            f"median = {r.median:.3f}",
+            f"worst = {r.worst:.3f}",
+            f"worst_name = {_text(r.worst_name)}",
+        ]
+    for table, values in found.tables().items():
+        lines += ["", f"[{table}]", *(f"{key} = {value!r}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all; raises OSError."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _value(value: object) -> str:
+    return _text(value) if isinstance(value, str) else repr(value)
+
+
+def _text(value: str) -> str:
+    """A TOML basic string; what can't be printed becomes a space."""
+    plain = "".join(c if c.isprintable() else " " for c in value)
+    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'
