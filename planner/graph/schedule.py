@@ -59,7 +59,8 @@ def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[boo
         for i in op.inputs:
             if i != SCALAR:
                 home = graph.values[i].op
-                crosses = home >= 0 and graph.ops[home].region != op.region
+                stacks = op.kind == "loop_ys"  # a stack waits for the end of the loop's body
+                crosses = home >= 0 and graph.ops[home].region != op.region and not stacks
                 waited[i] = waited[i] or stop or crosses
     late = [False] * len(graph.ops)
     for op in graph.ops:
