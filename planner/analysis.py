@@ -48,7 +48,8 @@ class Scheduled:
         """The usages in the order in which compilers run a step; ``moves``: see
         ``find_usages``."""
         live = graph.live_ops()
-        found = written(graph, groups.fusable, live, self.fused_operands, late=True)
+        late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
+        found = written(graph, groups.fusable, live, self.fused_operands, late)
         return find_usages(
             graph, groups, found.without(self.inside), live, self.donated, moves=moves
         )

@@ -1,9 +1,10 @@
-"""The order in which a compiler runs a step: what only the update needs comes last.
+"""The order in which GPUs run a step: what only the update needs comes last.
 
-XLA's latency-hiding scheduler, which orders a program on both TPU and GPU, fills its schedule from
-the end: an operation is placed as late as its readers allow. Gradients of parameters are read by
-the update alone, so their products wait until the chain of activation gradients is done, and what
-they read stays in memory until then (openxla/xla, xla/service/latency_hiding_scheduler.h).
+XLA's latency-hiding scheduler fills its schedule from the end: an operation is placed as late as
+its readers allow. Gradients of parameters are read by the update alone (in a loop: stacked), so
+their products wait until the chain of activation gradients is done, and what they read stays in
+memory until then (openxla/xla, xla/service/latency_hiding_scheduler.h). Modules of XLA:TPU have
+these products inside the chain.
 """
 
 from __future__ import annotations
