@@ -327,10 +327,11 @@ class Extraction:
         return out
 
     def _packed(self, late: Usages, sizes: Sequence[float], peak: float, moment: int) -> float:
-        """A peak with the gaps between temporaries; arguments have none."""
+        """A peak with the gaps between temporaries; arguments and results have none."""
         graph, fixed = self.graph, 0.0
+        stays = {*graph.inputs, *graph.outputs}
         for row, value, size in zip(late.rows, late.values, sizes, strict=True):
-            if row[1] <= moment < row[2] and graph.values[value].op < 0 and row[5] != "gathered":
+            if row[1] <= moment < row[2] and value in stays and row[5] != "gathered":
                 fixed += size
         return fixed + PACKING * (peak - fixed)
 

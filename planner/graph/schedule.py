@@ -53,10 +53,13 @@ def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple
 def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[bool]:
     """Per operation, whether it makes a gradient that no other product reads, or reads one."""
     waited = [False] * len(graph.values)  # whether a heavy operation is downstream of a value
-    for op in reversed(graph.ops):
+    closes = any(op.kind == "loop_back" for op in graph.ops)
+    for op in (*reversed(graph.ops), *(reversed(graph.ops) if closes else ())):
         if not live[op.index]:
             continue
         stop = heavy[op.index] or any(waited[o] for o in op.outputs)
+        if op.kind == "loop_back":  # the next iteration may read it
+            stop = waited[op.inputs[1]]
         for i in op.inputs:
             if i != SCALAR:
                 home = graph.values[i].op
