@@ -131,6 +131,7 @@ def main() -> None:
         table.add_column(column, justify="left" if column in left else "right")
     for name in args.examples:
         for row in measured(name, profile, args.rounds, clock):
+            print(*row, flush=True)
             table.add_row(*row)
     Console(width=150).print(table)
 

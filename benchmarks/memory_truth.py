@@ -46,7 +46,7 @@ FAR_MODELS = ("mlp", "gpt_linen_scan")
 SIZES: dict[str, dict[str, int]] = {
     "mlp": {"WIDTH": 8192, "BATCH": 8192},
     "gpt_linen_scan": {"WIDTH": 1024, "HEADS": 16, "SEQ": 512, "BATCH": 64, "VOCAB": 16384},
-    "resnet": {"BATCH": 2048},
+    "resnet": {"BATCH": 512},
     "moe": {"WIDTH": 512, "HEADS": 8, "SEQ": 512, "BATCH": 64, "VOCAB": 8192, "CAPACITY": 160},
     "lstm": {"WIDTH": 1024, "SEQ": 128, "BATCH": 256, "VOCAB": 8192},
 }
@@ -77,7 +77,7 @@ def model(name: str, devices: int) -> tuple[Any, tuple[Any, Any]]:
     """A step and the shapes of its (state, batch)."""
     scale = max(1, devices // 8)
     if name == "llama":
-        return decoders.build(decoders.Llama(layers=2, batch=8 * scale))
+        return decoders.build(decoders.Llama(layers=2, batch=8 * scale, seq=2048))
     module = common.example(name)
     if name == "gpt":
         config = module.Config(2, 1024, 16, 512, 64 * scale, 16384)
@@ -88,7 +88,7 @@ def model(name: str, devices: int) -> tuple[Any, tuple[Any, Any]]:
         setattr(module, constant, size * scale if constant == "BATCH" else size)
     state, rows = jax.eval_shape(module.make_state), module.BATCH
     if name in ("mlp", "resnet"):
-        image = (64,) if name == "mlp" else (8, 8, 1)
+        image = (64,) if name == "mlp" else (32, 32, 1)
         batch = {
             "image": jax.ShapeDtypeStruct((rows, *image), jnp.float32),
             "label": jax.ShapeDtypeStruct((rows,), jnp.int32),

@@ -14,7 +14,13 @@ Table = dict[str, Any]
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8")
 
 _POSITIVE = {
-    "device": ("memory_bytes", "memory_bytes_per_s", "vector_flops_per_s"),
+    "device": (
+        "memory_bytes",
+        "memory_bytes_per_s",
+        "vector_flops_per_s",
+        "tile_rows",
+        "tile_lanes",
+    ),
     "node": ("devices_per_node",),
     "intra_node": ("bytes_per_s",),
     "inter_node": ("bytes_per_s",),
@@ -22,7 +28,14 @@ _POSITIVE = {
     "inter_slice": ("bytes_per_s",),
     "peak_flops_per_s": DTYPES,
 }
-_INTEGER = ("memory_bytes", "devices_per_node", "max_dims", "wrap_multiple")
+_INTEGER = (
+    "memory_bytes",
+    "devices_per_node",
+    "max_dims",
+    "wrap_multiple",
+    "tile_rows",
+    "tile_lanes",
+)
 _NOT_NEGATIVE = (
     "kernel_latency_s",
     "step_latency_s",

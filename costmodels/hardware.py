@@ -47,7 +47,8 @@ class Device:
     critical path, `combined_latency` the share of its latency that a collective of parameters or
     gradients keeps when the compiler may combine it with others, all in [0, 1]; `fuses_operands`
     tells whether the compiler computes elementwise operands inside matrix products, which read
-    them as bfloat16.
+    them as bfloat16; the two minor dimensions of an array are padded to `tile_rows` and
+    `tile_lanes` elements.
     """
 
     kind: str
@@ -67,6 +68,8 @@ class Device:
     step_latency_s: float = 0.0
     native_reduce_scatter: bool = True
     fuses_operands: bool = False
+    tile_rows: int = 1
+    tile_lanes: int = 1
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Dense matmul peak in flop/s for a dtype name such as 'bfloat16' or 'float8_e4m3fn'.
@@ -224,6 +227,8 @@ def build_cluster(given: Description) -> Cluster:
         step_latency_s=float(values["step_latency_s"]),
         native_reduce_scatter=bool(values["native_reduce_scatter"]),
         fuses_operands=bool(values["fuses_operands"]),
+        tile_rows=int(values["tile_rows"]),
+        tile_lanes=int(values["tile_lanes"]),
     )
     if "torus" in entry:
         network = _link(entry["inter_slice"]) if slices > 1 else None

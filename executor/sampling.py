@@ -85,18 +85,13 @@ def sample(
     return Sampled(tuple(samples), statistics.median(spreads))
 
 
-def kernel_counts(
-    function: Callable[..., Any], shapes: Sequence[Any], fused_operands: bool = False
-) -> tuple[KernelCount, ...]:
-    """What the planner counts in a function of local arrays: its kernels on one device.
-
-    ``fused_operands`` is as in `planner.analysis.analyse`.
-    """
+def kernel_counts(function: Callable[..., Any], shapes: Sequence[Any]) -> tuple[KernelCount, ...]:
+    """What the planner counts in a function of local arrays: its kernels on one device."""
     traced = trace(function, tuple(shapes))
     rules = graph_rules(traced)
     groups = build_groups(traced.graph, rules)
     donated = [False] * len(traced.graph.inputs)
-    work = analyse(traced.graph, rules, groups, donated, fused_operands).work
+    work = analyse(traced.graph, rules, groups, donated).work
     return tuple(
         KernelCount(w.kind, w.dtype, w.flops, w.nbytes, w.result_bytes, w.kernels)
         for group in work
@@ -118,7 +113,7 @@ def _programs(
     flat = build_mesh(MeshSpec(NAMES[1:], (count,)), devices)
     for probe in alone:
         progress(f"compiling {probe.kind}", len(out) / (len(alone) + len(joined)))
-        counts = kernel_counts(probe.function, probe.shapes, cluster.device.fuses_operands)
+        counts = kernel_counts(probe.function, probe.shapes)
         made = Sample(probe.kind, probe.name, 0.0, counts)
         out.append((made, *_compiled(probe.function, probe.shapes, flat)))
     for link in joined:

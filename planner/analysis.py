@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from costmodels import CostModel
+from costmodels import CostModel, Device
 from planner.fused import find_fused
 from planner.graph.ir import Graph
 from planner.graph.liveness import PASSES, materialised
@@ -35,19 +35,24 @@ class Scheduled:
     """What the usages of a known plan follow from, besides the graph and its groups.
 
     ``donated``: per input, whether results may take its memory; ``fused_operands``: see
-    ``written``; ``inside``: per value, whether it never leaves a hand-written kernel.
+    ``written``; ``tile``: rows and lanes that arrays are padded to; ``inside``: per value, whether
+    it never leaves a hand-written kernel.
     """
 
     donated: tuple[bool, ...]
     fused_operands: bool
+    tile: tuple[int, int]
     inside: tuple[bool, ...]
 
     def usages(self, graph: Graph, groups: Groups, moves: Callable[[Link], bool]) -> Usages:
         """The usages in the order in which compilers run a step; ``moves``: see
         ``find_usages``."""
         live = graph.live_ops()
-        found = written(graph, groups.fusable, live, self.fused_operands, late=True)
-        return find_usages(graph, groups, found.without(self.inside), live, self.donated, moves)
+        late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
+        found = written(graph, groups.fusable, live, self.fused_operands, late)
+        return find_usages(
+            graph, groups, found.without(self.inside), live, self.donated, moves=moves
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +84,12 @@ def analyse(
     rules: Sequence[FactorRule],
     groups: Groups,
     donated: Sequence[bool],
-    fused_operands: bool = False,
+    device: Device | None = None,
 ) -> Analysis:
-    """Work, reductions and memory of every group, before any mesh is chosen."""
+    """Work, reductions and memory of every group, before any mesh is chosen.
+
+    ``device``: what the compiler for it does to memory; None: nothing in particular.
+    """
     live = graph.live_ops()
     fused = find_fused(graph, rules)
     kept = materialised(graph, groups.fusable, live)
@@ -108,8 +116,10 @@ def analyse(
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
+    fused_operands = device is not None and device.fuses_operands
+    tile = (1, 1) if device is None else (device.tile_rows, device.tile_lanes)
     found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
-    usages = find_usages(graph, groups, found, live, donated)
+    usages = find_usages(graph, groups, found, live, donated, tile)
     return Analysis(
         graph,
         tuple(rules),
@@ -119,7 +129,7 @@ def analyse(
         usages.rows,
         usages.values,
         found.reads,
-        Scheduled(tuple(donated), fused_operands, fused.inside),
+        Scheduled(tuple(donated), fused_operands, tile, fused.inside),
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         _stored(graph, groups),
         (1,) * len(groups.groups),

@@ -142,8 +142,8 @@ def _prepared(
     graph = traced.graph
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
-    fused = request.cluster.device.fuses_operands
-    analysis = analyse(graph, rules, build_groups(graph, rules), donated, fused)
+    groups = build_groups(graph, rules)
+    analysis = analyse(graph, rules, groups, donated, request.cluster.device)
     named = (
         *rule_pins(shardings, graph.input_paths, graph.inputs),
         *metadata_pins(args, graph.inputs, graph.input_paths),

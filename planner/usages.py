@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.graph.ir import Graph
 from planner.graph.liveness import intervals
-from planner.graph.written import Written
-from planner.groups import Groups, Link
+from planner.graph.written import MATMULS, Written
+from planner.groups import MARKS, Groups, Link
 from planner.unify import Layout
 
 UsageRow = tuple[int, int, int, float, Layout, str]
@@ -44,6 +45,7 @@ def find_usages(
     found: Written,
     live: Sequence[bool],
     donated: Sequence[bool],
+    tile: tuple[int, int] = (1, 1),
     moves: Callable[[Link], bool] | None = None,
 ) -> Usages:
     """The usages of a step whose kernels are ``found``. Near-linear in operations.
@@ -54,9 +56,47 @@ def find_usages(
         found: what is written, and when it is read.
         live: per operation, whether its results are used.
         donated: per input, whether results may take its memory.
+        tile: rows and lanes that the two minor dimensions of a whole array are padded to.
         moves: whether the layouts at the ends of a link differ, where a plan is known.
     """
-    return _Usages(graph, groups, found, live, moves).run(donated)
+    return _Usages(graph, groups, found, live, tile, moves).run(donated)
+
+
+def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
+    """Whether a convolution with a stride pads one end of a dimension more than the other.
+
+    Args:
+        shapes: of the image, the kernel and the result.
+        layouts: their factors. The kernel's spatial dimensions are those that it shares with
+            neither; of the others' dimensions that it does not share, the first is the batch.
+    """
+    image, kernel, result = (set(layout) - {-1} for layout in layouts)
+
+    def apart(k: int, others: set[int]) -> list[int]:
+        return [n for n, f in zip(shapes[k], layouts[k], strict=True) if f not in others]
+
+    ends = zip(apart(0, kernel)[1:], apart(1, image | result), apart(2, kernel)[1:], strict=False)
+    for before, window, after in ends:
+        stride = before // max(after, 1)
+        total = (after - 1) * stride + window - before
+        if stride > 1 and before == stride * after and total > 0 and total % 2:
+            return True
+    return False
+
+
+@lru_cache(maxsize=1 << 16)
+def padding(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
+    """Bytes that an array takes over those of its elements; ``tile``: rows and lanes.
+
+    The compiler lays the array out with those two dimensions minor that waste the least
+    (https://openxla.org/xla/tiled_layout).
+    """
+    rows, lanes = tile
+    if tile == (1, 1) or len(shape) < 2 or not all(shape):
+        return 1.0
+    wide = [-(-n // lanes) * lanes / n for n in shape]
+    high = [-(-n // rows) * rows / n for n in shape]
+    return min(w * h for i, w in enumerate(wide) for j, h in enumerate(high) if i != j)
 
 
 class _Usages:
@@ -68,10 +108,11 @@ class _Usages:
         groups: Groups,
         found: Written,
         live: Sequence[bool],
+        tile: tuple[int, int],
         moves: Callable[[Link], bool] | None,
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
-        self.moves = moves
+        self.tile, self.moves = tile, moves
         self.rows: list[UsageRow] = []
         self.values: list[int] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
@@ -85,13 +126,17 @@ class _Usages:
         self, group: int, start: float, end: float, value: int, layout: Layout, port: str
     ) -> None:
         if end > start:
-            nbytes, scale = float(self.found.nbytes[value]), 1 if self.moves is None else 2
+            scale = 1 if self.moves is None else 2
+            nbytes = self.found.nbytes[value] * padding(self.graph.values[value].shape, self.tile)
             self.rows.append((group, int(scale * start), int(scale * end), nbytes, layout, port))
             self.values.append(value)
 
     def run(self, donated: Sequence[bool]) -> Usages:
         self.operands()
         products = self.products()
+        self.turned()
+        if self.found.merges:
+            self.uneven()
         groups, graph = self.groups, self.graph
         for span in intervals(graph, self.found, self.live, donated):
             home = groups.home[span.value]
@@ -158,14 +203,76 @@ class _Usages:
             taken.append((first, last))
             self.add(link.b, first, last, link.value, link.dst, "use")
 
+    def uneven(self) -> None:
+        """Strided convolutions read a padded copy, from the first to the last that reads the value.
+
+        Libraries of GPUs pad both sides alike; ``SAME`` with a stride pads one side more
+        (openxla/xla, conv_padding_legalization).
+        """
+        readers: dict[int, list[int]] = {}
+        for op in self.graph.ops:
+            if op.kind == "conv_general_dilated" and self.live[op.index]:
+                for i in set(op.inputs):
+                    readers.setdefault(i, []).append(self.found.time[op.index])
+        for op in self.graph.ops:
+            entry = self.groups.op_layouts[op.index]
+            if entry is None or not self.live[op.index] or op.kind != "conv_general_dilated":
+                continue
+            shapes = [self.graph.values[v].shape for v in (*op.inputs, *op.outputs)]
+            if pads_unevenly(shapes, (*entry[1], *entry[2])):
+                stop = max(readers[op.inputs[0]]) + 1
+                at = self.found.time[op.index]
+                self.add(entry[0], at, stop, op.inputs[0], entry[1][0], "use")
+
+    def turned(self) -> None:
+        """New values of inputs whose gradient is a product that comes out transposed.
+
+        The update reads one side transposed, so it can't write over what it reads: all that one
+        gradient updates is written beside the old values, then copied. A GPU's product is written
+        in either order, and only one that is moved before the update comes out transposed.
+        """
+        graph, found = self.graph, self.found
+        root = [-1] * len(graph.values)
+        moved = self.moved()
+        for op in graph.ops:
+            if not self.live[op.index] or len(op.outputs) != 1:
+                continue
+            out = graph.values[op.outputs[0]]
+            if op.kind == "transpose":
+                base = found.base[out.index]
+                made = graph.values[base].op
+                turns = base in moved or not found.merges
+                if turns and made >= 0 and graph.ops[made].kind in MATMULS:
+                    root[out.index] = out.index
+            elif self.groups.fusable[op.index] or op.kind in MARKS:
+                roots = [
+                    root[i] for i in op.inputs if i >= 0 and graph.values[i].shape == out.shape
+                ]
+                root[out.index] = max(roots, default=-1)
+        updated: dict[int, list[int]] = {}
+        for _, o in graph.ties:
+            value = graph.outputs[o]
+            if value >= 0 and root[value] >= 0 and graph.values[value].op >= 0:
+                updated.setdefault(root[value], []).append(value)
+        for values in updated.values():
+            at = max(found.time[graph.values[v].op] for v in values)
+            for value in values:
+                home = self.groups.home[value]
+                if home is not None:
+                    self.add(home[0], at, at + 1, value, home[1], "use")
+
+    def moved(self) -> set[int]:
+        """Results of products that are in another layout afterwards, where a plan is known."""
+        moves = self.moves or (lambda _: False)
+        return {x.value for x in self.groups.links if x.operand <= -2 and moves(x)}
+
     def products(self) -> dict[int, int]:
         """Results in the layout in which they are made; returns when, by value.
 
         Where a plan is known, only those that are scattered or sent from it.
         """
         out: dict[int, int] = {}
-        moves = self.moves or (lambda _: False)
-        scattered = {x.value for x in self.groups.links if x.operand <= -2 and moves(x)}
+        scattered = self.moved()
         for op in self.graph.ops:
             entry = self.groups.op_layouts[op.index]
             if entry is None or not self.live[op.index]:

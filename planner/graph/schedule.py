@@ -1,9 +1,10 @@
-"""The order in which a compiler runs a step: what only the update needs comes last.
+"""The order in which GPUs run a step: what only the update needs comes last.
 
-XLA's latency-hiding scheduler, which orders a program on both TPU and GPU, fills its schedule from
-the end: an operation is placed as late as its readers allow. Gradients of parameters are read by
-the update alone, so their products wait until the chain of activation gradients is done, and what
-they read stays in memory until then (openxla/xla, xla/service/latency_hiding_scheduler.h).
+XLA's latency-hiding scheduler fills its schedule from the end: an operation is placed as late as
+its readers allow. Gradients of parameters are read by the update alone (in a loop: stacked), so
+their products wait until the chain of activation gradients is done, and what they read stays in
+memory until then (openxla/xla, xla/service/latency_hiding_scheduler.h). Modules of XLA:TPU have
+these products inside the chain.
 """
 
 from __future__ import annotations
@@ -52,14 +53,18 @@ def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple
 def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[bool]:
     """Per operation, whether it makes a gradient that no other product reads, or reads one."""
     waited = [False] * len(graph.values)  # whether a heavy operation is downstream of a value
-    for op in reversed(graph.ops):
+    closes = any(op.kind == "loop_back" for op in graph.ops)
+    for op in (*reversed(graph.ops), *(reversed(graph.ops) if closes else ())):
         if not live[op.index]:
             continue
         stop = heavy[op.index] or any(waited[o] for o in op.outputs)
+        if op.kind == "loop_back":  # the next iteration may read it
+            stop = waited[op.inputs[1]]
         for i in op.inputs:
             if i != SCALAR:
                 home = graph.values[i].op
-                crosses = home >= 0 and graph.ops[home].region != op.region
+                stacks = op.kind == "loop_ys"  # a stack waits for the end of the loop's body
+                crosses = home >= 0 and graph.ops[home].region != op.region and not stacks
                 waited[i] = waited[i] or stop or crosses
     late = [False] * len(graph.ops)
     for op in graph.ops:

@@ -1,0 +1,215 @@
+"""The terms of the memory model, each by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from costmodels import parse_cluster
+from planner import make_plan
+from planner.analysis import Analysis, analyse
+from planner.extract import PACKING
+from planner.graph.liveness import intervals
+from planner.graph.trace import trace
+from planner.graph.written import extents, written
+from planner.groups import Link, build_groups
+from planner.pipeline import graph_rules
+from planner.usages import Usages, padding, pads_unevenly
+
+TILE = (8, 128)
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def analysis_of(function: Callable[..., Any], *args: Any, cluster: str = "h100:8") -> Analysis:
+    traced = trace(function, args)
+    rules = graph_rules(traced)
+    carried = {i for i, _ in traced.graph.ties}
+    donated = [k in carried for k in range(len(traced.graph.inputs))]
+    device = parse_cluster(cluster).device
+    return analyse(traced.graph, rules, build_groups(traced.graph, rules), donated, device)
+
+
+def told(found: Analysis, moves: Callable[[Link], bool]) -> Usages:
+    return found.scheduled.usages(found.graph, found.groups, moves)
+
+
+def spans(usages: Usages, value: int) -> list[tuple[int, int]]:
+    return sorted(
+        (row[1], row[2]) for row, v in zip(usages.rows, usages.values, strict=True) if v == value
+    )
+
+
+# ---- bytes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "expected"),
+    [
+        ((8192, 10), TILE, 16 / 10),  # 10 becomes 16 rows, not 128 lanes
+        ((16, 8, 8, 32), TILE, 128 / 32),  # 32 channels on 128 lanes
+        ((64, 32, 32, 32), TILE, 128 / 64),  # the batch on the lanes wastes less
+        ((256, 128), TILE, 1.0),
+        ((7,), TILE, 1.0),
+        ((7, 3), (1, 1), 1.0),
+    ],
+)
+def test_arrays_are_padded_to_whole_tiles(
+    shape: tuple[int, ...], tile: tuple[int, int], expected: float
+) -> None:
+    assert padding(shape, tile) == pytest.approx(expected)
+
+
+def test_only_tpus_pad_arrays_in_the_prediction() -> None:
+    def double(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    plain = 4 * 1024 * 10  # what comes out takes the memory of what goes in
+    peaks = {
+        c: make_plan(double, struct(1024, 10), cluster=c, mode="STAND_ALONE").prediction.peak_bytes
+        for c in ("h100:1", "v5p:1x1x1")
+    }
+    assert peaks == {"h100:1": plain, "v5p:1x1x1": plain * 1.6}
+
+
+def test_gaps_are_counted_between_temporaries_alone() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) @ w
+
+    plan = make_plan(step, struct(64, 64), struct(64, 64), cluster="h100:1", mode="STAND_ALONE")
+    each = 4 * 64 * 64  # x, which the result takes over, and w stay; a product's result does not
+    assert plan.prediction.peak_bytes == pytest.approx((2 + PACKING) * each)
+
+
+# ---- kernels and their buffers -------------------------------------------------------------
+
+
+def test_a_product_that_is_scattered_is_there_in_both_layouts() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) + 1
+
+    found = analysis_of(step, struct(64, 64), struct(64, 64))
+    (product,) = [op for op in found.graph.ops if op.kind == "dot_general"]
+    at, made = 2 * product.index, product.outputs[0]
+    still = spans(told(found, lambda _: False), made)
+    moved = spans(told(found, lambda link: link.operand <= -2), made)
+    assert [s for s, _ in still] == [at]
+    assert (at, at + 2) in moved and [s for s, _ in moved] == [at, at + 1]
+
+
+def test_an_operand_that_is_sent_is_there_twice_until_the_source_has_no_reader() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) @ w
+
+    found = analysis_of(step, struct(64, 64), struct(64, 64))
+    act = next(op.outputs[0] for op in found.graph.ops if op.kind == "tanh")
+    first, second = [op.index for op in found.graph.ops if op.kind == "dot_general"]
+    assert spans(told(found, lambda _: False), act) == [(2 * first + 2, 2 * second + 1)]
+
+    def sent(link: Link) -> bool:
+        return link.value == act and link.operand >= 0
+
+    assert spans(told(found, sent), act) == [
+        (2 * first + 2, 2 * second),
+        (2 * second - 1, 2 * second + 1),
+    ]
+
+
+def test_a_strided_convolution_is_padded_on_one_side() -> None:
+    layouts = ((0, 1, 2, 3), (4, 5, 3, 6), (0, 7, 8, 6))
+    halved = [(8, 32, 32, 16), (3, 3, 16, 32), (8, 16, 16, 32)]
+    assert pads_unevenly(halved, layouts)  # 15 * 2 + 3 - 32 = 1
+    pointwise = [(8, 32, 32, 16), (1, 1, 16, 32), (8, 16, 16, 32)]
+    assert not pads_unevenly(pointwise, layouts)  # nothing is padded
+    same = [(8, 32, 32, 16), (3, 3, 16, 32), (8, 32, 32, 32)]
+    assert not pads_unevenly(same, ((0, 1, 2, 3), (4, 5, 3, 6), (0, 1, 2, 6)))
+
+
+def sgd(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+
+def test_an_update_by_a_transposed_product_is_written_beside_the_old_value() -> None:
+    rows = {}
+    for cluster in ("h100:8", "v5p:2x2x2"):
+        found = analysis_of(sgd, struct(64, 64), struct(32, 64), cluster=cluster)
+        rows[cluster] = spans(told(found, lambda _: False), found.graph.outputs[0])
+        last = found.graph.values[found.graph.outputs[0]].op
+    assert rows["h100:8"] == []  # the result takes the memory of the donated input
+    assert rows["v5p:2x2x2"] == [(2 * last, 2 * last + 2)]
+
+
+# ---- order -----------------------------------------------------------------------------------
+
+
+def scan_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    def body(h: jax.Array, wk: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ wk), None
+
+    return jnp.sum(jax.lax.scan(body, x, w)[0] ** 2)
+
+
+def test_in_a_loop_gradients_that_are_stacked_come_last() -> None:
+    graph = trace(jax.grad(scan_loss), (struct(6, 64, 64), struct(32, 64))).graph
+    fusable = [op.kind != "dot_general" for op in graph.ops]
+    region = max(op.region for op in graph.ops)
+    late = written(graph, fusable, graph.live_ops(), late=True)
+    inside = [op for op in graph.ops if op.region == region and op.kind == "dot_general"]
+    weights = [op for op in inside if graph.values[op.outputs[0]].shape == (64, 64)]
+    chain = [op for op in inside if graph.values[op.outputs[0]].shape == (32, 64)]
+    assert weights and chain
+    times = [late.time[op.index] for op in chain]
+    assert max(times) < min(late.time[op.index] for op in weights)
+    assert extents(graph, late.time)[1][region] >= max(late.time[op.index] for op in weights)
+
+
+def test_stacks_of_a_shape_begin_together_where_kernels_are_merged() -> None:
+    def step(x: jax.Array) -> Any:
+        def body(h: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            return jnp.sin(h), jnp.cos(h)
+
+        h, first = jax.lax.scan(body, x, None, length=5)
+        return first, jax.lax.scan(body, h * 2, None, length=5)[1]
+
+    graph = trace(step, (struct(8, 8),)).graph
+    live, begins = graph.live_ops(), {}
+    found = written(graph, [True] * len(graph.ops), live)
+    for merges in (True, False):
+        one = dataclasses.replace(found, merges=merges)
+        begin = {s.value: s.start for s in intervals(graph, one, live, (False,))}
+        begins[merges] = [begin[o] for o in graph.outputs]
+    assert begins[True][0] == begins[True][1] == begins[False][0] < begins[False][1]
+
+
+def test_a_compiler_short_of_memory_keeps_to_the_order_of_the_trace() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = x
+            for w in p:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    args = ([struct(256, 256)] * 6, struct(4096, 256))
+    free = make_plan(step, *args, cluster="h100:1", mode="STAND_ALONE").prediction
+    least = analysis_of(step, *args)
+    moments: dict[int, float] = {}
+    for _, start, end, nbytes, _, _ in least.usages:
+        moments[start] = moments.get(start, 0.0) + nbytes
+        moments[end] = moments.get(end, 0.0) - nbytes
+    live, early = 0.0, 0.0
+    for at in sorted(moments):
+        live += moments[at]
+        early = max(early, live)
+    assert early < free.peak_bytes
+    middle = (early + free.peak_bytes) / 2
+    tight = make_plan(step, *args, cluster="h100:1", mode="STAND_ALONE", memory=middle).prediction
+    assert tight.peak_bytes == pytest.approx(middle, rel=1e-6)
