@@ -1,6 +1,7 @@
-"""The six examples at sizes worth eight accelerators: the same networks, wider and longer.
+"""The six examples at sizes worth eight accelerators, and two layers of the Llama 8B decoder.
 
-At their own sizes a step is little more than starts of kernels. Shapes only; nothing is computed.
+At their own sizes the examples' steps are little more than starts of kernels, and their memory is
+small change. Shapes only; nothing is computed.
 """
 
 from __future__ import annotations
@@ -8,43 +9,45 @@ from __future__ import annotations
 from typing import Any
 
 import common
+import decoders
 import jax
 import jax.numpy as jnp
 
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, int]] = {
     "mlp": {"WIDTH": 8192, "BATCH": 8192},
-    "gpt_linen_scan": {"WIDTH": 1024, "HEADS": 16, "SEQ": 512, "BATCH": 64, "VOCAB": 32768},
-    "resnet": {"WIDTHS": (128, 256, 512), "BATCH": 256},
-    "moe": {"WIDTH": 1024, "HEADS": 16, "SEQ": 512, "BATCH": 64, "VOCAB": 8192, "CAPACITY": 160},
-    "lstm": {"WIDTH": 2048, "SEQ": 128, "BATCH": 256, "VOCAB": 8192},
+    "gpt_linen_scan": {"WIDTH": 1024, "HEADS": 16, "SEQ": 512, "BATCH": 64, "VOCAB": 16384},
+    "resnet": {"BATCH": 512},
+    "moe": {"WIDTH": 512, "HEADS": 8, "SEQ": 512, "BATCH": 64, "VOCAB": 8192, "CAPACITY": 160},
+    "lstm": {"WIDTH": 1024, "SEQ": 128, "BATCH": 256, "VOCAB": 8192},
 }
-"""Constants of the example modules; the batch of ``resnet`` has images of 64 x 64."""
+"""Module constants of the examples, for 8 devices."""
 
 
-def larger(name: str) -> tuple[Any, tuple[Any, Any]]:
-    """The train step and the shapes of its arguments: (state, batch).
+def larger(name: str, devices: int) -> tuple[Any, tuple[Any, Any]]:
+    """The train step and the shapes of its (state, batch); the batch grows with the devices.
 
-    The module of the example keeps the sizes: call this in a process that wants no others.
+    The example's module keeps the sizes: call this in a process that wants no others.
     """
+    scale = max(1, devices // 8)
+    if name == "llama":
+        return decoders.build(decoders.Llama(layers=2, batch=8 * scale, seq=2048))
     module = common.example(name)
     if name == "gpt":
-        sizes = module.Config(layers=4, width=1024, heads=16, seq=512, batch=64, vocab=32768)
-        make_state, step, batch = module.build(sizes)
+        config = module.Config(2, 1024, 16, 512, 64 * scale, 16384)
+        make_state, step, batch = module.build(config)
         return step, (jax.eval_shape(make_state), batch)
     for constant, size in SIZES[name].items():
         if not hasattr(module, constant):
             raise AttributeError(f"examples/{name}.py has no {constant}")
-        setattr(module, constant, size)
-    count = module.BATCH
-    if name == "mlp":
-        batch = {"image": _of(count, module.PIXELS), "label": _of(count, dtype=jnp.int32)}
-    elif name == "resnet":
-        batch = {"image": _of(count, 64, 64, 1), "label": _of(count, dtype=jnp.int32)}
+        setattr(module, constant, size * scale if constant == "BATCH" else size)
+    rows = module.BATCH
+    if name in ("mlp", "resnet"):
+        image = (64,) if name == "mlp" else (32, 32, 1)
+        batch = {
+            "image": jax.ShapeDtypeStruct((rows, *image), jnp.float32),
+            "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
     else:
-        tokens = _of(count, module.SEQ, dtype=jnp.int32)
+        tokens = jax.ShapeDtypeStruct((rows, module.SEQ), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens}
     return module.train_step, (jax.eval_shape(module.make_state), batch)
-
-
-def _of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)

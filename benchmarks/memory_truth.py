@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-import decoders
 import jax
-import jax.numpy as jnp
+from larger import larger
 from pinned import pinned
 
 from costmodels import parse_cluster
@@ -42,15 +41,6 @@ TARGETS = ("v5p:2x2x2", "h100:8")
 FAR = ("h100:8x8", "v5e:16x16", "h100:8x64")
 FAR_MODELS = ("mlp", "gpt_linen_scan")
 """Models that the large clusters are tried with."""
-
-SIZES: dict[str, dict[str, int]] = {
-    "mlp": {"WIDTH": 8192, "BATCH": 8192},
-    "gpt_linen_scan": {"WIDTH": 1024, "HEADS": 16, "SEQ": 512, "BATCH": 64, "VOCAB": 16384},
-    "resnet": {"BATCH": 512},
-    "moe": {"WIDTH": 512, "HEADS": 8, "SEQ": 512, "BATCH": 64, "VOCAB": 8192, "CAPACITY": 160},
-    "lstm": {"WIDTH": 1024, "SEQ": 128, "BATCH": 256, "VOCAB": 8192},
-}
-"""Module constants of the examples, for 8 devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,32 +61,6 @@ class Row:
     def __str__(self) -> str:
         sizes = f"{self.predicted / 1e6:9.0f} MB  found {self.found / 1e6:9.0f} MB"
         return f"{self.target:10s} {self.model:15s} {self.kind:8s} {sizes}  ratio {self.ratio:.3f}"
-
-
-def model(name: str, devices: int) -> tuple[Any, tuple[Any, Any]]:
-    """A step and the shapes of its (state, batch)."""
-    scale = max(1, devices // 8)
-    if name == "llama":
-        return decoders.build(decoders.Llama(layers=2, batch=8 * scale, seq=2048))
-    module = common.example(name)
-    if name == "gpt":
-        config = module.Config(2, 1024, 16, 512, 64 * scale, 16384)
-        make_state, step, batch = module.build(config)
-        return step, (jax.eval_shape(make_state), batch)
-    sizes = SIZES[name]
-    for constant, size in sizes.items():
-        setattr(module, constant, size * scale if constant == "BATCH" else size)
-    state, rows = jax.eval_shape(module.make_state), module.BATCH
-    if name in ("mlp", "resnet"):
-        image = (64,) if name == "mlp" else (32, 32, 1)
-        batch = {
-            "image": jax.ShapeDtypeStruct((rows, *image), jnp.float32),
-            "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
-        }
-    else:
-        tokens = jax.ShapeDtypeStruct((rows, module.SEQ), jnp.int32)
-        batch = {"tokens": tokens, "targets": tokens}
-    return module.train_step, (state, batch)
 
 
 def kinds(devices: int) -> tuple[str, ...]:
@@ -136,7 +100,7 @@ def found_bytes(traced: Any, plan: Plan, target: str, keep: Path | None) -> floa
 def rows(name: str, target: str, only: tuple[str, ...], keep: Path | None) -> Iterator[Row]:
     """The plans of a model on a cluster; says what the compiler refused."""
     devices = parse_cluster(target).num_devices
-    step, args = model(name, devices)
+    step, args = larger(name, devices)
     traced = trace(step, args)
     for kind in only or kinds(devices):
         plan = planned(name, kind, target, step, args)

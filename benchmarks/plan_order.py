@@ -67,7 +67,7 @@ def model(name: str) -> tuple[Any, tuple[Any, Any]]:
     if name == "llama":
         return decoders.build(LLAMA)
     if name.endswith(LARGE):
-        return larger(name.removesuffix(LARGE))
+        return larger(name.removesuffix(LARGE), 8)
     module = common.example(name)
     state = jax.eval_shape(module.make_state)
     return module.train_step, (state, abstract((next(iter(module.batches())),))[0])
