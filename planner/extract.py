@@ -21,9 +21,8 @@ from planner.usages import UsageRow, Usages, padding
 
 ACTIVATIONS_SHOWN = 12
 PACKING = 1.05
-"""Bytes that temporaries take over those alive at the peak. A compiler gives every buffer one place
-for all its life, so gaps stay: three in four modules compiled for docs/explanation/memory.md waste
-at most this share."""
+"""Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every buffer
+one place for all its life, so gaps stay; docs/explanation/memory.md says what is known of them."""
 UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
 """Operations whose results the executor can't constrain."""
 
