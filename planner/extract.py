@@ -7,22 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from planner.graph.ir import SCALAR, Graph
 from planner.groups import Link
+from planner.peak import scheduled_peak
 from planner.plan import Activation, CollectiveRow, Constraint, Leaf, Prediction
 from planner.pricing import Priced, Pricer
 from planner.reshard import Step, reshard_steps
-from planner.search.problem import profile_of
 from planner.spec import Sharding
 from planner.unify import Layout
-from planner.usages import UsageRow, Usages, padding
 
 ACTIVATIONS_SHOWN = 12
-PACKING = 1.05
-"""Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every buffer
-one place for all its life, so gaps stay; docs/explanation/memory.md says what is known of them."""
 UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
 """Operations whose results the executor can't constrain."""
 
@@ -285,87 +279,6 @@ class Extraction:
                 break
         return tuple(seen.values())
 
-    def usage_bytes(self, rows: Sequence[UsageRow] | None = None) -> list[float]:
-        """Bytes per device under the choice of the usages (or of these)."""
-        priced = self.priced
-        pricer = Pricer(priced.analysis, priced.mesh, priced.model)
-        groups = priced.analysis.groups.groups
-        return [
-            float(
-                pricer.usage_bytes(groups[g], priced.sets[g], nbytes, layout, port)[self.choice[g]]
-            )
-            for g, _, _, nbytes, layout, port in (priced.analysis.usages if rows is None else rows)
-        ]
-
-    def peak(self) -> tuple[float, int]:
-        """The most bytes in use at a moment, and that moment."""
-        return _peak(self.priced.analysis.usages, self.usage_bytes())
-
-    def scheduled(self) -> Usages:
-        """The usages of the chosen plan, with both ends of every move."""
-
-        def moves(link: Link) -> bool:
-            return any(s.kind != "all_reduce" for s in self.link_steps(link))  # in place
-
-        analysis = self.priced.analysis
-        return analysis.scheduled.usages(self.graph, analysis.groups, moves)
-
-    def _padded(self, late: Usages) -> list[float]:
-        """Bytes per device of usages that know nothing of padding."""
-        sizes, tile = self.usage_bytes(late.rows), self.priced.analysis.scheduled.tile
-        if tile == (1, 1):
-            return sizes
-        out = []
-        for (group, _, _, _, layout, port), value, nbytes in zip(
-            late.rows, late.values, sizes, strict=True
-        ):
-            spec = self.sharding(group, layout, "store" if port == "store" else "use")
-            shape = self.graph.values[value].shape
-            local = spec.local_shape(shape, self.priced.mesh)
-            out.append(nbytes * padding(local, tile))
-        return out
-
-    def _packed(self, late: Usages, sizes: Sequence[float], peak: float, moment: int) -> float:
-        """A peak with the gaps between temporaries; arguments and results have none."""
-        graph, fixed = self.graph, 0.0
-        stays = {*graph.inputs, *graph.outputs}
-        for row, value, size in zip(late.rows, late.values, sizes, strict=True):
-            if row[1] <= moment < row[2] and value in stays and row[5] != "gathered":
-                fixed += size
-        return fixed + PACKING * (peak - fixed)
-
-    def scheduled_peak(self, limit_bytes: float) -> tuple[float, tuple[str, ...]]:
-        """The peak in the order in which a compiler runs the step, and what holds the most of it.
-
-        Gradients of parameters are computed last where memory suffices; a compiler that would run
-        out of memory keeps closer to the order of the trace (``planner.graph.schedule``).
-        """
-        analysis, late = self.priced.analysis, self.scheduled()
-        sizes = self._padded(late)
-        peak, moment = _peak(late.rows, sizes)
-        peak = self._packed(late, sizes, peak, moment)
-        if peak <= limit_bytes:
-            return peak, self._holders(late.rows, late.values, sizes, moment)
-        sizes = self.usage_bytes()
-        least, moment = _peak(analysis.usages, sizes)
-        holders = self._holders(analysis.usages, analysis.usage_values, sizes, moment)
-        return max(least, min(peak, limit_bytes)), holders
-
-    def _holders(
-        self, rows: Sequence[UsageRow], values: Sequence[int], sizes: Sequence[float], moment: int
-    ) -> tuple[str, ...]:
-        """The values that hold the most memory at a moment."""
-        graph = self.graph
-        held: dict[str, float] = {}
-        for row, value, nbytes in zip(rows, values, sizes, strict=True):
-            if row[1] <= moment < row[2]:
-                v = graph.values[value]
-                source = graph.ops[v.op].source if v.op >= 0 else ""
-                name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"
-                held[name] = held.get(name, 0.0) + nbytes
-        top = sorted(held.items(), key=lambda kv: (-kv[1], kv[0]))[:5]
-        return tuple(f"{name}: {size:.3g} bytes" for name, size in top)
-
     def prediction(self, limit_bytes: float) -> Prediction:
         """Predicted step time and peak memory of the chosen strategies; the start of the step is in
         its compute."""
@@ -394,7 +307,7 @@ class Extraction:
         comm = on_path + off_path
         scalars = priced.analysis.scalar_bytes
         room = min(limit_bytes, model.memory_limit_bytes) - scalars
-        peak, holders = self.scheduled_peak(room)
+        peak, holders = scheduled_peak(self, room)
         return Prediction(
             compute,
             comm,
@@ -404,9 +317,3 @@ class Extraction:
             limit_bytes,
             holders,
         )
-
-
-def _peak(rows: Sequence[UsageRow], sizes: Sequence[float]) -> tuple[float, int]:
-    moments, profile = profile_of([u[1] for u in rows], [u[2] for u in rows], list(sizes))
-    at = int(np.argmax(profile))
-    return float(profile[at]), int(moments[at])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.extract import Extraction
+from planner.peak import usage_bytes
 from planner.report.fold import common_path, is_optimizer_state, pattern
 from planner.report.shortage import Holder
 
@@ -15,7 +16,7 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
     position = {v: k for k, v in enumerate(graph.inputs)}
     carried = {i for i, _ in graph.ties}
     rows: dict[tuple[object, ...], list[tuple[str, float]]] = {}
-    items = zip(analysis.usages, analysis.usage_values, extraction.usage_bytes(), strict=True)
+    items = zip(analysis.usages, analysis.usage_values, usage_bytes(extraction), strict=True)
     for (_, start, end, _, _, port), index, nbytes in items:
         if not start <= moment < end or not nbytes:
             continue

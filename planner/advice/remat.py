@@ -22,6 +22,7 @@ from planner.advice.batch import batch_leaves, growing
 from planner.extract import Extraction
 from planner.graph.ir import SCALAR
 from planner.meshes import Request
+from planner.peak import usage_bytes
 from planner.pricing import Priced, Pricer
 from planner.report.shortage import Relief
 from planner.search import recursive_programming
@@ -161,7 +162,7 @@ class _Dropping:
         analysis = extraction.priced.analysis
         self.extraction, self.values = extraction, analysis.usage_values
         self.work, self.reads = _Recompute(extraction), analysis.reads
-        self.sizes = np.array(extraction.usage_bytes())
+        self.sizes = np.array(usage_bytes(extraction))
         self.starts = np.array([u[1] for u in analysis.usages], dtype=np.int64)
         self.ends = np.array([u[2] for u in analysis.usages], dtype=np.int64)
         graph, rules = extraction.graph, analysis.rules

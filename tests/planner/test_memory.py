@@ -13,11 +13,11 @@ import pytest
 from costmodels import parse_cluster
 from planner import make_plan
 from planner.analysis import Analysis, analyse
-from planner.extract import PACKING
 from planner.graph.liveness import intervals
 from planner.graph.trace import trace
 from planner.graph.written import extents, written
 from planner.groups import Link, build_groups
+from planner.peak import PACKING
 from planner.pipeline import graph_rules
 from planner.usages import Usages, padding, pads_unevenly
 

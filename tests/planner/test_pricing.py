@@ -19,6 +19,7 @@ from planner.analysis import Analysis, analyse
 from planner.extract import Extraction
 from planner.graph.trace import trace
 from planner.groups import build_groups
+from planner.peak import traced_peak
 from planner.pipeline import graph_rules
 from planner.plan import Plan
 from planner.pricing import Priced, price
@@ -165,7 +166,7 @@ def test_prediction_of_random_choices_is_their_cost() -> None:
                 assert found.step_s == pytest.approx(cost, rel=1e-8), program
             else:
                 assert found.step_s >= cost * (1 - 1e-8), program
-            assert Extraction(priced, choice).peak()[0] == pytest.approx(peak, rel=1e-8)
+            assert traced_peak(Extraction(priced, choice))[0] == pytest.approx(peak, rel=1e-8)
 
 
 # ---- searches ----------------------------------------------------------------------------
