@@ -1,4 +1,4 @@
-"""The peak memory of a chosen plan: its usages in bytes per device, and when they are alive together.
+"""The peak memory of a chosen plan: its usages in bytes per device, and when they are alive.
 
 Every term is explained in docs/explanation/memory.md.
 """
