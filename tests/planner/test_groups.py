@@ -236,7 +236,7 @@ def conv_flops(size: int, features: int) -> float:
     traced = trace(step, (struct(2, size, size, 3), struct(3, 3, 3, features)))
     rules = graph_rules(traced)
     found = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
-    return sum(w.flops for group in found.work for w in group if w.kind == "matmul")
+    return sum(w.flops for group in found.work for w in group if w.kind == "convolution")
 
 
 def test_flops_of_a_convolution_with_many_features() -> None:
