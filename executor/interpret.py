@@ -30,7 +30,7 @@ class ConstrainedStep:
         self.graph = graph
         self.shardings = shardings
         self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
-        self.held: dict[int, jax.sharding.NamedSharding] = {}
+        self.held: dict[int, tuple[Any, jax.sharding.NamedSharding]] = {}
         self.next = 0
 
     def step(self, kind: str) -> int:
@@ -55,8 +55,12 @@ class ConstrainedStep:
         if known is None:
             made = jax.lax.with_sharding_constraint(value, sharding)
             known = self.known[id(value), sharding] = (value, made)
-            self.held[id(made)] = sharding
+            self.held[id(made)] = (made, sharding)
         return known[1]
+
+    def held_as(self, values: Sequence[Any]) -> list[jax.sharding.NamedSharding | None]:
+        """The sharding that each of ``values`` was last constrained to."""
+        return [self.held.get(id(x), (x, None))[1] for x in values]
 
     def entered(
         self, args: Sequence[Any], held: Sequence[jax.sharding.NamedSharding | None]
@@ -87,10 +91,7 @@ class ConstrainedStep:
         name = eqn.primitive.name
         if is_inlined(eqn):
             if name in REMAT:
-                inner = inner_jaxpr(eqn)
-                held = [self.held.get(id(x)) for x in ins]
-                body = self.rebuilt(inner, lambda args: self.run(inner, self.entered(args, held)))
-                return eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": body})  # type: ignore[no-any-return]
+                return self.remat(eqn, ins)
             return self.run(inner_jaxpr(eqn), ins)
         if name == "scan":
             return self.scan(eqn, ins)
@@ -104,6 +105,23 @@ class ConstrainedStep:
         ins = [self.at(op, "in", k, x) for k, x in enumerate(ins)]
         made = [self.at(op, "made", k, x) for k, x in enumerate(compat.bind(eqn, ins))]
         return [self.at(op, "out", k, x) for k, x in enumerate(made)]
+
+    def remat(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a rematerialised body with constraints inside; what leaves it is held outside
+        as it was inside."""
+        inner = inner_jaxpr(eqn)
+        held = self.held_as(ins)
+        left: list[jax.sharding.NamedSharding | None] = []
+
+        def body(args: Sequence[Any]) -> list[Any]:
+            outs = self.run(inner, self.entered(args, held))
+            left[:] = self.held_as(outs)
+            return outs
+
+        new = self.rebuilt(inner, body)
+        outs = eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": new})
+        self.held.update((id(x), (x, s)) for x, s in zip(outs, left, strict=True) if s is not None)
+        return outs  # type: ignore[no-any-return]
 
     def rebuilt(self, like: Any, body: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """A jaxpr of the form of ``like`` that computes ``body``."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 from jax.extend.mlir import ir, passmanager
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import sdy, stablehlo
 
 from executor.compile import CompiledStep
 from planner import compat
@@ -24,6 +24,7 @@ from planner.graph.trace import Traced
 from planner.plan import Plan
 
 PASSES = (
+    "func.func(chlo-legalize-to-stablehlo)",  # Shardy has no rule for chlo, as chlo.square
     "sdy-propagation-pipeline",
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
     "func.func(sdy-reshard-to-collectives)",
@@ -86,6 +87,7 @@ def shardy_collectives(lowered: Any) -> tuple[Found, ...]:
     Loops whose trip count can't be read count once.
     """
     module = lowered.compiler_ir("stablehlo")
+    stablehlo.register_stablehlo_passes()
     with module.context:
         copy = module.operation.clone()
         passes = passmanager.PassManager.parse(f"builtin.module({','.join(PASSES)})")

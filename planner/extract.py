@@ -161,10 +161,15 @@ class Extraction:
             if link.operand <= -2:
                 lookup = graph.ops[link.op].kind == "gather"  # else Shardy may gather the table
                 if rank + 1 in src and not lookup:
-                    sums = [b if a == rank + 1 else a for a, b in zip(src, dst, strict=True)]
-                    if tuple(sums) != dst:
+                    split = [b if a == rank + 1 else a for a, b in zip(src, dst, strict=True)]
+                    if tuple(split) != dst:
                         # summed as it is split: else XLA may undo the split of the operands
-                        add(link.op, "made", -2 - link.operand, self.from_digits(sums, rank))
+                        add(link.op, "made", -2 - link.operand, self.from_digits(split, rank))
+                    elif any(b for a, b in zip(src, dst, strict=True) if a == rank + 1):
+                        # summed, then split, which is one reduce-scatter: left alone, Shardy may
+                        # move the operands instead
+                        whole = [0 if a == rank + 1 else a for a in src]
+                        add(link.op, "made", -2 - link.operand, self.from_digits(whole, rank))
                 elif src != dst:
                     # computed as it is, then resharded: left alone, XLA may push the new
                     # sharding back into an operation that it partitions wrongly

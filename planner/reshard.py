@@ -74,6 +74,19 @@ def pattern_of(src: Sequence[int], dst: Sequence[int], rank: int) -> Pattern:
     return tuple(out)
 
 
+@lru_cache(maxsize=64)
+def _skipping(n: int, ones: int) -> IntArray:
+    """[patterns + 1] the number of every pattern of n axes when nothing happens along ``ones``."""
+    known = {pattern: k for k, pattern in enumerate(all_patterns(n))}
+    out = []
+    for pattern in known:
+        pairs = [(0, 0) if ones >> k & 1 else pair for k, pair in enumerate(pattern)]
+        dims = max(max(pair) for pair in pattern)
+        before = [dims + 1 if s == PARTIAL else s for s, _ in pairs]
+        out.append(known[pattern_of(before, [d for _, d in pairs], dims)])
+    return np.asarray([*out, len(out)], np.int64)
+
+
 def reshard_steps(
     src: Sequence[int],
     dst: Sequence[int],
@@ -87,6 +100,7 @@ def reshard_steps(
 
     ``combined``: they share their latency with many others (parameters and gradients).
     """
+    src, dst = ([d if n > 1 else 0 for d, n in zip(x, sizes, strict=True)] for x in (src, dst))
     way = route(pattern_of(src, dst, rank))
 
     def axes(mask: int) -> tuple[int, ...]:
@@ -229,6 +243,10 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
         combined[:, :-1] += latency * (model.combined_latency if name in COMBINABLE else 1.0)
         beta[:, :-1] += np.where(needed, b[:, over] / pieces, 0.0)
     alpha[:, -1] = combined[:, -1] = np.inf
+    for row, sizes in enumerate(meshes):
+        if 1 in sizes:
+            at = _skipping(n, sum(1 << k for k, m in enumerate(sizes) if m == 1))
+            alpha[row], combined[row], beta[row] = alpha[row, at], combined[row, at], beta[row, at]
     changes = np.append(ways.changes, 1.0)
     return Transitions(alpha, combined, beta, changes)
 
