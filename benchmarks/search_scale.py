@@ -104,7 +104,7 @@ def measure(case: Case) -> dict[str, Any]:
     traced = trace(step, arguments)
     before, middle = peak(), time.process_time()
     request = parse_request(case.cluster, search=case.search, mesh=case.mesh)
-    plan = plan_traced(traced, arguments, request, {}, 0, time.perf_counter())
+    plan = plan_traced(traced, arguments, request, {}, 0, time.perf_counter()).plan
     planning, after = time.process_time() - middle, peak()
     jax.clear_caches()
     begun = time.process_time()

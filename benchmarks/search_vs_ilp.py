@@ -31,7 +31,7 @@ from planner.spec import parse_mesh
 def problem_of(traced: Traced, arguments: tuple[Any, ...], cluster: str) -> tuple[str, Problem]:
     """The mesh that the planner picks, and the whole step's problem there."""
     request = parse_request(cluster)
-    plan = plan_traced(traced, arguments, request, {}, None, time.perf_counter())
+    plan = plan_traced(traced, arguments, request, {}, None, time.perf_counter()).plan
     mesh = parse_mesh(str(plan.mesh))
     graph, rules = traced.graph, graph_rules(traced)
     carried = {value for value, _ in graph.ties}

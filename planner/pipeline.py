@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from costmodels import (
     AnalyticCostModel,
@@ -42,8 +43,18 @@ from planner.search.iopddl import write_iopddl
 from planner.search.problem import Solution
 from planner.spec import MeshSpec, parse_mesh
 
+_Asked = ParamSpec("_Asked")
 
-def make_plan(
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan, and the prices and choices that it was made from (for reports)."""
+
+    plan: Plan
+    extraction: Extraction
+
+
+def plan_step(
     function: Callable[..., Any],
     *args: Any,
     cluster: str | Cluster,
@@ -55,7 +66,7 @@ def make_plan(
     donate_argnums: int | Sequence[int] | None = None,
     time_limit_s: float = 60.0,
     dump_problem: str | Path | None = None,
-) -> Plan:
+) -> Planned:
     """Plan a train step for a cluster; starts no backend.
 
     Args:
@@ -74,7 +85,7 @@ def make_plan(
             written also when no plan fits.
 
     Returns:
-        The plan.
+        The plan (all that ``make_plan`` returns), and what it was made from.
 
     Raises:
         ModelError: the step failed while traced.
@@ -97,6 +108,20 @@ def make_plan(
     )
 
 
+def _plan_alone(plan: Callable[_Asked, Planned]) -> Callable[_Asked, Plan]:
+    """The same function, which returns the plan and lets go of what it was made from."""
+
+    @functools.wraps(plan)
+    def make_plan(*args: _Asked.args, **options: _Asked.kwargs) -> Plan:
+        return plan(*args, **options).plan
+
+    make_plan.__name__ = make_plan.__qualname__ = "make_plan"
+    return make_plan
+
+
+make_plan = _plan_alone(plan_step)
+
+
 def plan_traced(
     traced: Traced,
     args: Sequence[Any],
@@ -107,8 +132,8 @@ def plan_traced(
     *,
     function: Callable[..., Any] | None = None,
     dump_problem: str | Path | None = None,
-) -> Plan:
-    """The part of ``make_plan`` after tracing; ``function`` is traced again if no plan fits."""
+) -> Planned:
+    """The part of ``plan_step`` after tracing; ``function`` is traced again if no plan fits."""
     with paused():
 
         def prepare(traced: Traced) -> _Prepared:
@@ -161,7 +186,7 @@ def _planned(
     begun: float,
     retrace: Retrace,
     dump_problem: str | Path | None,
-) -> Plan:
+) -> Planned:
     tried = search_meshes(step.quotient, step.pins, request)
     least = None
     if not choose(tried)[1].feasible:
@@ -180,8 +205,9 @@ def _planned(
             limit_bytes=shortage.limit_bytes,
         )
     notes = _apart_note(step.quotient.apart(solution.choice), len(step.quotient.part.groups.groups))
-    plan = _plan(priced, solution, best, tried, request, step.rules, begun)
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    extraction = Extraction(priced, solution.choice)
+    plan = _plan(extraction, solution, best, tried, request, step.rules, begun)
+    return Planned(dataclasses.replace(plan, notes=(*plan.notes, *notes)), extraction)
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
@@ -286,7 +312,7 @@ def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tupl
 
 
 def _plan(
-    priced: Priced,
+    extraction: Extraction,
     solution: Solution,
     best: Tried,
     tried: Sequence[Tried],
@@ -294,8 +320,7 @@ def _plan(
     rules: Sequence[FactorRule],
     begun: float,
 ) -> Plan:
-    extraction = Extraction(priced, solution.choice)
-    graph = priced.analysis.graph
+    priced, graph = extraction.priced, extraction.graph
     inputs, outputs = extraction.leaves()
     plan = Plan(
         mode=request.mode,
