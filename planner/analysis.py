@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from costmodels import CostModel, Device
 from planner.fused import find_fused
-from planner.graph.ir import Graph
+from planner.graph.ir import Graph, Op
 from planner.graph.liveness import PASSES, materialised
 from planner.graph.written import written
 from planner.groups import Groups, Link, gradient_shapes
@@ -79,6 +79,20 @@ class Analysis:
     """Per link, its edge: parallel links make one. Numbered in order of first appearance."""
 
 
+def empty_workload(graph: Graph, rules: Sequence[FactorRule], groups: Groups) -> Workload:
+    """A workload of a step that holds no operation yet."""
+    live = graph.live_ops()
+    fused = find_fused(graph, rules)
+    kept = materialised(graph, groups.fusable, live)
+    kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
+    return Workload(graph, groups, kept, fused, starts(graph, groups.fusable, kept, live))
+
+
+def does_nothing(op: Op) -> bool:
+    """Whether an operation only names a value again: borders of regions, and marks."""
+    return op.kind.startswith(("loop_", "branch_")) or op.kind in PASSES
+
+
 def analyse(
     graph: Graph,
     rules: Sequence[FactorRule],
@@ -91,18 +105,13 @@ def analyse(
     ``device``: what the compiler for it does to memory; None: nothing in particular.
     """
     live = graph.live_ops()
-    fused = find_fused(graph, rules)
-    kept = materialised(graph, groups.fusable, live)
-    kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
-    begun = starts(graph, groups.fusable, kept, live)
-    workload = Workload(graph, groups, kept, fused, begun)
+    workload = empty_workload(graph, rules, groups)
+    fused = workload.fused
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
     carried = gradient_shapes(graph)
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        if entry is None or not live[op.index] or op.kind.startswith(("loop_", "branch_")):
-            continue
-        if op.kind in PASSES:
+        if entry is None or not live[op.index] or does_nothing(op):
             continue
         workload.add(op, rules[op.index])
         group, ins, outs = entry

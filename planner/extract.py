@@ -21,6 +21,28 @@ UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_ou
 """Operations whose results the executor can't constrain."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective: one step of how a value changes hands, ``count`` times a step.
+
+    It happens ``before`` operation ``op``, which reads the value so, or after it. ``off_path``:
+    whether little waits for it.
+    """
+
+    step: Step
+    count: float
+    value: int
+    op: int
+    cause: str
+    before: bool
+    off_path: bool
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all its runs."""
+        return self.count * self.step.time_s
+
+
 @dataclass
 class Extraction:
     """Decides shardings of values from one strategy per group."""
@@ -202,66 +224,55 @@ class Extraction:
                 add(op.index, "in", 0, self.value_sharding(op.inputs[1]))
         return tuple(out[k] for k in sorted(out))
 
-    def collectives(self) -> tuple[CollectiveRow, ...]:
-        """Every collective that the plan causes, dearest first."""
-        priced, graph, names = self.priced, self.graph, self.priced.mesh.names
-        sizes = priced.mesh.sizes
-        rows = []
-
-        def add(steps: Sequence[Step], weight: float, value: int, op: int, cause: str) -> None:
-            for s in steps:
-                rows.append(
-                    CollectiveRow(
-                        s.kind,
-                        tuple(names[k] for k in s.axes),
-                        weight,
-                        s.payload_bytes,
-                        s.time_s,
-                        str(graph.values[value]),
-                        graph.ops[op].source if op >= 0 else "",
-                        cause,
-                    )
-                )
-
-        for link in priced.analysis.groups.links:
-            steps = self.link_steps(link)
-            if steps:
-                cause = "update" if link.operand == -1 else graph.ops[link.op].kind
-                add(steps, link.weight, link.value, link.op, cause)
-        for group in priced.analysis.groups.groups:
+    def sent(self) -> list[Sent]:
+        """Every collective that the plan causes, in the order of links, reductions and inputs."""
+        priced, graph = self.priced, self.graph
+        groups = priced.analysis.groups
+        out = []
+        for link in groups.links:
+            cause = "update" if link.operand == -1 else graph.ops[link.op].kind
+            for s in self.link_steps(link):
+                before = link.operand >= 0
+                out.append(Sent(s, link.weight, link.value, link.op, cause, before, link.off_path))
+        for group in groups.groups:
             row = self.rows["use"][group.index]
             for r in priced.analysis.reductions[group.index]:
                 src = tuple([2 if f in r.over else 0 for f in row])
                 if any(src):
-                    local = r.nbytes / math.prod(sizes[k] for k, f in enumerate(row) if f in r.kept)
-                    steps = self.steps(src, (0,) * len(sizes), 1, local, r.gradient)
-                    add(steps, r.weight, graph.ops[r.op].outputs[0], r.op, graph.ops[r.op].kind)
-        for leaf in self._gathered():
-            rows.append(leaf)
-        return tuple(sorted(rows, key=lambda r: (-r.time_s * r.count, r.kind, r.value, r.source)))
-
-    def _gathered(self) -> list[CollectiveRow]:
-        graph, priced = self.graph, self.priced
-        rows = []
-        used = {x.value: x.op for x in reversed(priced.analysis.groups.links) if x.a_use}
-        for value, op in used.items():
-            group, layout = priced.analysis.groups.home[value]  # type: ignore[misc]
-            ends = [self.digits(group, layout, port) for port in ("store", "use")]
-            nbytes = graph.values[value].nbytes
-            for s in self.steps(ends[0], ends[1], len(layout), nbytes, combined=True):
-                rows.append(
-                    CollectiveRow(
-                        s.kind,
-                        tuple(priced.mesh.names[k] for k in s.axes),
-                        1.0,
-                        s.payload_bytes,
-                        s.time_s,
-                        str(graph.values[value]),
-                        graph.ops[op].source,
-                        f"use of {graph.values[value].name}",
+                    local = r.nbytes / math.prod(
+                        priced.mesh.sizes[k] for k, f in enumerate(row) if f in r.kept
                     )
-                )
-        return rows
+                    op = graph.ops[r.op]
+                    for s in self.steps(src, (0,) * len(row), 1, local, r.gradient):
+                        out.append(
+                            Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, r.gradient)
+                        )
+        used = {x.value: x.op for x in reversed(groups.links) if x.a_use}
+        for value, op_index in used.items():
+            home, layout = groups.home[value]  # type: ignore[misc]
+            ends = [self.digits(home, layout, port) for port in ("store", "use")]
+            cause, nbytes = f"use of {graph.values[value].name}", graph.values[value].nbytes
+            for s in self.steps(ends[0], ends[1], len(layout), nbytes, combined=True):
+                out.append(Sent(s, 1.0, value, op_index, cause, True, True))
+        return out
+
+    def collectives(self) -> tuple[CollectiveRow, ...]:
+        """Every collective that the plan causes, dearest first."""
+        graph, names = self.graph, self.priced.mesh.names
+        rows = [
+            CollectiveRow(
+                x.step.kind,
+                tuple(names[k] for k in x.step.axes),
+                x.count,
+                x.step.payload_bytes,
+                x.step.time_s,
+                str(graph.values[x.value]),
+                graph.ops[x.op].source if x.op >= 0 else "",
+                x.cause,
+            )
+            for x in self.sent()
+        ]
+        return tuple(sorted(rows, key=lambda r: (-r.time_s * r.count, r.kind, r.value, r.source)))
 
     def activations(self) -> tuple[Activation, ...]:
         """The largest values between operations, one of each shape and sharding."""

@@ -6,6 +6,7 @@ Every term is explained in docs/explanation/memory.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -67,8 +68,29 @@ def traced_peak(plan: Chosen) -> tuple[float, int]:
     return _peak(plan.priced.analysis.usages, usage_bytes(plan))
 
 
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What a device holds over a step: ``nbytes[k]`` of the value of row k of ``usages``.
+
+    ``moment`` is that of the peak. ``places`` is the number of moments per operation: 2 in a
+    compiler's order, 1 in that of the trace.
+    """
+
+    usages: Usages
+    nbytes: Sequence[float]
+    peak_bytes: float
+    moment: int
+    places: int
+
+
 def scheduled_peak(plan: Chosen, limit_bytes: float) -> tuple[float, tuple[str, ...]]:
-    """The peak in the order in which a compiler runs the step, and what holds the most of it.
+    """The peak in the order in which a compiler runs the step, and what holds the most of it."""
+    found = memory_over_time(plan, limit_bytes)
+    return found.peak_bytes, _holders(plan.graph, found)
+
+
+def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
+    """The usages of the chosen plan in the order in which a compiler runs the step.
 
     Gradients of parameters are computed last where memory suffices; a compiler that would run
     out of memory keeps closer to the order of the trace (``planner.graph.schedule``).
@@ -78,11 +100,11 @@ def scheduled_peak(plan: Chosen, limit_bytes: float) -> tuple[float, tuple[str, 
     peak, moment = _peak(late.rows, sizes)
     peak = _packed(plan.graph, late, sizes, peak, moment)
     if peak <= limit_bytes:
-        return peak, _holders(plan.graph, late.rows, late.values, sizes, moment)
+        return Profile(late, sizes, peak, moment, 2)
     sizes = usage_bytes(plan)
     least, moment = _peak(analysis.usages, sizes)
-    holders = _holders(plan.graph, analysis.usages, analysis.usage_values, sizes, moment)
-    return max(least, min(peak, limit_bytes)), holders
+    traced = Usages(analysis.usages, analysis.usage_values, tuple(range(len(plan.graph.ops))))
+    return Profile(traced, sizes, max(least, min(peak, limit_bytes)), moment, 1)
 
 
 def _scheduled(plan: Chosen) -> Usages:
@@ -110,26 +132,30 @@ def _padded(plan: Chosen, late: Usages) -> list[float]:
     return out
 
 
+def has_gaps(graph: Graph, late: Usages) -> list[bool]:
+    """Per usage, whether it is a temporary: arguments and results have no gaps around them."""
+    stays = {*graph.inputs, *graph.outputs}
+    return [
+        value not in stays or row[5] == "gathered"
+        for row, value in zip(late.rows, late.values, strict=True)
+    ]
+
+
 def _packed(graph: Graph, late: Usages, sizes: Sequence[float], peak: float, moment: int) -> float:
     """A peak with the gaps between temporaries; arguments and results have none."""
-    stays, fixed = {*graph.inputs, *graph.outputs}, 0.0
-    for row, value, size in zip(late.rows, late.values, sizes, strict=True):
-        if row[1] <= moment < row[2] and value in stays and row[5] != "gathered":
+    fixed = 0.0
+    for row, gaps, size in zip(late.rows, has_gaps(graph, late), sizes, strict=True):
+        if row[1] <= moment < row[2] and not gaps:
             fixed += size
     return fixed + PACKING * (peak - fixed)
 
 
-def _holders(
-    graph: Graph,
-    rows: Sequence[UsageRow],
-    values: Sequence[int],
-    sizes: Sequence[float],
-    moment: int,
-) -> tuple[str, ...]:
-    """The values that hold the most memory at a moment."""
+def _holders(graph: Graph, found: Profile) -> tuple[str, ...]:
+    """The values that hold the most memory at the peak."""
     held: dict[str, float] = {}
-    for row, value, nbytes in zip(rows, values, sizes, strict=True):
-        if row[1] <= moment < row[2]:
+    rows = zip(found.usages.rows, found.usages.values, found.nbytes, strict=True)
+    for row, value, nbytes in rows:
+        if row[1] <= found.moment < row[2]:
             v = graph.values[value]
             source = graph.ops[v.op].source if v.op >= 0 else ""
             name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"

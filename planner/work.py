@@ -73,9 +73,24 @@ class Workload:
 
     def add(self, op: Op, rule: FactorRule) -> None:
         """Count one operation that stands in a group."""
+        found = self.part(op, rule)
+        if found is None:
+            return
+        group, work = found
+        if op.kind in PRODUCTS:
+            self.products[group].append(work)
+            return
+        total = self.sums[group].setdefault((work.classes[0], work.dtype), [0.0, 0.0, 0.0])
+        total[0] += work.flops
+        total[1] += work.nbytes
+        total[2] += work.kernels
+
+    def part(self, op: Op, rule: FactorRule) -> tuple[int, Work] | None:
+        """The group of one operation and its share of the group's work. Ask in program order: a
+        fused chain reads each array once."""
         entry = self.groups.op_layouts[op.index]
         if entry is None:
-            return
+            return None
         group, ins, outs = entry
         values, kept = self.graph.values, self.kept
         weight = self.graph.regions[op.region].weight
@@ -91,14 +106,13 @@ class Workload:
         first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
         dtype = values[first].dtype if first >= 0 else "float32"
         if op.kind in PRODUCTS:
-            self.products[group].append(self._product(op, flops, dtype, weight))
-            return
+            return group, self._product(op, flops, dtype, weight)
         factors = self.spans.get((ins, outs))
         if factors is None:
             factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
             self.spans[ins, outs] = factors
         reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in self.seen}
-        if reads and self.groups.fusable[op.index]:  # a fused chain reads each array once
+        if reads and self.groups.fusable[op.index]:
             self.seen.update([(group, v) for v in reads])
         writes = [v for v in op.outputs if kept[v]]
         nbytes = float(sum([values[v].nbytes for v in (*reads, *writes)]))
@@ -106,10 +120,10 @@ class Workload:
             nbytes = 0.0
         elif op.kind in ("gather", "dynamic_slice"):
             nbytes = 2.0 * sum(values[v].nbytes for v in op.outputs)
-        total = self.sums[group].setdefault((factors, dtype), [0.0, 0.0, 0.0])
-        total[0] += 0.0 if inside >= 0 else weight * flops
-        total[1] += weight * nbytes
-        total[2] += weight if self.starts[op.index] and inside < 0 else 0.0
+        flops = 0.0 if inside >= 0 else weight * flops
+        kernels = weight if self.starts[op.index] and inside < 0 else 0.0
+        traffic = ((weight * nbytes, (0,)),)
+        return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
 
     def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
         """A product: its factors in classes by which of the two operands and the result have

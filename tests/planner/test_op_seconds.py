@@ -1,0 +1,55 @@
+"""Seconds of single operations and single collectives add up to the prediction."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from planner.op_seconds import op_seconds
+from planner.pipeline import Planned, plan_step
+
+
+def step(state, batch):
+    def loss(params):
+        x = batch["x"]
+        for p in params["layers"]:
+            x = x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+        y, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params["stack"])
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def args(layers=3, width=512, batch=256):
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {"up": of(width, 4 * width), "bias": of(4 * width), "down": of(4 * width, width)}
+    state = {"layers": [layer] * layers, "stack": of(4, width, width)}
+    return state, {"x": of(batch, width), "y": of(batch, width)}
+
+
+def planned(mesh: str) -> Planned:
+    return plan_step(step, *args(), cluster="h100:8", mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
+def test_operations_add_up_to_the_predicted_compute(mesh: str) -> None:
+    found = planned(mesh)
+    seconds = op_seconds(found.extraction)
+    start = found.extraction.priced.model.step_latency_s
+    assert sum(seconds) + start == pytest.approx(found.plan.prediction.compute_s, rel=1e-6)
+    assert min(seconds) >= 0
+    graph = found.extraction.graph
+    products = [s for s, op in zip(seconds, graph.ops, strict=True) if op.kind == "dot_general"]
+    assert all(s > 0 for s in products)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
+def test_collectives_add_up_to_the_predicted_communication(mesh: str) -> None:
+    found = planned(mesh)
+    sent = found.extraction.sent()
+    assert len(sent) == len(found.plan.collectives) > 0
+    total = sum(x.time_s for x in sent)
+    assert total == pytest.approx(found.plan.prediction.communication_s, rel=1e-6)
+    assert any(x.off_path for x in sent)
