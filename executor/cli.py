@@ -1,4 +1,4 @@
-"""The ``planner`` command with the subcommands that need a compiler or devices."""
+"""The ``planner`` command with the subcommands that need a compiler, devices or this package."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from executor.cli_calibrate import CALIBRATE
+from executor.cli_export import EXPORT
 from executor.cli_verify import VERIFY
 from planner import cli
 
-COMMANDS = (VERIFY, CALIBRATE)
+COMMANDS = (VERIFY, CALIBRATE, EXPORT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,6 +55,7 @@ class CompiledStep:
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
         out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
         expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
+        kinds = [op.kind for op in traced.graph.ops]
 
         def step(*args: Any) -> Any:
             leaves, tree = jax.tree_util.tree_flatten(args)
@@ -64,7 +65,7 @@ class CompiledStep:
             ]
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
-            flat = ConstrainedStep(traced.graph, sharding).run(traced.jaxpr, leaves)
+            flat = ConstrainedStep(kinds, sharding).run(traced.jaxpr, leaves)
             return jax.tree_util.tree_unflatten(traced.out_tree, flat)
 
         self.jitted = jax.jit(

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import PlanFormatError, PlanMismatchError, RequestError
+from planner.export.logical import LogicalAxes, logical_axes
 from planner.graph.ir import Graph
-from planner.spec import Entry, MeshSpec, Sharding
+from planner.spec import MeshSpec, Sharding
 
 FORMAT = "meshwright-plan-1"
 
@@ -158,9 +159,26 @@ class Plan:
             Path(name).unlink(missing_ok=True)
             raise
 
-    def as_partition_specs(self) -> dict[str, tuple[Entry, ...]]:
-        """PartitionSpec entries of every argument, by path."""
-        return {leaf.path: leaf.spec.entries for leaf in self.inputs}
+    def as_partition_specs(self, *args: Any) -> Any:
+        """The ``jax.sharding.PartitionSpec`` of every argument.
+
+        Args:
+            *args: the step's arguments (arrays or ShapeDtypeStructs), or nothing.
+
+        Returns:
+            With arguments a tuple like them, a spec for every array; else a dict by path.
+
+        Raises:
+            PlanMismatchError: the plan is for other arguments.
+        """
+        from planner.export.specs import partition_specs, specs_like
+
+        specs = partition_specs(self.inputs)
+        return specs_like(specs, args) if args else specs
+
+    def as_logical_axis_rules(self) -> LogicalAxes:
+        """Logical names of every argument's dimensions, and rules from names to mesh axes."""
+        return logical_axes(self.inputs)
 
     def __str__(self) -> str:
         from planner.report.table import plan_text

@@ -38,7 +38,7 @@ X = struct(512, 256)
 
 
 def specs(plan: Plan) -> dict[str, Any]:
-    return plan.as_partition_specs()
+    return {path: tuple(spec) for path, spec in plan.as_partition_specs().items()}
 
 
 # ---- ways to pin -------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Specs and logical rules as Python text that needs nothing but jax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from planner.plan import Leaf, Plan
+from planner.spec import MeshSpec, Sharding
+
+
+def heading(plan: Plan, what: str) -> str:
+    """Where a file comes from, as the first lines of its docstring."""
+    return (
+        f"{what} of a plan for {plan.cluster}.\n\n"
+        f"Plan {plan.digest[:16]}, mode {plan.mode}, mesh {plan.mesh}, "
+        f"{len(plan.inputs)} arguments."
+    )
+
+
+def spec_text(spec: Sharding, call: str = "P") -> str:
+    """``P("data", None, ("a", "b"))``."""
+    return f"{call}({', '.join(_plain(entry) for entry in spec.entries)})"
+
+
+def mesh_text(mesh: MeshSpec) -> str:
+    """``{"data": 4, "model": 2}``."""
+    return json.dumps(dict(zip(mesh.names, mesh.sizes, strict=True)))
+
+
+def specs_text(name: str, leaves: Iterable[Leaf]) -> str:
+    """A dict literal of specs by path."""
+    return mapping_text(name, {leaf.path: spec_text(leaf.spec) for leaf in leaves})
+
+
+def mapping_text(name: str, rows: Mapping[str, str]) -> str:
+    """A dict literal, one row a line; keys are quoted, values are code."""
+    body = "".join(f"    {json.dumps(key)}: {value},\n" for key, value in rows.items())
+    return f"{name} = {{\n{body}}}\n" if body else f"{name} = {{}}\n"
+
+
+def partition_specs_text(plan: Plan) -> str:
+    """Python text: the mesh's axes, and the specs of arguments and results by path."""
+    return (
+        f'"""{heading(plan, "Shardings")}\n\n'
+        "Keys are paths as jax.tree_util.keystr writes them; the leading [k] is the number of the\n"
+        "argument, in OUT_SPECS the place in the result. What the plan says inside the step is\n"
+        'left out: `planner export --as python` has it.\n"""\n\n'
+        "from jax.sharding import PartitionSpec as P\n\n"
+        f"MESH_AXES = {mesh_text(plan.mesh)}\n\n"
+        f"{specs_text('IN_SPECS', plan.inputs)}\n"
+        f"{specs_text('OUT_SPECS', plan.outputs)}"
+    )
+
+
+def logical_rules_text(plan: Plan) -> str:
+    """Python text: the mesh's axes, logical names by argument path, and the rules."""
+    found = plan.as_logical_axis_rules()
+    rules = "".join(f"    ({json.dumps(name)}, {_plain(axes)}),\n" for name, axes in found.rules)
+    names = {path: _row(row) for path, row in found.names.items()}
+    return (
+        f'"""{heading(plan, "Logical axis rules")}\n\n'
+        "LOGICAL_AXIS_RULES is what flax.linen.logical_axis_rules and MaxText's\n"
+        "logical_axis_rules take; LOGICAL_AXES has the names of every argument by path. Equal\n"
+        'names are dimensions of one size, split alike; None is not split.\n"""\n\n'
+        f"MESH_AXES = {mesh_text(plan.mesh)}\n\n"
+        f"LOGICAL_AXIS_RULES = (\n{rules})\n\n"
+        f"{mapping_text('LOGICAL_AXES', names)}"
+    )
+
+
+def _row(entries: tuple[str | None, ...]) -> str:
+    inside = ", ".join(_plain(entry) for entry in entries)
+    return f"({inside},)" if len(entries) == 1 else f"({inside})"
+
+
+def _plain(entry: str | tuple[str, ...] | None) -> str:
+    if entry is None:
+        return "None"
+    return _row(entry) if isinstance(entry, tuple) else json.dumps(entry)
