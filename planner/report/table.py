@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan import MeshRow, Plan
+from planner.plan import Plan
 from planner.report.fold import (
     LeafRow,
     common_start,
@@ -22,7 +22,7 @@ from planner.report.fold import (
     is_optimizer_state,
 )
 from planner.report.units import array_text, bytes_text, count_text, percent_text, time_text
-from planner.report.verdict import PRUNED, UNFIT
+from planner.report.verdict import UNFIT, choice_text, devices_text, proof_text
 
 _RULES = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
@@ -114,7 +114,10 @@ def _summary(plan: Plan) -> RenderableType:
         memory += f", {percent_text(p.peak_bytes / p.limit_bytes)} of {bytes_text(p.limit_bytes)}"
     return _pairs(
         (
-            ("mesh", f"{plan.mesh} ({_devices(plan.mesh.num_devices)}): {_why(plan.meshes)}"),
+            (
+                "mesh",
+                f"{plan.mesh} ({devices_text(plan.mesh.num_devices)}): {choice_text(plan.meshes)}",
+            ),
             (
                 "step time",
                 f"{time_text(p.step_s)} predicted = {time_text(p.compute_s)} compute + "
@@ -122,50 +125,10 @@ def _summary(plan: Plan) -> RenderableType:
                 f"{time_text(p.overlapped_s)} overlapped",
             ),
             ("peak memory", memory),
-            ("gap", f"{percent_text(s.gap)}: {_proof(plan)}"),
+            ("gap", f"{percent_text(s.gap)}: {proof_text(plan)}"),
             ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
         )
     )
-
-
-def _proof(plan: Plan) -> str:
-    """What the lower bounds of the chosen mesh and of the others say."""
-    s = plan.search
-    least = min((m.lower_bound_s for m in plan.meshes), default=s.lower_bound_s)
-    if least >= s.cost_s * (1.0 - 1e-9):
-        return "proved the best on every mesh tried"
-    here = (
-        "proved the best on this mesh"
-        if s.gap <= 1e-9
-        else (f"no plan on this mesh is faster than {time_text(s.lower_bound_s)}")
-    )
-    if least >= s.lower_bound_s * (1.0 - 1e-9):
-        return here
-    return f"{here}; {time_text(least)} is not ruled out on another"
-
-
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
-
-
-def _why(meshes: Sequence[MeshRow]) -> str:
-    if len(meshes) < 2:
-        return "the only one tried"
-    unfit = sum(row.verdict.startswith(UNFIT) for row in meshes)
-    pruned = sum(row.verdict.startswith(PRUNED) for row in meshes)
-    chosen = next(m for m in meshes if m.verdict == "chosen")
-    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and not m.verdict.startswith(UNFIT)]
-    fastest = min(fitting, default=chosen.cost_s)
-    text = f"the fastest of {len(meshes)} tried"
-    if chosen.cost_s > fastest * (1.0 + 1e-6):
-        extra = 100.0 * (chosen.cost_s / fastest - 1.0)
-        text = (
-            f"the simplest of {len(meshes)} tried that is within {extra:.2g} % of the fastest, "
-            "less than the cost model can tell apart"
-        )
-    if pruned:
-        text += f", {pruned} of them left out by their bounds"
-    return f"{text}, {unfit} of them too large for memory" if unfit else text
 
 
 def _meshes(plan: Plan) -> Table:

@@ -1,7 +1,10 @@
-"""Why a mesh was left, in words."""
+"""Why a mesh was taken or left, in words."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from planner.plan import MeshRow, Plan
 from planner.report.units import bytes_text, time_text
 
 UNFIT = "does not fit"
@@ -23,3 +26,45 @@ def pruned_text(bound_s: float, best_s: float) -> str:
         return f"{PRUNED}: bound {time_text(bound_s)} above the best {time_text(best_s)}"
     gain = 100.0 * (1.0 - bound_s / best_s)
     return f"{PRUNED}: at most {gain:.2g} % faster, for another axis"
+
+
+def proof_text(plan: Plan) -> str:
+    """What the lower bounds of the chosen mesh and of the others say."""
+    s = plan.search
+    least = min((m.lower_bound_s for m in plan.meshes), default=s.lower_bound_s)
+    if least >= s.cost_s * (1.0 - 1e-9):
+        return "proved the best on every mesh tried"
+    here = (
+        "proved the best on this mesh"
+        if s.gap <= 1e-9
+        else (f"no plan on this mesh is faster than {time_text(s.lower_bound_s)}")
+    )
+    if least >= s.lower_bound_s * (1.0 - 1e-9):
+        return here
+    return f"{here}; {time_text(least)} is not ruled out on another"
+
+
+def devices_text(count: int) -> str:
+    """``8`` -> ``"8 devices"``."""
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def choice_text(meshes: Sequence[MeshRow]) -> str:
+    """Why the chosen mesh was chosen."""
+    if len(meshes) < 2:
+        return "the only one tried"
+    unfit = sum(row.verdict.startswith(UNFIT) for row in meshes)
+    pruned = sum(row.verdict.startswith(PRUNED) for row in meshes)
+    chosen = next(m for m in meshes if m.verdict == "chosen")
+    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and not m.verdict.startswith(UNFIT)]
+    fastest = min(fitting, default=chosen.cost_s)
+    text = f"the fastest of {len(meshes)} tried"
+    if chosen.cost_s > fastest * (1.0 + 1e-6):
+        extra = 100.0 * (chosen.cost_s / fastest - 1.0)
+        text = (
+            f"the simplest of {len(meshes)} tried that is within {extra:.2g} % of the fastest, "
+            "less than the cost model can tell apart"
+        )
+    if pruned:
+        text += f", {pruned} of them left out by their bounds"
+    return f"{text}, {unfit} of them too large for memory" if unfit else text

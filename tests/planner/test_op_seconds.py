@@ -6,6 +6,7 @@ import pytest
 
 from planner.op_seconds import op_seconds
 from planner.pipeline import Planned, plan_step
+from planner.timeline import timeline
 
 
 def step(state, batch):
@@ -53,3 +54,22 @@ def test_collectives_add_up_to_the_predicted_communication(mesh: str) -> None:
     total = sum(x.time_s for x in sent)
     assert total == pytest.approx(found.plan.prediction.communication_s, rel=1e-6)
     assert any(x.off_path for x in sent)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
+def test_a_step_laid_out_ends_at_the_predicted_time(mesh: str) -> None:
+    found = planned(mesh)
+    plan, prediction = found.extraction, found.plan.prediction
+    order = tuple(op.index for op in plan.graph.ops)
+    sent = plan.sent()
+    laid = timeline(plan, prediction, order, op_seconds(plan), sent)
+    assert laid.step_s == pytest.approx(prediction.step_s, rel=1e-6)
+    assert sorted(bar.sent for _, bars in laid.lanes for bar in bars) == list(range(len(sent)))
+    hidden = 0.0
+    for _, bars in laid.lanes:
+        for bar, after in zip(bars, [*bars[1:], None], strict=True):
+            assert bar.end_s - bar.start_s == pytest.approx(sent[bar.sent].time_s)
+            assert bar.end_s <= (laid.step_s if after is None else after.start_s) * (1 + 1e-9)
+            hidden += bar.end_s - bar.start_s - bar.pause_s
+    assert hidden == pytest.approx(prediction.overlapped_s, rel=1e-6)
+    assert all(a <= b for a, b in zip(laid.starts_s, laid.ends_s, strict=True))
