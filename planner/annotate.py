@@ -36,52 +36,80 @@ def _batch_mark(args: Sequence[Any], dims: Sequence[int], *, entries: tuple[Entr
 batching.primitive_batchers[_mark] = _batch_mark
 
 
+FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
+"""In the entries of a mark: the planner may split this dimension as it likes."""
+
+
 @dataclass(frozen=True)
 class Pin:
-    """``value`` (graph value index) must be sharded as ``entries``; ``origin`` says who asked."""
+    """``value`` (graph value index) must be sharded as ``entries``; ``origin`` says who asked.
+
+    A dimension whose entry is ``FREE`` is left to the planner: it may split it over the axes
+    that the other entries do not use.
+    """
 
     value: int
-    entries: tuple[Entry, ...]
+    entries: tuple[Any, ...]
     origin: str
 
+    @property
+    def fixed(self) -> tuple[Entry, ...]:
+        """The entries, None where the planner is free."""
+        return tuple(None if e is FREE else e for e in self.entries)
 
-def shard(x: jax.Array, *entries: Entry) -> jax.Array:
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The dimensions left to the planner."""
+        return tuple(d for d, e in enumerate(self.entries) if e is FREE)
+
+    @property
+    def text(self) -> str:
+        """The entries for people."""
+        return told(self.entries)
+
+
+def told(entries: Sequence[Any]) -> str:
+    """Entries as a PartitionSpec is written."""
+    parts = ["UNCONSTRAINED" if e is FREE else repr(e) for e in entries]
+    return f"P({', '.join(parts)})"
+
+
+def shard(x: jax.Array, *entries: Any) -> jax.Array:
     """Mark ``x`` inside a model: ``shard(x, "data", None, "model")``.
 
     The numbers do not change. Entries name mesh axes per dimension as a PartitionSpec
-    does; missing ones mean replicated. The gradient of ``x`` is marked alike.
+    does; missing ones mean replicated, ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the
+    planner. The gradient of ``x`` is marked alike.
 
     Raises:
         PinError: more entries than dimensions.
     """
     if len(entries) > x.ndim:
         raise PinError(
-            f"planner.shard: got {len(entries)} entries {entries} for a value of shape {x.shape}; "
+            f"planner.shard: got {len(entries)} entries {told(entries)} for a value of shape {x.shape}; "
             f"expected at most {x.ndim}"
         )
     return _mark.bind(x, entries=tuple(entries))  # type: ignore[no-any-return]
 
 
-def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Entry, ...] | None:
+def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Entries of a mark or of ``jax.lax.with_sharding_constraint``; None for anything else."""
     if primitive == MARK:
         return tuple(params["entries"])
     if primitive == "sharding_constraint":
         spec = getattr(params.get("sharding"), "spec", None)
-        if spec is None or any(e is jax.sharding.PartitionSpec.UNCONSTRAINED for e in spec):
-            return None
-        return tuple(spec)
+        return None if spec is None else tuple(spec)
     return None
 
 
 def rule_pins(
     rules: Mapping[str, Any], paths: Sequence[str], inputs: Sequence[int]
 ) -> tuple[Pin, ...]:
-    """Pins of ``{"regex over path": PartitionSpec(...)}``; the first matching rule wins.
+    """Pins of ``{"regex over path": PartitionSpec(...) or NamedSharding}``; the first matching
+    rule wins.
 
     Raises:
-        PinError: a rule that matches no input (with the first paths), is no regular expression,
-            or leaves a dimension unconstrained.
+        PinError: a rule that matches no input (with the first paths), or is no regular expression.
     """
     pins: dict[int, Pin] = {}
     for pattern, spec in rules.items():
@@ -89,8 +117,7 @@ def rule_pins(
             wanted = re.compile(pattern)
         except re.error as error:
             raise PinError(f"shardings: {pattern!r} is no regular expression: {error}") from error
-        if any(e is jax.sharding.PartitionSpec.UNCONSTRAINED for e in spec):
-            raise PinError(f"shardings: {pattern!r}: UNCONSTRAINED dimensions can't be pinned")
+        spec = getattr(spec, "spec", spec)
         hits = [(p, v) for p, v in zip(paths, inputs, strict=True) if wanted.search(p)]
         if not hits:
             raise PinError(
@@ -102,33 +129,27 @@ def rule_pins(
     return tuple(pins.values())
 
 
-def _is_boxed(x: Any) -> bool:
-    """A Flax box that carries partitioning metadata (Linen Partitioned, NNX Variable)."""
-    if hasattr(x, "names") and hasattr(x, "get_partition_spec"):
-        return True
-    return hasattr(x, "get_metadata") and hasattr(x, "get_value")
-
-
-def _box_entries(box: Any) -> tuple[Entry, ...] | None:
-    names = getattr(box, "names", None)
-    if names is None:
-        meta = box.get_metadata()
-        names = meta.get("out_sharding", meta.get("sharding_names", meta.get("sharding")))
-    if names is None or not isinstance(names, tuple) or not any(names):
-        return None
-    return tuple(names)
-
-
-def metadata_pins(
+def placed_pins(
     args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str]
 ) -> tuple[Pin, ...]:
-    """Pins from Flax's own partitioning metadata found in the arguments."""
-    pins: list[Pin] = []
-    position = 0
-    for node in jax.tree_util.tree_leaves(tuple(args), is_leaf=_is_boxed):
-        count = len(jax.tree_util.tree_leaves(node)) if _is_boxed(node) else 1
-        entries = _box_entries(node) if _is_boxed(node) and count == 1 else None
-        if entries is not None:
-            pins.append(Pin(inputs[position], entries, f"Flax metadata at {paths[position]}"))
-        position += count
+    """Pins of arguments that carry a ``jax.sharding.NamedSharding`` over some axis, as arrays put
+    on a mesh and ``ShapeDtypeStruct(..., sharding=...)`` do."""
+    pins = []
+    for k, x in enumerate(jax.tree_util.tree_leaves(tuple(args))):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
+            origin = f"sharding of argument {paths[k]}"
+            pins.append(Pin(inputs[k], tuple(sharding.spec), origin))
     return tuple(pins)
+
+
+def placed_mesh(args: Sequence[Any]) -> dict[str, int] | None:
+    """The mesh that the arguments' NamedShardings name, if they name one only."""
+    found = {
+        x.sharding.mesh.axis_names: dict(x.sharding.mesh.shape)
+        for x in jax.tree_util.tree_leaves(tuple(args))
+        if isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding)
+        and any(x.sharding.spec)
+    }
+    sizes = {tuple(mesh.items()) for mesh in found.values()}
+    return dict(sizes.pop()) if len(sizes) == 1 else None

@@ -13,6 +13,7 @@ from planner.errors import PinError, RequestError
 from planner.graph.ir import Graph
 from planner.groups import Groups
 from planner.spec import Entry, MeshSpec, Sharding
+from planner.state import data_axes
 from planner.strategies import StrategySet, digits, enumerate_strategies
 
 Mask = NDArray[np.bool_]
@@ -22,7 +23,7 @@ def axis_names(pins: Sequence[Pin]) -> tuple[str, ...]:
     """Mesh axis names that pins use, in order of first appearance."""
     names: dict[str, None] = {}
     for pin in pins:
-        for name in Sharding.of(pin.entries).axes:
+        for name in Sharding.of(pin.fixed).axes:
             names.setdefault(name)
     return tuple(names)
 
@@ -40,7 +41,7 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
     for pin in pins:
         value = graph.values[pin.value]
         try:
-            spec = Sharding.of(pin.entries, len(value.shape))
+            spec = Sharding.of(pin.fixed, len(value.shape))
             spec.check(value.shape, mesh)
         except RequestError as error:
             raise PinError(f"{pin.origin}: {value}: {error}") from error
@@ -49,9 +50,10 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
             continue
         group, layout = home
         full = _strategies(groups, group, mesh)
-        wanted = _digits(spec, mesh, pin.origin)
+        wanted = np.asarray(_digits(spec, mesh, pin.origin))
         got = digits(full.store, layout, frozenset(), len(layout))
-        mask = (got == np.asarray(wanted)).all(axis=1)
+        free = (wanted == 0) & np.isin(got, [d + 1 for d in pin.free])
+        mask = ((got == wanted) | free).all(axis=1)
         if not mask.any():
             whole = [
                 d
@@ -59,7 +61,7 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
                 if spec.dims[d] and (f < 0 or not groups.groups[group].shardable[f])
             ]
             raise PinError(
-                f"{pin.origin}: {value} can't be sharded as {spec} on mesh ({mesh}): "
+                f"{pin.origin}: {value} can't be sharded as {pin.text} on mesh ({mesh}): "
                 + (
                     f"an operation needs dimension {whole[0]} whole"
                     if whole
@@ -70,11 +72,11 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
         combined = masks.get(group, np.ones(full.count, bool)) & mask
         if not combined.any():
             raise PinError(
-                f"{pin.origin} ({value} as {spec}) contradicts {first[group]}: the two values "
+                f"{pin.origin} ({value} as {pin.text}) contradicts {first[group]}: the two values "
                 "share one sharding; change one of the marks"
             )
         masks[group] = combined
-        first.setdefault(group, f"{pin.origin} ({value} as {spec})")
+        first.setdefault(group, f"{pin.origin} ({value} as {pin.text})")
     return masks
 
 
@@ -107,7 +109,7 @@ def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) ->
         return ()
     have = {p.value for p in pinned}
     carried = {graph.inputs[i] for i, _ in graph.ties}
-    data = tuple(n for n in mesh.names if n in ("data", "fsdp")) or mesh.names[:1]
+    data = data_axes(mesh)
     parts = math.prod(mesh.size(n) for n in data)
     out = []
     for index, path in zip(graph.inputs, graph.input_paths, strict=True):

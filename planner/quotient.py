@@ -29,6 +29,7 @@ from planner.groups import Groups, Link
 from planner.moments import worst_moments
 from planner.pricing import Priced
 from planner.search.colors import IntArray, numbered, stable_colors
+from planner.state import State
 from planner.unify import Layout
 from planner.usages import UsageRow
 
@@ -66,7 +67,13 @@ class Quotient:
         return self.moments[at] if self.moments else 0
 
 
-def fold_analysis(analysis: Analysis, pins: Sequence[Pin], *, inputs_differ: bool) -> Quotient:
+def fold_analysis(
+    analysis: Analysis,
+    pins: Sequence[Pin],
+    *,
+    inputs_differ: bool,
+    state: State | None = None,
+) -> Quotient:
     """Fold equal groups.
 
     Args:
@@ -74,6 +81,7 @@ def fold_analysis(analysis: Analysis, pins: Sequence[Pin], *, inputs_differ: boo
         pins: groups whose values are pinned differently are different.
         inputs_differ: whether a mode treats carried inputs unlike others (all but
             AUTO_PARALLEL do).
+        state: the arrays of the state, where something is asked of them.
     """
     links, nbytes = analysis.groups.links, [v.nbytes for v in analysis.graph.values]
     loops: dict[int, list[Hashable]] = {}
@@ -84,7 +92,7 @@ def fold_analysis(analysis: Analysis, pins: Sequence[Pin], *, inputs_differ: boo
             loops.setdefault(link.a, []).append(kinds[k])
         else:
             bundled.setdefault(bundle, []).append(k)
-    pinned = _pinned(analysis, pins, inputs_differ)
+    pinned = _pinned(analysis, pins, inputs_differ, state)
     first = numbered(
         (
             g.kind,
@@ -147,11 +155,13 @@ def _tally(items: Iterable[Hashable]) -> dict[Hashable, int]:
 
 
 def _pinned(
-    analysis: Analysis, pins: Sequence[Pin], inputs_differ: bool
+    analysis: Analysis, pins: Sequence[Pin], inputs_differ: bool, state: State | None
 ) -> dict[int, frozenset[Hashable]]:
     """Per group, what pins and modes look at in its values."""
     graph, home = analysis.graph, analysis.groups.home
     marks: list[tuple[int, Hashable]] = [(pin.value, pin.entries) for pin in pins]
+    if state is not None:
+        marks += [(v, ("state", state.told(v))) for v in state.arrays]
     if inputs_differ:
         carried = {graph.inputs[i] for i, _ in graph.ties}
         taken = {pin.value for pin in pins}

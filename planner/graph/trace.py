@@ -290,7 +290,9 @@ def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
     """
 
     def one(x: Any) -> Any:
-        return x if isinstance(x, jax.ShapeDtypeStruct) else compat.as_struct(jax.typeof(x))
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+        return compat.as_struct(jax.typeof(x))
 
     return tuple(jax.tree_util.tree_map(one, args))
 
