@@ -27,6 +27,7 @@ from planner.commands import (
 from planner.errors import RequestError
 from planner.graph.trace import abstract, trace
 from planner.loading import parse_target, user_environment
+from planner.metadata import with_logical_axis_rules
 from planner.pipeline import make_plan
 from planner.plan import Plan, load_plan
 from planner.report.units import bytes_text, time_text
@@ -121,7 +122,7 @@ def _climb(
                 raise RequestError(f"--{name} is for making a plan; leave it out with --plan")
         cluster = _cluster(asked_cluster(options) or plan.cluster)
     return climb(
-        trace(call.function, abstract(call.args)),
+        trace(with_logical_axis_rules(call.function), abstract(call.args)),
         plan,
         cluster,
         donate_argnums=call.options.get("donate_argnums"),

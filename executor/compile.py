@@ -11,6 +11,7 @@ from executor.interpret import ConstrainedStep
 from executor.mesh import build_mesh, named
 from planner import compat
 from planner.graph.trace import Traced, abstract, trace
+from planner.metadata import with_logical_axis_rules
 from planner.plan import Plan
 
 
@@ -116,7 +117,7 @@ class _Unplanned:
 
     def prepare(self, *args: Any) -> CompiledStep:
         """Trace, check that the plan fits, build the jitted step; runs nothing."""
-        traced = trace(self.function, abstract(args))
+        traced = trace(with_logical_axis_rules(self.function), abstract(args))
         self.compiled = CompiledStep(traced, self.plan, donate_argnums=self.donate)
         return self.compiled
 
@@ -126,7 +127,8 @@ class _Unplanned:
         try:
             return step(*args)
         except ShapesChangedError:
-            self.plan.check_matches(trace(self.function, abstract(args)).graph)
+            again = trace(with_logical_axis_rules(self.function), abstract(args))
+            self.plan.check_matches(again.graph)
             raise
 
 
@@ -139,7 +141,8 @@ def compile_plan(
     """A callable that runs ``function`` under ``plan``.
 
     Args:
-        function: the step that the plan was made for.
+        function: the step that the plan was made for; if that was under logical axis rules, under
+            them again (``planner.with_logical_axis_rules``, or those in force in Flax).
         plan: from ``planner.make_plan`` or ``planner.load_plan``.
         donate_argnums: as for ``jax.jit``.
 

@@ -14,6 +14,7 @@ from executor.mesh import detect_cluster
 from planner import capture
 from planner.errors import RequestError
 from planner.graph.trace import abstract, trace
+from planner.metadata import with_logical_axis_rules
 from planner.pipeline import make_plan
 from planner.plan import Plan
 
@@ -34,7 +35,7 @@ class Parallelized:
         donate_argnums: int | Sequence[int],
     ) -> None:
         functools.update_wrapper(self, function)
-        self.function = function
+        self.function = with_logical_axis_rules(function, options["logical_axis_rules"])
         self.options = options
         self.donate_argnums = donate_argnums
         self._steps: dict[Any, CompiledStep] = {}
@@ -68,14 +69,17 @@ class Parallelized:
                     "%s: arguments of new shapes, planning again",
                     getattr(self.function, "__name__", "step"),
                 )
-            capture.offer(
-                self.function, args, {**self.options, "donate_argnums": self.donate_argnums}
-            )
+            function = with_logical_axis_rules(
+                self.function
+            )  # those in force in Flax, unless it has some
+            capture.offer(function, args, {**self.options, "donate_argnums": self.donate_argnums})
             options = dict(self.options)
             options["cluster"] = options["cluster"] or detect_cluster()
-            plan = make_plan(self.function, *shapes, donate_argnums=self.donate_argnums, **options)
+            # where arrays lie is a mark the first time; later it is our own doing
+            given = shapes if self._steps else args
+            plan = make_plan(function, *given, donate_argnums=self.donate_argnums, **options)
             self._steps[key] = CompiledStep(
-                trace(self.function, shapes), plan, donate_argnums=self.donate_argnums
+                trace(function, shapes), plan, donate_argnums=self.donate_argnums
             )
         self._current = self._steps[key]
         return self._current
@@ -101,6 +105,10 @@ def parallelize(
     mesh: str | Mapping[str, int] | None = None,
     memory: str | float | None = None,
     shardings: Mapping[str, Any] | None = None,
+    logical_axis_rules: Sequence[Any] | None = None,
+    zero: int | None = None,
+    whole_below: str | float = 0.0,
+    never_fsdp: str | Sequence[str] = (),
 ) -> Any:
     """Run a train step in parallel: the first call traces, plans and compiles.
 
@@ -109,7 +117,8 @@ def parallelize(
         donate_argnums: as for ``jax.jit``.
         cluster: what to plan for; None describes the devices present.
         mode, search: None takes what ``set_parallel_mode`` set.
-        mesh, memory, shardings: as for ``planner.make_plan``.
+        mesh, memory, shardings, logical_axis_rules: as for ``planner.make_plan``.
+        zero, whole_below, never_fsdp: likewise.
 
     Returns:
         A ``Parallelized``: call it like ``function``; ``.plan`` is the Plan.
@@ -121,6 +130,10 @@ def parallelize(
         "mesh": mesh,
         "memory": memory,
         "shardings": shardings,
+        "logical_axis_rules": logical_axis_rules,
+        "zero": zero,
+        "whole_below": whole_below,
+        "never_fsdp": never_fsdp,
     }
     if function is None:
         return lambda f: Parallelized(f, options, donate_argnums)

@@ -15,6 +15,7 @@ from planner.errors import (
     PlanMismatchError,
     RequestError,
 )
+from planner.metadata import with_logical_axis_rules
 from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
 from planner.pipeline import make_plan
 from planner.plan import Plan, load_plan
@@ -39,4 +40,5 @@ __all__ = [
     "make_plan",
     "set_parallel_mode",
     "shard",
+    "with_logical_axis_rules",
 ]

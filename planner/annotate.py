@@ -1,11 +1,10 @@
-"""Manual hybrid sharding: marks inside the model, path rules, Flax metadata -> pins.
+"""Manual hybrid sharding: the mark that stands inside a model, and what a mark asks for.
 
 A *pin* is a sharding that a plan must honour or refuse by name.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +85,8 @@ def shard(x: jax.Array, *entries: Any) -> jax.Array:
     """
     if len(entries) > x.ndim:
         raise PinError(
-            f"planner.shard: got {len(entries)} entries {told(entries)} for a value of shape {x.shape}; "
-            f"expected at most {x.ndim}"
+            f"planner.shard: got {len(entries)} entries {told(entries)} for a value of shape "
+            f"{x.shape}; expected at most {x.ndim}"
         )
     return _mark.bind(x, entries=tuple(entries))  # type: ignore[no-any-return]
 
@@ -100,56 +99,3 @@ def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Any, ...] |
         spec = getattr(params.get("sharding"), "spec", None)
         return None if spec is None else tuple(spec)
     return None
-
-
-def rule_pins(
-    rules: Mapping[str, Any], paths: Sequence[str], inputs: Sequence[int]
-) -> tuple[Pin, ...]:
-    """Pins of ``{"regex over path": PartitionSpec(...) or NamedSharding}``; the first matching
-    rule wins.
-
-    Raises:
-        PinError: a rule that matches no input (with the first paths), or is no regular expression.
-    """
-    pins: dict[int, Pin] = {}
-    for pattern, spec in rules.items():
-        try:
-            wanted = re.compile(pattern)
-        except re.error as error:
-            raise PinError(f"shardings: {pattern!r} is no regular expression: {error}") from error
-        spec = getattr(spec, "spec", spec)
-        hits = [(p, v) for p, v in zip(paths, inputs, strict=True) if wanted.search(p)]
-        if not hits:
-            raise PinError(
-                f"shardings: no argument path matches {pattern!r}; paths look like "
-                + ", ".join(repr(p) for p in paths[:3])
-            )
-        for path, value in hits:
-            pins.setdefault(value, Pin(value, tuple(spec), f"shardings[{pattern!r}] at {path}"))
-    return tuple(pins.values())
-
-
-def placed_pins(
-    args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str]
-) -> tuple[Pin, ...]:
-    """Pins of arguments that carry a ``jax.sharding.NamedSharding`` over some axis, as arrays put
-    on a mesh and ``ShapeDtypeStruct(..., sharding=...)`` do."""
-    pins = []
-    for k, x in enumerate(jax.tree_util.tree_leaves(tuple(args))):
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
-            origin = f"sharding of argument {paths[k]}"
-            pins.append(Pin(inputs[k], tuple(sharding.spec), origin))
-    return tuple(pins)
-
-
-def placed_mesh(args: Sequence[Any]) -> dict[str, int] | None:
-    """The mesh that the arguments' NamedShardings name, if they name one only."""
-    found = {
-        x.sharding.mesh.axis_names: dict(x.sharding.mesh.shape)
-        for x in jax.tree_util.tree_leaves(tuple(args))
-        if isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding)
-        and any(x.sharding.spec)
-    }
-    sizes = {tuple(mesh.items()) for mesh in found.values()}
-    return dict(sizes.pop()) if len(sizes) == 1 else None

@@ -25,7 +25,7 @@ from planner.modes import MODES
 
 DEFAULT_CLUSTER = "cpu:8"
 SPINNER_AFTER_S = 1.0
-_OVERRIDES = ("cluster", "mesh", "mode", "search", "memory")
+_OVERRIDES = ("cluster", "mesh", "mode", "search", "memory", "zero", "whole_below", "never_fsdp")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--mesh", help="a fixed logical mesh, such as data=4,model=2 (default: try them all)")
     add("--mode", choices=MODES, type=str.upper, metavar="MODE", help=", ".join(MODES))
     add("--search", help="search algorithm (default: auto)")
+    add("--zero", type=int, metavar="LEVEL", help="ZeRO level 0 to 3 along the data axes")
+    add(
+        "--whole-below",
+        metavar="BYTES",
+        help="arrays of the training state that are smaller are stored whole, such as 64KB",
+    )
+    add(
+        "--never-fsdp",
+        action="append",
+        metavar="REGEX",
+        help="arguments whose path matches are stored as they are used; may be repeated",
+    )
     add("--memory", help="memory per device that the plan may use, such as 80GB")
     add(
         "--time-limit",

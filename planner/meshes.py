@@ -6,22 +6,20 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 
-from costmodels import (
-    Cluster,
-    CostModel,
-)
 from planner.analysis import Analysis, ideal_s
 from planner.annotate import Pin
+from planner.candidates import allowed_masks, candidate_meshes
 from planner.errors import PinError, RequestError
-from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
+from planner.modes import PROPAGATION
+from planner.pins import Mask
 from planner.pricing import Priced, price
 from planner.quotient import Quotient
+from planner.request import Request
 from planner.scout import Field, Scout, deepened, scouted
 from planner.search import SEARCHES, lower_bound
 from planner.search.problem import Problem, Solution, evaluate, fits, make_solution
-from planner.spec import MeshSpec, enumerate_meshes, factorizations
+from planner.spec import MeshSpec
 
 SAME = 1.03
 """Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
@@ -50,21 +48,6 @@ WHOLE = frozenset({"ilp", "brute"})
 quotient; they get the whole step."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, parsed."""
-
-    cluster: Cluster
-    model: CostModel
-    mode: str
-    search: str
-    mesh: MeshSpec | None
-    limit_bytes: float
-    time_limit_s: float
-    slow_limit_s: float = math.inf
-    """For all searches but ``FAST``, whose answer must not depend on how busy the machine is."""
-
-
 Tried = tuple[Priced, Solution]
 
 
@@ -72,6 +55,7 @@ def _solve(name: str, problem: Problem, request: Request) -> Solution:
     """Run a search; what it refuses (too many combinations for brute) is a RequestError."""
     if not problem.cost_s:
         return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
+    name = FAST if name == PROPAGATION else name
     slow_s = math.inf if name == FAST else request.slow_limit_s
     try:
         return SEARCHES[name](problem, time_limit_s=min(request.time_limit_s, slow_s))
@@ -109,11 +93,11 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
     Returns:
         What is known of every mesh. One that its bound put out of the question has no choice.
     """
-    meshes = _meshes(request, pins)
+    meshes = candidate_meshes(request, pins)
     if len(meshes) == 1 or not quotient.part.groups.groups:
         return (_settle(quotient, pins, request, meshes[0]),)
     allowed = _allowed(quotient, pins, request, meshes)
-    if request.mode == "AUTO_PARALLEL":
+    if not request.spreads:
         ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
         field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal)
         tried = [_of_scout(s, request) for s in scouted(field)]
@@ -132,10 +116,12 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         failed += not found[1].feasible and failed < FAILURES
         tried[tried.index(pick)] = found
     best = choose(tried)
-    enough = {FAST: math.inf}.get(request.search, SAME - 1 if request.search in QUICK else CLOSED)
+    enough = {FAST: math.inf, PROPAGATION: math.inf}.get(
+        request.search, SAME - 1 if request.search in QUICK else CLOSED
+    )
     if best[1].feasible and best[1].gap <= enough:
         better = best
-        if request.mode == "AUTO_PARALLEL" and request.search in QUICK and best[1].gap > CLOSED:
+        if not request.spreads and request.search in QUICK and best[1].gap > CLOSED:
             better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
         tried[tried.index(best)] = _named(better, request)
     elif best[1].choice:
@@ -185,7 +171,7 @@ def _allowed(
     refused: list[PinError] = []
     for mesh in meshes:
         try:
-            out.append((mesh, _masks(quotient, pins, request, mesh)))
+            out.append((mesh, allowed_masks(quotient, pins, request, mesh)))
         except PinError as error:
             refused.append(error)
     if not out:
@@ -249,12 +235,12 @@ def _settle(
 ) -> Tried:
     """Run the requested search on one mesh: on the quotient, and, if ``whole``, on the whole step
     where that leaves a gap to an exact search, or does not fit: equal layers may have to differ."""
-    name = request.search
+    name = FAST if request.search == PROPAGATION else request.search
     if name in WHOLE:
         return _attempt(quotient, pins, request, mesh, name, whole=True)
     found = _attempt(quotient, pins, request, mesh, FAST)
     enough = SAME - 1 if name == FAST else CLOSED
-    if request.mode == "AUTO_PARALLEL" and found[1].gap > enough and found[1].choice:
+    if not request.spreads and found[1].gap > enough and found[1].choice:
         found = _better(found, _deeper(quotient, pins, request, mesh))
     if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
         return _named(found, request)
@@ -271,7 +257,7 @@ def _settle(
 
 def _deeper(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:
     """What more messages find on one mesh."""
-    masks = _masks(quotient, pins, request, mesh)
+    masks = allowed_masks(quotient, pins, request, mesh)
     one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
     return _of_scout(deepened(one), request)
 
@@ -293,17 +279,19 @@ def _attempt(
 ) -> Tried:
     """Price one mesh under the pins and the mode, and run one search on it.
 
-    Outside AUTO_PARALLEL the given shardings are spread: every other change of layout costs
-    more than the whole step, so that the search only completes what was given.
+    Outside AUTO_PARALLEL, and in sharding_propagation, the given shardings are spread: every other
+    change of layout costs more than the whole step, so that the search only completes what was
+    given.
     """
     analysis, model = quotient.part, request.model
-    masks = _masks(quotient, pins, request, mesh)
+    masks = allowed_masks(quotient, pins, request, mesh)
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
     if whole:
         priced = quotient.unfold(priced)
-    if request.mode == "AUTO_PARALLEL":
+    if not request.spreads:
         solution = _solve(search, priced.problem, request)
         return priced, _bounded(priced.problem, solution)
+    asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
     surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
     spread = dataclasses.replace(priced, change_s=surcharge)
     found = _solve(search, spread.problem, request)
@@ -315,22 +303,10 @@ def _attempt(
         peak_bytes=peak,
         peak_moment=moment,
         lower_bound_s=lower,
-        reason=f"mode {request.mode}: given shardings spread, nothing else resharded; "
+        search=PROPAGATION if request.search == PROPAGATION else found.search,
+        reason=f"{asked}: given shardings spread, nothing else resharded; "
         "the bound is that of any sharding with the same inputs",
     )
-
-
-def _masks(
-    quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec
-) -> Mapping[int, Mask]:
-    """What the pins and the mode leave of every class's strategies."""
-    graph, groups = quotient.part.graph, quotient.part.groups
-    try:
-        hard = pin_masks(pins, graph, groups, mesh)
-    except PinError:
-        pin_masks(pins, graph, quotient.whole.groups, mesh)  # raises for the first of equal pins
-        raise
-    return soft_masks(mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)
 
 
 def _bounded(problem: Problem, solution: Solution) -> Solution:
@@ -340,37 +316,6 @@ def _bounded(problem: Problem, solution: Solution) -> Solution:
     enough = solution.cost_s * (1.0 - 0.1 * CLOSED)
     lower = lower_bound(problem, sweeps=SWEEPS, enough=enough)
     return dataclasses.replace(solution, lower_bound_s=min(lower, solution.cost_s))
-
-
-def _meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
-    n = request.cluster.num_devices
-    if request.mesh is not None:
-        return (request.mesh,)
-    names = axis_names(pins)
-    if request.mode == "DATA_PARALLEL":
-        return (MeshSpec(("data",), (n,)),)
-    if not names:
-        return enumerate_meshes(n)
-    if "data" not in names and len(names) < 3:
-        names = ("data", *names)
-    splits = {sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)}
-    pinned = [names.index(name) for name in axis_names(pins)]
-    real = {s for s in splits if all(s[k] > 1 for k in pinned)}
-    return tuple(MeshSpec(names, s) for s in sorted(real or splits, reverse=True))
-
-
-def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
-    """Factorizations into ``parts`` factors, placed on ``width`` axes with ones elsewhere."""
-    import itertools
-
-    out = []
-    for sizes in factorizations(n, parts):
-        for places in itertools.combinations(range(width), parts):
-            row = [1] * width
-            for place, size in zip(places, sizes, strict=True):
-                row[place] = size
-            out.append(tuple(row))
-    return out
 
 
 def untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tuple[str, ...]:

@@ -50,14 +50,24 @@ def ambient_rules() -> Rules:
     return tuple(spmd.get_logical_axis_rules()) if spmd is not None else ()
 
 
-def under_rules(function: Callable[..., Any], rules: Sequence[Any]) -> Callable[..., Any]:
+def rules_of(function: Callable[..., Any] | None) -> Rules:
+    """The rules that ``with_logical_axis_rules`` gave a function."""
+    found: Rules = getattr(function, "logical_axis_rules", ())
+    return found
+
+
+def with_logical_axis_rules(
+    function: Callable[..., Any], rules: Sequence[Any] | None = None
+) -> Callable[..., Any]:
     """``function``, traced with these logical axis rules: its ``nn.with_logical_constraint``s are
-    marks.
+    marks. Without rules those in force in Flax count, unless it was given some before.
 
     Raises:
         RequestError: as ``check_rules``.
     """
-    checked = check_rules(rules)
+    if rules is None and rules_of(function):
+        return function
+    checked = check_rules(ambient_rules() if rules is None else rules)
     names: dict[str, None] = {}
     for _, axes in checked:
         for name in axes if isinstance(axes, tuple) else (axes,) if axes else ():
@@ -102,11 +112,12 @@ def _box_entries(box: Any, rules: Rules) -> tuple[Entry, ...] | None:
         return None if logical else tuple(names)
     from flax.linen import spmd
 
-    told = {name for name, _ in known}
-    spec = spmd.logical_to_mesh_axes(tuple(n if n in told else None for n in names), known)
+    ruled = {name for name, _ in known}
+    axes = spmd.logical_to_mesh_axes(tuple(n if n in ruled else None for n in names), known)
+    entries = tuple(axes)
     if not logical:  # a name without a rule is a mesh axis
-        spec = [n if n is not None and n not in told else e for n, e in zip(names, spec, strict=True)]
-    return tuple(spec) if any(spec) else None
+        entries = tuple(e if n in ruled else n for n, e in zip(names, axes, strict=True))
+    return entries if any(entries) else None
 
 
 def metadata_pins(

@@ -26,6 +26,10 @@ MODES = (
 )
 
 
+PROPAGATION = "sharding_propagation"
+"""The search that only completes what is marked, with the least resharding."""
+
+
 @dataclass(frozen=True)
 class ParallelMode:
     """A mode and the search it uses."""
@@ -42,7 +46,7 @@ def set_parallel_mode(mode: str, *, search: str = "auto") -> ParallelMode:
 
     Args:
         mode: one of ``MODES``.
-        search: a name of ``planner.search.SEARCHES``.
+        search: a name of ``planner.search.SEARCHES``, or ``sharding_propagation``.
 
     Returns:
         The mode that was in force before.
@@ -66,6 +70,7 @@ def check_mode(mode: str, search: str) -> ParallelMode:
 
     if mode not in MODES:
         raise RequestError(f"unknown parallel mode {mode!r}; expected one of {', '.join(MODES)}")
-    if search not in SEARCHES:
-        raise RequestError(f"unknown search {search!r}; expected one of {', '.join(SEARCHES)}")
+    known = sorted([*SEARCHES, PROPAGATION])
+    if search not in known:
+        raise RequestError(f"unknown search {search!r}; expected one of {', '.join(known)}")
     return ParallelMode(mode, search)

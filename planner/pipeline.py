@@ -11,16 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from costmodels import (
-    AnalyticCostModel,
-    Cluster,
-    ClusterError,
-    parse_bytes,
-    parse_cluster,
-)
+from costmodels import Cluster
 from planner.advice import Case, Retrace, Shapes, advise, least_plan, rescued
 from planner.analysis import Analysis, analyse
-from planner.annotate import Pin, mark_entries, metadata_pins, rule_pins
+from planner.annotate import Pin
 from planner.collector import paused
 from planner.errors import MemoryLimitError, RequestError
 from planner.extract import Extraction
@@ -28,20 +22,23 @@ from planner.graph.blocks import repeated_blocks
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced, reshaped, trace
 from planner.groups import MARKS, build_groups
-from planner.meshes import Request, Tried, choose, search_meshes, unfold, untried
-from planner.modes import check_mode, get_parallel_mode
+from planner.marks import all_pins, placed_mesh
+from planner.meshes import Tried, choose, search_meshes, unfold, untried
+from planner.metadata import rules_of, with_logical_axis_rules
 from planner.plan import MeshRow, Plan, SearchReport, rounded
 from planner.pricing import Priced
 from planner.quotient import Quotient, fold_analysis
 from planner.report.shortage import shortage_text
 from planner.report.verdict import pruned_text, unfit_text
+from planner.request import Request, parse_request
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
 from planner.search.iopddl import write_iopddl
 from planner.search.problem import Solution
-from planner.spec import MeshSpec, parse_mesh
+from planner.spec import MeshSpec
+from planner.state import find_state
 
 _Asked = ParamSpec("_Asked")
 
@@ -63,6 +60,10 @@ def plan_step(
     mesh: str | Mapping[str, int] | MeshSpec | None = None,
     memory: str | float | None = None,
     shardings: Mapping[str, Any] | None = None,
+    logical_axis_rules: Sequence[Any] | None = None,
+    zero: int | None = None,
+    whole_below: str | float = 0.0,
+    never_fsdp: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] | None = None,
     time_limit_s: float = 60.0,
     dump_problem: str | Path | None = None,
@@ -74,10 +75,17 @@ def plan_step(
         *args: arrays or ShapeDtypeStructs.
         cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster.
         mode: one of ``planner.modes.MODES``; None takes ``set_parallel_mode``'s.
-        search: a name of ``planner.search.SEARCHES``; None likewise.
-        mesh: a fixed logical mesh (``"data=4,model=2"``); None tries all up to three axes.
+        search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
+        mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
+            NamedShardings if they have one of as many devices, else tries all up to three axes.
         memory: limit per device (``"80GB"`` or bytes); None takes the device's.
-        shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused.
+        shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused;
+            ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the planner.
+        logical_axis_rules: pairs of a logical name and mesh axes, for Flax metadata and
+            ``nn.with_logical_constraint``; None takes those in force in Flax.
+        zero: ZeRO level 0 to 3 along the data axes; None leaves it to the search.
+        whole_below: arrays of the state of fewer bytes (``"64KB"``) are stored whole.
+        never_fsdp: regular expressions over argument paths; what matches is stored as it is used.
         donate_argnums: arguments whose memory the results may take; None means every
             argument that comes back as a result.
         time_limit_s: for the search, per mesh.
@@ -93,11 +101,19 @@ def plan_step(
     """
     begun = time.perf_counter()
     request = parse_request(
-        cluster, mode=mode, search=search, mesh=mesh, memory=memory, time_limit_s=time_limit_s
+        cluster,
+        mode=mode,
+        search=search,
+        mesh=placed_mesh(args, cluster) if mesh is None else mesh,
+        memory=memory,
+        time_limit_s=time_limit_s,
+        zero=zero,
+        whole_below=whole_below,
+        never_fsdp=never_fsdp,
     )
-    traced = trace(function, args)
+    function = with_logical_axis_rules(function, logical_axis_rules)
     return plan_traced(
-        traced,
+        trace(function, args),
         args,
         request,
         shardings or {},
@@ -137,7 +153,9 @@ def plan_traced(
     with paused():
 
         def prepare(traced: Traced) -> _Prepared:
-            return _prepared(traced, args, request, shardings, donate_argnums)
+            rules = rules_of(function)
+            pins = all_pins(traced, args, shardings, rules, request.mode)
+            return _prepared(traced, pins, request, donate_argnums)
 
         def retrace(shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
             if function is None:
@@ -159,9 +177,8 @@ class _Prepared:
 
 def _prepared(
     traced: Traced,
-    args: Sequence[Any],
+    pins: tuple[Pin, ...],
     request: Request,
-    shardings: Mapping[str, Any],
     donate_argnums: int | Sequence[int] | None,
 ) -> _Prepared:
     graph = traced.graph
@@ -169,14 +186,9 @@ def _prepared(
     donated = _donated(traced, donate_argnums)
     groups = build_groups(graph, rules)
     analysis = analyse(graph, rules, groups, donated, request.cluster.device)
-    named = (
-        *rule_pins(shardings, graph.input_paths, graph.inputs),
-        *metadata_pins(args, graph.inputs, graph.input_paths),
-    )
-    pins = (*_marks(traced, {pin.value for pin in named}), *named)
-    if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
-        pins = ()  # these modes say everything themselves; marks wait for another mode
-    quotient = fold_analysis(analysis, pins, inputs_differ=request.mode != "AUTO_PARALLEL")
+    state = find_state(graph, request.state) if request.state else None
+    differ = request.mode != "AUTO_PARALLEL"
+    quotient = fold_analysis(analysis, pins, inputs_differ=differ, state=state)
     return _Prepared(rules, quotient, pins)
 
 
@@ -231,73 +243,12 @@ def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
     return tuple([known[at] for at in alike])
 
 
-def parse_request(
-    cluster: str | Cluster,
-    *,
-    mode: str | None = None,
-    search: str | None = None,
-    mesh: str | Mapping[str, int] | MeshSpec | None = None,
-    memory: str | float | None = None,
-    time_limit_s: float = 60.0,
-) -> Request:
-    """Check and parse what ``make_plan`` was asked for; raises RequestError."""
-    current = get_parallel_mode()
-    chosen = check_mode(mode or current.mode, search or current.search)
-    try:
-        parsed = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-        limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
-    except ClusterError as error:
-        raise RequestError(str(error)) from error
-    if limit is not None and not limit > 0:
-        raise RequestError(f"memory {memory!r}: expected a positive number of bytes per device")
-    if isinstance(mesh, str):
-        mesh = parse_mesh(mesh)
-    elif isinstance(mesh, Mapping):
-        if not mesh or not all(isinstance(n, int) for n in mesh.values()):
-            raise RequestError(f"mesh {dict(mesh)!r}: expected axis names with whole sizes")
-        mesh = MeshSpec(tuple(mesh), tuple(mesh.values()))
-    if chosen.mode == "STAND_ALONE":
-        mesh = MeshSpec(("data",), (1,))
-    elif mesh is not None and mesh.num_devices != parsed.num_devices:
-        raise RequestError(
-            f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {parsed.text} has "
-            f"{parsed.num_devices}; change one of them"
-        )
-    model = AnalyticCostModel(parsed)
-    return Request(
-        parsed,
-        model,
-        chosen.mode,
-        chosen.search,
-        mesh,
-        float(model.memory_limit_bytes if limit is None else limit),
-        time_limit_s,
-    )
-
-
 def _dump(priced: Priced, path: str | Path) -> None:
     """Write the problem of a mesh; seconds and bytes, memory without that of scalar inputs."""
     try:
         write_iopddl(priced.problem, path)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
-    """Pins of the marks in the model. A mark on an argument itself is how it is stored, too,
-    unless that was asked for otherwise (``taken``)."""
-    pins = []
-    arguments = set(traced.graph.inputs) - taken
-    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
-        entries = None if eqn is None else mark_entries(op.kind, eqn.params)
-        if entries is None:
-            continue
-        origin = f"{op.source or 'model'}: mark {entries}"
-        pins.append(Pin(op.outputs[0], entries, origin))
-        if op.inputs[0] in arguments:
-            arguments.discard(op.inputs[0])
-            pins.append(Pin(op.inputs[0], entries, origin))
-    return tuple(pins)
 
 
 def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tuple[bool, ...]:

@@ -38,13 +38,15 @@ from planner.usages import UsageRow
 class Quotient:
     """``part`` has one group per class of ``whole``; ``color[g]`` is the class of group g.
 
-    ``moments[t]`` is the operation index of moment t of the part's usages.
+    ``moments[t]`` is the operation index of moment t of the part's usages; ``state`` are the arrays
+    of the step's state where something is asked of them.
     """
 
     whole: Analysis
     part: Analysis
     color: tuple[int, ...]
     moments: tuple[int, ...]
+    state: State | None = None
 
     def unfold_choice(self, choice: Sequence[int]) -> tuple[int, ...]:
         """One strategy per group, from one per class."""
@@ -115,7 +117,8 @@ def fold_analysis(
     left, right = (np.array([e[k] for e in edges], np.int64) for k in (0, 1))
     edge_kinds = numbered(e[2] for e in edges)
     color = stable_colors(first, left, right, edge_kinds)
-    return _quotient(analysis, color.tolist(), list(bundled.values()), left, right, edge_kinds)
+    made = _quotient(analysis, color.tolist(), list(bundled.values()), left, right, edge_kinds)
+    return dataclasses.replace(made, state=state)
 
 
 def _link_kind(link: Link, nbytes: int) -> tuple[Hashable, ...]:

@@ -17,10 +17,10 @@ from planner.analysis import Analysis
 from planner.annotate import Pin
 from planner.errors import MeshwrightError
 from planner.graph.ir import Graph
-from planner.meshes import Request
 from planner.pricing import Priced
 from planner.quotient import Quotient
 from planner.report.shortage import Relief
+from planner.request import Request
 from planner.rules.factor import FactorRule
 from planner.search.memory_limit import least_memory
 

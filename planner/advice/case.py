@@ -12,9 +12,9 @@ from planner.advice.remat import remat
 from planner.advice.trials import more_devices, other_mode
 from planner.annotate import Pin
 from planner.extract import Extraction
-from planner.meshes import Request
 from planner.quotient import Quotient
 from planner.report.shortage import Shortage
+from planner.request import Request
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.meshes import Request, Tried, choose, unfold
+from planner.meshes import Tried, choose, unfold
 from planner.pricing import Priced
 from planner.quotient import Quotient
+from planner.request import Request
 from planner.search import lower_bound
 from planner.search.memory_limit import LeastMemory, least_memory, polished_at
 from planner.search.problem import fits, make_solution
@@ -37,7 +38,7 @@ def least_plan(quotient: Quotient, tried: Sequence[Tried], request: Request) -> 
 
     Outside AUTO_PARALLEL the mode says what is sharded, so what the search found stands, unproved.
     """
-    if request.mode != "AUTO_PARALLEL":
+    if request.spreads:
         priced, solution = unfold(quotient, choose(tried))
         peak, moment = solution.peak_bytes, solution.peak_moment
         return Least(priced, LeastMemory(solution.choice, peak, moment, 0.0), 0.0)
@@ -59,7 +60,7 @@ def rescued(least: Least, tried: Sequence[Tried], request: Request) -> tuple[Tri
     """What was tried, with the least plan in its mesh's place where it fits after all."""
     problem, begun = least.priced.problem, time.monotonic()
     fit = fits(least.memory.peak_bytes, problem.limit_bytes)
-    if request.mode != "AUTO_PARALLEL" or not fit:
+    if request.spreads or not fit:
         return tuple(tried)
     choice = polished_at(problem, least.memory.choice, request.time_limit_s)
     reason = "nothing that was found for its cost fits; the plan of the least peak, made cheaper"

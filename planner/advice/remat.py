@@ -21,10 +21,10 @@ import numpy as np
 from planner.advice.batch import batch_leaves, growing
 from planner.extract import Extraction
 from planner.graph.ir import SCALAR
-from planner.meshes import Request
 from planner.peak import usage_bytes
 from planner.pricing import Priced, Pricer
 from planner.report.shortage import Relief
+from planner.request import Request
 from planner.search import recursive_programming
 from planner.search.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of

@@ -10,9 +10,10 @@ from costmodels import AnalyticCostModel, Cluster
 from planner.analysis import Analysis
 from planner.annotate import Pin
 from planner.errors import PinError
-from planner.meshes import Request, Tried, choose, search_meshes
+from planner.meshes import Tried, choose, search_meshes
 from planner.quotient import Quotient
 from planner.report.shortage import Relief
+from planner.request import Request
 from planner.search.problem import profile_of
 
 TRIAL_S = 3.0

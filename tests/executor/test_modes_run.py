@@ -150,3 +150,46 @@ def test_marks_that_can_not_hold_are_refused_by_name():
 def test_plans_of_every_search_run(search):
     run = parallelize(plain_step, search=search, mesh="data=4,model=2")
     assert_same(run(plain_state(), batch_of()), jax.jit(plain_step)(plain_state(), batch_of()))
+
+
+@pytest.mark.parametrize("mode", ["DATA_PARALLEL", "AUTO_PARALLEL"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_levels_run(zero, mode):
+    run = parallelize(plain_step, mode=mode, mesh="data=8", zero=zero)
+    state, batch = plain_state(), batch_of()
+    assert_same(run(state, batch), jax.jit(plain_step)(state, batch))
+    split = {path: "data" in str(entries) for path, entries in specs(run.plan).items()}
+    assert any(split[p] for p in split if p.startswith("[0]")) == (zero == 3)
+
+
+def test_logical_axis_rules_reach_the_compiled_step():
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            init = linen.with_logical_partitioning(
+                linen.initializers.lecun_normal(), ("embed", "mlp")
+            )
+            h = linen.Dense(64, kernel_init=init)(x)
+            return linen.with_logical_constraint(jnp.tanh(h), ("batch", "mlp"))
+
+    model, x = Model(), jax.random.normal(jax.random.key(1), (16, 8))
+    params = model.init(jax.random.key(0), x)
+    rules = (("batch", "data"), ("mlp", "model"))
+    run = parallelize(model.apply, mesh="data=4,model=2", logical_axis_rules=rules)
+    out = run(params, x)
+    assert out.sharding.spec == P("data", "model")
+    np.testing.assert_allclose(out, model.apply(params, x), rtol=1e-5, atol=1e-6)
+    with linen.logical_axis_rules(rules):  # what is in force when the step is called
+        ambient = parallelize(model.apply, mesh="data=4,model=2")
+        assert ambient(params, x).sharding.spec == P("data", "model")
+    assert ambient.plan == run.plan
+
+
+def test_where_arrays_lie_is_a_mark():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
+    state = plain_state()
+    state["up"] = jax.device_put(state["up"], jax.sharding.NamedSharding(mesh, P(None, "b")))
+    run = parallelize(plain_step)
+    out, _ = run(state, batch_of())
+    assert str(run.plan.mesh) == "a=2,b=4"
+    assert out["up"].sharding.spec == P(None, "b")

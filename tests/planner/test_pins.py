@@ -194,7 +194,7 @@ def test_a_mark_in_the_model_is_refused_with_the_users_line() -> None:
         return shard(jnp.tanh(x), "nope") * 2
 
     line = marked.__code__.co_firstlineno + 1
-    refused(rf"test_pins.py:{line}: mark \('nope',\).*no axis 'nope'", X, function=marked)
+    refused(rf"test_pins.py:{line}: mark P\('nope'\).*no axis 'nope'", X, function=marked)
 
 
 def test_too_many_entries_of_a_mark() -> None:
@@ -213,13 +213,206 @@ def test_a_broken_regular_expression_is_a_request_error() -> None:
         make_plan(step, W, X, cluster="cpu:8", shardings={"[": P("data")})
 
 
-def test_unconstrained_in_a_rule_is_honoured_or_refused() -> None:
-    rules = {r"'a'": P("data", P.UNCONSTRAINED)}
-    try:
-        plan = make_plan(step, W, X, cluster="cpu:8", mesh=MESH, shardings=rules)
-    except PinError:
-        return
-    assert plan.as_partition_specs()["[0]['a']"][0] == "data"
+def test_an_unconstrained_dimension_is_the_planners() -> None:
+    options: dict[str, Any] = {"cluster": "cpu:8", "mesh": MESH, "search": "sharding_propagation"}
+    rules = {r"'a'": P("data", P.UNCONSTRAINED), r"'b'": P("model", None)}
+    plan = make_plan(step, W, X, shardings=rules, **options)
+    # b is split over model where a's second dimension is contracted with it
+    assert specs(plan)["[0]['a']"] == ("data", "model")
+    whole = {r"'a'": P("data", None), r"'b'": P("model", None)}
+    plan = make_plan(step, W, X, shardings=whole, **options)
+    assert specs(plan)["[0]['a']"] == ("data",)
+
+
+@pytest.mark.parametrize("how", ["shard", "constraint"])
+def test_a_partial_mark_inside_holds_what_it_says(how: str) -> None:
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    entries = ("data", P.UNCONSTRAINED)
+
+    def marked(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(x @ w["a"])
+        if how == "shard":
+            hidden = shard(hidden, *entries)
+        else:
+            hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, P(*entries)))
+        return hidden * 2
+
+    rules = {r"'a'": P(None, "model"), r"^\[1\]": P()}
+    plan = make_plan(marked, W, X, cluster="cpu:8", mesh=MESH, shardings=rules)
+    assert plan.outputs[0].spec.entries[0] == "data"
+    other = {r"'a'": P(None, "data"), r"^\[1\]": P()}
+    plan = make_plan(marked, W, X, cluster="cpu:8", mesh=MESH, shardings=other)
+    assert plan.outputs[0].spec.entries[0] == "data"
+
+
+def test_shardings_of_the_arguments_are_honoured_and_name_the_mesh() -> None:
+    mesh = AbstractMesh((2, 4), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, P(None, "columns"))
+    w = {"a": jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=split), "b": W["b"]}
+    plan = make_plan(step, w, X, cluster="cpu:8")
+    assert str(plan.mesh) == "rows=2,columns=4"
+    assert specs(plan)["[0]['a']"] == (None, "columns")
+    ruled = make_plan(step, w, X, cluster="cpu:8", shardings={r"'a'": split})
+    assert specs(ruled)["[0]['a']"] == (None, "columns")
+    whole = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=NamedSharding(mesh, P()))
+    plan = make_plan(step, {"a": whole, "b": W["b"]}, X, cluster="cpu:8", mesh="data=8")
+    assert str(plan.mesh) == "data=8"
+
+
+# ---- logical axis rules ------------------------------------------------------------------
+
+RULES = (("batch", "data"), ("mlp", ("model",)), ("embed", None))
+
+
+class Logical(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        h = nn.Dense(64, kernel_init=init, use_bias=False)(x)
+        return nn.with_logical_constraint(jnp.tanh(h), ("batch", "mlp")) * 2
+
+
+def logical(params: Any, x: jax.Array) -> Any:
+    return Logical().apply(params, x)
+
+
+def logical_args() -> tuple[Any, Any]:
+    return jax.eval_shape(Logical().init, jax.random.key(0), struct(32, 16)), struct(32, 16)
+
+
+def test_logical_axis_rules_reach_parameters_and_constraints() -> None:
+    args = logical_args()
+    plan = make_plan(logical, *args, cluster="cpu:8", mesh=MESH, logical_axis_rules=RULES)
+    assert plan.inputs[0].spec.entries == (None, "model")
+    assert plan.outputs[0].spec.entries == ("data", "model")
+    with nn.logical_axis_rules(RULES):
+        assert make_plan(logical, *args, cluster="cpu:8", mesh=MESH) == plan
+
+
+def test_logical_names_without_rules_say_nothing() -> None:
+    plan = make_plan(logical, *logical_args(), cluster="cpu:8")
+    assert not {"embed", "mlp"} & set(plan.mesh.names)
+
+
+def test_nnx_names_go_through_their_own_rules_and_the_given_ones() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            own: dict[str, Any] = {"sharding_rules": (("mlp", "model"),), "eager_sharding": False}
+            self.a = nnx.Param(jnp.ones((16, 64)), out_sharding=("embed", "mlp"), **own)
+            self.b = nnx.Param(jnp.ones((64, 16)), out_sharding=("model", None), **own)
+
+    graphdef, state = nnx.split(nnx.eval_shape(Model))
+
+    def train(state: Any, x: jax.Array) -> Any:
+        model = nnx.merge(graphdef, state)
+        return (x @ model.a[...] @ model.b[...]).sum()
+
+    rules = (("embed", "data"),)
+    plan = make_plan(
+        train, state, struct(32, 16), cluster="cpu:8", mesh=MESH, logical_axis_rules=rules
+    )
+    assert [leaf.spec.entries for leaf in plan.inputs[:2]] == [("data", "model"), ("model",)]
+
+
+@pytest.mark.parametrize("rule", [("mlp",), "mlp", (3, "model"), ("mlp", 4), ("mlp", ("a", 1))])
+def test_a_broken_logical_rule_is_refused(rule: Any) -> None:
+    with pytest.raises(RequestError, match=r"logical_axis_rules: got .*expected a pair"):
+        make_plan(step, W, X, cluster="cpu:8", logical_axis_rules=(RULES[0], rule))
+
+
+# ---- requests about the state ------------------------------------------------------------
+
+
+def adam(state: Any, x: jax.Array) -> Any:
+    def loss(w: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] + w["c"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["w"])
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], grads)
+    return {"w": jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], m), "m": m}, value
+
+
+WC = {**W, "c": struct(256)}
+STATE = {"w": WC, "m": WC}
+
+
+def stored(plan: Plan) -> dict[str, bool]:
+    """Whether the arrays of the state are split over data."""
+    split = {leaf.path: "data" in leaf.spec.axes for leaf in plan.inputs}
+    return {p: s for p, s in split.items() if p.startswith("[0]")}
+
+
+@pytest.mark.parametrize("mode", ["DATA_PARALLEL", "AUTO_PARALLEL"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_levels_split_what_they_say(zero: int, mode: str) -> None:
+    plan = make_plan(adam, STATE, X, cluster="h100:8", mesh="data=8", mode=mode, zero=zero)
+    expected = {
+        f"[0]['{part}']['{name}']": name != "c" and zero >= (1 if part == "m" else 3)
+        for part in "mw"
+        for name in "abc"
+    }
+    assert stored(plan) == expected
+    for leaf in plan.inputs:
+        if leaf.path.startswith("[0]['w']") and zero == 3 and leaf.used_as is not None:
+            assert leaf.used_as.axes == ()  # gathered for use: not tensor parallel
+    if mode == "DATA_PARALLEL":
+        kinds = {row.kind for row in plan.collectives}
+        assert ("reduce_scatter" in kinds and "all_gather" in kinds) == (zero > 0)
+
+
+def test_a_level_holds_along_the_data_axes_only() -> None:
+    plan = make_plan(
+        adam,
+        STATE,
+        X,
+        cluster="h100:8",
+        mesh=MESH,
+        zero=3,
+        shardings={r"\['a'\]": P(None, "model")},
+    )
+    assert specs(plan)["[0]['w']['a']"] == (None, "model")  # what was pinned keeps its storage
+    assert stored(plan)["[0]['w']['b']"]
+
+
+def test_small_arrays_stay_whole_on_request() -> None:
+    split = make_plan(adam, STATE, X, cluster="h100:8", mesh="data=8", zero=3)
+    assert any(stored(split).values())
+    whole = make_plan(
+        adam, STATE, X, cluster="h100:8", mesh="data=8", zero=3, whole_below="1025KiB"
+    )
+    assert not any(stored(whole).values())
+    exact = make_plan(adam, STATE, X, cluster="h100:8", mesh="data=8", zero=3, whole_below=2**20)
+    assert stored(exact) == stored(split)
+
+
+def test_never_fsdp_stores_an_array_as_it_is_used() -> None:
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8", "zero": 3}
+    plan = make_plan(adam, STATE, X, never_fsdp=r"'w'.*'a'", **options)
+    assert not stored(plan)["[0]['w']['a']"] and stored(plan)["[0]['w']['b']"]
+    with pytest.raises(RequestError, match=r"never_fsdp: no argument path matches 'nothing'"):
+        make_plan(adam, STATE, X, never_fsdp="nothing", **options)
+    with pytest.raises(RequestError, match="never_fsdp: '\\[' is no regular expression"):
+        make_plan(adam, STATE, X, never_fsdp="[", **options)
+
+
+def test_broken_requests_about_the_state_are_refused() -> None:
+    with pytest.raises(RequestError, match="zero=4: expected a ZeRO level"):
+        make_plan(step, W, X, cluster="cpu:8", zero=4)
+    with pytest.raises(RequestError, match="whole_below=-1"):
+        make_plan(step, W, X, cluster="cpu:8", whole_below=-1)
+    with pytest.raises(RequestError, match="64 parsecs"):
+        make_plan(step, W, X, cluster="cpu:8", whole_below="64 parsecs")
+
+
+# ---- sharding_propagation ----------------------------------------------------------------
+
+
+def test_sharding_propagation_completes_the_marks_without_resharding() -> None:
+    rules = {r"'a'": P(None, "model"), r"^\[1\]": P("data")}
+    plan = planned("AUTO_PARALLEL", search="sharding_propagation", mesh=MESH, shardings=rules)
+    assert plan.search.name == "sharding_propagation"
+    assert specs(plan)["[0]['b']"] == ("model",)  # what a's split makes of the hidden dimension
+    assert {row.kind for row in plan.collectives} == {"all_reduce"}
 
 
 # ---- modes -------------------------------------------------------------------------------
