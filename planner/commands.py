@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 
@@ -22,9 +23,11 @@ from planner.capture import Call
 from planner.errors import RequestError
 from planner.loading import Target, resolve
 from planner.modes import MODES
+from planner.report.layout import plain_text, show
 
 DEFAULT_CLUSTER = "cpu:8"
 SPINNER_AFTER_S = 1.0
+PLAIN_WIDTH = 80
 _OVERRIDES = ("cluster", "mesh", "mode", "search", "memory", "zero", "whole_below", "never_fsdp")
 
 
@@ -120,6 +123,15 @@ def stay_on_cpu() -> None:
 
     if not getattr(jax.config, "jax_platforms", None):  # read before it was set here
         jax.config.update("jax_platforms", "cpu")
+
+
+def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:
+    """Print a report: coloured and as wide as the window on a terminal, else plain and 80 columns
+    wide."""
+    if sys.stdout.isatty():
+        show(parts, Console(no_color=no_color or None))
+    else:
+        print(plain_text(parts, PLAIN_WIDTH))
 
 
 @contextlib.contextmanager

@@ -49,6 +49,8 @@ class Planned:
 
     plan: Plan
     extraction: Extraction
+    quotient: Quotient
+    pins: tuple[Pin, ...]
 
 
 def plan_step(
@@ -219,7 +221,8 @@ def _planned(
     notes = _apart_note(step.quotient.apart(solution.choice), len(step.quotient.part.groups.groups))
     extraction = Extraction(priced, solution.choice)
     plan = _plan(extraction, solution, best, tried, request, step.rules, begun)
-    return Planned(dataclasses.replace(plan, notes=(*plan.notes, *notes)), extraction)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    return Planned(plan, extraction, step.quotient, step.pins)
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Iterable, Sequence
 
-from rich.box import Box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -21,90 +19,46 @@ from planner.report.fold import (
     fold_leaves,
     is_optimizer_state,
 )
+from planner.report.layout import (
+    add_row,
+    new_table,
+    pairs,
+    plain_text,
+    section,
+    show,
+    text_lines,
+)
 from planner.report.units import array_text, bytes_text, count_text, percent_text, time_text
 from planner.report.verdict import UNFIT, choice_text, devices_text, proof_text
 
-_RULES = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
 
 
 def plan_text(plan: Plan, width: int = 100) -> str:
     """The report as plain ASCII text, ``width`` columns wide, without colour."""
-    out = io.StringIO()
-    console = Console(
-        file=out,
-        width=width,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-    )
-    render(plan, console)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return plain_text(_parts(plan), width)
 
 
 def render(plan: Plan, console: Console) -> None:
     """Print the report on a console."""
-    for part in _parts(plan):
-        console.print(part, markup=False, highlight=False)
+    show(_parts(plan), console)
 
 
 def _parts(plan: Plan) -> Iterable[RenderableType]:
     yield Text(f"plan: {plan.mode} on {plan.cluster}", style="bold")
     yield ""
     yield Padding(_summary(plan), (0, 0, 0, 2), expand=False)
-    yield from _section("meshes tried", _meshes(plan))
+    yield from section("meshes tried", _meshes(plan))
     yield from _inputs(plan)
-    yield from _section("largest activations", _activations(plan))
-    yield from _section(*_collectives(plan))
-    yield from _section("peak memory is held by", _holders(plan))
+    yield from section("largest activations", _activations(plan))
+    yield from section(*_collectives(plan))
+    yield from section("peak memory is held by", _holders(plan))
     yield from _replicated(plan)
-    yield from _section("fallbacks (operations without a rule)", _lines(plan.fallbacks))
+    yield from section("fallbacks (operations without a rule)", text_lines(plan.fallbacks))
     if plan.notes:
-        yield from _section("notes", _lines(plan.notes))
-    yield from _section("search", _search(plan))
-
-
-def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
-    yield ""
-    yield Text(title, style="bold")
-    yield Padding(body, (0, 0, 0, 2), expand=False)
-
-
-def _table(*columns: str) -> Table:
-    """A table with a rule below its head; a column named ">..." is for numbers."""
-    table = Table(
-        box=_RULES,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        collapse_padding=True,
-        header_style="dim",
-    )
-    for name in columns:
-        if name.startswith(">"):
-            table.add_column(Text(name[1:]), justify="right", no_wrap=True)
-        else:
-            table.add_column(Text(name), overflow="fold")
-    return table
-
-
-def _row(table: Table, *cells: str, style: str = "") -> None:
-    table.add_row(*(Text(cell) for cell in cells), style=style)
-
-
-def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(Text(name), Text(text))
-    return table
-
-
-def _lines(lines: Sequence[str]) -> RenderableType:
-    return Text("\n".join(lines) if lines else "none", overflow="fold")
+        yield from section("notes", text_lines(plan.notes))
+    yield from section("search", _search(plan))
 
 
 def _summary(plan: Plan) -> RenderableType:
@@ -112,7 +66,7 @@ def _summary(plan: Plan) -> RenderableType:
     memory = f"{bytes_text(p.peak_bytes)} per device at the peak"
     if p.limit_bytes > 0:
         memory += f", {percent_text(p.peak_bytes / p.limit_bytes)} of {bytes_text(p.limit_bytes)}"
-    return _pairs(
+    return pairs(
         (
             (
                 "mesh",
@@ -132,7 +86,7 @@ def _summary(plan: Plan) -> RenderableType:
 
 
 def _meshes(plan: Plan) -> Table:
-    table = _table("mesh", ">step time", ">lower bound", ">peak memory", "verdict")
+    table = new_table("mesh", ">step time", ">lower bound", ">peak memory", "verdict")
     order = sorted(
         plan.meshes,
         key=lambda m: (
@@ -144,7 +98,7 @@ def _meshes(plan: Plan) -> Table:
         ),
     )
     for m in order:
-        _row(
+        add_row(
             table,
             m.mesh,
             time_text(m.cost_s) if m.cost_s >= 0 else "-",
@@ -169,18 +123,20 @@ def _inputs(plan: Plan) -> Iterable[RenderableType]:
             rows = fold_leaves(leaves)
             start = common_start([row.path for row in rows])
             where = f", all under {start}" if start else ""
-            yield from _section(
+            yield from section(
                 f"{title}: {bytes_text(total)} per device{where}", _leaves(rows, len(start))
             )
 
 
 def _leaves(rows: Sequence[LeafRow], skip: int) -> Table:
     used = any(row.leaf.used_as is not None for row in rows)
-    table = _table("path", "array", "stored as", *(["used as"] if used else []), ">each", ">count")
+    table = new_table(
+        "path", "array", "stored as", *(["used as"] if used else []), ">each", ">count"
+    )
     for row in rows:
         leaf = row.leaf
         other = ["" if leaf.used_as is None else str(leaf.used_as)] if used else []
-        _row(
+        add_row(
             table,
             row.path[skip:],
             array_text(leaf.shape, leaf.dtype),
@@ -195,9 +151,9 @@ def _leaves(rows: Sequence[LeafRow], skip: int) -> Table:
 def _activations(plan: Plan) -> RenderableType:
     if not plan.activations:
         return Text("none")
-    table = _table("operation", "line", "array", "sharded as", ">per device")
+    table = new_table("operation", "line", "array", "sharded as", ">per device")
     for a in plan.activations:
-        _row(
+        add_row(
             table,
             a.name,
             a.source,
@@ -212,9 +168,9 @@ def _collectives(plan: Plan) -> tuple[str, RenderableType]:
     sums = fold_collectives(plan.collectives)
     if not sums:
         return "collectives", Text("none: the devices never talk")
-    table = _table("collective", "over", ">count", ">each", ">time in all", "line", "caused by")
+    table = new_table("collective", "over", ">count", ">each", ">time in all", "line", "caused by")
     for s in sums:
-        _row(
+        add_row(
             table,
             s.kind,
             ",".join(s.axes),
@@ -234,7 +190,7 @@ def _holders(plan: Plan) -> RenderableType:
     for holder in plan.prediction.peak_holders:
         found = _HOLDER.match(holder)
         rows.append((bytes_text(float(found[2])), found[1]) if found else ("", holder))
-    return _pairs(rows) if rows else Text("not recorded")
+    return pairs(rows) if rows else Text("not recorded")
 
 
 def _replicated(plan: Plan) -> Iterable[RenderableType]:
@@ -245,13 +201,13 @@ def _replicated(plan: Plan) -> Iterable[RenderableType]:
     everything = sum(leaf.nbytes_per_device for leaf in plan.inputs if leaf.tied)
     total = sum(leaf.nbytes_per_device for leaf in whole)
     if not whole:
-        yield from _section("replicated parameters and state", Text("none"))
+        yield from section("replicated parameters and state", Text("none"))
         return
     rows: list[LeafRow] = sorted(fold_leaves(whole), key=lambda row: -row.nbytes)
-    table = _table("path", "array", ">each", ">count", ">in all")
+    table = new_table("path", "array", ">each", ">count", ">in all")
     for row in rows[:_REPLICATED_SHOWN]:
         leaf = row.leaf
-        _row(
+        add_row(
             table,
             row.path,
             array_text(leaf.shape, leaf.dtype),
@@ -261,8 +217,10 @@ def _replicated(plan: Plan) -> Iterable[RenderableType]:
         )
     if len(rows) > _REPLICATED_SHOWN:
         rest = sum(row.nbytes for row in rows[_REPLICATED_SHOWN:])
-        _row(table, f"{len(rows) - _REPLICATED_SHOWN} smaller ones", "", "", "", bytes_text(rest))
-    yield from _section(
+        add_row(
+            table, f"{len(rows) - _REPLICATED_SHOWN} smaller ones", "", "", "", bytes_text(rest)
+        )
+    yield from section(
         f"replicated parameters and state: {bytes_text(total)} of {bytes_text(everything)} "
         "per device",
         table,
@@ -280,4 +238,4 @@ def _search(plan: Plan) -> RenderableType:
     ]
     if plan.planning_s > 0:
         rows.append(("planning took", time_text(plan.planning_s)))
-    return _pairs(rows)
+    return pairs(rows)

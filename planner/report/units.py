@@ -25,6 +25,16 @@ def time_text(seconds: float) -> str:
     return "0 s" if seconds < 5e-13 else _scaled(seconds * 1e9, _TIMES)
 
 
+def more_time(seconds: float) -> str:
+    """A difference of times: ``"+1.20 ms"``; ``"same"`` below a nanosecond."""
+    return "same" if abs(seconds) < 1e-9 else _sign(seconds) + time_text(abs(seconds))
+
+
+def more_bytes(count: float) -> str:
+    """A difference of sizes: ``"-3.00 MB"``; ``"same"`` below a byte."""
+    return "same" if abs(count) < 1 else _sign(count) + bytes_text(abs(count))
+
+
 def count_text(count: float) -> str:
     """``12.0`` -> ``"12"``, ``3.25`` -> ``"3.25"``."""
     return f"{round(count):d}" if abs(count - round(count)) < 1e-9 else f"{count:.3g}"
@@ -45,6 +55,10 @@ def array_text(shape: tuple[int, ...], dtype: str) -> str:
             dtype = short + dtype[len(name) :]
             break
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _sign(difference: float) -> str:
+    return "-" if difference < 0 else "+"
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:

@@ -1,0 +1,144 @@
+"""Why a value is sharded as it is: alternatives with their price, and what forced the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from planner.errors import RequestError
+from planner.explain.alternatives import alternatives, without_limit
+from planner.explain.causes import dimensions, pinned_by, possible
+from planner.explain.model import (
+    Alternative,
+    Change,
+    Decision,
+    Dimension,
+    Explanation,
+    Price,
+)
+from planner.explain.setting import Setting, setting_of, value_text
+from planner.explain.targets import find_values, values_of
+from planner.pins import mode_pins
+from planner.pipeline import Planned, plan_step
+from planner.report.fold import is_optimizer_state
+
+__all__ = [
+    "Alternative",
+    "Change",
+    "Decision",
+    "Dimension",
+    "Explanation",
+    "Price",
+    "explain",
+    "explain_planned",
+]
+
+SHOWN = 3
+"""Decisions that are explained in full; the others are named."""
+SHARED = 4
+"""Values named that share a decision."""
+
+
+def explain(function: Callable[..., Any], *args: Any, target: str, **options: Any) -> Explanation:
+    """Plan a step and say why values are sharded as they are.
+
+    Args:
+        function: the step.
+        *args: its arguments, arrays or ShapeDtypeStructs.
+        target: what to explain; see ``planner.explain.targets.find_values``.
+        **options: as for ``planner.make_plan``; ``cluster`` is required.
+
+    Raises:
+        ModelError, RequestError: as ``make_plan``; RequestError, too, when nothing is called
+            ``target``.
+    """
+    return explain_planned(plan_step(function, *args, **options), target)
+
+
+def explain_planned(planned: Planned, target: str) -> Explanation:
+    """Explain values of a step that was planned.
+
+    Raises:
+        RequestError: nothing is called ``target``; names the nearest.
+    """
+    graph = planned.extraction.graph
+    values = find_values(graph, target)
+    sized = values_of(graph, values)
+    if not sized:
+        raise RequestError(f"{target}: a scalar, which has nothing to split")
+    setting = setting_of(planned)
+    homes = planned.extraction.priced.analysis.groups.home
+    first: dict[int, int] = {}  # of each decision, its largest value that was meant
+    order = sorted(
+        sized,
+        key=lambda v: (is_optimizer_state(graph.values[v].name), -graph.values[v].nbytes, v),
+    )
+    for value in order:
+        home = homes[value]
+        if home is not None:
+            first.setdefault(setting.node[home[0]], value)
+    if not first:
+        raise RequestError(f"{target}: no result of the step depends on it, so nothing is decided")
+    plan = planned.plan
+    return Explanation(
+        target,
+        plan.mode,
+        plan.cluster,
+        str(plan.mesh),
+        plan.prediction.step_s,
+        plan.prediction.peak_bytes,
+        plan.prediction.limit_bytes,
+        tuple(_decision(planned, setting, n, v) for n, v in list(first.items())[:SHOWN]),
+        tuple(value_text(planned.extraction, v) for v in list(first.values())[SHOWN:]),
+    )
+
+
+def _decision(planned: Planned, setting: Setting, node: int, value: int) -> Decision:
+    plan, graph = planned.extraction, planned.extraction.graph
+    groups = plan.priced.analysis.groups
+    group, layout = groups.home[value]  # type: ignore[misc]
+    found = graph.values[value]
+    rows, unpriced = alternatives(setting, node, layout)
+    others = [v for v in setting.made[group] if v != value]
+    others.sort(key=lambda v: (-graph.values[v].nbytes, v))
+    names = dict.fromkeys(value_text(plan, v) for v in others)
+    stored, used = plan.value_sharding(value), plan.value_sharding(value, "use")
+    return Decision(
+        setting.name(node) if value == setting.foremost(node) else value_text(plan, value),
+        found.shape,
+        found.dtype,
+        graph.ops[found.op].source if found.op >= 0 else "",
+        stored,
+        used,
+        len(setting.members[node]),
+        len(others),
+        tuple(names)[:SHARED],
+        dimensions(plan, value),
+        setting.priced.sets[node].count,
+        possible(plan, group),
+        _forced(planned, setting, node, group, layout),
+        rows,
+        unpriced,
+    )
+
+
+def _forced(
+    planned: Planned, setting: Setting, node: int, group: int, layout: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Pins, mode and memory; what forbids dimensions is said with them."""
+    plan, mode = planned.extraction, planned.plan.mode
+    graph, mesh = plan.graph, plan.priced.mesh
+    out = [f"pin: {origin}" for origin in pinned_by(plan, planned.pins, group)]
+    wishes = mode_pins(mode, graph, mesh, planned.pins)
+    out += [f"mode: {origin}" for origin in pinned_by(plan, wishes, group)]
+    if mode in ("HYBRID_PARALLEL", "SEMI_AUTO_PARALLEL", "DATA_PARALLEL"):
+        out.append(f"mode {mode}: what is given is spread, nothing is searched")
+    if mesh.num_devices == 1:
+        out.append("one device: nothing can be split")
+    elif setting.priced.sets[node].count == possible(plan, group) == 1:
+        out.append("nothing else is possible: no dimension can be split")
+    if setting.priced.sets[node].count > 1:
+        other = without_limit(setting, node, layout)
+        if other:
+            out.append(f"memory: without the limit it would be {other}")
+    return tuple(out)

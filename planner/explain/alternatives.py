@@ -1,0 +1,221 @@
+"""What another sharding of one value would cost, and what it would change elsewhere.
+
+Two prices, both the search's own and differences to the plan: with everything else as planned, and
+with the best completion that is found around it. For that the problem is searched again with the
+decision held, from nothing (``recursive_programming``) and by local moves from the plan; what
+gains nothing is then put back as the plan has it. A completion is not proved the best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import networkx as nx
+import numpy as np
+
+from planner.explain.model import Alternative, Change, Price
+from planner.explain.setting import Setting, shardings
+from planner.search import SEARCHES
+from planner.search.moves import State, descend, descend_pairs
+from planner.search.problem import Array, Problem, evaluate, fits
+from planner.spec import Sharding
+
+PRICED = 6
+"""Alternatives with a row, the cheapest ones by themselves first."""
+CHANGES = 4
+"""Changes elsewhere that are named."""
+TRIAL_S = 10.0
+"""Seconds for one search at most."""
+ROUNDS = 8
+"""Passes of local moves."""
+SAME = 1e-9
+"""Relative cost below which two choices are the same."""
+
+Ways = dict[tuple[Sharding, Sharding], list[int]]
+
+
+def ways(setting: Setting, node: int, layout: Sequence[int]) -> Ways:
+    """The strategies of a decision by how they store and use a value of this layout."""
+    out: Ways = {}
+    for strategy in range(setting.priced.sets[node].count):
+        out.setdefault(shardings(setting, node, strategy, layout), []).append(strategy)
+    return out
+
+
+def alternatives(
+    setting: Setting, node: int, layout: Sequence[int]
+) -> tuple[tuple[Alternative, ...], int]:
+    """Other shardings of a value, cheapest completion first, and how many have no row."""
+    state = State(setting.problem, setting.timeline, setting.choice)
+    now = shardings(setting, node, setting.choice[node], layout)
+    found: list[tuple[float, tuple[Sharding, Sharding], list[int], int]] = []
+    for way, strategies in ways(setting, node, layout).items():
+        row = state.row(node)[strategies]
+        best = int(np.argmin(row))
+        if way != now and np.isfinite(row[best]):
+            found.append((float(row[best]), way, strategies, strategies[best]))
+    found.sort(key=lambda f: f[0])
+    shown = found[:PRICED]
+    whole = [f for f in found[PRICED:] if not f[1][0].axes]
+    out = [
+        _alternative(setting, state, node, way, strategies, one)
+        for _, way, strategies, one in shown + whole
+    ]
+    out.sort(key=lambda a: (a.best is None, (a.best or a.alone).extra_s))
+    return tuple(out), len(found) - len(out)
+
+
+def _alternative(
+    setting: Setting,
+    state: State,
+    node: int,
+    way: tuple[Sharding, Sharding],
+    strategies: list[int],
+    one: int,
+) -> Alternative:
+    cost, peak = setting.base
+    problem = setting.problem
+    before = int(state.choice[node])
+    state.move(node, one)
+    alone_cost, alone_peak, _ = evaluate(problem, state.choice.tolist())
+    state.move(node, before)
+    alone = Price(alone_cost - cost, alone_peak - peak, fits(alone_peak, problem.limit_bytes))
+    around = completed(setting, node, strategies, one)
+    if around is None:
+        return Alternative(*way, alone, None, (), 0)
+    best_cost, best_peak, _ = evaluate(problem, around)
+    pairs = zip(around, setting.choice, strict=True)
+    changed = [k for k, (then, now) in enumerate(pairs) if then != now and k != node]
+    changes, count = _changes(setting, around, changed)
+    return Alternative(*way, alone, Price(best_cost - cost, best_peak - peak, True), changes, count)
+
+
+def completed(
+    setting: Setting, node: int, strategies: Sequence[int], one: int
+) -> tuple[int, ...] | None:
+    """The best choice found with a decision held to some strategies; None if none fits.
+
+    ``one`` of them is where local moves from the plan begin.
+    """
+    held = _held(setting.searched, node, strategies)
+    start = list(setting.choice)
+    start[node] = one
+    tried = []
+    state = State(held, setting.timeline, start)
+    if state.feasible():
+        _descend(state)
+        tried.append(tuple(state.choice.tolist()))
+    tried.append(SEARCHES["recursive_programming"](held, time_limit_s=TRIAL_S).choice)
+    good = []
+    for choice in tried:
+        cost, peak, _ = evaluate(setting.problem, choice)
+        if np.isfinite(cost) and fits(peak, held.limit_bytes):
+            good.append((evaluate(held, choice)[0], choice))
+    if not good:
+        return None
+    return _put_back(held, setting, min(good, key=lambda g: g[0])[1])
+
+
+def _held(problem: Problem, node: int, strategies: Sequence[int]) -> Problem:
+    """The problem with all but some strategies of a node forbidden."""
+    costs: list[Array] = list(problem.cost_s)
+    costs[node] = np.full(costs[node].size, np.inf)
+    costs[node][list(strategies)] = problem.cost_s[node][list(strategies)]
+    return dataclasses.replace(problem, cost_s=tuple(costs))
+
+
+def _descend(state: State) -> None:
+    """Local moves until nothing gains."""
+    deadline = time.monotonic() + TRIAL_S
+    for _ in range(ROUNDS):
+        moved = descend(state, deadline)
+        if not descend_pairs(state, deadline) and not moved:
+            break
+
+
+def _put_back(held: Problem, setting: Setting, choice: Sequence[int]) -> tuple[int, ...]:
+    """The choice with what gains nothing as the plan has it: first whole pieces of connected
+    decisions that differ from the plan's, then single ones."""
+    state = State(held, setting.timeline, choice)
+    small = SAME * abs(setting.base[0])
+    for piece in _pieces(held, setting.choice, choice):
+        before, now = state.cost(), {k: int(state.choice[k]) for k in piece}
+        for k in piece:
+            state.move(k, setting.choice[k])
+        if not (state.cost() <= before + small and fits(state.peak(), held.limit_bytes)):
+            for k, strategy in now.items():
+                state.move(k, strategy)
+    for _ in range(ROUNDS):
+        moved = False
+        for k, plan in enumerate(setting.choice):
+            mine = int(state.choice[k])
+            row = state.row(k)
+            if mine != plan and row[plan] <= row[mine] + small and state.allowed(k)[plan]:
+                state.move(k, plan)
+                moved = True
+        if not moved:
+            break
+    return tuple(state.choice.tolist())
+
+
+def _pieces(problem: Problem, plan: Sequence[int], choice: Sequence[int]) -> list[list[int]]:
+    """The connected pieces of what differs from the plan, the forbidden taken out."""
+    differs = [
+        a != b and bool(np.isfinite(problem.cost_s[k][a]))
+        for k, (a, b) in enumerate(zip(plan, choice, strict=True))
+    ]
+    view = nx.Graph()
+    view.add_nodes_from(k for k, other in enumerate(differs) if other)
+    view.add_edges_from((e.a, e.b) for e in problem.edges if differs[e.a] and differs[e.b])
+    return [sorted(piece) for piece in nx.connected_components(view)]
+
+
+def _changes(
+    setting: Setting, around: Sequence[int], changed: Sequence[int]
+) -> tuple[tuple[Change, ...], int]:
+    """The largest changes, arguments first, equal texts once; and how many there are."""
+    graph = setting.plan.graph
+
+    def weight(node: int) -> tuple[bool, int, int]:
+        value = setting.foremost(node)
+        if value is None:
+            return True, 0, node
+        return (
+            value not in setting.inputs,
+            -graph.values[value].nbytes * len(setting.members[node]),
+            node,
+        )
+
+    found: dict[tuple[str, str, str], int] = {}
+    total = 0
+    for node in sorted(changed, key=weight):
+        count = len(setting.members[node])
+        total += count
+        before, after = setting.spec(node, setting.choice[node]), setting.spec(node, around[node])
+        if before != after:
+            key = (setting.name(node), before, after)
+            found[key] = found.get(key, 0) + count
+    rows = [Change(*key, count) for key, count in found.items()]
+    return tuple(rows[:CHANGES]), total
+
+
+def without_limit(setting: Setting, node: int, layout: Sequence[int]) -> str:
+    """What the sharding would be if memory were no matter; empty when it would be the same."""
+    free = dataclasses.replace(setting.searched, limit_bytes=np.inf)
+    state = State(free, setting.timeline, setting.choice)
+    _descend(state)
+    cost = evaluate(free, state.choice.tolist())[0]
+    choice = tuple(state.choice.tolist())
+    other = SEARCHES["recursive_programming"](free, time_limit_s=TRIAL_S)
+    if other.cost_s < cost:
+        choice = other.choice
+    choice = _put_back(free, setting, choice)
+    now = shardings(setting, node, setting.choice[node], layout)
+    then = shardings(setting, node, choice[node], layout)
+    peak = evaluate(free, choice)[1]
+    if then == now or fits(peak, setting.searched.limit_bytes):
+        return ""
+    stored, used = then
+    return str(stored) if stored == used else f"{stored} used as {used}"

@@ -1,0 +1,195 @@
+"""A plan as decisions that can be asked "what if": equal decisions once, where the plan has them
+alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from planner.analysis import ideal_s
+from planner.extract import Extraction
+from planner.meshes import SPREAD
+from planner.pipeline import Planned
+from planner.pricing import Priced
+from planner.report.fold import common_path, pattern
+from planner.report.units import array_text
+from planner.search.memory import Timeline
+from planner.search.problem import Problem, evaluate
+from planner.spec import Sharding
+from planner.unify import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A planned step.
+
+    Attributes:
+        plan: the decisions of the whole step.
+        priced: of the decisions that ``choice`` has, one of each class of equal ones, or all of
+            them where the plan takes classes apart.
+        choice: the plan's strategy of each.
+        node: per group of the whole, its decision.
+        spread_s: surcharge of a change of layout with which modes other than AUTO_PARALLEL search.
+    """
+
+    plan: Extraction
+    priced: Priced
+    choice: tuple[int, ...]
+    node: tuple[int, ...]
+    spread_s: float
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What the decisions cost."""
+        return self.priced.problem
+
+    @cached_property
+    def searched(self) -> Problem:
+        """What a search is given to complete a choice."""
+        if not self.spread_s:
+            return self.problem
+        return dataclasses.replace(self.priced, change_s=self.spread_s).problem
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Memory over time."""
+        return Timeline(self.problem)
+
+    @cached_property
+    def base(self) -> tuple[float, float]:
+        """Seconds and peak bytes of the plan."""
+        cost, peak, _ = evaluate(self.problem, self.choice)
+        return cost, peak
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Per decision, the groups of the whole that it stands for."""
+        out: list[list[int]] = [[] for _ in self.choice]
+        for group, node in enumerate(self.node):
+            out[node].append(group)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def made(self) -> tuple[tuple[int, ...], ...]:
+        """Per group of the whole, the values that it decides."""
+        analysis = self.plan.priced.analysis
+        out: list[list[int]] = [[] for _ in analysis.groups.groups]
+        for value, home in enumerate(analysis.groups.home):
+            if home is not None:
+                out[home[0]].append(value)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def copies(self) -> dict[int, tuple[int, Layout]]:
+        """Per group of a value that several operations read, that value and its layout."""
+        groups = self.plan.priced.analysis.groups
+        return {
+            link.b: (link.value, link.dst)
+            for link in groups.links
+            if groups.groups[link.b].kind == "copy"
+        }
+
+    def foremost(self, node: int) -> int | None:
+        """The value that a decision is named after: an argument, else the largest."""
+        values, graph = self.made[self.members[node][0]], self.plan.graph
+        order = sorted(values, key=lambda v: (v not in self.inputs, -graph.values[v].nbytes, v))
+        return order[0] if order else None
+
+    @cached_property
+    def inputs(self) -> frozenset[int]:
+        """The values that are arguments."""
+        return frozenset(self.plan.graph.inputs)
+
+    def name(self, node: int) -> str:
+        """A decision in words; equal ones under one name."""
+        value, members = self.foremost(node), self.members[node]
+        graph, groups = self.plan.graph, self.plan.priced.analysis.groups.groups
+        if value is None:
+            if members[0] in self.copies:
+                return f"{value_text(self.plan, self.copies[members[0]][0])} where it is read"
+            group = groups[members[0]]
+            return op_text(self.plan, group.ops[0]) if group.ops else group.name
+        if value not in self.inputs:
+            return value_text(self.plan, value)
+        values = [v for g in members for v in self.made[g] if v in self.inputs]
+        paths = [graph.values[v].name for v in values]
+        return common_path([path for path in paths if pattern(path) == pattern(paths[0])])
+
+    def spec(self, node: int, strategy: int) -> str:
+        """What a decision says under a strategy, in words."""
+        value, first = self.foremost(node), self.members[node][0]
+        groups = self.plan.priced.analysis.groups
+        home = self.copies.get(first) if value is None else groups.home[value]
+        if home is not None:
+            stored, used = shardings(self, node, strategy, home[1])
+            return str(stored) if stored == used else f"{stored} used as {used}"
+        row = self.priced.sets[node].use[strategy].tolist()
+        ops = groups.groups[first].ops
+        entry = groups.op_layouts[ops[0]] if ops else None
+        made = sharding(self, row, entry[2][0] if entry is not None and entry[2] else ())
+        mesh = self.priced.mesh
+        summed = [
+            name
+            for name, size, factor in zip(mesh.names, mesh.sizes, row, strict=True)
+            if size > 1 and factor in groups.groups[first].reduction
+        ]
+        return f"{made} summed over {','.join(summed)}" if summed else str(made)
+
+
+def op_text(plan: Extraction, op: int) -> str:
+    """``dot_general (model.py:9)``."""
+    found = plan.graph.ops[op]
+    return f"{found.kind} ({found.source})" if found.source else found.kind
+
+
+def value_text(plan: Extraction, value: int) -> str:
+    """``tanh f32[64,512] (model.py:9)``, or the path of an argument."""
+    found = plan.graph.values[value]
+    if found.op < 0:
+        return found.name or f"%{value}"
+    op = plan.graph.ops[found.op]
+    where = f" ({op.source})" if op.source else ""
+    return f"{op.kind} {array_text(found.shape, found.dtype)}{where}"
+
+
+def sharding(setting: Setting, row: Sequence[int], layout: Sequence[int]) -> Sharding:
+    """Sharding of a value with ``layout`` when mesh axis k splits factor ``row[k]``; axes of one
+    device split nothing."""
+    mesh = setting.priced.mesh
+    named = list(zip(mesh.names, mesh.sizes, row, strict=True))
+    return Sharding(
+        tuple(
+            tuple(name for name, size, f in named if size > 1 and f >= 0 and f == factor)
+            for factor in layout
+        )
+    )
+
+
+def shardings(
+    setting: Setting, node: int, strategy: int, layout: Sequence[int]
+) -> tuple[Sharding, Sharding]:
+    """How a value of a decision is stored and used under a strategy."""
+    chosen = setting.priced.sets[node]
+    return (
+        sharding(setting, chosen.store[strategy].tolist(), layout),
+        sharding(setting, chosen.use[strategy].tolist(), layout),
+    )
+
+
+def setting_of(planned: Planned) -> Setting:
+    """The decisions of a plan."""
+    quotient, whole = planned.quotient, planned.extraction.priced
+    choice = tuple(planned.extraction.choice)
+    part, node = quotient.part, quotient.color
+    if quotient.apart(choice):
+        part, node = quotient.whole, tuple(range(len(choice)))
+    first = [int(k) for k in np.unique(np.asarray(node, np.int64), return_index=True)[1]]
+    priced = dataclasses.replace(whole, analysis=part, sets=tuple(whole.sets[g] for g in first))
+    spread = 0.0
+    if planned.plan.mode != "AUTO_PARALLEL":
+        spread = SPREAD * ideal_s(part, whole.model, 1) + 1e-9
+    return Setting(planned.extraction, priced, tuple(choice[g] for g in first), tuple(node), spread)
