@@ -51,6 +51,7 @@ class Planned:
     extraction: Extraction
     quotient: Quotient
     pins: tuple[Pin, ...]
+    request: Request
 
 
 def plan_step(
@@ -222,7 +223,7 @@ def _planned(
     extraction = Extraction(priced, solution.choice)
     plan = _plan(extraction, solution, best, tried, request, step.rules, begun)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
-    return Planned(plan, extraction, step.quotient, step.pins)
+    return Planned(plan, extraction, step.quotient, step.pins, request)
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.errors import RequestError
 from planner.explain.alternatives import alternatives, without_limit
-from planner.explain.causes import dimensions, pinned_by, possible
+from planner.explain.causes import asked_of_state, dimensions, pinned_by, possible
 from planner.explain.model import (
     Alternative,
     Change,
@@ -131,8 +131,9 @@ def _forced(
     out = [f"pin: {origin}" for origin in pinned_by(plan, planned.pins, group)]
     wishes = mode_pins(mode, graph, mesh, planned.pins)
     out += [f"mode: {origin}" for origin in pinned_by(plan, wishes, group)]
-    if mode in ("HYBRID_PARALLEL", "SEMI_AUTO_PARALLEL", "DATA_PARALLEL"):
-        out.append(f"mode {mode}: what is given is spread, nothing is searched")
+    out += [f"request: {said}" for said in asked_of_state(planned, group)]
+    if planned.request.spreads and mode != "STAND_ALONE":
+        out.append(f"mode {mode}: what is given is spread, nothing else is searched")
     if mesh.num_devices == 1:
         out.append("one device: nothing can be split")
     elif setting.priced.sets[node].count == possible(plan, group) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from planner.explain.model import Dimension
 from planner.explain.setting import op_text
 from planner.extract import Extraction
 from planner.pins import pin_masks
+from planner.pipeline import Planned
+from planner.state import StateRequest, state_masks
 from planner.strategies import MAX_STRATEGIES, enumerate_strategies, usable_factors
 
 NAMED = 3
@@ -127,3 +130,24 @@ def pinned_by(plan: Extraction, pins: Sequence[Pin], group: int) -> tuple[str, .
         if mask is not None and not np.all(mask):
             out.append(pin.origin)
     return tuple(dict.fromkeys(out))
+
+
+def asked_of_state(planned: Planned, group: int) -> tuple[str, ...]:
+    """The requests about the training state that take strategies from a group."""
+    analysis, mesh = planned.extraction.priced.analysis, planned.extraction.priced.mesh
+    asked, state = planned.request.state, planned.quotient.state
+    if state is None:
+        return ()
+    parts = {
+        f"zero={asked.zero}": StateRequest(zero=asked.zero),
+        f"whole_below={asked.whole_below:g}": StateRequest(whole_below=asked.whole_below),
+        f"never_fsdp={list(asked.never_fsdp)}": StateRequest(never_fsdp=asked.never_fsdp),
+    }
+    pinned = frozenset(pin.value for pin in planned.pins)
+    out = []
+    for text, part in parts.items():
+        known = state if part.never_fsdp else dataclasses.replace(state, bound=frozenset())
+        masks = state_masks(known, part, pinned, analysis.graph, analysis.groups, mesh, {})
+        if group in masks and not masks[group].all():
+            out.append(text)
+    return tuple(out)

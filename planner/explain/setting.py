@@ -33,7 +33,7 @@ class Setting:
             them where the plan takes classes apart.
         choice: the plan's strategy of each.
         node: per group of the whole, its decision.
-        spread_s: surcharge of a change of layout with which modes other than AUTO_PARALLEL search.
+        spread_s: surcharge of a change of layout where what is given is only completed; else 0.
     """
 
     plan: Extraction
@@ -190,6 +190,6 @@ def setting_of(planned: Planned) -> Setting:
     first = [int(k) for k in np.unique(np.asarray(node, np.int64), return_index=True)[1]]
     priced = dataclasses.replace(whole, analysis=part, sets=tuple(whole.sets[g] for g in first))
     spread = 0.0
-    if planned.plan.mode != "AUTO_PARALLEL":
+    if planned.request.spreads:
         spread = SPREAD * ideal_s(part, whole.model, 1) + 1e-9
     return Setting(planned.extraction, priced, tuple(choice[g] for g in first), tuple(node), spread)

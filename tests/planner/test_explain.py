@@ -201,6 +201,18 @@ def test_one_device_and_modes() -> None:
     assert any("DATA_PARALLEL" in f for f in data.decisions[0].forced)
 
 
+def test_requests_about_the_state_are_named() -> None:
+    asked: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8"}
+    full = explain(step, *ARGS, target="['up']", zero=3, **asked)
+    assert "request: zero=3" in full.decisions[0].forced
+    assert all(row.stored.axes for row in full.decisions[0].alternatives)
+    never = explain(step, *ARGS, target="['up']", never_fsdp="up", **asked)
+    assert "request: never_fsdp=['up']" in never.decisions[0].forced
+    assert all(row.stored == row.used for row in never.decisions[0].alternatives)
+    small = explain(step, *ARGS, target="['up']", whole_below="10MB", **asked)
+    assert "request: whole_below=1e+07" in small.decisions[0].forced
+
+
 # ---- text and command --------------------------------------------------------------------
 
 
