@@ -12,8 +12,7 @@ from rich.console import Console
 from planner.commands import Command, add_model_options, asked, spinner, stay_on_cpu
 from planner.errors import RequestError
 from planner.loading import Target, parse_target, user_environment
-from planner.pipeline import make_plan
-from planner.plan import Plan
+from planner.pipeline import Planned, plan_step
 from planner.report.table import plan_text, render
 
 PLANNED = 0
@@ -25,6 +24,7 @@ examples:
   planner inspect model.py:train_step --mesh data=4,model=2
   planner inspect model.py --memory 16GB --save plan.json
   planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
+  planner inspect train.py --html report.html       a page with the step drawn over time
   planner search problem.json.gz --out choice.json  run a search on a bare problem
 
 MODEL is a Python file that is one of
@@ -56,6 +56,7 @@ def add_inspect(commands: Any) -> None:
         type=Path,
         help="write the chosen mesh's problem to FILE (.json or .json.gz), for planner search",
     )
+    add("--html", metavar="FILE", type=Path, help="write a report with pictures to FILE as well")
     add("--no-color", action="store_true", help="plain text")
 
 
@@ -63,10 +64,15 @@ def run_inspect(options: argparse.Namespace) -> int:
     """Plan and print; raises RequestError and ModelError."""
     stay_on_cpu()
     target = parse_target(options.model)
-    for path in (options.save, options.dump_problem):
+    for path in (options.save, options.dump_problem, options.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise RequestError(f"cannot write {path}: its directory does not exist")
-    plan = _planned(target, options)
+    planned = _planned(target, options)
+    plan = planned.plan
+    if options.html is not None:
+        from planner.report.html import write_report
+
+        write_report(planned, options.html, title=_title(target))
     if options.save is not None:
         try:
             plan.save(options.save)
@@ -82,14 +88,19 @@ def run_inspect(options: argparse.Namespace) -> int:
     return PLANNED
 
 
-def _planned(target: Target, options: argparse.Namespace) -> Plan:
+def _planned(target: Target, options: argparse.Namespace) -> Planned:
     """Find the step and plan it."""
     with user_environment(target):
         call, merged = asked(target, options)
         if options.dump_problem is not None:
             merged["dump_problem"] = options.dump_problem
         with spinner(f"planning {target} for {merged['cluster']} ..."):
-            return make_plan(call.function, *call.args, **merged)
+            return plan_step(call.function, *call.args, **merged)
+
+
+def _title(target: Target) -> str:
+    """A report's title: the file and the function, without the directories."""
+    return target.path.name + (f":{target.function}" if target.function else "")
 
 
 INSPECT = Command("inspect", add_inspect, run_inspect)

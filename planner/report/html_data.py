@@ -1,0 +1,223 @@
+"""Everything that an HTML report shows, gathered from a plan and what it was made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels import Cluster
+from planner.op_seconds import op_seconds
+from planner.peak import memory_over_time
+from planner.pipeline import Planned
+from planner.plan import Leaf, Plan
+from planner.report.fold import common_path, is_optimizer_state, pattern
+from planner.report.html_graph import Segment, segments
+from planner.report.html_time import StepInTime, reach, step_in_time
+from planner.report.units import array_text
+from planner.report.verdict import choice_text, proof_text
+from planner.spec import MeshSpec
+
+MOST_DEVICES = {"hierarchy": 128, "torus": 256}
+"""Devices that are drawn; of a larger cluster, the first nodes or planes."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The cluster and the mesh on it.
+
+    ``shape``: devices per node and nodes, or the dimensions of a torus. ``lanes``: mesh axes that
+    are used together, their devices and what joins them.
+    """
+
+    device: str
+    kind: str
+    shape: tuple[int, ...]
+    slices: int
+    per_node: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    axes: tuple[tuple[str, int, str], ...]
+    drawn: int
+    wraps: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table by columns; ``text`` columns hold numbers of texts. ``folded``: per row, the row of
+    the folded table that it is part of."""
+
+    columns: dict[str, tuple[Any, ...]]
+    folded: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """A report's contents: plain data, ready for JSON.
+
+    Whatever says "text" is an index into ``texts``. Times in seconds, sizes in bytes.
+    """
+
+    title: str
+    mode: str
+    cluster: str
+    mesh: str
+    axes: tuple[str, ...]
+    choice: str
+    proof: str
+    search: dict[str, Any]
+    prediction: dict[str, Any]
+    overlap: tuple[float, float]
+    planning_s: float
+    wiring: Wiring
+    meshes: tuple[tuple[str, float, float, float, str], ...]
+    segments: tuple[Segment, ...]
+    step: StepInTime
+    collectives: Table
+    leaves: Table
+    activations: tuple[tuple[str, str, str, float, str], ...]
+    fallbacks: tuple[str, ...]
+    notes: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
+class _Texts:
+    """Numbers texts in order of first appearance."""
+
+    def __init__(self) -> None:
+        self.number: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.number.setdefault(text, len(self.number))
+
+
+def gather(planned: Planned, title: str = "") -> ReportData:
+    """Collect what a report shows.
+
+    Args:
+        planned: from ``planner.pipeline.plan_step``.
+        title: what was planned, such as the model's file.
+    """
+    plan, extraction = planned.plan, planned.extraction
+    priced, prediction = extraction.priced, plan.prediction
+    texts = _Texts()
+    seconds, sent = op_seconds(extraction), extraction.sent()
+    scalars = priced.analysis.scalar_bytes
+    room = min(prediction.limit_bytes, priced.model.memory_limit_bytes) - scalars
+    found = memory_over_time(extraction, room)
+    search = plan.search
+    return ReportData(
+        title=title,
+        mode=plan.mode,
+        cluster=plan.cluster,
+        mesh=str(plan.mesh),
+        axes=plan.mesh.names,
+        choice=choice_text(plan.meshes),
+        proof=proof_text(plan),
+        search={
+            "name": search.name,
+            "cost_s": search.cost_s,
+            "lower_bound_s": search.lower_bound_s,
+            "gap": search.gap,
+            "reason": search.reason,
+        },
+        prediction={
+            "compute_s": prediction.compute_s,
+            "communication_s": prediction.communication_s,
+            "overlapped_s": prediction.overlapped_s,
+            "step_s": prediction.step_s,
+            "peak_bytes": prediction.peak_bytes,
+            "limit_bytes": prediction.limit_bytes,
+        },
+        overlap=(priced.model.overlap, priced.model.overlap_off_path),
+        planning_s=plan.planning_s,
+        wiring=_wiring(priced.model.cluster, plan.mesh),
+        meshes=tuple(
+            (m.mesh, m.cost_s, m.lower_bound_s, m.peak_bytes, m.verdict) for m in plan.meshes
+        ),
+        segments=segments(extraction, seconds, sent),
+        step=step_in_time(extraction, prediction, found, seconds, sent, texts),
+        collectives=_collectives(plan, texts),
+        leaves=_leaves(plan.inputs, texts),
+        activations=tuple(
+            (a.name, array_text(a.shape, a.dtype), str(a.spec), a.nbytes_per_device, a.source)
+            for a in plan.activations
+        ),
+        fallbacks=plan.fallbacks,
+        notes=plan.notes,
+        texts=tuple(texts.number),
+    )
+
+
+def _wiring(cluster: Cluster, mesh: MeshSpec) -> Wiring:
+    per_node = cluster.devices_per_node
+    drawn, most = cluster.num_devices, MOST_DEVICES[cluster.kind]
+    if drawn > most:
+        unit = per_node if per_node <= most else math.prod(cluster.shape[1:])
+        drawn = max(most // unit, 1) * unit
+    return Wiring(
+        cluster.device.kind,
+        cluster.kind,
+        cluster.shape,
+        cluster.slices,
+        per_node,
+        cluster.link.bytes_per_s,
+        cluster.network.bytes_per_s if cluster.network is not None else 0.0,
+        tuple(
+            (name, size, reach(cluster, mesh, (k,)))
+            for k, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True))
+        ),
+        min(drawn, mesh.num_devices),
+        tuple(
+            cluster.kind == "torus" and n > 2 and n % cluster.wrap_multiple == 0
+            for n in cluster.shape
+        ),
+    )
+
+
+def _collectives(plan: Plan, text: _Texts) -> Table:
+    """Every collective, with the number of its kind: those that differ by numbers in names only."""
+    kinds: dict[tuple[object, ...], int] = {}
+    columns: dict[str, list[Any]] = {
+        name: [] for name in "kind axes count payload each total value source cause".split()
+    }
+    folded = []
+    for c in plan.collectives:
+        row = (c.kind, ",".join(c.axes), c.count, c.payload_bytes, c.time_s, c.time_s * c.count)
+        words = (c.value, c.source, c.cause)
+        cells = (text(row[0]), text(row[1]), *row[2:], *map(text, words))
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+        key = (c.kind, c.axes, pattern(c.cause), c.source, c.payload_bytes)
+        folded.append(kinds.setdefault(key, len(kinds)))
+    return Table({name: tuple(column) for name, column in columns.items()}, tuple(folded))
+
+
+def _leaves(leaves: Sequence[Leaf], text: _Texts) -> Table:
+    """Every argument, likewise."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    columns: dict[str, list[Any]] = {
+        name: [] for name in "path kind array stored used size whole".split()
+    }
+    folded = [0] * len(leaves)
+    for k, leaf in enumerate(leaves):
+        kind = "parameter" if leaf.tied else "batch or other input"
+        if leaf.tied and is_optimizer_state(leaf.path):
+            kind = "optimizer state"
+        used = str(leaf.spec) if leaf.used_as is None else str(leaf.used_as)
+        words = (leaf.path, kind, array_text(leaf.shape, leaf.dtype), str(leaf.spec), used)
+        whole = leaf.nbytes_per_device
+        for column, cell in zip(
+            columns.values(), (*map(text, words), whole, not leaf.spec.axes), strict=True
+        ):
+            column.append(cell)
+        key = (pattern(leaf.path), leaf.shape, leaf.dtype, leaf.spec, leaf.used_as, leaf.tied)
+        kinds.setdefault(key, []).append(k)
+    names = []
+    for number, members in enumerate(kinds.values()):
+        names.append(text(common_path([leaves[k].path for k in members])))
+        for k in members:
+            folded[k] = number
+    columns["common"] = [names[n] for n in folded]
+    return Table({name: tuple(column) for name, column in columns.items()}, tuple(folded))
