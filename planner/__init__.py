@@ -17,7 +17,7 @@ from planner.errors import (
 )
 from planner.metadata import with_logical_axis_rules
 from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
-from planner.pipeline import make_plan
+from planner.pipeline import Planned, make_plan, plan_step
 from planner.plan import Plan, load_plan
 from planner.spec import MeshSpec, Sharding
 
@@ -33,11 +33,13 @@ __all__ = [
     "Plan",
     "PlanFormatError",
     "PlanMismatchError",
+    "Planned",
     "RequestError",
     "Sharding",
     "get_parallel_mode",
     "load_plan",
     "make_plan",
+    "plan_step",
     "set_parallel_mode",
     "shard",
     "with_logical_axis_rules",

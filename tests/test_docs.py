@@ -15,7 +15,14 @@ from planner.plan import FORMAT, Plan
 from planner.search import SEARCHES
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("planner", "planner.explain", "executor", "costmodels", "planner.search")
+PACKAGES = (
+    "planner",
+    "planner.explain",
+    "planner.report.html",
+    "planner.search",
+    "executor",
+    "costmodels",
+)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REFERENCE = ROOT / "docs" / "reference"
 

@@ -16,6 +16,8 @@ from planner.errors import RequestError
 from planner.pipeline import Planned
 from planner.report.html_data import ReportData, gather
 
+__all__ = ["write_report"]
+
 SCRIPTS = ("base.js", "tables.js", "mesh.js", "graph.js", "time.js", "page.js")
 """Pieces of the page's script, in order; they share one scope."""
 DIGITS = 6

@@ -135,7 +135,6 @@ class _Drawing:
         self.depth: dict[int, int] = {}  # heavy operations before a value of the segment
         self.node: dict[int, int] = {}  # the node that makes it
         self.light: dict[int, bool] = {}
-        self.origin: dict[int, frozenset[int]] = {}  # arguments that it is a copy of
 
     def find(self, node: int) -> int:
         while self.parent[node] != node:
@@ -185,7 +184,6 @@ class _Drawing:
         if not any(values[o].shape for o in op.outputs) and not inputs:
             return
         inside = [i for i in inputs if i in self.node]
-        origins = [self.origin.get(i, frozenset({i} & self.params.keys())) for i in inputs]
         renames = does_nothing(op) or op.kind in _RENAMES
         if renames and len(inside) == len(inputs) == 1:
             for o in op.outputs:
@@ -194,9 +192,7 @@ class _Drawing:
             self.ops[self.find(self.node[inside[0]])].append(op)
             return
         if renames and not inside:
-            for o in op.outputs:
-                self.origin[o] = frozenset().union(*origins)
-            return
+            return  # of an argument, of another piece, or a constant
         reduces = op.kind.startswith(("reduce_", "arg"))
         heavy = reduces or not (self.plan.priced.analysis.groups.fusable[op.index] or renames)
         level = max([self.depth[i] for i in inside], default=0)
@@ -214,6 +210,20 @@ class _Drawing:
             self.node[o], self.light[o] = mine, not heavy
             self.depth[o] = level + heavy
 
+    def argument(self, value: int) -> int | None:
+        """The argument of the step that a value is another name of."""
+        while value not in self.params:
+            made = self.graph.values[value].op
+            if made < 0:
+                return None
+            op = self.graph.ops[made]
+            inputs = [i for i in op.inputs if i != SCALAR]
+            same = does_nothing(op) and op.kind not in ("loop_carry", "loop_out", "branch_out")
+            if not (same or op.kind in _RENAMES) or len(inputs) != 1:
+                return None
+            value = inputs[0]
+        return value
+
     def nodes(self) -> list[Node]:
         """The nodes in program order of their last operations, layered."""
         roots = [k for k in range(len(self.parent)) if self.find(k) == k]
@@ -224,22 +234,9 @@ class _Drawing:
             inputs = [i for op in self.ops[root] for i in op.inputs if i in self.node]
             found = {number[self.find(self.node[i])] for i in inputs} - {number[root]}
             reads.append(sorted(found))
-        layer = [-1] * len(roots)
-
-        def layer_of(k: int) -> int:
-            stack = [k]
-            while stack:
-                top = stack[-1]
-                missing = [r for r in reads[top] if layer[r] < 0]
-                if layer[top] >= 0 or not missing:
-                    layer[top] = max([layer[r] + 1 for r in reads[top]], default=0)
-                    stack.pop()
-                else:
-                    stack.extend(missing)
-            return layer[k]
-
+        layer = _layers(reads)
         return [
-            self.described(self.ops[root], tuple(reads[k]), layer_of(k))
+            self.described(self.ops[root], tuple(reads[k]), layer[k])
             for k, root in enumerate(roots)
         ]
 
@@ -254,9 +251,9 @@ class _Drawing:
         arguments: dict[int, None] = {}
         for op in ops:
             for i in op.inputs:
-                if i != SCALAR:
-                    found = self.origin.get(i, frozenset({i} & self.params.keys()))
-                    arguments.update(dict.fromkeys(sorted(found)))
+                found = None if i == SCALAR or i in self.node else self.argument(i)
+                if found is not None:
+                    arguments[found] = None
         sums: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         compute, names_of = 0.0, self.plan.priced.mesh.names
         for op in ops:
@@ -284,6 +281,34 @@ class _Drawing:
         v = self.graph.values[value]
         spec: Sharding = self.plan.value_sharding(value, port)
         return Array(name, v.shape, v.dtype, spec.dims)
+
+
+def _layers(reads: Sequence[Sequence[int]]) -> list[int]:
+    """A layer per node, below all that it reads: the first that will do. What hangs on nothing but
+    itself, such as a mask, is moved down to its reader.
+
+    ``reads`` has no cycles, but need not be in order.
+    """
+    readers: list[list[int]] = [[] for _ in reads]
+    for k, before in enumerate(reads):
+        for b in before:
+            readers[b].append(k)
+    missing = [len(before) for before in reads]
+    order = [k for k, n in enumerate(missing) if not n]
+    layer = [0] * len(reads)
+    for k in order:  # grows as it is walked
+        for after in readers[k]:
+            layer[after] = max(layer[after], layer[k] + 1)
+            missing[after] -= 1
+            if not missing[after]:
+                order.append(after)
+    loose = [False] * len(reads)
+    for k in order:
+        loose[k] = all(loose[b] and len(readers[b]) == 1 for b in reads[k])
+    for k in reversed(order):
+        if readers[k] and loose[k]:
+            layer[k] = min(layer[after] for after in readers[k]) - 1
+    return layer
 
 
 def _renumbered(nodes: Sequence[Node], kept: Sequence[int]) -> Iterator[Node]:

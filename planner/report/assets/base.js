@@ -28,6 +28,8 @@ const bytesText = (n) => missing(n) ? "–" : Math.round(n) < 1000 ? `${Math.rou
 const timeText = (s) => missing(s) ? "–" : s < 5e-13 ? "0 s" : scaled(s * 1e9, ["ns", "µs", "ms", "s"]);
 const countText = (n) => Math.abs(n - Math.round(n)) < 1e-9 ? String(Math.round(n)) : String(Number(n.toPrecision(3)));
 const percentText = (x) => x === null ? "unknown" : x < 1e-9 ? "0 %" : x < 5e-4 ? "<0.1 %" : `${(100 * x).toFixed(1)} %`;
+// Texts of the planner keep to ASCII: 12 us.
+const micro = (text) => text.replace(/(\d) us\b/g, "$1 µs");
 const many = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
 const axisColor = (name) => `var(--axis-${Math.max(D.axes.indexOf(name), 0) % 4})`;

@@ -146,6 +146,8 @@ function drawSegment(segment) {
     });
     items.forEach((item) => { if (item.node) drawing.append(drawNode(item.node, segment, item.x - NODE_W / 2, item.y)); });
     box.append(drawing);
+    const first = items.filter((item) => item.node && item.layer === 0);
+    requestAnimationFrame(() => { box.scrollLeft = first.reduce((sum, item) => sum + item.x, 0) / (first.length || 1) - box.clientWidth / 2; });
   }
   const alone = segment.nodes.filter((_, k) => !linked.has(k));
   if (alone.length) {
@@ -156,6 +158,7 @@ function drawSegment(segment) {
     });
     box.append(grid);
   }
+  if (!segment.nodes.length) box.append(el("p", { class: "soft small", text: "Nothing but scalars, or other names for arrays." }));
   if (segment.left_out) box.append(el("p", { class: "soft small", text: `${segment.left_out} more, the cheapest, are not drawn.` }));
   return box;
 }

@@ -25,9 +25,9 @@ function summary() {
       el("div", { class: "soft small", text: `${bytesText(sumOf("parameter"))} parameters, ${bytesText(sumOf("optimizer state"))} optimizer state, ${bytesText(sumOf("batch or other input"))} batch and other inputs` })),
     tile("mesh", D.mesh.replaceAll(",", ", "), "", true,
       el("div", {}, D.axes.map((name) => [axisChip(name), " "]), el("span", { class: "soft small", text: `${many(devices, "device")} of ${D.cluster}` })),
-      el("div", { class: "soft small", text: `${D.choice}.` })),
+      el("div", { class: "soft small", text: micro(`${D.choice}.`) })),
     tile("gap to the lower bound", percentText(D.search.gap), "", true,
-      el("div", { class: "small", text: `${D.proof}.` }),
+      el("div", { class: "small", text: micro(`${D.proof}.`) }),
       el("div", { class: "soft small", text: `Search ${D.search.name}: ${D.search.reason}. Bound ${timeText(D.search.lower_bound_s)}, found ${timeText(D.search.cost_s)} (without the start of the step).` })))];
 }
 function sumOf(kind) {
@@ -44,7 +44,7 @@ function activations() {
 }
 function lines(title, texts, none) {
   return el("div", { class: "card" }, el("h3", { text: title }), texts.length
-    ? el("ul", { class: "plain small" }, texts.map((text) => el("li", { text }))) : el("p", { class: "soft small", text: none }));
+    ? el("ul", { class: "plain small" }, texts.map((text) => el("li", { text: micro(text) }))) : el("p", { class: "soft small", text: none }));
 }
 
 function page() {

@@ -140,7 +140,7 @@ function specView(text) {
 }
 
 function meshesTable() {
-  const rows = D.meshes.map(([mesh, cost, bound, peak, verdict]) => ({ mesh, cost: cost ?? -1, bound: bound ?? -1, peak: peak ?? -1, verdict }));
+  const rows = D.meshes.map(([mesh, cost, bound, peak, verdict]) => ({ mesh, cost: cost ?? -1, bound: bound ?? -1, peak: peak ?? -1, verdict: micro(verdict) }));
   const top = Math.max(...rows.map((r) => Math.max(r.cost, r.bound)));
   const bar = (r) => el("div", { class: "bar", style: { width: "150px", height: "9px" }, title: `at least ${timeText(r.bound)}` },
     el("span", { style: { width: `${100 * Math.max(r.bound, 0) / top}%`, background: r.verdict === "chosen" ? "var(--good)" : "var(--accent)" } }),

@@ -1,0 +1,245 @@
+"""The HTML report in headless Chromium: drawn, sorted, filtered, silent, alone with its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: the extra 'test'")
+
+from report_cases import NASTY, deep, small  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+from planner.report.html import write_report  # noqa: E402
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER),
+    reason="needs Chromium and its driver: apt-get install chromium chromium-driver",
+)
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync "
+    "--force-prefers-reduced-motion "
+    "--window-size=1280,1000"
+).split()
+SECTIONS = "summary step graph mesh collectives arguments activations meshes notes".split()
+TITLE = "<lambda> " + NASTY
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    os.environ["SE_OFFLINE"] = "true"
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_page_load_timeout(60)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(small(), path, title=TITLE)
+    return path
+
+
+def load(browser: Any, path: Path) -> None:
+    """Open a report and wait until it is drawn."""
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    browser.get(path.as_uri())
+    WebDriverWait(browser, 30).until(
+        lambda b: b.execute_script(
+            "return document.documentElement.dataset.ready && "
+            "document.querySelector('.figure path')"
+        )
+    )
+
+
+def silent(browser: Any, path: Path) -> None:
+    """Fail if anything was said on the console, or asked of anyone but the file."""
+    assert browser.get_log("browser") == []
+    asked = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    urls = [
+        event["params"]["request"]["url"]
+        for event in asked
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+    assert path.as_uri() in urls
+    assert [u for u in urls if u != path.as_uri() and not u.startswith("data:")] == []
+
+
+def column(browser: Any, table: str, number: int) -> list[str]:
+    cells = browser.find_elements(
+        By.CSS_SELECTOR, f"[data-table='{table}'] tbody td:nth-child({number})"
+    )
+    return [cell.text for cell in cells]
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+
+
+def head(browser: Any, table: str, label: str) -> Any:
+    heads = browser.find_elements(By.CSS_SELECTOR, f"[data-table='{table}'] th")
+    return next(h for h in heads if h.text.split("\n")[0].strip().startswith(label))
+
+
+def test_everything_is_drawn(browser: Any, report: Path) -> None:
+    load(browser, report)
+    assert [
+        s.get_attribute("id") for s in browser.find_elements(By.TAG_NAME, "section")
+    ] == SECTIONS
+    assert browser.find_element(By.TAG_NAME, "h1").text.startswith("<lambda> </script>")
+    assert browser.find_elements(By.CSS_SELECTOR, "img, iframe") == []
+    assert len(browser.find_elements(By.TAG_NAME, "script")) == 2
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#mesh .device")) == 8
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#graph details[open] .node")) >= 2
+    planned = small()
+    peak = browser.find_element(By.CSS_SELECTOR, "#step h3").text
+    assert peak.startswith("At the peak: ")
+    links = browser.find_elements(By.CSS_SELECTOR, "nav a")
+    assert [link.get_attribute("href").split("#")[1] for link in links] == SECTIONS
+    shown = browser.find_element(By.CSS_SELECTOR, "[data-table=collectives] [role=status]").text
+    assert int(shown.split()[0]) <= len(planned.plan.collectives)
+    silent(browser, report)
+
+
+def test_tables_sort(browser: Any, report: Path) -> None:
+    load(browser, report)
+    times = [seconds(t) for t in column(browser, "collectives", 6)]
+    assert len(times) > 2 and times == sorted(times, reverse=True)
+    head(browser, "collectives", "time a step").find_element(By.TAG_NAME, "button").click()
+    assert [seconds(t) for t in column(browser, "collectives", 6)] == sorted(times)
+    assert head(browser, "collectives", "time a step").get_attribute("aria-sort") == "ascending"
+    head(browser, "collectives", "collective").find_element(By.TAG_NAME, "button").click()
+    kinds = column(browser, "collectives", 1)
+    assert kinds == sorted(kinds) and len(set(kinds)) > 1
+    assert head(browser, "collectives", "time a step").get_attribute("aria-sort") is None
+    head(browser, "arguments", "path").find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    paths = column(browser, "arguments", 1)
+    assert paths == sorted(paths)
+    silent(browser, report)
+
+
+def test_tables_filter(browser: Any, report: Path) -> None:
+    load(browser, report)
+    everything = column(browser, "collectives", 1)
+    kind = everything[0]
+    assert set(everything) != {kind}
+    box = browser.find_element(By.CSS_SELECTOR, "[data-table=collectives] input")
+    box.send_keys(kind.upper())
+    assert set(column(browser, "collectives", 1)) == {kind}
+    status = browser.find_element(By.CSS_SELECTOR, "[data-table=collectives] [role=status]")
+    assert f"of {len(everything)} rows" in status.text
+    box.send_keys(" no such thing")
+    assert column(browser, "collectives", 1) == ["Nothing matches."]
+    box.send_keys(Keys.CONTROL, "a")
+    box.send_keys(Keys.DELETE)
+    menus = browser.find_elements(By.CSS_SELECTOR, "[data-table=collectives] select")
+    other = next(k for k in everything if k != kind)
+    webdriver.support.ui.Select(menus[0]).select_by_value(other)
+    assert set(column(browser, "collectives", 1)) == {other}
+    webdriver.support.ui.Select(menus[0]).select_by_value("")
+    webdriver.support.ui.Select(menus[2]).select_by_value("every one")
+    assert status.text.startswith(f"{len(small().plan.collectives)} rows")
+    silent(browser, report)
+
+
+def test_pictures_answer_to_the_keyboard(browser: Any, report: Path) -> None:
+    load(browser, report)
+    figure = browser.find_element(By.CSS_SELECTOR, ".figure")
+
+    def ticks() -> list[str]:
+        return [t.text for t in figure.find_elements(By.CSS_SELECTOR, "text[text-anchor=middle]")]
+
+    def title() -> str:
+        return str(browser.find_element(By.CSS_SELECTOR, "#step h3").text)
+
+    before, peak = ticks(), title()
+    figure.send_keys(Keys.ARROW_LEFT)
+    assert title() != peak
+    figure.send_keys("+")
+    assert ticks() != before
+    figure.send_keys("0")
+    assert ticks() == before
+    closed = browser.find_elements(By.CSS_SELECTOR, "#graph details.segment:not([open])")
+    row = next(d for d in closed if d.find_element(By.TAG_NAME, "summary").is_displayed())
+    row.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
+    WebDriverWait(browser, 5).until(lambda _: row.find_elements(By.CSS_SELECTOR, ".drawing"))
+    silent(browser, report)
+
+
+def test_a_click_lists_what_memory_holds(browser: Any, report: Path) -> None:
+    load(browser, report)
+    figure = browser.find_element(By.CSS_SELECTOR, ".figure")
+    before = browser.find_element(By.CSS_SELECTOR, "#step h3").text
+    browser.execute_script(
+        "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", figure
+    )
+    aim = webdriver.ActionChains(browser)
+    aim.move_to_element_with_offset(figure, -figure.size["width"] // 4, figure.size["height"] // 4)
+    aim.perform()
+    tip = browser.find_element(By.ID, "tip")
+    assert tip.is_displayed() and "parameters" in tip.text
+    aim.click().perform()
+    assert browser.find_element(By.CSS_SELECTOR, "#step h3").text != before
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".held > div")) > 2
+    silent(browser, report)
+
+
+def test_dark_follows_the_system(browser: Any, report: Path) -> None:
+    def background(scheme: str) -> str:
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        found = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        return str(found)
+
+    load(browser, report)
+    try:
+        light, dark = background("light"), background("dark")
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    shades = [[int(n) for n in c[4:-1].split(",")] for c in (light, dark)]
+    assert min(shades[0]) > 200 and max(shades[1]) < 60
+
+
+def test_96_layers_open_and_answer(
+    browser: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep.html"
+    write_report(deep(), path, title="96 layers")
+    assert path.stat().st_size < 5e6
+    load(browser, path)
+    ready = browser.execute_script(
+        "return performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
+    )
+    record_property("interactive_ms", ready)
+    with capsys.disabled():
+        print(f"\n96 layers: {path.stat().st_size / 1e6:.2f} MB, interactive in {ready:.0f} ms")
+    menus = browser.find_elements(By.CSS_SELECTOR, "[data-table=collectives] select")
+    webdriver.support.ui.Select(menus[2]).select_by_value("every one")
+    rows = column(browser, "collectives", 1)
+    assert 0 < len(rows) <= 20
+    status = browser.find_element(By.CSS_SELECTOR, "[data-table=collectives] [role=status]")
+    assert status.text.replace(",", "").startswith(f"{len(deep().plan.collectives)} rows")
+    assert browser.find_element(By.CSS_SELECTOR, "#graph .times").text.strip()[1:] == "96"
+    silent(browser, path)
