@@ -107,7 +107,7 @@ def test_a_limit_that_is_just_met_draws_the_order_of_the_trace(planned: Planned)
         planned.plan.prediction, limit_bytes=planned.plan.prediction.peak_bytes * 0.98
     )
     tight = dataclasses.replace(planned.plan, prediction=prediction)
-    assert gather(Planned(tight, planned.extraction)).step.memory.traced_order
+    assert gather(dataclasses.replace(planned, plan=tight)).step.memory.traced_order
 
 
 def test_the_graph_holds_all_of_the_step(data: ReportData, planned: Planned) -> None:

@@ -81,6 +81,7 @@ def silent(browser: Any, path: Path) -> None:
         event["params"]["request"]["url"]
         for event in asked
         if event["method"] == "Network.requestWillBeSent"
+        and event["params"]["documentURL"].startswith(path.as_uri())  # not the browser's own pages
     ]
     assert path.as_uri() in urls
     assert [u for u in urls if u != path.as_uri() and not u.startswith("data:")] == []
