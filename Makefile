@@ -1,11 +1,12 @@
 # make demo   install into .venv, plan and train a real model on 8 virtual CPU devices
 # make test   install into .venv and run the tests
-# make check  exactly what CI runs: format, types, borders, tests
+# make docs   build the documentation into build/docs, warnings are errors
+# make check  exactly what CI runs: format, types, borders, documentation, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check lint benchmarks clean
+.PHONY: demo test test-all check lint docs benchmarks clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml
@@ -34,7 +35,14 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	JAX_PLATFORMS=cpu $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+
+check: lint docs test
 
 benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/planning_time.py

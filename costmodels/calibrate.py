@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from ._describe import Description, described
 from .collectives import Collective
@@ -237,6 +236,8 @@ def _fitted(
     given: Description, names: Sequence[_Name], samples: Sequence[Sample]
 ) -> dict[str, dict[str, float]]:
     """The named constants, fitted to the samples from where ``given`` has them."""
+    from scipy.optimize import least_squares
+
     first = np.asarray([max(given.entry[t][k], _FROM.get(k, 1e-2)) for t, k in names], float)
     top = [1.0 / x if key in _SHARES else MOST for x, (_, key) in zip(first, names, strict=True)]
     measured = np.log([s.seconds for s in samples])

@@ -4,6 +4,8 @@
 cheapest that fits; ``Plan`` is plain data; ``shard`` marks values inside a model.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from planner.annotate import shard
 from planner.errors import (
     InternalError,
@@ -17,9 +19,11 @@ from planner.errors import (
 )
 from planner.metadata import with_logical_axis_rules
 from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
-from planner.pipeline import Planned, make_plan, plan_step
 from planner.plan import Plan, load_plan
 from planner.spec import MeshSpec, Sharding
+
+if TYPE_CHECKING:
+    from planner.pipeline import Planned, make_plan, plan_step
 
 __all__ = [
     "MODES",
@@ -44,3 +48,15 @@ __all__ = [
     "shard",
     "with_logical_axis_rules",
 ]
+
+
+_PIPELINE = frozenset({"Planned", "make_plan", "plan_step"})
+
+
+def __getattr__(name: str) -> Any:
+    """The names of the pipeline when one is asked for: the searches are most of an import."""
+    if name in _PIPELINE:
+        from planner import pipeline
+
+        return getattr(pipeline, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
+import shtab
+
 from planner.cli_explain import EXPLAIN
 from planner.cli_inspect import EXAMPLES, INSPECT, PLANNED
 from planner.cli_search import INTERRUPTED, SEARCH
@@ -76,6 +78,12 @@ def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"planner {version()}")
+    shtab.add_argument_to(
+        parser,
+        "--print-completion",
+        help="print the completion script of a shell; in bash: "
+        'eval "$(planner --print-completion bash)"',
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in commands:
         command.add(subparsers)

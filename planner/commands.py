@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import shtab
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
@@ -47,7 +48,8 @@ class Command:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a step and say how to plan it."""
     add = parser.add_argument
-    add("model", metavar="MODEL[:FUNCTION]", help="a Python file, or a function in it")
+    model: Any = add("model", metavar="MODEL[:FUNCTION]", help="a Python file, or a function in it")
+    model.complete = shtab.FILE
     add(
         "--cluster",
         help=f"such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the "

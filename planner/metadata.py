@@ -59,8 +59,8 @@ def rules_of(function: Callable[..., Any] | None) -> Rules:
 def with_logical_axis_rules(
     function: Callable[..., Any], rules: Sequence[Any] | None = None
 ) -> Callable[..., Any]:
-    """``function``, traced with these logical axis rules: its ``nn.with_logical_constraint``s are
-    marks. Without rules those in force in Flax count, unless it was given some before.
+    """``function``, traced with these logical axis rules: ``nn.with_logical_constraint`` in it is a
+    mark. Without rules those in force in Flax count, unless it was given some before.
 
     Raises:
         RequestError: as ``check_rules``.

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from planner.errors import InternalError
+
+if TYPE_CHECKING:  # a fifth of a second to import, for who wants the view
+    import networkx as nx
 
 SCALAR = -1
 """Operand index of a literal: no value, nothing to shard."""
@@ -163,6 +165,8 @@ class Graph:
         Node attributes: ``kind``, ``source``, ``region``; edge attributes: ``value``,
         ``shape``, ``dtype``, ``nbytes``.
         """
+        import networkx as nx
+
         view = nx.DiGraph()
         for position in range(len(self.inputs)):
             view.add_node(f"in{position}", kind="input", path=self.input_paths[position])

@@ -10,6 +10,7 @@ index names a place in the program for both.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sysconfig
@@ -34,14 +35,14 @@ FUSED = "flash_attention"
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))
-_LIBRARIES = tuple(
-    os.path.realpath(p) + os.sep
-    for p in {
-        sysconfig.get_paths()["purelib"],
-        sysconfig.get_paths()["platlib"],
-        sysconfig.get_paths()["stdlib"],
-    }
-)
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Where installed packages and Python's own modules lie."""
+    paths = sysconfig.get_paths()  # a tenth of a second the first time
+    places = {paths[name] for name in ("purelib", "platlib", "stdlib")}
+    return tuple(os.path.realpath(place) + os.sep for place in sorted(places))
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def user_line(eqn: Any) -> str:
         if known is None:
             name = code.co_filename
             real = os.path.realpath(name)
-            library = real.startswith(_LIBRARIES) or name.startswith("<")
+            library = real.startswith(_libraries()) or name.startswith("<")
             known = _user_code[code] = not library and not real.startswith(_OURS)
         if known:
             line = type(traceback).code_addr2line(code, offset)

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.optimize import linprog
 
 from planner.search.problem import Array
 from planner.search.progress import time_is_up
@@ -190,6 +189,8 @@ def _next_point(
     bundle: _Bundle, centre: dict[int, float], best: float, upper: float
 ) -> dict[int, float] | None:
     """The multipliers to try next, or None when the cuts allow no more than the best value."""
+    from scipy.optimize import linprog  # half a second to import, for who comes here
+
     slopes, costs = bundle.rows(), np.array(bundle.costs)
     if not math.isfinite(upper):
         top = max(float(costs.max()), best)
@@ -246,6 +247,8 @@ def least_peak(
     Returns:
         A lower bound of the peak of every choice.
     """
+    from scipy.optimize import linprog
+
     bound, active, took = 0.0, list[int](), 0.0
     profiles = [timeline.profile(start)]
     scale = max(float(profiles[0].max()), 1e-300)

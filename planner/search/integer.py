@@ -24,13 +24,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import highspy
 import numpy as np
-from scipy.sparse import csr_matrix
 
 from planner.search.flat import Flat
 from planner.search.problem import Array, fits
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 _ROW_SCALE = 1e4
 """The memory limit in the units of a row: HiGHS's tolerances are absolute."""
@@ -81,6 +84,8 @@ class _Rows:
     def matrix(self, columns: int) -> csr_matrix:
         """All rows."""
         where = (np.concatenate(self.row), np.concatenate(self.column))
+        from scipy.sparse import csr_matrix
+
         return csr_matrix((np.concatenate(self.value), where), shape=(self.count, columns))
 
 
