@@ -146,6 +146,11 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises:
         ClusterError: unknown device, bad or non-positive shape, unreadable file, bad key or value.
+
+    >>> parse_cluster("h100:8x4").num_devices
+    32
+    >>> parse_cluster("v5e:16x16+4").num_devices
+    1024
     """
     return build_cluster(described(text))
 
@@ -169,6 +174,9 @@ def parse_bytes(text: str) -> int:
 
     Raises:
         ClusterError: no number, an unknown unit, or a size below one byte.
+
+    >>> parse_bytes("80GB"), parse_bytes("16GiB")
+    (80000000000, 17179869184)
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", text)
     unit = found.group(2).lower() if found else ""

@@ -82,6 +82,10 @@ def shard(x: jax.Array, *entries: Any) -> jax.Array:
 
     Raises:
         PinError: more entries than dimensions.
+
+    >>> import jax.numpy as jnp
+    >>> float(shard(jnp.ones((4, 2)), "data").sum())
+    8.0
     """
     if len(entries) > x.ndim:
         raise PinError(

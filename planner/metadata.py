@@ -26,6 +26,9 @@ def check_rules(rules: Sequence[Any]) -> Rules:
 
     Raises:
         RequestError: a rule is not a pair of a name and mesh axes; says which.
+
+    >>> check_rules([("mlp", "model"), ["batch", ["data", "fsdp"]]])
+    (('mlp', 'model'), ('batch', ('data', 'fsdp')))
     """
     out = []
     for rule in rules:

@@ -53,6 +53,11 @@ def set_parallel_mode(mode: str, *, search: str = "auto") -> ParallelMode:
 
     Raises:
         RequestError: unknown mode or search; lists the known ones.
+
+    >>> before = set_parallel_mode("DATA_PARALLEL")
+    >>> get_parallel_mode().mode
+    'DATA_PARALLEL'
+    >>> _ = set_parallel_mode(before.mode, search=before.search)
     """
     global _current
     before, _current = _current, check_mode(mode, search)

@@ -101,6 +101,12 @@ def plan_step(
     Raises:
         ModelError: the step failed while traced.
         RequestError: the request can't be met (PinError, MemoryLimitError among them).
+
+    >>> import jax, jax.numpy as jnp
+    >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 4096), (65536, 4096)))
+    >>> plan = plan_step(lambda w, x: jnp.tanh(x @ w), w, x, cluster="h100:8").plan
+    >>> tuple(plan.as_partition_specs()["[1]"])
+    ('data',)
     """
     begun = time.perf_counter()
     request = parse_request(

@@ -48,7 +48,11 @@ class Step:
 
 
 def encode(digits: Sequence[int], rank: int) -> int:
-    """Digits (one per mesh axis) to a code."""
+    """Digits (one per mesh axis) to a code.
+
+    >>> encode((1, 0), rank=2), digits_of(4, rank=2, num_axes=2)
+    (4, (1, 0))
+    """
     code = 0
     for digit in digits:
         code = code * (rank + 2) + digit

@@ -60,7 +60,11 @@ class Route:
 
 @lru_cache(maxsize=65536)
 def route(pattern: Pattern) -> Route:
-    """The route of a pattern."""
+    """The route of a pattern.
+
+    >>> route(((PARTIAL, 1),)).scattered, route(((1, 0),)).gathered
+    (True, 1)
+    """
     before = sliced = gathered = after = reduced = whole = 0
     moves: dict[tuple[int, int], int] = {}
     for k, (s, d) in enumerate(pattern):

@@ -46,7 +46,11 @@ class MeshSpec:
 
 
 def parse_mesh(text: str) -> MeshSpec:
-    """Parse ``"data=4,model=2"``; raises RequestError with the expected form otherwise."""
+    """Parse ``"data=4,model=2"``; raises RequestError with the expected form otherwise.
+
+    >>> parse_mesh("data=4,model=2").num_devices
+    8
+    """
     names, sizes = [], []
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -64,7 +68,13 @@ Entry = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Sharding:
-    """Mesh axes per dimension, major to minor; the empty tuple means replicated."""
+    """Mesh axes per dimension, major to minor; the empty tuple means replicated.
+
+    >>> mesh = MeshSpec(("data", "model"), (4, 2))
+    >>> split = Sharding.of([None, ("data", "model")])
+    >>> split.local_shape((16, 64), mesh), split.shards(mesh)
+    ((16, 8), 8)
+    """
 
     dims: tuple[tuple[str, ...], ...]
 
@@ -129,7 +139,11 @@ AXIS_NAMES: Mapping[int, tuple[str, ...]] = {
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write ``n`` as ``parts`` factors, each at least 2 (1 allowed if n=1)."""
+    """All ordered ways to write ``n`` as ``parts`` factors, each at least 2 (1 allowed if n=1).
+
+    >>> list(factorizations(12, 2))
+    [(2, 6), (3, 4), (4, 3), (6, 2)]
+    """
     if parts == 1:
         yield (n,)
         return
@@ -144,6 +158,9 @@ def enumerate_meshes(num_devices: int, max_axes: int = 3) -> tuple[MeshSpec, ...
     """Logical meshes of up to ``max_axes`` axes over ``num_devices`` devices.
 
     Any count works, powers of two or not; a prime has the one-axis mesh only.
+
+    >>> [str(mesh) for mesh in enumerate_meshes(6)]
+    ['data=6', 'data=2,model=3', 'data=3,model=2']
     """
     out = []
     for k in range(1, max_axes + 1):
