@@ -240,6 +240,8 @@ def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> Mem
     names = _labels(plan)
     spans: dict[tuple[str, int, int, int], list[float]] = {}
     for k, value in enumerate(found.usages.values):
+        if not sizes[k]:  # of a copy that is not made
+            continue
         key = (names(value), int(first[k]), int(last[k]), int(category[k]))
         spans.setdefault(key, []).append(float(sizes[k]))
     top = sorted(spans.items(), key=lambda item: -sum(item[1]))[:HELD]

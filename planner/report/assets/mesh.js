@@ -19,12 +19,14 @@ function meshDrawing() {
   const units = Math.ceil(w.drawn / unitSize);
   const rows = Math.ceil(unitSize / columns);
   const unitWidth = columns * cell + (columns - 1) * gap + 2 * pad, unitHeight = rows * cell + (rows - 1) * gap + 2 * pad + 16;
-  const across = Math.max(1, Math.min(units, Math.max(Math.floor(780 / (unitWidth + 14)), Math.ceil(Math.sqrt(units * 1.8 * unitHeight / unitWidth)))));
+  let across = Math.max(1, Math.min(units, Math.max(Math.floor(780 / (unitWidth + 14)), Math.ceil(Math.sqrt(units * 1.8 * unitHeight / unitWidth)))));
+  if (units % across && units % (across - 1) === 0) across -= 1;
   const width = across * (unitWidth + 14), height = Math.ceil(units / across) * (unitHeight + 14);
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", style: { "max-width": `${Math.round(width * 1.25)}px` },
     "aria-label": `${w.drawn} devices of ${D.cluster}; mesh ${D.mesh}` });
   const devices = [];
-  const unitName = (u) => torus ? (w.shape.length > 2 || w.slices > 1 ? `plane ${u}` : "torus") : `node ${u}`;
+  const planes = torus ? Math.max(Math.round(w.per_node / unitSize), 1) : 1;
+  const unitName = (u) => torus ? [w.slices > 1 ? `slice ${Math.floor(u / planes)}` : "", planes > 1 ? `plane ${u % planes}` : ""].filter(Boolean).join(", ") || "torus" : `node ${u}`;
   for (let u = 0; u < units; u += 1) {
     const x0 = (u % across) * (unitWidth + 14) + 7, y0 = Math.floor(u / across) * (unitHeight + 14) + 7;
     drawing.append(svg("rect", { class: "unit", x: x0, y: y0 + 14, width: unitWidth, height: unitHeight - 14, rx: 9 }),

@@ -16,7 +16,7 @@ function summary() {
     tile("step time, predicted", timeText(P.step_s), "", true,
       el("div", { class: "bars" }, barRow("compute", [[P.compute_s, "var(--product)"]], scale, timeText(P.compute_s)),
         barRow("communication", [[waits, "var(--wait)"], [P.overlapped_s, "var(--accent)"]], scale, timeText(P.communication_s))),
-      legend([["var(--wait)", `compute waits for ${timeText(waits)}`], ["var(--accent)", `${timeText(P.overlapped_s)} hides under compute`]])),
+      P.communication_s > 0 && legend([["var(--wait)", `compute waits for ${timeText(waits)}`], ["var(--accent)", `${timeText(P.overlapped_s)} hides under compute`]])),
     tile("peak memory, per device", bytesText(P.peak_bytes), P.limit_bytes > 0 ? `of ${bytesText(P.limit_bytes)}` : "", true,
       el("div", { class: "bars", style: { "grid-template-columns": "1fr max-content" } },
         el("span", { class: "bar", role: "img", "aria-label": `${percentText(share)} of the limit` },

@@ -1,12 +1,12 @@
 // The step over time: a lane of compute, one for each set of mesh axes, and memory, on one clock.
 const CATEGORY_NAMES = ["parameters", "optimizer state", "batch and other inputs", "gathered for use", "results", "activations and temporaries"];
-const LANE_H = 30, LANE_GAP = 12, LEFT = 150, RIGHT = 14, MEMORY_H = 230;
+const LANE_H = 30, LANE_GAP = 12, RIGHT = 14, MEMORY_H = 230;
 
 function timeFigure() {
-  const S = D.step, M = S.memory, bins = M.moment.length, P = D.prediction;
+  const S = D.step, M = S.memory, bins = M.moment.length, P = D.prediction, END = S.step_s || 1e-9;
   const totals = M.moment.map((_, b) => M.bytes.reduce((s, c) => s + c[b], 0));
   const used = CATEGORY_NAMES.map((_, c) => c).filter((c) => M.bytes[c].some((x) => x > 0));
-  const state = { from: 0, to: S.step_s, bin: M.peak_bin, drag: null };
+  const state = { from: 0, to: END, bin: M.peak_bin, drag: null };
   const box = el("div", { class: "figure", tabindex: "0", role: "application",
     "aria-label": "Timeline and memory. Arrow keys move the cursor, plus and minus zoom, 0 shows the whole step." });
   const panel = el("div", { "aria-live": "polite" });
@@ -15,12 +15,12 @@ function timeFigure() {
   const top = Math.max(...totals, 1);
   const limit = P.limit_bytes;
   const ceiling = limit > 0 && top > 0.3 * limit ? Math.max(limit, top) * 1.08 : top * 1.12;
-  let width = 900, root = null, cursor = null, select = null;
+  let width = 900, left = 150, root = null, cursor = null, select = null;
 
-  const x = (t) => LEFT + (t - state.from) / (state.to - state.from || 1) * (width - LEFT - RIGHT);
-  const time = (px) => state.from + (px - LEFT) / (width - LEFT - RIGHT) * (state.to - state.from);
-  const binTime = (b) => (b + 0.5) / bins * S.step_s;
-  const binOf = (t) => Math.max(0, Math.min(bins - 1, Math.floor(t / S.step_s * bins)));
+  const x = (t) => left + (t - state.from) / (state.to - state.from || 1) * (width - left - RIGHT);
+  const time = (px) => state.from + (px - left) / (width - left - RIGHT) * (state.to - state.from);
+  const binTime = (b) => (b + 0.5) / bins * END;
+  const binOf = (t) => Math.max(0, Math.min(bins - 1, Math.floor(t / END * bins)));
   const memoryTop = lanesH + 26;
   const y = (n) => memoryTop + MEMORY_H - n / ceiling * MEMORY_H;
   const visible = (lane, k) => lane.end_s[k] > state.from && lane.start_s[k] < state.to;
@@ -28,14 +28,14 @@ function timeFigure() {
   function laneDrawing(lane, row) {
     const y0 = row * (LANE_H + LANE_GAP) + 4, compute = !lane.axes.length;
     const group = svg("g", {});
-    group.append(svg("rect", { class: "lane", x: LEFT, y: y0, width: width - LEFT - RIGHT, height: LANE_H, rx: 4 }));
+    group.append(svg("rect", { class: "lane", x: left, y: y0, width: width - left - RIGHT, height: LANE_H, rx: 4 }));
     group.append(svg("text", { x: 2, y: y0 + 13, text: compute ? "compute" : lane.axes.join(", "),
-      style: { fill: "var(--ink)", "font-weight": 600 } }), svg("text", { x: 2, y: y0 + 27, text: lane.reach }));
+      style: { fill: "var(--ink)", "font-weight": 600 } }), svg("text", { x: 2, y: y0 + 27, text: left > 100 ? lane.reach : "" }));
     const paths = new Map();
     let waits = "";
     lane.start_s.forEach((start, k) => {
       if (!visible(lane, k)) return;
-      const x0 = Math.max(x(start), LEFT), x1 = Math.min(x(lane.end_s[k]), width - RIGHT);
+      const x0 = Math.max(x(start), left), x1 = Math.min(x(lane.end_s[k]), width - RIGHT);
       const w = Math.max(x1 - x0, 0.7), length = lane.end_s[k] - start;
       const full = Math.max(Math.min(lane.busy_s[k] / (length || 1), 1), 0.12) * LANE_H;
       const fill = compute ? ["var(--start)", "var(--product)", "var(--elementwise)"][lane.kind[k]] : axisColor(lane.axes[0]);
@@ -47,7 +47,7 @@ function timeFigure() {
       }
     });
     paths.forEach((d, fill) => group.append(svg("path", { d, style: { fill } })));
-    if (lane.axes.length > 1) lane.axes.forEach((name, k) => group.append(svg("rect", { x: LEFT - 12, y: y0 + k * LANE_H / lane.axes.length, width: 7,
+    if (lane.axes.length > 1) lane.axes.forEach((name, k) => group.append(svg("rect", { x: left - 12, y: y0 + k * LANE_H / lane.axes.length, width: 7,
       height: LANE_H / lane.axes.length, style: { fill: axisColor(name) } })));
     if (waits) group.append(svg("path", { d: waits, style: { fill: "var(--wait)" } }));
     return group;
@@ -58,17 +58,17 @@ function timeFigure() {
     const lines = 4;
     for (let k = 0; k <= lines; k += 1) {
       const value = ceiling * k / lines;
-      group.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
-        svg("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end", text: bytesText(value) }));
+      group.append(svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y(value), y2: y(value) }),
+        svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end", text: bytesText(value) }));
     }
-    group.append(svg("text", { x: 2, y: memoryTop + 13, text: "memory", style: { fill: "var(--ink)", "font-weight": 600 } }),
-      svg("text", { x: 2, y: memoryTop + 28, text: "per device" }));
+    group.append(svg("text", { x: 2, y: left > 100 ? memoryTop + 13 : memoryTop - 10, text: "memory", style: { fill: "var(--ink)", "font-weight": 600 } }),
+      svg("text", { x: 2, y: memoryTop + 28, text: left > 100 ? "per device" : "" }));
     const first = binOf(state.from), last = binOf(state.to);
     const base = new Array(bins).fill(0);
     used.forEach((c) => {
       let up = "", down = "";
       for (let b = first; b <= last; b += 1) {
-        const x0 = Math.max(x(b / bins * S.step_s), LEFT).toFixed(2), x1 = Math.min(x((b + 1) / bins * S.step_s), width - RIGHT).toFixed(2);
+        const x0 = Math.max(x(b / bins * END), left).toFixed(2), x1 = Math.min(x((b + 1) / bins * END), width - RIGHT).toFixed(2);
         const high = y(base[b] + M.bytes[c][b]).toFixed(2), low = y(base[b]).toFixed(2);
         up += `${b === first ? "M" : "L"}${x0} ${high}L${x1} ${high}`;
         down = `L${x1} ${low}L${x0} ${low}${down}`;
@@ -77,7 +77,7 @@ function timeFigure() {
       group.append(svg("path", { d: `${up}${down}Z`, style: { fill: `var(--held-${c})` } }));
     });
     if (limit > 0 && limit <= ceiling) {
-      group.append(svg("line", { class: "limit", x1: LEFT, x2: width - RIGHT, y1: y(limit), y2: y(limit) }),
+      group.append(svg("line", { class: "limit", x1: left, x2: width - RIGHT, y1: y(limit), y2: y(limit) }),
         svg("text", { x: width - RIGHT - 4, y: y(limit) - 5, "text-anchor": "end", text: `limit ${bytesText(limit)}`, style: { fill: "var(--bad)" } }));
     } else if (limit > 0) {
       group.append(svg("text", { x: width - RIGHT - 4, y: memoryTop + 12, "text-anchor": "end", text: `the limit, ${bytesText(limit)}, is ${countText(Math.round(limit / top))} times the peak`, style: { fill: "var(--bad)" } }));
@@ -86,15 +86,17 @@ function timeFigure() {
     if (peak >= state.from && peak <= state.to) {
       group.append(svg("circle", { cx: x(peak), cy: y(totals[M.peak_bin]), r: 4, style: { fill: "var(--card)", stroke: "var(--ink)", "stroke-width": 2 } }));
     }
-    for (let k = 0; k <= 5; k += 1) {
-      const t = state.from + (state.to - state.from) * k / 5;
-      group.append(svg("text", { x: x(t), y: height - 8, "text-anchor": k === 0 ? "start" : k === 5 ? "end" : "middle", text: timeText(t) }));
+    const ticks = width < 600 ? 2 : 5;
+    for (let k = 0; k <= ticks; k += 1) {
+      const t = state.from + (state.to - state.from) * k / ticks;
+      group.append(svg("text", { x: x(t), y: height - 8, "text-anchor": k === 0 ? "start" : k === ticks ? "end" : "middle", text: timeText(t) }));
     }
     return group;
   }
 
   function draw() {
-    width = Math.max(box.clientWidth, 420);
+    width = Math.max(box.clientWidth, 300);
+    left = width < 600 ? 88 : 150;
     root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
     S.lanes.forEach((lane, row) => root.append(laneDrawing(lane, row)));
     root.append(memoryDrawing());
@@ -150,18 +152,18 @@ function timeFigure() {
   }
 
   function zoom(factor, middle = binTime(state.bin)) {
-    const least = S.step_s / 4000, length = Math.min(Math.max((state.to - state.from) * factor, least), S.step_s);
+    const least = END / 4000, length = Math.min(Math.max((state.to - state.from) * factor, least), END);
     const share = Math.min(Math.max((middle - state.from) / (state.to - state.from), 0), 1);
-    state.from = Math.min(Math.max(middle - share * length, 0), S.step_s - length);
+    state.from = Math.min(Math.max(middle - share * length, 0), END - length);
     state.to = state.from + length;
     draw();
   }
-  const reset = () => { state.from = 0; state.to = S.step_s; draw(); };
+  const reset = () => { state.from = 0; state.to = END; draw(); };
   const move = (by) => {
     state.bin = Math.max(0, Math.min(bins - 1, state.bin + by));
     const t = binTime(state.bin), length = state.to - state.from;
     if (t < state.from || t > state.to) {
-      state.from = Math.min(Math.max(t - length / 2, 0), S.step_s - length);
+      state.from = Math.min(Math.max(t - length / 2, 0), END - length);
       state.to = state.from + length;
       draw();
     } else point();
@@ -182,7 +184,7 @@ function timeFigure() {
       select.setAttribute("width", Math.abs(px - state.drag));
       return;
     }
-    if (px < LEFT || px > width - RIGHT) { hideTip(); return; }
+    if (px < left || px > width - RIGHT) { hideTip(); return; }
     const row = Math.floor(py / (LANE_H + LANE_GAP)), lane = S.lanes[row];
     if (lane && py < lanesH) {
       const k = find(lane, time(px));
@@ -192,15 +194,15 @@ function timeFigure() {
       showTip(event, `${timeText(time(px))}: ${bytesText(totals[b])}\n${used.map((c) => `${CATEGORY_NAMES[c]} ${bytesText(M.bytes[c][b])}`).join("\n")}\nclick to list the values`);
     } else hideTip();
   });
-  box.addEventListener("pointerdown", (event) => { const px = at(event); if (event.button === 0 && px >= LEFT) { state.drag = px; box.setPointerCapture(event.pointerId); } });
+  box.addEventListener("pointerdown", (event) => { const px = at(event); if (event.button === 0 && px >= left) { state.drag = px; box.setPointerCapture(event.pointerId); } });
   box.addEventListener("pointerup", (event) => {
     if (state.drag === null) return;
     const px = at(event), from = Math.min(px, state.drag), to = Math.max(px, state.drag);
     state.drag = null;
     select.setAttribute("visibility", "hidden");
     if (to - from > 8) {
-      const ends = [Math.max(time(from), 0), Math.min(time(to), S.step_s)];
-      if (ends[1] - ends[0] > S.step_s / 4000) { [state.from, state.to] = ends; draw(); }
+      const ends = [Math.max(time(from), 0), Math.min(time(to), END)];
+      if (ends[1] - ends[0] > END / 4000) { [state.from, state.to] = ends; draw(); }
     } else { state.bin = binOf(time(px)); point(); }
   });
   box.addEventListener("pointerleave", hideTip);
@@ -218,7 +220,7 @@ function timeFigure() {
   const card = el("div", { class: "card" },
     el("div", { class: "tools" }, legend(keys), el("span", { class: "grow" }),
       button("+", "Zoom in", () => zoom(0.5)), button("−", "Zoom out", () => zoom(2)), button("Whole step", "Show the whole step", reset),
-      button("Peak", "Go to the memory peak", () => { state.bin = M.peak_bin; state.from = 0; state.to = S.step_s; draw(); })),
+      button("Peak", "Go to the memory peak", () => { state.bin = M.peak_bin; state.from = 0; state.to = END; draw(); })),
     M.traced_order ? el("p", { class: "small" }, `The prediction, ${bytesText(P.peak_bytes)}, is the order in which the compiler takes the memory that there is, to compute gradients late. Drawn is the order of the trace, which it can fall back to: ${bytesText(totals[M.peak_bin])} at the peak.`) : null,
     box, legend(used.map((c) => [`var(--held-${c})`, CATEGORY_NAMES[c]])), panel,
     el("details", { class: "small soft", style: { "margin-top": "12px" } }, el("summary", { style: { cursor: "pointer" }, text: "What is assumed here" }),
