@@ -10,8 +10,10 @@ from planner.errors import PinError
 from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
 from planner.quotient import Quotient
 from planner.request import Request
+from planner.sequence import along_the_sequence
 from planner.spec import MeshSpec, enumerate_meshes, factorizations
-from planner.state import state_masks
+from planner.state import StateRequest, find_state, state_masks
+from planner.tensor import along_parameters
 
 
 def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
@@ -58,4 +60,9 @@ def allowed_masks(
     if quotient.state is not None:
         pinned = frozenset(pin.value for pin in pins)
         hard = state_masks(quotient.state, request.state, pinned, graph, groups, mesh, hard)
+    if request.tensor in mesh.names:
+        parameters = find_state(graph, StateRequest()).parameters
+        hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)
+    if request.sequence in mesh.names:
+        hard = along_the_sequence(request.sequence, graph, groups, mesh, hard)
     return soft_masks(mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)

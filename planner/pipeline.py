@@ -217,6 +217,13 @@ def _planned(
     priced, solution = unfold(step.quotient, best)
     if dump_problem is not None:
         _dump(priced, dump_problem)
+    if least is not None and not solution.feasible and not request.advice:
+        raise MemoryLimitError(
+            f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",
+            least_bytes=least.memory.peak_bytes + priced.analysis.scalar_bytes,
+            lower_bytes=least.lower_bytes,
+            limit_bytes=request.limit_bytes,
+        )
     if least is not None and not solution.feasible:
         shortage = advise(Case(step.quotient, step.pins, request, least, retrace))
         raise MemoryLimitError(

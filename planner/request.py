@@ -34,6 +34,12 @@ class Request:
     slow_limit_s: float = math.inf
     """For all searches but the fast one: its answer must not depend on how busy the machine is."""
     state: StateRequest = field(default_factory=StateRequest)
+    sequence: str = ""
+    """A mesh axis over which the batch's second dimension stays split (sequence parallelism)."""
+    tensor: str = ""
+    """A mesh axis over which every parameter is split where it is read (tensor parallelism)."""
+    advice: bool = True
+    """Whether to try what would help when no plan fits."""
 
     @property
     def spreads(self) -> bool:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "planner",
     "planner.explain",
+    "planner.compare",
     "planner.report.html",
     "planner.search",
     "executor",

@@ -1,0 +1,226 @@
+"""Plans by hand beside the chosen one: each is what its name says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from planner import make_plan, shard
+from planner.compare import Candidate, Comparison, compare
+from planner.graph.trace import trace
+from planner.plan import Plan
+from planner.sequence import sequences
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+LAYERS, WIDTH, HEADS, VOCAB = 2, 256, 8, 512
+
+
+def step(state: Any, tokens: Any) -> Any:
+    """A decoder without norms, trained with momentum."""
+
+    def loss(w: Any) -> Any:
+        h = w["embed"][tokens]
+        for layer in w["layers"]:
+            q, k, v = (jnp.einsum("bsd,dhe->bshe", h, layer[n]) for n in "qkv")
+            scores = jax.nn.softmax(jnp.einsum("bshe,bthe->bhst", q, k), -1)
+            mixed = jnp.einsum("bhst,bthe->bshe", scores, v)
+            h = h + jnp.einsum("bshe,hed->bsd", mixed, layer["o"])
+            h = h + jax.nn.relu(h @ layer["up"]) @ layer["down"]
+        logits = h @ w["head"]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
+
+    value, grads = jax.value_and_grad(loss)(state["w"])
+    moved = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+    return {"w": jax.tree.map(lambda p, m: p - 0.1 * m, state["w"], moved), "m": moved}, value
+
+
+def example(batch: int = 16, length: int = 128) -> tuple[Any, Any]:
+    each = WIDTH // HEADS
+    layer = {n: struct(WIDTH, HEADS, each) for n in "qkv"}
+    layer |= {
+        "o": struct(HEADS, each, WIDTH),
+        "up": struct(WIDTH, 1024),
+        "down": struct(1024, WIDTH),
+    }
+    w = {
+        "embed": struct(VOCAB, WIDTH),
+        "head": struct(WIDTH, VOCAB),
+        "layers": [layer] * LAYERS,
+    }
+    return {"w": w, "m": w}, struct(batch, length, dtype=jnp.int32)
+
+
+ARGS = example()
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    return compare(step, *ARGS, cluster="h100:8")
+
+
+def named(found: Comparison, name: str) -> Plan:
+    (one,) = [c for c in found.candidates if c.name == name]
+    assert one.plan is not None
+    return one.plan
+
+
+def axes_of(plan: Plan, part: str) -> dict[str, tuple[str, ...]]:
+    return {x.path: x.spec.axes for x in plan.inputs if f"['{part}']" in x.path}
+
+
+def used(plan: Plan) -> list[tuple[str, ...]]:
+    return [(x.used_as or x.spec).axes for x in plan.inputs if "['w']" in x.path]
+
+
+def test_every_kind_stands_there_once_and_in_order(found: Comparison) -> None:
+    assert [c.name for c in found.candidates] == [
+        "chosen",
+        "data parallel",
+        "ZeRO-1",
+        "FSDP",
+        "tensor 2",
+        "tensor 4",
+        "tensor 8",
+        "FSDP 4 x tensor 2",
+        "FSDP 2 x tensor 4",
+        "sequence 2",
+        "sequence 4",
+        "sequence 8",
+    ]
+    assert found.chosen.plan == make_plan(step, *ARGS, cluster="h100:8")
+    assert all(c.fits and not c.refused for c in found.candidates)
+    limits = {c.plan.prediction.limit_bytes for c in found.candidates if c.plan}
+    assert limits == {found.limit_bytes}
+
+
+def test_the_chosen_plan_is_no_slower_than_any_by_hand(found: Comparison) -> None:
+    best = min(c.plan.prediction.step_s for c in found.candidates if c.plan and c.fits)
+    assert found.chosen.plan is not None
+    assert found.chosen.plan.prediction.step_s <= 1.03 * best
+
+
+def test_data_parallel_zero_and_fsdp(found: Comparison) -> None:
+    data, zero, full = (named(found, n) for n in ("data parallel", "ZeRO-1", "FSDP"))
+    for plan in (data, zero, full):
+        assert str(plan.mesh) == "data=8" and plan.inputs[-1].spec.entries == ("data",)
+        assert not any(used(plan))
+    assert not any(axes_of(data, "w").values()) and not any(axes_of(data, "m").values())
+    assert not any(axes_of(zero, "w").values()) and all(axes_of(zero, "m").values())
+    assert all(axes_of(full, "w").values()) and all(axes_of(full, "m").values())
+    assert {c.kind for c in found.candidates[1].collectives} == {"all_reduce"}
+    assert {"all_gather", "reduce_scatter"} <= {c.kind for c in found.candidates[3].collectives}
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_tensor_parallel_splits_every_matrix_and_the_batch(found: Comparison, degree: int) -> None:
+    plan = named(found, f"tensor {degree}")
+    assert plan.mesh.size("model") == degree
+    assert plan.inputs[-1].spec.entries == (
+        ("data",) if degree < 8 else plan.inputs[-1].spec.entries
+    )
+    assert all("model" in axes for axes in used(plan))
+    assert not any("data" in axes for axes in axes_of(plan, "w").values() if degree < 8)
+
+
+def test_tensor_parallel_is_megatrons() -> None:
+    """Whole activations are summed after attention and after the feed-forward part, forward and
+    backward, also where gathering the weights would be cheaper."""
+    wide = compare(step, *example(batch=64, length=512), cluster="h100:8")
+    plan = named(wide, "tensor 8")
+    whole = 64 * 512 * WIDTH * 4
+    sums = [
+        r
+        for r in plan.collectives
+        if (r.kind, r.axes, r.payload_bytes) == ("all_reduce", ("model",), whole)
+    ]
+    assert sum(r.count for r in sums) >= 4 * LAYERS
+    gathers = [r for r in plan.collectives if r.kind == "all_gather"]
+    assert all(r.payload_bytes >= whole for r in gathers)  # of activations, not of weights
+
+
+def test_mixed_gathers_over_data_and_sequence_over_its_axis(found: Comparison) -> None:
+    mixed = named(found, "FSDP 4 x tensor 2")
+    assert any({"data", "model"} <= set(axes) for axes in axes_of(mixed, "w").values())
+    assert any(r.kind == "all_gather" and r.axes == ("data",) for r in mixed.collectives)
+    for degree in (2, 4):
+        plan = named(found, f"sequence {degree}")
+        assert plan.inputs[-1].spec.entries == ("data", "sequence")
+        assert not any(used(plan))
+        keys = [r for r in plan.collectives if r.axes == ("sequence",) and r.kind == "all_gather"]
+        assert sum(r.count for r in keys) >= 2 * LAYERS  # keys and values of every layer
+        large = [a for a in plan.activations if len(a.shape) == 3]
+        assert large and all("sequence" in a.spec.axes for a in large)
+
+
+def test_what_does_not_fit_is_shown_with_the_memory_it_needs(found: Comparison) -> None:
+    whole, split = named(found, "data parallel"), named(found, "FSDP")
+    limit = (whole.prediction.peak_bytes + split.prediction.peak_bytes) / 2
+    tight = compare(step, *ARGS, cluster="h100:8", memory=limit)
+    by_name = {c.name: c for c in tight.candidates}
+    assert not by_name["data parallel"].fits and by_name["FSDP"].fits
+    plan = by_name["data parallel"].plan
+    assert plan is not None and plan.prediction.peak_bytes > limit
+    assert plan.prediction.step_s == pytest.approx(whole.prediction.step_s)
+    assert plan.prediction.limit_bytes == limit and math.isfinite(limit)
+
+
+def test_marks_that_a_kind_contradicts_are_its_refusal() -> None:
+    def marked(w: Any, x: Any) -> Any:
+        return jnp.mean(shard(x @ w, "data", "model") ** 2)
+
+    found = compare(marked, struct(64, 64), struct(64, 64), cluster="cpu:8")
+    refused = {c.name: c.refused for c in found.candidates if c.plan is None}
+    assert not found.chosen.refused
+    assert set(refused) == set()  # no kind has an axis that contradicts the mark
+    other = compare(
+        lambda w, x: jnp.mean(shard(x @ w, "expert") ** 2),
+        struct(64, 64),
+        struct(64, 64),
+        cluster="cpu:8",
+    )
+    kinds = {c.name: c for c in other.candidates}
+    assert kinds["tensor 2"].plan is None and "expert" in kinds["tensor 2"].refused
+    assert kinds["data parallel"].plan is not None  # marks wait for another mode there
+
+
+def test_options_are_for_the_chosen_plan_alone() -> None:
+    seen: list[str] = []
+    found = compare(
+        step,
+        *ARGS,
+        cluster="h100:8",
+        mesh="data=2,model=4",
+        shardings={r"embed": P("model")},
+        progress=seen.append,
+    )
+    assert str(found.chosen.plan and found.chosen.plan.mesh) == "data=2,model=4"
+    assert seen == [c.name for c in found.candidates]
+    assert str(named(found, "FSDP").mesh) == "data=8"
+
+
+def test_one_device_has_one_kind() -> None:
+    found = compare(lambda w, x: x @ w, struct(8, 8), struct(8, 8), cluster="cpu:1")
+    assert [c.name for c in found.candidates] == ["chosen", "data parallel"]
+    assert all(isinstance(c, Candidate) and not c.collectives for c in found.candidates)
+
+
+def test_sequences_are_tokens_or_three_dimensions() -> None:
+    def graph(*shapes: jax.ShapeDtypeStruct) -> list[tuple[int, ...]]:
+        found = trace(lambda *xs: xs, shapes).graph
+        return [found.values[v].shape for v in sequences(found)]
+
+    tokens = struct(8, 16, dtype=jnp.int32)
+    assert graph(tokens) == []  # it comes back, so it is carried on
+    found = trace(
+        lambda *xs: sum(x.sum() for x in xs), (tokens, struct(8, 4), struct(8, 4, 2))
+    ).graph
+    assert [found.values[v].shape for v in sequences(found)] == [(8, 16), (8, 4, 2)]
