@@ -1,12 +1,13 @@
 # make demo   install into .venv, plan and train a real model on 8 virtual CPU devices
 # make test   install into .venv and run the tests
+# make zoo    plan, run and compare some 170 small programs, print the table
 # make docs   build the documentation into build/docs, warnings are errors
 # make check  exactly what CI runs: format, types, borders, documentation, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check lint docs benchmarks clean
+.PHONY: demo test test-all zoo check lint docs benchmarks clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml
@@ -28,6 +29,9 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m ''
+
+zoo: $(VENV)/.installed
+	$(BIN)/python -m tests.zoo
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

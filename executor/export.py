@@ -23,10 +23,10 @@ WIDTH = 98
 
 _COMPAT = (
     *("make_jaxpr", "body", "consts", "is_literal", "shape_of", "rebuild", "as_struct"),
-    *("provenance", "bind", "scan_counts"),
+    *("provenance", "bind", "scan_counts", "is_ref"),
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
-    (trace, ("inner_jaxpr", "is_inlined", "abstract")),
+    (trace, ("inner_jaxpr", "inlined", "is_whole", "abstract")),
     (interpret, ("ConstrainedStep",)),
 )
 """What is copied, by module."""
@@ -179,6 +179,7 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             f"MARKS = frozenset({sorted(MARKS)!r})",
             f"REMAT = frozenset({sorted(interpret.REMAT)!r})",
             f"INLINED = frozenset(\n    {sorted(trace.INLINED)!r}\n)",
+            f"REGIONS = frozenset({sorted(trace.REGIONS)!r})",
             "Shardings = Mapping[tuple[int, str, int], NamedSharding]\n\n",
             _ERROR,
             "",

@@ -14,7 +14,7 @@ import jax
 
 from planner import compat
 from planner.errors import InternalError
-from planner.graph.trace import inner_jaxpr, is_inlined
+from planner.graph.trace import inlined, inner_jaxpr, is_whole
 from planner.groups import MARKS
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
@@ -47,6 +47,8 @@ class ConstrainedStep:
 
     def at(self, op: int, slot: str, position: int, value: Any) -> Any:
         """``value`` under the plan's constraints for that place, if there are any."""
+        if compat.is_ref(jax.typeof(value)):
+            return value
         for name in ("from", "in") if slot == "in" else (slot,):
             sharding = self.shardings.get((op, name, position))
             if sharding is not None:
@@ -93,16 +95,12 @@ class ConstrainedStep:
     def equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Evaluate one equation."""
         name = eqn.primitive.name
-        if is_inlined(eqn):
-            if name in REMAT:
-                return self.remat(eqn, ins)
-            return self.run(inner_jaxpr(eqn), ins)
-        if name == "scan":
-            return self.scan(eqn, ins)
-        if name == "while":
-            return self.while_loop(eqn, ins)
-        if name == "cond":
-            return self.cond(eqn, ins)
+        found = inlined(eqn, ins)
+        if found is not None:
+            return self.remat(eqn, ins) if name in REMAT else self.run(*found)
+        build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
+        if build is not None and not is_whole(eqn):
+            return build(eqn, ins)
         op = self.step(name)
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]

@@ -53,6 +53,11 @@ def itemsize(aval: Any) -> int:
     return int(getattr(dtype, "itemsize", 8))
 
 
+def is_ref(aval: Any) -> bool:
+    """Whether an abstract value is a reference to an array, as ``jax.new_ref`` makes."""
+    return hasattr(aval, "inner_aval")
+
+
 def rebuild(like: Any, closed: Any) -> Any:
     """Give a traced jaxpr the form (closed or open) that ``like`` has."""
     if hasattr(like, "jaxpr") or not hasattr(closed, "jaxpr"):

@@ -27,7 +27,7 @@ from planner.rules.key import EqnKey
 
 INLINED = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
-    "remat checkpoint remat2 custom_lin".split()
+    "remat checkpoint remat2 custom_lin custom_vmap_call".split()
 )
 
 FUSED = "flash_attention"
@@ -57,21 +57,43 @@ class Traced:
     out_shape: Any
 
 
+REGIONS = frozenset("scan while cond remat remat2 checkpoint".split())
+"""Equations whose bodies the executor builds anew."""
+
+
 def inner_jaxpr(eqn: Any) -> Any:
     """The body of a call-like equation that the walk goes through."""
     params = eqn.params
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in params:
             return params[key]
     return None
 
 
-def is_inlined(eqn: Any) -> bool:
-    """Whether the walk goes through this equation as if its body stood in its place."""
-    if eqn.primitive.name not in INLINED:
-        return False
+def inlined(eqn: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]] | None:
+    """(body, its operands) of an equation that is walked as if its body stood in its place.
+
+    Of a ``custom_linear_solve`` only the solver runs once derivatives have been taken; its
+    operands are a part of the equation's.
+    """
+    name = eqn.primitive.name
+    if name == "custom_linear_solve":
+        lengths = eqn.params["const_lengths"]
+        start = lengths.matvec + lengths.vecmat
+        consts = operands[start : start + lengths.solve]
+        return eqn.params["jaxprs"].solve, [*consts, *operands[sum(lengths) :]]
+    if name not in INLINED or is_whole(eqn):
+        return None
     inner = inner_jaxpr(eqn)
-    return inner is not None and len(compat.body(inner).invars) == len(eqn.invars)
+    if inner is None or len(compat.body(inner).invars) != len(operands):
+        return None
+    return inner, list(operands)
+
+
+def is_whole(eqn: Any) -> bool:
+    """Whether a region is taken as one operation: it uses references (``jax.new_ref``) of the
+    program around it, and a body that is built anew could not."""
+    return eqn.primitive.name in REGIONS and any(compat.is_ref(v.aval) for v in eqn.invars)
 
 
 _user_code: dict[Any, bool] = {}
@@ -172,21 +194,19 @@ class _Builder:
 
     def equation(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
         name = eqn.primitive.name
-        if is_inlined(eqn):
+        found = inlined(eqn, ins)
+        if found is not None:
             outer = self.fused
             label = str(eqn.params.get("name", ""))
             if label.startswith(FUSED) and not outer:
                 self.calls += 1
                 self.fused = f"{label}#{self.calls}"
-            results = self.walk(inner_jaxpr(eqn), ins, region, source)
+            results = self.walk(*found, region, source)
             self.fused = outer
             return results
-        if name == "scan":
-            return self.scan(eqn, ins, region, source)
-        if name == "while":
-            return self.while_loop(eqn, ins, region, source)
-        if name == "cond":
-            return self.cond(eqn, ins, region, source)
+        build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
+        if build is not None and not is_whole(eqn):
+            return build(eqn, ins, region, source)
         avals = tuple(v.aval for v in eqn.outvars)
         record = EqnKey(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars), avals)
         return self.op(name, ins, avals, region, source, record)

@@ -30,17 +30,37 @@ def dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
 
 
 def ragged_dot_general(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Only the plain form: rows in groups, each group with a matrix of its own."""
+    """Groups of rows, each with a matrix of its own (the groups stay whole), or groups of
+    contracted rows, each with a result of its own, as in the gradient of the former."""
     numbers = params["ragged_dot_dimension_numbers"]
-    contract, batch = numbers.dot_dimension_numbers
-    plain = (
-        [list(axes) for axes in (*contract, *batch)] == [[1], [1], [], []]
-        and list(numbers.lhs_ragged_dimensions) == [0]
-        and list(numbers.rhs_group_dimensions) == [0]
-    )
-    if not plain or [len(shape) for shape in ins] != [2, 3, 1]:
+    (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    ragged, groups = list(numbers.lhs_ragged_dimensions), list(numbers.rhs_group_dimensions)
+    if len(ragged) != 1 or len(ins[2]) != 1 or ragged[0] in left_batch:
         return None
-    return build([[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], ins, outs, reduction=["k"])
+    summed = ragged[0] in left_sum
+    if bool(groups) == summed:
+        return None
+    left: list[Label] = [("left", axis) for axis in range(len(ins[0]))]
+    right: list[Label] = [("right", axis) for axis in range(len(ins[1]))]
+    for pairs in (zip(left_sum, right_sum, strict=True), zip(left_batch, right_batch, strict=True)):
+        for a, b in pairs:
+            right[b] = left[a]
+    for axis in groups:
+        right[axis] = None
+    whole = left[ragged[0]]
+    left = [None if label == whole else label for label in left]
+    right = [None if label == whole else label for label in right]
+    contracted = [left[axis] for axis in left_sum]
+    result = [left[axis] for axis in left_batch]
+    result += [left[a] for a in range(len(left)) if a not in (*left_sum, *left_batch)]
+    result += [right[b] for b in range(len(right)) if b not in (*right_sum, *right_batch, *groups)]
+    return build(
+        [left, right, [None]],
+        [[None, *result] if summed else result],
+        ins,
+        outs,
+        reduction=[label for label in contracted if label is not None],
+    )
 
 
 def conv_general_dilated(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:

@@ -50,7 +50,7 @@ class FactorRule:
             one leaves partial results that an all-reduce must combine.
         replicated: Factors that must not be sharded.
         origin: ``shardy`` (read from one operation), ``composed`` (from several),
-            ``elementwise``, ``fallback`` (hand-written) or ``opaque``.
+            ``elementwise``, ``fallback`` (hand-written), ``declared`` (by the user) or ``opaque``.
     """
 
     operands: tuple[Mapped, ...]

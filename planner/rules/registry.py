@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 
+from planner.rules.declared import declared_rule
 from planner.rules.factor import FactorRule, opaque_rule
 from planner.rules.fallback import ELEMENTWISE, LINALG, fallback_rule, pointwise_rule
 from planner.rules.key import EqnKey
@@ -18,8 +19,8 @@ class RuleBook:
     """Finds rules and remembers them.
 
     Elementwise equations are recognised by name and shapes. Shardy is asked for all
-    others together; where it has no rule a hand-written one stands in, and where
-    there is none of these either nothing of the equation can be sharded.
+    others together; where it has no rule a hand-written one stands in, or the one that the
+    user's function declares. Where there is none of these nothing of the equation can be sharded.
     """
 
     def __init__(self, *, use_shardy: bool = True) -> None:
@@ -53,6 +54,7 @@ class RuleBook:
         for signature, item in missing.items():
             ins, outs = item.in_shapes, item.out_shapes
             rule = read.get(signature) or fallback_rule(item.name, item.params, ins, outs)
+            rule = rule or declared_rule(item)
             self._known[signature] = _guarded(item, rule or opaque_rule(ins, outs))
 
 

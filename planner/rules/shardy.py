@@ -30,7 +30,7 @@ is needed to lower."""
 _FREE = frozenset({"stablehlo.constant", "stablehlo.iota", "stablehlo.create_token"})
 """Operations without operands, whose results may have any sharding."""
 
-_BODIED = frozenset({"reduce", "reduce_window", "select_and_scatter"})
+_BODIED = frozenset({"reduce", "reduce_window", "select_and_scatter", "composite"})
 """Primitives, besides the scatters, that lower whole although they hold a jaxpr."""
 
 _SKIPPED = ("callback", "infeed", "outfeed", "custom_call", "ffi_call", "debug_print")
@@ -175,6 +175,8 @@ class _Reader:
             return _free(out_shapes)
         if op.name == "func.call":
             return self._function(ir.FlatSymbolRefAttr(op.attributes["callee"]).value)
+        if op.name == "stablehlo.composite":
+            return self._function(ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value)
         if op.name == "chlo.top_k":
             return _top_k(in_shapes, out_shapes)
         if op.name == "stablehlo.optimization_barrier":

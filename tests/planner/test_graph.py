@@ -465,3 +465,33 @@ def test_verify_refuses_broken_graphs() -> None:
     with pytest.raises(InternalError, match="never made"):
         broken(outputs=(99,)).verify()
     broken(outputs=(SCALAR,)).verify()  # a literal result is fine
+
+
+def test_only_the_solver_of_a_linear_solve_is_walked() -> None:
+    def step(a: Any, b: Any) -> Any:
+        return jax.lax.custom_linear_solve(
+            lambda x: jnp.sin(a) * x, b, lambda _, b: b / jnp.cos(a), symmetric=True
+        )
+
+    graph = trace(step, (jnp.ones((8, 4)), jnp.ones((8, 4)))).graph
+    kinds = [op.kind for op in graph.ops]
+    assert kinds.count("cos") == 1 and "sin" not in kinds and "custom_linear_solve" not in kinds
+    assert graph.ops[-1].kind == "div" and graph.ops[-1].inputs[0] == graph.inputs[1]
+
+
+def test_a_loop_that_writes_to_a_reference_is_one_operation() -> None:
+    def step(x: Any, inside: bool) -> Any:
+        total = jax.new_ref(x * 0)
+
+        def body(k: Any, carry: Any) -> Any:
+            own = jax.new_ref(carry)
+            (own if inside else total)[...] += x * k
+            return own[...]
+
+        out = jax.lax.fori_loop(0, 3, body, x)
+        return out + total[...]
+
+    outside = trace(lambda x: step(x, False), (jnp.ones(8),)).graph
+    assert len(outside.regions) == 1 and "scan" in [op.kind for op in outside.ops]
+    within = trace(lambda x: step(x, True), (jnp.ones(8),)).graph
+    assert len(within.regions) == 2 and "scan" not in [op.kind for op in within.ops]
