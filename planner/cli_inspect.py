@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.compare import Comparison, compare
 from planner.commands import Command, add_model_options, asked, spinner, stay_on_cpu
 from planner.errors import RequestError
 from planner.loading import Target, parse_target, user_environment
@@ -57,6 +58,11 @@ def add_inspect(commands: Any) -> None:
         help="write the chosen mesh's problem to FILE (.json or .json.gz), for planner search",
     )
     add("--html", metavar="FILE", type=Path, help="write a report with pictures to FILE as well")
+    add(
+        "--compare",
+        action="store_true",
+        help="add to that report the plans that people write by hand; plans some dozen times",
+    )
     add("--no-color", action="store_true", help="plain text")
 
 
@@ -67,12 +73,14 @@ def run_inspect(options: argparse.Namespace) -> int:
     for path in (options.save, options.dump_problem, options.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise RequestError(f"cannot write {path}: its directory does not exist")
-    planned = _planned(target, options)
+    if options.compare and options.html is None:
+        raise RequestError("--compare adds to a report: give --html FILE, or run planner compare")
+    planned, comparison = _planned(target, options)
     plan = planned.plan
     if options.html is not None:
         from planner.report.html import write_report
 
-        write_report(planned, options.html, title=_title(target))
+        write_report(planned, options.html, _title(target), comparison)
     if options.save is not None:
         try:
             plan.save(options.save)
@@ -88,14 +96,18 @@ def run_inspect(options: argparse.Namespace) -> int:
     return PLANNED
 
 
-def _planned(target: Target, options: argparse.Namespace) -> Planned:
-    """Find the step and plan it."""
+def _planned(target: Target, options: argparse.Namespace) -> tuple[Planned, Comparison | None]:
+    """Find the step, plan it, and, if asked, compare."""
     with user_environment(target):
         call, merged = asked(target, options)
-        if options.dump_problem is not None:
-            merged["dump_problem"] = options.dump_problem
         with spinner(f"planning {target} for {merged['cluster']} ..."):
-            return plan_step(call.function, *call.args, **merged)
+            planned = plan_step(
+                call.function, *call.args, **merged, dump_problem=options.dump_problem
+            )
+        if not options.compare:
+            return planned, None
+        with spinner(f"comparing {target} on {merged['cluster']} ..."):
+            return planned, compare(call.function, *call.args, **merged)
 
 
 def _title(target: Target) -> str:

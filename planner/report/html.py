@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from planner.compare import Comparison
 from planner.errors import RequestError
 from planner.pipeline import Planned
 from planner.report.html_data import ReportData, gather
@@ -24,18 +25,24 @@ DIGITS = 6
 """Significant digits of figures in the file."""
 
 
-def write_report(planned: Planned, path: str | os.PathLike[str], title: str = "") -> None:
+def write_report(
+    planned: Planned,
+    path: str | os.PathLike[str],
+    title: str = "",
+    comparison: Comparison | None = None,
+) -> None:
     """Write the report of a plan.
 
     Args:
         planned: from ``planner.pipeline.plan_step``.
         path: the file.
         title: what was planned, such as the model's file.
+        comparison: of the same step, from ``planner.compare.compare``.
 
     Raises:
         RequestError: the file can't be written.
     """
-    text = html(gather(planned, title))
+    text = html(gather(planned, title, comparison))
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodels import Cluster
+from planner.compare import Candidate, Comparison
 from planner.op_seconds import op_seconds
 from planner.peak import memory_over_time
 from planner.pipeline import Planned
@@ -53,6 +54,26 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Rival:
+    """A plan beside the chosen one; ``sends``: kind, runs, seconds and bytes of its collectives.
+
+    Where there is no plan, ``refused`` says why and the figures are None.
+    """
+
+    name: str
+    what: str
+    mesh: str
+    compute_s: float | None
+    communication_s: float | None
+    overlapped_s: float | None
+    step_s: float | None
+    peak_bytes: float | None
+    fits: bool
+    refused: str
+    sends: tuple[tuple[str, float, float, float], ...]
+
+
+@dataclass(frozen=True)
 class ReportData:
     """A report's contents: plain data, ready for JSON.
 
@@ -77,6 +98,8 @@ class ReportData:
     collectives: Table
     leaves: Table
     activations: tuple[tuple[str, str, str, float, str], ...]
+    rivals: tuple[Rival, ...]
+    """Empty when nothing was compared, else the chosen plan first."""
     fallbacks: tuple[str, ...]
     notes: tuple[str, ...]
     texts: tuple[str, ...]
@@ -92,12 +115,13 @@ class _Texts:
         return self.number.setdefault(text, len(self.number))
 
 
-def gather(planned: Planned, title: str = "") -> ReportData:
+def gather(planned: Planned, title: str = "", comparison: Comparison | None = None) -> ReportData:
     """Collect what a report shows.
 
     Args:
         planned: from ``planner.pipeline.plan_step``.
         title: what was planned, such as the model's file.
+        comparison: of the same step, from ``planner.compare.compare``.
     """
     plan, extraction = planned.plan, planned.extraction
     priced, prediction = extraction.priced, plan.prediction
@@ -144,9 +168,27 @@ def gather(planned: Planned, title: str = "") -> ReportData:
             (a.name, array_text(a.shape, a.dtype), str(a.spec), a.nbytes_per_device, a.source)
             for a in plan.activations
         ),
+        rivals=() if comparison is None else tuple(map(_rival, comparison.candidates)),
         fallbacks=plan.fallbacks,
         notes=plan.notes,
         texts=tuple(texts.number),
+    )
+
+
+def _rival(one: Candidate) -> Rival:
+    p = one.plan.prediction if one.plan is not None else None
+    return Rival(
+        one.name,
+        one.what,
+        str(one.plan.mesh) if one.plan is not None else "",
+        p and p.compute_s,
+        p and p.communication_s,
+        p and p.overlapped_s,
+        p and p.step_s,
+        p and p.peak_bytes,
+        one.fits,
+        one.refused,
+        tuple((c.kind, c.count, c.time_s, c.payload_bytes) for c in one.collectives),
     )
 
 

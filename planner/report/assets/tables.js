@@ -2,8 +2,8 @@
 const PAGE = 20;
 
 // columns: [{label, get(row), show(row), num, cls}]; rows: any; facets: [{label, get(row)}]; views: {name: rows}
-function dataTable({ name, columns, views, sort, facets = [], page = PAGE, mark }) {
-  const state = { view: Object.keys(views)[0], sort: sort ?? 0, down: true, text: "", at: 0, picks: facets.map(() => "") };
+function dataTable({ name, columns, views, sort, up = false, facets = [], page = PAGE, mark }) {
+  const state = { view: Object.keys(views)[0], sort: sort ?? 0, down: !up, text: "", at: 0, picks: facets.map(() => "") };
   const body = el("tbody", {});
   const status = el("span", { class: "soft small", role: "status" });
   const words = new Map();
@@ -42,8 +42,7 @@ function dataTable({ name, columns, views, sort, facets = [], page = PAGE, mark 
     const column = columns[state.sort];
     const keyed = rows.map((row, k) => [column.get(row), k, row]);
     const sign = state.down ? -1 : 1;
-    keyed.sort(column.num ? (a, b) => sign * (a[0] - b[0]) || a[1] - b[1]
-      : (a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : a[1] - b[1]));
+    keyed.sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : a[1] - b[1]));
     const pages = Math.max(Math.ceil(rows.length / page), 1);
     state.at = Math.min(Math.max(state.at, 0), pages - 1);
     body.replaceChildren(...keyed.slice(state.at * page, (state.at + 1) * page).map(([, , row]) =>
@@ -146,13 +145,40 @@ function meshesTable() {
     el("span", { style: { width: `${100 * Math.max(r.bound, 0) / top}%`, background: r.verdict === "chosen" ? "var(--good)" : "var(--accent)" } }),
     el("span", { style: { width: `${100 * Math.max(r.cost - r.bound, 0) / top}%`, background: "var(--elementwise)" } }));
   const endless = (x) => x < 0 ? Infinity : x;
-  return dataTable({ name: "meshes", views: { all: rows }, sort: 2, page: 12, mark: (r) => r.verdict === "chosen" && "chosen",
+  return dataTable({ name: "meshes", views: { all: rows }, sort: 2, up: true, page: 12, mark: (r) => r.verdict === "chosen" && "chosen",
     columns: [
       { label: "mesh", get: (r) => r.mesh, cls: "code keep" },
-      { label: "bound | found", get: (r) => -endless(r.bound), num: true, show: bar },
-      { label: "step time", get: (r) => -endless(r.cost), num: true, show: (r) => timeText(r.cost) },
+      { label: "bound | found", get: (r) => endless(r.bound), num: true, show: bar },
+      { label: "step time", get: (r) => endless(r.cost), num: true, show: (r) => timeText(r.cost) },
       { label: "lower bound", get: (r) => r.bound, num: true, show: (r) => timeText(r.bound) },
       { label: "peak memory", get: (r) => r.peak, num: true, show: (r) => bytesText(r.peak) },
       { label: "verdict", get: (r) => r.verdict },
     ] });
+}
+
+// The chosen plan beside those that people write by hand: bars of time and memory on one scale.
+function rivalsTable() {
+  const limit = D.prediction.limit_bytes, chosen = D.rivals[0].step_s;
+  const longest = Math.max(...D.rivals.map((r) => r.step_s ?? 0)), largest = Math.max(limit, ...D.rivals.map((r) => r.peak_bytes ?? 0));
+  const bar = (parts, whole, title) => el("div", { class: "bar", style: { width: "150px", height: "11px" }, title },
+    parts.map(([value, background]) => el("span", { style: { width: `${100 * value / (whole || 1)}%`, background } })));
+  const waits = (r) => Math.max(r.communication_s - r.overlapped_s, 0);
+  const time = (r) => r.step_s === null ? "–" : bar([[r.compute_s, "var(--product)"], [waits(r), "var(--wait)"]], longest,
+    `${timeText(r.compute_s)} compute, ${timeText(waits(r))} waiting for collectives`);
+  const memory = (r) => r.peak_bytes === null ? "–" : bar([[r.peak_bytes, r.fits ? "var(--good)" : "var(--bad)"]], largest,
+    limit > 0 ? `${percentText(r.peak_bytes / limit)} of the limit` : "");
+  const verdict = (r) => r.step_s === null ? "no plan" : r.fits ? "fits" : "too large";
+  const sends = (r) => r.sends.length ? r.sends.map(([kind, runs, s]) => `${kind} ×${countText(runs)}, ${timeText(s)}`).join("; ") : r.step_s === null ? r.refused : "nothing";
+  const known = (x) => x === null ? Infinity : x;
+  return dataTable({ name: "comparison", views: { all: D.rivals }, sort: 2, up: true, page: 30, mark: (r) => r === D.rivals[0] && "chosen", columns: [
+    { label: "plan", get: (r) => r.name, show: (r) => [el("b", { text: r.name }), el("div", { class: "soft small", text: r.what })] },
+    { label: "compute | waits", get: (r) => known(r.step_s), num: true, show: time },
+    { label: "step time", get: (r) => known(r.step_s), num: true, show: (r) => timeText(r.step_s) },
+    { label: "× chosen", get: (r) => known(r.step_s), num: true, show: (r) => r.step_s === null ? "–" : `${(r.step_s / (chosen || 1)).toFixed(2)}` },
+    { label: "memory", get: (r) => known(r.peak_bytes), num: true, show: memory },
+    { label: "peak", get: (r) => known(r.peak_bytes), num: true, show: (r) => bytesText(r.peak_bytes) },
+    { label: "verdict", get: verdict, cls: "keep", show: (r) => el("span", { class: `chip ${r.fits ? "good" : "bad"}`, text: verdict(r) }) },
+    { label: "mesh", get: (r) => r.mesh, cls: "code" },
+    { label: "collectives a step", get: sends, cls: "small" },
+  ] });
 }
