@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.compare import Comparison, compare
 from planner.commands import Command, add_model_options, asked, spinner, stay_on_cpu
+from planner.compare import Comparison, compare
 from planner.errors import RequestError
 from planner.loading import Target, parse_target, user_environment
 from planner.pipeline import Planned, plan_step

@@ -176,16 +176,18 @@ def gather(planned: Planned, title: str = "", comparison: Comparison | None = No
 
 
 def _rival(one: Candidate) -> Rival:
-    p = one.plan.prediction if one.plan is not None else None
+    if one.plan is None:
+        return Rival(one.name, one.what, "", None, None, None, None, None, False, one.refused, ())
+    p = one.plan.prediction
     return Rival(
         one.name,
         one.what,
-        str(one.plan.mesh) if one.plan is not None else "",
-        p and p.compute_s,
-        p and p.communication_s,
-        p and p.overlapped_s,
-        p and p.step_s,
-        p and p.peak_bytes,
+        str(one.plan.mesh),
+        p.compute_s,
+        p.communication_s,
+        p.overlapped_s,
+        p.step_s,
+        p.peak_bytes,
         one.fits,
         one.refused,
         tuple((c.kind, c.count, c.time_s, c.payload_bytes) for c in one.collectives),

@@ -59,7 +59,7 @@ function page() {
     ["arguments", "Parameters and other arguments", "how each is stored and used", () => [leavesTable()]],
     ["activations", "Largest activations", "one of each shape, sharding and line", () => [activations()]],
     ["meshes", "Meshes tried", many(D.meshes.length, "mesh").replace("meshs", "meshes"), () => [meshesTable()]],
-    ["comparison", "Beside plans made by hand", "each planned with the same prices", () => [D.rivals.length ? rivalsTable() : null]],
+    ["comparison", "Beside plans made by hand", "each planned with the same prices", () => D.rivals.length ? [el("div", { class: "head" }, legend([["var(--product)", "compute"], ["var(--wait)", "waiting for collectives"]])), rivalsTable()] : []],
     ["notes", "Notes", "", () => [lines("Fallbacks", D.fallbacks, "Every operation has a rule."), lines("Remarks", D.notes, "None.")]],
   ];
   document.getElementById("top").append(el("h1", { text: D.title || "Plan" }),

@@ -159,26 +159,26 @@ function meshesTable() {
 // The chosen plan beside those that people write by hand: bars of time and memory on one scale.
 function rivalsTable() {
   const limit = D.prediction.limit_bytes, chosen = D.rivals[0].step_s;
-  const longest = Math.max(...D.rivals.map((r) => r.step_s ?? 0)), largest = Math.max(limit, ...D.rivals.map((r) => r.peak_bytes ?? 0));
-  const bar = (parts, whole, title) => el("div", { class: "bar", style: { width: "150px", height: "11px" }, title },
-    parts.map(([value, background]) => el("span", { style: { width: `${100 * value / (whole || 1)}%`, background } })));
+  const longest = Math.max(...D.rivals.map((r) => r.step_s ?? 0)), highest = Math.max(...D.rivals.map((r) => r.peak_bytes ?? 0));
+  const largest = limit > 0 && limit < 4 * highest ? Math.max(limit, highest) : highest;
+  const bar = (parts, whole, text, title) => el("div", { class: "barcell", title },
+    el("span", { class: "bar" }, parts.map(([value, background]) => el("span", { style: { width: `${100 * value / (whole || 1)}%`, background } }))),
+    el("span", { text }));
   const waits = (r) => Math.max(r.communication_s - r.overlapped_s, 0);
-  const time = (r) => r.step_s === null ? "–" : bar([[r.compute_s, "var(--product)"], [waits(r), "var(--wait)"]], longest,
+  const time = (r) => r.step_s === null ? "–" : bar([[r.compute_s, "var(--product)"], [waits(r), "var(--wait)"]], longest, timeText(r.step_s),
     `${timeText(r.compute_s)} compute, ${timeText(waits(r))} waiting for collectives`);
-  const memory = (r) => r.peak_bytes === null ? "–" : bar([[r.peak_bytes, r.fits ? "var(--good)" : "var(--bad)"]], largest,
+  const memory = (r) => r.peak_bytes === null ? "–" : bar([[r.peak_bytes, r.fits ? "var(--good)" : "var(--bad)"]], largest, bytesText(r.peak_bytes),
     limit > 0 ? `${percentText(r.peak_bytes / limit)} of the limit` : "");
   const verdict = (r) => r.step_s === null ? "no plan" : r.fits ? "fits" : "too large";
   const sends = (r) => r.sends.length ? r.sends.map(([kind, runs, s]) => `${kind} ×${countText(runs)}, ${timeText(s)}`).join("; ") : r.step_s === null ? r.refused : "nothing";
   const known = (x) => x === null ? Infinity : x;
-  return dataTable({ name: "comparison", views: { all: D.rivals }, sort: 2, up: true, page: 30, mark: (r) => r === D.rivals[0] && "chosen", columns: [
-    { label: "plan", get: (r) => r.name, show: (r) => [el("b", { text: r.name }), el("div", { class: "soft small", text: r.what })] },
-    { label: "compute | waits", get: (r) => known(r.step_s), num: true, show: time },
-    { label: "step time", get: (r) => known(r.step_s), num: true, show: (r) => timeText(r.step_s) },
-    { label: "× chosen", get: (r) => known(r.step_s), num: true, show: (r) => r.step_s === null ? "–" : `${(r.step_s / (chosen || 1)).toFixed(2)}` },
-    { label: "memory", get: (r) => known(r.peak_bytes), num: true, show: memory },
-    { label: "peak", get: (r) => known(r.peak_bytes), num: true, show: (r) => bytesText(r.peak_bytes) },
+  return dataTable({ name: "comparison", views: { all: D.rivals }, sort: 1, up: true, page: 30, mark: (r) => r === D.rivals[0] && "chosen", columns: [
+    { label: "plan", get: (r) => r.name, show: (r) => [el("b", { text: r.name }), r.mesh ? el("code", { class: "soft", text: ` ${r.mesh}` }) : null,
+      el("div", { class: "soft small", text: r.what })] },
+    { label: "step time", get: (r) => known(r.step_s), num: true, show: time },
+    { label: "× chosen", get: (r) => known(r.step_s), num: true, show: (r) => r.step_s === null ? "–" : (r.step_s / (chosen || 1)).toFixed(2) },
+    { label: "peak memory", get: (r) => known(r.peak_bytes), num: true, show: memory },
     { label: "verdict", get: verdict, cls: "keep", show: (r) => el("span", { class: `chip ${r.fits ? "good" : "bad"}`, text: verdict(r) }) },
-    { label: "mesh", get: (r) => r.mesh, cls: "code" },
     { label: "collectives a step", get: sends, cls: "small" },
   ] });
 }

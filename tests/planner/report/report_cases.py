@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from planner.compare import Candidate, Comparison, compare
 from planner.pipeline import Planned, plan_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -55,6 +57,22 @@ def deep() -> Planned:
     sizes = decoders.GPT(layers=96, dim=256, heads=4, vocab=1024, batch=32, seq=128, remat=False)
     step, arguments = decoders.build(sizes)
     return plan_step(step, *arguments, cluster="h100:8", mesh="data=4,model=2")
+
+
+@functools.cache
+def compared() -> tuple[Planned, Comparison]:
+    """A product of matrices beside the plans by hand; one does not fit, one is refused."""
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.mean(x)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (1024, 512))]
+    planned = plan_step(step, *shapes, cluster="h100:4")
+    found = compare(step, *shapes, cluster="h100:4")
+    first, second, *rest = found.candidates
+    large = dataclasses.replace(second, fits=False)
+    refused = Candidate("by no means", "refused", None, False, "a mark contradicts " + NASTY)
+    return planned, dataclasses.replace(found, candidates=(first, large, *rest, refused))
 
 
 class Page(HTMLParser):

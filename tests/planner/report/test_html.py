@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from report_cases import NASTY, Page, deep, small
+from report_cases import NASTY, Page, compared, deep, small
 
 from costmodels import parse_cluster
 from planner.cli import main
@@ -140,6 +140,24 @@ def test_96_layers_are_folded_into_a_small_file() -> None:
     text = html(found)
     assert len(text.encode()) < 5e6
     assert len(Page(text).data["collectives"]["folded"]) == len(planned.plan.collectives)
+
+
+def test_plans_by_hand_stand_beside_the_chosen_one(data: ReportData) -> None:
+    assert data.rivals == ()
+    planned, comparison = compared()
+    rivals = Page(html(gather(planned, "", comparison))).data["rivals"]
+    assert [r["name"] for r in rivals] == [c.name for c in comparison.candidates]
+    assert rivals[0]["step_s"] == pytest.approx(planned.plan.prediction.step_s, rel=1e-5)
+    assert [r["fits"] for r in rivals] == [c.fits for c in comparison.candidates]
+    assert not rivals[1]["fits"] and rivals[1]["step_s"] > 0
+    assert rivals[-1]["step_s"] is None and rivals[-1]["refused"].endswith(NASTY)
+    sent = [c.time_s for c in comparison.candidates[1].collectives]
+    assert [s for _, _, s, _ in rivals[1]["sends"]] == pytest.approx(sent, rel=1e-5)
+
+
+def test_comparing_is_for_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(ROOT / "examples" / "mlp.py"), "--compare"]) == 2
+    assert "give --html FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: the extra 'test'")
 
-from report_cases import NASTY, deep, small  # noqa: E402
+from report_cases import NASTY, compared, deep, small  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
@@ -221,6 +221,21 @@ def test_dark_follows_the_system(browser: Any, report: Path) -> None:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     shades = [[int(n) for n in c[4:-1].split(",")] for c in (light, dark)]
     assert min(shades[0]) > 200 and max(shades[1]) < 60
+
+
+def test_plans_by_hand_stand_beside_the_chosen_one(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "compared.html"
+    planned, comparison = compared()
+    write_report(planned, path, "compared", comparison)
+    load(browser, path)
+    times = [text for text in column(browser, "comparison", 2) if " " in text]
+    assert len(times) == len(comparison.candidates) - 1
+    assert [seconds(t) for t in times] == sorted(seconds(t) for t in times)
+    verdicts = column(browser, "comparison", 5)
+    assert verdicts[-1] == "no plan" and "too large" in verdicts and "fits" in verdicts
+    chosen = browser.find_elements(By.CSS_SELECTOR, "[data-table=comparison] tr.chosen")
+    assert [row.text.split()[0] for row in chosen] == ["chosen"]
+    silent(browser, path)
 
 
 def test_96_layers_open_and_answer(
