@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from executor.cli_calibrate import CALIBRATE
 from executor.cli_export import EXPORT
+from executor.cli_launch import LAUNCH
 from executor.cli_verify import VERIFY
 from planner import cli
 
-COMMANDS = (VERIFY, CALIBRATE, EXPORT)
+COMMANDS = (VERIFY, CALIBRATE, LAUNCH, EXPORT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from executor.compile import CompiledStep, ShapesChangedError
+from executor.hosts import agree
 from executor.mesh import detect_cluster
 from planner import capture
 from planner.errors import RequestError
@@ -77,7 +78,7 @@ class Parallelized:
             options["cluster"] = options["cluster"] or detect_cluster()
             # where arrays lie is a mark the first time; later it is our own doing
             given = shapes if self._steps else args
-            plan = make_plan(function, *given, donate_argnums=self.donate_argnums, **options)
+            plan = agree(make_plan(function, *given, donate_argnums=self.donate_argnums, **options))
             self._steps[key] = CompiledStep(
                 trace(function, shapes), plan, donate_argnums=self.donate_argnums
             )

@@ -1,0 +1,115 @@
+"""Several processes as one: joining, running one plan, and refusing two."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor import HostError, initialize
+from executor.hosts import check_bindable, resolve, wait_until_reachable
+from executor.launch import Job, free_port, run_local
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TRAIN = f"""
+import json, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "examples")!r}]
+import jax, jax.numpy as jnp, numpy as np
+from executor import initialize, parallelize
+
+role = initialize(timeout_s=60)
+
+
+def step(w, x):
+    def loss(w):
+        return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - x) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda p, g: p - 0.5 * g, w, grads), value
+
+
+rng = np.random.default_rng(0)
+w = {{"a": rng.normal(size=(16, 32)).astype("f4"), "b": rng.normal(size=(32, 16)).astype("f4")}}
+x = rng.normal(size=(32, 16)).astype("f4")
+mesh = sys.argv[1] if len(sys.argv) < 3 else sys.argv[1 + role.process]
+run = parallelize(step, mesh=mesh, zero=3, donate_argnums=0)
+losses = []
+for _ in range(4):
+    w, loss = run(w, x)
+    losses.append(float(loss))
+print(json.dumps([role.process, jax.device_count(), losses]))
+"""
+
+
+def launched(processes: int, devices: int, *meshes: str) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    job = Job((sys.executable, "-c", TRAIN, *meshes), processes, devices)
+    return run_local(job, lambda k, line: lines.append(line)), lines
+
+
+def results(lines: list[str]) -> list[Any]:
+    return sorted(json.loads(line) for line in lines if line.startswith("[") and "Gloo" not in line)
+
+
+def test_processes_give_the_losses_of_one() -> None:
+    outcome, lines = launched(1, 8, "data=4,model=2")
+    assert outcome.code == 0, lines
+    ((_, _, alone),) = results(lines)
+    outcome, lines = launched(2, 4, "data=4,model=2")
+    assert outcome.code == 0, lines
+    found = results(lines)
+    assert [(k, devices) for k, devices, _ in found] == [(0, 8), (1, 8)]
+    for _, _, losses in found:
+        assert losses == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0]
+
+
+def test_processes_with_different_plans_are_refused() -> None:
+    outcome, lines = launched(2, 4, "data=4,model=2", "data=8")
+    text = "\n".join(lines)
+    assert outcome.code != 0
+    assert "plans differ: process 0 has" in text and "process 1 has" in text
+    assert "first difference: process 0" in text and '"data": 8' in text
+
+
+def test_one_process_starts_nothing() -> None:
+    assert initialize(processes=1, process=0).processes == 1
+
+
+def test_a_name_without_an_address_is_said() -> None:
+    with pytest.raises(HostError, match=r"'no\.such\.host\.invalid' has no address"):
+        initialize("no.such.host.invalid:1", 2, 1)
+
+
+def test_nobody_at_the_address_is_said() -> None:
+    where = f"127.0.0.1:{free_port()}"
+    with pytest.raises(HostError, match=r"was not reached .* nothing listens there"):
+        initialize(where, 2, 1, timeout_s=0.5)
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(HostError, match="the port is in use"):
+            initialize(where, 2, 0)
+        wait_until_reachable(where, resolve(where), 5.0)  # what the others would see
+
+
+def test_another_hosts_address_is_said() -> None:
+    where = "192.0.2.1:8476"  # kept for documentation, RFC 5737
+    with pytest.raises(HostError, match="does not have that address"):
+        check_bindable(where, resolve(where))
+
+
+def test_a_server_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"DMLC_ROLE": "server", "DMLC_NUM_WORKER": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(HostError, match="this process is a server"):
+        initialize("here:1")
