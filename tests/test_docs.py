@@ -105,7 +105,7 @@ def test_readme_code_compiles() -> None:
 
 def test_cli_page_lists_every_option_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     page = (REFERENCE / "cli.md").read_text(encoding="utf-8")
-    for command in ("inspect", "explain", "search", "verify", "calibrate", "export"):
+    for command in ("inspect", "explain", "search", "verify", "calibrate", "export", "launch"):
         section = page.split(f"\n## `planner {command}`\n")[1].split("\n## ")[0]
         assert executor_cli.main([command, "--help"]) == 0
         text = capsys.readouterr().out
