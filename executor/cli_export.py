@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import shtab
+
 from executor.export import python_text
 from planner.commands import Command
 from planner.errors import RequestError
@@ -51,7 +53,8 @@ def add_export(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("plan", metavar="PLAN", type=Path, help="a file that planner inspect --save wrote")
+    plan: Any = add("plan", metavar="PLAN", type=Path, help="written by planner inspect --save")
+    plan.complete = shtab.FILE
     add("--as", dest="form", choices=tuple(FORMS), required=True, help="the form, see below")
     add("--out", metavar="FILE", type=Path, help="write to FILE instead of printing")
 

@@ -1,4 +1,4 @@
-"""The ``planner`` command: ``inspect``, ``explain``, ``search``, and what is added to it.
+"""The ``planner`` command: what needs no devices, and what is added to it.
 
 Each subcommand is a `planner.commands.Command`; `executor.cli` adds those that need a compiler or
 devices, which nothing in this package may.
@@ -14,6 +14,7 @@ from importlib import metadata
 
 import shtab
 
+from planner.cli_compare import COMPARE
 from planner.cli_explain import EXPLAIN
 from planner.cli_inspect import EXAMPLES, INSPECT, PLANNED
 from planner.cli_search import INTERRUPTED, SEARCH
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> in
         0 done, 2 the request can't be met, 3 the user's model failed, 130 interrupted; others as
         the subcommand says.
     """
-    commands = {command.name: command for command in (INSPECT, EXPLAIN, SEARCH, *extra)}
+    commands = {command.name: command for command in (INSPECT, COMPARE, EXPLAIN, SEARCH, *extra)}
     parser = _parser(commands.values())
     try:
         options = parser.parse_args(argv)

@@ -45,10 +45,15 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name a step and say how to plan it."""
+def add_model_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
+    """The arguments that name a step (``needed``: it must be named) and say how to plan it."""
     add = parser.add_argument
-    model: Any = add("model", metavar="MODEL[:FUNCTION]", help="a Python file, or a function in it")
+    model: Any = add(
+        "model",
+        metavar="MODEL[:FUNCTION]",
+        nargs=None if needed else "?",
+        help="a Python file, or a function in it",
+    )
     model.complete = shtab.FILE
     add(
         "--cluster",
@@ -137,14 +142,16 @@ def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:
 
 
 @contextlib.contextmanager
-def spinner(text: str) -> Iterator[None]:
-    """A spinner on stderr once the work takes longer than a second, if people watch."""
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr once the work takes longer than a second, if people watch; yields what
+    changes its text."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield
+        yield lambda text: None
         return
+    turning = Spinner("line", text)
     live = Live(
-        Spinner("line", text),
+        turning,
         console=console,
         transient=True,
         redirect_stdout=False,
@@ -154,7 +161,7 @@ def spinner(text: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda text: turning.update(text=text)
     finally:
         timer.cancel()
         timer.join()

@@ -17,6 +17,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from costmodels import Cluster
+from planner.difference import Difference, Exchange, Figure, Moved, Setting, difference
 from planner.errors import MemoryLimitError, PinError
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced, trace
@@ -29,7 +30,18 @@ from planner.request import Request, parse_request
 from planner.sequence import batch_inputs, sequences
 from planner.spec import MeshSpec
 
-__all__ = ["Candidate", "Collectives", "Comparison", "compare"]
+__all__ = [
+    "Candidate",
+    "Collectives",
+    "Comparison",
+    "Difference",
+    "Exchange",
+    "Figure",
+    "Moved",
+    "Setting",
+    "compare",
+    "difference",
+]
 
 CHOSEN = "chosen"
 
@@ -94,6 +106,8 @@ class _Kind:
 
     name: str
     what: str
+    batch: int
+    """Devices that the batch is split over."""
     options: dict[str, Any]
     axes: tuple[str, ...] = ()
     """Mesh axes of the batch's dimensions, by position; nothing is said where it is empty."""
@@ -142,6 +156,10 @@ def compare(
     what = f"the plan of mode {asked.mode}"
     out = [_candidate(step, CHOSEN, what, asked, shardings or {})]
     for kind in _kinds(traced.graph, asked.cluster.num_devices):
+        if not _divides(traced.graph, kind.batch):
+            why = f"no argument has a first dimension that {kind.batch} devices divide"
+            out.append(Candidate(kind.name, kind.what, None, False, why))
+            continue
         progress(kind.name)
         request = parse_request(cluster, **common, **kind.options)
         request = dataclasses.replace(request, tensor=kind.tensor, sequence=kind.sequence)
@@ -192,17 +210,18 @@ def _kinds(graph: Graph, devices: int) -> Iterator[_Kind]:
     """The plans by hand that a number of devices allows."""
     data = {"mode": "DATA_PARALLEL", "search": FAST}
     search = {"mode": "AUTO_PARALLEL", "search": FAST}
-    yield _Kind("data parallel", "batch split, everything else whole", {**data, "zero": 0})
+    yield _Kind("data parallel", "batch split, everything else whole", devices, {**data, "zero": 0})
     if devices == 1:
         return
-    yield _Kind("ZeRO-1", "data parallel, optimizer state split", {**data, "zero": 1})
-    yield _Kind("FSDP", "data parallel, parameters and state split", {**data, "zero": 3})
+    yield _Kind("ZeRO-1", "data parallel, optimizer state split", devices, {**data, "zero": 1})
+    yield _Kind("FSDP", "data parallel, parameters and state split", devices, {**data, "zero": 3})
     degrees = [t for t in range(2, devices + 1) if devices % t == 0]
     for t in degrees:
         mesh = MeshSpec(("data", "model"), (devices // t, t))
         yield _Kind(
             f"tensor {t}",
             f"every matrix split over {t}, batch over {devices // t}",
+            devices // t,
             {**search, "mesh": mesh, "zero": 0},
             ("data",),
             tensor="model",
@@ -212,20 +231,28 @@ def _kinds(graph: Graph, devices: int) -> Iterator[_Kind]:
         yield _Kind(
             f"FSDP {devices // t} x tensor {t}",
             f"every matrix split over {t}, batch and state over {devices // t}",
+            devices // t,
             {**search, "mesh": mesh, "zero": 3},
             ("data",),
             tensor="model",
         )
     shapes = [graph.values[v].shape for v in sequences(graph)]
     for t in degrees:
-        if shapes and all(s[1] % t == 0 and s[0] % (devices // t) == 0 for s in shapes):
+        if shapes and all(s[1] % t == 0 for s in shapes):
             yield _Kind(
                 f"sequence {t}",
                 f"second dimension of the batch over {t}, the first over {devices // t}",
+                devices // t,
                 {**search, "mesh": MeshSpec(("data", "sequence"), (devices // t, t))},
                 ("data", "sequence"),
                 sequence="sequence",
             )
+
+
+def _divides(graph: Graph, devices: int) -> bool:
+    """Whether some of the batch can be split over so many devices."""
+    shapes = [graph.values[v].shape for v in batch_inputs(graph)]
+    return devices == 1 or any(shape[0] % devices == 0 for shape in shapes)
 
 
 def _batch_rules(

@@ -24,6 +24,16 @@ PACKAGES = (
     "executor",
     "costmodels",
 )
+COMMANDS = (
+    "inspect",
+    "explain",
+    "compare",
+    "search",
+    "verify",
+    "calibrate",
+    "export",
+    "launch",
+)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -105,7 +115,7 @@ def test_readme_code_compiles() -> None:
 
 def test_cli_page_lists_every_option_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     page = (REFERENCE / "cli.md").read_text(encoding="utf-8")
-    for command in ("inspect", "explain", "search", "verify", "calibrate", "export", "launch"):
+    for command in COMMANDS:
         section = page.split(f"\n## `planner {command}`\n")[1].split("\n## ")[0]
         assert executor_cli.main([command, "--help"]) == 0
         text = capsys.readouterr().out

@@ -17,6 +17,7 @@ import numpy as np
 
 from planner.explain.model import Alternative, Change, Price
 from planner.explain.setting import Setting, shardings
+from planner.report.units import sharding_text
 from planner.search import SEARCHES
 from planner.search.moves import State, descend, descend_pairs
 from planner.search.problem import Array, Problem, evaluate, fits
@@ -217,5 +218,4 @@ def without_limit(setting: Setting, node: int, layout: Sequence[int]) -> str:
     peak = evaluate(free, choice)[1]
     if then == now or fits(peak, setting.searched.limit_bytes):
         return ""
-    stored, used = then
-    return str(stored) if stored == used else f"{stored} used as {used}"
+    return sharding_text(*then)

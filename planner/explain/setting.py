@@ -16,7 +16,7 @@ from planner.meshes import SPREAD
 from planner.pipeline import Planned
 from planner.pricing import Priced
 from planner.report.fold import common_path, pattern
-from planner.report.units import array_text
+from planner.report.units import array_text, sharding_text
 from planner.search.memory import Timeline
 from planner.search.problem import Problem, evaluate
 from planner.spec import Sharding
@@ -126,7 +126,7 @@ class Setting:
         home = self.copies.get(first) if value is None else groups.home[value]
         if home is not None:
             stored, used = shardings(self, node, strategy, home[1])
-            return str(stored) if stored == used else f"{stored} used as {used}"
+            return sharding_text(stored, used)
         row = self.priced.sets[node].use[strategy].tolist()
         ops = groups.groups[first].ops
         entry = groups.op_layouts[ops[0]] if ops else None

@@ -18,6 +18,7 @@ from planner.report.units import (
     more_bytes,
     more_time,
     percent_text,
+    sharding_text,
     time_text,
 )
 from planner.spec import Sharding
@@ -52,11 +53,6 @@ def explanation_parts(found: Explanation) -> Iterable[RenderableType]:
 
 def _under(body: RenderableType) -> RenderableType:
     return Padding(body, (0, 0, 0, 2), expand=False)
-
-
-def sharding_text(stored: Sharding, used: Sharding) -> str:
-    """``P('data') used as P()``; the use is left out where it is the same."""
-    return str(stored) if stored == used else f"{stored} used as {used}"
 
 
 def _decision(found: Decision) -> Iterable[RenderableType]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from planner.spec import Sharding
+
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 _TIMES = ("ns", "us", "ms", "s")
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
@@ -59,6 +61,11 @@ def array_text(shape: tuple[int, ...], dtype: str) -> str:
 
 def _sign(difference: float) -> str:
     return "-" if difference < 0 else "+"
+
+
+def sharding_text(stored: Sharding, used: Sharding) -> str:
+    """``P('data') used as P()``; the use is left out where it is the same."""
+    return str(stored) if stored == used else f"{stored} used as {used}"
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:

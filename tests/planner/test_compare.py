@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,10 +12,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from planner import make_plan, shard
+from planner import cli, make_plan, shard
 from planner.compare import Candidate, Comparison, compare
 from planner.graph.trace import trace
 from planner.plan import Plan
+from planner.report.compare_text import comparison_json, comparison_parts
+from planner.report.layout import plain_text
 from planner.sequence import sequences
 
 
@@ -224,3 +228,60 @@ def test_sequences_are_tokens_or_three_dimensions() -> None:
         lambda *xs: sum(x.sum() for x in xs), (tokens, struct(8, 4), struct(8, 4, 2))
     ).graph
     assert [found.values[v].shape for v in sequences(found)] == [(8, 16), (8, 4, 2)]
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    found = compare(step, *example(batch=4), cluster="h100:8")
+    by_name = {c.name: c for c in found.candidates}
+    for name in ("data parallel", "ZeRO-1", "FSDP"):
+        assert by_name[name].plan is None and "8 devices divide" in by_name[name].refused
+    assert by_name["tensor 2"].plan is not None
+
+
+# ---- text and command --------------------------------------------------------------------
+
+
+def test_text_fits_80_columns_and_json_is_plain(found: Comparison) -> None:
+    text = plain_text(comparison_parts(found), 80)
+    assert max(map(len, text.splitlines())) <= 80 and text.isascii()
+    for c in found.candidates:
+        assert text.count(f"\n  {c.name} ") >= 2  # times, and collectives
+    data = json.loads(json.dumps(comparison_json(found)))
+    assert [c["name"] for c in data["candidates"]] == [c.name for c in found.candidates]
+    first = data["candidates"][0]
+    assert found.chosen.plan is not None and first["plan"] == found.chosen.plan.digest
+    assert first["step_s"] == found.chosen.plan.prediction.step_s
+    total = sum(x["time_s"] for x in first["collectives"])
+    assert total == pytest.approx(found.chosen.plan.prediction.communication_s)
+
+
+MODEL = """
+import jax, jax.numpy as jnp
+def train_step(w, x):
+    g = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2))(w)
+    return jax.tree.map(lambda p, d: p - 0.1 * d, w, g), jnp.mean(x)
+def example_args():
+    f = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    return {"a": f(16, 32), "b": f(32, 16)}, f(64, 16)
+"""
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "user_compare.py"
+    path.write_text(MODEL)
+    assert cli.main(["compare", str(path), "--cluster", "h100:4", "--no-color"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ways to run the step on h100:4\n") and "tensor 4" in out
+    assert cli.main(["compare", str(path), "--cluster", "h100:4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"] == "h100:4"
+    plans = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for saved, mesh in zip(plans, ("data=8", "data=4,model=2"), strict=True):
+        assert cli.main(["inspect", str(path), "--mesh", mesh, "--save", saved]) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", "--plan", *plans]) == 0
+    assert "mesh" in capsys.readouterr().out
+    assert cli.main(["compare", "--plan", *plans, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["same_step"] is True
+    for wrong in ([], [str(path), "--plan", *plans], ["--plan", plans[0], str(tmp_path / "c")]):
+        assert cli.main(["compare", *wrong]) == 2
+        assert capsys.readouterr().err.startswith("planner: error: ")
