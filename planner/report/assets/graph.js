@@ -48,7 +48,7 @@ function nodeText(node, segment) {
 }
 function drawNode(node, segment, x, y) {
   const height = nodeHeight(node), text = nodeText(node, segment);
-  const group = svg("g", { class: `node${isProduct(node) ? " product" : ""}${node.sends.length ? " sends" : ""}`, tabindex: "0",
+  const group = svg("g", { class: `node${isProduct(node) ? " product" : ""}${node.sends.length ? " sends" : ""}`, tabindex: "-1",
     role: "img", "aria-label": text.replaceAll("\n", "; "), transform: `translate(${x},${y})`, ...tipped(text) });
   group.append(svg("rect", { class: "box", width: NODE_W, height, rx: 8 }));
   const seconds = node.compute_s > 0 ? timeText(node.compute_s) : "", room = Math.floor((NODE_W - 26 - 6.6 * seconds.length) / 7.2);
@@ -128,7 +128,14 @@ function layered(nodes) {
 function drawSegment(segment) {
   const linked = new Set();
   segment.nodes.forEach((node, k) => node.before.forEach((b) => { linked.add(k); linked.add(b); }));
-  const box = el("div", { class: "drawing", tabindex: "0", role: "region", "aria-label": "Operations of this piece" });
+  const box = el("div", { class: "drawing", tabindex: "0", role: "region", "aria-label": "Operations of this piece; arrow keys go from one to the next" });
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key];
+    if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
+    const nodes = [...box.querySelectorAll(".node")], at = nodes.indexOf(document.activeElement);
+    event.preventDefault();
+    nodes[at < 0 ? 0 : Math.min(Math.max(at + step, 0), nodes.length - 1)]?.focus();
+  });
   if (linked.size) {
     const kept = [...linked].sort((a, b) => a - b), number = new Map(kept.map((k, i) => [k, i]));
     const nodes = kept.map((k) => ({ ...segment.nodes[k], before: segment.nodes[k].before.map((b) => number.get(b)) }));
