@@ -1,5 +1,7 @@
 """meshwright's executor: runs plans on real devices with ``jax.jit``."""
 
+from typing import TYPE_CHECKING, Any
+
 from executor.check import CheckReport, check
 from executor.compile import CompiledStep, compile_plan
 from executor.hosts import HostError, agree, initialize
@@ -8,8 +10,13 @@ from executor.mesh import build_mesh, detect_cluster
 from executor.parallelize import Parallelized, parallelize
 from executor.roles import Role, RoleError, read_role
 
+if TYPE_CHECKING:
+    from executor.checkpoint import CheckpointError, Checkpoints
+
 __all__ = [
     "CheckReport",
+    "CheckpointError",
+    "Checkpoints",
     "CompiledStep",
     "HostError",
     "Parallelized",
@@ -25,3 +32,14 @@ __all__ = [
     "parallelize",
     "read_role",
 ]
+
+_CHECKPOINT = frozenset({"CheckpointError", "Checkpoints"})
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Orbax, when it is asked for: that import takes longer than all others."""
+    if name in _CHECKPOINT:
+        from executor import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
