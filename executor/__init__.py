@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from executor.check import CheckReport, check
 from executor.compile import CompiledStep, compile_plan
+from executor.data import Batches, DataError, Position, agreed_steps, own_files
 from executor.hosts import HostError, agree, initialize
 from executor.measure import measure
 from executor.mesh import build_mesh, detect_cluster
@@ -14,21 +15,26 @@ if TYPE_CHECKING:
     from executor.checkpoint import CheckpointError, Checkpoints
 
 __all__ = [
+    "Batches",
     "CheckReport",
     "CheckpointError",
     "Checkpoints",
     "CompiledStep",
+    "DataError",
     "HostError",
     "Parallelized",
+    "Position",
     "Role",
     "RoleError",
     "agree",
+    "agreed_steps",
     "build_mesh",
     "check",
     "compile_plan",
     "detect_cluster",
     "initialize",
     "measure",
+    "own_files",
     "parallelize",
     "read_role",
 ]
