@@ -26,6 +26,9 @@ examples:
   planner inspect model.py --memory 16GB --save plan.json
   planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
   planner inspect train.py --html report.html       a page with the step drawn over time
+  planner explain train.py "['up']['kernel']"       why it is sharded so, and what else would cost
+  planner compare train.py --cluster h100:8x4       beside data parallel, FSDP, tensor parallel, ...
+  planner compare --plan before.json after.json     two saved plans in words
   planner search problem.json.gz --out choice.json  run a search on a bare problem
 
 MODEL is a Python file that is one of

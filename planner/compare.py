@@ -143,7 +143,8 @@ def compare(
         **options: of ``make_plan`` (mode, search, mesh, zero, ...), for the chosen plan alone.
 
     Raises:
-        ModelError, RequestError: as ``make_plan``; MemoryLimitError only when no kind fits.
+        ModelError, RequestError: as ``make_plan``, but for memory and pins: what does not fit, or
+            contradicts a mark, has a place in the result that says so.
     """
     common: dict[str, Any] = {"memory": memory, "time_limit_s": time_limit_s}
     placed = options.get("mesh")

@@ -104,7 +104,7 @@ def _decision(planned: Planned, setting: Setting, node: int, value: int) -> Deci
     names = dict.fromkeys(value_text(plan, v) for v in others)
     stored, used = plan.value_sharding(value), plan.value_sharding(value, "use")
     return Decision(
-        setting.name(node) if value == setting.foremost(node) else value_text(plan, value),
+        setting.name(node, value),
         found.shape,
         found.dtype,
         graph.ops[found.op].source if found.op >= 0 else "",

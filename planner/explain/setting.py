@@ -15,7 +15,7 @@ from planner.extract import Extraction
 from planner.meshes import SPREAD
 from planner.pipeline import Planned
 from planner.pricing import Priced
-from planner.report.fold import common_path, pattern
+from planner.report.fold import common_path, is_optimizer_state, pattern
 from planner.report.units import array_text, sharding_text
 from planner.search.memory import Timeline
 from planner.search.problem import Problem, evaluate
@@ -94,19 +94,25 @@ class Setting:
         }
 
     def foremost(self, node: int) -> int | None:
-        """The value that a decision is named after: an argument, else the largest."""
+        """The value that a decision is named after: a parameter, else another argument, else the
+        largest."""
         values, graph = self.made[self.members[node][0]], self.plan.graph
-        order = sorted(values, key=lambda v: (v not in self.inputs, -graph.values[v].nbytes, v))
-        return order[0] if order else None
+
+        def weight(value: int) -> tuple[bool, bool, int, int]:
+            found = graph.values[value]
+            state = is_optimizer_state(found.name)
+            return value not in self.inputs, state, -found.nbytes, value
+
+        return min(values, key=weight, default=None)
 
     @cached_property
     def inputs(self) -> frozenset[int]:
         """The values that are arguments."""
         return frozenset(self.plan.graph.inputs)
 
-    def name(self, node: int) -> str:
-        """A decision in words; equal ones under one name."""
-        value, members = self.foremost(node), self.members[node]
+    def name(self, node: int, value: int | None = None) -> str:
+        """A decision in words, after a value of its own; equal ones under one name."""
+        value, members = self.foremost(node) if value is None else value, self.members[node]
         graph, groups = self.plan.graph, self.plan.priced.analysis.groups.groups
         if value is None:
             if members[0] in self.copies:
@@ -116,8 +122,8 @@ class Setting:
         if value not in self.inputs:
             return value_text(self.plan, value)
         values = [v for g in members for v in self.made[g] if v in self.inputs]
-        paths = [graph.values[v].name for v in values]
-        return common_path([path for path in paths if pattern(path) == pattern(paths[0])])
+        own, paths = graph.values[value].name, [graph.values[v].name for v in values]
+        return common_path([path for path in paths if pattern(path) == pattern(own)])
 
     def spec(self, node: int, strategy: int) -> str:
         """What a decision says under a strategy, in words."""

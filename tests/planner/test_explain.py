@@ -19,6 +19,7 @@ from planner.explain import explain, explain_planned
 from planner.explain.alternatives import ways
 from planner.explain.setting import setting_of
 from planner.explain.targets import find_values
+from planner.extract import Extraction
 from planner.graph.trace import trace
 from planner.pipeline import Planned, plan_step
 from planner.report.explain_text import explanation_json, explanation_parts
@@ -211,6 +212,30 @@ def test_requests_about_the_state_are_named() -> None:
     assert all(row.stored == row.used for row in never.decisions[0].alternatives)
     small = explain(step, *ARGS, target="['up']", whole_below="10MB", **asked)
     assert "request: whole_below=1e+07" in small.decisions[0].forced
+
+
+def test_where_equal_parts_have_different_plans_each_is_a_decision() -> None:
+    def branches(w: Any, x: Any) -> Any:
+        return [jnp.tanh(x @ one).sum(1) for one in w]
+
+    planned = plan_step(
+        branches, [struct(256, 256)] * 3, struct(512, 256), cluster="h100:8", mesh="data=8"
+    )
+    quotient, choice = planned.quotient, list(planned.extraction.choice)
+    graph, home = planned.extraction.graph, planned.extraction.priced.analysis.groups.home
+    groups = [home[v][0] for v in graph.inputs[:3]]  # type: ignore[index]
+    together = explain_planned(planned, r"^\[0\]").decisions[0]
+    assert together.equal == 3 and together.what == "[0][*]"
+    priced = planned.extraction.priced
+    choice[groups[1]] = next(
+        k for k in range(priced.sets[groups[1]].count) if k != choice[groups[1]]
+    )
+    assert quotient.apart(choice)
+    apart = dataclasses.replace(planned, extraction=Extraction(priced, choice))
+    first, second, third = explain_planned(apart, r"^\[0\]").decisions
+    assert [d.what for d in (first, second, third)] == ["[0][0]", "[0][1]", "[0][2]"]
+    assert [d.equal for d in (first, second, third)] == [1, 1, 1]
+    assert (first.stored, first.used) != (second.stored, second.used)
 
 
 # ---- text and command --------------------------------------------------------------------
