@@ -15,13 +15,17 @@ from report_cases import NASTY, Page, compared, deep, small
 
 from costmodels import parse_cluster
 from planner.cli import main
-from planner.pipeline import Planned
+from planner.pipeline import Planned, plan_step
 from planner.report.html import html, write_report
 from planner.report.html_data import MOST_DEVICES, ReportData, gather
 from planner.report.html_time import BINS, CATEGORIES, PIECES, reach
 from planner.spec import parse_mesh
+from tests.zoo.running import MODULES, load
 
 ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = load()
+FIRST = {min(p.name for p in PROGRAMS.values() if p.module == m) for m in MODULES}
+"""One program of each file: the others are left to ``make test-all``."""
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,32 @@ def test_the_graph_holds_all_of_the_step(data: ReportData, planned: Planned) -> 
     products = [n for s in data.segments for n in s.nodes if n.kind == "dot_general"]
     read = {array.name for node in products for array in node.reads}
     assert {"[0]['layers'][0]['up']", "[0]['stack']"} <= read
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FIRST else pytest.mark.slow)
+        for name in sorted(PROGRAMS)
+    ],
+)
+def test_reports_of_the_zoo_add_up(name: str) -> None:
+    step, arguments = PROGRAMS[name].build()
+    planned = plan_step(step, *arguments, cluster="h100:4x2", search="recursive_programming")
+    found, prediction = gather(planned, name), planned.plan.prediction
+    start = planned.extraction.priced.model.step_latency_s
+    compute = sum(s.compute_s for s in found.segments)
+    assert compute + start == pytest.approx(prediction.compute_s, rel=1e-6)
+    sent = sum(s.communication_s for s in found.segments)
+    assert sent == pytest.approx(prediction.communication_s, rel=1e-6)
+    assert found.step.step_s == pytest.approx(prediction.step_s, rel=1e-6)
+    memory = found.step.memory
+    peak = sum(column[memory.peak_bin] for column in memory.bytes)
+    assert memory.traced_order or peak == pytest.approx(prediction.peak_bytes, rel=1e-6)
+    for segment in found.segments:
+        for node in segment.nodes:
+            assert all(segment.nodes[b].layer < node.layer for b in node.before)
+    assert Page(html(found)).data["title"] == name
 
 
 def test_96_layers_are_folded_into_a_small_file() -> None:
