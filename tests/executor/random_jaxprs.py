@@ -145,26 +145,23 @@ def _remat(arrays: Arrays, a: int, b: int, n: int, body: Any) -> list[Any]:
     return _called(wrap)(arrays, a, b, n, body)
 
 
+def alone(body: Sequence[Instruction], x: Any, i: Any) -> Any:
+    """A float array of the shape of ``x``, by a body that sees nothing else."""
+    made = Arrays([x], [i])
+    run(made, body)
+    return fit(made.floats[-1], x.shape)
+
+
 def _custom_vjp(arrays: Arrays, a: int, b: int, n: int, body: Any) -> list[Any]:
-    held = arrays.copy(lax.stop_gradient)
-
-    def plain(x: Any) -> Any:
-        return fit(inside(held, body, x).floats[-1], x.shape)
-
-    function = jax.custom_vjp(plain)
-    function.defvjp(lambda x: (plain(x), x), lambda x, g: (g * jnp.cos(x),))
-    return [function(arrays.float_at(a))]
+    function = jax.custom_vjp(lambda x, i: alone(body, x, i))
+    function.defvjp(lambda x, i: (alone(body, x, i), x), lambda x, g: (g * jnp.cos(x), None))
+    return [function(arrays.float_at(a), arrays.int_at(b))]
 
 
 def _custom_jvp(arrays: Arrays, a: int, b: int, n: int, body: Any) -> list[Any]:
-    held = arrays.copy(lax.stop_gradient)
-
-    def plain(x: Any) -> Any:
-        return fit(inside(held, body, x).floats[-1], x.shape)
-
-    function = jax.custom_jvp(plain)
-    function.defjvp(lambda x, t: (plain(*x), t[0] * jnp.sin(x[0])))
-    return [function(arrays.float_at(a))]
+    function = jax.custom_jvp(lambda x, i: alone(body, x, i))
+    function.defjvp(lambda xs, ts: (alone(body, *xs), ts[0] * jnp.sin(xs[0])))
+    return [function(arrays.float_at(a), arrays.int_at(b))]
 
 
 def _vmap(arrays: Arrays, a: int, b: int, n: int, body: Any) -> list[Any]:
