@@ -49,7 +49,9 @@ class Op:
     """One operation. ``kind`` is the jax primitive, or one of ours for loop borders.
 
     ``attrs`` tells apart operations of one kind and shape (hash of the parameters);
-    ``fused`` names the call of a function that stands for one kernel (see ``planner.fused``).
+    ``fused`` names the call of a function that stands for one kernel (see ``planner.fused``);
+    ``effect`` says that it does more than make its results (prints, calls the host, writes to a
+    reference), and so runs whether or not these are read.
     """
 
     index: int
@@ -60,6 +62,7 @@ class Op:
     attrs: str = ""
     source: str = ""
     fused: str = ""
+    effect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +137,14 @@ class Graph:
         return tuple(tuple(c) for c in out)
 
     def live_ops(self) -> tuple[bool, ...]:
-        """Which operations reach an output (loop carries included)."""
+        """Which operations reach an output (loop carries included) or have an effect."""
         return self._live
 
     @cached_property
     def _live(self) -> tuple[bool, ...]:
-        live = [False] * len(self.ops)
+        live = [op.effect for op in self.ops]
         wanted = {o for o in self.outputs if o != SCALAR}
+        wanted |= {i for op in self.ops if op.effect for i in op.inputs if i != SCALAR}
         backs: dict[int, list[Op]] = {}
         for op in self.ops:
             if op.kind in ("loop_back", "loop_test"):

@@ -159,6 +159,7 @@ class _Builder:
         region: int,
         source: str = "",
         eqn: EqnKey | None = None,
+        effect: bool = False,
     ) -> tuple[int, ...]:
         index = len(self.ops)
         outs = tuple(self.value(a, index) for a in out_avals)
@@ -168,7 +169,8 @@ class _Builder:
             if cached is None:
                 cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn.params))
             attrs = cached[1]
-        self.ops.append(Op(index, kind, tuple(inputs), outs, region, attrs, source, self.fused))
+        inputs = tuple(inputs)
+        self.ops.append(Op(index, kind, inputs, outs, region, attrs, source, self.fused, effect))
         self.eqns.append(eqn)
         return outs
 
@@ -209,7 +211,7 @@ class _Builder:
             return build(eqn, ins, region, source)
         avals = tuple(v.aval for v in eqn.outvars)
         record = EqnKey(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars), avals)
-        return self.op(name, ins, avals, region, source, record)
+        return self.op(name, ins, avals, region, source, record, bool(eqn.effects))
 
     def scan(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
         p = eqn.params

@@ -495,3 +495,14 @@ def test_a_loop_that_writes_to_a_reference_is_one_operation() -> None:
     assert len(outside.regions) == 1 and "scan" in [op.kind for op in outside.ops]
     within = trace(lambda x: step(x, True), (jnp.ones(8),)).graph
     assert len(within.regions) == 2 and "scan" not in [op.kind for op in within.ops]
+
+
+def test_what_has_an_effect_is_live() -> None:
+    def step(x: Any) -> Any:
+        jax.debug.print("{m}", m=jnp.sin(x).sum())
+        jnp.cos(x).sum()
+        return x * 2
+
+    graph = trace(step, (jnp.ones(8),)).graph
+    live = {op.kind for op, on in zip(graph.ops, graph.live_ops(), strict=True) if on}
+    assert "sin" in live and "cos" not in live and any("debug" in kind for kind in live)

@@ -70,10 +70,11 @@ def test_difference() -> None:
         ("pallas_kernel_with_rule", []),
         ("custom_partitioning_rule", []),
         ("pure_callback", ["pure_callback"]),
+        ("debug_print_in_scan", ["debug_print"]),
         ("linear_solve_batched", []),
         ("composite_function", []),
         ("moe_ragged_groups", []),
-        ("mutable_references", ["get", "new_ref"]),
+        ("mutable_references", ["get", "new_ref", "scan", "swap"]),
     ],
 )
 def test_fallbacks_are_recorded(name: str, kinds: list[str]) -> None:
