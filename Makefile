@@ -1,6 +1,7 @@
 # make demo   install into .venv, plan and train a real model on 8 virtual CPU devices
 # make test   install into .venv and run the tests
 # make zoo    plan, run and compare some 170 small programs, print the table
+# make test-hosts  the tests of several processes and hosts, with every launcher that is there
 # make docs   build the documentation into build/docs, warnings are errors
 # make check  exactly what CI runs: format, types, borders, documentation, tests
 PYTHON ?= python3
@@ -32,6 +33,11 @@ test-all: $(VENV)/.installed
 
 zoo: $(VENV)/.installed
 	$(BIN)/python -m tests.zoo
+
+test-hosts: $(VENV)/.installed
+	$(BIN)/python -m pytest -m '' -rs tests/executor/test_roles.py tests/executor/test_hosts.py \
+	  tests/executor/test_launch.py tests/executor/test_launchers.py tests/executor/test_data.py \
+	  tests/executor/test_checkpoint.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

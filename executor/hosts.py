@@ -8,6 +8,8 @@ across processes must be the same program in each: ``agree`` proves that all hav
 from __future__ import annotations
 
 import errno
+import ipaddress
+import logging
 import os
 import socket
 import time
@@ -19,6 +21,8 @@ import numpy as np
 from executor.roles import Role, read_role
 from planner.errors import PlanMismatchError, RequestError
 from planner.plan import Plan
+
+log = logging.getLogger("meshwright")
 
 
 class HostError(RequestError):
@@ -66,6 +70,7 @@ def initialize(
         check_bindable(role.coordinator, addresses)
     else:
         wait_until_reachable(role.coordinator, addresses, timeout_s)
+    check_own_name(addresses)
     left = max(1, round(timeout_s - (time.monotonic() - begun)))
     jax.distributed.initialize(
         role.coordinator,
@@ -123,6 +128,26 @@ def check_bindable(coordinator: str, addresses: Sequence[Address]) -> None:
         f"coordinator {coordinator}: process 0 runs on {here}, which does not have that address "
         f"({os.strerror(reasons[0])}); the coordinator must be the host of process 0"
     )
+
+
+def check_own_name(addresses: Sequence[Address]) -> None:
+    """Warn where this host's own name means itself only, though others must reach it: JAX's CPU
+    collectives listen at the address of the host's name (accelerators do not care)."""
+    name = socket.gethostname()
+    try:
+        own = socket.gethostbyname(name)
+    except OSError:
+        return
+    theirs = (where[0].partition("%")[0] for _, where in addresses)
+    if ipaddress.ip_address(own).is_loopback and not all(
+        ipaddress.ip_address(address).is_loopback for address in theirs
+    ):
+        log.warning(
+            "this host's name %s resolves to %s: other hosts will not reach its CPU devices; give "
+            "the name the host's address in /etc/hosts",
+            name,
+            own,
+        )
 
 
 def wait_until_reachable(coordinator: str, addresses: Sequence[Address], timeout_s: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from executor import HostError, initialize
-from executor.hosts import check_bindable, resolve, wait_until_reachable
+from executor.hosts import check_bindable, check_own_name, resolve, wait_until_reachable
 from executor.launch import Job, free_port, run_local
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +106,18 @@ def test_another_hosts_address_is_said() -> None:
     where = "192.0.2.1:8476"  # kept for documentation, RFC 5737
     with pytest.raises(HostError, match="does not have that address"):
         check_bindable(where, resolve(where))
+
+
+@pytest.mark.parametrize(("coordinator", "told"), [("192.0.2.1:1", True), ("127.0.0.1:1", False)])
+def test_a_name_that_means_this_host_only_is_told(
+    coordinator: str,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    check_own_name(resolve(coordinator))
+    assert ("resolves to 127.0.1.1" in caplog.text) == told
 
 
 def test_a_server_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
