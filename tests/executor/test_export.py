@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import importlib
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,21 @@ def exported(plan: Plan) -> dict[str, Any]:
     space: dict[str, Any] = {"__name__": "sharded"}
     exec(compile(text, "sharded.py", "exec"), space)
     return space
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """Global names that some code and the code inside it reads."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return names.union(*(global_names(c) for c in inner))
+
+
+def test_the_module_lacks_no_name() -> None:
+    x = jax.ShapeDtypeStruct((8, 8), np.float32)
+    plan = make_plan(lambda x: x @ x, x, cluster="cpu:8", mesh="data=8")
+    text, space = python_text(plan), exported(plan)
+    missing = global_names(compile(text, "sharded.py", "exec")) - set(space) - set(dir(builtins))
+    assert not missing
 
 
 def by_shardy(lowered: Any) -> Counter[Any]:
