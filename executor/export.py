@@ -27,7 +27,7 @@ _COMPAT = (
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("inner_jaxpr", "inlined", "is_whole", "abstract")),
-    (interpret, ("ConstrainedStep",)),
+    (interpret, ("in_bounds", "ConstrainedStep")),
 )
 """What is copied, by module."""
 

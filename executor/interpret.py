@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from planner import compat
 from planner.errors import InternalError
@@ -20,6 +21,33 @@ from planner.groups import MARKS
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
+
+
+def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
+    """Operands of an equation, with the starts of slices where these end up.
+
+    A slice that would reach past the end starts earlier. XLA's simplifier forgets that where the
+    result is sharded along a sliced dimension: it adds up the starts of the two slices. With starts
+    in bounds the sum is right.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dynamic_slice":
+        starts, dims = ins[1:], range(len(ins) - 1)
+    elif name == "gather" and params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        dims = params["dimension_numbers"].start_index_map
+        if ins[1].size != len(dims):
+            return ins  # more than one slice: stays a gather
+        starts = list(ins[1].reshape(-1))
+    else:
+        return ins
+    room = [ins[0].shape[d] - params["slice_sizes"][d] for d in dims]
+    held = [
+        jax.lax.clamp(x.dtype.type(0), x, x.dtype.type(min(most, np.iinfo(x.dtype).max)))
+        for x, most in zip(map(jax.numpy.asarray, starts), room, strict=True)
+    ]
+    if name == "dynamic_slice":
+        return [ins[0], *held]
+    return [ins[0], jax.numpy.stack(held).reshape(ins[1].shape)]
 
 
 class ConstrainedStep:
@@ -104,7 +132,7 @@ class ConstrainedStep:
         op = self.step(name)
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
-        ins = [self.at(op, "in", k, x) for k, x in enumerate(ins)]
+        ins = in_bounds(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)])
         made = [self.at(op, "made", k, x) for k, x in enumerate(compat.bind(eqn, ins))]
         return [self.at(op, "out", k, x) for k, x in enumerate(made)]
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+import planner
 from executor import compile_plan
 from planner import make_plan
 from tests.executor import random_jaxprs
@@ -170,3 +171,23 @@ def test_scatter_at_one_index():
 @pytest.mark.parametrize("part", range(4))
 def test_every_operation(part):
     compare(sorted(OPS)[part::4], 16, 8, grad=True)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_slice_that_reaches_past_the_end(many, dtype):
+    """XLA alone loses the earlier start where the result is sharded along the slice."""
+    x = np.random.default_rng(0).normal(size=(512, 4)).astype(np.float32)
+
+    def one(x, i):
+        return jax.lax.dynamic_slice(x, (i, jnp.zeros_like(i)), (8, 4))
+
+    def function(x, i):
+        y = jax.vmap(one, (None, 0))(x, i) if many else one(x, i[0])
+        return planner.shard(y, *([None] * many), "data")
+
+    i = jnp.asarray([250 if dtype == "uint8" else 509]).astype(dtype)
+    x = x[:252] if dtype == "uint8" else x
+    plan = make_plan(function, x, i, cluster="cpu:8", mesh="data=8")
+    assert is_split(plan)
+    assert_same(compile_plan(function, plan)(x, i), jax.jit(function)(x, i))
