@@ -35,7 +35,7 @@ def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
         starts, dims = ins[1:], range(len(ins) - 1)
     elif name == "gather" and params["mode"] == jax.lax.GatherScatterMode.CLIP:
         dims = params["dimension_numbers"].start_index_map
-        if ins[1].size != len(dims):
+        if not dims or ins[1].size != len(dims):
             return ins  # more than one slice: stays a gather
         starts = list(ins[1].reshape(-1))
     else:
