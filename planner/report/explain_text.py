@@ -107,7 +107,8 @@ def _alternatives(found: Decision) -> RenderableType:
             *cells,
         )
     if found.unpriced:
-        add_row(table, f"{found.unpriced} dearer ones", *[""] * 5, style="dim")
+        rest = f"{found.unpriced} dearer one{'s' if found.unpriced > 1 else ''}"
+        add_row(table, rest, *[""] * 5, style="dim")
     return table
 
 
