@@ -177,6 +177,7 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             "",
             "# The walk over the traced step that puts INSIDE in.\n",
             f"MARKS = frozenset({sorted(MARKS)!r})",
+            f"STAGES = {interpret.STAGES!r}",
             f"REMAT = frozenset({sorted(interpret.REMAT)!r})",
             f"INLINED = frozenset(\n    {sorted(trace.INLINED)!r}\n)",
             f"REGIONS = frozenset({sorted(trace.REGIONS)!r})",

@@ -20,6 +20,9 @@ from planner.groups import MARKS
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
 
+STAGES = {"in": ("from", "in"), "out": ("after", "out")}
+"""The slots that follow each other where a value enters, and where it leaves, an operation."""
+
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 
 
@@ -77,7 +80,7 @@ class ConstrainedStep:
         """``value`` under the plan's constraints for that place, if there are any."""
         if compat.is_ref(jax.typeof(value)):
             return value
-        for name in ("from", "in") if slot == "in" else (slot,):
+        for name in STAGES.get(slot, (slot,)):
             sharding = self.shardings.get((op, name, position))
             if sharding is not None:
                 value = self.constrained(value, sharding)

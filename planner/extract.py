@@ -12,7 +12,8 @@ from planner.groups import Link
 from planner.peak import scheduled_peak
 from planner.plan import Activation, CollectiveRow, Constraint, Leaf, Prediction
 from planner.pricing import Priced, Pricer
-from planner.reshard import Step, reshard_steps
+from planner.reshard import Step, pattern_of, reshard_steps
+from planner.route import route
 from planner.spec import Sharding
 from planner.unify import Layout
 
@@ -164,6 +165,25 @@ class Extraction:
             src, dst, len(link.src), self.graph.values[link.value].nbytes, link.gradient
         )
 
+    def halfway(
+        self, src: tuple[int, ...], dst: tuple[int, ...], value: int
+    ) -> tuple[int, ...] | None:
+        """Where a change that moves axes and gathers others stands before it gathers, if it passes
+        there: asked for both at once, XLA's partitioner gathers the whole value instead."""
+        shape, sizes = self.graph.values[value].shape, self.priced.mesh.sizes
+        moves = any(0 < s != d > 0 for s, d in zip(src, dst, strict=True))
+        gathers = any(s > 0 == d for s, d in zip(src, dst, strict=True))
+        if len(shape) + 1 in src or not (moves and gathers):
+            return None
+        way = tuple(d or s for s, d in zip(src, dst, strict=True))
+        split = [1] * len(shape)
+        for digit, size in zip(way, sizes, strict=True):
+            if digit:
+                split[digit - 1] *= size
+        divides = all(n % k == 0 for n, k in zip(shape, split, strict=True))
+        permutes = route(pattern_of(src, dst, len(shape))).permutes
+        return way if divides and not permutes else None
+
     def constraints(self) -> tuple[Constraint, ...]:
         """Where the executor must say a sharding: operands and results of operations that
         mix dimensions, borders, and every place where a sharding changes."""
@@ -182,9 +202,11 @@ class Extraction:
             kind = groups.groups[link.b].kind
             if link.operand <= -2:
                 lookup = graph.ops[link.op].kind == "gather"  # else Shardy may gather the table
+                before = src
                 if rank + 1 in src and not lookup:
-                    split = [b if a == rank + 1 else a for a, b in zip(src, dst, strict=True)]
-                    if tuple(split) != dst:
+                    split = tuple(b if a == rank + 1 else a for a, b in zip(src, dst, strict=True))
+                    before = split
+                    if split != dst:
                         # summed as it is split: else XLA may undo the split of the operands
                         add(link.op, "made", -2 - link.operand, self.from_digits(split, rank))
                     elif any(b for a, b in zip(src, dst, strict=True) if a == rank + 1):
@@ -196,6 +218,8 @@ class Extraction:
                     # computed as it is, then resharded: left alone, XLA may push the new
                     # sharding back into an operation that it partitions wrongly
                     add(link.op, "made", -2 - link.operand, self.from_digits(src, rank))
+                if (way := self.halfway(before, dst, link.value)) is not None:
+                    add(link.op, "after", -2 - link.operand, self.from_digits(way, rank))
                 add(link.op, "out", -2 - link.operand, self.from_digits(dst, rank))
             elif kind == "anchor" or src != dst:
                 if src != dst and rank + 1 not in src:

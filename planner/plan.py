@@ -43,7 +43,8 @@ class Leaf:
 class Constraint:
     """Sharding of operand (``slot`` "in") or result ("out") ``position`` of operation ``op``.
 
-    ``"made"`` is the sharding that the operation itself gives its result, before "out".
+    ``"from"`` is that of an operand before it changes to "in". ``"made"`` is what the operation
+    itself gives its result, ``"after"`` where a change to "out" stands before it gathers.
     """
 
     op: int
