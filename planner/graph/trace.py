@@ -42,6 +42,7 @@ def _libraries() -> tuple[str, ...]:
     """Where installed packages and Python's own modules lie."""
     paths = sysconfig.get_paths()  # a tenth of a second the first time
     places = {paths[name] for name in ("purelib", "platlib", "stdlib")}
+    places.add(os.path.dirname(os.path.dirname(jax.__file__)))  # elsewhere in some environments
     return tuple(os.path.realpath(place) + os.sep for place in sorted(places))
 
 
