@@ -21,14 +21,16 @@ from planner.difference import Difference, Exchange, Figure, Moved, Setting, dif
 from planner.errors import MemoryLimitError, PinError
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced, trace
-from planner.marks import placed_mesh
+from planner.marks import marks, placed_mesh
 from planner.meshes import FAST
 from planner.metadata import with_logical_axis_rules
+from planner.pins import axis_names
 from planner.pipeline import plan_traced
 from planner.plan import Plan
 from planner.request import Request, parse_request
 from planner.sequence import batch_inputs, sequences
 from planner.spec import MeshSpec
+from planner.state import StateRequest, find_state
 
 __all__ = [
     "Candidate",
@@ -66,6 +68,7 @@ class Candidate:
         plan: None when the step can't be run so; ``refused`` says why.
         fits: whether ``plan`` keeps to the memory limit.
         refused: empty when there is a plan.
+        note: how far the plan is from what it is called; empty when it is just that.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Candidate:
     plan: Plan | None
     fits: bool
     refused: str = ""
+    note: str = ""
 
     @property
     def collectives(self) -> tuple[Collectives, ...]:
@@ -163,11 +167,13 @@ def compare(
             continue
         progress(kind.name)
         request = parse_request(cluster, **common, **kind.options)
+        request = dataclasses.replace(request, mesh=_with_marked(request.mesh, traced))
         request = dataclasses.replace(request, tensor=kind.tensor, sequence=kind.sequence)
         rules = _batch_rules(traced.graph, request.mesh, kind.axes)
         if kind.sequence:
             rules |= _whole_rules(traced.graph)
-        out.append(_candidate(step, kind.name, kind.what, request, rules))
+        made = _candidate(step, kind.name, kind.what, request, rules)
+        out.append(dataclasses.replace(made, note=_note(traced.graph, kind, made.plan)))
     return Comparison(asked.cluster.text, asked.limit_bytes, tuple(out))
 
 
@@ -214,8 +220,12 @@ def _kinds(graph: Graph, devices: int) -> Iterator[_Kind]:
     yield _Kind("data parallel", "batch split, everything else whole", devices, {**data, "zero": 0})
     if devices == 1:
         return
-    yield _Kind("ZeRO-1", "data parallel, optimizer state split", devices, {**data, "zero": 1})
-    yield _Kind("FSDP", "data parallel, parameters and state split", devices, {**data, "zero": 3})
+    for name, what, level in (
+        ("ZeRO-1", "data parallel, optimizer state split", 1),
+        ("FSDP", "data parallel, parameters and state split", 3),
+    ):
+        mesh = MeshSpec(("data",), (devices,))
+        yield _Kind(name, what, devices, {**search, "mesh": mesh, "zero": level}, ("data",))
     degrees = [t for t in range(2, devices + 1) if devices % t == 0]
     for t in degrees:
         mesh = MeshSpec(("data", "model"), (devices // t, t))
@@ -248,6 +258,41 @@ def _kinds(graph: Graph, devices: int) -> Iterator[_Kind]:
                 ("data", "sequence"),
                 sequence="sequence",
             )
+
+
+MOST = 0.9
+"""Share of the bytes that has to be as a kind says for it to have no note."""
+
+
+def _with_marked(mesh: MeshSpec | None, traced: Traced) -> MeshSpec | None:
+    """The mesh with the axes that marks in the model name besides its own, of one device each."""
+    if mesh is None:
+        return None
+    more = [name for name in axis_names(marks(traced, set())) if name not in mesh.names]
+    return MeshSpec((*mesh.names, *more), (*mesh.sizes, *[1] * len(more)))
+
+
+def _note(graph: Graph, kind: _Kind, plan: Plan | None) -> str:
+    """What is not as the kind says: how much of the parameters or the state is split otherwise."""
+    if plan is None:
+        return ""
+    parameters = find_state(graph, StateRequest()).parameters
+    leaves = dict(zip(graph.inputs, plan.inputs, strict=True))
+    sizes = {v: graph.values[v].nbytes for v, leaf in leaves.items() if leaf.tied}
+
+    def share(values: frozenset[int], axes: Sequence[str]) -> float:
+        whole = sum(sizes[v] for v in values)
+        split = sum(sizes[v] for v in values if set(leaves[v].spec.axes) & set(axes))
+        return split / whole if whole else 1.0
+
+    if kind.tensor and (part := share(parameters, (kind.tensor,))) < MOST:
+        return f"{part:.0%} of the parameters' bytes are split over {kind.tensor}"
+    level = kind.options.get("zero")
+    if level == 1 and (part := share(parameters, ("data",))) > 1 - MOST:
+        return f"{part:.0%} of the parameters' bytes are split, too: one decision with their state"
+    if level == 3 and (part := share(frozenset(sizes), ("data",))) < MOST and kind.batch > 1:
+        return f"{part:.0%} of the state's bytes are split over data"
+    return ""
 
 
 def _divides(graph: Graph, devices: int) -> bool:

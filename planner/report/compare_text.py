@@ -59,6 +59,9 @@ def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
         )
     yield _under(table)
     yield from section("collectives: runs a step and their time", _kinds(found.candidates))
+    notes = [(c.name, c.note) for c in found.candidates if c.note]
+    if notes:
+        yield from section("not quite what they are called", pairs(notes))
     refused = [(c.name, c.refused) for c in found.candidates if c.refused]
     if refused:
         yield from section("refused", pairs(refused))
@@ -110,6 +113,7 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
         out: dict[str, Any] = {"name": c.name, "what": c.what, "fits": c.fits}
         if c.plan is None:
             return {**out, "refused": c.refused}
+        out["note"] = c.note
         p = c.plan.prediction
         return {
             **out,

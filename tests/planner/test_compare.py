@@ -177,23 +177,25 @@ def test_what_does_not_fit_is_shown_with_the_memory_it_needs(found: Comparison) 
     assert plan.prediction.limit_bytes == limit and math.isfinite(limit)
 
 
-def test_marks_that_a_kind_contradicts_are_its_refusal() -> None:
+def test_marks_hold_in_every_kind_or_are_its_refusal() -> None:
     def marked(w: Any, x: Any) -> Any:
-        return jnp.mean(shard(x @ w, "data", "model") ** 2)
+        return jnp.mean(shard(x @ w, "expert", "model") ** 2)
 
     found = compare(marked, struct(64, 64), struct(64, 64), cluster="cpu:8")
-    refused = {c.name: c.refused for c in found.candidates if c.plan is None}
-    assert not found.chosen.refused
-    assert set(refused) == set()  # no kind has an axis that contradicts the mark
-    other = compare(
-        lambda w, x: jnp.mean(shard(x @ w, "expert") ** 2),
-        struct(64, 64),
-        struct(64, 64),
-        cluster="cpu:8",
+    assert all(c.plan is not None for c in found.candidates)
+
+    def odd(w: Any, x: Any) -> Any:
+        return jnp.mean(shard(x @ w, None, "data") ** 2)
+
+    by_name = {
+        c.name: c for c in compare(odd, struct(64, 6), struct(64, 64), cluster="cpu:8").candidates
+    }
+    assert (
+        by_name["FSDP"].plan is None
+        and "8 devices of data do not divide" in by_name["FSDP"].refused
     )
-    kinds = {c.name: c for c in other.candidates}
-    assert kinds["tensor 2"].plan is None and "expert" in kinds["tensor 2"].refused
-    assert kinds["data parallel"].plan is not None  # marks wait for another mode there
+    assert by_name["tensor 4"].plan is not None
+    assert by_name["data parallel"].plan is not None  # marks wait for another mode there
 
 
 def test_options_are_for_the_chosen_plan_alone() -> None:
@@ -228,6 +230,26 @@ def test_sequences_are_tokens_or_three_dimensions() -> None:
         lambda *xs: sum(x.sum() for x in xs), (tokens, struct(8, 4), struct(8, 4, 2))
     ).graph
     assert [found.values[v].shape for v in sequences(found)] == [(8, 16), (8, 4, 2)]
+
+
+def test_what_is_not_quite_what_it_is_called_has_a_note(found: Comparison) -> None:
+    assert [c.note for c in found.candidates] == [""] * len(found.candidates)
+
+    def cast(state: Any, x: Any) -> Any:
+        """A parameter that is only read through a cast shares a decision with its state."""
+
+        def loss(w: Any) -> Any:
+            return jnp.mean((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(state["w"])
+        moved = 0.9 * state["m"] + grad
+        return {"w": state["w"] - 0.1 * moved, "m": moved}, value
+
+    w = struct(256, 512)
+    mixed = compare(cast, {"w": w, "m": w}, struct(1024, 256), cluster="h100:8")
+    notes = {c.name: c.note for c in mixed.candidates if c.note}
+    assert set(notes) == {"ZeRO-1"} and "one decision" in notes["ZeRO-1"]
+    assert "not quite" in plain_text(comparison_parts(mixed), 80)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
