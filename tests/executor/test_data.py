@@ -113,7 +113,6 @@ def test_the_batch_sharding_is_the_plans() -> None:
         loss = ((batch["x"] @ w) ** 2).mean()
         return w - 0.1 * loss, loss
 
-    run = parallelize(step, mesh="data=4,model=2", mode="DATA_PARALLEL", donate_argnums=())
     run = parallelize(step, mode="DATA_PARALLEL")
     w = np.ones((6, 2), np.float32)
     shardings = run.prepare(w, {"x": X[:8]}).in_shardings[1]
