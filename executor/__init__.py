@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from executor.check import CheckReport, check
 from executor.compile import CompiledStep, compile_plan
 from executor.data import Batches, DataError, Position, agreed_steps, own_files
-from executor.hosts import HostError, agree, initialize
+from executor.hosts import HostError, agree, initialize, share
 from executor.measure import measure
 from executor.mesh import build_mesh, detect_cluster
 from executor.parallelize import Parallelized, parallelize
@@ -37,6 +37,7 @@ __all__ = [
     "own_files",
     "parallelize",
     "read_role",
+    "share",
 ]
 
 _CHECKPOINT = frozenset({"CheckpointError", "Checkpoints"})

@@ -1,8 +1,9 @@
 """Several processes as one: joining, and agreeing on a plan.
 
 ``initialize`` is ``jax.distributed.initialize`` that knows every launcher's variables (``roles``),
-looks first whether the coordinator can be reached, and says what is wrong where it can't. What runs
-across processes must be the same program in each: ``agree`` proves that all have the same plan.
+meets all processes first, says what is wrong where it can't, and watches over them (``peers``).
+What runs across processes must be the same program in each: ``agree`` proves that all have the same
+plan, ``share`` gives all the plan of process 0.
 """
 
 from __future__ import annotations
@@ -18,18 +19,13 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from executor.peers import HostError as HostError
+from executor.peers import watch
 from executor.roles import Role, read_role
-from planner.errors import PlanMismatchError, RequestError
-from planner.plan import Plan
+from planner.errors import PlanMismatchError
+from planner.plan import Plan, plan_from_json
 
 log = logging.getLogger("meshwright")
-
-
-class HostError(RequestError):
-    """A host that can't be found, reached or bound; says which, and what to look at."""
-
-
-RETRY_S = 0.25
 
 
 def initialize(
@@ -39,6 +35,7 @@ def initialize(
     *,
     local_device_ids: Sequence[int] | None = None,
     timeout_s: float = 300.0,
+    deadline_s: float = 60.0,
 ) -> Role:
     """Join this process to its job. Call it before anything else of JAX.
 
@@ -48,6 +45,9 @@ def initialize(
         process: which one this is; None likewise.
         local_device_ids: the devices of this host that this process owns; None takes all.
         timeout_s: how long to wait for the others.
+        deadline_s: after how long a host that does not answer counts as lost. A process that ends
+            is noticed at once. Who notices names it and ends with code 75 (``peers.AGAIN``), which
+            launchers take as "start again".
 
     Returns:
         Who this process is. With one process nothing is started.
@@ -55,7 +55,7 @@ def initialize(
     Raises:
         RoleError: the environment is missing something, or contradicts itself.
         HostError: the coordinator's name has no address, its port can't be bound by process 0, or
-            it was not reached in time.
+            it was not reached in time; or processes did not join in time, by number.
     """
     role = read_role(os.environ, coordinator=coordinator, processes=processes, process=process)
     if role.job not in ("worker", "chief"):
@@ -68,9 +68,8 @@ def initialize(
     addresses = resolve(role.coordinator)
     if role.process == 0:
         check_bindable(role.coordinator, addresses)
-    else:
-        wait_until_reachable(role.coordinator, addresses, timeout_s)
     check_own_name(addresses)
+    watch(role, deadline_s, timeout_s)
     left = max(1, round(timeout_s - (time.monotonic() - begun)))
     jax.distributed.initialize(
         role.coordinator,
@@ -78,6 +77,7 @@ def initialize(
         role.process,
         local_device_ids=local_device_ids,
         initialization_timeout=left,
+        heartbeat_timeout_seconds=max(1, round(deadline_s)),
     )
     return role
 
@@ -150,39 +150,6 @@ def check_own_name(addresses: Sequence[Address]) -> None:
         )
 
 
-def wait_until_reachable(coordinator: str, addresses: Sequence[Address], timeout_s: float) -> None:
-    """Wait until something listens at the coordinator's address.
-
-    Raises:
-        HostError: nothing did in time; says whether the connection was refused or got no answer.
-    """
-    deadline = time.monotonic() + timeout_s
-    last: OSError | None = None
-    while True:
-        for family, where in addresses:
-            left = deadline - time.monotonic()
-            try:
-                with socket.socket(family, socket.SOCK_STREAM) as probe:
-                    probe.settimeout(max(0.1, min(5.0, left)))
-                    probe.connect(where)
-                    return
-            except OSError as error:
-                last = error
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(RETRY_S)
-    refused = isinstance(last, ConnectionRefusedError)
-    hint = (
-        "the host answers, but nothing listens there: process 0 has not started, or has ended"
-        if refused
-        else "no answer: a wrong address, a host that is down, or a firewall"
-    )
-    raise HostError(
-        f"coordinator {coordinator} was not reached from {socket.gethostname()} in "
-        f"{timeout_s:g} s ({last}); {hint}"
-    )
-
-
 def agree(plan: Plan) -> Plan:
     """Prove that all processes have the same plan; with one process that is so.
 
@@ -202,17 +169,41 @@ def agree(plan: Plan) -> Plan:
     others = [k for k in range(len(prints)) if (prints[k] != prints[0]).any()]
     if not others:
         return plan
-    text = np.frombuffer(plan.to_json().encode(), np.uint8)
-    length = int(np.max(multihost_utils.process_allgather(np.asarray(text.size))))
-    padded = np.zeros(length, np.uint8)
-    padded[: text.size] = text
-    first = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()
+    first = _broadcast(plan.to_json())
     raise PlanMismatchError(
         f"plans differ: process 0 has {bytes(prints[0]).hex()[:12]}, "
         + ", ".join(f"process {k} has {bytes(prints[k]).hex()[:12]}" for k in others)
         + f"; {_difference(first, plan.to_json())}; plan once, save the plan, and let every "
-        "process load it (executor.compile_plan)"
+        "process load it (compile_plan), or give all of them the plan of process 0 (share)"
     )
+
+
+def share(plan: Plan | None) -> Plan:
+    """The plan of process 0, in every process.
+
+    Args:
+        plan: in process 0 the plan; in the others what they have is not looked at.
+
+    Raises:
+        PlanMismatchError: process 0 has none.
+    """
+    mine = "" if plan is None or jax.process_index() else plan.to_json()
+    text = mine if jax.process_count() == 1 else _broadcast(mine)
+    if not text:
+        raise PlanMismatchError("share: process 0 has no plan; make or load one there")
+    return plan_from_json(text, "the plan of process 0")
+
+
+def _broadcast(text: str) -> str:
+    """A text of process 0, in every process."""
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(text.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.asarray(mine.size)))
+    padded = np.zeros(length, np.uint8)
+    if jax.process_index() == 0:
+        padded[:] = mine
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
 
 
 def _difference(first: str, mine: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from executor import HostError, initialize
-from executor.hosts import check_bindable, check_own_name, resolve, wait_until_reachable
+from executor.hosts import check_bindable, check_own_name, resolve
 from executor.launch import Job, free_port, run_local
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_a_name_without_an_address_is_said() -> None:
 
 def test_nobody_at_the_address_is_said() -> None:
     where = f"127.0.0.1:{free_port()}"
-    with pytest.raises(HostError, match=r"was not reached .* nothing listens there"):
+    with pytest.raises(HostError, match=r"was not reached .* nobody listens"):
         initialize(where, 2, 1, timeout_s=0.5)
 
 
@@ -99,7 +99,6 @@ def test_a_port_in_use_is_said() -> None:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(HostError, match="the port is in use"):
             initialize(where, 2, 0)
-        wait_until_reachable(where, resolve(where), 5.0)  # what the others would see
 
 
 def test_another_hosts_address_is_said() -> None:

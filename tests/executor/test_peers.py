@@ -1,0 +1,177 @@
+"""Processes watch each other: who is lost is named, everywhere, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from executor.launch import Job, free_port, run_local
+from executor.peers import AGAIN, HostError, Watch
+from executor.roles import Role
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Told:
+    """What a process would have ended with."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        self.event = threading.Event()
+
+    def __call__(self, text: str) -> None:
+        self.text = self.text or text
+        self.event.set()
+
+
+def job(count: int, deadline_s: float = 30.0) -> tuple[list[Watch], list[Told]]:
+    """Watches of as many processes, all met, in threads of this one."""
+    where = f"127.0.0.1:{free_port()}"
+    told = [Told() for _ in range(count)]
+    watches = [Watch(Role(count, k, where), deadline_s, end=told[k]) for k in range(count)]
+    starts = [threading.Thread(target=w.start, args=(20.0,)) for w in watches]
+    for thread in starts:
+        thread.start()
+    for thread in starts:
+        thread.join()
+    assert sorted(watches[0].peers) == list(range(count))
+    return watches, told
+
+
+def broken(watch: Watch) -> None:
+    """End a process as the kernel does: its connections break."""
+    for line in watch.lines.values():
+        with contextlib.suppress(OSError):  # broken already
+            line.connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_loss_is_told_to_all(lost: int) -> None:
+    watches, told = job(3)
+    broken(watches[lost])
+    for k in {0, 1, 2} - {lost}:
+        assert told[k].event.wait(10), k
+        text = told[k].text or ""
+        if lost:  # without the coordinator, nobody relays: each names who it was connected to
+            assert f"process {lost} (pid {os.getpid()} on {socket.gethostname()}) was lost" in text
+        else:
+            assert "process 0 (" in text
+        assert f"ends with code {AGAIN}" in text
+
+
+def test_who_leaves_is_not_lost() -> None:
+    watches, told = job(3)
+    watches[1].leave()
+    broken(watches[1])
+    watches[2].leave()
+    assert not told[0].event.wait(0.5) and not told[2].event.is_set()
+    watches[0].leave()
+    broken(watches[0])
+    assert not told[2].event.wait(0.5)
+
+
+def test_an_error_is_told_with_its_words() -> None:
+    watches, told = job(2)
+    watches[1].fail("ValueError: bad batch")
+    assert told[0].event.wait(10)
+    assert "it ended by ValueError: bad batch" in (told[0].text or "")
+    broken(watches[0])
+    assert not told[1].event.wait(0.3)  # it ends by its own error, which says more
+
+
+def test_an_error_that_follows_from_a_loss_is_not_its_own() -> None:
+    watches, told = job(3)
+    broken(watches[2])
+    assert told[1].event.wait(10)
+    watches[1].fail("XlaRuntimeError: connection reset")
+    assert watches[1].error is None
+
+
+def test_missing_processes_are_named_and_those_there_told() -> None:
+    where, told = f"127.0.0.1:{free_port()}", Told()
+    there = Watch(Role(4, 2, where), 30.0, end=told)
+    threading.Thread(target=there.start, args=(20.0,), daemon=True).start()
+    with pytest.raises(HostError, match=r"not all of 4 .*missing: 1, 3; there: process 0 .*, proc"):
+        Watch(Role(4, 0, where), 30.0).start(3.0)
+    assert told.event.wait(10) and "others did not come in time" in (told.text or "")
+
+
+def test_strangers_are_sent_away() -> None:
+    where = f"127.0.0.1:{free_port()}"
+    first = Watch(Role(2, 0, where), 30.0, end=Told())
+    starting = threading.Thread(target=first.start, args=(20.0,))
+    starting.start()
+    port = int(where.rpartition(":")[2]) + 1
+    for words in (b"GET / HTTP/1.0\r\n\r\n", b'{"token": "meshwright other 2"}\n', b"[1]\n"):
+        until = time.monotonic() + 10
+        while True:
+            try:
+                stranger = socket.create_connection(("127.0.0.1", port), 5)
+                break
+            except OSError:
+                assert time.monotonic() < until
+        with stranger:
+            stranger.sendall(words)
+            assert stranger.recv(100) == b""
+    second = Watch(Role(2, 1, where), 30.0, end=Told())
+    second.start(20.0)
+    starting.join(20)
+    assert sorted(first.peers) == [0, 1]
+
+
+def test_another_job_on_the_next_port_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1] - 1}"
+        watches = [Watch(Role(2, k, where), 8.0, end=Told()) for k in range(2)]
+        starts = [threading.Thread(target=w.start, args=(30.0,)) for w in watches]
+        for thread in starts:
+            thread.start()
+        for thread in starts:
+            thread.join()
+        assert sorted(watches[0].peers) == [0, 1]
+
+
+def test_who_does_not_answer_is_named_only(caplog: pytest.LogCaptureFixture) -> None:
+    watches, told = job(2, deadline_s=0.8)
+    watches[1].leaving = True  # asks no more
+    watches[1].lines[0].send = lambda message: None  # type: ignore[method-assign]
+    until = time.monotonic() + 10
+    while "process 1 (" not in caplog.text and time.monotonic() < until:
+        time.sleep(0.05)
+    assert "has not answered for" in caplog.text and not told[0].event.is_set()
+
+
+LOOP = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import numpy as np
+from executor import initialize
+role = initialize(timeout_s=60)
+from jax.experimental import multihost_utils
+for k in range(10_000):
+    multihost_utils.process_allgather(np.zeros(3))
+    if k == 5 and role.process == 1:
+        if sys.argv[1] == "error":
+            raise ValueError("bad batch")
+        os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["error", str(int(signal.SIGKILL))])
+def test_no_process_hangs(how: str) -> None:
+    lines: list[tuple[int, str]] = []
+    command = (sys.executable, "-c", LOOP, how)
+    outcome = run_local(Job(command, 2, 1, grace_s=60.0), lambda k, x: lines.append((k, x)))
+    text = "\n".join(x for k, x in lines if k == 0)
+    assert outcome.codes == (AGAIN, 1 if how == "error" else 137), json.dumps(lines)
+    told = "it ended by ValueError: bad batch" if how == "error" else "its connection broke"
+    assert "process 1 (pid" in text and told in text
