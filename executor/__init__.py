@@ -4,7 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 from executor.check import CheckReport, check
 from executor.compile import CompiledStep, compile_plan
-from executor.data import Batches, DataError, Position, agreed_steps, own_files
+from executor.data import (
+    Batches,
+    DataError,
+    Position,
+    Streams,
+    agreed_steps,
+    own_files,
+    shard,
+)
 from executor.hosts import HostError, agree, initialize, share
 from executor.measure import measure
 from executor.mesh import build_mesh, detect_cluster
@@ -26,6 +34,7 @@ __all__ = [
     "Position",
     "Role",
     "RoleError",
+    "Streams",
     "agree",
     "agreed_steps",
     "build_mesh",
@@ -37,6 +46,7 @@ __all__ = [
     "own_files",
     "parallelize",
     "read_role",
+    "shard",
     "share",
 ]
 

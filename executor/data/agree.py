@@ -1,0 +1,62 @@
+"""What processes have to agree on when each has its own files: how many steps, and how many rows.
+
+Each of these is one small collective: all processes have to call it, and in the same order with
+respect to their other collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.data.common import DataError
+
+
+def own_files(files: Sequence[Any]) -> tuple[Any, ...]:
+    """This process's files: every n-th of a list that is the same in all n processes.
+
+    Raises:
+        DataError: fewer files than processes.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    if len(files) < count:
+        raise DataError(
+            f"{len(files)} files for {count} processes: every process needs one; split them further"
+        )
+    return tuple(files[index::count])
+
+
+def agreed_steps(mine: int, policy: str = "drop") -> int:
+    """How many steps all processes make when each has its own number: with "drop" the least, with
+    "pad" the most (who has fewer repeats some). Ask once an epoch: who went on alone would hang.
+
+    Raises:
+        DataError: "leave", or an unknown policy: steps of a program over all processes can't
+            differ.
+    """
+    if policy not in ("drop", "pad"):
+        raise DataError(f"policy {policy!r}: processes can't make different numbers of steps")
+    counts = everyones(np.asarray([mine]))
+    return int(counts.min() if policy == "drop" else counts.max())
+
+
+def everyones(mine: NDArray[Any]) -> NDArray[Any]:
+    """The arrays of all processes, [processes, ...]; they have one shape and dtype."""
+    if jax.process_count() == 1:
+        return mine[np.newaxis]
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(mine))
+
+
+def everyones_bytes(mine: bytes) -> list[bytes]:
+    """The byte strings of all processes, of any lengths; two collectives."""
+    lengths = everyones(np.asarray([len(mine)]))[:, 0]
+    padded = np.zeros(max(1, int(lengths.max())), np.uint8)
+    padded[: len(mine)] = np.frombuffer(mine, np.uint8)
+    found = everyones(padded)
+    return [found[k, :n].tobytes() for k, n in enumerate(lengths)]

@@ -1,0 +1,119 @@
+"""One door to all kinds of sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from executor.data.batches import Batches
+from executor.data.common import DataError
+from executor.data.files import Files, read_file
+from executor.data.sources import Elements
+from executor.data.streams import Streams
+
+
+def shard(
+    source: Any,
+    shardings: Any,
+    *,
+    batch_size: int,
+    policy: str = "drop",
+    seed: int | None = 0,
+    epochs: int | None = None,
+    prefetch: int = 2,
+    read: Callable[[Any], Any] | None = None,
+    count: Callable[[Any], int] | None = None,
+) -> Batches | Streams:
+    """Batches of a source for a plan; each process reads its share.
+
+    Args:
+        source: arrays, memory maps or a pytree of them, rows first; a list of files; something with
+            ``len(source)`` and ``source[k]``, a row, such as a ``grain.MapDataset`` or a
+            ``grain.sources.RandomAccessDataSource``; or a function (lane, lanes) -> an iterable of
+            rows, such as a ``grain.IterDataset`` or ``grain.DataLoader``, for which a single
+            process may give the iterable itself.
+        shardings: of one batch, a pytree of the same form or one for all: those of the plan, as
+            ``step.prepare(state, batch).in_shardings[1]``.
+        batch_size: rows of a batch, over all processes.
+        policy: for rows that do not fill a batch in all processes: "drop", "pad" or "leave".
+        seed: of the order of rows; None keeps the source's. Iterators have an order of their own,
+            which this leaves alone.
+        epochs: how many; None goes on for ever.
+        prefetch: batches to read ahead.
+        read: a file -> a pytree of arrays with rows first; files only, ``.npy`` and ``.npz`` are
+            read without.
+        count: a file -> its rows, where that is cheaper than reading it; files only.
+
+    Raises:
+        DataError: the source is none of these, or `Batches`, `Files` or `Streams` refuse it.
+    """
+    if _is_files(source):
+        source = Files(source, read or read_file, count)
+    elif read is not None or count is not None:
+        raise DataError(f"read= and count= are for a list of files, not {type(source).__name__}")
+    elif isinstance(source, Elements):
+        pass
+    elif _is_walked(source):
+        return Streams(
+            _maker(source),
+            shardings,
+            batch_size=batch_size,
+            lanes=None if callable(source) else 1,
+            policy=policy,
+            epochs=epochs,
+            prefetch=prefetch,
+        )
+    elif _is_random_access(source):
+        source = Elements(source)
+    return Batches(
+        source,
+        shardings,
+        batch_size=batch_size,
+        seed=seed,
+        policy=policy,
+        epochs=epochs,
+        prefetch=prefetch,
+    )
+
+
+def _is_files(source: Any) -> bool:
+    return (
+        isinstance(source, list | tuple)
+        and bool(source)
+        and all(isinstance(x, str | os.PathLike) for x in source)
+    )
+
+
+def _is_random_access(source: Any) -> bool:
+    return (
+        hasattr(source, "__getitem__")
+        and hasattr(source, "__len__")
+        and not hasattr(source, "shape")
+        and not isinstance(source, list | tuple | dict)
+    )
+
+
+def _is_walked(source: Any) -> bool:
+    if callable(source):
+        return True
+    return hasattr(source, "__iter__") and not hasattr(source, "__getitem__")
+
+
+def _maker(source: Any) -> Callable[[int, int], Any]:
+    """Functions as they are; an iterable is one lane for one process."""
+    if callable(source):
+        made: Callable[[int, int], Any] = source
+        return made
+    name = type(source).__name__
+    if jax.process_count() > 1:
+        raise DataError(
+            f"{name} would give every process the same rows; pass a function (lane, lanes) -> "
+            f"{name} that gives each lane its own, such as one that begins with "
+            "source[lane::lanes], or a source with len() and [] if rows can be had by number"
+        )
+    if iter(source) is source:
+        raise DataError(f"{name} can be walked through once only; pass a function that makes it")
+    return lambda lane, lanes: source

@@ -1,0 +1,155 @@
+"""Rows in files: counted once, numbered through all files, read file by file.
+
+An epoch shuffles the files, and the rows in each. Batches then take equal runs of that order side
+by side (``lanes``, as many as the batch is split ways), so that the devices of one process want
+rows of their own few files, and nobody's run is longer than another's however long the files are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from executor.data.agree import everyones
+from executor.data.common import DataError, Leaf
+from executor.data.sources import Order, shuffled
+
+Read = Callable[[Any], Any]
+
+
+def read_file(file: str | os.PathLike[str]) -> Any:
+    """A ``.npy`` file as a memory map, a ``.npz`` file as a dict of arrays.
+
+    Raises:
+        DataError: another kind of file, or one that can't be read.
+    """
+    kind = Path(file).suffix
+    try:
+        if kind == ".npy":
+            return np.load(file, mmap_mode="r")
+        if kind == ".npz":
+            with np.load(file) as found:
+                return dict(found)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{file}: {error}") from error
+    raise DataError(
+        f"{file}: only .npy and .npz are read by themselves; pass read=, a function of a file "
+        "that gives a pytree of arrays with rows first"
+    )
+
+
+class Files:
+    """Rows of a list of files, the same list in all processes.
+
+    Args:
+        files: what ``read`` takes.
+        read: a file -> a pytree of arrays with rows first, of one form; rows may differ in number.
+        count: a file -> its rows, where that is cheaper than reading it. Each process counts its
+            share of the files, then all are told (one collective).
+
+    Raises:
+        DataError: no files, no rows, or the first is no pytree of arrays; in all processes when a
+            file of one can't be read.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Any],
+        read: Read = read_file,
+        count: Callable[[Any], int] | None = None,
+    ) -> None:
+        if not files:
+            raise DataError("no files: expected at least one")
+        self.files, self._read = tuple(files), read
+        self._open: OrderedDict[int, list[Any]] = OrderedDict()
+        self._most = 2
+        counts = self._counts(count)
+        self._ends = np.cumsum(counts)
+        self._rows = int(self._ends[-1])
+        first = next((k for k, n in enumerate(counts) if n), None)
+        if first is None:
+            raise DataError(f"{len(files)} files with no rows in them")
+        self.tree: Any
+        leaves, self.tree = jax.tree_util.tree_flatten(read(self.files[first]))
+        self.leaves: list[Leaf] = [
+            jax.ShapeDtypeStruct((self._rows, *x.shape[1:]), x.dtype) for x in leaves
+        ]
+
+    def order(self, seed: int | None, epoch: int) -> Order:
+        """The files in an order, and the rows of each in an order."""
+        if seed is None:
+            return np.arange(self._rows)
+        generator = np.random.default_rng([seed, epoch])
+        starts = np.concatenate([[0], self._ends])
+        files = shuffled(len(self.files), seed, epoch)
+        return np.concatenate(
+            [starts[k] + generator.permutation(starts[k + 1] - starts[k]) for k in files]
+        )
+
+    def read(self, leaf: int, rows: Order) -> Any:
+        """From the files that are open, and those that have to be opened."""
+        like = self.leaves[leaf]
+        out = np.empty((len(rows), *like.shape[1:]), like.dtype)
+        which = np.searchsorted(self._ends, rows, side="right")
+        for k in np.unique(which):
+            here = which == k
+            begin = self._ends[k - 1] if k else 0
+            out[here] = self._file(int(k))[leaf][rows[here] - begin]
+        return out
+
+    def hold(self, lanes: int) -> None:
+        """Keep one file a lane open, and one more while a lane goes from one to the next."""
+        self._most = lanes + 1
+
+    def done(self) -> None:
+        """Files stay open: the next batch goes on in them."""
+
+    def _counts(self, count: Callable[[Any], int] | None) -> list[int]:
+        mine = np.full(len(self.files), -1)
+        failed: Exception | None = None
+        for k in range(jax.process_index(), len(self.files), jax.process_count()):
+            try:
+                mine[k] = count(self.files[k]) if count else self._length(self.files[k])
+            except Exception as error:  # told below, when nobody waits for this process any more
+                failed, mine[k] = error, -2
+                break
+        told = everyones(mine)
+        if failed is not None:
+            raise failed
+        bad = np.argwhere(told == -2)
+        if len(bad):
+            process, k = bad[0]
+            raise DataError(f"process {process} can't read {self.files[k]}: see what it says")
+        return [int(n) for n in told.max(axis=0)]
+
+    def _length(self, file: Any) -> int:
+        lengths = {int(x.shape[0]) for x in jax.tree_util.tree_leaves(self._read(file))}
+        if len(lengths) != 1:
+            raise DataError(f"{file}: its arrays have {sorted(lengths)} rows, expected one number")
+        return lengths.pop()
+
+    def _file(self, k: int) -> list[Any]:
+        if k in self._open:
+            self._open.move_to_end(k)
+            return self._open[k]
+        while len(self._open) >= self._most:
+            self._open.popitem(last=False)
+        leaves, tree = jax.tree_util.tree_flatten(self._read(self.files[k]))
+        if tree != self.tree:
+            raise DataError(f"{self.files[k]} holds {tree}, the first file {self.tree}")
+        rows = int(self._ends[k] - (self._ends[k - 1] if k else 0))
+        for found, like in zip(leaves, self.leaves, strict=True):
+            expected = (rows, *like.shape[1:])
+            if (found.shape, found.dtype) != (expected, like.dtype):
+                raise DataError(
+                    f"{self.files[k]} holds {found.dtype}{list(found.shape)}, expected "
+                    f"{like.dtype}{list(expected)}"
+                )
+        self._open[k] = leaves
+        return leaves

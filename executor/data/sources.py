@@ -1,0 +1,146 @@
+"""Sources whose rows are numbered: any process can read any row."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.data.common import DataError, Leaf
+
+Order = NDArray[np.int64]
+
+
+class Source(Protocol):
+    """Rows by number.
+
+    Attributes:
+        leaves: shapes [rows, ...] and dtypes of the leaves.
+        tree: their form.
+    """
+
+    leaves: list[Leaf]
+    tree: Any
+
+    def order(self, seed: int | None, epoch: int) -> Order:
+        """All rows once, in the order of an epoch; the same in every process."""
+
+    def read(self, leaf: int, rows: Order) -> Any:
+        """Some rows of one leaf, [len(rows), ...]."""
+
+    def hold(self, lanes: int) -> None:
+        """How many runs of the order are read side by side."""
+
+    def done(self) -> None:
+        """A batch is made: what was held for it can go."""
+
+
+def shuffled(rows: int, seed: int | None, epoch: int) -> Order:
+    """The numbers below ``rows``, in an order drawn from seed and epoch; None keeps theirs."""
+    if seed is None:
+        return np.arange(rows)
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+class Arrays:
+    """A pytree of arrays or memory maps, rows in the first dimension.
+
+    Raises:
+        DataError: leaves of different lengths, leaves without rows, or none.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.leaves, self.tree = jax.tree_util.tree_flatten(source)
+        if not all(getattr(leaf, "shape", ()) for leaf in self.leaves):
+            raise DataError("a source is a pytree of arrays with rows in their first dimension")
+        lengths = {
+            jax.tree_util.keystr(path): int(leaf.shape[0])
+            for path, leaf in jax.tree_util.tree_leaves_with_path(source)
+        }
+        if len(set(lengths.values())) != 1:
+            told = ", ".join(f"{path or 'the source'} has {n}" for path, n in lengths.items())
+            raise DataError(f"leaves must have equally many rows: {told or 'there are none'}")
+        self._rows = next(iter(lengths.values()))
+
+    def order(self, seed: int | None, epoch: int) -> Order:
+        """All rows, shuffled as a whole."""
+        return shuffled(self._rows, seed, epoch)
+
+    def read(self, leaf: int, rows: Order) -> Any:
+        """Of an array or memory map, only these rows are read."""
+        array: Any = self.leaves[leaf]
+        return np.asarray(array[rows])
+
+    def hold(self, lanes: int) -> None:
+        """Nothing is held."""
+
+    def done(self) -> None:
+        """Nothing is held."""
+
+
+class Elements:
+    """A random-access source: ``len(source)`` rows, ``source[k]`` a pytree, one row; such as
+    ``grain.MapDataset`` and ``grain.sources.RandomAccessDataSource``.
+
+    Raises:
+        DataError: it is empty or endless, or row 0 is no pytree of arrays.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._rows = source, len(source)
+        if not 0 < self._rows < 2**48:
+            raise DataError(
+                f"{type(source).__name__} has {self._rows} rows: expected some, and an end; leave "
+                "repeat() out, epochs= says how often"
+            )
+        first, self.tree = jax.tree_util.tree_flatten(source[0])
+        if not first:
+            raise DataError(f"row 0 of {type(source).__name__} is empty: expected arrays")
+        self._form = [np.asarray(x) for x in first]
+        self.leaves: list[Leaf] = [
+            jax.ShapeDtypeStruct((self._rows, *x.shape), x.dtype) for x in self._form
+        ]
+        self._held: dict[int, list[Any]] = {}
+
+    def order(self, seed: int | None, epoch: int) -> Order:
+        """All rows, shuffled as a whole."""
+        return shuffled(self._rows, seed, epoch)
+
+    def read(self, leaf: int, rows: Order) -> Any:
+        """Each row is asked for once a batch, however many leaves it has."""
+        return np.stack([self._row(int(k))[leaf] for k in rows])
+
+    def hold(self, lanes: int) -> None:
+        """A batch's rows are held, whatever the lanes."""
+
+    def done(self) -> None:
+        """Forget the rows."""
+        self._held.clear()
+
+    def _row(self, k: int) -> list[Any]:
+        if k not in self._held:
+            self._held[k] = same_form(self._source[k], self.tree, self._form, f"row {k}")
+        return self._held[k]
+
+
+def same_form(row: Any, tree: Any, form: list[Any], where: str) -> list[Any]:
+    """The leaves of a row as arrays.
+
+    Raises:
+        DataError: they are not as those of the first row (``form``).
+    """
+    leaves, found = jax.tree_util.tree_flatten(row)
+    if row is None:
+        raise DataError(f"{where} is None, as filter() leaves it; use to_iter_dataset() after it")
+    if found != tree:
+        raise DataError(f"{where} is {found}, the first is {tree}")
+    arrays = [np.asarray(x) for x in leaves]
+    for k, (got, first) in enumerate(zip(arrays, form, strict=True)):
+        if (got.shape, got.dtype) != (first.shape, first.dtype):
+            raise DataError(
+                f"{where}: leaf {k} is {got.dtype}{list(got.shape)}, of the first row it is "
+                f"{first.dtype}{list(first.shape)}; pad or cut them to one shape"
+            )
+    return arrays

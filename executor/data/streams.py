@@ -1,0 +1,317 @@
+"""Batches of iterators, which can only be walked through, such as Grain's iterable datasets.
+
+A batch is made of lanes, equal runs of its rows, as many as the plan splits it ways. Each lane has
+an iterator of its own, made by a function (lane, lanes) -> dataset; a process walks those of the
+lanes that its devices hold. So what is in a batch depends on the lanes alone, and a restart may
+have another number of processes.
+
+Nobody knows how long an iterator is. Processes therefore read a block of batches ahead and agree,
+once a block, how many of it all of them have; with this they tell each other the states of their
+iterators at the block's start, so that any of them can write a position for all.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from executor.data.agree import everyones_bytes
+from executor.data.common import (
+    DataError,
+    Leaf,
+    Position,
+    Reader,
+    check_divides,
+    check_request,
+    lanes_of,
+    own_lanes,
+    placed,
+    position_of,
+    sharding_list,
+)
+from executor.data.sources import same_form
+
+BLOCK = 16
+"""Batches that are read before processes agree that all have them; two blocks are held on the
+host: the one that is used and the next."""
+
+Make = Callable[[int, int], Any]
+States = dict[int, str]
+"""By lane."""
+
+Lanes = dict[int, tuple[int, list[Any]]]
+"""By lane: for how many batches it has rows of its own, and its rows, lists of leaves."""
+
+
+class Streams:
+    """Batches of iterators, placed as a plan wants them; an iterator itself.
+
+    Args:
+        make: (lane, lanes) -> an iterable of rows, pytrees of arrays of one form; every call with
+            the same numbers gives the same rows, calls with other lanes give other rows. Its
+            iterators have ``get_state`` and ``set_state``, as Grain's do; without them every other
+            thing works, but positions walk through the rows before them.
+        shardings: of one batch, a pytree of the same form or one for all.
+        batch_size: rows of a batch, over all processes.
+        lanes: None takes as many as the batch is split ways; a position brings its own.
+        policy: when some lanes end before others: "drop" what the longer ones have left, or "pad"
+            the shorter ones with their first rows until the longest ends. "leave" is refused: a
+            lane can't have fewer rows than another.
+        epochs: how many times all is walked through; None goes on for ever. An endless iterator
+            never comes to the end of its first.
+        prefetch: batches to put on the devices ahead.
+
+    Raises:
+        DataError: policy "leave", a batch that the devices do not divide, or no rows.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        shardings: Any,
+        *,
+        batch_size: int,
+        lanes: int | None = None,
+        policy: str = "drop",
+        epochs: int | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        check_request(batch_size, policy, prefetch)
+        if policy == "leave":
+            raise DataError("policy 'leave': iterators give whole batches; use 'drop' or 'pad'")
+        self._make, self._size, self._policy = make, batch_size, policy
+        self._epochs, self._ahead = epochs, prefetch
+        first = next(iter(make(0, 1)), None)
+        if first is None:
+            raise DataError("the iterator has no rows")
+        leaves, self._tree = jax.tree_util.tree_flatten(first)
+        self._form: list[Any] = [np.asarray(x) for x in leaves]
+        self._shardings = sharding_list(shardings, first)
+        self._shapes = [(batch_size, *x.shape) for x in self._form]
+        for sharding, shape in zip(self._shardings, self._shapes, strict=True):
+            check_divides(sharding, shape)
+        self._lanes = lanes or lanes_of(self._shardings, self._shapes)
+        self._next = (0, 0)
+        self._states: tuple[str, ...] = ()
+        self._reader: Reader | None = None
+        self._at, self._over = 0, False
+        self._pending: deque[Any] = deque()
+        self._ready: deque[Any] = deque()
+
+    @property
+    def position(self) -> Position:
+        """Of the batch that comes next; what was read ahead does not count."""
+        return Position(*self._next, 0, self._size, None, self._lanes, self._states)
+
+    def seek(self, position: Position | Mapping[str, Any]) -> None:
+        """Go to a position, as a Position or its fields.
+
+        Raises:
+            DataError: it is of other data or another batch size, or its lanes do not fit.
+        """
+        found = position_of(position, self.position)
+        states = tuple(found.states)
+        if found.lanes < 1 or self._size % found.lanes or len(states) not in (0, found.lanes):
+            raise DataError(
+                f"the position has {found.lanes} lanes and {len(states)} states of iterators for "
+                f"batches of {self._size}"
+            )
+        self.close()
+        self._next, self._lanes, self._states = (found.epoch, found.batch), found.lanes, states
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._reader is not None:
+            self._reader.stop()
+            self._reader = None
+        self._over = False
+        self._pending.clear()
+        self._ready.clear()
+
+    def __iter__(self) -> Streams:
+        return self
+
+    def __next__(self) -> Any:
+        while not self._ready:
+            if self._epochs is not None and self._next[0] >= self._epochs:
+                self.close()
+                raise StopIteration
+            if not self._pending:
+                if self._over:
+                    self._end_epoch()
+                    continue
+                self._block()
+            self._place()
+        batch = self._ready.popleft()
+        self._next = (self._next[0], self._next[1] + 1)
+        self._place()
+        return batch
+
+    def _place(self) -> None:
+        """Put batches of this block on the devices."""
+        while self._pending and len(self._ready) < max(1, self._ahead):
+            self._ready.append(self._batch(self._pending.popleft()))
+
+    def _end_epoch(self) -> None:
+        epoch, number = self._next
+        self.close()
+        if number == 0:
+            raise DataError(
+                f"epoch {epoch} has no batch: some lane of {self._lanes} has fewer than "
+                f"{self._size // self._lanes} rows; use a smaller batch, or policy='pad'"
+            )
+        self._next, self._states = (epoch + 1, 0), ()
+
+    def _block(self) -> None:
+        """Take the next block and agree on it, a collective; one that is not full is the last."""
+        if self._reader is None:
+            self._at = max(0, self._next[1] - 1) // BLOCK * BLOCK
+            self._reader = Reader(self._blocks(), 1)
+        states, lanes, error = _taken(self._reader)
+        told = _exchange(
+            states=states,
+            have={k: have for k, (have, _) in lanes.items()},
+            failed=error and f"{type(error).__name__}: {error}",
+        )
+        if error is not None:
+            self.close()
+            raise error
+        for process, other in enumerate(told):
+            if other["failed"]:
+                self.close()
+                raise DataError(f"process {process} can't read: {other['failed']}")
+        have = {int(k): int(n) for other in told for k, n in other["have"].items()}
+        found = {int(k): s for other in told for k, s in other["states"].items()}
+        self._states = tuple(found[k] for k in range(self._lanes)) if all(found.values()) else ()
+        count = (min if self._policy == "drop" else max)(have.values())
+        none = [k for k in sorted(have) if have[k] < 0]
+        if none and count > 0:
+            self.close()
+            raise DataError(f"lane {none[0]} of {self._lanes} has no rows, so none to pad with")
+        size, begin = self._size // self._lanes, self._next[1] - self._at
+        self._pending.extend(
+            {k: rows[n * size : (n + 1) * size] for k, (_, rows) in lanes.items()}
+            for n in range(begin, count)
+        )
+        self._at += BLOCK
+        self._over = count < BLOCK
+
+    def _blocks(self) -> Iterator[tuple[States, Lanes]]:
+        """Blocks of this process's lanes from batch ``_at`` on: per lane its state before, for how
+        many batches it has rows of its own (-1: it has no rows and would have to pad), and its
+        rows; for ever (at an end, blocks of none)."""
+        size, pad = self._size // self._lanes, self._policy == "pad"
+        own = own_lanes(self._shardings, self._shapes, self._lanes)
+        walks = {k: _Walk(self._make, k, self._lanes, _state(self._states, k)) for k in own}
+        for _ in range(0 if self._states else self._at):
+            for walk in walks.values():
+                walk.take(size, pad)
+        while True:
+            states = {k: walk.state() for k, walk in walks.items()}
+            lanes = {}
+            for k, walk in walks.items():
+                real, rows = walk.take(BLOCK * size, pad)
+                have = real // size if not pad else -(-real // size) if rows else -1
+                where = f"a row of lane {k}"
+                lanes[k] = (have, [same_form(x, self._tree, self._form, where) for x in rows])
+            yield states, lanes
+
+    def _batch(self, lanes: Mapping[int, list[Any]]) -> Any:
+        size = self._size // self._lanes
+        stacked: dict[tuple[int, int], Any] = {}
+
+        def rows(leaf: int, begin: int, end: int) -> Any:
+            parts = []
+            for k in range(begin // size, -(-end // size)):
+                if (k, leaf) not in stacked:
+                    stacked[k, leaf] = np.stack([row[leaf] for row in lanes[k]])
+                parts.append(stacked[k, leaf][max(0, begin - k * size) : end - k * size])
+            return np.concatenate(parts)
+
+        def leaf(k: int) -> jax.Array:
+            like: Leaf = self._form[k]
+            return placed(
+                self._shapes[k], like.dtype, self._shardings[k], lambda i, j: rows(k, i, j)
+            )
+
+        return jax.tree_util.tree_unflatten(self._tree, [leaf(k) for k in range(len(self._form))])
+
+
+def _taken(reader: Reader) -> tuple[States, Lanes, Exception | None]:
+    """The next block, or what went wrong: the others have to be told, or would wait for ever."""
+    try:
+        states, lanes = reader.take()
+        return states, lanes, None
+    except Exception as error:
+        return {}, {}, error
+
+
+def _exchange(**mine: Any) -> list[dict[str, Any]]:
+    """What all processes have to say; JSON."""
+    return [json.loads(x) for x in everyones_bytes(json.dumps(mine).encode())]
+
+
+class _Walk:
+    """One lane's iterator, that starts again from its first row when it has to pad."""
+
+    def __init__(self, make: Make, lane: int, lanes: int, state: dict[str, Any] | None) -> None:
+        self._make, self._lane, self._lanes = make, lane, lanes
+        self._rows = iter(make(lane, lanes))
+        self._ended = bool(state and state["ended"])
+        if state is not None:
+            _set_state(self._rows, state["state"])
+
+    def take(self, count: int, pad: bool) -> tuple[int, list[Any]]:
+        """How many rows of its own it had of ``count``, and the rows: all of them if it may pad."""
+        rows: list[Any] = []
+        real = 0
+        fresh = False
+        while len(rows) < count:
+            row = next(self._rows, _END)
+            if row is not _END:
+                fresh = False
+                rows.append(row)
+                real += not self._ended
+            elif pad and not fresh:
+                self._ended = fresh = True
+                self._rows = iter(self._make(self._lane, self._lanes))
+            else:
+                break
+        return real, rows
+
+    def state(self) -> str:
+        """Where the lane is, as JSON."""
+        if not hasattr(self._rows, "get_state"):
+            return ""
+        state = self._rows.get_state()
+        if isinstance(state, bytes):
+            state = {"base64": base64.b64encode(state).decode()}
+        return json.dumps({"ended": self._ended, "state": state})
+
+
+_END = object()
+
+
+def _state(states: tuple[str, ...], lane: int) -> dict[str, Any] | None:
+    if not states:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(states[lane])
+        return {"ended": found["ended"], "state": found["state"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"not the state of an iterator: {states[lane]!r}") from error
+
+
+def _set_state(rows: Any, state: Any) -> None:
+    if isinstance(state, dict) and set(state) == {"base64"}:
+        state = base64.b64decode(state["base64"])
+    try:
+        rows.set_state(state)
+    except Exception as error:
+        raise DataError(f"the iterator does not take its state back: {error}") from error
