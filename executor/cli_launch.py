@@ -1,26 +1,30 @@
-"""``planner launch -n 4 train.py``: the same script in several processes of this host."""
+"""``planner launch -n 4 train.py``: the same script in several processes, on one host or many."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from executor.launch import Job, Outcome, run_local
+from executor.launch import launch, stopping
+from executor.launch_options import LAUNCHERS, REFUSED, checked, job_of, launcher_of
+from executor.launchers.job import AGAIN, Outcome
 from planner.commands import Command
-from planner.errors import RequestError
 
 EXAMPLES = """\
 examples:
   planner launch -n 2 --devices-per-process 4 train.py --steps 100
   planner launch -n 8 --logs runs/7 --max-restarts 3 train.py
+  planner launch --launcher ssh --hosts hosts.txt -n 8 --sync-dir . train.py
 
 The script calls executor.initialize() before anything else of JAX. Every process is told who it is
-by MESHWRIGHT_PROCESSES, MESHWRIGHT_PROCESS and MESHWRIGHT_COORDINATOR.
+by MESHWRIGHT_PROCESSES, MESHWRIGHT_PROCESS and MESHWRIGHT_COORDINATOR, or by its launcher's own
+variables, and by MESHWRIGHT_RESTART how often the job was started again.
 
-exit codes: 0 all ended well, 2 the request can't be met, else that of the first process that failed
-(128 + the signal, if a signal ended it)
+exit codes: 0 all ended well, 2 the request can't be met, 75 stopped by SIGTERM, 130 by Ctrl-C, else
+that of the first process that failed (128 + the signal, if a signal ended it)
 """
 
 
@@ -28,13 +32,21 @@ def add_launch(commands: Any) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "launch",
-        help="run a script in several processes of this host",
-        description="Run a script in several processes of this host.",
+        help="run a script in several processes, on this host or on many",
+        description="Run a script in several processes, on this host or on many.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("-n", "--processes", type=int, required=True, metavar="N", help="how many processes")
+    add(
+        "--launcher",
+        choices=(*LAUNCHERS, *REFUSED),
+        default="local",
+        metavar="NAME",
+        help=f"{', '.join(LAUNCHERS)} (default: local)",
+    )
+    add("--hosts", type=Path, metavar="FILE", help="lines of: HOST [slots=K] [port=P] [user=NAME]")
     add(
         "--devices-per-process",
         type=int,
@@ -56,52 +68,79 @@ def add_launch(commands: Any) -> None:
         metavar="N",
         help="start all again after a failure, up to N times (default: 0)",
     )
+    add(
+        "--min-processes",
+        type=int,
+        metavar="M",
+        help="leave out hosts that do not answer as long as M processes remain (default: none)",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for all to save and end after SIGTERM or Ctrl-C (default: 30)",
+    )
+    add("--python", default=sys.executable, metavar="PATH", help="the interpreter (default: this)")
+    add(
+        "--sync-dir",
+        metavar="DIR[:REMOTE]",
+        help="copy a folder to every host first (default there: the same path)",
+    )
+    add(
+        "--launcher-options",
+        default="",
+        metavar="WORDS",
+        help="more options for the program that launches, such as '-i key' for ssh",
+    )
     add("script", help="a Python file")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def run_launch(options: argparse.Namespace) -> int:
     """Start, watch, tell; raises RequestError."""
-    if options.processes < 1:
-        raise RequestError(f"-n {options.processes}: expected at least one process")
-    if options.devices_per_process is not None and options.devices_per_process < 1:
-        raise RequestError(f"--devices-per-process {options.devices_per_process}: expected >= 1")
-    if not Path(options.script).is_file():
-        raise RequestError(f"no script at {options.script}")
-    pairs = [text.partition("=") for text in options.env]
-    for name, equals, _ in pairs:
-        if not name or not equals:
-            raise RequestError(f"--env {name}: expected NAME=VALUE")
-    job = Job(
-        (sys.executable, options.script, *options.arguments),
-        options.processes,
-        options.devices_per_process,
-        {name: value for name, _, value in pairs},
-        options.logs,
-    )
-    for attempt in range(options.max_restarts + 1):
-        outcome = run_local(job, _show)
-        if outcome.process is None:
-            return 0
-        _tell(outcome, options.logs)
-        if attempt < options.max_restarts:
-            left = options.max_restarts - attempt - 1
-            print(f"planner launch: starting again, {left} restarts left", file=sys.stderr)
+    checked(options)
+    job = job_of(options)
+    with stopping() as stop:
+        outcome = launch(
+            job,
+            launcher_of(options, _say),
+            _show,
+            max_restarts=options.max_restarts,
+            stop=stop,
+            tell=lambda outcome, left: _tell(outcome, options.logs, left),
+        )
+    if outcome.stopped:
+        name = signal.Signals(outcome.stopped).name
+        _say(f"stopped by {name}; exit codes {', '.join(map(str, outcome.codes))}")
     return outcome.code
 
 
-def _show(process: int, line: str) -> None:
-    print(f"[{process}] {line}", flush=True)
+def _show(process: int | None, line: str) -> None:
+    print(line if process is None else f"[{process}] {line}", flush=True)
 
 
-def _tell(outcome: Outcome, logs: Path) -> None:
-    """Say which process failed first, and its last words."""
+def _say(text: str) -> None:
+    print(f"planner launch: {text}", file=sys.stderr, flush=True)
+
+
+def _tell(outcome: Outcome, logs: Path, left: int) -> None:
+    """Say which process failed first, its last words, and what comes now."""
     code = outcome.code
-    how = f"ended by signal {code - 128}" if code > 128 else f"exited with {code}"
-    print(f"planner launch: process {outcome.process} failed first, {how}:", file=sys.stderr)
+    how = f"ended by signal {code - 128}" if 128 < code < 255 else f"exited with {code}"
+    if code == AGAIN:
+        how += " (start it again)"
+    if code == 255 and outcome.host:
+        how += " (that is ssh's own code: no connection, or it was lost)"
+    who = "the launching program" if outcome.process is None else f"process {outcome.process}"
+    where = f" on {outcome.host}" if outcome.host else ""
+    _say(f"{who}{where} failed first, {how}:")
     for line in outcome.tail:
         print(f"  {line}", file=sys.stderr)
-    print(f"all of it: {logs / f'worker-{outcome.process}.out'}", file=sys.stderr)
+    if outcome.process is not None:
+        print(f"all of it: {logs / f'worker-{outcome.process}.out'}", file=sys.stderr)
+    if left:
+        _say(f"starting again, {left - 1} restarts left")
 
 
 LAUNCH = Command("launch", add_launch, run_launch)

@@ -1,4 +1,5 @@
-"""Other launchers, and hosts of their own: mpirun, and two network namespaces joined by a cable."""
+"""One training by every launcher, with the losses of one process; and on two hosts: network
+namespaces joined by a cable."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from executor.cli import main
+from tests.executor.launch_sshd import running_sshd
 from tests.executor.test_hosts import TRAIN, launched, results
 
 pytestmark = pytest.mark.slow
@@ -55,6 +58,34 @@ def test_mpirun(alone: list[float], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     check(done.stdout, alone)
+
+
+def train(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run ``planner launch`` on two processes of four devices; what they printed, unnumbered."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    logs = ["--logs", str(tmp_path / "logs")]
+    count = ["-n", "2", "--devices-per-process", "4"]
+    code = main(["launch", *words, *count, *logs, str(script), "data=4,model=2"])
+    told = capsys.readouterr()
+    assert code == 0, told.out[-2000:] + told.err[-2000:]
+    return "\n".join(line.partition("] ")[2] for line in told.out.splitlines())
+
+
+def test_launched_here(
+    alone: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(train(tmp_path, capsys), alone)
+
+
+def test_launched_by_ssh(
+    alone: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_sshd(tmp_path) as sshd:
+        hosts = sshd.hosts(tmp_path, "127.0.0.1", "127.0.0.2")
+        options = f"--launcher-options={sshd.options}"
+        text = train(tmp_path, capsys, "--launcher", "ssh", "--hosts", hosts, options)
+    check(text, alone)
 
 
 def ip(*words: str) -> None:

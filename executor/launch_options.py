@@ -1,0 +1,116 @@
+"""From the options of ``planner launch`` to a job and its launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from executor.launchers.hostfile import read_hosts
+from executor.launchers.job import Job, Launcher
+from executor.launchers.local import Local
+from executor.launchers.ssh import Ssh, Sync
+from planner.errors import RequestError
+
+LAUNCHERS = ("local", "ssh")
+REFUSED = {
+    "sge": "start the processes by OpenMPI inside the job (qsub -pe mpi N, then mpirun -n N python "
+    "train.py): executor.initialize() reads OpenMPI's variables",
+    "yarn": "YARN starts no processes that find each other; run the job under Kubernetes, Ray or "
+    "ssh to the nodes, with the data where they can read it",
+}
+"""Schedulers that are not launched for, and what to do instead."""
+
+ONLY_FOR = {
+    "hosts": ("ssh",),
+    "min_processes": ("ssh",),
+    "sync_dir": ("ssh",),
+    "launcher_options": ("ssh",),
+}
+"""Options that the other launchers have no use for."""
+
+
+def checked(options: argparse.Namespace) -> None:
+    """Refuse what can't be: raises RequestError."""
+    name = options.launcher
+    if name in REFUSED:
+        raise RequestError(f"--launcher {name} is not there; {REFUSED[name]}")
+    for option, launchers in ONLY_FOR.items():
+        if getattr(options, option) not in (None, "", False) and name not in launchers:
+            flag = "--" + option.replace("_", "-")
+            raise RequestError(
+                f"{flag} is for --launcher {' and '.join(launchers)}, this is {name}"
+            )
+    if options.processes < 1:
+        raise RequestError(f"-n {options.processes}: expected at least one process")
+    if options.devices_per_process is not None and options.devices_per_process < 1:
+        raise RequestError(f"--devices-per-process {options.devices_per_process}: expected >= 1")
+    if options.max_restarts < 0:
+        raise RequestError(f"--max-restarts {options.max_restarts}: expected >= 0")
+    if not options.grace >= 0:
+        raise RequestError(f"--grace {options.grace}: expected seconds")
+    least = options.min_processes
+    if least is not None and not 1 <= least <= options.processes:
+        raise RequestError(f"--min-processes {least}: expected 1 to {options.processes}")
+    if name == "local" and not Path(options.script).is_file():
+        raise RequestError(f"no script at {options.script}")
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """The job; raises RequestError for a malformed ``--env``."""
+    pairs = [text.partition("=") for text in options.env]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise RequestError(f"--env {name}: expected NAME=VALUE")
+    return Job(
+        (options.python, options.script, *options.arguments),
+        options.processes,
+        options.devices_per_process,
+        {name: value for name, _, value in pairs},
+        options.logs,
+        stop_s=options.grace,
+    )
+
+
+def launcher_of(options: argparse.Namespace, tell: Callable[[str], None]) -> Launcher:
+    """The launcher that was asked for; raises RequestError."""
+    if options.launcher == "ssh":
+        return _ssh(options, tell)
+    return Local()
+
+
+def _words(options: argparse.Namespace) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(options.launcher_options))
+    except ValueError as error:
+        raise RequestError(f"--launcher-options {options.launcher_options!r}: {error}") from error
+
+
+def _ssh(options: argparse.Namespace, tell: Callable[[str], None]) -> Ssh:
+    if options.hosts is None:
+        raise RequestError("--launcher ssh needs --hosts FILE, one host a line")
+    folder, sync = os.getcwd(), None
+    if options.sync_dir is not None:
+        sync = _sync(options.sync_dir)
+        if Path(folder).is_relative_to(sync.here):
+            inside = Path(folder).relative_to(sync.here)
+            folder = str(Path(sync.there) / inside)
+    return Ssh(
+        read_hosts(options.hosts),
+        folder,
+        options.python,
+        _words(options),
+        options.min_processes,
+        sync,
+        tell,
+    )
+
+
+def _sync(text: str) -> Sync:
+    here, _, there = text.partition(":")
+    folder = Path(here).resolve()
+    if not folder.is_dir():
+        raise RequestError(f"--sync-dir {text}: no folder at {folder}")
+    return Sync(folder, there or str(folder))

@@ -1,0 +1,1 @@
+"""The launchers, one a file, and what they share: the guard, the supervisor, files of hosts."""

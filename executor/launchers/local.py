@@ -1,0 +1,30 @@
+"""Processes of this host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from executor.launchers.job import Job, Start, Task, free_port, roles, shared
+
+
+@dataclass(frozen=True)
+class Local:
+    """Starts every process on this host; a new port for every start."""
+
+    def start(self, job: Job, restart: int, /) -> Start:
+        """One task a process."""
+        return Start(job.processes, tasks(job, restart, free_port()))
+
+
+def tasks(job: Job, restart: int, port: int) -> tuple[Task, ...]:
+    """The tasks of one start, with the coordinator at a port of this host."""
+    where = f"127.0.0.1:{port}"
+    return tuple(
+        Task(
+            job.command,
+            {**os.environ, **shared(job, restart), **roles(job.processes, k, k, where)},
+            process=k,
+        )
+        for k in range(job.processes)
+    )

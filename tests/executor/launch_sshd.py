@@ -1,0 +1,84 @@
+"""An sshd of the tests' own on loopback, for its own user, with keys made for it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from executor.launch import free_port
+
+CONFIG = """\
+ListenAddress 127.0.0.1:{port}
+ListenAddress 127.0.0.2:{port}
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/user.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin yes
+MaxStartups 100
+"""
+
+
+@dataclass(frozen=True)
+class Sshd:
+    """Where it listens, and what to tell ``--launcher-options``."""
+
+    port: int
+    options: str
+    log: Path
+
+    def hosts(self, folder: Path, *lines: str) -> str:
+        """A file of hosts; ``lines`` without the port."""
+        path = folder / "hosts.txt"
+        path.write_text("".join(f"{line} port={self.port}\n" for line in lines))
+        return str(path)
+
+
+@contextmanager
+def running_sshd(folder: Path, port: int | None = None) -> Iterator[Sshd]:
+    """Skips the test where there is no sshd."""
+    sshd = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+    missing = [name for name in ("ssh", "ssh-keygen") if shutil.which(name) is None]
+    if sshd is None or missing:
+        pytest.skip("no sshd, ssh or ssh-keygen here (Debian: openssh-server)")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    for name in ("host", "user"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(words, check=True, capture_output=True)
+    port, log = port or free_port(), folder / "sshd.log"
+    (folder / "sshd_config").write_text(CONFIG.format(port=port, folder=folder))
+    with open(log, "w") as file:
+        server = subprocess.Popen(
+            [sshd, "-D", "-e", "-f", str(folder / "sshd_config")], stdout=file, stderr=file
+        )
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    pytest.skip(f"sshd does not start here: {log.read_text()[-300:]}")
+                time.sleep(0.1)
+        options = (
+            f"-F none -i {folder / 'user'} -o IdentitiesOnly=yes -o UserKnownHostsFile=/dev/null "
+            f"-o StrictHostKeyChecking=no -l {getpass.getuser()}"
+        )
+        yield Sshd(port, options, log)
+    finally:
+        server.terminate()
+        server.wait(20)
