@@ -16,8 +16,10 @@ from executor.data import (
 from executor.hosts import HostError, agree, initialize, share
 from executor.measure import measure
 from executor.mesh import build_mesh, detect_cluster
+from executor.meter import NotFiniteError
 from executor.parallelize import Parallelized, parallelize
 from executor.roles import Role, RoleError, read_role
+from executor.train import PreemptedError, Trained, mean_metrics, train
 
 if TYPE_CHECKING:
     from executor.checkpoint import CheckpointError, Checkpoints
@@ -30,11 +32,14 @@ __all__ = [
     "CompiledStep",
     "DataError",
     "HostError",
+    "NotFiniteError",
     "Parallelized",
     "Position",
+    "PreemptedError",
     "Role",
     "RoleError",
     "Streams",
+    "Trained",
     "agree",
     "agreed_steps",
     "build_mesh",
@@ -42,12 +47,14 @@ __all__ = [
     "compile_plan",
     "detect_cluster",
     "initialize",
+    "mean_metrics",
     "measure",
     "own_files",
     "parallelize",
     "read_role",
     "shard",
     "share",
+    "train",
 ]
 
 _CHECKPOINT = frozenset({"CheckpointError", "Checkpoints"})

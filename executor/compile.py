@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from executor.interpret import ConstrainedStep
 from executor.mesh import build_mesh, named
@@ -76,10 +77,28 @@ class CompiledStep:
             donate_argnums=donate_argnums,
         )
         self._placed = False
+        self._many = jax.process_count() > 1
 
     def place(self, *args: Any) -> tuple[Any, ...]:
-        """Put arguments where the plan wants them (host arrays, or arrays placed otherwise)."""
+        """Put arguments where the plan wants them (host arrays, or arrays placed otherwise). Of a
+        host array, which must be the same in every process, each process takes its own part."""
+        if jax.process_count() > 1:
+            args = self._parted(args)
         return tuple(jax.device_put(args, self.in_shardings))
+
+    def _parted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments without the arrays that only this process has; asks no other process."""
+        if not any(_is_local(x) for x in jax.tree_util.tree_leaves(args)):
+            return args
+
+        def part(x: Any, sharding: jax.sharding.Sharding) -> Any:
+            if not _is_local(x):
+                return x
+            host = np.asarray(x)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        parted: tuple[Any, ...] = jax.tree.map(part, args, self.in_shardings)
+        return parted
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether ``args`` have the structure, shapes and dtypes that the step was made for."""
@@ -97,13 +116,18 @@ class CompiledStep:
             self._placed = True
             return result
         try:
-            return self.jitted(*args)
+            return self.jitted(*(self._parted(args) if self._many else args))
         except ValueError as error:
             if not self.fits(args):
                 raise ShapesChangedError from error
             if "sharding" not in str(error) and "device" not in str(error):
                 raise
             return self.jitted(*self.place(*args))
+
+
+def _is_local(x: Any) -> bool:
+    """Whether only this process has it: a host array, or one on devices of this process alone."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 class _Unplanned:
@@ -114,6 +138,11 @@ class _Unplanned:
     ) -> None:
         self.function, self.plan, self.donate = function, plan, donate_argnums
         self.compiled: CompiledStep | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the step has been built."""
+        return self.compiled is not None
 
     def prepare(self, *args: Any) -> CompiledStep:
         """Trace, check that the plan fits, build the jitted step; runs nothing."""

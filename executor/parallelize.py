@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from executor.compile import CompiledStep, ShapesChangedError
+from executor.follow import follow
 from executor.hosts import agree
 from executor.mesh import detect_cluster
 from planner import capture
@@ -38,9 +39,15 @@ class Parallelized:
         functools.update_wrapper(self, function)
         self.function = with_logical_axis_rules(function, options["logical_axis_rules"])
         self.options = options
+        self.like: Parallelized | None = options.pop("like", None)
         self.donate_argnums = donate_argnums
         self._steps: dict[Any, CompiledStep] = {}
         self._current: CompiledStep | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan."""
+        return self._current is not None
 
     @property
     def plan(self) -> Plan:
@@ -76,8 +83,10 @@ class Parallelized:
             capture.offer(function, args, {**self.options, "donate_argnums": self.donate_argnums})
             options = dict(self.options)
             options["cluster"] = options["cluster"] or detect_cluster()
+            if self.like is not None:
+                args, options = follow(self.like.compiled, self.like.options, args, options)
             # where arrays lie is a mark the first time; later it is our own doing
-            given = shapes if self._steps else args
+            given = shapes if self._steps and self.like is None else args
             plan = agree(make_plan(function, *given, donate_argnums=self.donate_argnums, **options))
             self._steps[key] = CompiledStep(
                 trace(function, shapes), plan, donate_argnums=self.donate_argnums
@@ -110,6 +119,7 @@ def parallelize(
     zero: int | None = None,
     whole_below: str | float = 0.0,
     never_fsdp: str | Sequence[str] = (),
+    like: Parallelized | None = None,
 ) -> Any:
     """Run a train step in parallel: the first call traces, plans and compiles.
 
@@ -120,6 +130,8 @@ def parallelize(
         mode, search: None takes what ``set_parallel_mode`` set.
         mesh, memory, shardings, logical_axis_rules: as for ``planner.make_plan``.
         zero, whole_below, never_fsdp: likewise.
+        like: a step that is planned already, such as the train step for an evaluation step: the
+            same mesh, and the arrays that both have stay where that plan keeps them.
 
     Returns:
         A ``Parallelized``: call it like ``function``; ``.plan`` is the Plan.
@@ -135,6 +147,7 @@ def parallelize(
         "zero": zero,
         "whole_below": whole_below,
         "never_fsdp": never_fsdp,
+        "like": like,
     }
     if function is None:
         return lambda f: Parallelized(f, options, donate_argnums)

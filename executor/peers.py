@@ -306,14 +306,11 @@ def watch(role: Role, deadline_s: float, timeout_s: float) -> Watch:
     ) -> None:
         before(kind, error, trace)
         watching.fail(f"{kind.__name__}: {error}".strip().splitlines()[0][:300])
-
-    def ended() -> None:
-        watching.leave()
-        if watching.error is not None:  # JAX would wait here for processes that are ending
+        if watching.error is not None:  # an end in order would wait for processes that are ending
             logging.shutdown()
             sys.stdout.flush()
             os._exit(1)
 
     sys.excepthook = failed
-    atexit.register(ended)
+    atexit.register(watching.leave)
     return watching

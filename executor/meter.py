@@ -1,0 +1,204 @@
+"""What a run says of itself: metrics of every step, in a file, on a bar, and when they go wrong.
+
+Metrics stay on the devices until they are asked for, so that watching does not wait for the step
+that is running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planner.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+log = logging.getLogger("meshwright")
+FILE = "metrics.jsonl"
+
+
+class NotFiniteError(RequestError):
+    """A metric became NaN or infinite; says which, at which step, and which arrays are too."""
+
+
+class Meter:
+    """The metrics of a run.
+
+    Args:
+        steps: how many the run has in all.
+        done: how many were made before.
+        directory: of the file of metrics, one JSON object a step; None keeps none.
+        on_metrics: told (step, metrics) of the latest step whenever metrics were fetched.
+        show: whether to draw a bar (on a terminal) or print lines (elsewhere).
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        done: int,
+        directory: Path | None,
+        on_metrics: Callable[[int, Mapping[str, float]], None] | None,
+        show: bool,
+    ) -> None:
+        self.steps, self.done, self.on_metrics = steps, done, on_metrics
+        first = jax.process_index() == 0
+        self.path = directory / FILE if directory is not None and first else None
+        self.show = show and first
+        self.latest: dict[str, float] = {}
+        self.bar: Progress | None = None
+        self._pending: list[tuple[int, Any]] = []
+        self._first: float | None = None
+        self._lowest = math.inf
+        self._worse = False
+        self._clock = (time.perf_counter(), done)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Meter]:
+        """Draw the bar; drop lines of the file that are of steps which are made again."""
+        if self.path is not None:
+            _keep_until(self.path, self.done)
+        if not self.show:
+            yield self
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        console = Console()
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[note]}")
+        if not console.is_terminal:
+            yield self
+            return
+        with Progress(*columns, console=console) as self.bar:
+            self.bar.add_task("train", total=self.steps, completed=self.done, note="")
+            yield self
+
+    def add(self, step: int, metrics: Any) -> None:
+        """Note the metrics of a step, a pytree of scalars; waits for nothing."""
+        self._pending.append((step, metrics))
+
+    def flush(self, state: Any) -> None:
+        """Fetch what was noted, write and show it.
+
+        Raises:
+            NotFiniteError: some metric of some step is NaN or infinite.
+        """
+        pending, self._pending = jax.device_get(self._pending), []
+        if not pending:
+            return
+        lines = [(step, named(metrics)) for step, metrics in pending]
+        bad = next(((s, n) for s, m in lines for n in m if not math.isfinite(m[n])), None)
+        self._write([line for line in lines if bad is None or line[0] <= bad[0]])
+        if bad is not None:
+            step, name = bad
+            value = dict(lines)[step][name]
+            raise NotFiniteError(
+                f"{name} became {value:g} at step {step}" + _where(state, pending[-1][0])
+            )
+        step, self.latest = lines[-1]
+        self._judge(lines)
+        self._tell(step)
+
+    def _write(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": s, **m}) + "\n" for s, m in lines)
+
+    def _tell(self, step: int) -> None:
+        now = time.perf_counter()
+        rate = (step - self._clock[1]) / max(now - self._clock[0], 1e-9)
+        self._clock = (now, step)
+        if self.on_metrics is not None:
+            self.on_metrics(step, self.latest)
+        if not self.show:
+            return
+        note = "  ".join(f"{n} {v:.5g}" for n, v in self.latest.items())
+        note += f"  {rate:.3g} steps/s"
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=step, note=note)
+        else:
+            print(f"step {step}/{self.steps}  {note}", flush=True)
+
+    def _judge(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Warn, once each time, of a loss that had fallen and is above where it began."""
+        name = "loss" if "loss" in self.latest else next(iter(self.latest), None)
+        if name is None:
+            return
+        mean = float(np.mean([m[name] for _, m in lines if name in m]))
+        if self._first is None:
+            self._first = mean
+        self._lowest = min(self._lowest, mean)
+        worse = self._lowest < self._first < mean
+        if worse and not self._worse:
+            log.warning(
+                "%s diverges: %.5g at step %d, above %.5g where it began (its lowest was %.5g)",
+                name,
+                mean,
+                lines[-1][0],
+                self._first,
+                self._lowest,
+            )
+        self._worse = worse
+
+
+def named(metrics: Any) -> dict[str, float]:
+    """A pytree of scalars as numbers by name; one alone is the loss.
+
+    >>> named((1.5, {"accuracy": np.float32(0.5)}))
+    {'0': 1.5, '1/accuracy': 0.5}
+
+    Raises:
+        RequestError: a leaf is no scalar.
+    """
+    found: dict[str, float] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "loss"
+        if np.size(leaf) != 1:
+            raise RequestError(
+                f"metric {name} has shape {np.shape(leaf)}, expected a scalar; let the step return "
+                "(state, metrics) with metrics a pytree of scalars"
+            )
+        found[name] = float(np.asarray(leaf, np.float64).reshape(()))
+    return found
+
+
+def _where(state: Any, step: int) -> str:
+    """Which arrays of a state are not finite, in words."""
+    leaves = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if jnp.issubdtype(getattr(leaf, "dtype", np.int32), jnp.inexact)
+    ]
+    fine = jax.device_get([jnp.isfinite(leaf).all() for _, leaf in leaves])
+    bad = [name for (name, _), is_fine in zip(leaves, fine, strict=True) if not is_fine]
+    if not bad:
+        return f"; all {len(leaves)} arrays of the state are finite (looked at after step {step})"
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return (
+        f"; not finite in the state after step {step}: {len(bad)} of {len(leaves)} arrays, "
+        f"{', '.join(bad[:3])}{more}"
+    )
+
+
+def _keep_until(path: Path, done: int) -> None:
+    """Drop the lines of steps after ``done``; the file is put in place whole."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
+            if json.loads(line)["step"] <= done:
+                kept.append(line + "\n")
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text("".join(kept), encoding="utf-8")
+    fresh.replace(path)

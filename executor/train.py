@@ -1,0 +1,317 @@
+"""A training loop to take or leave: checkpoints, resume, metrics, preemption.
+
+It adds nothing to the step: metrics are fetched now and then, checkpoints are written while the
+next steps run, and a run that was stopped goes on at the very batch where it stopped, under
+whatever plan the devices that are there now have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from executor.data import Batches
+from executor.meter import Meter, NotFiniteError, named
+from executor.peers import AGAIN
+from planner.errors import RequestError
+
+if TYPE_CHECKING:
+    from executor.checkpoint import Checkpoints
+
+log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What ``train`` returns.
+
+    Attributes:
+        state: the last.
+        step: how many steps it has had.
+        metrics: of the last step, by name; empty if none was made.
+    """
+
+    state: Any
+    step: int
+    metrics: Mapping[str, float]
+
+
+class PreemptedError(SystemExit):
+    """SIGTERM came, and the state is saved. Uncaught, it ends the process with ``peers.AGAIN``,
+    which launchers take as "start again"."""
+
+
+def train(
+    step: Callable[..., Any],
+    state: Any,
+    batches: Iterable[Any],
+    *,
+    steps: int,
+    directory: str | Path | None = None,
+    save_every: int = 100,
+    keep: int | None = 3,
+    log_every: int = 10,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    evaluate_every: int = 100,
+    on_metrics: Callable[[int, Mapping[str, float]], None] | None = None,
+    profile: tuple[int, int] | None = None,
+    progress: bool = True,
+) -> Trained:
+    """Train until ``steps`` steps are made, going on from the last checkpoint if there is one.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``, metrics a pytree of scalars; from
+            ``parallelize``, ``compile_plan`` or ``jax.jit``.
+        state: to begin with; where there is a checkpoint, of its form only.
+        batches: a ``Batches``, which finds its place again by itself; of any other iterable the
+            batches of steps that were made before are drawn and dropped.
+        steps: in all, those before included; fewer if the batches end.
+        directory: of checkpoints (by step), ``metrics.jsonl`` and profiles; None keeps nothing.
+        save_every: steps between checkpoints; the last step has one too.
+        keep: how many checkpoints to keep; None keeps all.
+        log_every: steps between looks at the metrics.
+        evaluate: state -> metrics, as ``lambda s: mean_metrics(eval_step, s, held_out)``.
+        evaluate_every: steps between; the last step has one too.
+        on_metrics: told (step, metrics), in every process, of training and of evaluation (there
+            the names begin with ``eval/``).
+        profile: first and last step to trace by ``jax.profiler``, into ``directory/profile``.
+        progress: whether process 0 shows how it goes.
+
+    Raises:
+        NotFiniteError: a metric is NaN or infinite: the step, and the arrays that are too. Nothing
+            is saved after the step.
+        PreemptedError: SIGTERM came to any of the processes; all have saved after the same step.
+        CheckpointError: a checkpoint can't be written, or does not fit the state.
+        RequestError: ``steps``, ``save_every``, ``log_every`` or ``profile`` make no sense.
+    """
+    _check(steps, save_every, log_every, evaluate_every, profile, directory)
+    folder = None if directory is None else Path(directory).absolute()
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_Stop(folder is not None))
+        source = iter(batches)
+        source, shardings = _prepared(step, state, source)
+        checkpoints = None
+        if folder is not None:
+            from executor.checkpoint import Checkpoints
+
+            checkpoints = stack.enter_context(_open(Checkpoints(folder, keep=keep)))
+        done = 0
+        if checkpoints is not None and checkpoints.steps:
+            state, done = _resumed(checkpoints, state, shardings, source)
+            log.info("going on after step %d of %s", done, folder)
+        meter = Meter(steps, done, folder, on_metrics, progress)
+        stack.enter_context(meter.opened())
+        stack.callback(_close, source)
+        trace = stack.enter_context(_Profile(profile, folder))
+        made = done
+        for made, batch in enumerate(itertools.islice(source, max(0, steps - done)), done + 1):
+            trace.before(made, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=made):
+                state, metrics = _pair(step(state, batch))
+            trace.after(made, state)
+            meter.add(made, metrics)
+            stopped, last = stop.reached(made), made == steps
+            if stopped or last or made % log_every == 0 or made % save_every == 0:
+                meter.flush(state)
+            if evaluate is not None and (last or made % evaluate_every == 0):
+                _evaluated(evaluate, state, made, on_metrics, progress)
+            if checkpoints is not None and (stopped or last or made % save_every == 0):
+                _save(checkpoints, made, state, step, source)
+            if stopped:
+                raise PreemptedError(AGAIN if checkpoints is not None else 128 + signal.SIGTERM)
+        meter.flush(state)
+        if checkpoints is not None and made > done and made not in checkpoints.steps:
+            _save(checkpoints, made, state, step, source)  # the batches ended first
+        return Trained(state, made, meter.latest)
+
+
+def mean_metrics(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -> dict[str, float]:
+    """The mean of the metrics of ``step(state, batch)`` over batches, by name.
+
+    Raises:
+        RequestError: there are no batches, or a metric is no scalar.
+    """
+    found = [named(m) for m in jax.device_get([step(state, batch) for batch in batches])]
+    if not found:
+        raise RequestError("no batches to evaluate on")
+    return {name: float(np.mean([m[name] for m in found])) for name in found[0]}
+
+
+def _check(
+    steps: int,
+    save_every: int,
+    log_every: int,
+    evaluate_every: int,
+    profile: tuple[int, int] | None,
+    directory: Any,
+) -> None:
+    told = {"save_every": save_every, "log_every": log_every, "evaluate_every": evaluate_every}
+    for name, value in told.items():
+        if value < 1:
+            raise RequestError(f"{name}={value}: expected at least 1")
+    if steps < 0:
+        raise RequestError(f"steps={steps}: expected at least 0")
+    if profile is not None and not 1 <= profile[0] <= profile[1]:
+        raise RequestError(f"profile={profile}: expected (first, last), counted from 1")
+    if profile is not None and directory is None:
+        raise RequestError("profile= needs a directory to write to")
+
+
+@contextlib.contextmanager
+def _open(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
+    """Close in the end, which waits for the save under way; but not after an error that the other
+    processes do not have: the save waits for them, and they wait for this one."""
+    try:
+        yield checkpoints
+    except (NotFiniteError, PreemptedError):
+        checkpoints.close()
+        raise
+    except BaseException:
+        if jax.process_count() == 1:
+            checkpoints.close()
+        raise
+    checkpoints.close()
+
+
+def _prepared(step: Any, state: Any, source: Iterator[Any]) -> tuple[Iterator[Any], Any]:
+    """Plan the step if it is not planned, with the first batch; where its state is to lie."""
+    if not hasattr(step, "is_planned"):
+        return source, None
+    if not step.is_planned:
+        if isinstance(source, Batches):
+            position = source.position
+            first = next(source)
+            source.seek(position)
+        else:
+            first = next(source, None)
+            if first is None:
+                raise RequestError("there are no batches")
+            source = itertools.chain([first], source)
+        step.prepare(state, first)
+    return source, step.compiled.in_shardings[0]
+
+
+def _resumed(
+    checkpoints: Checkpoints, state: Any, shardings: Any, source: Iterator[Any]
+) -> tuple[Any, int]:
+    done = checkpoints.steps[-1]
+    restored = checkpoints.restore(state, shardings=shardings, step=done)
+    position = (checkpoints.extra(done) or {}).get("position")
+    if isinstance(source, Batches):
+        if position is None:
+            raise RequestError(
+                f"the checkpoint of step {done} in {checkpoints.directory} has no position in the "
+                "data: it was not saved with a Batches; pass an iterator that begins anew"
+            )
+        source.seek(position)
+    else:
+        for _ in itertools.islice(source, done):
+            pass
+    return restored, done
+
+
+def _save(
+    checkpoints: Checkpoints, made: int, state: Any, step: Any, source: Iterator[Any]
+) -> None:
+    extra = {"position": asdict(source.position)} if isinstance(source, Batches) else {}
+    plan = getattr(step, "plan", None)
+    checkpoints.save(made, state, plan=plan, extra=extra)
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RequestError(
+            f"the step returned {type(result).__name__}, expected (state, metrics); wrap it"
+        )
+    return result
+
+
+def _evaluated(
+    evaluate: Callable[[Any], Mapping[str, float]],
+    state: Any,
+    made: int,
+    on_metrics: Callable[[int, Mapping[str, float]], None] | None,
+    progress: bool,
+) -> None:
+    found = {f"eval/{name}": float(value) for name, value in evaluate(state).items()}
+    if on_metrics is not None:
+        on_metrics(made, found)
+    if progress and jax.process_index() == 0:
+        print(f"step {made}  " + "  ".join(f"{n} {v:.5g}" for n, v in found.items()), flush=True)
+
+
+class _Profile:
+    """Traces some steps."""
+
+    def __init__(self, wanted: tuple[int, int] | None, folder: Path | None) -> None:
+        self.first, self.last = wanted or (0, 0)
+        self.folder = folder
+        self.running = False
+
+    def before(self, made: int, state: Any) -> None:
+        """Begin, if this is the first step to trace."""
+        if made == self.first and self.folder is not None:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self.folder / "profile"))
+            self.running = True
+
+    def after(self, made: int, state: Any) -> None:
+        """End, if this was the last."""
+        if self.running and made == self.last:
+            jax.block_until_ready(state)
+            self.__exit__()
+
+    def __enter__(self) -> _Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.running:
+            self.running = False
+            jax.profiler.stop_trace()
+
+
+def _close(source: Any) -> None:
+    if isinstance(source, Batches):
+        source.close()
+
+
+class _Stop:
+    """Whether SIGTERM came. Between processes, JAX's preemption service agrees on a step after
+    which all stop; alone, a signal handler notes it, if there is somewhere to save to."""
+
+    def __init__(self, can_save: bool) -> None:
+        self.alone = jax.process_count() == 1
+        self.handle = can_save and self.alone
+        self.came = False
+        self.before: Any = None
+
+    def __enter__(self) -> _Stop:
+        if self.handle and threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+    def reached(self, made: int) -> bool:
+        """Whether to stop after this step; asked after every one."""
+        if self.alone:
+            return self.came
+        from jax.experimental import multihost_utils
+
+        return bool(multihost_utils.reached_preemption_sync_point(made))

@@ -1,0 +1,285 @@
+"""The training loop: goes on where it stopped, says what goes wrong, stops when told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from executor import (
+    Batches,
+    CheckpointError,
+    NotFiniteError,
+    PreemptedError,
+    mean_metrics,
+    parallelize,
+    train,
+)
+from executor.peers import AGAIN
+from planner.errors import RequestError
+
+pytestmark = pytest.mark.devices
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 16)).astype(np.float32)
+Y = (X @ RNG.normal(size=(16, 4))).astype(np.float32)
+ROWS = {"x": X, "y": Y}
+
+
+def fresh() -> Any:
+    return {"w": jnp.zeros((16, 4)), "rate": jnp.float32(0.05)}
+
+
+def fit(state: Any, batch: Any) -> Any:
+    def loss(w: jax.Array) -> jax.Array:
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(state["w"])
+    return {**state, "w": state["w"] - state["rate"] * gradient}, {"loss": value}
+
+
+def made(mesh: str = "data=8", **options: Any) -> tuple[Any, Batches]:
+    step = parallelize(fit, mesh=mesh, cluster="cpu:8", donate_argnums=0)
+    shardings = step.prepare(fresh(), {"x": X[:8], "y": Y[:8]}).in_shardings[1]
+    return step, Batches(ROWS, shardings, batch_size=8, seed=1, **options)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def plain() -> Iterator[Any]:
+    for k in itertools.count():
+        yield {"x": X[k % 8 * 8 :][:8], "y": Y[k % 8 * 8 :][:8]}
+
+
+def test_a_run_in_parts_is_the_run_in_one(tmp_path: Path) -> None:
+    step, batches = made()
+    whole = train(step, fresh(), batches, steps=23, directory=tmp_path / "one", progress=False)
+    for steps, mesh in ((9, "data=8"), (17, "data=2,model=4"), (23, "data=4,model=2")):
+        step, batches = made(mesh)
+        part = train(
+            step, fresh(), batches, steps=steps, directory=tmp_path / "parts", progress=False
+        )
+        assert part.step == steps
+        assert str(step.plan.mesh) == mesh
+    np.testing.assert_allclose(part.state["w"], whole.state["w"], rtol=1e-5)
+    assert [x["step"] for x in lines(tmp_path / "parts")] == list(range(1, 24))
+    one, parts = ([x["loss"] for x in lines(tmp_path / name)] for name in ("one", "parts"))
+    np.testing.assert_allclose(one, parts, rtol=1e-4)
+    assert one[-1] < one[0] / 2 and whole.metrics == {"loss": one[-1]}
+
+
+def test_a_plain_iterator_is_drawn_up_to_its_place(tmp_path: Path) -> None:
+    step = jax.jit(fit)
+    whole = train(step, fresh(), plain(), steps=12, progress=False)
+    train(step, fresh(), plain(), steps=5, directory=tmp_path, progress=False)
+    again = train(step, fresh(), plain(), steps=12, directory=tmp_path, progress=False)
+    np.testing.assert_array_equal(again.state["w"], whole.state["w"])
+
+
+def test_batches_may_end_first(tmp_path: Path) -> None:
+    step, batches = made(epochs=1)
+    result = train(step, fresh(), batches, steps=100, directory=tmp_path, progress=False)
+    assert result.step == 8 and len(lines(tmp_path)) == 8
+    step, batches = made(epochs=1)
+    again = train(step, fresh(), batches, steps=100, directory=tmp_path, progress=False)
+    assert again.step == 8 and again.metrics == {}
+    np.testing.assert_array_equal(again.state["w"], result.state["w"])
+
+
+def test_unplanned_steps_are_planned_with_the_first_batch(tmp_path: Path) -> None:
+    step = parallelize(fit, mode="DATA_PARALLEL", cluster="cpu:8")
+    seen: list[Any] = []
+
+    def noted() -> Iterator[Any]:
+        for batch in itertools.islice(plain(), 3):
+            seen.append(batch)
+            yield batch
+
+    assert train(step, fresh(), noted(), steps=5, progress=False).step == 3 == len(seen)
+    assert str(step.plan.mesh) == "data=8"
+
+
+def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path) -> None:
+    def breaks(state: Any, batch: Any) -> Any:
+        state, metrics = fit(state, batch)
+        bad = jnp.where(batch["x"].sum() == 0, jnp.nan, 1.0)
+        return {**state, "w": state["w"] * bad}, {"loss": metrics["loss"] * bad, "one": 1.0}
+
+    def zeros() -> Iterator[Any]:
+        for k, batch in enumerate(plain()):
+            yield {**batch, "x": np.zeros_like(batch["x"])} if k == 12 else batch
+
+    said = (
+        r"loss became nan at step 13; not finite in the state after step 16: 1 of 2 arrays, .*'w'"
+    )
+    with pytest.raises(NotFiniteError, match=said):
+        train(
+            jax.jit(breaks),
+            fresh(),
+            zeros(),
+            steps=100,
+            directory=tmp_path,
+            save_every=8,
+            log_every=4,
+            progress=False,
+        )
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["8"]
+    assert [x["step"] for x in lines(tmp_path)] == list(range(1, 14))
+
+
+def test_divergence_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def shaped(state: Any, batch: Any) -> Any:
+        k = state["k"] + 1
+        return {"k": k}, jnp.where(k < 40, 5.0 - k / 10, jnp.where(k < 80, 6.0, 1.0))
+
+    state = {"k": jnp.int32(0)}
+    with caplog.at_level(logging.WARNING, "meshwright"):
+        train(jax.jit(shaped), state, itertools.repeat(0), steps=100, progress=False)
+    told = [r.message for r in caplog.records if "diverges" in r.message]
+    assert len(told) == 1
+    assert "loss diverges: 6 at step 50, above 4.45 where it began" in told[0]
+
+
+def test_sigterm_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def told(step: int, metrics: Any) -> None:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    step, batches = made()
+    with pytest.raises(PreemptedError) as stopped:
+        train(
+            step,
+            fresh(),
+            batches,
+            steps=50,
+            directory=tmp_path,
+            log_every=3,
+            on_metrics=told,
+            progress=False,
+        )
+    assert stopped.value.code == AGAIN
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["7"]
+    step, batches = made()
+    again = train(step, fresh(), batches, steps=20, directory=tmp_path, progress=False)
+    step, batches = made()
+    whole = train(step, fresh(), batches, steps=20, progress=False)
+    np.testing.assert_array_equal(again.state["w"], whole.state["w"])
+
+
+def test_evaluation_follows_the_plan_of_training() -> None:
+    def errors(w: jax.Array, batch: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+    step = parallelize(fit, mesh="data=2,model=4", cluster="cpu:8", zero=3)
+    evaluation = parallelize(errors, like=step)
+    told: list[tuple[int, dict[str, float]]] = []
+
+    def evaluated(state: Any) -> dict[str, float]:
+        return mean_metrics(evaluation, state["w"], itertools.islice(plain(), 8))
+
+    result = train(
+        step,
+        fresh(),
+        plain(),
+        steps=25,
+        evaluate=evaluated,
+        evaluate_every=10,
+        on_metrics=lambda k, m: told.append((k, dict(m))),
+        progress=False,
+    )
+    found = [(k, m["eval/loss"]) for k, m in told if "eval/loss" in m]
+    assert [k for k, _ in found] == [10, 20, 25]
+    expected = float(np.mean((X @ np.asarray(result.state["w"]) - Y) ** 2))
+    assert found[-1][1] == pytest.approx(expected, rel=1e-5)
+    assert evaluation.plan.mesh == step.plan.mesh
+    mine = evaluation.compiled.in_shardings[0]
+    assert mine == step.compiled.in_shardings[0]["w"] and any(mine.spec)
+
+
+def test_a_follower_finds_arrays_by_name_when_it_sees_shapes_only() -> None:
+    step = parallelize(fit, mesh="data=2,model=4", cluster="cpu:8", zero=3)
+    step.prepare(fresh(), next(plain()))
+
+    def errors(state: Any, batch: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ state["w"] - batch["y"]) ** 2)
+
+    follower = parallelize(errors, like=step)
+    shapes = jax.eval_shape(fresh)
+    placed = follower.prepare(shapes, next(plain())).in_shardings[0]["w"]
+    assert placed == step.compiled.in_shardings[0]["w"] and any(placed.spec)
+    with pytest.raises(RequestError, match="has not been called yet"):
+        parallelize(errors, like=parallelize(fit))(fresh(), next(plain()))
+
+
+def test_a_profile_is_written(tmp_path: Path) -> None:
+    train(
+        jax.jit(fit), fresh(), plain(), steps=4, directory=tmp_path, profile=(2, 3), progress=False
+    )
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_lines_are_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    train(jax.jit(fit), fresh(), plain(), steps=20)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2
+    assert shown[0].startswith("step 10/20  loss ") and shown[1].endswith("steps/s")
+
+
+def test_a_file_cut_off_by_a_kill_is_mended(tmp_path: Path) -> None:
+    train(jax.jit(fit), fresh(), plain(), steps=10, directory=tmp_path, progress=False)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 11, "loss": 1}\n{"step": 12, "lo')
+    train(jax.jit(fit), fresh(), plain(), steps=12, directory=tmp_path, progress=False)
+    found = lines(tmp_path)
+    assert [x["step"] for x in found] == list(range(1, 13)) and found[10]["loss"] != 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"steps": -1}, "steps=-1"),
+        ({"save_every": 0}, "save_every=0: expected at least 1"),
+        ({"log_every": 0}, "log_every=0"),
+        ({"profile": (3, 2)}, r"profile=\(3, 2\)"),
+        ({"profile": (2, 3)}, "needs a directory"),
+    ],
+)
+def test_broken_requests(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        train(jax.jit(fit), fresh(), plain(), progress=False, **{"steps": 5, **options})
+
+
+def test_steps_of_another_form(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"returned dict, expected \(state, metrics\)"):
+        train(jax.jit(lambda s, b: s), fresh(), plain(), steps=1, progress=False)
+    with pytest.raises(RequestError, match=r"metric x has shape \(8, 16\), expected a scalar"):
+        train(jax.jit(lambda s, b: (s, b)), fresh(), plain(), steps=1, progress=False)
+    with pytest.raises(RequestError, match="no batches to evaluate on"):
+        mean_metrics(jax.jit(fit), fresh(), [])
+    train(jax.jit(fit), fresh(), plain(), steps=1, directory=tmp_path, progress=False)
+    with pytest.raises(CheckpointError, match="w was saved as"):
+        train(
+            jax.jit(fit),
+            {**fresh(), "w": jnp.zeros((16, 5))},
+            plain(),
+            steps=2,
+            directory=tmp_path,
+            progress=False,
+        )
+    step, batches = made()
+    with pytest.raises(RequestError, match="has no position in the data"):
+        train(step, fresh(), batches, steps=2, directory=tmp_path, progress=False)
