@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from executor.data import Batches
+from executor.data import Batches, Streams
 from executor.meter import Meter, NotFiniteError, named
 from executor.peers import AGAIN
 from planner.errors import RequestError
@@ -74,7 +74,7 @@ def train(
         step: ``(state, batch) -> (state, metrics)``, metrics a pytree of scalars; from
             ``parallelize``, ``compile_plan`` or ``jax.jit``.
         state: to begin with; where there is a checkpoint, of its form only.
-        batches: a ``Batches``, which finds its place again by itself; of any other iterable the
+        batches: from ``shard``, which find their place again; of any other iterable the
             batches of steps that were made before are drawn and dropped.
         steps: in all, those before included; fewer if the batches end.
         directory: of checkpoints (by step), ``metrics.jsonl`` and profiles; None keeps nothing.
@@ -189,7 +189,7 @@ def _prepared(step: Any, state: Any, source: Iterator[Any]) -> tuple[Iterator[An
     if not hasattr(step, "is_planned"):
         return source, None
     if not step.is_planned:
-        if isinstance(source, Batches):
+        if isinstance(source, Batches | Streams):
             position = source.position
             first = next(source)
             source.seek(position)
@@ -208,11 +208,11 @@ def _resumed(
     done = checkpoints.steps[-1]
     restored = checkpoints.restore(state, shardings=shardings, step=done)
     position = (checkpoints.extra(done) or {}).get("position")
-    if isinstance(source, Batches):
+    if isinstance(source, Batches | Streams):
         if position is None:
             raise RequestError(
                 f"the checkpoint of step {done} in {checkpoints.directory} has no position in the "
-                "data: it was not saved with a Batches; pass an iterator that begins anew"
+                "data: they were not from ``shard``; pass an iterator that begins anew"
             )
         source.seek(position)
     else:
@@ -224,7 +224,7 @@ def _resumed(
 def _save(
     checkpoints: Checkpoints, made: int, state: Any, step: Any, source: Iterator[Any]
 ) -> None:
-    extra = {"position": asdict(source.position)} if isinstance(source, Batches) else {}
+    extra = {"position": asdict(source.position)} if isinstance(source, Batches | Streams) else {}
     plan = getattr(step, "plan", None)
     checkpoints.save(made, state, plan=plan, extra=extra)
 
@@ -282,7 +282,7 @@ class _Profile:
 
 
 def _close(source: Any) -> None:
-    if isinstance(source, Batches):
+    if isinstance(source, Batches | Streams):
         source.close()
 
 
