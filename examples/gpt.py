@@ -2,6 +2,7 @@
 
 The text is CPython's own help topics, read as bytes. `main` prints the plan, trains, trains again
 unsharded on one device from the same seed, and fails if the loss curves part by more than 1e-2.
+The same in several processes:  planner launch -n 2 --devices-per-process 4 examples/gpt.py
 `build(Config(...))` gives the program at any size:  python examples/gpt.py --steps 60 --devices 8
 """
 
@@ -122,9 +123,10 @@ def example_args() -> tuple[Any, Any]:
 
 
 def use_devices(count: int) -> None:
-    """Simulate `count` CPU devices, unless JAX_PLATFORMS asks for other ones."""
+    """Simulate `count` CPU devices, unless the launcher did or JAX_PLATFORMS asks for other ones."""
     flag = f"--xla_force_host_platform_device_count={count}"  # read at the first use of a device
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 
 
@@ -135,8 +137,10 @@ def train(step: Any, config: Config, steps: int, label: str) -> list[float]:
     data = batches(config=config)
     state, metrics = step(build(config)[0](), next(data))  # compiles, so outside the clock
     losses, start = [float(metrics["loss"])], time.perf_counter()
-    print(getattr(step, "plan", ""))
-    with Progress(*Progress.get_default_columns(), "{task.fields[note]}") as bar:
+    first = jax.process_index() == 0  # who shows how it goes, if there are several
+    print(getattr(step, "plan", "") if first else "")
+    columns = (*Progress.get_default_columns(), "{task.fields[note]}")
+    with Progress(*columns, disable=not first) as bar:
         task = bar.add_task(label, total=steps, completed=1, note=f"loss {losses[0]:.4f}")
         while len(losses) < steps:
             state, metrics = step(state, next(data))
@@ -160,9 +164,10 @@ def main() -> None:
     steps = options.pop("steps")
     use_devices(options.pop("devices"))
 
-    from executor import parallelize
+    from executor import initialize, parallelize
     from planner import set_parallel_mode
 
+    initialize()  # joins the other processes, if a launcher started several
     config = Config(**options)
     train_step = build(config)[1]
     set_parallel_mode("AUTO_PARALLEL")
