@@ -26,10 +26,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/gpt.py --devices 8
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m ''
 
 zoo: $(VENV)/.installed
 	$(BIN)/python -m tests.zoo

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+if "JAX_NUM_CPU_DEVICES" not in os.environ:  # else a launcher said how many
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

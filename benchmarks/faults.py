@@ -106,8 +106,14 @@ class Run:
     output: str
 
 
-def launched(folder: Path, processes: int, kill: tuple[str, int, float] | None) -> Run:
-    """Run the work; ``kill`` is (what to wait for, process, seconds after that)."""
+def launched(
+    folder: Path,
+    processes: int,
+    kill: tuple[str, int, float] | None,
+    number: signal.Signals = signal.SIGKILL,
+) -> Run:
+    """Run the work; ``kill`` is (what to wait for, process, seconds after that), ``number`` the
+    signal that is sent then."""
     folder.mkdir(parents=True)
     script = folder / "work.py"
     script.write_text(WORK)
@@ -121,7 +127,9 @@ def launched(folder: Path, processes: int, kill: tuple[str, int, float] | None) 
     )
     killed: list[float] = []
     if kill is not None:
-        threading.Thread(target=_kill, args=(folder, kill, begun, killed), daemon=True).start()
+        threading.Thread(
+            target=_kill, args=(folder, kill, begun, killed, number), daemon=True
+        ).start()
     lines, noticed = [], None
     assert child.stdout is not None
     for line in child.stdout:
@@ -143,7 +151,13 @@ def launched(folder: Path, processes: int, kill: tuple[str, int, float] | None) 
     )
 
 
-def _kill(folder: Path, kill: tuple[str, int, float], begun: float, killed: list[float]) -> None:
+def _kill(
+    folder: Path,
+    kill: tuple[str, int, float],
+    begun: float,
+    killed: list[float],
+    number: signal.Signals,
+) -> None:
     what, process, seconds = kill
     pid = folder / f"pid-0-{process}"
     while not pid.exists():
@@ -153,7 +167,7 @@ def _kill(folder: Path, kill: tuple[str, int, float], begun: float, killed: list
             time.sleep(0.001)
     time.sleep(seconds if what == "save" else max(0.0, begun + seconds - time.monotonic()))
     try:
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+        os.kill(int(pid.read_text()), number)
         killed.append(time.monotonic())
     except ProcessLookupError:
         return

@@ -123,7 +123,7 @@ def example_args() -> tuple[Any, Any]:
 
 
 def use_devices(count: int) -> None:
-    """Simulate `count` CPU devices, unless the launcher did or JAX_PLATFORMS asks for other ones."""
+    """Simulate `count` CPU devices, unless the launcher did or JAX_PLATFORMS asks otherwise."""
     flag = f"--xla_force_host_platform_device_count={count}"  # read at the first use of a device
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
