@@ -37,7 +37,8 @@ zoo: $(VENV)/.installed
 test-hosts: $(VENV)/.installed
 	$(BIN)/python -m pytest -m '' -rs tests/executor/test_roles.py tests/executor/test_hosts.py \
 	  tests/executor/test_peers.py tests/executor/test_launch*.py tests/executor/test_data*.py \
-	  tests/executor/test_checkpoint*.py
+	  tests/executor/test_checkpoint*.py \
+	  tests/executor/test_train.py tests/executor/test_faults.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
