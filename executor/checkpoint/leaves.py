@@ -1,0 +1,132 @@
+"""Leaves of a state as they are saved, and as they are wanted back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from executor.checkpoint.common import CheckpointError, Path, leaves_of, shown
+from executor.checkpoint.parts import Stored
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A leaf that is wanted back.
+
+    Attributes:
+        like: what was given for it.
+        struct: what has to be on disk: shape, dtype, and sharding where it goes to devices.
+    """
+
+    like: Any
+    struct: jax.ShapeDtypeStruct
+
+    def restore_args(self) -> ocp.RestoreArgs:
+        """For Orbax: to devices, or as an array of NumPy."""
+        if self.struct.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            sharding=self.struct.sharding,
+            global_shape=self.struct.shape,
+            dtype=self.struct.dtype,
+        )
+
+    def fits(self, got: Stored) -> bool:
+        """Whether another dtype will do: of a number of Python only its kind counts."""
+        same_kind = got.dtype.kind == self.struct.dtype.kind
+        return isinstance(self.like, _NUMBERS) and got.shape == () and same_kind
+
+    def made(self, read: Any) -> Any:
+        """The leaf, from what was read (None of an empty array)."""
+        if self.struct.size == 0:
+            return _empty(self.struct)
+        if isinstance(self.like, _NUMBERS):
+            return type(self.like)(np.asarray(read).item())
+        if _is_key(self.like):
+            return jax.random.wrap_key_data(read, impl=str(jax.random.key_impl(self.like)))
+        return read
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def arrays_to_save(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Any]:
+    """Leaves as arrays: keys as their data, numbers of Python as arrays of NumPy.
+
+    Raises:
+        CheckpointError: a leaf is neither; names it.
+    """
+    out: dict[Path, Any] = {}
+    for path, leaf in leaves:
+        if _is_key(leaf):
+            leaf = jax.random.key_data(leaf)
+        elif isinstance(leaf, (*_NUMBERS, np.generic)):
+            leaf = np.asarray(leaf)
+        if not isinstance(leaf, jax.Array | np.ndarray | Stored) or leaf.dtype.kind in "OSUMm":
+            raise CheckpointError(
+                f"{shown(path)} is no array but {type(leaf).__name__}; nothing was saved"
+            )
+        out[path] = leaf
+    return out
+
+
+def wanted(like: Any, shardings: Any) -> dict[Path, Wanted]:
+    """What is asked for, by path, in JAX's order.
+
+    Raises:
+        CheckpointError: ``shardings`` has another form, or a leaf is neither array nor number.
+    """
+    leaves = leaves_of(like)
+    given: list[Any] = [None] * len(leaves)
+    if shardings is not None:
+        try:
+            full = jax.tree_util.tree_broadcast(shardings, like, is_leaf=_is_sharding)
+        except ValueError as error:
+            raise CheckpointError(f"shardings of another form than the state: {error}") from error
+        given = jax.tree_util.tree_leaves(full, is_leaf=_is_sharding)
+    return {
+        path: _wanted(path, leaf, sharding)
+        for (path, leaf), sharding in zip(leaves, given, strict=True)
+    }
+
+
+def shape_of(leaf: Stored) -> jax.ShapeDtypeStruct:
+    """Shape and dtype alone."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _wanted(path: Path, leaf: Any, sharding: Any) -> Wanted:
+    if isinstance(leaf, _NUMBERS):
+        return Wanted(leaf, jax.ShapeDtypeStruct((), np.asarray(leaf).dtype))
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise CheckpointError(f"{shown(path)} is asked for as {type(leaf).__name__}, not an array")
+    sharding = sharding or getattr(leaf, "sharding", None)
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shape, dtype = leaf.shape, leaf.dtype
+    if _is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = data.shape, data.dtype
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:  # JAX would round it
+        return Wanted(leaf, jax.ShapeDtypeStruct(shape, dtype))
+    return Wanted(leaf, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+
+
+def _empty(struct: jax.ShapeDtypeStruct) -> Any:
+    made = np.empty(struct.shape, struct.dtype)
+    if struct.sharding is None:
+        return made
+    return jax.make_array_from_callback(struct.shape, struct.sharding, lambda index: made[index])
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_sharding(x: Any) -> bool:
+    return isinstance(x, jax.sharding.Sharding)
