@@ -53,6 +53,9 @@ def add_launch(commands: Any) -> None:
         metavar="K",
         help="virtual CPU devices of each process (default: what JAX finds)",
     )
+    add(
+        "--gpus", type=int, metavar="K", help="accelerators of each process, to ask a scheduler for"
+    )
     add("--logs", type=Path, default=Path("logs"), metavar="DIR", help="default: logs")
     add(
         "--env",

@@ -11,10 +11,12 @@ from pathlib import Path
 from executor.launchers.hostfile import read_hosts
 from executor.launchers.job import Job, Launcher
 from executor.launchers.local import Local
+from executor.launchers.mpi import Mpi
+from executor.launchers.slurm import Slurm
 from executor.launchers.ssh import Ssh, Sync
 from planner.errors import RequestError
 
-LAUNCHERS = ("local", "ssh")
+LAUNCHERS = ("local", "ssh", "mpi", "slurm")
 REFUSED = {
     "sge": "start the processes by OpenMPI inside the job (qsub -pe mpi N, then mpirun -n N python "
     "train.py): executor.initialize() reads OpenMPI's variables",
@@ -24,10 +26,11 @@ REFUSED = {
 """Schedulers that are not launched for, and what to do instead."""
 
 ONLY_FOR = {
-    "hosts": ("ssh",),
+    "hosts": ("ssh", "mpi"),
     "min_processes": ("ssh",),
     "sync_dir": ("ssh",),
-    "launcher_options": ("ssh",),
+    "launcher_options": ("ssh", "mpi", "slurm"),
+    "gpus": ("slurm",),
 }
 """Options that the other launchers have no use for."""
 
@@ -40,9 +43,7 @@ def checked(options: argparse.Namespace) -> None:
     for option, launchers in ONLY_FOR.items():
         if getattr(options, option) not in (None, "", False) and name not in launchers:
             flag = "--" + option.replace("_", "-")
-            raise RequestError(
-                f"{flag} is for --launcher {' and '.join(launchers)}, this is {name}"
-            )
+            raise RequestError(f"{flag} is for --launcher {' or '.join(launchers)}, this is {name}")
     if options.processes < 1:
         raise RequestError(f"-n {options.processes}: expected at least one process")
     if options.devices_per_process is not None and options.devices_per_process < 1:
@@ -78,6 +79,11 @@ def launcher_of(options: argparse.Namespace, tell: Callable[[str], None]) -> Lau
     """The launcher that was asked for; raises RequestError."""
     if options.launcher == "ssh":
         return _ssh(options, tell)
+    if options.launcher == "mpi":
+        hosts = () if options.hosts is None else read_hosts(options.hosts)
+        return Mpi(hosts, options.python, _words(options))
+    if options.launcher == "slurm":
+        return Slurm(options.python, _words(options), options.gpus)
     return Local()
 
 

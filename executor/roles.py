@@ -16,8 +16,9 @@ from planner.errors import RequestError
 
 PORT = 8476
 """Of the coordinator, where nobody says another (JAX's own default)."""
-EPHEMERAL = 61440
-"""First of 4,096 ports that a job number picks one from, so that jobs on a host do not meet."""
+EPHEMERAL, APART, CHOICES = 61440, 17, 240
+"""First of the ports that a job's number picks one from, so that jobs on a host do not meet: so far
+apart that a coordinator and the 16 ports after it, which watching each other needs, fit between."""
 
 Environment = Mapping[str, str]
 
@@ -125,7 +126,7 @@ def _number(environment: Environment, name: str) -> int:
 
 
 def _port_of(job: int) -> int:
-    return EPHEMERAL + job % 4096
+    return EPHEMERAL + APART * (job % CHOICES)
 
 
 def _launcher(env: Environment) -> Role | None:
@@ -146,7 +147,7 @@ def _open_mpi(env: Environment) -> Role | None:
         return None
     head = env.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.match(r'"?(\d+)\.\d+;tcp6?://(\[[^\]]+\]|[^,:]+)', head)
-    where = f"{match[2]}:{_port_of(int(match[1]) >> 12)}" if match else None
+    where = f"{match[2]}:{_port_of(int(match[1]) >> 16)}" if match else None
     local = "OMPI_COMM_WORLD_LOCAL_RANK"
     return Role(
         _number(env, "OMPI_COMM_WORLD_SIZE"),
@@ -174,10 +175,12 @@ def _slurm(env: Environment) -> Role | None:
         return None  # a shell inside an allocation is no process of a job
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     host = first_host(env["SLURM_STEP_NODELIST"])
+    step = _number(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
+    where = f"{host}:{_port_of(_number(env, 'SLURM_JOB_ID') + step)}"
     return Role(
         _number(env, count),
         _number(env, "SLURM_PROCID"),
-        env.get("MESHWRIGHT_COORDINATOR", f"{host}:{_port_of(_number(env, 'SLURM_JOB_ID'))}"),
+        env.get("MESHWRIGHT_COORDINATOR", where),
         _number(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else None,
         source="Slurm",
     )

@@ -1,6 +1,6 @@
 """Run one command and leave nothing of it behind. Stands alone: its text is also sent to hosts.
 
-    python guard.py [--relay] [--silence S] GRACE PROGRAM [ARGUMENT ...]
+    python guard.py [FLAG ...] GRACE PROGRAM [ARGUMENT ...]
 
 The command runs in a session of its own, without input. The guard listens to its own input: a
 ``T`` (or SIGTERM) tells the command to end, by SIGTERM, and kills it GRACE seconds later; a ``K``
@@ -9,9 +9,11 @@ terminal hangs up, the command has LOST_S seconds. Whatever the command started 
 has ended; on Linux also what went into sessions of its own, for orphans come to the guard. The exit
 code is the command's, 128 + the signal if one ended it, 127 if there is no such program.
 
-With ``--relay`` the command is another guard's connection (ssh): a ``T`` and a ``K`` are handed on
-to its input, with a beat every few seconds. With ``--silence S`` no beat for S seconds counts as a
-closed input.
+The command may be what starts other guards on other hosts. With ``--relay`` (ssh, srun) a ``T`` and
+a ``K`` are handed on to its input, with a beat every few seconds; with ``--usr1`` (mpirun) it is
+told by SIGUSR1, which a guard takes like SIGTERM. On the other side, with ``--silence S`` no beat
+for S seconds counts as a closed input; with ``--deaf`` there is no input; with ``--report`` a last
+line tells the exit code, if it is not 0, to who sees the output only.
 """
 
 import contextlib
@@ -26,6 +28,9 @@ import time
 LOST_S = 5.0
 BEAT_S = 5.0
 RELAYED_S = 10.0
+LONG = 8192
+REPORT = "\x1eexit code "
+TAKEN = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 DEATH_SIGNAL, SUBREAPER = 1, 36
 
 
@@ -42,7 +47,7 @@ def become(command: list[str], given: int, output: int) -> None:
     prctl(DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(137)
-    for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGPIPE, *TAKEN):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(given, 0)
     if output >= 0:
@@ -93,15 +98,17 @@ def write(file: int, data: bytes) -> None:
 class Guard:
     """One command, and what was heard about it."""
 
-    def __init__(self, command: list[str], grace: float, relay: bool, silence: float) -> None:
-        self.grace, self.relay, self.silence = grace, relay, silence
+    def __init__(self, command: list[str], grace: float, flags: list[str], silence: float) -> None:
+        self.grace, self.silence = grace, silence
+        self.relay, self.report = "--relay" in flags, "--report" in flags
+        self.usr1, self.listening = "--usr1" in flags, "--deaf" not in flags
         self.wake = self.signals()
         prctl(SUBREAPER, 1)
-        self.copied, output = -1, -1
-        if os.isatty(1):  # programs write other things to a terminal than to a log
+        self.copied, output, self.part, self.newline = -1, -1, b"", ""
+        if self.report or os.isatty(1):  # programs write other things to a terminal than to a log
             quiet_terminal()
             self.copied, output = os.pipe()
-        given, self.handed = os.pipe() if relay else (os.open(os.devnull, os.O_RDONLY), -1)
+        given, self.handed = os.pipe() if self.relay else (os.open(os.devnull, os.O_RDONLY), -1)
         self.pid = os.fork()
         if self.pid == 0:
             become(command, given, output)
@@ -109,7 +116,7 @@ class Guard:
         if output >= 0:
             os.close(output)
         self.deadline = float("inf")
-        self.told, self.listening = False, True
+        self.told = False
         self.heard = self.beat = time.monotonic()
 
     @staticmethod
@@ -118,7 +125,7 @@ class Guard:
         wake, woken = os.pipe()
         os.set_blocking(woken, False)
         signal.set_wakeup_fd(woken)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in TAKEN:
             signal.signal(number, lambda *_: None)
         return wake
 
@@ -127,7 +134,9 @@ class Guard:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
         if self.relay and by_hand:
             write(self.handed, b"T\n")
-        elif self.relay or not self.told:
+        elif self.usr1 and by_hand:
+            os.kill(self.pid, signal.SIGUSR1)
+        elif self.relay or self.usr1 or not self.told:
             self.kill(signal.SIGTERM)
         self.told = True
 
@@ -158,9 +167,16 @@ class Guard:
             self.deadline = self.heard + (LOST_S if self.relay else 0)
 
     def copy(self) -> None:
-        """Hand on a piece of the command's output."""
+        """Hand on the command's output, whole lines as long as they are not very long."""
         data = os.read(self.copied, 65536)
-        write(1, data)
+        self.part += data
+        end = self.part.rfind(b"\n") + 1
+        if not data or len(self.part) > LONG:
+            end = len(self.part)
+        write(1, self.part[:end])
+        if end:
+            self.newline = "" if self.part[:end].endswith(b"\n") else "\n"
+        self.part = self.part[end:]
         if not data:
             os.close(self.copied)
             self.copied = -1
@@ -177,7 +193,7 @@ class Guard:
         if 0 in ready:
             self.listen()
         for number in os.read(self.wake, 512) if self.wake in ready else b"":
-            if number in (signal.SIGTERM, signal.SIGINT):
+            if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 self.end(self.grace, True)
             elif number == signal.SIGHUP:
                 self.lost()
@@ -203,17 +219,20 @@ class Guard:
         sweep(self.pid)
         while self.copied >= 0:
             self.copy()
-        return 128 - code if code < 0 else code
+        code = 128 - code if code < 0 else code
+        if self.report and code:
+            write(1, f"{self.newline}{REPORT}{code}\n".encode())
+        return code
 
 
 def main(words: list[str]) -> int:
     """Run the command; returns its exit code."""
-    relay = words[0] == "--relay"
-    words = words[1:] if relay else words
-    silence = float("inf")
-    if words[0] == "--silence":
-        silence, words = float(words[1]), words[2:]
-    return Guard(words[1:], float(words[0]), relay, silence).run()
+    silence, flags = float("inf"), []
+    while words[0].startswith("--"):
+        flags.append(words.pop(0))
+        if flags[-1] == "--silence":
+            silence = float(words.pop(0))
+    return Guard(words[1:], float(words[0]), flags, silence).run()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import signal
 import socket
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from executor.launchers import guard
 from planner.errors import RequestError
 
 AGAIN = 75
@@ -71,7 +74,7 @@ class Task:
         process: the process it is; None if it carries several.
         host: where that process runs, for people; "" on this host.
         read: understands a line of its output, where it carries several.
-        relay: it is a connection to another guard (``guard --relay``).
+        flags: for its guard, where it is what starts other guards.
     """
 
     command: tuple[str, ...]
@@ -79,7 +82,7 @@ class Task:
     process: int | None = None
     host: str = ""
     read: Callable[[str], Line] | None = None
-    relay: bool = False
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,31 @@ def shared(job: Job, restart: int) -> dict[str, str]:
     )
     restarts = {"MESHWRIGHT_RESTART": str(restart), "PYTHONUNBUFFERED": "1"}
     return {**(job.environment or {}), **restarts, **devices}
+
+
+def outer() -> dict[str, str]:
+    """This process's variables, without those that tell a process who it is."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not re.fullmatch("MESHWRIGHT_(PROCESS|PROCESSES|LOCAL|COORDINATOR)", name)
+    }
+
+
+def sent(job: Job, python: str, *flags: str) -> list[str]:
+    """The words that run a job's program under a guard on another host, the guard's text among
+    them."""
+    source = Path(guard.__file__).read_text(encoding="utf-8")
+    words = [python, "-I", "-S", "-c", source, *flags, str(job.stop_s)]
+    return [*words, python, *job.command[1:]]
+
+
+def reported(process: int, text: str) -> Line:
+    """A line of a process, or its guard's report of the exit code."""
+    told = text.startswith(guard.REPORT) and text[len(guard.REPORT) :]
+    if told and told.isdecimal():
+        return Line(None, f"process {process} exited with {told}", (process, int(told)))
+    return Line(process, text)
 
 
 def need(program: str, package: str) -> str:

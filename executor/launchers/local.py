@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
-from executor.launchers.job import Job, Start, Task, free_port, roles, shared
+from executor.launchers.job import Job, Start, Task, free_port, outer, roles, shared
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ def tasks(job: Job, restart: int, port: int) -> tuple[Task, ...]:
     return tuple(
         Task(
             job.command,
-            {**os.environ, **shared(job, restart), **roles(job.processes, k, k, where)},
+            {**outer(), **shared(job, restart), **roles(job.processes, k, k, where)},
             process=k,
         )
         for k in range(job.processes)

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from executor.launchers import guard
 from executor.launchers.hostfile import Host, Place, places, room
-from executor.launchers.job import Job, LaunchError, Start, Task, need, roles, shared
+from executor.launchers.job import Job, LaunchError, Start, Task, need, roles, sent, shared
 
 Done = subprocess.CompletedProcess[str]
 CONNECT_S = 10
@@ -134,8 +133,6 @@ def tasks(
     ssh: Ssh, job: Job, restart: int, found: Sequence[Place], coordinator: str
 ) -> tuple[Task, ...]:
     """One connection a process. All that a process is told stands in the command line there."""
-    program = (ssh.python, *job.command[1:])
-    source = Path(guard.__file__).read_text(encoding="utf-8")
     out = []
     for k, place in enumerate(found):
         told = {
@@ -143,15 +140,14 @@ def tasks(
             **roles(len(found), k, place.local, coordinator),
             "TERM": "dumb",
         }
-        inner = [
-            *("env", *(f"{name}={value}" for name, value in told.items())),
-            *(ssh.python, "-I", "-S", "-c", source, "--silence", str(SILENCE_S)),
-            *(str(job.stop_s), *program),
-        ]
+        inner = ["env", *(f"{name}={value}" for name, value in told.items())]
+        inner += sent(job, ssh.python, "--silence", str(SILENCE_S))
         command = f"cd {shlex.quote(ssh.folder)} && exec {shlex.join(inner)}"
         words = connection(place.host, ssh.options)
         words.insert(1, "-tt")
-        out.append(Task((*words, command), os.environ, process=k, host=place.host.name, relay=True))
+        out.append(
+            Task((*words, command), os.environ, process=k, host=place.host.name, flags=("--relay",))
+        )
     return tuple(out)
 
 

@@ -7,6 +7,7 @@ moment to end by themselves, then are told to, then are killed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import shutil
@@ -76,7 +77,8 @@ class _Watch:
         self.ended: dict[int, float] = {}
         self.failures: list[_Failure] = []
         self.first: _Failure | None = None
-        self.tails: dict[int | None, list[str]] = {}
+        self.tails: dict[int, list[str]] = {}
+        self.recent: collections.deque[str] = collections.deque(maxlen=TAIL)
 
     def start(self) -> None:
         for place, task in enumerate(self.tasks):
@@ -132,8 +134,9 @@ class _Watch:
             return Outcome(self.stop.code, None, (), codes, stopped=self.stop.asked)
         if self.first is None:
             return Outcome(0, None, (), codes)
-        tail = _tail(self.tails.get(self.first.process, []))
-        return Outcome(self.first.code, self.first.process, tail, codes, self.first.host)
+        code, process, host = self.first.code, self.first.process, self.first.host
+        tail = tuple(self.recent) if process is None else _tail(self.tails.get(process, []))
+        return Outcome(code, process, tail, codes, host)
 
     def _notice(self, now: float) -> None:
         """Guards that have ended though something still holds their output open."""
@@ -166,10 +169,12 @@ class _Watch:
             return True
         if what.failed is not None:
             self.failures.append(_Failure(*what.failed, task.host))
-        tail = self.tails.setdefault(what.process, [])
-        tail[:] = [*tail[1 - KEPT :], what.text]
-        if what.process is not None and what.process < len(self.logs):
-            self.logs[what.process].write(what.text + "\n")
+        self.recent.append(what.text)
+        if what.process is not None:
+            tail = self.tails.setdefault(what.process, [])
+            tail[:] = [*tail[1 - KEPT :], what.text]
+            if what.process < len(self.logs):
+                self.logs[what.process].write(what.text + "\n")
         self.show(what.process, what.text)
         return True
 
@@ -186,9 +191,8 @@ def _tail(lines: list[str]) -> tuple[str, ...]:
 
 
 def _guarded(task: Task, stop_s: float) -> subprocess.Popen[str]:
-    relay = ["--relay"] if task.relay else []
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, *relay, str(stop_s), *task.command],
+        [sys.executable, "-I", "-S", guard.__file__, *task.flags, str(stop_s), *task.command],
         env=dict(task.environment),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -73,7 +73,7 @@ def test_the_command_for_a_host() -> None:
     *words, command = task.command
     assert words[:4] == ["ssh", "-tt", "-i", "key"]
     assert words[-5:] == ["-p", "22", "-l", "me", "b"]
-    assert "BatchMode=yes" in words and task.relay and task.host == "b"
+    assert "BatchMode=yes" in words and task.flags == ("--relay",) and task.host == "b"
     assert command.startswith("cd '/a b' && exec env 'K=it'\"'\"'s' MESHWRIGHT_RESTART=2 ")
     for told in ("JAX_NUM_CPU_DEVICES=4", "MESHWRIGHT_COORDINATOR=b:99", "MESHWRIGHT_PROCESS=0"):
         assert f" {told} " in command

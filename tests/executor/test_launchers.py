@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from executor.cli import main
+from tests.executor.launch_slurm import running_slurm
 from tests.executor.launch_sshd import running_sshd
 from tests.executor.test_hosts import TRAIN, launched, results
 
@@ -85,6 +86,26 @@ def test_launched_by_ssh(
         hosts = sshd.hosts(tmp_path, "127.0.0.1", "127.0.0.2")
         options = f"--launcher-options={sshd.options}"
         text = train(tmp_path, capsys, "--launcher", "ssh", "--hosts", hosts, options)
+    check(text, alone)
+
+
+def test_launched_by_mpirun(
+    alone: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here (Debian: openmpi-bin)")
+    check(train(tmp_path, capsys, "--launcher", "mpi"), alone)
+
+
+def test_launched_by_slurm(
+    alone: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running_slurm(tmp_path) as variables:
+        monkeypatch.setenv("SLURM_CONF", variables["SLURM_CONF"])
+        text = train(tmp_path, capsys, "--launcher", "slurm")
     check(text, alone)
 
 

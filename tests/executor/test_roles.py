@@ -51,8 +51,12 @@ SLURM = {
             },
             Role(4, 2, "job-workers-0-0.job:8476", source="planner launch"),
         ),
-        (MPI, Role(2, 1, f"10.96.0.1:{61440 + (1531576320 >> 12) % 4096}", 0, source="OpenMPI")),
-        (SLURM, Role(8, 5, "gpu07:61441", 1, source="Slurm")),
+        (MPI, Role(2, 1, f"10.96.0.1:{61440 + 17 * (23370 % 240)}", 0, source="OpenMPI")),
+        (
+            {**SLURM, "SLURM_STEP_ID": "3"},
+            Role(8, 5, f"gpu07:{61440 + 17 * (4100 % 240)}", 1, source="Slurm"),
+        ),
+        (SLURM, Role(8, 5, f"gpu07:{61440 + 17 * (4097 % 240)}", 1, source="Slurm")),
         (
             {"TPU_WORKER_HOSTNAMES": "t0, t1", "TPU_WORKER_ID": "1"},
             Role(2, 1, "t0:8476", source="TPU slice"),
@@ -103,7 +107,7 @@ SLURM = {
         (tf("chief", 0), Role(3, 0, "a:1", job="chief", source="TF_CONFIG")),
         (tf("worker", 1), Role(3, 2, "a:1", source="TF_CONFIG")),
         (tf("ps", 0), Role(3, 0, "a:1", job="server", source="TF_CONFIG")),
-        ({**SLURM, **MPI}, Role(2, 1, "10.96.0.1:62624", 0, source="OpenMPI")),
+        ({**SLURM, **MPI}, Role(2, 1, "10.96.0.1:62970", 0, source="OpenMPI")),
     ],
 )
 def test_the_environment_says_who(environment: dict[str, str], expected: Role) -> None:
