@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from executor.cli_calibrate import CALIBRATE
+from executor.cli_checkpoint import CHECKPOINT
 from executor.cli_export import EXPORT
 from executor.cli_launch import LAUNCH
 from executor.cli_verify import VERIFY
 from planner import cli
 
-COMMANDS = (VERIFY, CALIBRATE, LAUNCH, EXPORT)
+COMMANDS = (VERIFY, CALIBRATE, LAUNCH, EXPORT, CHECKPOINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,249 @@
+"""A saved state, wherever it lies: a run's folder, one step of it, Orbax's own, safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as File
+from typing import Any
+
+import numpy as np
+
+from executor.checkpoint.common import CheckpointError, Path, nested, shown, taken
+from executor.checkpoint.manager import EXTRA, PLAN, STATE, FromDisk
+from executor.checkpoint.orbax_files import contents
+from executor.checkpoint.parts import Stored
+from executor.checkpoint.tensor_files import NOTES, read_tensors, tensor_files, write_tensors
+from planner.plan import Plan, plan_from_json
+
+_ITEMS = (STATE, "default", "params", "items")
+"""Folders of a step in which a state may lie; all but the first are other programs' habits."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved state, of which no data has been read yet.
+
+    Attributes:
+        where: the folder or file.
+        leaves: by path.
+        sequences: the paths of lists.
+        step: its number, None where it has none.
+        steps: those of the run.
+        plan: what it was trained under, if that lies beside it.
+        extra: what else was saved.
+    """
+
+    where: File
+    leaves: Mapping[Path, Stored]
+    sequences: tuple[Path, ...] = ()
+    step: int | None = None
+    steps: tuple[int, ...] = ()
+    plan: Plan | None = None
+    extra: dict[str, Any] | None = None
+
+
+def open_state(where: File, step: int | None = None, separator: str | None = None) -> Saved:
+    """Look at a saved state; reads no data.
+
+    Args:
+        where: a folder of checkpoints by step, one step's folder, a folder that Orbax wrote, a
+            ``.safetensors`` file, its ``.index.json``, or a folder of such files.
+        step: which of a run; None takes the latest.
+        separator: what joins keys in the names of safetensors; None takes what the file says that
+            was written here, else "/".
+
+    Raises:
+        CheckpointError: nothing like that is there, it is damaged, or there is no such step.
+    """
+    where = where.absolute()
+    files = tensor_files(where)
+    if files:
+        _no_step(where, step)
+        return _from_tensors(where, files, separator)
+    if (where / "_METADATA").exists():
+        _no_step(where, step)
+        found = contents(where)
+        return Saved(where, found.leaves, found.sequences)
+    if _state_in(where) is not None:
+        _no_step(where, step)
+        return _of_step(where, int(where.name) if where.name.isdecimal() else None, ())
+    steps = steps_in(where)
+    if not steps:
+        raise CheckpointError(
+            f"no checkpoint at {where}: expected a folder of steps, of Orbax, or safetensors"
+        )
+    if step is not None and step not in steps:
+        told = ", ".join(map(str, steps))
+        raise CheckpointError(f"no checkpoint of step {step} in {where}; steps: {told}")
+    at = steps[-1] if step is None else step
+    return _of_step(where / str(at), at, steps)
+
+
+def steps_in(where: File) -> tuple[int, ...]:
+    """The steps of a run that are whole, in order."""
+    if not where.is_dir():
+        return ()
+    found = [x for x in where.iterdir() if x.name.isdecimal() and _state_in(x) is not None]
+    return tuple(sorted(int(x.name) for x in found))
+
+
+def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes: int) -> list[File]:
+    """Write a state somewhere else, part by part.
+
+    Args:
+        saved: what.
+        to: where; for safetensors a file that ends so, or a folder.
+        form: "orbax" or "safetensors".
+        separator: joins keys in the names of safetensors.
+        max_bytes: the size above which safetensors are split into several files.
+
+    Returns:
+        What was written: files, or the folder of the step.
+
+    Raises:
+        CheckpointError: it is there already, can't be written, or a leaf can't be read or has no
+            such form; nothing is left then.
+    """
+    if form == "safetensors":
+        own = {
+            "sequences": [list(path) for path in saved.sequences],
+            "separator": separator,
+            "step": saved.step,
+            "plan": None if saved.plan is None else saved.plan.to_json(),
+            "extra": saved.extra,
+        }
+        return write_tensors(saved.leaves, to, separator, max_bytes, {NOTES: json.dumps(own)})
+    step = saved.step or 0
+    if (to / str(step)).exists():
+        raise CheckpointError(f"{to / str(step)} is there already")
+    tree = nested(saved.leaves, saved.sequences)
+    with FromDisk(to, keep=None, asynchronous=False) as out:
+        out.save(step, tree, plan=saved.plan, extra=saved.extra)
+        out.wait()
+    return [to / str(step)]
+
+
+def only(saved: Saved, prefixes: Sequence[Path]) -> Saved:
+    """The leaves below some paths.
+
+    Raises:
+        CheckpointError: there is none below one of them.
+    """
+    for prefix in prefixes:
+        if not any(path[: len(prefix)] == prefix for path in saved.leaves):
+            tops = ", ".join(sorted({path[0] for path in saved.leaves})[:5])
+            raise CheckpointError(f"{saved.where} has nothing below {shown(prefix)}; it has {tops}")
+
+    def wanted(path: Path) -> bool:
+        return any(path[: len(prefix)] == prefix for prefix in prefixes)
+
+    return replace(saved, leaves={p: x for p, x in saved.leaves.items() if wanted(p)})
+
+
+def cast(saved: Saved, dtype: np.dtype[Any]) -> Saved:
+    """All leaves of floating-point numbers rounded to one type; others as they are."""
+    return replace(
+        saved,
+        leaves={
+            path: leaf.cast(dtype) if is_float(leaf.dtype) and leaf.dtype != dtype else leaf
+            for path, leaf in saved.leaves.items()
+        },
+    )
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether these are real floating-point numbers, those that NumPy does not know included."""
+    return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
+
+
+def merged(parts: Sequence[Saved]) -> Saved:
+    """The leaves of several states as one; step, plan and extra are those of the first that has
+    them.
+
+    Raises:
+        CheckpointError: two have a leaf of one name, or one's leaf lies where another has leaves.
+    """
+    leaves: dict[Path, Stored] = {}
+    of: dict[Path, File] = {}
+    for part in parts:
+        for path, leaf in part.leaves.items():
+            if path in leaves:
+                raise CheckpointError(
+                    f"{shown(path)} is in {of[path]} and in {part.where}; choose what is taken of "
+                    "each, as in RUN:params"
+                )
+            leaves[path], of[path] = leaf, part.where
+    nested(leaves)
+    return replace(
+        parts[0],
+        leaves=leaves,
+        sequences=tuple(sorted({s for part in parts for s in part.sequences})),
+        step=next((p.step for p in parts if p.step is not None), None),
+        plan=next((p.plan for p in parts if p.plan is not None), None),
+        extra=next((p.extra for p in parts if p.extra is not None), None),
+    )
+
+
+def _no_step(where: File, step: int | None) -> None:
+    if step is not None:
+        raise CheckpointError(f"{where} is one state, it has no step {step} to choose")
+
+
+def _state_in(folder: File) -> File | None:
+    found = [folder / name for name in _ITEMS if (folder / name / "_METADATA").exists()]
+    return found[0] if found else None
+
+
+def _of_step(folder: File, step: int | None, steps: tuple[int, ...]) -> Saved:
+    state = _state_in(folder)
+    assert state is not None
+    found = contents(state)
+    plan = _json(folder / PLAN)
+    return Saved(
+        folder,
+        found.leaves,
+        found.sequences,
+        step,
+        steps,
+        None if plan is None else plan_from_json(plan["plan"], f"plan of {folder}"),
+        _json(folder / EXTRA),
+    )
+
+
+def _json(folder: File) -> dict[str, Any] | None:
+    """An item that Orbax wrote as JSON."""
+    file = folder / "metadata"
+    if not file.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _from_tensors(where: File, files: Sequence[File], separator: str | None) -> Saved:
+    named, metadata = read_tensors(files)
+    own: dict[str, Any] = {}
+    if NOTES in metadata:
+        try:
+            own = json.loads(metadata[NOTES])
+        except ValueError as error:
+            raise CheckpointError(f"{where}: its metadata is damaged: {error}") from error
+    separator = separator or own.get("separator", "/")
+    leaves = {}
+    for name, leaf in named.items():
+        path = taken(name, separator)
+        leaves[path] = replace(leaf, path=path)
+    plan = own.get("plan")
+    return Saved(
+        where,
+        leaves,
+        tuple(tuple(path) for path in own.get("sequences", ())),
+        own.get("step"),
+        (),
+        None if plan is None else plan_from_json(plan, f"plan of {where}"),
+        own.get("extra"),
+    )
