@@ -33,6 +33,9 @@ COMMANDS = (
     "calibrate",
     "export",
     "launch",
+    "checkpoint info",
+    "checkpoint convert",
+    "checkpoint merge",
 )
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REFERENCE = ROOT / "docs" / "reference"
@@ -117,7 +120,7 @@ def test_cli_page_lists_every_option_and_exit_code(capsys: pytest.CaptureFixture
     page = (REFERENCE / "cli.md").read_text(encoding="utf-8")
     for command in COMMANDS:
         section = page.split(f"\n## `planner {command}`\n")[1].split("\n## ")[0]
-        assert executor_cli.main([command, "--help"]) == 0
+        assert executor_cli.main([*command.split(), "--help"]) == 0
         text = capsys.readouterr().out
         for option in set(re.findall(r"^  (--[a-z][a-z-]*)", text, re.M)):
             assert f"`{option}" in section, f"{command} {option}"
