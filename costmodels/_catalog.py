@@ -26,6 +26,7 @@ _POSITIVE = {
     "inter_node": ("bytes_per_s",),
     "torus": ("bytes_per_s", "max_dims", "wrap_multiple"),
     "inter_slice": ("bytes_per_s",),
+    "host": ("bytes_per_s",),
     "peak_flops_per_s": DTYPES,
 }
 _INTEGER = (

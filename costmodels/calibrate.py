@@ -175,7 +175,7 @@ def _achieved(given: Description) -> dict[str, dict[str, float]]:
             dtype: peak * matmul for dtype, peak in given.entry["peak_flops_per_s"].items()
         },
     }
-    for name in ("intra_node", "inter_node", "torus", "inter_slice"):
+    for name in ("intra_node", "inter_node", "torus", "inter_slice", "host"):
         if name in given.entry:
             link = given.entry[name]
             out[name] = {"bytes_per_s": link["bytes_per_s"] * link["efficiency"], "efficiency": 1.0}

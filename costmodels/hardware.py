@@ -112,8 +112,8 @@ class Cluster:
     A 'hierarchy' has shape (devices per node, nodes), `link` inside a node and `network` between
     nodes. A 'torus' has its dimensions as shape and `link` for every link; a dimension whose
     length is a multiple of `wrap_multiple` is a ring, any other a line. Several `slices`, each
-    such a torus, are joined by `network`. `text` is what `parse_cluster` takes to give this
-    cluster again.
+    such a torus, are joined by `network`. `host` joins each device to the memory of its host.
+    `text` is what `parse_cluster` takes to give this cluster again.
     """
 
     text: str
@@ -124,6 +124,7 @@ class Cluster:
     network: Link | None = None
     slices: int = 1
     wrap_multiple: int = 4
+    host: Link | None = None
 
     @property
     def num_devices(self) -> int:
@@ -206,7 +207,7 @@ def _link(table: Table) -> Link:
     return Link(
         bytes_per_s=float(table["bytes_per_s"] * table["efficiency"]),
         latency_s=float(table["latency_s"]),
-        startup_s=float(table["startup_s"]),
+        startup_s=float(table.get("startup_s", 0.0)),
     )
 
 
@@ -242,7 +243,8 @@ def build_cluster(given: Description) -> Cluster:
         network = _link(entry["inter_slice"]) if slices > 1 else None
         wrap_multiple = int(entry["torus"]["wrap_multiple"])
         link = _link(entry["torus"])
-        return Cluster(text, device, shape, "torus", link, network, slices, wrap_multiple)
+        host = _link(entry["host"])
+        return Cluster(text, device, shape, "torus", link, network, slices, wrap_multiple, host)
     node = entry["intra_node"]
     wires = tuple(tuple(row) for row in node["wires"])
     if wires and len(wires) != int(entry["node"]["devices_per_node"]):
@@ -257,4 +259,6 @@ def build_cluster(given: Description) -> Cluster:
         reduce_latency_s=float(node["in_switch_latency_s"]),
         wires=wires,
     )
-    return Cluster(text, device, shape, "hierarchy", link, _link(entry["inter_node"]))
+    network = _link(entry["inter_node"])
+    host = _link(entry["host"])
+    return Cluster(text, device, shape, "hierarchy", link, network, host=host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol, overload, runtime_checkable
 
 from ._torus import reduces_instead
@@ -53,6 +54,16 @@ class CostModel(Protocol):
     @property
     def step_latency_s(self) -> float:
         """Seconds that a step takes before its first kernel."""
+        ...
+
+    @property
+    def host_latency_s(self) -> float:
+        """Seconds to start one copy between a device and its host."""
+        ...
+
+    @property
+    def host_s_per_byte(self) -> float:
+        """Seconds per byte of such a copy, one way."""
         ...
 
     @overload
@@ -150,6 +161,16 @@ class AnalyticCostModel:
     def step_latency_s(self) -> float:
         """Seconds that a step takes before its first kernel."""
         return self.cluster.device.step_latency_s
+
+    @property
+    def host_latency_s(self) -> float:
+        """Seconds to start one copy between a device and its host."""
+        return 0.0 if self.cluster.host is None else self.cluster.host.latency_s
+
+    @property
+    def host_s_per_byte(self) -> float:
+        """Seconds per byte of such a copy, one way; infinite where nothing is known of the link."""
+        return math.inf if self.cluster.host is None else 1.0 / self.cluster.host.bytes_per_s
 
     @overload
     def compute_s(

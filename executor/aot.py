@@ -54,7 +54,8 @@ class Compiled:
 
     ``argument_bytes`` and ``output_bytes`` are the step's arguments and results, ``alias_bytes``
     what results take over from donated arguments, ``temp_bytes`` everything else that is live at
-    the worst moment, ``code_bytes`` the program.
+    the worst moment, ``code_bytes`` the program. ``host_argument_bytes`` and ``host_temp_bytes``
+    lie in the host's memory; the others count device memory alone.
     """
 
     module: Module
@@ -64,6 +65,8 @@ class Compiled:
     alias_bytes: int
     temp_bytes: int
     code_bytes: int
+    host_argument_bytes: int
+    host_temp_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -115,6 +118,8 @@ def read_compiled(compiled: Any) -> Compiled:
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
+        host_argument_bytes=memory.host_argument_size_in_bytes,
+        host_temp_bytes=memory.host_temp_size_in_bytes,
     )
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from executor.interpret import ConstrainedStep
-from executor.mesh import build_mesh, named
+from executor.interpret import ConstrainedStep, Kept, returned
+from executor.mesh import build_mesh, lacks_memory, named
 from planner import compat
 from planner.graph.trace import Traced, abstract, trace
 from planner.metadata import with_logical_axis_rules
+from planner.offload import DEVICE
 from planner.plan import Plan
+
+log = logging.getLogger("meshwright")
 
 
 class ShapesChangedError(Exception):
@@ -52,8 +56,16 @@ class CompiledStep:
             else build_mesh(plan.mesh, devices)
         )
         sharding = {(c.op, c.slot, c.position): named(self.mesh, c.spec) for c in plan.constraints}
-        ins = [named(self.mesh, leaf.spec) for leaf in plan.inputs]
-        outs = [named(self.mesh, leaf.spec) for leaf in plan.outputs]
+        away = self._away(plan)
+        ins = [named(self.mesh, leaf.spec, away.get(leaf.memory)) for leaf in plan.inputs]
+        outs = [named(self.mesh, leaf.spec, away.get(leaf.memory)) for leaf in plan.outputs]
+        kept = [
+            (named(self.mesh, leaf.spec), leaf.fetched) if leaf.memory in away else None
+            for leaf in plan.inputs
+        ]
+        left = [
+            named(self.mesh, leaf.spec) if leaf.memory in away else None for leaf in plan.outputs
+        ]
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
         out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
         expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
@@ -67,8 +79,9 @@ class CompiledStep:
             ]
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
-            flat = ConstrainedStep(kinds, sharding).run(traced.jaxpr, leaves)
-            return jax.tree_util.tree_unflatten(traced.out_tree, flat)
+            given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
+            flat = ConstrainedStep(kinds, sharding).run(traced.jaxpr, given)
+            return jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
 
         self.jitted = jax.jit(
             step,
@@ -78,6 +91,23 @@ class CompiledStep:
         )
         self._placed = False
         self._many = jax.process_count() > 1
+
+    def _away(self, plan: Plan) -> dict[str, str]:
+        """The memory kinds besides the device's that the plan uses and the devices have."""
+        kinds = {leaf.memory for leaf in plan.inputs} - {DEVICE}
+        if isinstance(self.mesh, jax.sharding.AbstractMesh):  # of no interest to who asks for it
+            return {}
+        for kind in sorted(kinds):
+            if lacks_memory(list(self.mesh.devices.flat), kind):
+                kinds.discard(kind)
+                log.warning(
+                    "%s devices have no memory kind %r: what the plan keeps there stays in device "
+                    "memory, which takes %s bytes more on each than the plan says",
+                    self.mesh.devices.flat[0].platform,
+                    kind,
+                    f"{plan.prediction.host_bytes:.3g}",
+                )
+        return {kind: kind for kind in kinds}
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """Put arguments where the plan wants them (host arrays, or arrays placed otherwise). Of a

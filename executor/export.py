@@ -8,26 +8,28 @@ source copied, and a table of constraints by the number of the operation.
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from collections.abc import Iterable
 from types import ModuleType
 
 from executor import interpret
 from planner import compat
-from planner.export.text import heading, mesh_text, spec_text, specs_text
+from planner.export.text import heading, mapping_text, mesh_text, spec_text, specs_text
 from planner.graph import trace
 from planner.groups import MARKS
-from planner.plan import Constraint, Plan
+from planner.offload import DEVICE
+from planner.plan import Constraint, Leaf, Plan
 
 WIDTH = 98
 
 _COMPAT = (
     *("make_jaxpr", "body", "consts", "is_literal", "shape_of", "rebuild", "as_struct"),
-    *("provenance", "bind", "scan_counts", "is_ref"),
+    *("provenance", "bind", "scan_counts", "is_ref", "to_memory"),
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("inner_jaxpr", "inlined", "is_whole", "abstract")),
-    (interpret, ("in_bounds", "ConstrainedStep")),
+    (interpret, ("in_bounds", "Kept", "returned", "ConstrainedStep")),
 )
 """What is copied, by module."""
 
@@ -83,20 +85,20 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
 
 def in_shardings(mesh: Any, *args: Any) -> tuple[Any, ...]:
     """NamedShardings in a pytree like the arguments."""
-    return _named(mesh, IN_SPECS, args)
+    return _named(mesh, IN_SPECS, args, HOST_IN)
 
 
 def out_shardings(mesh: Any, function: Callable[..., Any], *args: Any) -> Any:
     """NamedShardings in a pytree like the result of `function(*args)`."""
-    return _named(mesh, OUT_SPECS, jax.eval_shape(function, *args))
+    return _named(mesh, OUT_SPECS, jax.eval_shape(function, *args), HOST_OUT)
 
 
-def _named(mesh: Any, specs: Mapping[str, P], tree: Any) -> Any:
+def _named(mesh: Any, specs: Mapping[str, P], tree: Any, host: Any = ()) -> Any:
     def one(path: Any, x: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path)
         if name not in specs:
             raise ValueError(f"the plan has no sharding for {name}; export it again")
-        return NamedSharding(mesh, specs[name])
+        return NamedSharding(mesh, specs[name], memory_kind="pinned_host" if name in host else None)
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -131,14 +133,22 @@ def shard_step(
         for op, slot, position in (place.split(".") for place in places.split())
     }
     ins = in_shardings(mesh, *args)
-    outs = _named(mesh, OUT_SPECS, out_shape)
+    outs = _named(mesh, OUT_SPECS, out_shape, HOST_OUT)
+    flat_ins, flat_outs = (jax.tree_util.tree_leaves(x) for x in (ins, outs))
+    spans = [HOST_IN.get(path) for path in IN_SPECS]
+    here = [NamedSharding(mesh, x.spec) for x in flat_ins]
+    left = [
+        NamedSharding(mesh, x.spec) if path in HOST_OUT else None
+        for path, x in zip(OUT_SPECS, flat_outs)
+    ]
 
     def step(*given: Any) -> Any:
         flat, tree = jax.tree_util.tree_flatten(given)
         if tree != in_tree or [(x.shape, str(x.dtype)) for x in flat] != shapes:
             raise ValueError("arguments of other shapes than the step was made for")
         walk = ConstrainedStep(kinds, held)
-        results = walk.run(jaxpr, flat)
+        kept = [x if s is None else Kept(x, h, s) for x, h, s in zip(flat, here, spans)]
+        results = returned(walk.run(jaxpr, kept), left)
         if walk.next != len(kinds):
             raise InternalError(f"the step has {walk.next} operations, expected {len(kinds)}")
         return jax.tree_util.tree_unflatten(out_tree, results)
@@ -170,6 +180,7 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             f"MESH_AXES = {mesh_text(plan.mesh)}\n",
             specs_text("IN_SPECS", plan.inputs),
             specs_text("OUT_SPECS", plan.outputs),
+            _host(plan),
             _inside(plan.constraints),
             _wrapped("KINDS", kinds),
             "",
@@ -200,6 +211,19 @@ def _docstring(plan: Plan, name: str, kinds: Iterable[str]) -> str:
     if marks:
         parts.append(_MARKED.format(count=marks))
     return "\n".join(parts)
+
+
+def _host(plan: Plan) -> str:
+    """Literals: arguments in host memory with the operations that read each copy, and results."""
+    spans = {x.path: repr(x.fetched) for x in plan.inputs if x.memory != DEVICE}
+    rows = "".join(f"    {json.dumps(path)},\n" for path in _away(plan.outputs))
+    body = f"(\n{rows})" if rows else "()"
+    kind = "dict[str, tuple[tuple[int, int], ...]]"
+    return f"{mapping_text(f'HOST_IN: {kind}', spans)}HOST_OUT: tuple[str, ...] = {body}\n"
+
+
+def _away(leaves: Iterable[Leaf]) -> list[str]:
+    return [leaf.path for leaf in leaves if leaf.memory != DEVICE]
 
 
 def _inside(constraints: Iterable[Constraint]) -> str:

@@ -53,6 +53,37 @@ def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
     return [ins[0], jax.numpy.stack(held).reshape(ins[1].shape)]
 
 
+class Kept:
+    """An argument that lives in host memory, and its copies on the device, in its own ``sharding``:
+    ``spans`` has the first and the last operation that read each."""
+
+    def __init__(
+        self, value: Any, sharding: jax.sharding.NamedSharding, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        self.value, self.sharding, self.spans = value, sharding, spans
+        self.copies: dict[int, Any] = {}
+
+    def at(self, op: int) -> Any:
+        """The copy that operation ``op``, or one behind it, reads."""
+        number = sum(last < op for _, last in self.spans)
+        if number not in self.copies:
+            self.copies[number] = compat.to_memory(self.value, self.sharding, host=False)
+        return self.copies[number]
+
+
+def returned(
+    results: Sequence[Any], host: Sequence[jax.sharding.NamedSharding | None]
+) -> list[Any]:
+    """Results of a step; those with a sharding in ``host`` in host memory, sharded so."""
+    out = []
+    for x, sharding in zip(results, host, strict=True):
+        if isinstance(x, Kept):
+            out.append(x.value if sharding is not None else x.at(0))
+        else:
+            out.append(x if sharding is None else compat.to_memory(x, sharding, host=True))
+    return out
+
+
 class ConstrainedStep:
     """Evaluates one traced step; a new one for every evaluation.
 
@@ -109,8 +140,12 @@ class ConstrainedStep:
             for x, s in zip(args, held, strict=True)
         ]
 
+    def fetched(self, values: Sequence[Any]) -> list[Any]:
+        """``values``, of those in host memory the copies that the next operation reads."""
+        return [x.at(self.next) if isinstance(x, Kept) else x for x in values]
+
     def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Evaluate ``jaxpr`` on tracers or arrays."""
+        """Evaluate ``jaxpr`` on tracers or arrays, or what is ``Kept``; that comes back as such."""
         inner = compat.body(jaxpr)
         env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
         env.update(zip(inner.invars, args, strict=True))
@@ -128,7 +163,8 @@ class ConstrainedStep:
         name = eqn.primitive.name
         found = inlined(eqn, ins)
         if found is not None:
-            return self.remat(eqn, ins) if name in REMAT else self.run(*found)
+            return self.remat(eqn, self.fetched(ins)) if name in REMAT else self.run(*found)
+        ins = self.fetched(ins)
         build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if build is not None and not is_whole(eqn):
             return build(eqn, ins)

@@ -46,10 +46,17 @@ def make_cpu_devices(count: int) -> None:
 
 
 def named(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: Sharding
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: Sharding, memory: str | None = None
 ) -> jax.sharding.NamedSharding:
-    """A plan's sharding on a jax mesh."""
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.entries))
+    """A plan's sharding on a jax mesh, in a memory of the devices (None: their own)."""
+    spec_ = jax.sharding.PartitionSpec(*spec.entries)
+    return jax.sharding.NamedSharding(mesh, spec_, memory_kind=memory)
+
+
+def lacks_memory(devices: Sequence[jax.Device], kind: str) -> bool:
+    """Whether devices say that they have no memory of a kind (described GPUs say nothing)."""
+    kinds = [m.kind for m in devices[0].addressable_memories()]
+    return bool(kinds) and kind not in kinds
 
 
 def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:

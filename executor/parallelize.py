@@ -119,6 +119,7 @@ def parallelize(
     zero: int | None = None,
     whole_below: str | float = 0.0,
     never_fsdp: str | Sequence[str] = (),
+    offload: str | Sequence[str] = (),
     like: Parallelized | None = None,
 ) -> Any:
     """Run a train step in parallel: the first call traces, plans and compiles.
@@ -129,7 +130,7 @@ def parallelize(
         cluster: what to plan for; None describes the devices present.
         mode, search: None takes what ``set_parallel_mode`` set.
         mesh, memory, shardings, logical_axis_rules: as for ``planner.make_plan``.
-        zero, whole_below, never_fsdp: likewise.
+        zero, whole_below, never_fsdp, offload: likewise.
         like: a step that is planned already, such as the train step for an evaluation step: the
             same mesh, and the arrays that both have stay where that plan keeps them.
 
@@ -147,6 +148,7 @@ def parallelize(
         "zero": zero,
         "whole_below": whole_below,
         "never_fsdp": never_fsdp,
+        "offload": offload,
         "like": like,
     }
     if function is None:

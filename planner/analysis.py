@@ -12,6 +12,7 @@ from planner.graph.liveness import PASSES, materialised
 from planner.graph.written import written
 from planner.groups import Groups, Link, gradient_shapes
 from planner.kernels import starts
+from planner.offload import Hosted, hosted_of
 from planner.rules.factor import FactorRule
 from planner.unify import Layout
 from planner.usages import UsageRow, Usages, find_usages
@@ -36,13 +37,14 @@ class Scheduled:
 
     ``donated``: per input, whether results may take its memory; ``fused_operands``: see
     ``written``; ``tile``: rows and lanes that arrays are padded to; ``inside``: per value, whether
-    it never leaves a hand-written kernel.
+    it never leaves a hand-written kernel; ``hosted``: inputs that may be kept in host memory.
     """
 
     donated: tuple[bool, ...]
     fused_operands: bool
     tile: tuple[int, int]
     inside: tuple[bool, ...]
+    hosted: frozenset[int] = frozenset()
 
     def usages(self, graph: Graph, groups: Groups, moves: Callable[[Link], bool]) -> Usages:
         """The usages in the order in which compilers run a step; ``moves``: see
@@ -51,7 +53,13 @@ class Scheduled:
         late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
         found = written(graph, groups.fusable, live, self.fused_operands, late)
         return find_usages(
-            graph, groups, found.without(self.inside), live, self.donated, moves=moves
+            graph,
+            groups,
+            found.without(self.inside),
+            live,
+            self.donated,
+            moves=moves,
+            hosted=self.hosted,
         )
 
 
@@ -73,6 +81,8 @@ class Analysis:
     scalar_bytes: float
     stored: tuple[tuple[float, Layout] | None, ...]
     """Per group of an input that operations see as ``used``: the input's bytes and layout."""
+    hosted: tuple[tuple[Hosted, ...], ...]
+    """Per group, its arrays that may be kept in host memory."""
     counts: tuple[int, ...]
     """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
     bundles: tuple[int, ...]
@@ -99,10 +109,12 @@ def analyse(
     groups: Groups,
     donated: Sequence[bool],
     device: Device | None = None,
+    hosted: frozenset[int] = frozenset(),
 ) -> Analysis:
     """Work, reductions and memory of every group, before any mesh is chosen.
 
     ``device``: what the compiler for it does to memory; None: nothing in particular.
+    ``hosted``: inputs that may be kept in host memory (``groups`` knows, too).
     """
     live = graph.live_ops()
     workload = empty_workload(graph, rules, groups)
@@ -128,7 +140,7 @@ def analyse(
     fused_operands = device is not None and device.fuses_operands
     tile = (1, 1) if device is None else (device.tile_rows, device.tile_lanes)
     found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
-    usages = find_usages(graph, groups, found, live, donated, tile)
+    usages = find_usages(graph, groups, found, live, donated, tile, hosted=hosted)
     return Analysis(
         graph,
         tuple(rules),
@@ -138,9 +150,10 @@ def analyse(
         usages.rows,
         usages.values,
         found.reads,
-        Scheduled(tuple(donated), fused_operands, tile, fused.inside),
+        Scheduled(tuple(donated), fused_operands, tile, fused.inside, hosted),
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         _stored(graph, groups),
+        hosted_of(graph, groups, live, hosted),
         (1,) * len(groups.groups),
         _bundles(groups.links),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.annotate import Pin
 from planner.errors import PinError
+from planner.offload import host_masks
 from planner.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
 from planner.quotient import Quotient
 from planner.request import Request
@@ -60,6 +61,7 @@ def allowed_masks(
     if quotient.state is not None:
         pinned = frozenset(pin.value for pin in pins)
         hard = state_masks(quotient.state, request.state, pinned, graph, groups, mesh, hard)
+    hard = host_masks(request.offload, groups, mesh, hard)
     if request.tensor in mesh.names:
         parameters = find_state(graph, StateRequest()).parameters
         hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)

@@ -29,7 +29,10 @@ from planner.report.layout import plain_text, show
 DEFAULT_CLUSTER = "cpu:8"
 SPINNER_AFTER_S = 1.0
 PLAIN_WIDTH = 80
-_OVERRIDES = ("cluster", "mesh", "mode", "search", "memory", "zero", "whole_below", "never_fsdp")
+_OVERRIDES = (
+    *("cluster", "mesh", "mode", "search", "memory", "zero", "whole_below", "never_fsdp"),
+    "offload",
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,13 @@ def add_model_options(parser: argparse.ArgumentParser, *, needed: bool = True) -
         action="append",
         metavar="REGEX",
         help="arguments whose path matches are stored as they are used; may be repeated",
+    )
+    add(
+        "--offload",
+        action="append",
+        metavar="REGEX",
+        help="arrays of the training state whose path matches live in host memory between their "
+        "uses; may be repeated; 'auto' lets the search decide",
     )
     add("--memory", help="memory per device that the plan may use, such as 80GB")
     add(

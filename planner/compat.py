@@ -58,6 +58,19 @@ def is_ref(aval: Any) -> bool:
     return hasattr(aval, "inner_aval")
 
 
+def in_host_memory(aval: Any) -> bool:
+    """Whether an abstract value lies in host memory."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
+def to_memory(value: Any, sharding: jax.sharding.NamedSharding, host: bool) -> Any:
+    """A traced value in host or in device memory, under ``sharding`` before and after."""
+    space = jax.memory.Space.Host if host else jax.memory.Space.Device
+    if host:
+        return jax.device_put(jax.lax.with_sharding_constraint(value, sharding), space)
+    return jax.lax.with_sharding_constraint(jax.device_put(value, space), sharding)
+
+
 def rebuild(like: Any, closed: Any) -> Any:
     """Give a traced jaxpr the form (closed or open) that ``like`` has."""
     if hasattr(like, "jaxpr") or not hasattr(closed, "jaxpr"):

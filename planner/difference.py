@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.plan import CollectiveRow, Leaf, Plan
+from planner.plan import CollectiveRow, Leaf, Plan, Prediction
 from planner.report.fold import common_path, pattern
 from planner.report.units import sharding_text
 
@@ -112,12 +112,23 @@ def difference(before: Plan, after: Plan) -> Difference:
             Figure("compute", "s", a.compute_s, b.compute_s),
             Figure("communication", "s", a.communication_s, b.communication_s),
             Figure("overlapped", "s", a.overlapped_s, b.overlapped_s),
+            *_of_host(a, b),
             Figure("peak memory", "bytes", a.peak_bytes, b.peak_bytes),
             Figure("memory limit", "bytes", a.limit_bytes, b.limit_bytes),
         ),
         len({leaf.path for plan in (before, after) for leaf in plan.inputs}),
         _moved(before.inputs, after.inputs),
         _exchanges(before.collectives, after.collectives),
+    )
+
+
+def _of_host(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
+    """Figures of host memory, where one of the plans uses it."""
+    if not (a.host_bytes or b.host_bytes):
+        return ()
+    return (
+        Figure("host copies", "s", a.host_s, b.host_s),
+        Figure("host memory", "bytes", a.host_bytes, b.host_bytes),
     )
 
 
@@ -128,7 +139,8 @@ def _shapes(plan: Plan) -> list[tuple[str, tuple[int, ...], str]]:
 def _told(leaf: Leaf | None) -> str:
     if leaf is None:
         return ""
-    return sharding_text(leaf.spec, leaf.spec if leaf.used_as is None else leaf.used_as)
+    text = sharding_text(leaf.spec, leaf.spec if leaf.used_as is None else leaf.used_as)
+    return text if leaf.memory == "device" else f"{text}, in {leaf.memory}"
 
 
 def _moved(before: Sequence[Leaf], after: Sequence[Leaf]) -> tuple[Moved, ...]:

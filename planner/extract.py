@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.graph.fetches import fetches
 from planner.graph.ir import SCALAR, Graph
 from planner.groups import Link
+from planner.offload import DEVICE, HOST
 from planner.peak import scheduled_peak
 from planner.plan import Activation, CollectiveRow, Constraint, Leaf, Prediction
 from planner.pricing import Priced, Pricer
@@ -90,6 +92,7 @@ class Extraction:
         carried = {i for i, _ in graph.ties}
         source = {o: i for i, o in graph.ties}
         used = {x.value for x in self.priced.analysis.groups.links if x.a_use}
+        away = fetches(graph, graph.live_ops(), self.on_host())
         inputs = []
         for k, (index, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
             v = graph.values[index]
@@ -104,6 +107,8 @@ class Extraction:
                     v.nbytes // spec.shards(mesh),
                     None if use == spec else use,
                     k in carried,
+                    HOST if index in away else DEVICE,
+                    tuple(away.get(index, ())),
                 )
             )
         outputs = []
@@ -112,11 +117,23 @@ class Extraction:
                 outputs.append(Leaf(path, (), "literal", Sharding(()), 0, None, False))
                 continue
             v = graph.values[index]
-            spec = inputs[source[k]].spec if k in source else self.value_sharding(index)
-            outputs.append(
-                Leaf(path, v.shape, v.dtype, spec, v.nbytes // spec.shards(mesh), None, k in source)
-            )
+            own = inputs[source[k]] if k in source else None
+            spec = self.value_sharding(index) if own is None else own.spec
+            kept = DEVICE if own is None else own.memory
+            local = v.nbytes // spec.shards(mesh)
+            outputs.append(Leaf(path, v.shape, v.dtype, spec, local, None, k in source, kept))
         return tuple(inputs), tuple(outputs)
+
+    def on_host(self) -> list[int]:
+        """The inputs that are kept in host memory."""
+        priced, home = self.priced, self.priced.analysis.groups.home
+        return [
+            v
+            for v in self.graph.inputs
+            if v in priced.analysis.scheduled.hosted
+            and (place := home[v]) is not None
+            and priced.sets[place[0]].host[self.choice[place[0]]]
+        ]
 
     def digits(
         self, group: int, layout: Layout, port: str, partial: frozenset[int] = frozenset()
@@ -324,7 +341,7 @@ class Extraction:
         its compute."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
-        compute = on_path = off_path = 0.0
+        compute = on_path = off_path = host = 0.0
         for group, chosen, row in zip(
             priced.analysis.groups.groups, priced.sets, self.choice, strict=True
         ):
@@ -334,6 +351,7 @@ class Extraction:
                 on_path + parts[1],
                 off_path + parts[2],
             )
+            host += pricer.host_of(group, chosen, row)
         for link in priced.analysis.groups.links:
             seconds = link.weight * sum(s.time_s for s in self.link_steps(link))
             if link.off_path:
@@ -352,8 +370,10 @@ class Extraction:
             compute,
             comm,
             hidden,
-            compute + comm - hidden,
+            compute + comm - hidden + host,
             peak + scalars,
             limit_bytes,
             holders,
+            host,
+            sum(x.nbytes_per_device for x in self.leaves()[0] if x.memory != DEVICE),
         )

@@ -106,7 +106,7 @@ class PricedFamily:
         for joint, has in zip(self.sets, self.has, strict=True):
             key = (id(joint), has[member].tobytes())
             if key not in known:
-                known[key] = StrategySet(joint.use[has[member]], joint.store[has[member]])
+                known[key] = joint.take(has[member])
             sets.append(known[key])
         return Priced(
             self.analysis, self.meshes[member], self.rates.model, tuple(sets), limit_bytes
@@ -139,9 +139,9 @@ def price_family(
     known: dict[tuple[object, ...], tuple[StrategySet, Mask]] = {}
     sets, has, unary = [], [], []
     for g in analysis.groups.groups:
-        key = (g.sizes, g.shardable, g.kind == "input")
+        key = (g.sizes, g.shardable, g.kind == "input", g.host)
         if key not in known:
-            known[key] = joint_strategies(g.sizes, g.shardable, sizes, g.kind)
+            known[key] = joint_strategies(g.sizes, g.shardable, sizes, g.kind, g.host)
         joint, mine = known[key]
         if any(g.index in masks for masks in allowed):
             mine = mine.copy()

@@ -77,6 +77,8 @@ class Group:
     reduction: frozenset[int]
     ops: tuple[int, ...]
     name: str
+    host: bool = False
+    """Whether arrays of the training state in it may be kept in host memory."""
 
 
 @dataclass(frozen=True)

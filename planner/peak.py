@@ -126,17 +126,18 @@ def _padded(plan: Chosen, late: Usages) -> list[float]:
     for (group, _, _, _, layout, port), value, nbytes in zip(
         late.rows, late.values, sizes, strict=True
     ):
-        spec = plan.sharding(group, layout, "store" if port == "store" else "use")
+        spec = plan.sharding(group, layout, "store" if port.startswith("store") else "use")
         local = spec.local_shape(plan.graph.values[value].shape, plan.priced.mesh)
         out.append(nbytes * padding(local, tile))
     return out
 
 
 def has_gaps(graph: Graph, late: Usages) -> list[bool]:
-    """Per usage, whether it is a temporary: arguments and results have no gaps around them."""
+    """Per usage, whether it is a temporary: arguments and results have no gaps around them; copies
+    of what is kept in host memory do."""
     stays = {*graph.inputs, *graph.outputs}
     return [
-        value not in stays or row[5] == "gathered"
+        value not in stays or row[5] == "gathered" or row[5].endswith("@host")
         for row, value in zip(late.rows, late.values, strict=True)
     ]
 

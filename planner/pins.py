@@ -82,7 +82,7 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
 
 def _strategies(groups: Groups, group: int, mesh: MeshSpec) -> StrategySet:
     g = groups.groups[group]
-    return enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind)
+    return enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
 
 
 def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:

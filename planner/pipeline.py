@@ -25,6 +25,7 @@ from planner.groups import MARKS, build_groups
 from planner.marks import all_pins, placed_mesh
 from planner.meshes import Tried, choose, search_meshes, unfold, untried
 from planner.metadata import rules_of, with_logical_axis_rules
+from planner.offload import hostable, with_host
 from planner.plan import MeshRow, Plan, SearchReport, rounded
 from planner.pricing import Priced
 from planner.quotient import Quotient, fold_analysis
@@ -67,6 +68,7 @@ def plan_step(
     zero: int | None = None,
     whole_below: str | float = 0.0,
     never_fsdp: str | Sequence[str] = (),
+    offload: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] | None = None,
     time_limit_s: float = 60.0,
     dump_problem: str | Path | None = None,
@@ -89,6 +91,8 @@ def plan_step(
         zero: ZeRO level 0 to 3 along the data axes; None leaves it to the search.
         whole_below: arrays of the state of fewer bytes (``"64KB"``) are stored whole.
         never_fsdp: regular expressions over argument paths; what matches is stored as it is used.
+        offload: regular expressions over argument paths; arrays of the state that match live in
+            host memory between their uses. ``"auto"``: the search decides which, by what fits.
         donate_argnums: arguments whose memory the results may take; None means every
             argument that comes back as a result.
         time_limit_s: for the search, per mesh.
@@ -119,6 +123,7 @@ def plan_step(
         zero=zero,
         whole_below=whole_below,
         never_fsdp=never_fsdp,
+        offload=offload,
     )
     function = with_logical_axis_rules(function, logical_axis_rules)
     return plan_traced(
@@ -161,10 +166,13 @@ def plan_traced(
     """The part of ``plan_step`` after tracing; ``function`` is traced again if no plan fits."""
     with paused():
 
-        def prepare(traced: Traced) -> _Prepared:
+        def prepare(traced: Traced, request: Request = request) -> _Prepared:
             rules = rules_of(function)
             pins = all_pins(traced, args, shardings, rules, request.mode)
             return _prepared(traced, pins, request, donate_argnums)
+
+        def offloaded(request: Request) -> Quotient:
+            return prepare(traced, request).quotient
 
         def retrace(shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
             if function is None:
@@ -172,7 +180,7 @@ def plan_traced(
             again = prepare(trace(function, reshaped(args, shapes)))
             return again.quotient, again.pins
 
-        return _planned(prepare(traced), request, begun, retrace, dump_problem)
+        return _planned(prepare(traced), request, begun, retrace, offloaded, dump_problem)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,8 +201,9 @@ def _prepared(
     graph = traced.graph
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
-    groups = build_groups(graph, rules)
-    analysis = analyse(graph, rules, groups, donated, request.cluster.device)
+    hosted = hostable(graph, request.offload)
+    groups = with_host(build_groups(graph, rules), hosted)
+    analysis = analyse(graph, rules, groups, donated, request.cluster.device, hosted)
     state = find_state(graph, request.state) if request.state else None
     differ = request.mode != "AUTO_PARALLEL"
     quotient = fold_analysis(analysis, pins, inputs_differ=differ, state=state)
@@ -206,6 +215,7 @@ def _planned(
     request: Request,
     begun: float,
     retrace: Retrace,
+    offloaded: Callable[[Request], Quotient],
     dump_problem: str | Path | None,
 ) -> Planned:
     tried = search_meshes(step.quotient, step.pins, request)
@@ -225,7 +235,7 @@ def _planned(
             limit_bytes=request.limit_bytes,
         )
     if least is not None and not solution.feasible:
-        shortage = advise(Case(step.quotient, step.pins, request, least, retrace))
+        shortage = advise(Case(step.quotient, step.pins, request, least, retrace, offloaded))
         raise MemoryLimitError(
             shortage_text(shortage),
             least_bytes=shortage.least_bytes,

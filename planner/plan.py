@@ -37,6 +37,10 @@ class Leaf:
     used_as: Sharding | None = None
     """Sharding under which operations see it, when it differs from ``spec`` (ZeRO-3)."""
     tied: bool = False
+    memory: str = "device"
+    """Memory kind in which it lives between its uses, by jax's name."""
+    fetched: tuple[tuple[int, int], ...] = ()
+    """Where that is not the device: the first and the last operation that read each copy of it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,10 @@ class Prediction:
     peak_bytes: float
     limit_bytes: float
     peak_holders: tuple[str, ...]
+    host_s: float = 0.0
+    """Copies between the device and its host, part of ``step_s``."""
+    host_bytes: float = 0.0
+    """What the device keeps in its host's memory between steps."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +247,17 @@ def _plain(value: Any) -> Any:
         }
         return {"format": FORMAT, **body}
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {k: _plain(v) for k, v in found.items() if k not in _UNSAID or v != _UNSAID[k]}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     if isinstance(value, float) and math.isinf(value):
         return None
     return value
 
+
+_UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "host_bytes": 0.0}
+"""Fields that stand in the text only where they differ from this."""
 
 _EXACT = frozenset(
     "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()
@@ -323,6 +335,8 @@ def _leaf(raw: dict[str, Any]) -> Leaf:
         raw["nbytes_per_device"],
         None if used is None else _spec(used, len(shape)),
         raw["tied"],
+        raw.get("memory", "device"),
+        tuple((first, last) for first, last in raw.get("fetched", ())),
     )
 
 

@@ -2,8 +2,9 @@
 
 Seconds of a node: roofline time of the group's operations on their local shard, plus the
 all-reduces of reductions inside the group, plus (inputs) the all-gather from store to
-use. Seconds of an edge: the resharding of the value that flows. Communication counts the share
-of its time that does not hide under compute (``rates.exposed``). Equal sub-problems share one
+use, plus copies of state that is kept in host memory. Seconds of an edge: the resharding of
+the value that flows. Communication counts the share of its time that does not hide under
+compute (``rates.exposed``). Equal sub-problems share one
 array object, so a search can see that layers repeat.
 """
 
@@ -69,12 +70,14 @@ class Pricer:
 
     def strategies(self, group: Group, allowed: NDArray[np.bool_] | None) -> StrategySet:
         """The strategies of a group that pins and modes allow."""
-        full = enumerate_strategies(group.sizes, group.shardable, self.sizes, group.kind)
+        full = enumerate_strategies(
+            group.sizes, group.shardable, self.sizes, group.kind, group.host
+        )
         if allowed is None or allowed.all():
             return full
         key = ("set", id(full), allowed.tobytes())
         if key not in self.cache:
-            self.cache[key] = StrategySet(full.use[allowed], full.store[allowed])
+            self.cache[key] = full.take(allowed)
         return self.cache[key]  # type: ignore[no-any-return]
 
     def node_cost(self, group: Group, chosen: StrategySet) -> Array:
@@ -83,7 +86,8 @@ class Pricer:
         reductions = self.analysis.reductions[group.index]
         signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
         count = self.analysis.counts[group.index]
-        shape = (group.sizes, self.analysis.stored[group.index], count)
+        hosted = self.analysis.hosted[group.index]
+        shape = (group.sizes, self.analysis.stored[group.index], count, hosted)
         key = ("node", id(chosen), work, signature, shape)
         if key not in self.cache:
             seconds = self.rates.node_s(self.analysis, group.index, chosen, self.change_s)
@@ -97,10 +101,15 @@ class Pricer:
         signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
         key = ("parts", id(chosen), row, work, signature, self.analysis.stored[group.index])
         if key not in self.cache:
-            one = StrategySet(chosen.use[row : row + 1], chosen.store[row : row + 1])
+            one = chosen.take(slice(row, row + 1))
             parts = self.rates.node_parts(self.analysis, group.index, one, self.change_s)
             self.cache[key] = (*(float(part[0, 0]) for part in parts), chosen)
         return self.cache[key][:3]  # type: ignore[no-any-return]
+
+    def host_of(self, group: Group, chosen: StrategySet, row: int) -> float:
+        """Seconds of copies between device and host under one strategy."""
+        one = chosen.take(slice(row, row + 1))
+        return float(self.rates.host_s(self.analysis.hosted[group.index], one)[0, 0])
 
     def link_ends(self, link: Link, sets: Sequence[StrategySet]) -> tuple[Any, Any]:
         """Codes of the value at both ends, per strategy."""

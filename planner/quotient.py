@@ -107,6 +107,7 @@ def fold_analysis(
                 for r in analysis.reductions[g.index]
             ),
             analysis.stored[g.index],
+            analysis.hosted[g.index],
             tuple(loops.get(g.index, ())),
             pinned.get(g.index, frozenset()),
         )
@@ -222,6 +223,7 @@ def _quotient(
         work=tuple(analysis.work[g] for g in one),
         reductions=tuple(analysis.reductions[g] for g in one),
         stored=tuple(analysis.stored[g] for g in one),
+        hosted=tuple(analysis.hosted[g] for g in one),
         usages=usages,
         usage_values=(),
         counts=tuple(counts),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from costmodels import CostModel
 from planner.analysis import Analysis, Reduction
+from planner.offload import Hosted
 from planner.reshard import Transitions, coefficients, transition_costs
 from planner.route import patterns
 from planner.strategies import IntArray, StrategySet, digits
@@ -159,16 +160,31 @@ class Rates:
     ) -> Array:
         """[meshes, strategies] seconds of a group, communication by what does not hide."""
         compute, on_path, off_path = self.node_parts(analysis, group, chosen, change_s)
-        return compute + exposed(self.model, False) * on_path + exposed(self.model, True) * off_path
+        seconds = compute + exposed(self.model, False) * on_path
+        seconds += exposed(self.model, True) * off_path
+        hosted = analysis.hosted[group]
+        return seconds + self.host_s(hosted, chosen) if hosted else seconds
+
+    def host_s(self, hosted: Sequence[Hosted], chosen: StrategySet) -> Array:
+        """[meshes, strategies] seconds of copies between devices and their hosts; none hides."""
+        seconds = np.zeros((len(self.size), chosen.count))
+        for array in hosted:
+            local = array.nbytes / self.size[:, self.masks(chosen.store, array.factors)]
+            one = self.model.host_latency_s + self.model.host_s_per_byte * local
+            seconds += np.where(chosen.host, array.copies * one, 0.0)
+        return seconds
 
     def bytes_of(
         self, chosen: StrategySet, nbytes: float, factors: frozenset[int], port: str
     ) -> Array:
         """[meshes, strategies] bytes per device of a value; see ``Analysis.usages`` for ports."""
+        port, _, memory = port.partition("@")
         assign = chosen.store if port == "store" else chosen.use
         local = nbytes / self.size[:, self.masks(assign, factors)]
         if port == "gathered":
             local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
+        if memory:
+            local = np.where(chosen.host == (memory == "host"), local, 0.0)
         return local
 
 

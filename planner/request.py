@@ -16,6 +16,7 @@ from costmodels import (
 )
 from planner.errors import RequestError
 from planner.modes import PROPAGATION, check_mode, get_parallel_mode
+from planner.offload import Offload, check_offload
 from planner.spec import MeshSpec, parse_mesh
 from planner.state import StateRequest, check_state_request
 
@@ -36,6 +37,8 @@ class Request:
     state: StateRequest = field(default_factory=StateRequest)
     sequence: str = ""
     """A mesh axis over which the batch's second dimension stays split (sequence parallelism)."""
+    offload: Offload = field(default_factory=Offload)
+    """What of the state lives in host memory."""
     tensor: str = ""
     """A mesh axis over which every parameter is split where it is read (tensor parallelism)."""
     advice: bool = True
@@ -58,6 +61,7 @@ def parse_request(
     zero: int | None = None,
     whole_below: str | float = 0.0,
     never_fsdp: str | Sequence[str] = (),
+    offload: str | Sequence[str] = (),
 ) -> Request:
     """Check and parse what ``make_plan`` was asked for; raises RequestError."""
     current = get_parallel_mode()
@@ -93,4 +97,5 @@ def parse_request(
         float(model.memory_limit_bytes if limit is None else limit),
         time_limit_s,
         state=check_state_request(zero, small, never_fsdp),
+        offload=check_offload(offload),
     )

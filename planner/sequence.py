@@ -87,7 +87,7 @@ def narrowed(
     masks = dict(hard)
     for group, factors in having.items():
         g = groups.groups[group]
-        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind)
+        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
         wanted = np.isin(full.use[:, at], factors)
         both = masks[group] & wanted if group in masks else wanted
         if both.any():

@@ -156,7 +156,7 @@ def state_masks(
             continue
         group, layout = home
         g = groups.groups[group]
-        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind)
+        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
         store = digits(full.store, layout, frozenset(), len(layout))
         use = digits(full.use, layout, frozenset(), len(layout))
         if value in state.bound:

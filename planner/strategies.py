@@ -24,15 +24,28 @@ MAX_STRATEGIES = 260
 
 @dataclass(frozen=True, eq=False)
 class StrategySet:
-    """``use`` and ``store`` are [S, n] factor indices or -1; identical unless kind is input."""
+    """``use`` and ``store`` are [S, n] factor indices or -1; identical unless kind is input.
+
+    ``host`` [S]: whether the group's arrays of the training state are kept in host memory.
+    """
 
     use: IntArray
     store: IntArray
+    host: NDArray[np.bool_]
 
     @property
     def count(self) -> int:
         """Number of strategies."""
         return int(self.use.shape[0])
+
+    def take(self, rows: NDArray[np.bool_] | slice) -> StrategySet:
+        """Some of the strategies."""
+        return StrategySet(self.use[rows], self.store[rows], self.host[rows])
+
+    def with_host(self) -> StrategySet:
+        """Every strategy twice: state in device memory first, then in host memory."""
+        use, store = (np.concatenate([x, x]) for x in (self.use, self.store))
+        return StrategySet(use, store, np.repeat([False, True], self.count))
 
 
 def usable_factors(
@@ -58,7 +71,7 @@ def _combined(usable: Sequence[int], num_axes: int, kind: str) -> StrategySet:
     """Every combination of the axes' options; row 0 is "replicated"."""
     store, use = _options(usable, kind)
     rows = np.indices((len(store),) * num_axes).reshape(num_axes, -1).T
-    return StrategySet(use[rows], store[rows])
+    return StrategySet(use[rows], store[rows], np.zeros(len(rows), bool))
 
 
 def _dividing(store: IntArray, sizes: tuple[int, ...], meshes: IntArray) -> NDArray[np.bool_]:
@@ -74,15 +87,23 @@ def _dividing(store: IntArray, sizes: tuple[int, ...], meshes: IntArray) -> NDAr
 
 @lru_cache(maxsize=4096)
 def enumerate_strategies(
-    sizes: tuple[int, ...], shardable: tuple[bool, ...], mesh: tuple[int, ...], kind: str
+    sizes: tuple[int, ...],
+    shardable: tuple[bool, ...],
+    mesh: tuple[int, ...],
+    kind: str,
+    host: bool = False,
 ) -> StrategySet:
     """All strategies of a group with these factors; row 0 is always "replicated".
 
+    ``host``: each of them with the group's state in device and in host memory.
+
     Complexity: (factors + 1) ** axes, capped by ``MAX_STRATEGIES``.
     """
+    if host:
+        return enumerate_strategies(sizes, shardable, mesh, kind).with_host()
     found = _combined(usable_factors(sizes, shardable, mesh, kind), len(mesh), kind)
     good = _dividing(found.store, sizes, np.asarray([mesh], np.int64))[0]
-    return StrategySet(found.use[good], found.store[good])
+    return found.take(good)
 
 
 def joint_strategies(
@@ -90,6 +111,7 @@ def joint_strategies(
     shardable: tuple[bool, ...],
     meshes: Sequence[tuple[int, ...]],
     kind: str,
+    host: bool = False,
 ) -> tuple[StrategySet, NDArray[np.bool_]]:
     """The strategies that any of some meshes (of one number of axes) has.
 
@@ -97,6 +119,9 @@ def joint_strategies(
         The strategies, "replicated" first, and [meshes, strategies] which mesh has which: those
         of ``enumerate_strategies``, in its order.
     """
+    if host:
+        found, has = joint_strategies(sizes, shardable, meshes, kind)
+        return found.with_host(), np.concatenate([has, has], axis=1)
     num_axes = len(meshes[0])
     usable = [usable_factors(sizes, shardable, mesh, kind) for mesh in meshes]
     sets = [_combined(one, num_axes, kind) for one in dict.fromkeys(usable)]
@@ -111,7 +136,7 @@ def joint_strategies(
         lacking = np.array([f not in one for one in usable])
         if lacking.any():
             good &= ~(lacking[:, None] & (store == f).any(axis=1))
-    return StrategySet(use, store), good
+    return StrategySet(use, store, np.zeros(len(use), bool)), good
 
 
 def digits(

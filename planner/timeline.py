@@ -2,8 +2,9 @@
 
 The cost model adds up compute and what does not hide of communication; it has no clock. A clock is
 put to it here: operations run one after another in the order that memory is predicted in; what
-does not hide of a collective is a pause of compute, what hides runs under it. The end is the
-predicted step time. Of a loop, all trips of an operation are told as one piece.
+does not hide of a collective is a pause of compute, what hides runs under it. Copies between
+device and host stand at the end, all of them. The end is the predicted step time. Of a loop, all
+trips of an operation are told as one piece.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def timeline(
         ends.append(now)
         for k in after.get(op, ()):
             now += place(k, lead=False)
+    now += prediction.host_s  # nothing is known to hide it
     packed = tuple((axes, _within(bars, now)) for axes, bars in sorted(lanes.items()))
     return Timeline(tuple(starts), tuple(ends), packed, now)
 

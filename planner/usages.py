@@ -23,7 +23,8 @@ from planner.groups import MARKS, Groups, Link
 from planner.unify import Layout
 
 UsageRow = tuple[int, int, int, float, Layout, str]
-"""(group, start, end, bytes, layout, port): port is "use", "store" or "gathered"."""
+"""(group, start, end, bytes, layout, port): port is "use", "store" or "gathered"; with "@device" or
+"@host" behind it the bytes are there only if the group keeps its state in that memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ def find_usages(
     donated: Sequence[bool],
     tile: tuple[int, int] = (1, 1),
     moves: Callable[[Link], bool] | None = None,
+    hosted: frozenset[int] = frozenset(),
 ) -> Usages:
     """The usages of a step whose kernels are ``found``. Near-linear in operations.
 
@@ -58,8 +60,9 @@ def find_usages(
         donated: per input, whether results may take its memory.
         tile: rows and lanes that the two minor dimensions of a whole array are padded to.
         moves: whether the layouts at the ends of a link differ, where a plan is known.
+        hosted: inputs that may be kept in host memory.
     """
-    return _Usages(graph, groups, found, live, tile, moves).run(donated)
+    return _Usages(graph, groups, found, live, tile, moves).run(donated, hosted)
 
 
 def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
@@ -131,23 +134,27 @@ class _Usages:
             self.rows.append((group, int(scale * start), int(scale * end), nbytes, layout, port))
             self.values.append(value)
 
-    def run(self, donated: Sequence[bool]) -> Usages:
+    def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> Usages:
         self.operands()
         products = self.products()
         self.turned()
         if self.found.merges:
             self.uneven()
         groups, graph = self.groups, self.graph
-        for span in intervals(graph, self.found, self.live, donated):
-            home = groups.home[span.value]
+        carries = {graph.outputs[o]: graph.inputs[i] for i, o in graph.ties}
+        for span in intervals(graph, self.found, self.live, donated, hosted):
+            mine = carries.get(span.value, span.value) if span.memory else span.value
+            home = groups.home[mine]
             if home is None:
                 continue
             group, layout = home
             made = graph.values[span.value].op
-            if made >= 0 and graph.ops[made].kind == "loop_ys":  # laid out as what the body stacks
+            ys = mine == span.value and made >= 0 and graph.ops[made].kind == "loop_ys"
+            if ys:  # laid out as what the body stacks
                 inner = groups.home[graph.ops[made].inputs[0]]
                 group, layout = (group, layout) if inner is None else (inner[0], (-1, *inner[1]))
             port = "store" if groups.groups[group].kind == "input" else "use"
+            where = f"{port}@{span.memory}" if span.memory else port
             start: float = span.start
             if span.value in products and products[span.value] == span.start:
                 start += 1 if self.moves is None else 0.5
@@ -156,11 +163,11 @@ class _Usages:
                 stop = max(stop - 0.5, start)
             stop = min(stop, self.until.get(span.value, stop))
             for first, last in sorted(self.lent.get(span.value, ())):
-                self.add(group, start, min(first, stop), span.value, layout, port)
+                self.add(group, start, min(first, stop), span.value, layout, where)
                 start = max(start, last)
-            self.add(group, start, stop, span.value, layout, port)
+            self.add(group, start, stop, span.value, layout, where)
             reads = self.gathered.get(span.value)
-            if port == "store" and reads:
+            if port == "store" and reads and span.memory != "host":
                 self.add(group, min(reads), max(reads) + 1, span.value, layout, "gathered")
         return Usages(tuple(self.rows), tuple(self.values), self.found.order)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.advice.batch import Retrace, smaller_batch
 from planner.advice.holders import holders, moment_text
 from planner.advice.least import Least
 from planner.advice.remat import remat
-from planner.advice.trials import more_devices, other_mode
+from planner.advice.trials import host_memory, more_devices, other_mode
 from planner.annotate import Pin
 from planner.extract import Extraction
 from planner.quotient import Quotient
@@ -27,6 +27,7 @@ class Case:
         request: what was asked for.
         least: the plan with the least peak.
         retrace: traces the step again with other shapes of its arguments.
+        offloaded: the step as it is for another request about host memory.
     """
 
     quotient: Quotient
@@ -34,6 +35,7 @@ class Case:
     request: Request
     least: Least
     retrace: Retrace
+    offloaded: Callable[[Request], Quotient]
 
 
 def advise(case: Case) -> Shortage:
@@ -43,6 +45,7 @@ def advise(case: Case) -> Shortage:
     moment = least.memory.peak_moment
     tried = (
         other_mode(case.quotient, case.pins, request),
+        host_memory(case.offloaded, case.pins, request),
         more_devices(case.quotient, case.pins, request),
         smaller_batch(whole, least.priced, request, case.retrace),
         remat(least.priced, least.memory, request),

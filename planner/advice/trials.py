@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from costmodels import AnalyticCostModel, Cluster
 from planner.analysis import Analysis
 from planner.annotate import Pin
 from planner.errors import PinError
 from planner.meshes import Tried, choose, search_meshes
+from planner.offload import Offload
 from planner.quotient import Quotient
 from planner.report.shortage import Relief
 from planner.request import Request
@@ -71,6 +72,20 @@ def other_mode(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Rel
     return None if found is None else relief("mode AUTO_PARALLEL", quotient.whole, found)
 
 
+def host_memory(
+    offloaded: Callable[[Request], Quotient], pins: Sequence[Pin], request: Request
+) -> Relief | None:
+    """State in host memory, as the search likes it, unless that was asked for."""
+    if request.offload.auto:
+        return None
+    auto = dataclasses.replace(request, offload=Offload(auto=True))
+    quotient = offloaded(auto)
+    found = tried_out(quotient, pins, auto)
+    if found is None or not any(g.host for g in quotient.part.groups.groups):
+        return None
+    return relief('offload="auto" (state in host memory)', quotient.whole, found)
+
+
 def grown(cluster: Cluster, times: int) -> Cluster:
     """The cluster with so many times its nodes, or slices (one: its shortest sides doubled)."""
     shape, slices = list(cluster.shape), cluster.slices
@@ -87,8 +102,9 @@ def grown(cluster: Cluster, times: int) -> Cluster:
 
 
 def perfect_peak(analysis: Analysis, devices: int) -> float:
-    """The peak in bytes if every value were split over all devices; no plan has a lower one."""
-    own = [u for u in analysis.usages if u[5] != "gathered"]
+    """The peak in bytes if every value were split over all devices, and what may be kept in host
+    memory were there; no plan has a lower one."""
+    own = [u for u in analysis.usages if u[5] in ("store", "use")]
     starts, ends = [u[1] for u in own], [u[2] for u in own]
     _, profile = profile_of(starts, ends, [u[3] / devices for u in own])
     return float(profile.max()) + analysis.scalar_bytes

@@ -112,7 +112,8 @@ def _whole_readers(plan: Extraction, value: int, dim: int) -> str:
 def possible(plan: Extraction, group: int) -> int:
     """Strategies that a group has before pins and modes take any."""
     g = plan.priced.analysis.groups.groups[group]
-    return enumerate_strategies(g.sizes, g.shardable, plan.priced.mesh.sizes, g.kind).count
+    sizes = plan.priced.mesh.sizes
+    return enumerate_strategies(g.sizes, g.shardable, sizes, g.kind, g.host).count
 
 
 def pinned_by(plan: Extraction, pins: Sequence[Pin], group: int) -> tuple[str, ...]:

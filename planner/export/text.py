@@ -49,8 +49,14 @@ def partition_specs_text(plan: Plan) -> str:
         "from jax.sharding import PartitionSpec as P\n\n"
         f"MESH_AXES = {mesh_text(plan.mesh)}\n\n"
         f"{specs_text('IN_SPECS', plan.inputs)}\n"
-        f"{specs_text('OUT_SPECS', plan.outputs)}"
+        f"{specs_text('OUT_SPECS', plan.outputs)}" + _memory_text(plan)
     )
+
+
+def _memory_text(plan: Plan) -> str:
+    """A dict literal of the memory kinds of arguments by path, if any is not the device's."""
+    kinds = {leaf.path: json.dumps(leaf.memory) for leaf in plan.inputs if leaf.memory != "device"}
+    return "\n" + mapping_text("MEMORY_KINDS", kinds) if kinds else ""
 
 
 def logical_rules_text(plan: Plan) -> str:

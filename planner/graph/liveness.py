@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.graph.fetches import fetches, on_device
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.written import MATMULS, Written, extents, writes
 
@@ -22,11 +23,15 @@ FUSION_REACH = 64
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """``value`` is in memory in [start, end), in operation indices."""
+    """``value`` is in device memory in [start, end), in operation indices.
+
+    ``memory``: only if the array is kept in this memory between steps, "device" or "host".
+    """
 
     value: int
     start: int
     end: int
+    memory: str = ""
 
 
 def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> tuple[bool, ...]:
@@ -60,11 +65,16 @@ def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) ->
 
 
 def intervals(
-    graph: Graph, found: Written, live: Sequence[bool], donated: Sequence[bool]
+    graph: Graph,
+    found: Written,
+    live: Sequence[bool],
+    donated: Sequence[bool],
+    hosted: frozenset[int] = frozenset(),
 ) -> tuple[Interval, ...]:
     """Live intervals of the values that are kept; inputs live all step unless donated.
 
-    A donated input that comes back as an output shares its memory: only one is listed.
+    A donated input that comes back as an output shares its memory: only one is listed. Inputs that
+    are ``hosted``, and their new values, are listed for both memories.
     """
     end_of_step = len(graph.ops) + 1
     last = [reads[-1] if reads else -1 for reads in found.reads]
@@ -74,6 +84,8 @@ def intervals(
     aliased = {graph.outputs[o] for i, o in graph.ties if donated[i]} - set(graph.inputs)
     tied = {graph.inputs[i] for i, _ in graph.ties}
     final = set(graph.outputs)
+    updated = [graph.outputs[o] for i, o in graph.ties if graph.inputs[i] in hosted]
+    choice = hosted.union(updated)
     out = []
     for value in graph.values:
         if not found.kept[value.index] or not value.nbytes or value.index in aliased:
@@ -88,7 +100,15 @@ def intervals(
         stop = end_of_step if stays else stop
         start = 0 if value.op < 0 else first.get(value.index, found.time[value.op])
         if stop > start:
-            out.append(Interval(value.index, start, stop))
+            memory = "device" if value.index in choice else ""
+            out.append(Interval(value.index, start, stop, memory))
+    copies = fetches(graph, live, sorted(hosted)) if hosted else {}
+    for index, spans in on_device(graph, found, live, copies).items():
+        out += [Interval(index, start, stop, "host") for start, stop in spans]
+    for index in updated:
+        if index not in hosted:
+            at = found.time[graph.values[index].op]
+            out.append(Interval(index, first.get(index, at), at + 1, "host"))
     return tuple(out)
 
 

@@ -79,10 +79,11 @@ def common_start(paths: Sequence[str]) -> str:
 
 
 def fold_leaves(leaves: Sequence[Leaf]) -> tuple[LeafRow, ...]:
-    """Fold leaves of one pattern, shape, dtype and sharding, in order of first appearance."""
+    """Fold leaves of one pattern, shape, dtype, sharding and memory, as they first appear."""
     groups: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in leaves:
-        key = (pattern(leaf.path), leaf.shape, leaf.dtype, leaf.spec, leaf.used_as, leaf.tied)
+        kind = (leaf.spec, leaf.used_as, leaf.tied, leaf.memory)
+        key = (pattern(leaf.path), leaf.shape, leaf.dtype, *kind)
         groups.setdefault(key, []).append(leaf)
     return tuple(
         LeafRow(common_path([leaf.path for leaf in same]), same[0], len(same))

@@ -76,13 +76,21 @@ def _summary(plan: Plan) -> RenderableType:
                 "step time",
                 f"{time_text(p.step_s)} predicted = {time_text(p.compute_s)} compute + "
                 f"{time_text(p.communication_s)} communication - "
-                f"{time_text(p.overlapped_s)} overlapped",
+                f"{time_text(p.overlapped_s)} overlapped"
+                + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else ""),
             ),
             ("peak memory", memory),
+            *([("host memory", _host_text(plan))] if p.host_bytes else []),
             ("gap", f"{percent_text(s.gap)}: {proof_text(plan)}"),
             ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
         )
     )
+
+
+def _host_text(plan: Plan) -> str:
+    count = sum(leaf.memory != "device" for leaf in plan.inputs)
+    arrays = "1 array of the state" if count == 1 else f"{count} arrays of the state"
+    return f"{bytes_text(plan.prediction.host_bytes)} per device between uses, {arrays}"
 
 
 def _meshes(plan: Plan) -> Table:
@@ -130,12 +138,13 @@ def _inputs(plan: Plan) -> Iterable[RenderableType]:
 
 def _leaves(rows: Sequence[LeafRow], skip: int) -> Table:
     used = any(row.leaf.used_as is not None for row in rows)
-    table = new_table(
-        "path", "array", "stored as", *(["used as"] if used else []), ">each", ">count"
-    )
+    away = any(row.leaf.memory != "device" for row in rows)
+    columns = [*(["used as"] if used else []), *(["in"] if away else [])]
+    table = new_table("path", "array", "stored as", *columns, ">each", ">count")
     for row in rows:
         leaf = row.leaf
         other = ["" if leaf.used_as is None else str(leaf.used_as)] if used else []
+        other += [leaf.memory] if away else []
         add_row(
             table,
             row.path[skip:],

@@ -148,7 +148,10 @@ SIZE = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 def reliefs(error: MemoryLimitError) -> dict[str, str]:
     """The lines of what would help, by their first words."""
     lines = str(error).split("what would help\n")[1].splitlines()
-    return {next(w for w in ("devices", "batch", "remat", "mode") if w in x): x for x in lines}
+    return {
+        next(w for w in ("devices", "batch", "remat", "offload", "mode") if w in x): x
+        for x in lines
+    }
 
 
 def seconds(line: str) -> float:

@@ -1,0 +1,105 @@
+"""Arrays kept in host memory: which operations read which copy of them on the device, and when.
+
+Such an array is copied to the device before an operation that reads it, and again before a later
+reader if products run in between: between its uses it takes no device memory. Its new value is
+copied back as soon as it is made.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+from planner.graph.ir import SCALAR, Graph
+from planner.graph.written import MATMULS, VIEWS, Written, extents
+
+Span = tuple[int, int]
+"""The first and the last operation that read one copy."""
+
+_SAME = VIEWS | {"optimization_barrier"}
+
+
+def fetches(graph: Graph, live: Sequence[bool], values: Iterable[int]) -> dict[int, list[Span]]:
+    """Per array, the copies made of it in a step. O(operations).
+
+    Args:
+        graph: the step.
+        live: per operation, whether its results are used.
+        values: inputs of the step.
+    """
+    out: dict[int, list[Span]] = {value: [] for value in values}
+    products: list[int] = []
+    for op in graph.ops:
+        if not live[op.index]:
+            continue
+        for value in dict.fromkeys(i for i in op.inputs if i in out):
+            spans = out[value]
+            last = spans[-1][1] if spans else -1
+            branches = spans and op.kind == graph.ops[last].kind == "branch_in"
+            between = len(products) - bisect_left(products, last + 1) if spans else 0
+            if spans and (branches or not between):
+                spans[-1] = (spans[-1][0], op.index)
+            else:
+                spans.append((op.index, op.index))
+        if op.kind in MATMULS:
+            products.append(op.index)
+    return out
+
+
+def on_device(
+    graph: Graph, found: Written, live: Sequence[bool], copies: Mapping[int, Sequence[Span]]
+) -> dict[int, list[Span]]:
+    """When the copies of ``fetches`` are on the device: [start, end) in moments of ``found``.
+
+    A copy is read by the kernels that compute from it, which may stand behind the operations that
+    read it in the trace. What a loop reads is there until the loop ends.
+    """
+    begin, stop = extents(graph, found.time)
+    first: dict[tuple[int, int], int] = {}
+    last: dict[tuple[int, int], int] = {}
+    via: dict[int, frozenset[tuple[int, int]]] = {}
+
+    def read(tags: Iterable[tuple[int, int]], start: int, end: int) -> None:
+        for tag in tags:
+            first[tag] = min(start, first.get(tag, start))
+            last[tag] = max(end, last.get(tag, end))
+
+    for op in graph.ops:
+        if not live[op.index]:
+            continue
+        tags = [_tags(i, op.index, copies, via) for i in op.inputs]
+        if not any(tags):
+            continue
+        if op.kind in _SAME:
+            via.update((o, t) for o, t in zip(op.outputs, tags, strict=False))
+            continue
+        union = frozenset[tuple[int, int]]().union(*tags)
+        written = [o for o in op.outputs if found.kept[o]]
+        via.update((o, union) for o in op.outputs if not found.kept[o])
+        if written or not op.outputs:
+            start = end = found.time[op.index]
+            region = op.region
+            while region > 0:
+                start, end = min(start, begin[region]), max(end, stop[region])
+                region = graph.regions[region].parent
+            read(union, start, end)
+    for o in graph.outputs:
+        read(via.get(o, ()), len(graph.ops), len(graph.ops))
+    return {
+        value: [
+            (first[value, k], last[value, k] + 1) for k in range(len(spans)) if (value, k) in first
+        ]
+        for value, spans in copies.items()
+    }
+
+
+def _tags(
+    value: int,
+    op: int,
+    copies: Mapping[int, Sequence[Span]],
+    via: Mapping[int, frozenset[tuple[int, int]]],
+) -> frozenset[tuple[int, int]]:
+    """The copies that an operand of an operation is made from: (array, number of the copy)."""
+    if value == SCALAR or value not in copies:
+        return via.get(value, frozenset())
+    return frozenset({(value, bisect_left([span[1] for span in copies[value]], op))})
