@@ -34,7 +34,11 @@ test-all: $(VENV)/.installed
 zoo: $(VENV)/.installed
 	$(BIN)/python -m tests.zoo
 
-test-hosts: $(VENV)/.installed
+$(VENV)/.hosts: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[k8s,ray]'
+	touch $@
+
+test-hosts: $(VENV)/.hosts
 	$(BIN)/python -m pytest -m '' -rs tests/executor/test_roles.py tests/executor/test_hosts.py \
 	  tests/executor/test_peers.py tests/executor/test_launch*.py tests/executor/test_data*.py \
 	  tests/executor/test_checkpoint*.py \

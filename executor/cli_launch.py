@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.launch import launch, stopping
-from executor.launch_options import LAUNCHERS, REFUSED, checked, job_of, launcher_of
+from executor.launch_options import LAUNCHERS, REFUSED, checked, for_kubernetes, job_of, launcher_of
 from executor.launchers.job import AGAIN, Outcome
 from planner.commands import Command
 
@@ -84,7 +84,7 @@ def add_launch(commands: Any) -> None:
         metavar="SECONDS",
         help="for all to save and end after SIGTERM or Ctrl-C (default: 30)",
     )
-    add("--python", default=sys.executable, metavar="PATH", help="the interpreter (default: this)")
+    add("--python", metavar="PATH", help="the interpreter (default: this; k8s: the image's python)")
     add(
         "--sync-dir",
         metavar="DIR[:REMOTE]",
@@ -96,6 +96,15 @@ def add_launch(commands: Any) -> None:
         metavar="WORDS",
         help="more options for the program that launches, such as '-i key' for ssh",
     )
+    add("--ray-address", metavar="ADDRESS", help="a Ray cluster (default: one on this host)")
+    kubernetes = parser.add_argument_group("with --launcher k8s, which writes a JobSet")
+    add = kubernetes.add_argument
+    add("--image", help="of the container, with the script and Python in it")
+    add("--name", help="of the JobSet (default: the script's)")
+    add("--out", type=Path, metavar="FILE", help="where to write it (default: standard output)")
+    add("--schema", type=Path, metavar="FILE", help="the cluster's own CRD, to check it against")
+    add("--apply", action="store_true", help="hand it to kubectl")
+    add = parser.add_argument
     add("script", help="a Python file")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -103,6 +112,10 @@ def add_launch(commands: Any) -> None:
 def run_launch(options: argparse.Namespace) -> int:
     """Start, watch, tell; raises RequestError."""
     checked(options)
+    if options.launcher == "k8s":
+        text = for_kubernetes(options)
+        print(text) if text else None
+        return 0
     job = job_of(options)
     with stopping() as stop:
         outcome = launch(

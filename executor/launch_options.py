@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from executor.launchers.hostfile import read_hosts
 from executor.launchers.job import Job, Launcher
+from executor.launchers.jobset import Pods, apply, check, manifest, read_schema, text_of
 from executor.launchers.local import Local
 from executor.launchers.mpi import Mpi
+from executor.launchers.rays import Ray
 from executor.launchers.slurm import Slurm
 from executor.launchers.ssh import Ssh, Sync
 from planner.errors import RequestError
 
-LAUNCHERS = ("local", "ssh", "mpi", "slurm")
+LAUNCHERS = ("local", "ssh", "mpi", "slurm", "k8s", "ray")
 REFUSED = {
     "sge": "start the processes by OpenMPI inside the job (qsub -pe mpi N, then mpirun -n N python "
     "train.py): executor.initialize() reads OpenMPI's variables",
@@ -30,7 +34,13 @@ ONLY_FOR = {
     "min_processes": ("ssh",),
     "sync_dir": ("ssh",),
     "launcher_options": ("ssh", "mpi", "slurm"),
-    "gpus": ("slurm",),
+    "gpus": ("slurm", "k8s", "ray"),
+    "ray_address": ("ray",),
+    "image": ("k8s",),
+    "name": ("k8s",),
+    "out": ("k8s",),
+    "schema": ("k8s",),
+    "apply": ("k8s",),
 }
 """Options that the other launchers have no use for."""
 
@@ -48,6 +58,8 @@ def checked(options: argparse.Namespace) -> None:
         raise RequestError(f"-n {options.processes}: expected at least one process")
     if options.devices_per_process is not None and options.devices_per_process < 1:
         raise RequestError(f"--devices-per-process {options.devices_per_process}: expected >= 1")
+    if options.gpus is not None and options.gpus < 1:
+        raise RequestError(f"--gpus {options.gpus}: expected at least one")
     if options.max_restarts < 0:
         raise RequestError(f"--max-restarts {options.max_restarts}: expected >= 0")
     if not options.grace >= 0:
@@ -65,8 +77,9 @@ def job_of(options: argparse.Namespace) -> Job:
     for name, equals, _ in pairs:
         if not name or not equals:
             raise RequestError(f"--env {name}: expected NAME=VALUE")
+    python = options.python or ("python" if options.launcher == "k8s" else sys.executable)
     return Job(
-        (options.python, options.script, *options.arguments),
+        (python, options.script, *options.arguments),
         options.processes,
         options.devices_per_process,
         {name: value for name, _, value in pairs},
@@ -75,15 +88,45 @@ def job_of(options: argparse.Namespace) -> Job:
     )
 
 
+def for_kubernetes(options: argparse.Namespace) -> str:
+    """Write a JobSet, or apply it; returns what to print. Raises RequestError."""
+    if options.image is None:
+        raise RequestError("--launcher k8s needs --image, with the script and Python in it")
+    name = options.name or _name(options.script)
+    document = manifest(
+        job_of(options), Pods(name, options.image, options.gpus), options.max_restarts
+    )
+    check(document, *read_schema(options.schema))
+    if options.out is not None:
+        try:
+            options.out.write_text(text_of(document), encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"cannot write {options.out}: {error.strerror}") from error
+    if options.apply:
+        return apply(document)
+    return text_of(document).rstrip() if options.out is None else ""
+
+
+def _name(script: str) -> str:
+    """A name that Kubernetes takes, from the script's.
+
+    >>> _name("src/Train_GPT.py")
+    'train-gpt'
+    """
+    return re.sub("[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-") or "job"
+
+
 def launcher_of(options: argparse.Namespace, tell: Callable[[str], None]) -> Launcher:
     """The launcher that was asked for; raises RequestError."""
     if options.launcher == "ssh":
         return _ssh(options, tell)
     if options.launcher == "mpi":
         hosts = () if options.hosts is None else read_hosts(options.hosts)
-        return Mpi(hosts, options.python, _words(options))
+        return Mpi(hosts, options.python or sys.executable, _words(options))
     if options.launcher == "slurm":
-        return Slurm(options.python, _words(options), options.gpus)
+        return Slurm(options.python or sys.executable, _words(options), options.gpus)
+    if options.launcher == "ray":
+        return Ray(options.ray_address, options.python or sys.executable, options.gpus)
     return Local()
 
 
@@ -106,7 +149,7 @@ def _ssh(options: argparse.Namespace, tell: Callable[[str], None]) -> Ssh:
     return Ssh(
         read_hosts(options.hosts),
         folder,
-        options.python,
+        options.python or sys.executable,
         _words(options),
         options.min_processes,
         sync,

@@ -109,6 +109,13 @@ def test_launched_by_slurm(
     check(text, alone)
 
 
+def test_launched_by_ray(
+    alone: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'meshwright[ray]'")
+    check(train(tmp_path, capsys, "--launcher", "ray"), alone)
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
