@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from executor.launchers.job import Job, Launcher, LaunchError, Outcome, Show, Stop, free_port
+from executor.launchers.job import AGAIN, Job, Launcher, LaunchError, Outcome, Show, Stop, free_port
 from executor.launchers.local import Local
 from executor.launchers.supervise import supervise
 
@@ -57,10 +57,11 @@ def launch(
         LaunchError: the first start, or the last that was allowed, was not possible.
     """
     stop = stop or Stop()
+    failed: list[str] = []
     for restart in range(max_restarts + 1):
         left = max_restarts - restart
         try:
-            start = launcher.start(job, restart)
+            start = launcher.start(job, restart, failed)
         except LaunchError as error:
             if restart == 0 or left == 0 or stop.asked:
                 raise
@@ -70,6 +71,7 @@ def launch(
         outcome = supervise(job, start, show, stop=stop, append=restart > 0)
         if outcome.code == 0 or outcome.stopped:
             return outcome
+        failed.append("" if outcome.code == AGAIN else outcome.host)
         tell(outcome, left)
     return outcome
 

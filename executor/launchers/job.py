@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -141,8 +141,11 @@ class Stop:
 class Launcher(Protocol):
     """What turns a job into tasks."""
 
-    def start(self, job: Job, restart: int, /) -> Start:
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """The tasks of start number ``restart`` (from 0). It may ask hosts and choose ports.
+
+        ``failed`` are the hosts of the processes that failed first so far, in order; "" where a
+        failure is no host's.
 
         Raises:
             LaunchError: the job can't be started.

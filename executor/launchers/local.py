@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from executor.launchers.job import Job, Start, Task, free_port, outer, roles, shared
@@ -11,7 +12,7 @@ from executor.launchers.job import Job, Start, Task, free_port, outer, roles, sh
 class Local:
     """Starts every process on this host; a new port for every start."""
 
-    def start(self, job: Job, restart: int, /) -> Start:
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task a process."""
         return Start(job.processes, tasks(job, restart, free_port()))
 

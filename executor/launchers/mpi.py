@@ -38,7 +38,7 @@ class Mpi:
     python: str
     options: tuple[str, ...] = ()
 
-    def start(self, job: Job, restart: int, /) -> Start:
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: mpirun. A new job of OpenMPI has another port."""
         need("mpirun", "openmpi-bin")
         told = shared(job, restart)

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from executor.launchers import ray_driver
@@ -31,7 +32,7 @@ class Ray:
     python: str
     gpus: int | None = None
 
-    def start(self, job: Job, restart: int, /) -> Start:
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: the driver. The coordinator is the node of process 0, at a port free there."""
         if importlib.util.find_spec("ray") is None:
             raise LaunchError("--launcher ray needs Ray; pip install 'meshwright[ray]'")

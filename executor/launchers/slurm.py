@@ -4,6 +4,7 @@ Slurm tells them (``executor.roles``)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from executor.launchers.job import Job, Line, Start, Task, need, outer, reported, sent, shared
@@ -26,7 +27,7 @@ class Slurm:
     options: tuple[str, ...] = ()
     gpus: int | None = None
 
-    def start(self, job: Job, restart: int, /) -> Start:
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: srun. Every step has another port."""
         need("srun", "slurm-client")
         told = {**outer(), **shared(job, restart)}

@@ -45,8 +45,8 @@ class Ssh:
         folder: where the program runs there.
         python: the interpreter there.
         options: more words for ssh.
-        least: with fewer than all processes, but at least so many, hosts that do not answer are
-            left out; None leaves out none.
+        least: as long as so many processes remain, a host is left out that does not answer, or that
+            failed first in the last two starts; None leaves out none.
         sync: brought to every host before every start.
         tell: told what people should know.
     """
@@ -59,7 +59,7 @@ class Ssh:
     sync: Sync | None = None
     tell: Callable[[str], None] = print
 
-    def start(self, job: Job, restart: int, /) -> Start:
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """Ask the hosts, bring the folder, choose a port on the first; one task a process."""
         need("ssh", "openssh-client")
         rooms = room(self.hosts, job.processes)
@@ -68,7 +68,7 @@ class Ssh:
                 f"-n {job.processes}: the hosts have room for {sum(n for _, n in rooms)} "
                 "processes; raise their slots, or name more hosts"
             )
-        there = self._reachable(rooms, job.processes)
+        there = self._without(failed, self._reachable(rooms, job.processes), job.processes)
         found = places(there, job.processes)
         if self.sync is not None:
             used = {place.host: None for place in found}
@@ -98,6 +98,19 @@ class Ssh:
             raise LaunchError(f"no ssh to {', '.join(lost)}{more}")
         if lost:
             self.tell(f"left out: {', '.join(lost)}; {count} of {processes} processes")
+        return there
+
+    def _without(
+        self, failed: Sequence[str], rooms: tuple[tuple[Host, int], ...], processes: int
+    ) -> tuple[tuple[Host, int], ...]:
+        """The hosts without one that failed first twice in a row, if enough remain."""
+        if self.least is None or len(failed) < 2 or not failed[-1] or failed[-1] != failed[-2]:
+            return rooms
+        there = tuple(pair for pair in rooms if pair[0].name != failed[-1])
+        count = len(places(there, processes))
+        if count < self.least:
+            return rooms
+        self.tell(f"left out: {failed[-1]} (failed first twice); {count} of {processes} processes")
         return there
 
     def _free_port(self, host: Host) -> int:

@@ -202,6 +202,47 @@ def test_a_host_that_comes_back_is_taken_back(
     assert len(told) == 1
 
 
+@pytest.mark.slow
+def test_a_host_that_fails_again_and_again_is_left_out(
+    sshd: Sshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.py").write_text(
+        "import os, sys, time\n"
+        "print('start', os.environ['MESHWRIGHT_RESTART'], os.environ['MESHWRIGHT_PROCESSES'])\n"
+        "if os.environ['SSH_CONNECTION'].split()[2] == '127.0.0.2': sys.exit('bad memory')\n"
+        "time.sleep(600 if os.environ['MESHWRIGHT_PROCESSES'] == '2' else 0)\n"
+    )
+    hosts = sshd.hosts(tmp_path, "127.0.0.1", "127.0.0.2")
+    more = ["--min-processes", "1", "--max-restarts", "5"]
+    assert main([*words(sshd, hosts, *more), "bad.py"]) == 0
+    told = capsys.readouterr()
+    assert "[0] start 2 1" in told.out and "start 3" not in told.out
+    assert "left out: 127.0.0.2 (failed first twice); 1 of 2 processes" in told.err
+
+
+def test_hosts_that_do_not_answer_at_a_restart_are_asked_again(
+    sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host that is away for one restart: its name in the file leads nowhere meanwhile."""
+    from executor import launch
+
+    real, answers = ssh.ask, iter([None, "it is off", "it is off", None])
+    monkeypatch.setattr(ssh, "ask", lambda host, options: next(answers) or real(host, options))
+    monkeypatch.setattr(launch, "PAUSE_S", 0.2)
+    (tmp_path / "once.py").write_text(
+        "import os, sys\nprint('start', os.environ['MESHWRIGHT_RESTART'])\n"
+        "sys.exit(0 if os.environ['MESHWRIGHT_RESTART'] == '3' else 1)\n"
+    )
+    hosts = sshd.hosts(tmp_path, "127.0.0.1")
+    assert main([*words(sshd, hosts, "--max-restarts", "3", n=1), "once.py"]) == 0
+    told = capsys.readouterr()
+    assert [line for line in told.out.splitlines() if line.startswith("[0]")] == [
+        "[0] start 0",
+        "[0] start 3",
+    ]
+    assert told.out.count("no ssh to 127.0.0.1 (it is off); trying again") == 2
+
+
 def test_a_lost_connection_is_told_as_one(
     sshd: Sshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
