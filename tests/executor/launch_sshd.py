@@ -5,10 +5,9 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,7 @@ import pytest
 from executor.launch import free_port
 
 CONFIG = """\
-ListenAddress 127.0.0.1:{port}
-ListenAddress 127.0.0.2:{port}
+{listen}
 HostKey {folder}/host
 AuthorizedKeysFile {folder}/user.pub
 PidFile none
@@ -47,8 +45,14 @@ class Sshd:
 
 
 @contextmanager
-def running_sshd(folder: Path, port: int | None = None) -> Iterator[Sshd]:
-    """Skips the test where there is no sshd."""
+def running_sshd(
+    folder: Path,
+    port: int | None = None,
+    addresses: Sequence[str] = ("127.0.0.1", "127.0.0.2"),
+    inside: Sequence[str] = (),
+) -> Iterator[Sshd]:
+    """Skips the test where there is no sshd. ``inside`` are words in front of its command; servers
+    of one folder have the same keys."""
     sshd = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
     missing = [name for name in ("ssh", "ssh-keygen") if shutil.which(name) is None]
     if sshd is None or missing:
@@ -57,23 +61,22 @@ def running_sshd(folder: Path, port: int | None = None) -> Iterator[Sshd]:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     for name in ("host", "user"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(words, check=True, capture_output=True)
-    port, log = port or free_port(), folder / "sshd.log"
-    (folder / "sshd_config").write_text(CONFIG.format(port=port, folder=folder))
+        if not (folder / name).exists():
+            subprocess.run(words, check=True, capture_output=True)
+    port = port or free_port()
+    log, config = folder / f"{addresses[0]}.log", folder / f"{addresses[0]}.config"
+    listen = "\n".join(f"ListenAddress {address}:{port}" for address in addresses)
+    config.write_text(CONFIG.format(port=port, folder=folder, listen=listen))
     with open(log, "w") as file:
         server = subprocess.Popen(
-            [sshd, "-D", "-e", "-f", str(folder / "sshd_config")], stdout=file, stderr=file
+            [*inside, sshd, "-D", "-e", "-f", str(config)], stdout=file, stderr=file
         )
     try:
         deadline = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    pytest.skip(f"sshd does not start here: {log.read_text()[-300:]}")
-                time.sleep(0.1)
+        while log.read_text().count("Server listening") < len(addresses):
+            if server.poll() is not None or time.monotonic() > deadline:
+                pytest.skip(f"sshd does not start here: {log.read_text()[-300:]}")
+            time.sleep(0.05)
         options = (
             f"-F none -i {folder / 'user'} -o IdentitiesOnly=yes -o UserKnownHostsFile=/dev/null "
             f"-o StrictHostKeyChecking=no -l {getpass.getuser()}"

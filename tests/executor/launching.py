@@ -22,17 +22,17 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def gone(*pids: int) -> None:
+def gone(*pids: int, within_s: float = 30) -> None:
     """Asserts that processes end soon."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + within_s
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in pids if alive(pid)]
 
 
-def wait_for(path: Path) -> str:
+def wait_for(path: Path, within_s: float = 60) -> str:
     """A file's text, once it is there and not empty."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if path.exists() and path.read_text():
             return path.read_text()
@@ -41,11 +41,13 @@ def wait_for(path: Path) -> str:
 
 
 @contextmanager
-def launcher_process(words: Sequence[str], *script: str) -> Iterator[subprocess.Popen[str]]:
-    """``planner launch`` as a process of its own."""
+def launcher_process(
+    words: Sequence[str], *script: str, inside: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """``planner launch`` as a process of its own; ``inside`` are words in front of it."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     child = subprocess.Popen(
-        [sys.executable, "-m", "executor.cli", *words, *script],
+        [*inside, sys.executable, "-m", "executor.cli", *words, *script],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

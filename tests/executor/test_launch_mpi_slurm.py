@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from executor.cli import main
+from executor.launchers import guard
 from executor.launchers.hostfile import Host
 from executor.launchers.job import Job, LaunchError, Line
 from executor.launchers.mpi import Mpi, command, where
@@ -173,6 +174,41 @@ def test_processes_end_with_the_launcher(
     gone(*pids)
     if number != signal.SIGKILL:
         assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists(), told
+
+
+@pytest.mark.slow
+def test_a_step_of_slurm_is_not_taken_for_lost(
+    slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
+    monkeypatch.setattr("executor.launchers.slurm.SILENCE_S", guard.BEAT_S + 2)
+    (tmp_path / "long.py").write_text("import time; time.sleep(14)")
+    assert launch("slurm", "long.py") == 0
+
+
+@pytest.mark.slow
+def test_inside_an_allocation_it_is_a_step(slurm: dict[str, str], tmp_path: Path) -> None:
+    if shutil.which("salloc") is None:
+        pytest.skip("no salloc here (Debian: slurm-client)")
+    (tmp_path / "say.py").write_text(
+        "import os, sys\n"
+        "e = os.environ\n"
+        "print(e['SLURM_JOB_ID'], e['SLURM_STEP_ID'], e['SLURM_PROCID'])\n"
+        "sys.exit(e['MESHWRIGHT_RESTART'] == '0')\n"
+    )
+    words = ["launch", "--launcher", "slurm", "-n", "2", "--max-restarts", "1", "say.py"]
+    inside = ["env", f"SLURM_CONF={slurm['SLURM_CONF']}", "salloc", "-n", "2"]
+    with launcher_process(words, inside=inside) as child:
+        out, told = child.communicate(timeout=120)
+    assert child.returncode == 0, out + told
+    said = sorted(tuple(line.split()[1:]) for line in out.splitlines() if line.startswith("["))
+    assert len({job for job, _, _ in said}) == 1
+    assert [(step, process) for _, step, process in said] == [
+        ("0", "0"),
+        ("0", "1"),
+        ("1", "0"),
+        ("1", "1"),
+    ]
 
 
 def test_what_is_missing_is_said(

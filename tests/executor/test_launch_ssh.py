@@ -260,6 +260,15 @@ def test_a_lost_connection_is_told_as_one(
     assert "process 0 on 127.0.0.1 failed first, exited with 255 (that is ssh's own code" in told
 
 
+@pytest.mark.slow
+def test_a_launcher_that_beats_is_not_silent(
+    sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "SILENCE_S", guard.BEAT_S + 2)
+    (tmp_path / "long.py").write_text("import time; time.sleep(14)")
+    assert main([*words(sshd, sshd.hosts(tmp_path, "127.0.0.1"), n=1), "long.py"]) == 0
+
+
 def test_a_silent_launcher_is_a_lost_one(sshd: Sshd, tmp_path: Path) -> None:
     """The connection stands, but nothing comes: what a cut cable looks like from there."""
     (tmp_path / "sleep.py").write_text(SLEEP)
