@@ -26,6 +26,7 @@ WIDTH = 98
 _COMPAT = (
     *("make_jaxpr", "body", "consts", "is_literal", "shape_of", "rebuild", "as_struct"),
     *("provenance", "bind", "scan_counts", "is_ref", "to_memory"),
+    *("in_host_memory", "placed_struct"),
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("inner_jaxpr", "inlined", "is_whole", "abstract")),

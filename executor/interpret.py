@@ -195,7 +195,7 @@ class ConstrainedStep:
     def rebuilt(self, like: Any, body: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """A jaxpr of the form of ``like`` that computes ``body``."""
         avals = [v.aval for v in compat.body(like).invars]
-        structs = [compat.as_struct(a) for a in avals]
+        structs = [compat.placed_struct(a) for a in avals]
         closed, _ = compat.make_jaxpr(lambda *args: body(args), structs)
         return compat.rebuild(like, closed)
 

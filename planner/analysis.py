@@ -82,7 +82,7 @@ class Analysis:
     stored: tuple[tuple[float, Layout] | None, ...]
     """Per group of an input that operations see as ``used``: the input's bytes and layout."""
     hosted: tuple[tuple[Hosted, ...], ...]
-    """Per group, its arrays that may be kept in host memory."""
+    """Per group, its arrays that are, or may be, copied between device and host."""
     counts: tuple[int, ...]
     """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
     bundles: tuple[int, ...]
@@ -125,6 +125,8 @@ def analyse(
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or does_nothing(op):
             continue
+        if graph.changes_memory(op):
+            continue  # priced as a copy over the host link
         workload.add(op, rules[op.index])
         group, ins, outs = entry
         if op.kind.startswith(("reduce_", "arg")):

@@ -95,6 +95,16 @@ def as_struct(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
+def placed_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """``as_struct`` that keeps host memory, for the body of an equation."""
+    if not in_host_memory(aval):
+        return as_struct(aval)
+    there = jax.sharding.NamedSharding(
+        aval.sharding.mesh, aval.sharding.spec, memory_kind="pinned_host"
+    )
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=there)
+
+
 def provenance(eqn: Any) -> AbstractContextManager[Any]:
     """While it is open, new operations carry the source line and names of ``eqn``."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack

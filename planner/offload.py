@@ -37,12 +37,14 @@ class Offload:
 
 @dataclass(frozen=True)
 class Hosted:
-    """An array that may be kept in host memory: bytes of the whole, its factors, and how often a
-    step copies its shard over the host link, there and back."""
+    """An array that is copied over the host link: bytes of the whole, its factors, and how often a
+    step copies its shard, there and back. State is copied only where it is kept in host memory;
+    ``always`` what the model itself puts there."""
 
     nbytes: float
     factors: frozenset[int]
-    copies: int
+    copies: float
+    always: bool = False
 
 
 def check_offload(offload: str | Sequence[str]) -> Offload:
@@ -101,10 +103,17 @@ def with_host(groups: Groups, values: frozenset[int]) -> Groups:
 def hosted_of(
     graph: Graph, groups: Groups, live: Sequence[bool], values: frozenset[int]
 ) -> tuple[tuple[Hosted, ...], ...]:
-    """Per group, its arrays that may be kept in host memory."""
+    """Per group, its arrays that are copied between device and host: those of the state that may be
+    kept there (``values``), and what the model itself puts there and takes back."""
     out: list[list[Hosted]] = [[] for _ in groups.groups]
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if live[op.index] and entry is not None and graph.changes_memory(op):
+            factors = frozenset(f for f in entry[1][0] if f >= 0)
+            nbytes, weight = graph.values[op.inputs[0]].nbytes, graph.regions[op.region].weight
+            out[entry[0]].append(Hosted(float(nbytes), factors, weight, always=True))
     if not values:
-        return ((),) * len(out)
+        return tuple(map(tuple, out))
     back = {graph.inputs[i]: graph.outputs[o] for i, o in graph.ties}
     for value, spans in fetches(graph, live, sorted(values)).items():
         home = groups.home[value]

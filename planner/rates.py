@@ -169,9 +169,10 @@ class Rates:
         """[meshes, strategies] seconds of copies between devices and their hosts; none hides."""
         seconds = np.zeros((len(self.size), chosen.count))
         for array in hosted:
-            local = array.nbytes / self.size[:, self.masks(chosen.store, array.factors)]
+            assign = chosen.use if array.always else chosen.store
+            local = array.nbytes / self.size[:, self.masks(assign, array.factors)]
             one = self.model.host_latency_s + self.model.host_s_per_byte * local
-            seconds += np.where(chosen.host, array.copies * one, 0.0)
+            seconds += np.where(chosen.host | array.always, array.copies * one, 0.0)
         return seconds
 
     def bytes_of(

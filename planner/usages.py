@@ -128,7 +128,7 @@ class _Usages:
     def add(
         self, group: int, start: float, end: float, value: int, layout: Layout, port: str
     ) -> None:
-        if end > start:
+        if end > start and not self.graph.values[value].host:
             scale = 1 if self.moves is None else 2
             nbytes = self.found.nbytes[value] * padding(self.graph.values[value].shape, self.tile)
             self.rows.append((group, int(scale * start), int(scale * end), nbytes, layout, port))

@@ -23,7 +23,8 @@ SCALAR = -1
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: ``op`` is its producer, or -1 for inputs and constants."""
+    """One array: ``op`` is its producer, or -1 for inputs and constants; ``host`` says that the
+    model itself put it into host memory."""
 
     index: int
     shape: tuple[int, ...]
@@ -31,6 +32,7 @@ class Value:
     itemsize: int
     op: int
     name: str = ""
+    host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +91,12 @@ class Graph:
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     ties: tuple[tuple[int, int], ...]
+
+    def changes_memory(self, op: Op) -> bool:
+        """Whether an operation copies its operand between device and host memory."""
+        if op.kind != "device_put" or op.inputs[0] == SCALAR:
+            return False
+        return self.values[op.inputs[0]].host != self.values[op.outputs[0]].host
 
     def op_text(self, op: Op) -> str:
         """One operation as text, without names: what two equal steps share."""

@@ -124,6 +124,8 @@ def _overwritten(graph: Graph, found: Written, last: Sequence[int]) -> set[int]:
         op = graph.ops[found.order[at]]
         if op.kind in MATMULS or writes(op) or graph.ops[v.op].region != op.region:
             continue
+        if v.host or graph.changes_memory(op):
+            continue
         for o in op.outputs:
             if found.kept[o] and o not in taken and graph.values[o].nbytes == v.nbytes:
                 taken.add(o)

@@ -148,6 +148,7 @@ class _Builder:
                 compat.itemsize(aval),
                 op,
                 name,
+                compat.in_host_memory(aval),
             )
         )
         return index

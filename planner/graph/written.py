@@ -111,10 +111,12 @@ class _Writing:
         narrow = self._narrow() if fused_operands else [False] * len(graph.values)
         self.nbytes = [v.nbytes // (1 + n) for v, n in zip(graph.values, narrow, strict=True)]
         self.light = [
-            op.kind in _LIGHT or (fusable[op.index] and not writes(op)) for op in graph.ops
+            op.kind in _LIGHT
+            or (fusable[op.index] and not writes(op) and not graph.changes_memory(op))
+            for op in graph.ops
         ]
         heavy = [
-            not (x or writes(op) or op.kind in _CLOSES)
+            not (x or writes(op) or op.kind in _CLOSES or graph.changes_memory(op))
             for x, op in zip(self.light, graph.ops, strict=True)
         ]
         self.order = schedule(graph, heavy, live) if late else tuple(range(len(graph.ops)))

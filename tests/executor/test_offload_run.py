@@ -136,17 +136,15 @@ def _installed(package: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "package", "near"),
-    [("h100:8", "jax-cuda12-plugin", 0.1), ("v5p:2x2x2", "libtpu", 0.5)],
+    [("h100:8", "jax-cuda12-plugin", 0.1), ("v5p:2x2x2", "libtpu", 0.3)],
 )
-@pytest.mark.parametrize("offload", ["opt", r"\[0\]"])
-def test_compilers_put_it_where_the_plan_says(
-    cluster: str, package: str, near: float, offload: str
-) -> None:
+def test_compilers_put_it_where_the_plan_says(cluster: str, package: str, near: float) -> None:
     if not _installed(package):
         pytest.skip(f"{package} is not installed")
-    layers = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 6
+    layers = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 6
     optimizer = optax.adam(1e-3)
     state = {"params": layers, "opt": jax.eval_shape(optimizer.init, layers)}
 
@@ -161,9 +159,9 @@ def test_compilers_put_it_where_the_plan_says(
         updates, opt = optimizer.update(grads, state["opt"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
-    x = jax.ShapeDtypeStruct((4096, 2048), jnp.float32)
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
     peaks = []
-    for asked in ((), offload):
+    for asked in ((), "opt", r"\[0\]"):
         plan = make_plan(step, state, x, cluster=cluster, mesh="data=8", offload=asked)
         found = compile_step(
             trace(step, (state, x)), plan, parse_cluster(cluster), donate_argnums=0
@@ -174,4 +172,5 @@ def test_compilers_put_it_where_the_plan_says(
         assert found.host_temp_bytes == 0
         assert plan.prediction.peak_bytes == pytest.approx(found.peak_bytes, rel=near)
         peaks.append((plan.prediction.peak_bytes, found.peak_bytes))
-    assert peaks[1][0] < peaks[0][0] and peaks[1][1] < peaks[0][1]
+    fallen = [peaks[0][k] - peaks[1][k] for k in (0, 1)]
+    assert fallen[0] == pytest.approx(fallen[1], rel=0.05)  # by what the moments take
