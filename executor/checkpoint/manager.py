@@ -29,6 +29,7 @@ from executor.checkpoint.common import (
 )
 from executor.checkpoint.leaves import Wanted, arrays_to_save, shape_of, wanted
 from executor.checkpoint.orbax_files import (
+    DATA_FILE_BYTES,
     Contents,
     contents,
     is_description,
@@ -129,6 +130,7 @@ class Checkpoints:
             STATE: ocp.args.PyTreeSave(
                 tree,
                 save_args=jax.tree.map(_how, tree),
+                ocdbt_target_data_file_size=DATA_FILE_BYTES,
                 custom_metadata=notes(empty, sequences_of(state)),
             )
         }

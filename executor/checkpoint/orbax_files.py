@@ -23,6 +23,10 @@ from executor.checkpoint.common import CheckpointError, Path, key_text, nested, 
 from executor.checkpoint.common import unstored as unstored_key
 from executor.checkpoint.parts import Index, Stored
 
+DATA_FILE_BYTES = 64 * 2**20
+"""Bytes at which Orbax begins another file. In one file (2 GB, its own choice) writes go one after
+the other, and a save takes some two times as long (`benchmarks/checkpoint.py`)."""
+
 NOTES = "meshwright"
 """Under this name Orbax keeps for us what it can't: which containers are lists, empty arrays."""
 
@@ -156,12 +160,21 @@ def state_handler(*, from_disk: bool = False) -> ocp.PyTreeCheckpointHandler:
     """What writes a state: of arrays, or of `Stored` leaves.
 
     Parameters hardly shrink, and compressing them takes longer than writing them: nothing is
-    compressed.
+    compressed. Where several processes hold a shard, each writes a part of it; in a single process
+    that would gain nothing, and cutting the parts blocks training.
     """
+    handlers = ocp.type_handlers
+    known: list[tuple[Any, Any]] = [(Stored, _StoredHandler())]
     if not from_disk:
-        return ocp.PyTreeCheckpointHandler(use_compression=False)
-    known = ocp.type_handlers.create_type_handler_registry((Stored, _StoredHandler()))
-    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=known)
+        apart = jax.process_count() > 1
+        known = [
+            (np.ndarray, handlers.NumpyHandler()),
+            (jax.Array, handlers.ArrayHandler(use_replica_parallel=apart)),
+        ]
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False,
+        type_handler_registry=handlers.create_type_handler_registry(*known),
+    )
 
 
 def stored_tree(leaves: Mapping[Path, Any]) -> Any:

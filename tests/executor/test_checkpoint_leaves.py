@@ -64,7 +64,7 @@ def there_and_back(folder: Path, state: Any, **options: Any) -> Any:
 
 NAN = np.array([0x7FC12345, 0xFFC00001, 0x7F800001], np.uint32).view(np.float32)
 STATES = {
-    "nan payloads": {"a": NAN, "b": NAN.astype(np.float64)},
+    "nan payloads": {"a": NAN, "b": NAN.repeat(2).view(np.float64)},
     "small types": {
         str(d): np.arange(8).astype(d)
         for d in (

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from executor import DataError, shard
-from executor.data import Batches, Streams
+from executor import DataError
+from executor.data import Batches, Streams, shard
 from executor.data.batches import side_by_side
 from executor.data.streams import BLOCK
 from executor.launch import Job, run_local
@@ -420,7 +420,8 @@ import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import jax, numpy as np
 from dataclasses import asdict
-from executor import initialize, shard, DataError
+from executor import initialize, DataError
+from executor.data import shard
 role = initialize(timeout_s=60)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tests.executor.test_data_sources import Table, Walk
@@ -499,7 +500,8 @@ BROKEN = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import jax, numpy as np
-from executor import initialize, shard, DataError
+from executor import initialize, DataError
+from executor.data import shard
 role = initialize(timeout_s=60)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 split = NamedSharding(jax.make_mesh((4,), ("data",), (AxisType.Auto,)), P("data"))
