@@ -110,7 +110,7 @@ def _add_convert(verbs: Any) -> None:
         help="the leaves below this path, such as params/layers; may be repeated",
     )
     add("--dtype", choices=DTYPES, metavar="TYPE", help=f"round floats to {', '.join(DTYPES)}")
-    _out_options(parser)
+    _out_options(parser, "default: the other one; safetensors if OUT ends so")
 
 
 def _add_merge(verbs: Any) -> None:
@@ -123,7 +123,7 @@ def _add_merge(verbs: Any) -> None:
         help="see below; of each all leaves, or those below a path",
     ).complete = shtab.FILE
     add("to", type=Path, metavar="OUT", help="must not be there yet").complete = shtab.FILE
-    _out_options(parser)
+    _out_options(parser, "default: that of the first; safetensors if OUT ends so")
 
 
 def _separator(parser: Any) -> None:
@@ -134,12 +134,12 @@ def _separator(parser: Any) -> None:
     )
 
 
-def _out_options(parser: Any) -> None:
+def _out_options(parser: Any, default: str) -> None:
     parser.add_argument(
         "--to",
         dest="form",
         choices=("orbax", "safetensors"),
-        help="default: what the first source is not; safetensors if OUT is named so",
+        help=default,
     )
     parser.add_argument(
         "--max-shard-size",
@@ -189,7 +189,8 @@ def _convert(options: argparse.Namespace) -> list[RenderableType]:
         saved = only(saved, prefixes)
     if options.dtype is not None:
         saved = cast(saved, jnp.dtype(options.dtype))
-    return _write(saved, options)
+    other = "safetensors" if saved.form == "orbax" else "orbax"
+    return _write(saved, options, other)
 
 
 def _merge(options: argparse.Namespace) -> list[RenderableType]:
@@ -203,24 +204,24 @@ def _merge(options: argparse.Namespace) -> list[RenderableType]:
             name, prefix = text, ""
         saved = open_state(Path(name), None, options.separator)
         found.append(only(saved, [taken(prefix)]) if prefix else saved)
-    return _write(merged(found), options)
+    return _write(merged(found), options, found[0].form)
 
 
-def _write(saved: Saved, options: argparse.Namespace) -> list[RenderableType]:
+def _write(saved: Saved, options: argparse.Namespace, form: str) -> list[RenderableType]:
     from executor.checkpoint.saved import write_state
-    from executor.checkpoint.tensor_files import tensor_files
 
-    form = options.form
-    if form is None:
-        was_tensors = bool(tensor_files(saved.where))
-        named_so = options.to.name.endswith(".safetensors")
-        form = "safetensors" if named_so or not was_tensors else "orbax"
+    if options.to.name.endswith(".safetensors"):
+        form = "safetensors"
     try:
         limit = parse_bytes(options.max_shard_size)
     except ClusterError as error:
         raise RequestError(f"--max-shard-size: {error}") from error
     written = write_state(
-        saved, options.to, form=form, separator=options.separator or "/", max_bytes=limit
+        saved,
+        options.to,
+        form=options.form or form,
+        separator=options.separator or "/",
+        max_bytes=limit,
     )
     total = sum(x.nbytes for x in saved.leaves.values())
     told = "\n".join(f"  {path}" for path in written)

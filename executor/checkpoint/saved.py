@@ -33,6 +33,7 @@ class Saved:
         steps: those of the run.
         plan: what it was trained under, if that lies beside it.
         extra: what else was saved.
+        form: "orbax" or "safetensors".
     """
 
     where: File
@@ -42,6 +43,7 @@ class Saved:
     steps: tuple[int, ...] = ()
     plan: Plan | None = None
     extra: dict[str, Any] | None = None
+    form: str = "orbax"
 
 
 def open_state(where: File, step: int | None = None, separator: str | None = None) -> Saved:
@@ -246,4 +248,5 @@ def _from_tensors(where: File, files: Sequence[File], separator: str | None) -> 
         (),
         None if plan is None else plan_from_json(plan, f"plan of {where}"),
         own.get("extra"),
+        "safetensors",
     )

@@ -148,8 +148,7 @@ def test_merging_takes_parts_of_each_and_refuses_doubles(
     with Checkpoints(tmp_path / "other") as checkpoints:
         checkpoints.save(7, {"params": {"f8": jnp.ones(2)}, "opt": {"new": jnp.ones(3)}})
     out = tmp_path / "merged"
-    words = (f"{run}:params", f"{tmp_path / 'other'}:opt", out, "--to", "orbax")
-    assert planner("merge", *words) == 0
+    assert planner("merge", f"{run}:params", f"{tmp_path / 'other'}:opt", out) == 0
     found = contents(out)
     assert found == {
         **{p: x for p, x in contents(run).items() if p.startswith("params/")},

@@ -418,7 +418,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 APART = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
-import jax, numpy as np
+import grain, jax, numpy as np
 from dataclasses import asdict
 from executor import initialize, DataError
 from executor.data import shard
@@ -434,6 +434,8 @@ def read(file):
     return np.load(file)
 def make(lane, lanes):
     return Walk(list(range(lane, 100 - 10 * lane, lanes)))
+def grains(lane, lanes):
+    return grain.MapDataset.range(90)[lane::lanes].shuffle(seed=lane).to_iter_dataset()
 split = NamedSharding(mesh, P("data"))
 both = NamedSharding(mesh, P(("data", "model")))
 flat = NamedSharding(mesh, P("data", "model"))
@@ -442,11 +444,15 @@ def all_of(name):
         return shard(files, flat, batch_size=6, policy="pad", epochs=1, read=read)
     if name == "table":
         return shard(Table(50), split, batch_size=12, epochs=1)
+    if name == "grain":
+        return shard(grains, both, batch_size=6, epochs=1)
+    if name == "numbers":
+        return shard(grain.MapDataset.range(40), both, batch_size=6, policy="pad", epochs=1)
     return shard(make, split if name == "walk" else both, batch_size=6, epochs=1,
                  policy="pad" if name == "walk" else "drop")
 whole = jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))
 out, at = {{}}, {{}}
-for name in ("files", "table", "walk", "walk6"):
+for name in ("files", "table", "walk", "walk6", "grain", "numbers"):
     batches = all_of(name)
     if position:
         batches.seek(position[name])
@@ -478,6 +484,7 @@ def apart(tmp_path: Path, processes: int, devices: int, position: Any, stop: int
 def test_three_two_and_one_process_make_the_same_batches_and_go_on_for_each_other(
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("grain", reason="Grain is not installed")
     save_files(tmp_path, [5, 11, 0, 7, 3, 13, 9])
     told = {n: apart(tmp_path, n, 6 // n, None, 2) for n in (3, 2, 1)}
     one = told[1][0][1]
@@ -487,6 +494,8 @@ def test_three_two_and_one_process_make_the_same_batches_and_go_on_for_each_othe
             assert at == told[1][0][2]
             assert bool(refused) == (n > 1)
     expect("pad", 48, 6, [r for b in one["files"] for r in b])
+    assert sorted(r for b in one["grain"] for r in b) == list(range(90))
+    expect("pad", 40, 6, [r for b in one["numbers"] for r in b])
     expect("drop", 50, 12, [r for b in one["table"] for r in b])
     assert len(one["walk"]) == 17 and len(one["walk6"]) == 8  # 34 rows by two; 8 by one
     assert all(opened < 7 for *_, opened in told[3])  # nobody read all of the files
