@@ -96,13 +96,14 @@ if role.process == 0:
 
 @dataclass
 class Run:
-    """What a run gave."""
+    """What a run gave; ``unfinished``: whether a checkpoint was half written after the kill."""
 
     code: int
     seconds: float
     noticed_s: float | None
     result: dict[str, object]
     steps: list[int]
+    unfinished: bool
     output: str
 
 
@@ -126,9 +127,10 @@ def launched(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     killed: list[float] = []
+    half: list[Path] = []
     if kill is not None:
         threading.Thread(
-            target=_kill, args=(folder, kill, begun, killed, number), daemon=True
+            target=_kill, args=(folder, kill, begun, killed, half, number), daemon=True
         ).start()
     lines, noticed = [], None
     assert child.stdout is not None
@@ -147,6 +149,7 @@ def launched(
         [json.loads(x)["step"] for x in metrics.read_text().splitlines()]
         if metrics.exists()
         else [],
+        bool(half),
         "".join(lines),
     )
 
@@ -156,6 +159,7 @@ def _kill(
     kill: tuple[str, int, float],
     begun: float,
     killed: list[float],
+    half: list[Path],
     number: signal.Signals,
 ) -> None:
     what, process, seconds = kill
@@ -163,14 +167,19 @@ def _kill(
     while not pid.exists():
         time.sleep(0.01)
     if what == "save":
-        while not list((folder / "run").glob("*.orbax-checkpoint-tmp*")):
+        while not _half_written(folder):
             time.sleep(0.001)
     time.sleep(seconds if what == "save" else max(0.0, begun + seconds - time.monotonic()))
     try:
         os.kill(int(pid.read_text()), number)
         killed.append(time.monotonic())
+        half += _half_written(folder)
     except ProcessLookupError:
         return
+
+
+def _half_written(folder: Path) -> list[Path]:
+    return list((folder / "run").glob("*.orbax-checkpoint-tmp*"))
 
 
 def main() -> None:
@@ -191,7 +200,7 @@ def main() -> None:
         "each step once",
     ):
         table.add_column(column, justify="right")
-    good, waits = 0, []
+    good, halves, waits = 0, 0, []
     with tempfile.TemporaryDirectory() as folder:
         calm = launched(Path(folder) / "calm", options.processes, None)
         if calm.code:
@@ -205,6 +214,7 @@ def main() -> None:
             same = run.code == 0 and run.result == calm.result
             once = run.steps == list(range(1, STEPS + 1))
             good += same and once
+            halves += run.unfinished
             if run.noticed_s is not None:
                 waits.append(run.noticed_s)
             where = f"{at:.2f} s into a save" if what == "save" else f"{at:.1f} s"
@@ -215,7 +225,11 @@ def main() -> None:
             if not (same and once):
                 print(run.output[-4000:], run.result, calm.result, run.steps, sep="\n", flush=True)
     Console(width=100).print(table)
-    print(f"{good} of {options.kills} runs ended with the undisturbed state and every step once")
+    print(
+        f"{good} of {options.kills} runs ended with the undisturbed state and every step once\n"
+        f"{options.kills - len(waits)} kills found a process that had ended, {halves} left a "
+        "checkpoint half written"
+    )
     if waits:
         print(
             f"noticed after {statistics.median(waits):.2f} s (median), {max(waits):.2f} s at most; "

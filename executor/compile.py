@@ -124,6 +124,9 @@ class CompiledStep:
         def part(x: Any, sharding: jax.sharding.Sharding) -> Any:
             if not _is_local(x):
                 return x
+            if jax.numpy.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key):
+                keys = part(jax.random.key_data(x), sharding)
+                return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
             host = np.asarray(x)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

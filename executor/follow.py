@@ -23,7 +23,7 @@ def follow(
         leader: that step, built.
         options: what that step was planned with.
         args: the arguments of the step to plan, arrays or ShapeDtypeStructs.
-        own: what is asked for the step to plan; what is None there is taken from ``options``.
+        own: what is asked for the step to plan; what is not there is taken from ``options``.
 
     Returns:
         The arguments as ShapeDtypeStructs: those that are on the leader's devices with the sharding
@@ -41,14 +41,14 @@ def follow(
         shape = tuple(np.shape(x))
         dtype = x.dtype if hasattr(x, "dtype") else np.result_type(x)
         sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, jax.sharding.NamedSharding):
+        if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh != leader.mesh:
             same = known.get((jax.tree_util.keystr(path[1:]), shape), set()) if path[1:] else set()
             sharding = next(iter(same)) if len(same) == 1 else None
         weak = bool(getattr(x, "weak_type", False))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
     taken = {
-        name: options[name] if name in options and value is None else value
+        name: options[name] if name in options and value in (None, 0.0, ()) else value
         for name, value in own.items()
     }
     taken["mesh"] = leader.plan.mesh

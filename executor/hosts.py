@@ -8,7 +8,7 @@ plan, ``share`` gives all the plan of process 0.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import ipaddress
 import logging
 import os
@@ -19,7 +19,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from executor.peers import HostError as HostError
+from executor import preempt
+from executor.lines import HostError as HostError
+from executor.lines import listen
 from executor.peers import watch
 from executor.roles import Role, read_role
 from planner.errors import PlanMismatchError
@@ -54,8 +56,9 @@ def initialize(
 
     Raises:
         RoleError: the environment is missing something, or contradicts itself.
-        HostError: the coordinator's name has no address, its port can't be bound by process 0, or
-            it was not reached in time; or processes did not join in time, by number.
+        HostError: the coordinator's name has no address, its port can't be used by process 0, or it
+            was not reached in time; processes did not join in time, by number; or this process says
+            another number of processes, or a number that is there already.
     """
     role = read_role(os.environ, coordinator=coordinator, processes=processes, process=process)
     if role.job not in ("worker", "chief"):
@@ -67,9 +70,12 @@ def initialize(
     begun = time.monotonic()
     addresses = resolve(role.coordinator)
     if role.process == 0:
-        check_bindable(role.coordinator, addresses)
-    check_own_name(addresses)
-    watch(role, deadline_s, timeout_s)
+        check_free(role.coordinator)
+        check_here(role.coordinator, addresses)
+    check_own_name(role.coordinator)
+    preempt.join(watch(role, deadline_s, timeout_s))
+    # its SIGTERM handler would take the signal from programs that do not ask it
+    jax.config.update("jax_enable_preemption_service", False)
     left = max(1, round(timeout_s - (time.monotonic() - begun)))
     jax.distributed.initialize(
         role.coordinator,
@@ -103,51 +109,63 @@ def resolve(coordinator: str) -> tuple[Address, ...]:
     return tuple((family, (str(where[0]), int(where[1]))) for family, *_, where in found)
 
 
-def check_bindable(coordinator: str, addresses: Sequence[Address]) -> None:
-    """Whether process 0 can listen where the others will look for it.
+def check_free(coordinator: str) -> None:
+    """Whether process 0 can listen at the coordinator's port.
 
     Raises:
-        HostError: the address is another host's, or the port is taken.
+        HostError: it is taken.
     """
-    reasons: list[int] = []
-    for family, where in addresses:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(where)
-                return
-            except OSError as error:
-                reasons.append(error.errno or 0)
-    here = socket.gethostname()
-    if errno.EADDRINUSE in reasons:
+    try:
+        listen(int(coordinator.rpartition(":")[2])).close()
+    except OSError as error:
         raise HostError(
-            f"coordinator {coordinator}: the port is in use on {here}; choose another, or stop the "
-            "job that has it"
-        )
-    raise HostError(
-        f"coordinator {coordinator}: process 0 runs on {here}, which does not have that address "
-        f"({os.strerror(reasons[0])}); the coordinator must be the host of process 0"
+            f"coordinator {coordinator}: the port can't be used on {socket.gethostname()} "
+            f"({error.strerror}); choose another, or stop the job that has it"
+        ) from error
+
+
+def check_here(coordinator: str, addresses: Sequence[Address]) -> None:
+    """Warn process 0 where the coordinator's address is none of its host's: a wrong order of hosts,
+    unless something forwards it here."""
+    for family, where in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((where[0], 0))
+            return
+    log.warning(
+        "coordinator %s: process 0 runs on %s, which does not have that address; unless it is "
+        "forwarded here, the coordinator must be the host of process 0",
+        coordinator,
+        socket.gethostname(),
     )
 
 
-def check_own_name(addresses: Sequence[Address]) -> None:
+def check_own_name(coordinator: str) -> None:
     """Warn where this host's own name means itself only, though others must reach it: JAX's CPU
     collectives listen at the address of the host's name (accelerators do not care)."""
-    name = socket.gethostname()
+    host, name = coordinator.rpartition(":")[0].strip("[]"), socket.gethostname()
     try:
         own = socket.gethostbyname(name)
     except OSError:
         return
-    theirs = (where[0].partition("%")[0] for _, where in addresses)
-    if ipaddress.ip_address(own).is_loopback and not all(
-        ipaddress.ip_address(address).is_loopback for address in theirs
-    ):
+    if ipaddress.ip_address(own).is_loopback and not is_loopback(host):
         log.warning(
             "this host's name %s resolves to %s: other hosts will not reach its CPU devices; give "
             "the name the host's address in /etc/hosts",
             name,
             own,
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is written as this one, and no other.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("node1")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def agree(plan: Plan) -> Plan:

@@ -1,7 +1,6 @@
 """What a run says of itself: metrics of every step, in a file, on a bar, and when they go wrong.
 
-Metrics stay on the devices until they are asked for, so that watching does not wait for the step
-that is running.
+Metrics stay on the devices until they are asked for, so that steps in between are not waited for.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 log = logging.getLogger("meshwright")
-FILE = "metrics.jsonl"
+FILE, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 
 class NotFiniteError(RequestError):
@@ -57,6 +56,8 @@ class Meter:
         self.show = show and first
         self.latest: dict[str, float] = {}
         self.bar: Progress | None = None
+        self.evaluations = None if self.path is None else self.path.with_name(EVALUATIONS)
+        self._warned: set[str] = set()
         self._pending: list[tuple[int, Any]] = []
         self._first: float | None = None
         self._lowest = math.inf
@@ -66,8 +67,12 @@ class Meter:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Meter]:
         """Draw the bar; drop lines of the file that are of steps which are made again."""
-        if self.path is not None:
-            _keep_until(self.path, self.done)
+        if self.path is not None and self.evaluations is not None:
+            kept = [m for m in _keep_until(self.path, self.done) if _number(m.get("loss"))]
+            if kept:
+                self._first = float(kept[0]["loss"])
+                self._lowest = min(float(m["loss"]) for m in kept)
+            _keep_until(self.evaluations, self.done)
         if not self.show:
             yield self
             return
@@ -83,9 +88,12 @@ class Meter:
             self.bar.add_task("train", total=self.steps, completed=self.done, note="")
             yield self
 
-    def add(self, step: int, metrics: Any) -> None:
-        """Note the metrics of a step, a pytree of scalars; waits for nothing."""
-        self._pending.append((step, metrics))
+    def add(self, step: int, metrics: Any, state: Any) -> None:
+        """Note the metrics of a step, a pytree of scalars; waits for nothing. Those that are arrays
+        of the state too are copied: the next step may take the state's memory."""
+        held = {id(x) for x in jax.tree_util.tree_leaves(state)}
+        copied = jax.tree.map(lambda x: jnp.copy(x) if id(x) in held else x, metrics)
+        self._pending.append((step, copied))
 
     def flush(self, state: Any) -> None:
         """Fetch what was noted, write and show it.
@@ -97,7 +105,7 @@ class Meter:
         if not pending:
             return
         lines = [(step, named(metrics)) for step, metrics in pending]
-        bad = next(((s, n) for s, m in lines for n in m if not math.isfinite(m[n])), None)
+        bad = next(((s, n) for s, m in lines for n in _guarded(m) if not math.isfinite(m[n])), None)
         self._write([line for line in lines if bad is None or line[0] <= bad[0]])
         if bad is not None:
             step, name = bad
@@ -106,13 +114,25 @@ class Meter:
                 f"{name} became {value:g} at step {step}" + _where(state, pending[-1][0])
             )
         step, self.latest = lines[-1]
-        self._judge(lines)
+        self._look(lines)
         self._tell(step)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show the metrics of an evaluation."""
+        found = {f"eval/{name}": float(value) for name, value in metrics.items()}
+        if self.evaluations is not None:
+            with open(self.evaluations, "a", encoding="utf-8") as file:
+                file.write(_line(step, found))
+        if self.on_metrics is not None:
+            self.on_metrics(step, found)
+        if self.show:
+            told = "  ".join(f"{n} {v:.5g}" for n, v in found.items())
+            print(f"step {step}  {told}", flush=True)
 
     def _write(self, lines: list[tuple[int, dict[str, float]]]) -> None:
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"step": s, **m}) + "\n" for s, m in lines)
+                file.writelines(_line(s, m) for s, m in lines)
 
     def _tell(self, step: int) -> None:
         now = time.perf_counter()
@@ -129,26 +149,49 @@ class Meter:
         else:
             print(f"step {step}/{self.steps}  {note}", flush=True)
 
-    def _judge(self, lines: list[tuple[int, dict[str, float]]]) -> None:
-        """Warn, once each time, of a loss that had fallen and is above where it began."""
-        name = "loss" if "loss" in self.latest else next(iter(self.latest), None)
-        if name is None:
+    def _look(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Warn, in process 0 and once each, of metrics that are not finite, and of a loss that had
+        fallen and is by as much above where it began."""
+        if jax.process_index():
             return
-        mean = float(np.mean([m[name] for _, m in lines if name in m]))
+        for step, metrics in lines:
+            for name in metrics.keys() - self._warned:
+                if not math.isfinite(metrics[name]):
+                    self._warned.add(name)
+                    log.warning("%s is %g at step %d", name, metrics[name], step)
+        losses = [m["loss"] for _, m in lines if "loss" in m]
+        if not losses:
+            return
+        mean = float(np.mean(losses))
         if self._first is None:
-            self._first = mean
+            self._first = losses[0]
         self._lowest = min(self._lowest, mean)
-        worse = self._lowest < self._first < mean
+        worse = self._lowest < self._first and mean > 2 * self._first - self._lowest
         if worse and not self._worse:
             log.warning(
-                "%s diverges: %.5g at step %d, above %.5g where it began (its lowest was %.5g)",
-                name,
+                "the loss diverges: %.5g at step %d; it began at %.5g and was %.5g at its lowest",
                 mean,
                 lines[-1][0],
                 self._first,
                 self._lowest,
             )
         self._worse = worse
+
+
+def _guarded(metrics: Mapping[str, float]) -> list[str]:
+    """What must be finite: the loss, and if none is called so, all."""
+    losses = [name for name in metrics if name.rpartition("/")[2] == "loss"]
+    return losses or list(metrics)
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, float) and math.isfinite(x)
+
+
+def _line(step: int, metrics: Mapping[str, float]) -> str:
+    """One line of JSON, which knows no NaN: null stands for it."""
+    told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps({"step": step, **told}) + "\n"
 
 
 def named(metrics: Any) -> dict[str, float]:
@@ -158,7 +201,7 @@ def named(metrics: Any) -> dict[str, float]:
     {'0': 1.5, '1/accuracy': 0.5}
 
     Raises:
-        RequestError: a leaf is no scalar.
+        RequestError: a leaf is no scalar, no real number, or has the name of another.
     """
     found: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
@@ -168,6 +211,9 @@ def named(metrics: Any) -> dict[str, float]:
                 f"metric {name} has shape {np.shape(leaf)}, expected a scalar; let the step return "
                 "(state, metrics) with metrics a pytree of scalars"
             )
+        if name in found or np.iscomplexobj(leaf):
+            why = "there is another of that name" if name in found else "it is complex"
+            raise RequestError(f"metric {name}: {why}; expected real scalars of different names")
         found[name] = float(np.asarray(leaf, np.float64).reshape(()))
     return found
 
@@ -190,15 +236,18 @@ def _where(state: Any, step: int) -> str:
     )
 
 
-def _keep_until(path: Path, done: int) -> None:
-    """Drop the lines of steps after ``done``; the file is put in place whole."""
+def _keep_until(path: Path, done: int) -> list[dict[str, Any]]:
+    """Drop the lines of steps after ``done``, and return the others; the file is put in place
+    whole."""
     if not path.exists():
-        return
+        return []
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
-            if json.loads(line)["step"] <= done:
-                kept.append(line + "\n")
+            metrics = json.loads(line)
+            if metrics["step"] <= done:
+                kept.append(metrics)
     fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(kept), encoding="utf-8")
+    fresh.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
     fresh.replace(path)
+    return kept

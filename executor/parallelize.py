@@ -82,9 +82,9 @@ class Parallelized:
             )  # those in force in Flax, unless it has some
             capture.offer(function, args, {**self.options, "donate_argnums": self.donate_argnums})
             options = dict(self.options)
-            options["cluster"] = options["cluster"] or detect_cluster()
             if self.like is not None:
                 args, options = follow(self.like.compiled, self.like.options, args, options)
+            options["cluster"] = options["cluster"] or detect_cluster()
             # where arrays lie is a mark the first time; later it is our own doing
             given = shapes if self._steps and self.like is None else args
             plan = agree(make_plan(function, *given, donate_argnums=self.donate_argnums, **options))

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from executor.lines import HostError, Line, Peer, hint, listen
 from executor.roles import Role
-from planner.errors import RequestError
 
 AGAIN = 75
 """Exit code of a process that should be started again from the last checkpoint (EX_TEMPFAIL)."""
@@ -39,67 +37,12 @@ RETRY_S = 0.25
 log = logging.getLogger("meshwright")
 
 
-class HostError(RequestError):
-    """A host that can't be found, reached or bound; says which, and what to look at."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One process: its number, host and process id."""
-
-    process: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"process {self.process} (pid {self.pid} on {self.host})"
-
-
 def _end(text: str) -> None:
     """Say it and end, from any thread, at once: the main thread may hang in a collective."""
     with contextlib.suppress(Exception):
         print(f"meshwright: {text}", file=sys.stderr, flush=True)
         sys.stdout.flush()
     os._exit(AGAIN)
-
-
-class Line:
-    """A connection that carries one JSON object a line."""
-
-    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
-        self.connection = connection
-        connection.settimeout(None)
-        keep_alive(connection, deadline_s)
-        self.reader = connection.makefile("r", encoding="utf-8")
-        self.lock = threading.Lock()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send, unless the connection is broken: who reads will notice."""
-        with self.lock, contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> dict[str, Any] | None:
-        """The next message; None once the connection is broken."""
-        try:
-            text = self.reader.readline()
-            return dict(json.loads(text)) if text.endswith("\n") else None
-        except (OSError, ValueError, TypeError):
-            return None
-
-
-def keep_alive(connection: socket.socket, deadline_s: float) -> None:
-    """Let the kernel break a connection whose other end is silent for ``deadline_s``."""
-    quiet = max(1, round(deadline_s / 2))
-    probe = max(1, round(deadline_s / 8))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", quiet),
-        ("TCP_KEEPINTVL", probe),
-        ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", round(deadline_s * 1000)),
-    ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Watch:
@@ -115,8 +58,8 @@ class Watch:
         assert role.coordinator is not None
         self.role, self.deadline_s, self.end = role, deadline_s, end
         self.me = Peer(role.process, socket.gethostname(), os.getpid())
-        self.token = f"meshwright {role.coordinator} {role.processes}"
         self.host, _, port = role.coordinator.rpartition(":")
+        self.job = f"meshwright {port}"  # not its host: that has several names
         self.ports = range(int(port) + 1, min(int(port) + 1 + PORTS, 65536))
         self.peers: dict[int, Peer] = {role.process: self.me}
         self.lines: dict[int, Line] = {}
@@ -124,6 +67,7 @@ class Watch:
         self.leaving = False
         self.seen: dict[int, float] = {}
         self.error: str | None = None
+        self.hear: Callable[[int, dict[str, Any]], None] = lambda process, message: None
         self.heard = threading.Event()
         self.lock = threading.Lock()
 
@@ -138,9 +82,14 @@ class Watch:
         if self.role.process:
             self._connect(until, timeout_s)
         else:
-            with self._listen() as server:
-                threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+            server = self._listen()
+            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+            try:
                 self._meet(until, timeout_s)
+            finally:
+                with contextlib.suppress(OSError):
+                    server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+                server.close()
         threading.Thread(target=self._ask, daemon=True).start()
 
     def _meet(self, until: float, timeout_s: float) -> None:
@@ -156,8 +105,13 @@ class Watch:
             time.sleep(0.05)
 
     def leave(self) -> None:
-        """Say that this process ends as it should; later breaks of its connections mean nothing."""
+        """Say that this process ends as it should; later breaks of its connections mean nothing.
+        If it ends by an exception that its hook did not see (another hook was set), say that."""
         if self.error is not None:
+            return
+        unseen = getattr(sys, "last_value", None)
+        if unseen is not None:
+            self.fail(f"{type(unseen).__name__}: {unseen}")
             return
         self.leaving = True
         for line in tuple(self.lines.values()):
@@ -180,8 +134,7 @@ class Watch:
     def _listen(self) -> socket.socket:
         for port in self.ports:
             with contextlib.suppress(OSError):
-                family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-                return socket.create_server((self.host.strip("[]"), port), family=family)
+                return listen(port)
         raise HostError(
             f"coordinator {self.role.coordinator}: none of the ports {self.ports[0]} to "
             f"{self.ports[-1]} is free, over which processes watch each other; choose another port"
@@ -196,16 +149,26 @@ class Watch:
     def _greet(self, connection: socket.socket) -> None:
         line = Line(connection, self.deadline_s)
         hello = line.receive() or {}
-        if hello.get("token") != self.token:  # not ours: another job, or a port scan
+        if hello.pop("job", None) != self.job:  # not ours: another job, or a port scan
             connection.close()
             return
-        del hello["token"]
+        count = hello.pop("processes")
         peer = Peer(**hello)
-        line.send({"token": self.token, **self.me.__dict__})
         with self.lock:
-            self.lines[peer.process] = line
-            self.peers[peer.process] = peer
-        self._follow(peer, line)
+            why = None
+            if count != self.role.processes:
+                why = f"{self.me} expects {self.role.processes} processes, {peer} says {count}"
+            elif peer.process in self.peers:
+                why = f"{peer} came when {self.peers[peer.process]} was there"
+            line.send({"job": self.job, "refused": why, **self.me.__dict__})
+            if why is None:
+                self.lines[peer.process] = line
+                self.peers[peer.process] = peer
+        if why is None:
+            self._follow(peer, line)
+        else:
+            log.error("refused: %s", why)
+            connection.close()
 
     def _connect(self, until: float, timeout_s: float) -> None:
         last: OSError | None = None
@@ -216,14 +179,12 @@ class Watch:
                         return
                 except OSError as error:
                     last = error
-                    if not isinstance(error, ConnectionRefusedError):
-                        break
                 if time.monotonic() >= until:
                     break
             if time.monotonic() >= until:
                 raise HostError(
                     f"process 0 was not reached from {self.me.host} at {self.role.coordinator} in "
-                    f"{timeout_s:g} s ({last}); {_hint(last)}"
+                    f"{timeout_s:g} s ({last}); {hint(last, PORTS)}"
                 )
             time.sleep(RETRY_S)
 
@@ -232,11 +193,14 @@ class Watch:
         connection = socket.create_connection((self.host.strip("[]"), port), ANSWER_S)
         line = Line(connection, self.deadline_s)
         connection.settimeout(ANSWER_S)
-        line.send({"token": self.token, **self.me.__dict__})
+        line.send({"job": self.job, "processes": self.role.processes, **self.me.__dict__})
         hello = line.receive() or {}
-        if hello.pop("token", None) != self.token:
+        if hello.pop("job", None) != self.job:
             connection.close()
             return False
+        refused = hello.pop("refused")
+        if refused is not None:
+            raise HostError(f"refused by process 0: {refused}")
         connection.settimeout(None)
         self.peers[0], self.lines[0] = Peer(**hello), line
         threading.Thread(target=self._follow, args=(self.peers[0], line), daemon=True).start()
@@ -267,6 +231,8 @@ class Watch:
                 self.gone.add(int(message["leaves"]))
             elif "lost" in message:
                 self._stop(Peer(**message["lost"]), str(message["how"]))
+            else:
+                self.hear(peer.process, message)
         if peer.process not in self.gone:
             self._stop(peer, "its connection broke")
 
@@ -280,15 +246,6 @@ class Watch:
                 f"{lost} was lost: {how}. {self.me} ends with code {AGAIN}: start the job again "
                 "from its last checkpoint"
             )
-
-
-def _hint(error: OSError | None) -> str:
-    if isinstance(error, ConnectionRefusedError):
-        return "the host answers, but nobody listens: process 0 has not started, or has ended"
-    return (
-        "no answer: a wrong address, a host that is down, or a firewall (the coordinator's port "
-        f"and the {PORTS} after it must be open)"
-    )
 
 
 def watch(role: Role, deadline_s: float, timeout_s: float) -> Watch:
@@ -306,11 +263,15 @@ def watch(role: Role, deadline_s: float, timeout_s: float) -> Watch:
     ) -> None:
         before(kind, error, trace)
         watching.fail(f"{kind.__name__}: {error}".strip().splitlines()[0][:300])
+        ended()
+
+    def ended() -> None:
+        watching.leave()
         if watching.error is not None:  # an end in order would wait for processes that are ending
             logging.shutdown()
             sys.stdout.flush()
             os._exit(1)
 
     sys.excepthook = failed
-    atexit.register(watching.leave)
+    atexit.register(ended)
     return watching

@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,6 +21,7 @@ import numpy as np
 from executor.data import Batches, Streams
 from executor.meter import Meter, NotFiniteError, named
 from executor.peers import AGAIN
+from executor.preempt import Stop
 from planner.errors import RequestError
 
 if TYPE_CHECKING:
@@ -77,11 +75,12 @@ def train(
         batches: from ``shard``, which find their place again; of any other iterable the
             batches of steps that were made before are drawn and dropped.
         steps: in all, those before included; fewer if the batches end.
-        directory: of checkpoints (by step), ``metrics.jsonl`` and profiles; None keeps nothing.
+        directory: of checkpoints (by step), ``metrics.jsonl`` and profiles, the same for all
+            processes; None keeps nothing, and SIGTERM then ends the process as ever.
         save_every: steps between checkpoints; the last step has one too.
         keep: how many checkpoints to keep; None keeps all.
         log_every: steps between looks at the metrics.
-        evaluate: state -> metrics, as ``lambda s: mean_metrics(eval_step, s, held_out)``.
+        evaluate: state -> metrics, as ``lambda s: mean_metrics(eval_step, s, held_out())``.
         evaluate_every: steps between; the last step has one too.
         on_metrics: told (step, metrics), in every process, of training and of evaluation (there
             the names begin with ``eval/``).
@@ -89,8 +88,8 @@ def train(
         progress: whether process 0 shows how it goes.
 
     Raises:
-        NotFiniteError: a metric is NaN or infinite: the step, and the arrays that are too. Nothing
-            is saved after the step.
+        NotFiniteError: the loss (or, if no metric is called loss, any) is NaN or infinite: the
+            step, and the arrays that are too. Nothing is saved after the step.
         PreemptedError: SIGTERM came to any of the processes; all have saved after the same step.
         CheckpointError: a checkpoint can't be written, or does not fit the state.
         RequestError: ``steps``, ``save_every``, ``log_every`` or ``profile`` make no sense.
@@ -98,7 +97,7 @@ def train(
     _check(steps, save_every, log_every, evaluate_every, profile, directory)
     folder = None if directory is None else Path(directory).absolute()
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_Stop(folder is not None))
+        stop = stack.enter_context(Stop(folder is not None))
         source = iter(batches)
         source, shardings = _prepared(step, state, source)
         checkpoints = None
@@ -106,33 +105,40 @@ def train(
             from executor.checkpoint import Checkpoints
 
             checkpoints = stack.enter_context(_open(Checkpoints(folder, keep=keep)))
-        done = 0
-        if checkpoints is not None and checkpoints.steps:
-            state, done = _resumed(checkpoints, state, shardings, source)
+        done = 0 if checkpoints is None else _done(checkpoints)
+        if checkpoints is not None and done:
+            state = _resumed(checkpoints, done, state, shardings, source)
             log.info("going on after step %d of %s", done, folder)
         meter = Meter(steps, done, folder, on_metrics, progress)
         stack.enter_context(meter.opened())
         stack.callback(_close, source)
         trace = stack.enter_context(_Profile(profile, folder))
         made = done
+        if made < steps and stop.reached(made):
+            raise PreemptedError(AGAIN)
         for made, batch in enumerate(itertools.islice(source, max(0, steps - done)), done + 1):
             trace.before(made, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=made):
                 state, metrics = _pair(step(state, batch))
             trace.after(made, state)
-            meter.add(made, metrics)
-            stopped, last = stop.reached(made), made == steps
-            if stopped or last or made % log_every == 0 or made % save_every == 0:
+            meter.add(made, metrics, state)
+            last = made == steps
+            stopped = not last and stop.reached(made)
+            saves = stopped or last or made % save_every == 0
+            if saves or made % log_every == 0:
                 meter.flush(state)
-            if evaluate is not None and (last or made % evaluate_every == 0):
-                _evaluated(evaluate, state, made, on_metrics, progress)
-            if checkpoints is not None and (stopped or last or made % save_every == 0):
+            if checkpoints is not None and saves:
                 _save(checkpoints, made, state, step, source)
             if stopped:
-                raise PreemptedError(AGAIN if checkpoints is not None else 128 + signal.SIGTERM)
+                raise PreemptedError(AGAIN)
+            if evaluate is not None and (last or made % evaluate_every == 0):
+                meter.evaluated(made, evaluate(state))
         meter.flush(state)
-        if checkpoints is not None and made > done and made not in checkpoints.steps:
-            _save(checkpoints, made, state, step, source)  # the batches ended first
+        if done < made < steps:  # the batches ended first
+            if checkpoints is not None and made not in checkpoints.steps:
+                _save(checkpoints, made, state, step, source)
+            if evaluate is not None and made % evaluate_every:
+                meter.evaluated(made, evaluate(state))
         return Trained(state, made, meter.latest)
 
 
@@ -191,21 +197,39 @@ def _prepared(step: Any, state: Any, source: Iterator[Any]) -> tuple[Iterator[An
     if not step.is_planned:
         if isinstance(source, Batches | Streams):
             position = source.position
-            first = next(source)
+            first = next(source, None)
             source.seek(position)
         else:
             first = next(source, None)
-            if first is None:
-                raise RequestError("there are no batches")
-            source = itertools.chain([first], source)
+            source = itertools.chain([] if first is None else [first], source)
+        if first is None:
+            raise RequestError("there are no batches to plan the step with")
         step.prepare(state, first)
     return source, step.compiled.in_shardings[0]
 
 
+def _done(checkpoints: Checkpoints) -> int:
+    """The step of the last checkpoint, 0 if there is none; the same in every process."""
+    mine = checkpoints.steps[-1] if checkpoints.steps else 0
+    if jax.process_count() == 1:
+        return mine
+    from jax.experimental import multihost_utils
+
+    from executor.checkpoint import CheckpointError
+
+    found = np.asarray(multihost_utils.process_allgather(np.asarray(mine))).reshape(-1)
+    if len(set(found.tolist())) > 1:
+        told = ", ".join(f"process {k}: {step}" for k, step in enumerate(found.tolist()))
+        raise CheckpointError(
+            f"processes see different last checkpoints in {checkpoints.directory} ({told}); the "
+            "folder must be the same for all, on a file system that they share"
+        )
+    return mine
+
+
 def _resumed(
-    checkpoints: Checkpoints, state: Any, shardings: Any, source: Iterator[Any]
-) -> tuple[Any, int]:
-    done = checkpoints.steps[-1]
+    checkpoints: Checkpoints, done: int, state: Any, shardings: Any, source: Iterator[Any]
+) -> Any:
     restored = checkpoints.restore(state, shardings=shardings, step=done)
     position = (checkpoints.extra(done) or {}).get("position")
     if isinstance(source, Batches | Streams):
@@ -218,7 +242,7 @@ def _resumed(
     else:
         for _ in itertools.islice(source, done):
             pass
-    return restored, done
+    return restored
 
 
 def _save(
@@ -235,20 +259,6 @@ def _pair(result: Any) -> tuple[Any, Any]:
             f"the step returned {type(result).__name__}, expected (state, metrics); wrap it"
         )
     return result
-
-
-def _evaluated(
-    evaluate: Callable[[Any], Mapping[str, float]],
-    state: Any,
-    made: int,
-    on_metrics: Callable[[int, Mapping[str, float]], None] | None,
-    progress: bool,
-) -> None:
-    found = {f"eval/{name}": float(value) for name, value in evaluate(state).items()}
-    if on_metrics is not None:
-        on_metrics(made, found)
-    if progress and jax.process_index() == 0:
-        print(f"step {made}  " + "  ".join(f"{n} {v:.5g}" for n, v in found.items()), flush=True)
 
 
 class _Profile:
@@ -284,34 +294,3 @@ class _Profile:
 def _close(source: Any) -> None:
     if isinstance(source, Batches | Streams):
         source.close()
-
-
-class _Stop:
-    """Whether SIGTERM came. Between processes, JAX's preemption service agrees on a step after
-    which all stop; alone, a signal handler notes it, if there is somewhere to save to."""
-
-    def __init__(self, can_save: bool) -> None:
-        self.alone = jax.process_count() == 1
-        self.handle = can_save and self.alone
-        self.came = False
-        self.before: Any = None
-
-    def __enter__(self) -> _Stop:
-        if self.handle and threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
-
-    def reached(self, made: int) -> bool:
-        """Whether to stop after this step; asked after every one."""
-        if self.alone:
-            return self.came
-        from jax.experimental import multihost_utils
-
-        return bool(multihost_utils.reached_preemption_sync_point(made))

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from executor.launch import Job, free_port, run_local
-from executor.peers import AGAIN, HostError, Watch
+from executor.lines import HostError
+from executor.peers import AGAIN, Watch
 from executor.roles import Role
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,7 @@ def test_strangers_are_sent_away() -> None:
     starting = threading.Thread(target=first.start, args=(20.0,))
     starting.start()
     port = int(where.rpartition(":")[2]) + 1
-    for words in (b"GET / HTTP/1.0\r\n\r\n", b'{"token": "meshwright other 2"}\n', b"[1]\n"):
+    for words in (b"GET / HTTP/1.0\r\n\r\n", b'{"job": "meshwright 1"}\n', b"[1]\n"):
         until = time.monotonic() + 10
         while True:
             try:
@@ -126,6 +127,48 @@ def test_strangers_are_sent_away() -> None:
     second.start(20.0)
     starting.join(20)
     assert sorted(first.peers) == [0, 1]
+
+
+def test_names_of_one_host_are_one_job() -> None:
+    port = free_port()
+    watches = [
+        Watch(Role(2, k, f"{host}:{port}"), 30.0, end=Told())
+        for k, host in enumerate(("127.0.0.1", "localhost"))
+    ]
+    starting = threading.Thread(target=watches[0].start, args=(20.0,))
+    starting.start()
+    watches[1].start(20.0)
+    starting.join(20)
+    assert sorted(watches[0].peers) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("role", "text"),
+    [
+        ((3, 1), r"process 0 .* expects 2 processes, process 1 .* says 3"),
+        ((2, 0), None),
+    ],
+)
+def test_who_does_not_fit_is_refused(role: tuple[int, int], text: str | None) -> None:
+    where, told = f"127.0.0.1:{free_port()}", Told()
+    first = Watch(Role(2, 0, where), 30.0, end=told)
+    starting = threading.Thread(target=lambda: _fails(first), daemon=True)
+    starting.start()
+    if text is not None:
+        with pytest.raises(HostError, match=text):
+            Watch(Role(*role, where), 30.0).start(10.0)
+        return
+    second = Watch(Role(2, 1, where), 30.0, end=told)
+    second._connect(time.monotonic() + 10, 10)
+    with contextlib.suppress(HostError):  # process 0 may have stopped listening by now
+        Watch(Role(2, 1, where), 30.0).start(1.0)
+    assert not told.event.wait(0.3) and second.lines[0].connection.fileno() >= 0
+    assert len(first.lines) == 1
+
+
+def _fails(watch: Watch) -> None:
+    with contextlib.suppress(HostError):
+        watch.start(3.0)
 
 
 def test_another_job_on_the_next_port_is_passed_over() -> None:

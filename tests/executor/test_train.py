@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from executor import (
     Batches,
@@ -25,6 +26,7 @@ from executor import (
     parallelize,
     train,
 )
+from executor.meter import named
 from executor.peers import AGAIN
 from planner.errors import RequestError
 
@@ -138,17 +140,36 @@ def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path) -> None:
     assert [x["step"] for x in lines(tmp_path)] == list(range(1, 14))
 
 
-def test_divergence_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    def shaped(state: Any, batch: Any) -> Any:
-        k = state["k"] + 1
-        return {"k": k}, jnp.where(k < 40, 5.0 - k / 10, jnp.where(k < 80, 6.0, 1.0))
+def shaped(values: list[float]) -> tuple[Any, Any]:
+    """A step whose losses are these, and its state."""
+    table = jnp.asarray(values)
 
-    state = {"k": jnp.int32(0)}
+    def step(state: Any, batch: Any) -> Any:
+        return {"k": state["k"] + 1}, {"loss": table[state["k"]], "accuracy": state["k"] / 9}
+
+    return jax.jit(step), {"k": jnp.int32(0)}
+
+
+def told_of(caplog: pytest.LogCaptureFixture, values: list[float], **options: Any) -> list[str]:
+    step, state = shaped(values)
     with caplog.at_level(logging.WARNING, "meshwright"):
-        train(jax.jit(shaped), state, itertools.repeat(0), steps=100, progress=False)
-    told = [r.message for r in caplog.records if "diverges" in r.message]
-    assert len(told) == 1
-    assert "loss diverges: 6 at step 50, above 4.45 where it began" in told[0]
+        train(step, state, itertools.repeat(0), steps=len(values), progress=False, **options)
+    return [r.message for r in caplog.records if "diverges" in r.message]
+
+
+def test_divergence_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    falling = [5.0 - k / 10 for k in range(40)]
+    told = told_of(caplog, [*falling, *[40.0] * 40, *[1.0] * 20])
+    assert told == ["the loss diverges: 40 at step 50; it began at 5 and was 1.55 at its lowest"]
+
+
+def test_noise_is_no_divergence(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    noise = (RNG.normal(size=100) / 100).tolist()
+    falling = [5.0 - k / 10 for k in range(40)]
+    assert not told_of(caplog, falling, directory=tmp_path)
+    values = [*falling, *(1.0 + x for x in noise)]  # goes on, at a plateau
+    assert not told_of(caplog, values, directory=tmp_path)
+    assert [x["step"] for x in lines(tmp_path)] == list(range(1, 141))
 
 
 def test_sigterm_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
@@ -178,6 +199,83 @@ def test_sigterm_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
     step, batches = made()
     whole = train(step, fresh(), batches, steps=20, progress=False)
     np.testing.assert_array_equal(again.state["w"], whole.state["w"])
+
+
+def test_a_late_sigterm_ends_the_process_as_ever(tmp_path: Path) -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        train(
+            jax.jit(fit),
+            fresh(),
+            plain(),
+            steps=4,
+            directory=tmp_path,
+            log_every=4,
+            on_metrics=lambda step, m: os.kill(os.getpid(), signal.SIGTERM),
+            progress=False,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM]  # handed on, after the last step was saved
+    assert (tmp_path / "4").is_dir()
+
+
+def test_the_checkpoint_is_there_before_the_evaluation(tmp_path: Path) -> None:
+    def breaks(state: Any) -> dict[str, float]:
+        raise OSError("no data to evaluate on")
+
+    with pytest.raises(OSError, match="no data"):
+        train(
+            jax.jit(fit),
+            fresh(),
+            plain(),
+            steps=4,
+            directory=tmp_path,
+            evaluate=breaks,
+            progress=False,
+        )
+    assert (tmp_path / "4").is_dir()
+
+
+def test_batches_that_end_first_are_evaluated_too(tmp_path: Path) -> None:
+    step, batches = made(epochs=1)
+    told: list[tuple[int, float]] = []
+    train(
+        step,
+        fresh(),
+        batches,
+        steps=100,
+        directory=tmp_path,
+        evaluate=lambda state: {"norm": float(jnp.abs(state["w"]).sum())},
+        on_metrics=lambda k, m: told.append((k, m.get("eval/norm", 0.0))),
+        progress=False,
+    )
+    assert told[-1][0] == 8 and told[-1][1] > 0
+    (line,) = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 8, "eval/norm": told[-1][1]}
+
+
+def test_metrics_that_are_arrays_of_the_state_outlive_it() -> None:
+    jitted = jax.jit(fit, donate_argnums=0)
+
+    def step(state: Any, batch: Any) -> Any:
+        state, metrics = jitted(state, batch)
+        return state, {**metrics, "rate": state["rate"]}
+
+    done = train(step, fresh(), plain(), steps=25, progress=False)
+    assert done.metrics["rate"] == pytest.approx(0.05)
+
+
+def test_only_the_loss_must_be_finite(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        state, metrics = fit(state, batch)
+        return state, {**metrics, "best": jnp.float32(jnp.inf)}
+
+    with caplog.at_level(logging.WARNING, "meshwright"):
+        train(jax.jit(step), fresh(), plain(), steps=30, directory=tmp_path, progress=False)
+    assert [r.message for r in caplog.records].count("best is inf at step 1") == 1
+    assert all(x["best"] is None for x in lines(tmp_path))
 
 
 def test_evaluation_follows_the_plan_of_training() -> None:
@@ -221,8 +319,21 @@ def test_a_follower_finds_arrays_by_name_when_it_sees_shapes_only() -> None:
     shapes = jax.eval_shape(fresh)
     placed = follower.prepare(shapes, next(plain())).in_shardings[0]["w"]
     assert placed == step.compiled.in_shardings[0]["w"] and any(placed.spec)
+    elsewhere = jax.make_mesh((4,), ("other",), devices=jax.devices()[:4])
+    far = jax.device_put(X[:8], jax.sharding.NamedSharding(elsewhere, P("other")))
+    follower = parallelize(errors, like=step)
+    follower.prepare(shapes, {**next(plain()), "x": far})  # no mark: it is on other devices
+    assert follower.plan.mesh == step.plan.mesh
     with pytest.raises(RequestError, match="has not been called yet"):
         parallelize(errors, like=parallelize(fit))(fresh(), next(plain()))
+
+
+def test_a_follower_is_planned_for_the_same_devices() -> None:
+    step = parallelize(fit, mesh="data=4", cluster="cpu:4", whole_below="1MB")
+    train(step, fresh(), plain(), steps=1, progress=False)
+    follower = parallelize(fit, like=step)
+    follower.prepare(fresh(), next(plain()))
+    assert str(follower.plan.mesh) == "data=4" and "cpu:4" in follower.plan.cluster
 
 
 def test_a_profile_is_written(tmp_path: Path) -> None:
@@ -268,6 +379,12 @@ def test_steps_of_another_form(tmp_path: Path) -> None:
         train(jax.jit(lambda s, b: s), fresh(), plain(), steps=1, progress=False)
     with pytest.raises(RequestError, match=r"metric x has shape \(8, 16\), expected a scalar"):
         train(jax.jit(lambda s, b: (s, b)), fresh(), plain(), steps=1, progress=False)
+    with pytest.raises(RequestError, match="metric x: it is complex"):
+        train(jax.jit(lambda s, b: (s, {"x": jnp.complex64(1)})), fresh(), plain(), steps=1)
+    with pytest.raises(RequestError, match="metric a/b: there is another of that name"):
+        named({"a/b": 1.0, "a": {"b": 2.0}})
+    with pytest.raises(RequestError, match="no batches to plan"):
+        train(parallelize(fit, cluster="cpu:8"), fresh(), [], steps=1, progress=False)
     with pytest.raises(RequestError, match="no batches to evaluate on"):
         mean_metrics(jax.jit(fit), fresh(), [])
     train(jax.jit(fit), fresh(), plain(), steps=1, directory=tmp_path, progress=False)
