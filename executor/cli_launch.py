@@ -128,7 +128,8 @@ def run_launch(options: argparse.Namespace) -> int:
         )
     if outcome.stopped:
         name = signal.Signals(outcome.stopped).name
-        _say(f"stopped by {name}; exit codes {', '.join(map(str, outcome.codes))}")
+        codes = ", ".join(map(str, outcome.codes)) or "none, nothing ran"
+        _say(f"stopped by {name}; exit codes {codes}")
     return outcome.code
 
 

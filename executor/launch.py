@@ -68,6 +68,8 @@ def launch(
             show(None, f"{error}; trying again")
             _sleep(PAUSE_S, stop)
             continue
+        if stop.asked:
+            return Outcome(stop.code, None, (), (), stopped=stop.asked)
         outcome = supervise(job, start, show, stop=stop, append=restart > 0)
         if outcome.code == 0 or outcome.stopped:
             return outcome

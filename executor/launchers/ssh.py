@@ -226,14 +226,7 @@ def bring(host: Host, sync: Sync, options: Sequence[str]) -> None:
 
 
 def _run(words: Sequence[str], given: IO[bytes] | int = subprocess.DEVNULL) -> Done:
-    return subprocess.run(
-        words,
-        stdin=given,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    return subprocess.run(words, stdin=given, capture_output=True, text=True, errors="replace")
 
 
 def _last(text: str) -> str:

@@ -130,12 +130,13 @@ def test_logs_of_all_starts_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "worker-0.out").read_text() == "start 0\nstart 1\n"
 
 
-def test_a_stop_before_the_start_starts_nothing_for_long() -> None:
+def test_a_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
     stop = Stop()
     stop.ask(signal.SIGTERM)
-    job = Job((sys.executable, "-c", "import time; time.sleep(600)"), 1)
+    job = Job((sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"), 1)
     outcome = launch(job, Local(), lambda *_: None, max_restarts=3, stop=stop)
     assert (outcome.code, outcome.stopped) == (75, signal.SIGTERM)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
