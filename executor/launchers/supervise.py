@@ -24,6 +24,8 @@ from executor.launchers.job import AGAIN, Job, LaunchError, Line, Outcome, Show,
 
 KEPT, TAIL = 200, 20
 """Lines kept of every process; lines of a failure without traceback that are shown again."""
+WAITING = 10_000
+"""Lines that may wait to be shown before their processes have to."""
 POLL_S = 0.1
 HELD_S = 2.0
 LATE_S = 10.0
@@ -72,7 +74,7 @@ class _Watch:
     ) -> None:
         self.job, self.tasks, self.show, self.stop, self.logs = job, tasks, show, stop, logs
         self.guards: list[subprocess.Popen[str]] = []
-        self.events: queue.Queue[tuple[int, Line | int]] = queue.Queue()
+        self.events: queue.Queue[tuple[int, Line | int]] = queue.Queue(WAITING)
         self.codes: dict[int, int] = {}
         self.ended: dict[int, float] = {}
         self.failures: list[_Failure] = []
@@ -92,9 +94,10 @@ class _Watch:
         tell_at = kill_at = drop_at = float("inf")
         told = killed = False
         while len(self.codes) < len(self.tasks):
-            self._next()
+            idle = not self._next()
             now = time.monotonic()
-            self._notice(now)
+            if idle:
+                self._notice(now)
             if not told:
                 self.first = _choose(self.failures)
                 if self.first is not None and tell_at == float("inf"):
@@ -129,8 +132,8 @@ class _Watch:
             pass
 
     def outcome(self) -> Outcome:
-        codes = tuple(self.codes.get(place, 137) for place in range(len(self.tasks)))
-        if self.stop.asked:
+        codes = tuple(self.codes.get(place, _code(one)) for place, one in enumerate(self.guards))
+        if self.stop.asked and any(codes):
             return Outcome(self.stop.code, None, (), codes, stopped=self.stop.asked)
         if self.first is None:
             return Outcome(0, None, (), codes)
@@ -144,7 +147,7 @@ class _Watch:
             if place not in self.codes and one.poll() is not None:
                 since = self.ended.setdefault(place, now)
                 if now - since > HELD_S:
-                    self.events.put((place, _code(one)))
+                    self._ended(place, _code(one))
 
     def _say(self, letter: str) -> None:
         for place, one in enumerate(self.guards):
@@ -158,17 +161,11 @@ class _Watch:
             place, what = self.events.get(timeout=wait_s) if wait_s else self.events.get_nowait()
         except queue.Empty:
             return False
-        task = self.tasks[place]
         if isinstance(what, int):
-            if place in self.codes:
-                return True
-            self.codes[place] = what
-            told_by_lines = task.process is None and self.failures
-            if what and not told_by_lines:
-                self.failures.append(_Failure(task.process, what, task.host))
+            self._ended(place, what)
             return True
         if what.failed is not None:
-            self.failures.append(_Failure(*what.failed, task.host))
+            self.failures.append(_Failure(*what.failed, self.tasks[place].host))
         self.recent.append(what.text)
         if what.process is not None:
             tail = self.tails.setdefault(what.process, [])
@@ -177,6 +174,15 @@ class _Watch:
                 self.logs[what.process].write(what.text + "\n")
         self.show(what.process, what.text)
         return True
+
+    def _ended(self, place: int, code: int) -> None:
+        if place in self.codes:
+            return
+        self.codes[place] = code
+        task = self.tasks[place]
+        told_by_lines = task.process is None and self.failures
+        if code and not told_by_lines:
+            self.failures.append(_Failure(task.process, code, task.host))
 
 
 def _choose(failures: list[_Failure]) -> _Failure | None:

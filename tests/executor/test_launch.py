@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from executor.cli import main
 from executor.launch import Job, Outcome, run_local
+from tests.executor.launching import gone
 
 SAY = "import os; print('I am', os.environ['MESHWRIGHT_PROCESS'])"
 
@@ -46,9 +46,7 @@ def test_the_first_failure_is_told_and_ends_the_others() -> None:
         "if k == '1':\n    print('no disk'); sys.exit(5)\n"
         "time.sleep(600)"
     )
-    begun = time.monotonic()
     outcome, shown = run(code)
-    assert time.monotonic() - begun < 60
     assert (outcome.code, outcome.process, outcome.tail) == (5, 1, ("no disk",))
     assert (1, "no disk") in shown
     assert outcome.codes[0] != 0 and outcome.codes[2] != 0
@@ -61,14 +59,6 @@ def test_a_signal_counts_as_a_failure() -> None:
     )
     outcome, _ = run(code)
     assert (outcome.code, outcome.process) == (137, 2)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -88,10 +78,7 @@ def test_nothing_is_left_behind_not_even_what_ignores_the_signal(tmp_path: Path)
     assert outcome.code == 3
     pids = [int(name) for name in os.listdir(tmp_path)]
     assert len(pids) == 6
-    deadline = time.monotonic() + 20
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in pids if alive(pid)]
+    gone(*pids)
 
 
 def test_the_command_restarts_and_says_what_failed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_what_does_not_listen_is_killed_after_the_grace(tmp_path: Path) -> None:
     assert "stopped by SIGTERM; exit codes 137" in told
     assert (tmp_path / "told").exists()
     gone(pid)
+
+
+def test_a_job_that_ends_well_when_told_has_ended_well(tmp_path: Path) -> None:
+    (tmp_path / "ready.py").write_text(SLEEP.replace("sys.exit(75)", "sys.exit(0)"))
+    with launcher_process(["launch", "-n", "1"], "ready.py") as launcher:
+        wait_for(tmp_path / "child0")
+        wait_for(tmp_path / "pid0")
+        launcher.terminate()
+        launcher.wait(60)
+    assert launcher.returncode == 0
+
+
+def test_more_lines_than_wait_at_once_all_arrive(tmp_path: Path) -> None:
+    code = "for k in range(30000): print(k)"
+    ((outcome,), shown) = outcomes(code, 2)
+    assert outcome.codes == (0, 0)
+    assert sorted(map(int, shown)) == sorted([*range(30000)] * 2)
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
@@ -150,6 +168,24 @@ def test_a_killed_guard_takes_its_process_along(tmp_path: Path) -> None:
     ((outcome,), _) = outcomes(code, 1)
     assert outcome.code == 137
     gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_an_orphan_that_holds_the_output_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Only where the guard itself is killed: else it ends orphans."""
+    code = (
+        "import os, signal, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        f"    open({str(tmp_path / 'tmp')!r}, 'w').write(str(os.getpid()))\n"
+        f"    os.rename({str(tmp_path / 'tmp')!r}, {str(tmp_path / 'pid')!r})\n"
+        "    time.sleep(600)\n"
+        f"while not os.path.exists({str(tmp_path / 'pid')!r}): time.sleep(0.01)\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\n"
+    )
+    ((outcome,), _) = outcomes(code, 1)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert outcome.code == 137
 
 
 @pytest.mark.parametrize(
