@@ -26,7 +26,7 @@ WIDTH = 98
 _COMPAT = (
     *("make_jaxpr", "body", "consts", "is_literal", "shape_of", "rebuild", "as_struct"),
     *("provenance", "bind", "scan_counts", "is_ref", "to_memory"),
-    *("in_host_memory", "placed_struct"),
+    *("in_host_memory", "placed_struct", "computed_on"),
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("inner_jaxpr", "inlined", "is_whole", "abstract")),
@@ -37,6 +37,7 @@ _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
 _IMPORTS = """\
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compute_on import compute_on
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding

@@ -163,7 +163,8 @@ class ConstrainedStep:
         name = eqn.primitive.name
         found = inlined(eqn, ins)
         if found is not None:
-            return self.remat(eqn, self.fetched(ins)) if name in REMAT else self.run(*found)
+            with compat.computed_on(eqn):
+                return self.remat(eqn, self.fetched(ins)) if name in REMAT else self.run(*found)
         ins = self.fetched(ins)
         build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if build is not None and not is_whole(eqn):

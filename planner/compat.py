@@ -6,11 +6,13 @@ rest of the project needs of them goes through here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax.experimental.compute_on import compute_on
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
@@ -111,11 +113,17 @@ def provenance(eqn: Any) -> AbstractContextManager[Any]:
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
+def computed_on(eqn: Any) -> AbstractContextManager[Any]:
+    """While it is open, new operations run where a ``compute_on`` around ``eqn`` says."""
+    place = getattr(getattr(eqn, "ctx", None), "compute_type", None)
+    return contextlib.nullcontext() if place is None else compute_on(place)
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
-    with provenance(eqn):
+    with provenance(eqn), computed_on(eqn):
         result = eqn.primitive.bind(*functions, *values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
 
