@@ -43,7 +43,8 @@ examples:
   planner checkpoint convert weights.safetensors run --separator .
 
 Leaves are named by the keys to them. A key's own ~ is written ~0, and the separator in it ~1, so
-that names are taken apart as they were joined. Memory holds one part of a leaf, 64 MB.
+that names are taken apart as they were joined. Memory holds some parts of leaves, of 64 MB or one
+shard.
 """
 
 _MERGE = f"""\

@@ -118,7 +118,9 @@ def _leaf(folder: File, path: Path, description: Any) -> Stored:
                 f"{folder}: leaf {shown(path)} is damaged or missing: {error}"
             ) from error
 
-    return Stored(path, tuple(description.shape or ()), np.dtype(description.dtype), read)
+    storage = getattr(description, "storage", None)
+    chunk = (storage and storage.chunk_shape) or (1,)
+    return Stored(path, tuple(description.shape or ()), np.dtype(description.dtype), read, chunk[0])
 
 
 def _spec(folder: File, name: str) -> dict[str, Any]:

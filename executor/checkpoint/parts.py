@@ -1,7 +1,8 @@
 """Leaves that are on disk, and are read part by part when they are wanted.
 
-What goes from one file to another is never in memory as a whole: parts are at most `PART_BYTES`
-large, or one row of a leaf's first dimension where that is larger.
+What goes from one file to another is never in memory as a whole. A part is some rows of a leaf's
+first dimension: `PART_BYTES`, or the rows that were saved together where they are larger, since a
+chunk on disk is read as a whole.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class Stored:
         shape: of the array.
         dtype: of its elements, as NumPy has it.
         read: a part -> its elements; raises CheckpointError, naming leaf and file, for damage.
+        rows: of its first dimension that lie in one chunk on disk.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[Index], np.ndarray]
+    rows: int = 1
 
     @property
     def size(self) -> int:
@@ -54,11 +57,12 @@ class Stored:
 
     def parts(self, multiple: int = 1) -> Iterator[Index]:
         """Parts along the first dimension that make up the leaf, in order, each of a multiple of
-        so many rows."""
+        so many rows, and of those of a chunk."""
         whole = tuple(slice(0, n) for n in self.shape)
         if self.nbytes <= PART_BYTES or not self.shape:
             yield whole
             return
+        multiple = math.lcm(multiple, self.rows)
         rows = max(1, PART_BYTES * self.shape[0] // self.nbytes // multiple) * multiple
         for begin in range(0, self.shape[0], rows):
             yield (slice(begin, min(begin + rows, self.shape[0])), *whole[1:])

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,9 @@ def test_parts_make_up_the_leaf(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     indices = list(leaf.parts())
     assert len(indices) == 4 and [i[0].stop - i[0].start for i in indices] == [3] * 4
     assert b"".join(leaf.read(i).tobytes() for i in indices) == np.asarray(leaf).tobytes()
-    assert [i[0].stop for i in leaf.parts(multiple=5)] == [5, 10, 12]
+    assert leaf.rows == 3  # as it was split
+    assert [i[0].stop for i in leaf.parts(multiple=2)] == [6, 12]
+    assert [i[0].stop for i in replace(leaf, rows=1).parts(multiple=5)] == [5, 10, 12]
     assert len(list(open_state(run).leaves["params", "n"].parts())) == 1
     for to in ("o.safetensors", "o"):
         write_state(
