@@ -1,0 +1,20 @@
+"""Training with parameter servers: synchronous, bounded-stale and asynchronous."""
+
+from executor.parameter_server.clock import Rule
+from executor.parameter_server.layout import Layout, Piece, layout_of
+from executor.parameter_server.shard import Counts, WaitError
+from executor.parameter_server.train import LostError, Served, train
+from executor.parameter_server.worker import ParameterServer
+
+__all__ = [
+    "Counts",
+    "Layout",
+    "LostError",
+    "ParameterServer",
+    "Piece",
+    "Rule",
+    "Served",
+    "WaitError",
+    "layout_of",
+    "train",
+]

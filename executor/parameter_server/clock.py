@@ -1,0 +1,90 @@
+"""How far apart workers may be: one rule for synchronous, bounded-stale and asynchronous training.
+
+A worker's clock is the number of updates that it has pushed. A worker at clock c may read when no
+other is behind c - s (Ho et al., More effective distributed ML via a stale synchronous parallel
+parameter server, NIPS 2013, section 2). With s = 0 and updates applied together once all are there,
+this is synchronous training; without a bound it is asynchronous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planner.errors import RequestError
+
+MODES = ("sync", "ssp", "async")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How far workers may be apart.
+
+    Attributes:
+        mode: "sync", "ssp" or "async".
+        staleness: for "ssp", updates that a worker may be ahead of the slowest.
+        aggregate: for "sync", pushes that make an update; None waits for all. The rest are backup
+            workers, whose late pushes are dropped and counted (Chen et al., Revisiting distributed
+            synchronous SGD, 2016).
+        discard_lag: pushes of a greater lag than this are dropped and counted; None keeps all.
+
+    Raises:
+        RequestError: an unknown mode, or numbers that make no sense in it.
+    """
+
+    mode: str = "sync"
+    staleness: int = 0
+    aggregate: int | None = None
+    discard_lag: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise RequestError(f"mode {self.mode!r}: expected one of {', '.join(MODES)}")
+        if self.staleness < 0 or (self.staleness and self.mode != "ssp"):
+            raise RequestError(
+                f"staleness={self.staleness} in mode {self.mode!r}: expected a number from 0 on, "
+                "in mode 'ssp' only"
+            )
+        if self.aggregate is not None and (self.aggregate < 1 or self.mode != "sync"):
+            raise RequestError(
+                f"aggregate={self.aggregate} in mode {self.mode!r}: expected at least 1, in mode "
+                "'sync' only"
+            )
+        if self.discard_lag is not None and (self.discard_lag < 0 or self.mode == "sync"):
+            raise RequestError(
+                f"discard_lag={self.discard_lag} in mode {self.mode!r}: expected a number from 0 "
+                "on, in mode 'ssp' or 'async'"
+            )
+
+
+@dataclass
+class Clocks:
+    """The clocks of the workers that are in the job.
+
+    Attributes:
+        rule: how far they may be apart.
+        at: clock of every worker that is there; who leaves is no longer waited for.
+    """
+
+    rule: Rule
+    at: dict[int, int] = field(default_factory=dict)
+
+    def join(self, worker: int) -> int:
+        """A worker comes, or comes back; it begins where the slowest is. Returns its clock."""
+        if worker not in self.at:
+            self.at[worker] = min(self.at.values(), default=0)
+        return self.at[worker]
+
+    def leave(self, worker: int) -> None:
+        """A worker has finished, or is lost."""
+        self.at.pop(worker, None)
+
+    def tick(self, worker: int) -> None:
+        """A worker has pushed."""
+        self.at[worker] += 1
+
+    def blockers(self, worker: int) -> tuple[int, ...]:
+        """Whom a worker has to wait for before it reads; nobody: it may."""
+        if self.rule.mode == "async":
+            return ()
+        least = self.at[worker] - self.rule.staleness
+        return tuple(sorted(w for w, clock in self.at.items() if clock < least))

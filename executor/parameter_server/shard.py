@@ -1,0 +1,264 @@
+"""One server's part of the parameters: values, optimizer state, clocks; safe for many threads.
+
+Every push has a number that its worker counts up. A number that was applied is not applied again,
+so a push that is sent twice, because an answer was lost, counts once. Every wait has a deadline and
+says for whom it waited.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from executor.parameter_server.clock import Clocks, Rule
+from executor.parameter_server.layout import Array, Flat
+from planner.errors import RequestError
+
+
+class WaitError(RequestError):
+    """A deadline passed; says who waited, and for which workers."""
+
+
+@dataclass
+class Counts:
+    """What a server did.
+
+    Attributes:
+        applied: pushes that are in the values.
+        updates: how often the values changed.
+        duplicates: pushes that came again, and were not applied again.
+        discarded: pushes that were left out by the rule, by worker.
+        lags: how many pushes had each lag, in updates between the read and the push.
+    """
+
+    applied: int = 0
+    updates: int = 0
+    duplicates: int = 0
+    discarded: dict[int, int] = field(default_factory=dict)
+    lags: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a read gives: the values, and how many updates are in them."""
+
+    version: int
+    values: Mapping[str, Array]
+
+
+class Shard:
+    """What one server holds.
+
+    Args:
+        rule: how far workers may be apart.
+        workers: how many there are to begin with, ranks from 0.
+        optimizer: applied to what is pushed; None adds it to the values.
+        wait_s: deadline of every wait, in seconds.
+        clock: the time, for tests.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        workers: int,
+        optimizer: optax.GradientTransformation | None,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rule, self.wait_s, self.clock = rule, wait_s, clock
+        self.optimizer = optimizer
+        self.clocks = Clocks(rule, dict.fromkeys(range(workers), 0))
+        self.counts = Counts()
+        self.version = 0
+        self.values: dict[str, jax.Array] | None = None
+        self.state: Any = None
+        self.last: dict[int, int] = {}
+        self.read_at: dict[int, int] = {}
+        self.waiting: dict[int, Mapping[str, Array]] = {}
+        self.at_barrier: set[int] = set()
+        self.passed = 0
+        self.changed = threading.Condition()
+        self._update = jax.jit(self._updated, donate_argnums=(0, 1))
+
+    def init(self, values: Flat) -> None:
+        """Begin with these values, unless there are some."""
+        with self.changed:
+            if self.values is None:
+                self.values = {d: jnp.array(x) for d, x in values.items()}
+                if self.optimizer is not None:
+                    self.state = self.optimizer.init(self.values)
+                self.changed.notify_all()
+
+    def join(self, worker: int) -> int:
+        """A worker comes, or comes back. Returns the number of its last push that counted."""
+        with self.changed:
+            self.clocks.join(worker)
+            self.changed.notify_all()
+            return self.last.get(worker, 0)
+
+    def leave(self, worker: int) -> None:
+        """A worker has finished, or is lost; nobody waits for it any more."""
+        with self.changed:
+            self.clocks.leave(worker)
+            self.waiting.pop(worker, None)
+            self._together()
+            self.changed.notify_all()
+
+    def push(self, worker: int, number: int, pushed: Mapping[str, Array]) -> bool:
+        """Take a worker's push.
+
+        Args:
+            worker: its rank.
+            number: of the push, from 1, one more each time.
+            pushed: gradients, in the form of the values.
+
+        Returns:
+            Whether it counts: False for one that came before, or that the rule leaves out.
+        """
+        with self.changed:
+            if self.values is None:
+                raise RequestError("push before init: call init(params) first")
+            if number <= self.last.get(worker, 0):
+                self.counts.duplicates += 1
+                return False
+            self.last[worker] = number
+            self.clocks.join(worker)
+            lag = self.version - self.read_at.get(worker, self.version)
+            counts = self._take(worker, lag, pushed)
+            self.clocks.tick(worker)
+            if counts:
+                self.counts.lags[lag] = self.counts.lags.get(lag, 0) + 1
+                self._together()
+            else:
+                self.counts.discarded[worker] = self.counts.discarded.get(worker, 0) + 1
+            self.changed.notify_all()
+            return counts
+
+    def _take(self, worker: int, lag: int, pushed: Mapping[str, Array]) -> bool:
+        """Apply a push, or lay it aside until all are there; False if it is left out."""
+        if self.rule.mode == "sync":
+            if lag > 0:  # a backup worker that is late: the update was made without it
+                return False
+            # what is pushed may lie in memory that its sender takes back
+            self.waiting[worker] = {d: np.array(x) for d, x in pushed.items()}
+            return True
+        if self.rule.discard_lag is not None and lag > self.rule.discard_lag:
+            return False
+        self._apply(pushed)
+        self.counts.applied += 1
+        return True
+
+    def _together(self) -> None:
+        """In synchronous training, one update of the mean once all are there, in order of rank: the
+        sum does not depend on who came first."""
+        if self.rule.mode != "sync" or not self.waiting:
+            return
+        needed = self.rule.aggregate or len(self.clocks.at)
+        if len(self.waiting) < min(needed, len(self.clocks.at)):
+            return
+        ranks = sorted(self.waiting)
+        total = {d: np.array(x) for d, x in self.waiting[ranks[0]].items()}
+        for rank in ranks[1:]:
+            for dtype, x in self.waiting[rank].items():
+                total[dtype] += x
+        for x in total.values():
+            x /= len(ranks)
+        self.waiting.clear()
+        self._apply(total)
+        self.counts.applied += len(ranks)
+
+    def _apply(self, pushed: Mapping[str, Array]) -> None:
+        self.values, self.state = self._update(self.values, self.state, dict(pushed))
+        self.version += 1
+        self.counts.updates += 1
+
+    def _updated(self, values: Any, state: Any, pushed: Any) -> Any:
+        if self.optimizer is None:
+            return jax.tree.map(jnp.add, values, pushed), state
+        updates, state = self.optimizer.update(pushed, state, values)
+        return optax.apply_updates(values, updates), state
+
+    def pull(self, worker: int) -> Values:
+        """The values, once the rule lets this worker read.
+
+        Raises:
+            WaitError: it did not in ``wait_s``; names the workers that are behind.
+        """
+        with self.changed:
+            until = self.clock() + self.wait_s
+            while (behind := self._behind(worker)) != ():
+                left = until - self.clock()
+                if left <= 0 or not self.changed.wait(left):
+                    raise WaitError(
+                        f"worker {worker} waited {self.wait_s:g} s to read: "
+                        + (
+                            "nobody has called init"
+                            if behind is None
+                            else f"worker{'s' * (len(behind) > 1)} "
+                            f"{', '.join(map(str, behind))} did not push"
+                        )
+                    )
+            self.read_at[worker] = self.version
+            assert self.values is not None
+            return Values(self.version, {d: np.asarray(x) for d, x in self.values.items()})
+
+    def push_pull(self, worker: int, number: int, pushed: Mapping[str, Array]) -> Values:
+        """``push``, then ``pull``."""
+        self.push(worker, number, pushed)
+        return self.pull(worker)
+
+    def now(self) -> tuple[Values, Counts]:
+        """The values as they are, for who is no worker, and what was done."""
+        with self.changed:
+            values = self.values or {}
+            return Values(self.version, {d: np.asarray(x) for d, x in values.items()}), self.counts
+
+    def members(self) -> tuple[int, ...]:
+        """The workers that are there."""
+        with self.changed:
+            return tuple(sorted(self.clocks.at))
+
+    def barrier(self, worker: int | None) -> None:
+        """Wait until every worker that is there has come; None asks for nothing.
+
+        Raises:
+            WaitError: some did not come in ``wait_s``; names them.
+        """
+        if worker is None:
+            return
+        with self.changed:
+            self.at_barrier.add(worker)
+            mine = self.passed
+            until = self.clock() + self.wait_s
+            while self.passed == mine:
+                if self.at_barrier >= set(self.clocks.at):
+                    self.passed += 1
+                    self.at_barrier.clear()
+                    self.changed.notify_all()
+                    return
+                left = until - self.clock()
+                if left <= 0 or not self.changed.wait(left):
+                    missing = ", ".join(map(str, sorted(set(self.clocks.at) - self.at_barrier)))
+                    self.at_barrier.discard(worker)
+                    raise WaitError(
+                        f"worker {worker} waited {self.wait_s:g} s at a barrier for: {missing}"
+                    )
+
+    def _behind(self, worker: int) -> tuple[int, ...] | None:
+        """Whom a worker waits for; None: for the first values."""
+        if self.values is None:
+            return None
+        self.clocks.join(worker)
+        if self.rule.mode == "sync":
+            if worker not in self.waiting:
+                return ()
+            return tuple(sorted(set(self.clocks.at) - set(self.waiting)))
+        return self.clocks.blockers(worker)

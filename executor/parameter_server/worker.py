@@ -1,0 +1,125 @@
+"""What a worker sees: the parameters as a pytree, pulled and pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from executor.parameter_server.layout import SPLIT_BYTES, Layout, layout_of
+from executor.parameter_server.links import Links
+from planner.errors import RequestError
+
+GRACE_S = 10.0
+"""What a worker waits longer than a server, whose error says more."""
+
+
+class ParameterServer:
+    """The parameters of a job, as one of its workers sees them.
+
+    Args:
+        links: to the servers.
+        rank: of this worker.
+        num_workers: how many there are.
+        wait_s: deadline of every wait, in seconds.
+        split_bytes: as for ``layout_of``.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        rank: int,
+        num_workers: int,
+        *,
+        wait_s: float = 300.0,
+        split_bytes: int = SPLIT_BYTES,
+    ) -> None:
+        self.rank, self.num_workers = rank, num_workers
+        self._links, self._wait_s, self._split = links, wait_s, split_bytes
+        self._layout: Layout | None = None
+        self._number = 0
+        self.version = 0
+
+    @property
+    def layout(self) -> Layout:
+        """Which server holds what; raises RequestError before ``init``."""
+        if self._layout is None:
+            raise RequestError("call init(params) first: nothing says what the parameters are")
+        return self._layout
+
+    @property
+    def shapes(self) -> Any:
+        """The parameters as ShapeDtypeStructs; None before ``init``."""
+        return None if self._layout is None else self._layout.like
+
+    def init(self, params: Any) -> Any:
+        """Say what the parameters are; the chief's (worker 0's) values are the first.
+
+        Returns:
+            The values that the servers have: the chief's, or those of a run that goes on.
+
+        Raises:
+            WaitError: the chief did not call it in time.
+        """
+        self._layout = layout_of(params, self._links.count, split_bytes=self._split)
+        if self.rank == 0:
+            self._call("init", [(flat,) for flat in self._layout.scatter(jax.device_get(params))])
+        self._number = max(self._call("join", [(self.rank,)] * self._links.count))
+        return self.pull()
+
+    def pull(self) -> Any:
+        """The parameters, as soon as this worker may read them: NumPy arrays of its own.
+
+        Raises:
+            WaitError: it might not in time; names the workers that are behind.
+        """
+        layout = self.layout
+        found = self._call("pull", [(self.rank,)] * self._links.count)
+        self.version = min(x.version for x in found)
+        return layout.gather([x.values for x in found])
+
+    def push(self, gradients: Any) -> bool:
+        """Send gradients (or, without an optimizer on the servers, what is to be added).
+
+        Returns:
+            Whether all servers took it; the rule may leave out what comes late.
+        """
+        flats = self.layout.scatter(jax.device_get(gradients))
+        self._number += 1
+        return all(self._call("push", [(self.rank, self._number, flat) for flat in flats]))
+
+    def push_pull(self, gradients: Any) -> Any:
+        """``push``, then ``pull``, in one message to each server and back."""
+        layout = self.layout
+        flats = layout.scatter(jax.device_get(gradients))
+        self._number += 1
+        found = self._call("push_pull", [(self.rank, self._number, flat) for flat in flats])
+        self.version = min(x.version for x in found)
+        return layout.gather([x.values for x in found])
+
+    def leave(self) -> None:
+        """Say that this worker has finished; the others no longer wait for it."""
+        self._call("leave", [(self.rank,)] * self._links.count)
+
+    def barrier(self) -> None:
+        """Wait until every worker that is there has come here.
+
+        Raises:
+            WaitError: some did not in time; names them.
+        """
+        self._links.call(
+            "barrier", [(self.rank,)] + [(None,)] * (self._links.count - 1), self._late
+        )
+
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the workers that are there."""
+        found: Sequence[int] = self._call("members", [()] * self._links.count)[0]
+        return tuple(found)
+
+    @property
+    def _late(self) -> float:
+        return self._wait_s + GRACE_S
+
+    def _call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._links.call(method, args, self._late)

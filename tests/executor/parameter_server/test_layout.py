@@ -1,0 +1,71 @@
+"""Every element is on exactly one server, bytes are even, and any layout gives the tree back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor.parameter_server import layout_of
+from planner.errors import RequestError
+
+DTYPES = ("float32", "bfloat16", "int8", "float16")
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Any:
+    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    leaves = [
+        np.asarray(jnp.asarray(rng.integers(-99, 99, size=shape), draw(st.sampled_from(DTYPES))))
+        for shape in shapes
+    ]
+    return {"first": leaves[0], "rest": leaves[1:]}
+
+
+@settings(deadline=None, max_examples=150)
+@given(trees(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 64), st.none() | st.just(3))
+def test_any_layout_gives_the_tree_back(
+    tree: Any, servers: int, others: int, split: int, parts: int | None
+) -> None:
+    layout = layout_of(tree, servers, split_bytes=split, parts=parts)
+    seen = [np.zeros(np.size(x), int) for x in jax.tree.leaves(tree)]
+    for piece in layout.pieces:
+        seen[piece.leaf][piece.begin : piece.end] += 1
+        width = np.dtype(layout.dtypes[piece.leaf]).itemsize
+        assert parts is not None or piece.size * width <= split or piece.size == 1
+    assert all((x == 1).all() for x in seen)
+    flats = layout.scatter(tree)
+    held = [sum(x.nbytes for x in flat.values()) for flat in flats]
+    assert tuple(held) == layout.bytes_of_server
+    again = layout.gather(flats)
+    moved = layout_of(tree, others, split_bytes=split)
+    for found in (again, moved.gather(moved.scatter(again))):  # to another number of servers
+        assert jax.tree.structure(found) == jax.tree.structure(tree)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+
+
+def test_bytes_are_even() -> None:
+    sizes = (5_000_000, 30, 700_000, 256, 1_000_000, 12)
+    tree = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
+    held = layout_of(tree, 3, split_bytes=2**18).bytes_of_server
+    assert sum(held) == 4 * sum(sizes) and max(held) - min(held) <= 2**18
+
+
+def test_what_does_not_fit_is_named() -> None:
+    layout = layout_of({"w": np.zeros((3, 4), np.float32)}, 2)
+    with pytest.raises(RequestError, match=r"\['w'\]: got float32\[4, 3\], expected float32\[3, 4"):
+        layout.scatter({"w": np.zeros((4, 3), np.float32)})
+    with pytest.raises(RequestError, match="got a pytree of the form"):
+        layout.scatter([np.zeros((3, 4), np.float32)])
+    with pytest.raises(RequestError, match=r"\['a'\]: got str, expected an array"):
+        layout_of({"a": "text"}, 1)
+    with pytest.raises(RequestError, match="servers=0"):
+        layout_of({}, 0)

@@ -1,0 +1,152 @@
+"""Whole runs: threads of one process, and Ray actors."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from executor.parameter_server import ParameterServer, WaitError, train
+from planner.errors import RequestError
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(96, 12)).astype(np.float32)
+Y = (X @ RNG.normal(size=(12, 3)) + 0.5).astype(np.float32)
+OPTIMIZER = optax.adam(0.05)
+STEPS = 40
+
+
+def fresh() -> Any:
+    return {"w": jnp.zeros((12, 3)), "b": jnp.zeros(3)}
+
+
+def loss(params: Any, x: Any, y: Any) -> jax.Array:
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+GRADIENT = jax.jit(jax.grad(loss))
+
+
+def fit(server: ParameterServer) -> int:
+    """Every worker its rows."""
+    params = server.init(fresh())
+    rows = slice(server.rank, None, server.num_workers)
+    for _ in range(STEPS):
+        params = server.push_pull(GRADIENT(params, X[rows], Y[rows]))
+    return server.rank
+
+
+def alone(workers: int) -> Any:
+    """The same in one loop: the mean of the workers' gradients, in order of rank."""
+    params, state = fresh(), OPTIMIZER.init(fresh())
+
+    @jax.jit
+    def update(params: Any, state: Any, mean: Any) -> Any:
+        updates, state = OPTIMIZER.update(mean, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(STEPS):
+        parts = [GRADIENT(params, X[k::workers], Y[k::workers]) for k in range(workers)]
+        total = jax.tree.map(lambda *g: sum(map(np.asarray, g[1:]), np.asarray(g[0])), *parts)
+        mean = jax.tree.map(lambda g: g / np.float32(workers), total)
+        params, state = update(params, state, mean)
+    return params
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (3, 1), (3, 2), (2, 4)])
+def test_synchronous_training_is_that_of_one_process(workers: int, servers: int) -> None:
+    done = train(
+        fit, workers=workers, servers=servers, optimizer=OPTIMIZER, backend="local", split_bytes=40
+    )
+    assert done.returned == tuple(range(workers)) and done.lost == ()
+    expected = alone(workers)
+    for name in ("w", "b"):  # XLA joins products and sums by the form of the arrays: no more equal
+        np.testing.assert_allclose(done.params[name], expected[name], rtol=2e-6, atol=1e-6)
+    again = train(
+        fit, workers=workers, servers=servers, optimizer=OPTIMIZER, backend="local", split_bytes=40
+    )
+    jax.tree.map(np.testing.assert_array_equal, done.params, again.params)  # whoever came first
+    assert all(c.updates == STEPS and c.applied == STEPS * workers for c in done.counts)
+
+
+@pytest.mark.parametrize("options", [{"mode": "ssp", "staleness": 2}, {"mode": "async"}])
+def test_stale_training_ends_as_well(options: dict[str, Any]) -> None:
+    sync = train(fit, workers=3, optimizer=OPTIMIZER, backend="local")
+    done = train(fit, workers=3, servers=2, optimizer=OPTIMIZER, backend="local", **options)
+    first, last = float(loss(fresh(), X, Y)), float(loss(done.params, X, Y))
+    assert last < 0.2 * first and last < 2 * float(loss(sync.params, X, Y)) + 0.05
+    for counts in done.counts:
+        assert counts.applied == counts.updates == 3 * STEPS
+
+
+def test_errors_of_a_loop_come_out() -> None:
+    def breaks(server: ParameterServer) -> None:
+        server.init(fresh())
+        if server.rank == 1:
+            raise OSError("disk gone")
+        server.push(fresh())
+
+    with pytest.raises(OSError, match="disk gone"):
+        train(breaks, workers=2, optimizer=OPTIMIZER, backend="local")
+
+
+def test_who_is_waited_for_is_named() -> None:
+    def sleeps(server: ParameterServer) -> Any:
+        params = server.init(fresh())
+        if server.rank == 0:
+            return server.push_pull(params)
+        time.sleep(2)  # longer than worker 0 waits
+        return None
+
+    with pytest.raises(WaitError, match=r"worker 0 waited 0.3 s to read: worker 1 did not push"):
+        train(sleeps, workers=2, backend="local", wait_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers": 0}, "workers=0"),
+        ({"servers": 0}, "servers=0"),
+        ({"mode": "eventually"}, "mode 'eventually'"),
+        ({"aggregate": 5}, "aggregate=5: there are 2 workers"),
+        ({"backend": "mpi"}, "backend 'mpi'"),
+        ({"optimizer": optax.clip_by_global_norm(1.0)}, "looks at several elements at once"),
+    ],
+)
+def test_broken_requests(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        train(fit, **{"workers": 2, "backend": "local", **options})
+
+
+@pytest.mark.slow
+def test_on_ray() -> None:
+    pytest.importorskip("ray")
+    done = train(fit, workers=2, servers=2, optimizer=OPTIMIZER, wait_s=60, split_bytes=40)
+    assert done.returned == (0, 1)
+    expected = alone(2)
+    for name in ("w", "b"):
+        np.testing.assert_allclose(done.params[name], expected[name], rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_left_behind() -> None:
+    pytest.importorskip("ray")
+
+    def dies(server: ParameterServer) -> int:
+        params = server.init(fresh())
+        for k in range(STEPS):
+            if server.rank == 1 and k == 10:
+                os._exit(9)
+            params = server.push_pull(GRADIENT(params, X, Y))
+        return server.rank
+
+    done = train(dies, workers=3, optimizer=OPTIMIZER, wait_s=60)
+    assert done.lost == (1,) and done.returned == (0, None, 2)
+    (counts,) = done.counts
+    assert counts.updates == STEPS and counts.applied == 2 * STEPS + 10
