@@ -22,6 +22,7 @@ PACKAGES = (
     "planner.report.html",
     "planner.search",
     "executor",
+    "executor.parameter_server",
     "costmodels",
 )
 COMMANDS = (

@@ -7,6 +7,7 @@ says for whom it waited.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -54,6 +55,12 @@ class Values:
     values: Mapping[str, Array]
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(values: Any, state: Any, pushed: Any) -> Any:
+    """An update without an optimizer."""
+    return jax.tree.map(jnp.add, values, pushed), state
+
+
 class Shard:
     """What one server holds.
 
@@ -86,7 +93,7 @@ class Shard:
         self.at_barrier: set[int] = set()
         self.passed = 0
         self.changed = threading.Condition()
-        self._update = jax.jit(self._updated, donate_argnums=(0, 1))
+        self._update = _add if optimizer is None else jax.jit(self._updated, donate_argnums=(0, 1))
 
     def init(self, values: Flat) -> None:
         """Begin with these values, unless there are some."""
@@ -181,8 +188,7 @@ class Shard:
         self.counts.updates += 1
 
     def _updated(self, values: Any, state: Any, pushed: Any) -> Any:
-        if self.optimizer is None:
-            return jax.tree.map(jnp.add, values, pushed), state
+        assert self.optimizer is not None
         updates, state = self.optimizer.update(pushed, state, values)
         return optax.apply_updates(values, updates), state
 
