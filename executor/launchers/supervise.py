@@ -133,7 +133,7 @@ class _Watch:
 
     def outcome(self) -> Outcome:
         codes = tuple(self.codes.get(place, _code(one)) for place, one in enumerate(self.guards))
-        if self.stop.asked and any(codes):
+        if self.stop.asked and (any(codes) or self.failures):
             return Outcome(self.stop.code, None, (), codes, stopped=self.stop.asked)
         if self.first is None:
             return Outcome(0, None, (), codes)
