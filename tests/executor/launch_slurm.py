@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -107,6 +109,16 @@ def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 one.kill()
                 one.wait()
+        _end_steps(env["SLURM_CONF"])
+
+
+def _end_steps(config: str) -> None:
+    """Kill what slurmd left of steps that it was still cleaning up."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            here = f"SLURM_CONF={config}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if here and (folder / "comm").read_text().strip() == "slurmstepd":
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _wait(folder: Path, running: list[subprocess.Popen[bytes]], ready: object) -> None:
