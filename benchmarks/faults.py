@@ -38,7 +38,8 @@ import hashlib, json, os, sys
 from pathlib import Path
 from pydoc_data.topics import topics
 import jax, jax.numpy as jnp, numpy as np, optax
-from executor import initialize, parallelize, shard, train
+from executor import initialize, parallelize, train
+from executor.data import shard
 
 folder = Path(sys.argv[1])
 role = initialize(deadline_s={DEADLINE_S})
