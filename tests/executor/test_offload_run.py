@@ -173,4 +173,4 @@ def test_compilers_put_it_where_the_plan_says(cluster: str, package: str, near: 
         assert plan.prediction.peak_bytes == pytest.approx(found.peak_bytes, rel=near)
         peaks.append((plan.prediction.peak_bytes, found.peak_bytes))
     fallen = [peaks[0][k] - peaks[1][k] for k in (0, 1)]
-    assert fallen[0] == pytest.approx(fallen[1], rel=0.05)  # by what the moments take
+    assert 0 < 0.95 * fallen[0] <= fallen[1]  # by what the moments take, or more
