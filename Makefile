@@ -2,13 +2,14 @@
 # make test   install into .venv and run the tests
 # make zoo    plan, run and compare some 170 small programs, print the table
 # make test-hosts  the tests of several processes and hosts, with every launcher that is there
+# make test-ps  the tests of parameter servers, on Ray too
 # make docs   build the documentation into build/docs, warnings are errors
 # make check  exactly what CI runs: format, types, borders, documentation, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all zoo check lint docs benchmarks clean
+.PHONY: demo test test-all test-hosts test-ps zoo check lint docs benchmarks clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml
@@ -42,7 +43,10 @@ test-hosts: $(VENV)/.hosts
 	$(BIN)/python -m pytest -m '' -rs tests/executor/test_roles.py tests/executor/test_hosts.py \
 	  tests/executor/test_peers.py tests/executor/test_launch*.py tests/executor/test_data*.py \
 	  tests/executor/test_checkpoint*.py \
-	  tests/executor/test_train.py tests/executor/test_faults.py
+	  tests/executor/test_train.py tests/executor/test_preempt.py tests/executor/test_faults.py
+
+test-ps: $(VENV)/.hosts
+	$(BIN)/python -m pytest -m '' -rs tests/executor/parameter_server
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
