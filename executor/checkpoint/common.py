@@ -7,7 +7,9 @@ they are joined by "/", with "~" as "~0" and "/" as "~1" in a key (RFC 6901). Or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -107,6 +109,23 @@ def _with_list(tree: Any, path: Path) -> Any:
         if isinstance(tree, dict) and path[0] in tree:
             tree[path[0]] = _with_list(tree[path[0]], path[1:])
         return tree
-    if not isinstance(tree, dict) or not all(key.isdecimal() for key in tree):
+    if not isinstance(tree, dict) or not all(_is_number(key) for key in tree):
         return tree
     return [tree.get(str(k)) for k in range(max(map(int, tree), default=-1) + 1)]
+
+
+def read_json(folder: File) -> dict[str, Any] | None:
+    """An item that Orbax wrote as JSON; None if it is not there. Asks no other process."""
+    file = folder / "metadata"
+    if not file.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _is_number(key: str) -> bool:
+    """Whether a key is what a sequence's would be: "4", not "04"."""
+    return key.isascii() and key.isdecimal() and str(int(key)) == key

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -45,11 +46,12 @@ class Wanted:
     def made(self, read: Any) -> Any:
         """The leaf, from what was read (None of an empty array)."""
         if self.struct.size == 0:
-            return _empty(self.struct)
+            read = _empty(self.struct)
         if isinstance(self.like, _NUMBERS):
             return type(self.like)(np.asarray(read).item())
         if _is_key(self.like):
-            return jax.random.wrap_key_data(read, impl=str(jax.random.key_impl(self.like)))
+            kind = jax.random.key_impl(jnp.empty((0,), self.like.dtype))  # of shapes too
+            return jax.random.wrap_key_data(read, impl=str(kind))
         return read
 
 

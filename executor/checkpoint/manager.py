@@ -8,6 +8,7 @@ wrong said by leaf.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from executor.checkpoint.common import (
     Path,
     leaves_of,
     nested,
+    read_json,
     sequences_of,
     shown,
 )
@@ -79,7 +81,7 @@ class Checkpoints:
             )
         except OSError as error:
             raise CheckpointError(f"checkpoints in {directory}: {error}") from error
-        self._swept = False
+        self._keep, self._swept = keep, False
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -115,8 +117,9 @@ class Checkpoints:
             extra: anything else that is JSON, such as the position in the data.
 
         Raises:
-            CheckpointError: that step is there already, a leaf is no array, or the last save
-                failed; then no later than with ``wait``.
+            CheckpointError: that step is there already, or would be removed at once since later
+                ones are there and ``keep`` is set; a leaf is no array, ``extra`` is no JSON, or the
+                last save failed; then no later than with ``wait``.
         """
         leaves = arrays_to_save(leaves_of(state))
         full = {path: x for path, x in leaves.items() if np.prod(x.shape, dtype=np.int64)}
@@ -137,7 +140,16 @@ class Checkpoints:
         if plan is not None:
             items[PLAN] = ocp.args.JsonSave({"plan": plan.to_json()})
         if extra is not None:
-            items[EXTRA] = ocp.args.JsonSave(dict(extra))
+            try:  # as it is now: it is written later
+                items[EXTRA] = ocp.args.JsonSave(json.loads(json.dumps(dict(extra))))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"extra is no JSON: {error}; nothing was saved") from error
+        latest = max(self.steps, default=step)
+        if self._keep is not None and step < latest:
+            raise CheckpointError(
+                f"step {step} was not saved: step {latest} is there, and with keep={self._keep} "
+                "the older one would make room by removing it; save under a later step"
+            )
         self._sweep()
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -165,12 +177,12 @@ class Checkpoints:
 
     def plan(self, step: int | None = None) -> Plan | None:
         """The plan beside a checkpoint, if there is one."""
-        raw = self._json(self._step(step), PLAN)
+        raw = read_json(self.directory / str(self._step(step)) / PLAN)
         return None if raw is None else plan_from_json(raw["plan"], f"plan of {self.directory}")
 
     def extra(self, step: int | None = None) -> dict[str, Any] | None:
         """What was saved as ``extra``, if anything was."""
-        return self._json(self._step(step), EXTRA)
+        return read_json(self.directory / str(self._step(step)) / EXTRA)
 
     def restore(
         self,
@@ -274,18 +286,6 @@ class Checkpoints:
                 f"no checkpoint of step {step} in {self.directory}; steps: {told}"
             )
         return steps[-1] if step is None else step
-
-    def _json(self, step: int, item: str) -> dict[str, Any] | None:
-        if not (self.directory / str(step) / item).exists():
-            return None
-        try:
-            found = self._manager.restore(
-                step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()})
-            )
-        except Exception as error:
-            raise CheckpointError(f"{self.directory / str(step) / item}: {error}") from error
-        raw: dict[str, Any] = found[item]
-        return raw
 
     def _sweep(self) -> None:
         """Before the first save, remove what interrupted ones left; readers remove nothing."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from executor.checkpoint.common import Path
+from executor.checkpoint.common import CheckpointError, Path, shown
 
 PART_BYTES = 64 * 2**20
 """Bytes of a part, and of a chunk of what is written."""
@@ -75,6 +75,22 @@ class Stored:
         return self.whole() if dtype is None else self.whole().astype(dtype)
 
     def cast(self, dtype: np.dtype[Any]) -> Stored:
-        """The same leaf with elements of another type, rounded part by part."""
-        read = self.read
-        return replace(self, dtype=dtype, read=lambda index: read(index).astype(dtype))
+        """The same leaf with elements of another type, rounded part by part.
+
+        Raises:
+            CheckpointError (when read): a number is too large for the type.
+        """
+
+        def rounded(index: Index) -> np.ndarray:
+            with np.errstate(over="ignore"):
+                before = self.read(index)
+                after = before.astype(dtype)
+            lost = np.isfinite(before.astype(np.float64)) & ~np.isfinite(after.astype(np.float64))
+            if lost.any():
+                raise CheckpointError(
+                    f"{shown(self.path)} has {before[lost].flat[0]}, too large for {dtype}; choose "
+                    "another type, or leave this leaf out"
+                )
+            return after
+
+        return replace(self, dtype=dtype, read=rounded)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from executor.checkpoint.common import CheckpointError, Path, nested, shown, taken
+from executor.checkpoint.common import CheckpointError, Path, nested, read_json, shown, taken
 from executor.checkpoint.manager import EXTRA, PLAN, STATE, FromDisk
 from executor.checkpoint.orbax_files import contents
 from executor.checkpoint.parts import Stored
@@ -108,6 +108,8 @@ def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes:
         CheckpointError: it is there already, can't be written, or a leaf can't be read or has no
             such form; nothing is left then.
     """
+    if to.is_dir() and any(to.iterdir()):
+        raise CheckpointError(f"{to} is there already, and not empty")
     if form == "safetensors":
         own = {
             "sequences": [list(path) for path in saved.sequences],
@@ -118,8 +120,6 @@ def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes:
         }
         return write_tensors(saved.leaves, to, separator, max_bytes, {NOTES: json.dumps(own)})
     step = saved.step or 0
-    if (to / str(step)).exists():
-        raise CheckpointError(f"{to / str(step)} is there already")
     tree = nested(saved.leaves, saved.sequences)
     with FromDisk(to, keep=None, asynchronous=False) as out:
         out.save(step, tree, plan=saved.plan, extra=saved.extra)
@@ -202,7 +202,7 @@ def _of_step(folder: File, step: int | None, steps: tuple[int, ...]) -> Saved:
     state = _state_in(folder)
     assert state is not None
     found = contents(state)
-    plan = _json(folder / PLAN)
+    plan = read_json(folder / PLAN)
     return Saved(
         folder,
         found.leaves,
@@ -210,20 +210,8 @@ def _of_step(folder: File, step: int | None, steps: tuple[int, ...]) -> Saved:
         step,
         steps,
         None if plan is None else plan_from_json(plan["plan"], f"plan of {folder}"),
-        _json(folder / EXTRA),
+        read_json(folder / EXTRA),
     )
-
-
-def _json(folder: File) -> dict[str, Any] | None:
-    """An item that Orbax wrote as JSON."""
-    file = folder / "metadata"
-    if not file.exists():
-        return None
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _from_tensors(where: File, files: Sequence[File], separator: str | None) -> Saved:
@@ -234,7 +222,7 @@ def _from_tensors(where: File, files: Sequence[File], separator: str | None) -> 
             own = json.loads(metadata[NOTES])
         except ValueError as error:
             raise CheckpointError(f"{where}: its metadata is damaged: {error}") from error
-    separator = separator or own.get("separator", "/")
+    separator = own.get("separator") or separator or "/"
     leaves = {}
     for name, leaf in named.items():
         path = taken(name, separator)

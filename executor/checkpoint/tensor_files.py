@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as File
@@ -61,7 +62,14 @@ def tensor_files(where: File) -> tuple[File, ...]:
             raise CheckpointError(f"{where} has several indices: {told}; name one of them")
         if indices:
             return tensor_files(indices[0])
-        return tuple(sorted(where.glob(f"*{SUFFIX}")))
+        files = tuple(sorted(where.glob(f"*{SUFFIX}")))
+        part = next((x for x in files if re.search(rf"-\d{{5}}-of-\d{{5}}{SUFFIX}$", x.name)), None)
+        if part is not None:
+            raise CheckpointError(
+                f"{part} is one of several files, but their index (*{INDEX}) is not there: the "
+                "rest may be missing too"
+            )
+        return files
     if where.name.endswith(INDEX):
         try:
             names = sorted(

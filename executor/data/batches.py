@@ -100,6 +100,11 @@ class Batches:
             DataError: it is of other data, another batch size or another order.
         """
         found = position_of(position, self.position)
+        if found.epoch < 0 or not 0 <= found.batch < self.batches_per_epoch:
+            raise DataError(
+                f"the position is batch {found.batch} of epoch {found.epoch}; with policy "
+                f"{self._policy!r} an epoch has {self.batches_per_epoch} batches here"
+            )
         self.close()
         self._in_lanes(found.lanes)
         self._next = (found.epoch, found.batch)

@@ -190,6 +190,7 @@ class Reader:
             for item in self.items:
                 if not self._put((item, None)):
                     return
+            self._put((None, StopIteration()))
         except BaseException as error:
             self._put((None, error))
 

@@ -50,6 +50,8 @@ def shard(
     Raises:
         DataError: the source is none of these, or `Batches`, `Files` or `Streams` refuse it.
     """
+    if isinstance(source, str | os.PathLike):
+        raise DataError(f"{source}: a source is a list of files; pass [{str(source)!r}]")
     if _is_files(source):
         source = Files(source, read or read_file, count)
     elif read is not None or count is not None:

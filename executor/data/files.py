@@ -7,7 +7,9 @@ rows of their own few files, and nobody's run is longer than another's however l
 
 from __future__ import annotations
 
+import hashlib
 import os
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from executor.data.agree import everyones
+from executor.data.agree import everyones, everyones_bytes
 from executor.data.common import DataError, Leaf
 from executor.data.sources import Order, shuffled
 
@@ -36,7 +38,7 @@ def read_file(file: str | os.PathLike[str]) -> Any:
         if kind == ".npz":
             with np.load(file) as found:
                 return dict(found)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{file}: {error}") from error
     raise DataError(
         f"{file}: only .npy and .npz are read by themselves; pass read=, a function of a file "
@@ -119,6 +121,14 @@ class Files:
             except Exception as error:  # told below, when nobody waits for this process any more
                 failed, mine[k] = error, -2
                 break
+        names = "\n".join(os.path.basename(str(file)) for file in self.files).encode()
+        prints = everyones_bytes(hashlib.sha256(names).digest())
+        others = [k for k, found in enumerate(prints) if found != prints[0]]
+        if others:
+            raise DataError(
+                f"process {others[0]} has another list of files than process 0; give all the same, "
+                "in the same order (glob does not sort)"
+            )
         told = everyones(mine)
         if failed is not None:
             raise failed
