@@ -153,7 +153,7 @@ class CompiledStep:
         except ValueError as error:
             if not self.fits(args):
                 raise ShapesChangedError from error
-            if "sharding" not in str(error) and "device" not in str(error):
+            if not any(word in str(error) for word in ("sharding", "device", "memory")):
                 raise
             return self.jitted(*self.place(*args))
 

@@ -28,7 +28,8 @@ def follow(
     Returns:
         The arguments as ShapeDtypeStructs: those that are on the leader's devices with the sharding
         that they have, those that only have the name and shape of one of its arguments with the
-        one that the plan gives it. And the options, with the leader's mesh.
+        one that the plan gives it. And the options, with the leader's mesh and without what is kept
+        in host memory: that is of a state which comes back.
     """
     known: dict[tuple[str, tuple[int, ...]], set[jax.sharding.NamedSharding]] = {}
     placed = jax.tree_util.tree_leaves_with_path(leader.in_shardings)
@@ -47,8 +48,9 @@ def follow(
         weak = bool(getattr(x, "weak_type", False))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
+    asked = options.keys() - {"offload"}
     taken = {
-        name: options[name] if name in options and value in (None, 0.0, ()) else value
+        name: options[name] if name in asked and value in (None, 0.0, ()) else value
         for name, value in own.items()
     }
     taken["mesh"] = leader.plan.mesh

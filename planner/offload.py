@@ -109,9 +109,11 @@ def hosted_of(
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if live[op.index] and entry is not None and graph.changes_memory(op):
-            factors = frozenset(f for f in entry[1][0] if f >= 0)
-            nbytes, weight = graph.values[op.inputs[0]].nbytes, graph.regions[op.region].weight
-            out[entry[0]].append(Hosted(float(nbytes), factors, weight, always=True))
+            weight = graph.regions[op.region].weight
+            for k in graph.memory_changes(op):
+                factors = frozenset(f for f in entry[1][k] if f >= 0)
+                nbytes = float(graph.values[op.inputs[k]].nbytes)
+                out[entry[0]].append(Hosted(nbytes, factors, weight, always=True))
     if not values:
         return tuple(map(tuple, out))
     back = {graph.inputs[i]: graph.outputs[o] for i, o in graph.ties}
@@ -120,7 +122,8 @@ def hosted_of(
         if home is not None:
             factors = frozenset(f for f in home[1] if f >= 0)
             copies = len(spans) + (back[value] != value)
-            out[home[0]].append(Hosted(float(graph.values[value].nbytes), factors, copies))
+            if copies:  # else it only passes through
+                out[home[0]].append(Hosted(float(graph.values[value].nbytes), factors, copies))
     return tuple(map(tuple, out))
 
 

@@ -71,7 +71,7 @@ def logical_rules_text(plan: Plan) -> str:
         'names are dimensions of one size, split alike; None is not split.\n"""\n\n'
         f"MESH_AXES = {mesh_text(plan.mesh)}\n\n"
         f"LOGICAL_AXIS_RULES = (\n{rules})\n\n"
-        f"{mapping_text('LOGICAL_AXES', names)}"
+        f"{mapping_text('LOGICAL_AXES', names)}" + _memory_text(plan)
     )
 
 

@@ -93,10 +93,17 @@ class Graph:
     ties: tuple[tuple[int, int], ...]
 
     def changes_memory(self, op: Op) -> bool:
-        """Whether an operation copies its operand between device and host memory."""
-        if op.kind != "device_put" or op.inputs[0] == SCALAR:
-            return False
-        return self.values[op.inputs[0]].host != self.values[op.outputs[0]].host
+        """Whether an operation copies an operand between device and host memory."""
+        return bool(self.memory_changes(op))
+
+    def memory_changes(self, op: Op) -> tuple[int, ...]:
+        """Which operands an operation copies between device and host memory."""
+        if op.kind != "device_put":
+            return ()
+        pairs = enumerate(zip(op.inputs, op.outputs, strict=True))
+        return tuple(
+            k for k, (i, o) in pairs if i != SCALAR and self.values[i].host != self.values[o].host
+        )
 
     def op_text(self, op: Op) -> str:
         """One operation as text, without names: what two equal steps share."""

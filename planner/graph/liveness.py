@@ -108,7 +108,9 @@ def intervals(
     for index in updated:
         if index not in hosted:
             at = found.time[graph.values[index].op]
-            out.append(Interval(index, first.get(index, at), at + 1, "host"))
+            reads = [t for t in found.reads[index] if t < len(graph.ops)]  # of the step itself
+            until = max([at, *reads]) if last[index] >= len(graph.ops) else max(at, last[index])
+            out.append(Interval(index, first.get(index, at), until + 1, "host"))
     return tuple(out)
 
 

@@ -174,3 +174,60 @@ def test_compilers_put_it_where_the_plan_says(cluster: str, package: str, near: 
         peaks.append((plan.prediction.peak_bytes, found.peak_bytes))
     fallen = [peaks[0][k] - peaks[1][k] for k in (0, 1)]
     assert 0 < 0.95 * fallen[0] <= fallen[1]  # by what the moments take, or more
+
+
+@pytest.mark.parametrize("like", [True, False])
+def test_an_evaluation_reads_state_that_is_on_the_host(like: bool) -> None:
+    step = parallelize(train_step, mesh="data=4,model=2", offload="'params'")
+    state, _ = step(fresh(), X)
+    assert state["params"]["in"].sharding.memory_kind == "pinned_host"
+
+    def norm(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
+
+    options: dict[str, Any] = {"like": step} if like else {"mesh": "data=4,model=2"}
+    evaluation = parallelize(norm, **options)
+    expected = float(norm(jax.tree.map(np.asarray, state["params"]), X))
+    for _ in range(3):
+        assert float(evaluation(state["params"], X)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_new_value_that_is_read_again_is_on_the_device_until_then() -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        new = state["big"] - 0.1 * jnp.tanh(state["big"])
+        y = x
+        for _ in range(3):
+            y = jnp.tanh(y @ state["small"])
+        return {**state, "big": new}, (y @ new).sum()
+
+    shapes = {
+        "big": jax.ShapeDtypeStruct((1024, 4096), jnp.float32),
+        "small": jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
+    plain = make_plan(step, shapes, x, cluster="h100:1", donate_argnums=0)
+    hosted = make_plan(step, shapes, x, cluster="h100:1", donate_argnums=0, offload="'big'")
+    big = 4 * 1024 * 4096  # the peak is at the last product, which has it as an operand
+    assert hosted.prediction.peak_bytes == pytest.approx(
+        plain.prediction.peak_bytes, abs=0.25 * big
+    )
+
+
+def test_copies_of_several_arrays_at_once_are_priced_one_by_one() -> None:
+    def step(together: bool) -> Any:
+        def run(x: jax.Array) -> jax.Array:
+            y, z = jnp.tanh(x @ x), jnp.sin(x @ x)
+            one = jnp.float32(0) + x[0, 0]
+            if together:
+                _, y, z = jax.device_put((one, y, z), jax.memory.Space.Host)
+                _, y, z = jax.device_put((one, y, z), jax.memory.Space.Device)
+            else:
+                y, z = (jax.device_put(a, jax.memory.Space.Host) for a in (y, z))
+                y, z = (jax.device_put(a, jax.memory.Space.Device) for a in (y, z))
+            return (y @ z).sum()
+
+        return run
+
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    one, two = (make_plan(step(t), x, cluster="h100:1").prediction.host_s for t in (True, False))
+    assert two > 0 and one == pytest.approx(two, rel=0.5) and one >= two
