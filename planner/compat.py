@@ -7,6 +7,7 @@ rest of the project needs of them goes through here.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -107,6 +108,10 @@ def placed_struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=there)
 
 
+MARKS_PLACES = "out_memory_spaces" not in inspect.signature(compute_on).parameters
+"""Whether ``compute_on`` marks the operations under it, rather than being one."""
+
+
 def provenance(eqn: Any) -> AbstractContextManager[Any]:
     """While it is open, new operations carry the source line and names of ``eqn``."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -114,9 +119,13 @@ def provenance(eqn: Any) -> AbstractContextManager[Any]:
 
 
 def computed_on(eqn: Any) -> AbstractContextManager[Any]:
-    """While it is open, new operations run where a ``compute_on`` around ``eqn`` says."""
+    """While it is open, new operations run where a ``compute_on`` around ``eqn`` says. In later
+    versions that is an operation of its own, with a body, and nothing is to be done here."""
     place = getattr(getattr(eqn, "ctx", None), "compute_type", None)
-    return contextlib.nullcontext() if place is None else compute_on(place)
+    if place is None or not MARKS_PLACES:
+        return contextlib.nullcontext()
+    marked: AbstractContextManager[Any] = compute_on(place)
+    return marked
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:

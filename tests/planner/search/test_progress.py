@@ -81,7 +81,7 @@ def test_a_search_that_is_asked_to_stop_returns_soon(search: str) -> None:
         threading.Timer(0.2, monitor.stop).start()
         begun = time.monotonic()
         solution = SEARCHES[search](problem, time_limit_s=120.0)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 90
     assert len(solution.choice) == len(problem.names)
     assert solution.cost_s == evaluate(problem, solution.choice)[0]
     assert solution.lower_bound_s <= solution.cost_s
