@@ -26,7 +26,7 @@ WIDTH = 98
 _COMPAT = (
     *("make_jaxpr", "body", "consts", "is_literal", "shape_of", "rebuild", "as_struct"),
     *("provenance", "bind", "scan_counts", "is_ref", "to_memory"),
-    *("in_host_memory", "placed_struct", "computed_on"),
+    *("in_host_memory", "placed_struct", "marks_places", "computed_on"),
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("inner_jaxpr", "inlined", "is_whole", "abstract")),
@@ -38,6 +38,7 @@ _IMPORTS = """\
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace

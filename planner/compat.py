@@ -108,8 +108,9 @@ def placed_struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=there)
 
 
-MARKS_PLACES = "out_memory_spaces" not in inspect.signature(compute_on).parameters
-"""Whether ``compute_on`` marks the operations under it, rather than being one."""
+def marks_places() -> bool:
+    """Whether ``compute_on`` marks the operations under it; in later versions it is one itself."""
+    return "out_memory_spaces" not in inspect.signature(compute_on).parameters
 
 
 def provenance(eqn: Any) -> AbstractContextManager[Any]:
@@ -122,7 +123,7 @@ def computed_on(eqn: Any) -> AbstractContextManager[Any]:
     """While it is open, new operations run where a ``compute_on`` around ``eqn`` says. In later
     versions that is an operation of its own, with a body, and nothing is to be done here."""
     place = getattr(getattr(eqn, "ctx", None), "compute_type", None)
-    if place is None or not MARKS_PLACES:
+    if place is None or not marks_places():
         return contextlib.nullcontext()
     marked: AbstractContextManager[Any] = compute_on(place)
     return marked

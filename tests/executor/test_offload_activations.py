@@ -100,7 +100,7 @@ def test_they_take_no_device_memory_and_pay_the_link_both_ways(scan: bool) -> No
 
 
 def test_compute_on_the_host_keeps_its_mark() -> None:
-    if compat.MARKS_PLACES:
+    if compat.marks_places():
         on_the_host = compute_on("device_host")
     else:
         on_the_host = compute_on(
@@ -121,7 +121,7 @@ def test_compute_on_the_host_keeps_its_mark() -> None:
     planned = parallelize(step, mesh="data=8")
     got = planned(table, rows)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    if not compat.MARKS_PLACES:  # an operation without a rule: it runs, replicated
+    if not compat.marks_places():  # an operation without a rule: it runs, replicated
         assert "compute_on" in str(planned.plan.fallbacks)
         return
     assert not planned.plan.fallbacks
