@@ -26,6 +26,9 @@ class Rule:
             workers, whose late pushes are dropped and counted (Chen et al., Revisiting distributed
             synchronous SGD, 2016).
         discard_lag: pushes of a greater lag than this are dropped and counted; None keeps all.
+        lag_scaled: an update of lag n is taken 1 / (n + 1) times, for "ssp" and "async" (Zhang et
+            al., Staleness-aware async-SGD for distributed deep learning, IJCAI 2016, section 3.2,
+            which divides the learning rate by the staleness).
 
     Raises:
         RequestError: an unknown mode, or numbers that make no sense in it.
@@ -35,6 +38,7 @@ class Rule:
     staleness: int = 0
     aggregate: int | None = None
     discard_lag: int | None = None
+    lag_scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -54,6 +58,12 @@ class Rule:
                 f"discard_lag={self.discard_lag} in mode {self.mode!r}: expected a number from 0 "
                 "on, in mode 'ssp' or 'async'"
             )
+        if self.lag_scaled and self.mode == "sync":
+            raise RequestError("lag_scaled in mode 'sync': there are no lags; 'ssp' or 'async'")
+
+    def scale(self, lag: int) -> float:
+        """What an update of this lag is multiplied by."""
+        return 1.0 / (lag + 1) if self.lag_scaled else 1.0
 
 
 @dataclass
@@ -78,9 +88,9 @@ class Clocks:
         """A worker has finished, or is lost."""
         self.at.pop(worker, None)
 
-    def tick(self, worker: int) -> None:
+    def tick(self, worker: int, pushes: int = 1) -> None:
         """A worker has pushed."""
-        self.at[worker] += 1
+        self.at[worker] += pushes
 
     def blockers(self, worker: int) -> tuple[int, ...]:
         """Whom a worker has to wait for before it reads; nobody: it may."""

@@ -7,20 +7,16 @@ says for whom it waited.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from executor.parameter_server.clock import Clocks, Rule
 from executor.parameter_server.layout import Array, Flat
+from executor.parameter_server.store import Pushed, Store, mean
 from planner.errors import RequestError
 
 
@@ -37,6 +33,7 @@ class Counts:
         updates: how often the values changed.
         duplicates: pushes that came again, and were not applied again.
         discarded: pushes that were left out by the rule, by worker.
+        lost: pushes that a server took before it was lost and that no copy had, by worker.
         lags: how many pushes had each lag, in updates between the read and the push.
     """
 
@@ -44,6 +41,7 @@ class Counts:
     updates: int = 0
     duplicates: int = 0
     discarded: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, int] = field(default_factory=dict)
     lags: dict[int, int] = field(default_factory=dict)
 
 
@@ -53,12 +51,6 @@ class Values:
 
     version: int
     values: Mapping[str, Array]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _add(values: Any, state: Any, pushed: Any) -> Any:
-    """An update without an optimizer."""
-    return jax.tree.map(jnp.add, values, pushed), state
 
 
 class Shard:
@@ -81,27 +73,22 @@ class Shard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rule, self.wait_s, self.clock = rule, wait_s, clock
-        self.optimizer = optimizer
+        self.store = Store(optimizer, exact=rule.mode == "sync")
         self.clocks = Clocks(rule, dict.fromkeys(range(workers), 0))
         self.counts = Counts()
         self.version = 0
-        self.values: dict[str, jax.Array] | None = None
-        self.state: Any = None
-        self.last: dict[int, int] = {}
+        self.last: dict[int, tuple[int, bool]] = {}
         self.read_at: dict[int, int] = {}
-        self.waiting: dict[int, Mapping[str, Array]] = {}
+        self.waiting: dict[int, Pushed] = {}
         self.at_barrier: set[int] = set()
         self.passed = 0
         self.changed = threading.Condition()
-        self._update = _add if optimizer is None else jax.jit(self._updated, donate_argnums=(0, 1))
 
     def init(self, values: Flat) -> None:
         """Begin with these values, unless there are some."""
         with self.changed:
-            if self.values is None:
-                self.values = {d: jnp.array(x) for d, x in values.items()}
-                if self.optimizer is not None:
-                    self.state = self.optimizer.init(self.values)
+            if self.store.values is None:
+                self.store.init(values)
                 self.changed.notify_all()
 
     def join(self, worker: int) -> int:
@@ -109,7 +96,7 @@ class Shard:
         with self.changed:
             self.clocks.join(worker)
             self.changed.notify_all()
-            return self.last.get(worker, 0)
+            return self.last.get(worker, (0, True))[0]
 
     def leave(self, worker: int) -> None:
         """A worker has finished, or is lost; nobody waits for it any more."""
@@ -119,7 +106,7 @@ class Shard:
             self._together()
             self.changed.notify_all()
 
-    def push(self, worker: int, number: int, pushed: Mapping[str, Array]) -> bool:
+    def push(self, worker: int, number: int, pushed: Pushed) -> bool:
         """Take a worker's push.
 
         Args:
@@ -128,19 +115,24 @@ class Shard:
             pushed: gradients, in the form of the values.
 
         Returns:
-            Whether it counts: False for one that came before, or that the rule leaves out.
+            Whether it counts: False for one that the rule leaves out. One that comes again gets the
+            same answer again.
         """
         with self.changed:
-            if self.values is None:
+            if self.store.values is None:
                 raise RequestError("push before init: call init(params) first")
-            if number <= self.last.get(worker, 0):
+            last, took = self.last.get(worker, (0, True))
+            if number <= last:
                 self.counts.duplicates += 1
-                return False
-            self.last[worker] = number
+                return took
             self.clocks.join(worker)
             lag = self.version - self.read_at.get(worker, self.version)
             counts = self._take(worker, lag, pushed)
-            self.clocks.tick(worker)
+            self.last[worker] = (number, counts)
+            self.clocks.tick(worker, number - last)
+            if number > last + 1:
+                missed = self.counts.lost.get(worker, 0)
+                self.counts.lost[worker] = missed + number - last - 1
             if counts:
                 self.counts.lags[lag] = self.counts.lags.get(lag, 0) + 1
                 self._together()
@@ -149,17 +141,16 @@ class Shard:
             self.changed.notify_all()
             return counts
 
-    def _take(self, worker: int, lag: int, pushed: Mapping[str, Array]) -> bool:
+    def _take(self, worker: int, lag: int, pushed: Pushed) -> bool:
         """Apply a push, or lay it aside until all are there; False if it is left out."""
         if self.rule.mode == "sync":
             if lag > 0:  # a backup worker that is late: the update was made without it
                 return False
-            # what is pushed may lie in memory that its sender takes back
-            self.waiting[worker] = {d: np.array(x) for d, x in pushed.items()}
+            self.waiting[worker] = pushed.copy()
             return True
         if self.rule.discard_lag is not None and lag > self.rule.discard_lag:
             return False
-        self._apply(pushed)
+        self._apply(pushed, self.rule.scale(lag))
         self.counts.applied += 1
         return True
 
@@ -171,26 +162,15 @@ class Shard:
         needed = self.rule.aggregate or len(self.clocks.at)
         if len(self.waiting) < min(needed, len(self.clocks.at)):
             return
-        ranks = sorted(self.waiting)
-        total = {d: np.array(x) for d, x in self.waiting[ranks[0]].items()}
-        for rank in ranks[1:]:
-            for dtype, x in self.waiting[rank].items():
-                total[dtype] += x
-        for x in total.values():
-            x /= len(ranks)
+        pushes = [self.waiting[rank] for rank in sorted(self.waiting)]
         self.waiting.clear()
-        self._apply(total)
-        self.counts.applied += len(ranks)
+        self._apply(mean(pushes))
+        self.counts.applied += len(pushes)
 
-    def _apply(self, pushed: Mapping[str, Array]) -> None:
-        self.values, self.state = self._update(self.values, self.state, dict(pushed))
+    def _apply(self, pushed: Pushed, scale: float = 1.0) -> None:
+        self.store.apply(pushed, scale)
         self.version += 1
         self.counts.updates += 1
-
-    def _updated(self, values: Any, state: Any, pushed: Any) -> Any:
-        assert self.optimizer is not None
-        updates, state = self.optimizer.update(pushed, state, values)
-        return optax.apply_updates(values, updates), state
 
     def pull(self, worker: int) -> Values:
         """The values, once the rule lets this worker read.
@@ -213,10 +193,9 @@ class Shard:
                         )
                     )
             self.read_at[worker] = self.version
-            assert self.values is not None
-            return Values(self.version, {d: np.asarray(x) for d, x in self.values.items()})
+            return Values(self.version, self.store.read())
 
-    def push_pull(self, worker: int, number: int, pushed: Mapping[str, Array]) -> Values:
+    def push_pull(self, worker: int, number: int, pushed: Pushed) -> Values:
         """``push``, then ``pull``."""
         self.push(worker, number, pushed)
         return self.pull(worker)
@@ -224,8 +203,7 @@ class Shard:
     def now(self) -> tuple[Values, Counts]:
         """The values as they are, for who is no worker, and what was done."""
         with self.changed:
-            values = self.values or {}
-            return Values(self.version, {d: np.asarray(x) for d, x in values.items()}), self.counts
+            return Values(self.version, self.store.read()), self.counts
 
     def members(self) -> tuple[int, ...]:
         """The workers that are there."""
@@ -260,7 +238,7 @@ class Shard:
 
     def _behind(self, worker: int) -> tuple[int, ...] | None:
         """Whom a worker waits for; None: for the first values."""
-        if self.values is None:
+        if self.store.values is None:
             return None
         self.clocks.join(worker)
         if self.rule.mode == "sync":

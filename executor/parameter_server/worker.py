@@ -9,6 +9,7 @@ import jax
 
 from executor.parameter_server.layout import SPLIT_BYTES, Layout, layout_of
 from executor.parameter_server.links import Links
+from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
 
 GRACE_S = 10.0
@@ -87,14 +88,14 @@ class ParameterServer:
         """
         flats = self.layout.scatter(jax.device_get(gradients))
         self._number += 1
-        return all(self._call("push", [(self.rank, self._number, flat) for flat in flats]))
+        return all(self._call("push", [(self.rank, self._number, Pushed(flat)) for flat in flats]))
 
     def push_pull(self, gradients: Any) -> Any:
         """``push``, then ``pull``, in one message to each server and back."""
         layout = self.layout
         flats = layout.scatter(jax.device_get(gradients))
         self._number += 1
-        found = self._call("push_pull", [(self.rank, self._number, flat) for flat in flats])
+        found = self._call("push_pull", [(self.rank, self._number, Pushed(flat)) for flat in flats])
         self.version = min(x.version for x in found)
         return layout.gather([x.values for x in found])
 

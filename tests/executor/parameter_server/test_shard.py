@@ -13,6 +13,7 @@ import pytest
 
 from executor.parameter_server import Rule, WaitError
 from executor.parameter_server.shard import Shard
+from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
 
 
@@ -20,8 +21,8 @@ def zeros() -> dict[str, Any]:
     return {"float32": np.zeros(3, np.float32)}
 
 
-def ones(value: float = 1.0) -> dict[str, Any]:
-    return {"float32": np.full(3, value, np.float32)}
+def ones(value: float = 1.0) -> Pushed:
+    return Pushed({"float32": np.full(3, value, np.float32)})
 
 
 def shard(rule: Rule, workers: int, optimizer: Any = None, wait_s: float = 0.05) -> Shard:
@@ -88,7 +89,7 @@ def test_synchronous_updates_do_not_depend_on_who_comes_first() -> None:
         served = shard(Rule("sync"), 3, optimizer)
         for k, push in enumerate(pushes):
             for worker in order:
-                served.push(worker, k + 1, {"float32": push[worker]})
+                served.push(worker, k + 1, Pushed({"float32": push[worker]}))
         ends.append(served.pull(0).values["float32"])
     values, state = {"float32": np.zeros(3, np.float32)}, None
     update = jax.jit(optimizer.update)

@@ -1,0 +1,111 @@
+"""What a server keeps: values and optimizer state, without clocks or waits.
+
+The optimizer runs on flat arrays. In synchronous training the same sums give the same bits however
+parameters are cut: nothing is compiled that joins products and sums (an FMA rounds once where the
+two operations round twice, and the compiler joins them as the form of the arrays suggests), and
+there are always two arrays, since what only one array needs, such as the power in Adam's bias
+correction, is computed within its loop, by another approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from executor.parameter_server.layout import Array, Flat
+
+EXACT = {"xla_backend_optimization_level": "0"}
+"""Compiler options under which XLA:CPU joins no operations of different rounding."""
+
+SECOND = "second"
+"""Name of an array of one element that is there to be the second."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a worker sends to one server.
+
+    Attributes:
+        dense: gradients of what the server holds flat, by dtype.
+        rows: for each table, numbers of its rows on this server, and their gradients.
+    """
+
+    dense: Mapping[str, Array] = field(default_factory=dict)
+    rows: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+
+    def copy(self) -> Pushed:
+        """The same in memory of its own: what was sent may lie in memory that its sender takes
+        back."""
+        return Pushed(
+            {d: np.array(x) for d, x in self.dense.items()},
+            {name: (np.array(i), np.array(x)) for name, (i, x) in self.rows.items()},
+        )
+
+
+def mean(pushes: Sequence[Pushed]) -> Pushed:
+    """The mean of several workers' pushes, summed from the first on: the caller fixes the order."""
+    count = len(pushes)
+    total = {d: np.array(x) for d, x in pushes[0].dense.items()}
+    for push in pushes[1:]:
+        for dtype, x in push.dense.items():
+            total[dtype] += x
+    for x in total.values():
+        np.divide(x, count, out=x, casting="unsafe")
+    rows: dict[str, tuple[Array, Array]] = {}
+    for name in sorted({name for push in pushes for name in push.rows}):
+        parts = [push.rows[name] for push in pushes if name in push.rows]
+        gradients = np.concatenate([x for _, x in parts])
+        scaled = (gradients / count).astype(gradients.dtype)
+        rows[name] = (np.concatenate([i for i, _ in parts]), scaled)
+    return Pushed(total, rows)
+
+
+class Store:
+    """Values and optimizer state of one server; the caller sees to it that one thread is in it.
+
+    Args:
+        optimizer: applied to what is pushed; None adds it to the values.
+        exact: updates do not depend on how arrays are cut, to the last bit.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation | None, *, exact: bool) -> None:
+        self.optimizer = optimizer
+        self.values: dict[str, jax.Array] | None = None
+        self.state: Any = None
+        self.exact = exact
+        self._update = jax.jit(
+            self._updated, donate_argnums=(0, 1), compiler_options=EXACT if exact else None
+        )
+
+    def init(self, values: Mapping[str, Array]) -> None:
+        """Begin with these values."""
+        self.values = {d: jnp.array(x) for d, x in values.items()}
+        if self.exact:
+            self.values[SECOND] = jnp.zeros(1)
+        self.state = None if self.optimizer is None else self.optimizer.init(self.values)
+
+    def apply(self, pushed: Pushed, scale: float = 1.0) -> None:
+        """One update; what the optimizer makes of it is taken times ``scale``."""
+        if pushed.dense:
+            dense = dict(pushed.dense)
+            if self.exact:
+                dense[SECOND] = np.zeros(1, np.float32)
+            self.values, self.state = self._update(self.values, self.state, dense, scale)
+
+    def read(self) -> Flat:
+        """The flat values. They are those of this moment only until the next update."""
+        return {d: np.asarray(x) for d, x in (self.values or {}).items() if d != SECOND}
+
+    def _updated(self, values: Any, state: Any, pushed: Any, scale: Any) -> Any:
+        if self.optimizer is None:
+            updates = pushed
+        else:
+            updates, state = self.optimizer.update(pushed, state, values)
+        updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+        return optax.apply_updates(values, updates), state
