@@ -2,15 +2,25 @@
 
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.layout import Layout, Piece, layout_of
+from executor.parameter_server.partition import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
 from executor.parameter_server.shard import Counts, WaitError
 from executor.parameter_server.train import LostError, Served, train
 from executor.parameter_server.worker import ParameterServer
 
 __all__ = [
     "Counts",
+    "FixedShardsPartitioner",
     "Layout",
     "LostError",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
     "ParameterServer",
+    "Partitioner",
     "Piece",
     "Rule",
     "Served",

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.parameter_server.partition import MaxSizePartitioner, Partitioner
 from planner.errors import RequestError
 
 SPLIT_BYTES = 4 * 2**20
@@ -154,7 +155,7 @@ def layout_of(
     servers: int,
     *,
     split_bytes: int = SPLIT_BYTES,
-    parts: int | None = None,
+    partition: Partitioner | None = None,
 ) -> Layout:
     """Spread a pytree over servers.
 
@@ -165,7 +166,7 @@ def layout_of(
         tree: arrays or ShapeDtypeStructs.
         servers: how many.
         split_bytes: arrays are cut into pieces of at most this size.
-        parts: cut every array into this many equal pieces instead, where it has as many elements.
+        partition: says into how many equal pieces an array is cut, instead of ``split_bytes``.
 
     Raises:
         RequestError: no servers, pieces of no bytes, or a leaf that is no array of numbers.
@@ -174,10 +175,9 @@ def layout_of(
     >>> layout_of({"w": shape, "b": shape}, 2, split_bytes=600_000).bytes_of_server
     (1200000, 1200000)
     """
-    if servers < 1 or split_bytes < 1 or (parts is not None and parts < 1):
-        raise RequestError(
-            f"servers={servers}, split_bytes={split_bytes}, parts={parts}: expected at least 1"
-        )
+    if servers < 1 or split_bytes < 1:
+        raise RequestError(f"servers={servers}, split_bytes={split_bytes}: expected at least 1")
+    partition = partition or MaxSizePartitioner(split_bytes)
     named, form = jax.tree_util.tree_flatten_with_path(tree)
     shapes, dtypes, paths, cuts = [], [], [], []
     for number, (path, leaf) in enumerate(named):
@@ -188,9 +188,8 @@ def layout_of(
         dtypes.append(str(leaf.dtype))
         paths.append(name)
         size, width = math.prod(leaf.shape), np.dtype(leaf.dtype).itemsize
-        most = max(1, split_bytes // width)
-        count = math.ceil(size / most) if parts is None else min(parts, size)
-        edges = [size * k // max(1, count) for k in range(max(1, count) + 1)]
+        count = max(1, partition.pieces(size, width))
+        edges = [size * k // count for k in range(count + 1)]
         cuts += [(width * (e - b), number, b, e) for b, e in itertools.pairwise(edges) if e > b]
     loads = [(0, k) for k in range(servers)]
     fill: list[dict[str, int]] = [{} for _ in range(servers)]

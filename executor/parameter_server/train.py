@@ -14,6 +14,7 @@ import optax
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.layout import SPLIT_BYTES, layout_of
 from executor.parameter_server.links import Links, LocalLinks, RayLinks
+from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.shard import Counts, Shard
 from executor.parameter_server.worker import ParameterServer
 from planner.errors import RequestError
@@ -53,10 +54,12 @@ def train(
     staleness: int = 0,
     aggregate: int | None = None,
     discard_lag: int | None = None,
+    lag_scaled: bool = False,
     backend: str = "ray",
     address: str | None = None,
     wait_s: float = 300.0,
     split_bytes: int = SPLIT_BYTES,
+    partition: Partitioner | None = None,
 ) -> Served:
     """Run ``loop`` on every worker.
 
@@ -65,11 +68,11 @@ def train(
         workers, servers: how many.
         optimizer: applied on the servers, to each part of the parameters by itself; None adds what
             is pushed.
-        mode, staleness, aggregate, discard_lag: as for ``Rule``.
+        mode, staleness, aggregate, discard_lag, lag_scaled: as for ``Rule``.
         backend: "ray", every worker and server a process; or "local", threads of this process.
         address: of a Ray cluster; None starts one on this host, and ends it.
         wait_s: deadline of every wait, in seconds.
-        split_bytes: as for ``layout_of``.
+        split_bytes, partition: as for ``layout_of``.
 
     Raises:
         RequestError: a request that makes no sense, an optimizer that looks at several elements at
@@ -80,15 +83,16 @@ def train(
     """
     if workers < 1:
         raise RequestError(f"workers={workers}: expected at least 1")
-    layout_of({}, servers, split_bytes=split_bytes)
-    rule = Rule(mode, staleness, aggregate, discard_lag)
+    cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
+    layout_of({}, servers, **cut)
+    rule = Rule(mode, staleness, aggregate, discard_lag, lag_scaled)
     if aggregate is not None and aggregate > workers:
         raise RequestError(f"aggregate={aggregate}: there are {workers} workers")
     if optimizer is not None:
         check_elementwise(optimizer)
     if backend not in ("ray", "local"):
         raise RequestError(f"backend {backend!r}: expected 'ray' or 'local'")
-    options = {"wait_s": wait_s, "split_bytes": split_bytes}
+    options = {"wait_s": wait_s, **cut}
     shard = (rule, workers, optimizer, wait_s)
     if backend == "local":
         return _local(loop, [Shard(*shard) for _ in range(servers)], workers, options)
@@ -152,7 +156,12 @@ def _served(
 ) -> Served:
     params = None
     if shapes is not None:
-        layout = layout_of(shapes, len(found), split_bytes=options["split_bytes"])
+        layout = layout_of(
+            shapes,
+            len(found),
+            split_bytes=options["split_bytes"],
+            partition=options["partition"],
+        )
         params = layout.gather([values.values for values, _ in found])
     return Served(params, tuple(returned), tuple(lost), tuple(counts for _, counts in found))
 

@@ -9,6 +9,7 @@ import jax
 
 from executor.parameter_server.layout import SPLIT_BYTES, Layout, layout_of
 from executor.parameter_server.links import Links
+from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
 
@@ -24,7 +25,7 @@ class ParameterServer:
         rank: of this worker.
         num_workers: how many there are.
         wait_s: deadline of every wait, in seconds.
-        split_bytes: as for ``layout_of``.
+        split_bytes, partition: as for ``layout_of``.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class ParameterServer:
         *,
         wait_s: float = 300.0,
         split_bytes: int = SPLIT_BYTES,
+        partition: Partitioner | None = None,
     ) -> None:
         self.rank, self.num_workers = rank, num_workers
-        self._links, self._wait_s, self._split = links, wait_s, split_bytes
+        self._links, self._wait_s = links, wait_s
+        self._cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
         self._layout: Layout | None = None
         self._number = 0
         self.version = 0
@@ -63,7 +66,7 @@ class ParameterServer:
         Raises:
             WaitError: the chief did not call it in time.
         """
-        self._layout = layout_of(params, self._links.count, split_bytes=self._split)
+        self._layout = layout_of(params, self._links.count, **self._cut)
         if self.rank == 0:
             self._call("init", [(flat,) for flat in self._layout.scatter(jax.device_get(params))])
         self._number = max(self._call("join", [(self.rank,)] * self._links.count))

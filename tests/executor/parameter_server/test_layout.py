@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.parameter_server import layout_of
+from executor.parameter_server import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    layout_of,
+)
 from planner.errors import RequestError
 
 DTYPES = ("float32", "bfloat16", "int8", "float16")
@@ -33,7 +38,8 @@ def trees(draw: st.DrawFn) -> Any:
 def test_any_layout_gives_the_tree_back(
     tree: Any, servers: int, others: int, split: int, parts: int | None
 ) -> None:
-    layout = layout_of(tree, servers, split_bytes=split, parts=parts)
+    partition = None if parts is None else FixedShardsPartitioner(parts)
+    layout = layout_of(tree, servers, split_bytes=split, partition=partition)
     seen = [np.zeros(np.size(x), int) for x in jax.tree.leaves(tree)]
     for piece in layout.pieces:
         seen[piece.leaf][piece.begin : piece.end] += 1
@@ -69,3 +75,35 @@ def test_what_does_not_fit_is_named() -> None:
         layout_of({"a": "text"}, 1)
     with pytest.raises(RequestError, match="servers=0"):
         layout_of({}, 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 5000), st.sampled_from([1, 2, 4, 8]), st.integers(1, 9000), st.integers(1, 9))
+def test_partitioners_keep_their_bounds(elements: int, width: int, bound: int, most: int) -> None:
+    nbytes = elements * width
+
+    def smallest(count: int) -> int:
+        return elements // count * width
+
+    def largest(count: int) -> int:
+        return -(-elements // count) * width
+
+    count = MinSizePartitioner(bound, most).pieces(elements, width)
+    assert count == 1 or (smallest(count) >= bound and count <= most)
+    if count < most and nbytes >= bound:  # not one more
+        assert smallest(count + 1) < bound
+    count = MaxSizePartitioner(bound).pieces(elements, width)
+    assert largest(count) <= max(bound, width)
+    assert count == 1 or largest(count - 1) > bound
+    assert MaxSizePartitioner(bound, most).pieces(elements, width) == min(most, count)
+    assert FixedShardsPartitioner(most).pieces(elements, width) == min(most, elements)
+
+
+def test_a_layout_cuts_as_its_partitioner_says() -> None:
+    tree = {"w": jax.ShapeDtypeStruct((3, 100), jnp.float32), "b": jax.ShapeDtypeStruct((), "int8")}
+    layout = layout_of(tree, 2, partition=MinSizePartitioner(256, max_shards=4))
+    assert sorted(p.size for p in layout.pieces) == [1, 75, 75, 75, 75]
+    with pytest.raises(RequestError, match="MinSizePartitioner: got max_shards=0, expected at l"):
+        MinSizePartitioner(max_shards=0)
+    with pytest.raises(RequestError, match="FixedShardsPartitioner: got num_shards=0"):
+        FixedShardsPartitioner(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from executor.parameter_server import ParameterServer, WaitError, train
+from executor.parameter_server import FixedShardsPartitioner, ParameterServer, WaitError, train
 from executor.parameter_server.store import EXACT
 from planner.errors import RequestError
 
@@ -86,6 +87,31 @@ def test_stale_training_ends_as_well(options: dict[str, Any]) -> None:
         assert counts.applied == counts.updates == 3 * STEPS
 
 
+def test_a_late_update_is_scaled_by_its_lag() -> None:
+    read, pushed = threading.Event(), threading.Event()
+
+    def loop(server: ParameterServer) -> None:
+        server.init(np.zeros(5, np.float32))
+        if server.rank == 1:  # reads, then three updates of worker 0 come between
+            server.pull()
+            read.set()
+            assert pushed.wait(30)
+            server.push(np.ones(5, np.float32))
+        else:
+            assert read.wait(30)
+            for _ in range(3):
+                server.pull()
+                server.push(np.ones(5, np.float32))
+            pushed.set()
+
+    for scaled, expected in ((False, 4.0), (True, 3.25)):
+        read.clear(), pushed.clear()
+        done = train(loop, workers=2, servers=2, mode="async", backend="local", lag_scaled=scaled,
+                     partition=FixedShardsPartitioner(2))  # fmt: skip
+        np.testing.assert_array_equal(done.params, np.full(5, expected, np.float32))
+        assert [c.lags for c in done.counts] == [{0: 3, 3: 1}] * 2
+
+
 def test_errors_of_a_loop_come_out() -> None:
     def breaks(server: ParameterServer) -> None:
         server.init(fresh())
@@ -116,6 +142,7 @@ def test_who_is_waited_for_is_named() -> None:
         ({"servers": 0}, "servers=0"),
         ({"mode": "eventually"}, "mode 'eventually'"),
         ({"aggregate": 5}, "aggregate=5: there are 2 workers"),
+        ({"lag_scaled": True}, "there are no lags"),
         ({"backend": "mpi"}, "backend 'mpi'"),
         ({"optimizer": optax.clip_by_global_norm(1.0)}, "looks at several elements at once"),
     ],
