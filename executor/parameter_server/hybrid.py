@@ -1,0 +1,221 @@
+"""Mixed placement: tables on parameter servers, by rows, the rest under SPMD on this process's
+devices (as MindSpore's ``set_param_ps`` mixes them).
+
+A call looks up which rows its batch asks for, pulls those, runs one planned step (loss, gradients,
+and the optimizer's update of what stays here), and pushes the rows' gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from executor.compile import CompiledStep
+from executor.mesh import detect_cluster
+from planner.errors import RequestError
+from planner.graph.lookups import LookUps, find_lookups
+from planner.graph.rows import Ids, padded, unique_rows
+from planner.graph.trace import abstract
+from planner.hybrid_step import Split, split_of
+from planner.placement import AUTO, PS, WHOLE, Placement, parse_placement, place, plan_hybrid
+from planner.plan import Plan
+from planner.request import Request, parse_request
+
+
+class Hybrid:
+    """A training run some of whose parameters lie on servers; call it with a batch.
+
+    ``hybrid`` makes one.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        params: Any,
+        optimizer: Any,
+        server: Any,
+        placement: str | Mapping[str, str],
+        request: Request,
+    ) -> None:
+        parse_placement(placement)
+        if jax.process_count() > 1:
+            raise RequestError(
+                f"mixed placement runs in one process with its devices; here are "
+                f"{jax.process_count()} joined by jax.distributed; start them as workers of their "
+                "own (without executor.initialize)"
+            )
+        self.loss, self.optimizer, self.server = loss, optimizer, server
+        self._asked, self._request = placement, request
+        self._shapes = abstract((params,))[0]
+        self._params: Any = params
+        self._state: Any = None
+        self._placed: tuple[Placement, Split] | None = None
+        self._whole: dict[str, Any] = {}
+        self._sizes: dict[str, int] = {}
+        self._found: dict[Any, tuple[LookUps, Any]] = {}
+        self._steps: dict[Any, CompiledStep] = {}
+        self._current: CompiledStep | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parameters lie, and why; raises RequestError before the first call."""
+        return self._where[0]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use, of what is under SPMD; raises RequestError before the first call."""
+        return self.placement.plan if self._current is None else self._current.plan
+
+    @property
+    def params(self) -> Any:
+        """The parameters that are under SPMD, in the form of all; None stands for the others."""
+        return self._params if self._state is None else self._state["params"]
+
+    def __call__(self, *batch: Any) -> jax.Array:
+        """One step; returns the loss before it.
+
+        Raises:
+            RequestError: a table can't be where it is asked to be; or the batch has an index
+                outside a table that is looked up by ``table[ids]``.
+            WaitError: the servers did not answer in time.
+        """
+        shapes = _key(batch)
+        if shapes not in self._found:
+            found = find_lookups(self.loss, self._shapes, batch)
+            self._found[shapes] = found, jax.jit(found.indices)
+        lookups, indices = self._found[shapes]
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            index = jax.device_get(indices(*jax.device_get(batch)))
+        tables = {t.path: t for t in lookups.tables}
+        asked = {t.path: unique_rows(t, x) for t, x in zip(lookups.tables, index, strict=True)}
+        if self._placed is None:
+            self._begin(lookups, asked, batch)
+        served = self.placement.at(PS)
+        if missing := sorted(served - set(tables)):
+            raise RequestError(
+                f"{missing[0]} is on servers, by rows, and with a batch of these shapes it can't "
+                f"be: {lookups.refused[missing[0]]}"
+            )
+        ids = {path: asked[path] for path in sorted(served)}
+        room = {p: padded(x, tables[p].rows, self._sizes[p]) for p, x in ids.items()}
+        self._sizes.update({path: len(x) for path, x in room.items()})
+        remote = {**self._whole, **self._pulled(ids)}
+        step = self._step(lookups, batch, shapes)
+        self._state, out = step(self._state, remote, room, *batch)
+        self._push(ids, jax.device_get(out["gradients"]))
+        loss: jax.Array = out["loss"]
+        return loss
+
+    @property
+    def _where(self) -> tuple[Placement, Split]:
+        if self._placed is None:
+            raise RequestError("the parameters are placed at the first call: call it once")
+        return self._placed
+
+    def _begin(self, lookups: LookUps, asked: Mapping[str, Ids], batch: Sequence[Any]) -> None:
+        """Place the parameters, and give the servers theirs."""
+        self._sizes = {path: len(padded(x, 0)) for path, x in asked.items()}
+        found = place(
+            lookups,
+            self._shapes,
+            batch,
+            self.optimizer,
+            self._asked,
+            self._request,
+            asked_for={path: len(x) for path, x in asked.items()},
+            sizes=self._sizes,
+        )
+        split = split_of(self._shapes, found.at(PS), found.at(WHOLE))
+        rest = split.rest(self._params)
+        if self.server.num_workers > 1 and jax.tree_util.tree_leaves(rest):
+            kept = next(p for k, p in enumerate(split.paths) if k not in split.remote)
+            raise RequestError(
+                f"there are {self.server.num_workers} workers, each with devices of its own, and "
+                f"{kept} is under SPMD: every worker would train another copy of it; place the "
+                "rest on the servers, too ({..., '': 'ps_whole'}), or use one worker"
+            )
+        tables = split.named(self._params, split.rows)
+        whole = split.named(self._params, split.whole)
+        first = self.server.init(whole, tables={p: np.asarray(x) for p, x in tables.items()})
+        self._whole = first if whole else {}
+        self._state = {"params": rest, "opt": self.optimizer.init(rest)}
+        self._placed, self._params = (found, split), None
+
+    def _pulled(self, ids: Mapping[str, Ids]) -> dict[str, Any]:
+        """The rows, with zeros behind them up to the size of the step."""
+        out = {}
+        for path, values in (self.server.pull_rows(dict(ids)) if ids else {}).items():
+            out[path] = np.zeros((self._sizes[path], *values.shape[1:]), values.dtype)
+            out[path][: len(values)] = values
+        return out
+
+    def _push(self, ids: Mapping[str, Ids], gradients: Mapping[str, Any]) -> None:
+        rows = {path: (x, gradients[path][: len(x)]) for path, x in ids.items()}
+        if self._whole:
+            whole = {path: gradients[path] for path in self._whole}
+            self._whole = self.server.push_pull(whole, rows=rows or None)
+        elif rows:
+            self.server.push(None, rows=rows)
+
+    def _step(self, lookups: LookUps, batch: Sequence[Any], shapes: Any) -> CompiledStep:
+        """The step for as many rows as there are now; planned for the first such call."""
+        found, split = self._where
+        key = shapes, tuple(self._sizes[p] for p in sorted(found.at(PS)))
+        if key not in self._steps:
+            known = None if self._steps else found.plan
+            args = (lookups, split, self.optimizer, self._shapes, self._sizes, batch, self._request)
+            traced, plan = plan_hybrid(*args, plan=known)
+            if known is None:
+                plan = dataclasses.replace(plan, notes=(*plan.notes, *map(str, found.leaves)))
+            self._steps[key] = CompiledStep(traced, plan, donate_argnums=0)
+        self._current = self._steps[key]
+        return self._current
+
+
+def hybrid(
+    loss: Callable[..., Any],
+    params: Any,
+    optimizer: Any,
+    *,
+    server: Any,
+    placement: str | Mapping[str, str] = AUTO,
+    cluster: str | None = None,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    memory: str | float | None = None,
+) -> Hybrid:
+    """Train with some parameters on servers and the rest under SPMD on this process's devices.
+
+    Args:
+        loss: ``loss(params, *batch)``, a scalar.
+        params: the first values; those of tables best as NumPy arrays, which take no device memory.
+        optimizer: an optax transformation, of what stays here. What is on servers has theirs.
+        server: this worker's ``ParameterServer``. With several workers all parameters must be on
+            servers.
+        placement: ``{"regex over parameter path": place}``, the first that matches: ``"ps"`` (on
+            servers, by rows), ``"ps_whole"`` (on servers, pulled and pushed whole), ``"spmd"`` or
+            ``"auto"``; what none matches is under SPMD. ``"auto"`` alone: tables of 1 MB or more
+            that are only looked up by rows go to the servers where that is predicted to be cheaper.
+        cluster: what to plan for; None describes the devices present.
+        mode, search, mesh, memory: as for ``planner.make_plan``.
+
+    Returns:
+        A ``Hybrid``; call it with a batch.
+
+    Raises:
+        RequestError: a request that makes no sense.
+    """
+    request = parse_request(
+        cluster or detect_cluster(), mode=mode, search=search, mesh=mesh, memory=memory
+    )
+    return Hybrid(loss, params, optimizer, server, placement, request)
+
+
+def _key(batch: Sequence[Any]) -> Any:
+    leaves, tree = jax.tree_util.tree_flatten(abstract(batch))
+    return tree, tuple((x.shape, str(x.dtype), x.weak_type) for x in leaves)

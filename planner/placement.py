@@ -1,0 +1,300 @@
+"""Which parameters lie on parameter servers, and which under SPMD: asked for, or by price.
+
+A table's price under SPMD is what the step's plan costs more with it than without it: gradients
+summed over all its rows, the optimizer's pass over them, collectives. Its price on servers is the
+rows that a batch asks for, there and back, and their update. Both come from the same catalog.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from costmodels import Cluster
+from planner.errors import MemoryLimitError, RequestError
+from planner.graph.lookups import LookUps, Table
+from planner.graph.trace import Traced, abstract, trace
+from planner.hybrid_step import Split, hybrid_step, split_of, step_args
+from planner.metadata import with_logical_axis_rules
+from planner.offload import WORTH
+from planner.pipeline import plan_traced
+from planner.plan import Plan
+from planner.report.units import time_text
+from planner.request import Request
+
+SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
+"""Where a parameter lies: sharded over the devices; on servers, by rows; on servers, pulled and
+pushed whole; one of the first two, by price."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where one parameter lies, and why.
+
+    Attributes:
+        path: of the parameter.
+        place: ``"spmd"``, ``"ps"`` or ``"ps_whole"``.
+        nbytes: of all of it.
+        rows: how many rows a batch asks for; 0 if it is not served by rows.
+        row_bytes: of those rows.
+        served_s: predicted seconds a step of having it on servers.
+        spmd_s: predicted seconds a step of having it under SPMD, infinite if no plan fits with it;
+            None where nobody asked.
+        reason: in words.
+    """
+
+    path: str
+    place: str
+    nbytes: int
+    rows: int
+    row_bytes: int
+    served_s: float
+    spmd_s: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = {
+            PS: f"on parameter servers, {self.rows} rows a step",
+            WHOLE: "on parameter servers, whole",
+        }
+        return f"{self.path}: {where.get(self.place, 'under SPMD')}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parameters lie.
+
+    Attributes:
+        leaves: those that lie on servers, or might have.
+        plan: of the step with the others under SPMD; its notes say where the former lie.
+    """
+
+    leaves: tuple[Placed, ...]
+    plan: Plan
+
+    def at(self, place: str) -> frozenset[str]:
+        """Paths of the parameters that lie there."""
+        return frozenset(x.path for x in self.leaves if x.place == place)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.leaves)) or "all parameters under SPMD"
+
+
+Rules = tuple[tuple[str, str], ...]
+
+
+def parse_placement(placement: str | Mapping[str, str]) -> Rules:
+    """Rules from ``"auto"`` or ``{"regex over parameter path": place}``.
+
+    Raises:
+        RequestError: an unknown place, or no regular expression.
+    """
+    if isinstance(placement, str):
+        if placement != AUTO:
+            raise RequestError(
+                f"placement={placement!r}: expected 'auto' or a mapping such as {{'embed': 'ps'}}"
+            )
+        return (("", AUTO),)
+    for pattern, place in placement.items():
+        if place not in (SPMD, PS, WHOLE, AUTO):
+            raise RequestError(
+                f"placement of {pattern!r}: got {place!r}, expected 'ps', 'ps_whole', 'spmd' or "
+                "'auto'"
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise RequestError(
+                f"placement: {pattern!r} is no regular expression over parameter paths: {error}"
+            ) from error
+    return tuple(placement.items())
+
+
+def asked_places(rules: Rules, paths: Sequence[str]) -> dict[str, str]:
+    """What is asked for of every parameter: the first rule that matches; else SPMD.
+
+    Raises:
+        RequestError: a rule matches no path.
+
+    >>> asked_places((("embed", "ps"), ("", "spmd")), ["['embed']", "['head']"])
+    {"['embed']": 'ps', "['head']": 'spmd'}
+    """
+    for pattern, _ in rules:
+        if not any(re.search(pattern, path) for path in paths):
+            seen = ", ".join(repr(p) for p in paths[:3])
+            raise RequestError(
+                f"placement: no parameter path matches {pattern!r}; paths look like {seen}"
+            )
+    places = {}
+    for path in paths:
+        matching = (place for pattern, place in rules if re.search(pattern, path))
+        places[path] = next(matching, SPMD)
+    return places
+
+
+def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
+    """Seconds a step of having ``nbytes`` of values on servers; none of them hides.
+
+    The values cross the host's link to the device and their gradients come back; between hosts both
+    cross the network, on one host its memory once more. The server reads the gradient, and reads
+    and writes values and ``moments`` arrays of optimizer state of their size. The memory of a host
+    is taken to be as fast as the link to the device (``[host]`` in the catalog), and no calls to
+    cost anything besides their bytes.
+
+    Args:
+        cluster: the devices, their host link and their network.
+        nbytes: of the values that one step reads.
+        moments: arrays of optimizer state per parameter.
+    """
+    host = cluster.host
+    if host is None:
+        return math.inf
+    nodes = cluster.num_devices // cluster.devices_per_node
+    wire = cluster.network if nodes > 1 and cluster.network is not None else host
+    there_and_back = 2 * (host.latency_s + nbytes / host.bytes_per_s)
+    there_and_back += 2 * (wire.latency_s + nbytes / wire.bytes_per_s)
+    return there_and_back + (3 + 2 * moments) * nbytes / host.bytes_per_s
+
+
+def place(
+    lookups: LookUps,
+    params: Any,
+    batch: Sequence[Any],
+    optimizer: Any,
+    placement: str | Mapping[str, str],
+    request: Request,
+    *,
+    asked_for: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Placement:
+    """Decide where every parameter lies, and plan the step of those under SPMD.
+
+    Tables that are left to the planner are looked at one by one, the largest first, and go to the
+    servers where that is cheaper than what the plan costs more with them.
+
+    Args:
+        lookups: of the loss.
+        params, batch: its arguments, arrays or ShapeDtypeStructs.
+        optimizer: an optax transformation, for what stays here.
+        placement: as for ``parse_placement``.
+        request: the cluster, and what else is asked of the plan.
+        asked_for: rows that a batch asks for, by path; None takes the most that it could.
+        sizes: rows that the step has room for, by path; None takes ``asked_for``.
+
+    Raises:
+        RequestError: a table is asked to be on servers by rows and can't be; says why.
+        MemoryLimitError: no plan fits.
+    """
+    (shapes,) = abstract((params,))
+    named, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = {jax.tree_util.keystr(path): x for path, x in named}
+    asked = asked_places(parse_placement(placement), list(leaves))
+    tables = {t.path: t for t in lookups.tables}
+    counts = {p: min(t.rows, t.looked_up) for p, t in tables.items()} | dict(asked_for or {})
+    room = counts | dict(sizes or {})
+    _check_tables(asked, lookups)
+    whole = frozenset(p for p, where in asked.items() if where == WHOLE)
+    sought = {p: tables[p].row_bytes * counts[p] for p in tables}
+    price = {
+        p: served_seconds(request.cluster, sought[p], _moments(optimizer, leaves[p]))
+        for p in tables
+    }
+
+    def planned(rows: frozenset[str], advice: bool = False) -> Plan:
+        own = dataclasses.replace(request, advice=advice)
+        split = split_of(shapes, rows, whole)
+        return plan_hybrid(lookups, split, optimizer, shapes, room, batch, own)[1]
+
+    rows = frozenset(p for p, where in asked.items() if where == PS)
+    best, best_s = _tried(planned, rows)
+    spmd: dict[str, float] = {}
+    for path in _by_size(t for p, t in tables.items() if asked[p] == AUTO):
+        other, other_s = _tried(planned, rows | {path})
+        spmd[path] = best_s - other_s if best is not None else math.inf
+        if price[path] < spmd[path]:
+            rows, best, best_s = rows | {path}, other, other_s
+    if best is None:
+        best = planned(rows, advice=True)  # raises, and says what would help
+    found = []
+    for path, leaf in leaves.items():
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if path in rows or path in spmd:
+            seconds, moved, count = price[path], sought[path], counts[path]
+            where, reason = PS if path in rows else SPMD, _reason(seconds, spmd.get(path))
+        elif path in whole:
+            seconds = served_seconds(request.cluster, nbytes, _moments(optimizer, leaf))
+            where, moved, count, reason = WHOLE, nbytes, 0, _reason(seconds, None)
+        elif asked[path] == AUTO and path in lookups.mixed and nbytes >= WORTH:
+            where, seconds, moved, count = SPMD, math.inf, 0, 0
+            reason = f"it can't be served by rows: {lookups.refused[path]}"
+        else:
+            continue
+        found.append(Placed(path, where, nbytes, count, moved, seconds, spmd.get(path), reason))
+    notes = (*best.notes, *map(str, found))
+    return Placement(tuple(found), dataclasses.replace(best, notes=notes))
+
+
+def plan_hybrid(
+    lookups: LookUps,
+    split: Split,
+    optimizer: Any,
+    shapes: Any,
+    sizes: Mapping[str, int],
+    batch: Sequence[Any],
+    request: Request,
+    plan: Plan | None = None,
+) -> tuple[Traced, Plan]:
+    """The step of a placement with room for ``sizes`` rows of each table: traced, and planned
+    unless it has a ``plan``."""
+    begun = time.perf_counter()
+    step = with_logical_axis_rules(hybrid_step(lookups, split, optimizer))
+    args = step_args(split, optimizer, shapes, sizes, batch)
+    traced = trace(step, args)
+    if plan is None:
+        plan = plan_traced(traced, args, request, {}, 0, begun, function=step).plan
+    return traced, plan
+
+
+def _tried(planned: Callable[[frozenset[str]], Plan], rows: frozenset[str]) -> tuple[Any, float]:
+    """A plan and its seconds a step; None if none fits."""
+    try:
+        plan = planned(rows)
+    except MemoryLimitError:
+        return None, math.inf
+    return plan, plan.prediction.step_s
+
+
+def _by_size(tables: Iterable[Table]) -> list[str]:
+    """Paths of the tables that are worth a look, the largest first."""
+    large = [t for t in tables if t.rows * t.row_bytes >= WORTH]
+    return [t.path for t in sorted(large, key=lambda t: (-t.rows * t.row_bytes, t.path))]
+
+
+def _check_tables(asked: Mapping[str, str], lookups: LookUps) -> None:
+    for path, where in asked.items():
+        if where == PS and path in lookups.refused:
+            raise RequestError(
+                f"placement: {path} can't be served by rows: {lookups.refused[path]}; leave it "
+                "under SPMD, or place it as 'ps_whole', which sends all of it every step"
+            )
+
+
+def _moments(optimizer: Any, leaf: Any) -> int:
+    """Arrays of optimizer state in the shape of a parameter."""
+    state = jax.tree_util.tree_leaves(jax.eval_shape(optimizer.init, leaf))
+    return sum(x.shape == leaf.shape for x in state if leaf.shape)
+
+
+def _reason(served_s: float, spmd_s: float | None) -> str:
+    if spmd_s is None:
+        return f"asked for; {time_text(served_s)} a step there"
+    if math.isinf(spmd_s):
+        return f"no plan fits with it under SPMD; {time_text(served_s)} a step on servers"
+    return f"{time_text(served_s)} a step on servers, {time_text(spmd_s)} under SPMD"

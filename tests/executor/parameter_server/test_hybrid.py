@@ -1,0 +1,177 @@
+"""Mixed placement: tables on servers, the rest planned; equal to a run without servers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from executor.parameter_server.hybrid import hybrid
+from planner.errors import RequestError
+
+pytestmark = pytest.mark.devices
+ROWS, WIDTH, BATCH, STEPS = 5000, 64, 32, 5
+RNG = np.random.default_rng(0)
+DATA = [
+    (
+        RNG.integers(0, ROWS, (BATCH, 4)).astype(np.int32),
+        RNG.normal(size=(BATCH,)).astype(np.float32),
+    )
+    for _ in range(STEPS)
+]
+SGD = optax.sgd(0.5)
+
+
+def fresh() -> Any:
+    rng = np.random.default_rng(1)
+    return {
+        "embed": rng.normal(size=(ROWS, WIDTH)).astype(np.float32),
+        "hidden": rng.normal(size=(WIDTH, 32)).astype(np.float32) / 8,
+        "out": rng.normal(size=(32,)).astype(np.float32) / 6,
+    }
+
+
+def loss(params: Any, ids: Any, y: Any) -> Any:
+    h = jnp.take(params["embed"], ids, axis=0).mean(axis=1)
+    return jnp.mean((jnp.tanh(h @ params["hidden"]) @ params["out"] - y) ** 2)
+
+
+class Fake:
+    """The store in this process, with plain SGD; what a worker sees of it."""
+
+    def __init__(self, num_workers: int = 1, rate: float = 0.5) -> None:
+        self.num_workers, self.rank, self.rate = num_workers, 0, rate
+        self.asked: list[dict[str, int]] = []
+
+    def init(self, params: Any, tables: Any) -> Any:
+        self.params = jax.tree.map(np.array, params)
+        self.tables = {name: np.array(x) for name, x in tables.items()}
+        return self.params
+
+    def pull_rows(self, ids: Any) -> Any:
+        self.asked.append({name: len(i) for name, i in ids.items()})
+        return {name: self.tables[name][i] for name, i in ids.items()}
+
+    def push(self, gradients: Any, rows: Any = None) -> None:
+        for name, (ids, x) in (rows or {}).items():
+            np.subtract.at(self.tables[name], ids, self.rate * np.asarray(x))
+        if gradients is not None:
+            self.params = jax.tree.map(lambda p, g: p - self.rate * g, self.params, gradients)
+
+    def push_pull(self, gradients: Any, rows: Any = None) -> Any:
+        self.push(gradients, rows)
+        return self.params
+
+
+def alone() -> tuple[list[float], Any]:
+    """The same without servers or devices."""
+    params, state = fresh(), SGD.init(fresh())
+    losses = []
+    for batch in DATA:
+        value, gradients = jax.jit(jax.value_and_grad(loss))(params, *batch)
+        updates, state = SGD.update(gradients, state)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses, params
+
+
+def test_training_is_that_without_servers() -> None:
+    server = Fake()
+    run = hybrid(loss, fresh(), SGD, server=server, placement={"embed": "ps"}, cluster="cpu:8")
+    with pytest.raises(RequestError, match="placed at the first call"):
+        _ = run.plan
+    losses = [float(run(*batch)) for batch in DATA]
+    expected, params = alone()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(server.tables["['embed']"], params["embed"], rtol=1e-4, atol=1e-6)
+    assert run.params["embed"] is None
+    for name in ("hidden", "out"):
+        np.testing.assert_allclose(run.params[name], params[name], rtol=1e-4, atol=1e-6)
+    assert [x["['embed']"] for x in server.asked] == [len(np.unique(ids)) for ids, _ in DATA]
+    assert run.plan.mesh.num_devices == 8
+    (placed,) = run.placement.leaves
+    assert placed.place == "ps" and placed.rows == server.asked[0]["['embed']"]
+    assert str(placed) in run.plan.notes
+    assert not any("['embed']" in leaf.path and "[0]" in leaf.path for leaf in run.plan.inputs)
+
+
+def test_rows_that_grow_are_planned_once_more() -> None:
+    server = Fake()
+    run = hybrid(loss, fresh(), SGD, server=server, placement={"embed": "ps"}, cluster="cpu:8")
+    few = np.zeros_like(DATA[0][0]) + np.arange(4, dtype=np.int32)
+    seen = []
+    for ids in (few, DATA[0][0], few, DATA[1][0]):
+        run(ids, DATA[0][1])
+        rows = [leaf.shape for leaf in run.plan.inputs if leaf.path == "[1][\"['embed']\"]"]
+        seen += rows
+        assert str(run.placement.leaves[0]) in run.plan.notes
+    assert seen == [(4, WIDTH), (128, WIDTH), (128, WIDTH), (128, WIDTH)]
+    assert len(run._steps) == 2
+
+
+def test_all_on_servers() -> None:
+    server = Fake()
+    places = {"embed": "ps", "": "ps_whole"}
+    run = hybrid(loss, fresh(), SGD, server=server, placement=places, cluster="cpu:8")
+    losses = [float(run(*batch)) for batch in DATA]
+    expected, params = alone()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name in ("hidden", "out"):
+        np.testing.assert_allclose(server.params[f"['{name}']"], params[name], rtol=1e-4, atol=1e-6)
+    assert jax.tree.leaves(run.params) == []
+    assert run.placement.at("ps_whole") == {"['hidden']", "['out']"}
+
+
+def test_the_planner_chooses_by_price() -> None:
+    """Dense gradients of a large table cost more than a few of its rows; of a small one, that is
+    read whole every step, less."""
+    run = hybrid(loss, fresh(), optax.adam(1e-3), server=Fake(), cluster="cpu:8")
+    run(*DATA[0])
+    (placed,) = run.placement.leaves
+    assert placed.place == "ps" and placed.spmd_s is not None
+    assert 0 < placed.served_s < placed.spmd_s < float("inf")
+    assert re.search(r"s a step on servers, .*s under SPMD", str(run.placement))
+
+
+def test_what_can_not_be_served_is_said() -> None:
+    def tied(params: Any, ids: Any, y: Any) -> Any:
+        h = params["embed"][ids].mean(axis=1)
+        return jnp.mean(h @ params["embed"].T) + loss(params, ids, y)
+
+    run = hybrid(tied, fresh(), SGD, server=Fake(), placement={"embed": "ps"}, cluster="cpu:8")
+    with pytest.raises(RequestError, match=r"\['embed'\].*test_hybrid.py:\d+ reads.*'ps_whole'"):
+        run(*DATA[0])
+    auto = hybrid(tied, fresh(), SGD, server=Fake(), cluster="cpu:8")
+    auto(*DATA[0])
+    (placed,) = auto.placement.leaves
+    assert placed.place == "spmd" and "can't be served by rows" in placed.reason
+
+
+def test_several_workers_need_all_on_servers() -> None:
+    run = hybrid(loss, fresh(), SGD, server=Fake(2), placement={"embed": "ps"}, cluster="cpu:8")
+    with pytest.raises(RequestError, match=r"2 workers.*\['hidden'\] is under SPMD.*ps_whole"):
+        run(*DATA[0])
+
+
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [
+        ("servers", "placement='servers'"),
+        ({"embed": "gpu"}, "got 'gpu', expected 'ps'"),
+        ({"(": "ps"}, "no regular expression"),
+    ],
+)
+def test_broken_requests(placement: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(text)):
+        hybrid(loss, fresh(), SGD, server=Fake(), placement=placement, cluster="cpu:8")
+
+
+def test_a_rule_that_matches_nothing() -> None:
+    run = hybrid(loss, fresh(), SGD, server=Fake(), placement={"vocab": "ps"}, cluster="cpu:8")
+    with pytest.raises(RequestError, match=r"no parameter path matches 'vocab'.*\['embed'\]"):
+        run(*DATA[0])
