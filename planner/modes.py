@@ -8,7 +8,8 @@ SEMI_AUTO_PARALLEL  what is marked, completed with data parallelism
 AUTO_PARALLEL       what is marked is kept, everything else is searched
 ==================  ==========================================================
 
-Marks don't apply in the first two modes.
+Marks don't apply in the first two modes. DATA_PARALLEL may also be done with parameter servers
+(``executor.parameter_server``); ``update`` says how far its workers may then be apart.
 """
 
 from __future__ import annotations
@@ -30,29 +31,49 @@ PROPAGATION = "sharding_propagation"
 """The search that only completes what is marked, with the least resharding."""
 
 
+UPDATES = ("sync", "ssp", "async")
+"""How the workers of a data-parallel run share updates."""
+
+
 @dataclass(frozen=True)
 class ParallelMode:
-    """A mode and the search it uses."""
+    """A mode and the search it uses.
+
+    Attributes:
+        mode: one of ``MODES``.
+        search: a name of ``planner.search.SEARCHES``, or ``sharding_propagation``.
+        update: "sync", gradients are summed over all devices in every step; or "ssp" or "async",
+            workers push to parameter servers (``executor.parameter_server.train``).
+        staleness: for "ssp", updates that a worker may be ahead of the slowest.
+    """
 
     mode: str = "AUTO_PARALLEL"
     search: str = "auto"
+    update: str = "sync"
+    staleness: int = 0
 
 
 _current = ParallelMode()
 
 
-def set_parallel_mode(mode: str, *, search: str = "auto") -> ParallelMode:
+def set_parallel_mode(
+    mode: str, *, search: str = "auto", update: str = "sync", staleness: int = 0
+) -> ParallelMode:
     """Set the mode that ``parallelize`` and ``make_plan`` use when none is given.
 
     Args:
         mode: one of ``MODES``.
         search: a name of ``planner.search.SEARCHES``, or ``sharding_propagation``.
+        update: one of ``UPDATES``; other than "sync" in DATA_PARALLEL only. It is what
+            ``executor.parameter_server.train`` does when no mode is given.
+        staleness: for "ssp", updates that a worker may be ahead of the slowest.
 
     Returns:
         The mode that was in force before.
 
     Raises:
-        RequestError: unknown mode or search; lists the known ones.
+        RequestError: unknown mode, search or update (lists the known ones), or an update or a
+            staleness that has no meaning there.
 
     >>> before = set_parallel_mode("DATA_PARALLEL")
     >>> get_parallel_mode().mode
@@ -60,7 +81,10 @@ def set_parallel_mode(mode: str, *, search: str = "auto") -> ParallelMode:
     >>> _ = set_parallel_mode(before.mode, search=before.search)
     """
     global _current
-    before, _current = _current, check_mode(mode, search)
+    chosen = check_mode(mode, search)
+    check_update(mode, update, staleness)
+    before = _current
+    _current = ParallelMode(chosen.mode, chosen.search, update, staleness)
     return before
 
 
@@ -79,3 +103,19 @@ def check_mode(mode: str, search: str) -> ParallelMode:
     if search not in known:
         raise RequestError(f"unknown search {search!r}; expected one of {', '.join(known)}")
     return ParallelMode(mode, search)
+
+
+def check_update(mode: str, update: str, staleness: int) -> None:
+    """Validate how updates are shared; raises RequestError."""
+    if update not in UPDATES:
+        raise RequestError(f"unknown update {update!r}; expected one of {', '.join(UPDATES)}")
+    if update != "sync" and mode != "DATA_PARALLEL":
+        raise RequestError(
+            f"update={update!r} in mode {mode}: expected DATA_PARALLEL, the mode in which every "
+            "worker has all parameters; or leave update out"
+        )
+    if staleness < 0 or (staleness and update != "ssp"):
+        raise RequestError(
+            f"staleness={staleness} with update={update!r}: expected a number from 0 on, with "
+            "update='ssp' only"
+        )

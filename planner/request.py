@@ -65,6 +65,13 @@ def parse_request(
 ) -> Request:
     """Check and parse what ``make_plan`` was asked for; raises RequestError."""
     current = get_parallel_mode()
+    if mode is None and current.update != "sync":
+        raise RequestError(
+            f"set_parallel_mode({current.mode!r}, update={current.update!r}) is in force: workers "
+            "take steps of their own against parameter servers, so there is no one step of all "
+            "devices to plan; call executor.parameter_server.train(loop, ...), or give mode= (or "
+            "--mode) to plan a step all the same, as for the devices of one worker"
+        )
     chosen = check_mode(mode or current.mode, search or current.search)
     try:
         parsed = parse_cluster(cluster) if isinstance(cluster, str) else cluster

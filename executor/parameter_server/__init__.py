@@ -11,6 +11,7 @@ from executor.parameter_server.partition import (
 from executor.parameter_server.shard import Counts, WaitError
 from executor.parameter_server.train import LostError, Served, train
 from executor.parameter_server.worker import ParameterServer
+from executor.ps_roles import PsRole, ps_role
 
 __all__ = [
     "Counts",
@@ -22,9 +23,11 @@ __all__ = [
     "ParameterServer",
     "Partitioner",
     "Piece",
+    "PsRole",
     "Rule",
     "Served",
     "WaitError",
     "layout_of",
+    "ps_role",
     "train",
 ]

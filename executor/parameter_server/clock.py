@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from planner.errors import RequestError
-
-MODES = ("sync", "ssp", "async")
+from planner.modes import UPDATES as MODES
 
 
 @dataclass(frozen=True)

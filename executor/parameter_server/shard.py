@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import optax
 
@@ -77,6 +78,7 @@ class Shard:
         self.clocks = Clocks(rule, dict.fromkeys(range(workers), 0))
         self.counts = Counts()
         self.version = 0
+        self.shapes: Any = None
         self.last: dict[int, tuple[int, bool]] = {}
         self.read_at: dict[int, int] = {}
         self.waiting: dict[int, Pushed] = {}
@@ -90,6 +92,14 @@ class Shard:
             if self.store.values is None:
                 self.store.init(values)
                 self.changed.notify_all()
+
+    def describe(self, shapes: Any) -> None:
+        """What the parameters of all servers are, for who is no worker: ShapeDtypeStructs."""
+        self.shapes = shapes
+
+    def described(self) -> Any:
+        """What ``describe`` was told; None before."""
+        return self.shapes
 
     def join(self, worker: int) -> int:
         """A worker comes, or comes back. Returns the number of its last push that counted."""

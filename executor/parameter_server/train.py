@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import optax
 
+from executor.parameter_server.asked import asked, rule_of
 from executor.parameter_server.clock import Rule
+from executor.parameter_server.evaluator import Evaluate, Evaluation, Evaluator, Reader
 from executor.parameter_server.layout import SPLIT_BYTES, layout_of
 from executor.parameter_server.links import Links, LocalLinks, RayLinks
 from executor.parameter_server.partition import Partitioner
@@ -21,6 +24,7 @@ from planner.errors import RequestError
 
 Loop = Callable[[ParameterServer], Any]
 CPU = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
+PLACE = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "runtime_env": CPU}
 
 
 class LostError(RequestError):
@@ -36,67 +40,80 @@ class Served:
         returned: what the loop returned, by worker; None of those that were lost.
         lost: ranks of the workers whose process ended before their loop did.
         counts: what every server did.
+        evaluations: (version, result) of each evaluation, where there was an evaluator; the last
+            is of ``params``. A result may be the exception that the evaluation raised.
     """
 
     params: Any
     returned: tuple[Any, ...]
     lost: tuple[int, ...]
     counts: tuple[Counts, ...]
+    evaluations: tuple[Evaluation, ...] = ()
 
 
 def train(
     loop: Loop,
     *,
-    workers: int,
-    servers: int = 1,
+    workers: int | None = None,
+    servers: int | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    mode: str = "sync",
-    staleness: int = 0,
+    mode: str | None = None,
+    staleness: int | None = None,
     aggregate: int | None = None,
     discard_lag: int | None = None,
     lag_scaled: bool = False,
-    backend: str = "ray",
+    backend: str | None = None,
     address: str | None = None,
     wait_s: float = 300.0,
     split_bytes: int = SPLIT_BYTES,
     partition: Partitioner | None = None,
+    evaluate: Evaluate | None = None,
+    evaluate_every: float = 60.0,
 ) -> Served:
     """Run ``loop`` on every worker.
 
     Args:
         loop: told its ``ParameterServer``; calls ``init(params)``, then pulls and pushes.
-        workers, servers: how many.
+        workers, servers: how many; None takes what ``planner launch`` was told, or 1.
         optimizer: applied on the servers, to each part of the parameters by itself; None adds what
             is pushed.
-        mode, staleness, aggregate, discard_lag, lag_scaled: as for ``Rule``.
-        backend: "ray", every worker and server a process; or "local", threads of this process.
-        address: of a Ray cluster; None starts one on this host, and ends it.
+        mode, staleness, aggregate, discard_lag, lag_scaled: as for ``Rule``; None takes mode and
+            staleness from ``planner.set_parallel_mode``.
+        backend: "ray", every worker and server a process; or "local", threads of this process. None
+            takes what ``planner launch`` was told, or "ray".
+        address: of a Ray cluster; None takes what ``planner launch`` was told, or starts one on
+            this host and ends it.
         wait_s: deadline of every wait, in seconds.
         split_bytes, partition: as for ``layout_of``.
+        evaluate: told the parameters, by a process (or thread) of its own that nobody waits for.
+        evaluate_every: seconds from one evaluation to the next; values that have not changed are
+            left out, the last are evaluated too.
 
     Raises:
-        RequestError: a request that makes no sense, an optimizer that looks at several elements at
-            once (``clip_by_global_norm``, say), or no Ray for backend "ray".
+        RequestError: a request that makes no sense, or that contradicts what the launcher was told,
+            an optimizer that looks at several elements at once (``clip_by_global_norm``, say), or
+            no Ray for backend "ray".
         WaitError: a wait took longer than ``wait_s``.
         LostError: all workers were lost.
         Exception: what the loop raised.
     """
-    if workers < 1:
-        raise RequestError(f"workers={workers}: expected at least 1")
+    rule = Rule(*rule_of(mode, staleness), aggregate, discard_lag, lag_scaled)
+    job = asked(os.environ, workers=workers, servers=servers, backend=backend, address=address)
     cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
-    layout_of({}, servers, **cut)
-    rule = Rule(mode, staleness, aggregate, discard_lag, lag_scaled)
-    if aggregate is not None and aggregate > workers:
-        raise RequestError(f"aggregate={aggregate}: there are {workers} workers")
+    layout_of({}, job.servers, **cut)
+    if aggregate is not None and aggregate > job.workers:
+        raise RequestError(f"aggregate={aggregate}: there are {job.workers} workers")
     if optimizer is not None:
         check_elementwise(optimizer)
-    if backend not in ("ray", "local"):
-        raise RequestError(f"backend {backend!r}: expected 'ray' or 'local'")
+    if not evaluate_every > 0:
+        raise RequestError(f"evaluate_every={evaluate_every}: expected seconds, more than 0")
     options = {"wait_s": wait_s, **cut}
-    shard = (rule, workers, optimizer, wait_s)
-    if backend == "local":
-        return _local(loop, [Shard(*shard) for _ in range(servers)], workers, options)
-    return _on_ray(loop, shard, workers, servers, options, address)
+    shard = (rule, job.workers, optimizer, wait_s)
+    watch = (evaluate, evaluate_every)
+    if job.backend == "local":
+        shards = [Shard(*shard) for _ in range(job.servers)]
+        return _local(loop, shards, job.workers, options, *watch)
+    return _on_ray(loop, shard, job.workers, job.servers, options, job.address, *watch)
 
 
 def check_elementwise(optimizer: optax.GradientTransformation) -> None:
@@ -136,23 +153,39 @@ def _one(loop: Loop, links: Links, rank: int, workers: int, options: dict[str, A
     return returned, server.shapes
 
 
-def _local(loop: Loop, shards: list[Shard], workers: int, options: dict[str, Any]) -> Served:
-    links = LocalLinks(shards, workers)
+def _local(
+    loop: Loop,
+    shards: list[Shard],
+    workers: int,
+    options: dict[str, Any],
+    evaluate: Evaluate | None,
+    every_s: float,
+) -> Served:
+    links = LocalLinks(shards, workers + 1)
     returned: list[Any] = [None] * workers
     shapes = None
-    with ThreadPoolExecutor(workers, "worker") as pool:
+    evaluator = Evaluator(every_s)
+    if evaluate is not None:
+        evaluator.start(Reader(links, evaluate, **options).once)
+    with evaluator, ThreadPoolExecutor(workers, "worker") as pool:
         futures = {
             pool.submit(_one, loop, links, rank, workers, options): rank for rank in range(workers)
         }
         for future in as_completed(futures):
             returned[futures[future]], own = future.result()
             shapes = shapes if own is None else own
+        evaluations = evaluator.finish()
     found = [shard.now() for shard in shards]
-    return _served(shapes, found, returned, (), options)
+    return _served(shapes, found, returned, (), options, evaluations)
 
 
 def _served(
-    shapes: Any, found: Sequence[Any], returned: Sequence[Any], lost: Any, options: dict[str, Any]
+    shapes: Any,
+    found: Sequence[Any],
+    returned: Sequence[Any],
+    lost: Any,
+    options: dict[str, Any],
+    evaluations: tuple[Evaluation, ...],
 ) -> Served:
     params = None
     if shapes is not None:
@@ -163,7 +196,8 @@ def _served(
             partition=options["partition"],
         )
         params = layout.gather([values.values for values, _ in found])
-    return Served(params, tuple(returned), tuple(lost), tuple(counts for _, counts in found))
+    counts = tuple(counts for _, counts in found)
+    return Served(params, tuple(returned), tuple(lost), counts, evaluations)
 
 
 @contextlib.contextmanager
@@ -192,19 +226,24 @@ def _on_ray(
     servers: int,
     options: dict[str, Any],
     address: str | None,
+    evaluate: Evaluate | None,
+    every_s: float,
 ) -> Served:
     with _ray(address) as ray:
-        serving = ray.remote(Shard).options(
-            max_concurrency=2 * workers + 2, num_cpus=0, runtime_env=CPU
-        )
+        serving = ray.remote(Shard).options(max_concurrency=2 * workers + 4, **PLACE)
         actors = [serving.remote(*shard) for _ in range(servers)]
         links = RayLinks(actors)
-        working = ray.remote(_one).options(num_cpus=0, max_retries=0, runtime_env=CPU)
+        working = ray.remote(_one).options(max_retries=0, **PLACE)
         refs = {working.remote(loop, links, k, workers, options): k for k in range(workers)}
         returned: list[Any] = [None] * workers
         lost: list[int] = []
         shapes = None
         pending = list(refs)
+        evaluator = Evaluator(every_s)
+        if evaluate is not None:
+            reading = ray.remote(Reader).options(max_restarts=-1, **PLACE)
+            actors.append(reading.remote(links, evaluate, **options))
+            evaluator.start(lambda seen: ray.get(actors[-1].once.remote(seen)))
         try:
             while pending:
                 (done, *_), pending = ray.wait(pending, num_returns=1)
@@ -219,9 +258,11 @@ def _on_ray(
                     raise error.cause from None
             if len(lost) == workers:
                 raise LostError("all workers were lost")
+            evaluations = evaluator.finish()
             found = links.call("now", [()] * servers, options["wait_s"])
-            return _served(shapes, found, returned, sorted(lost), options)
+            return _served(shapes, found, returned, sorted(lost), options, evaluations)
         finally:
+            evaluator.stop()
             for ref in pending:
                 ray.cancel(ref, force=True)
             for actor in actors:

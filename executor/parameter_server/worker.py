@@ -46,6 +46,12 @@ class ParameterServer:
         self.version = 0
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, who gives the first values; and saves and shows, where one
+        worker is to do it for all."""
+        return self.rank == 0
+
+    @property
     def layout(self) -> Layout:
         """Which server holds what; raises RequestError before ``init``."""
         if self._layout is None:
@@ -67,8 +73,9 @@ class ParameterServer:
             WaitError: the chief did not call it in time.
         """
         self._layout = layout_of(params, self._links.count, **self._cut)
-        if self.rank == 0:
+        if self.is_chief:
             self._call("init", [(flat,) for flat in self._layout.scatter(jax.device_get(params))])
+            self._call("describe", [(self.shapes,)] * self._links.count)
         self._number = max(self._call("join", [(self.rank,)] * self._links.count))
         return self.pull()
 

@@ -405,6 +405,33 @@ def test_the_process_wide_mode_is_used_and_restored() -> None:
         set_parallel_mode(before.mode, search=before.search)
 
 
+def test_how_updates_are_shared_is_part_of_the_mode() -> None:
+    set_parallel_mode("DATA_PARALLEL", update="ssp", staleness=4)
+    found = get_parallel_mode()
+    assert (found.update, found.staleness) == ("ssp", 4)
+    with pytest.raises(RequestError, match=r"no one step of all devices.*parameter_server\.train"):
+        make_plan(step, W, X, cluster="cpu:8")
+    assert make_plan(step, W, X, cluster="cpu:8", mode="DATA_PARALLEL").mode == "DATA_PARALLEL"
+    assert set_parallel_mode("DATA_PARALLEL") == found
+    assert make_plan(step, W, X, cluster="cpu:8").mode == "DATA_PARALLEL"
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "text"),
+    [
+        ("DATA_PARALLEL", {"update": "often"}, "unknown update 'often'; expected one of sync, ssp"),
+        ("AUTO_PARALLEL", {"update": "async"}, "in mode AUTO_PARALLEL: expected DATA_PARALLEL"),
+        ("DATA_PARALLEL", {"staleness": 4}, "staleness=4 with update='sync'"),
+        ("DATA_PARALLEL", {"update": "ssp", "staleness": -1}, "staleness=-1"),
+    ],
+)
+def test_updates_that_have_no_meaning(mode: str, options: dict[str, Any], text: str) -> None:
+    before = get_parallel_mode()
+    with pytest.raises(RequestError, match=text):
+        set_parallel_mode(mode, **options)
+    assert get_parallel_mode() == before
+
+
 def test_mode_names() -> None:
     for mode in MODES:
         assert check_mode(mode, "auto").mode == mode

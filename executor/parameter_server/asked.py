@@ -1,0 +1,97 @@
+"""How many workers and servers a job has, and on what: from the call, the launcher or the words of
+older systems."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from executor.launchers.rays import look_for
+from executor.ps_roles import PREFIX, ps_role
+from planner.errors import RequestError
+from planner.modes import get_parallel_mode
+
+log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a job runs on.
+
+    Attributes:
+        workers, servers: how many.
+        backend: "ray" or "local".
+        address: of a Ray cluster; None starts one on this host.
+    """
+
+    workers: int = 1
+    servers: int = 1
+    backend: str = "ray"
+    address: str | None = None
+
+
+def asked(environment: Mapping[str, str], **given: Any) -> Asked:
+    """What the call gives, completed by the environment.
+
+    Args:
+        environment: ``os.environ``, say: the variables of ``planner launch``, else those of older
+            systems (``ps_role``).
+        given: the fields of ``Asked``; None where the call says nothing.
+
+    Raises:
+        RequestError: the call and the environment contradict each other, a value is malformed, an
+            older system would run something else in this process, or no cluster answers.
+    """
+    told, source = _told(environment)
+    for name, value in given.items():
+        if value is not None and told.get(name) not in (None, value):
+            raise RequestError(
+                f"train({name}={value!r}), but {source} says {name}={told[name]!r}; leave {name} "
+                "out of the script, or make them agree"
+            )
+    words = {name: value for name, value in {**told, **given}.items() if value is not None}
+    words |= {name: value for name, value in told.items() if value is not None}
+    found = Asked(**words)
+    for name in ("workers", "servers"):
+        if getattr(found, name) < 1:
+            raise RequestError(f"{name}={getattr(found, name)}: expected at least 1")
+    if found.backend not in ("ray", "local"):
+        raise RequestError(f"backend {found.backend!r}: expected 'ray' or 'local'")
+    if found.backend == "ray" and found.address is not None:
+        look_for(found.address)
+    return found
+
+
+def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """What the environment says, and who that was."""
+    own: dict[str, Any] = {}
+    for name in (field.name for field in fields(Asked)):
+        text = environment.get(PREFIX + name.upper())
+        if text is not None and name in ("workers", "servers"):
+            if not text.isdecimal():
+                raise RequestError(f"{PREFIX}{name.upper()}={text!r}: expected a whole number")
+            own[name] = int(text)
+        elif text is not None:
+            own[name] = text
+    if own:
+        return own, "planner launch (" + ", ".join(PREFIX + name.upper() for name in own) + ")"
+    role = ps_role((), environment)
+    if role is None:
+        return {}, ""
+    if role.instead:
+        who = role.role if role.rank is None else f"{role.role} {role.rank}"
+        raise RequestError(f"{role.source} makes this process the {who}: {role.instead}")
+    log.warning("workers and servers are those of %s", role.source)
+    for note in role.notes:
+        log.warning("%s", note)
+    return {"workers": role.workers, "servers": role.servers, "address": role.address}, role.source
+
+
+def rule_of(mode: str | None, staleness: int | None) -> tuple[str, int]:
+    """Mode and staleness; what is None is taken from ``set_parallel_mode``."""
+    current = get_parallel_mode()
+    if mode is None:
+        return current.update, current.staleness if staleness is None else staleness
+    return mode, staleness or 0

@@ -1,0 +1,248 @@
+"""The words of older parameter-server systems, every one of the table, and what a job makes of
+them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.parameter_server import PsRole, ps_role, train
+from executor.parameter_server.asked import Asked, asked
+from executor.ps_roles import SYSTEMS
+from executor.roles import RoleError
+from planner.errors import RequestError
+
+PAGE = Path(__file__).parents[3] / "docs/how-to/move-from-other-parameter-servers.md"
+OLD = [name for system in SYSTEMS for name in (*system.variables, *system.unused)]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OLD:
+        if not name.startswith("-"):
+            monkeypatch.delenv(name, raising=False)
+
+
+PADDLE = {
+    "TRAINING_ROLE": "TRAINER",
+    "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.1:7164,10.0.0.2:7164",
+    "PADDLE_TRAINERS_NUM": "4",
+    "PADDLE_TRAINER_ID": "3",
+}
+INIT = {"PADDLE_INIT_PSERVERS": "a,b", "PADDLE_INIT_NUM_GRADIENT_SERVERS": "4"}
+DMLC = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "4", "DMLC_NUM_SERVER": "2"}
+ROOT = {"DMLC_PS_ROOT_URI": "node0", "DMLC_PS_ROOT_PORT": "9091"}
+MS = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "MS_SERVER_NUM": "2"}
+SCHED = {"MS_SCHED_HOST": "node0", "MS_SCHED_PORT": "8118"}
+CLUSTER = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1", "p:2"], "evaluator": ["e:1"]}
+
+
+def tf(kind: str | None, index: int = 0, **cluster: Any) -> dict[str, str]:
+    task = {} if kind is None else {"task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster or CLUSTER, **task})}
+
+
+# name of a row, flags, variables -> role, rank, workers, servers, address
+ROWS: list[tuple[str, str, dict[str, str], tuple[Any, ...]]] = [
+    ("pserver", "pserver --num_gradient_servers=4", {}, ("server", None, 4, None, None)),
+    ("train", "train --pservers=a,b", {}, ("worker", None, None, 2, "a:6379")),
+    ("--port", "paddle train --pservers=a --port 7", {}, ("worker", None, None, 1, "a:7")),
+    ("--num_gradient_servers", "--num_gradient_servers 4", INIT, ("chief", 0, 4, 2, "a:6379")),
+    ("--pservers", "--pservers=x,y,z", {}, ("chief", 0, None, 3, "x:6379")),
+    ("--trainer_id", "train --trainer_id=2", INIT, ("worker", 2, 4, 2, "a:6379")),
+    ("--worker_num", "--worker_num=3 --server_num=2", {}, ("chief", 0, 3, 2, None)),
+    ("--server_num", "--server_num 5", {}, ("chief", 0, None, 5, None)),
+    ("TRAINING_ROLE", "", {**PADDLE, "TRAINING_ROLE": "PSERVER"}, ("server", None, 4, 2)),
+    ("PADDLE_TRAINING_ROLE", "", {"PADDLE_TRAINING_ROLE": "PSERVER"}, ("server", None, None)),
+    ("PADDLE_PSERVERS_IP_PORT_LIST", "", PADDLE, ("worker", 3, 4, 2, "10.0.0.1:7164")),
+    ("PADDLE_TRAINERS_NUM", "", {**PADDLE, "PADDLE_TRAINERS_NUM": "9"}, ("worker", 3, 9, 2)),
+    ("PADDLE_TRAINER_ID", "", {**PADDLE, "PADDLE_TRAINER_ID": "0"}, ("chief", 0, 4, 2)),
+    (
+        "PADDLE_PORT",
+        "",
+        {**PADDLE, "TRAINING_ROLE": "PSERVER", "POD_IP": "10.0.0.2", "PADDLE_PORT": "7164"},
+        ("server", 1, 4, 2, "10.0.0.1:7164"),
+    ),
+    (
+        "POD_IP",
+        "",
+        {**PADDLE, "TRAINING_ROLE": "PSERVER", "POD_IP": "10.0.0.1", "PADDLE_PORT": "7164"},
+        ("server", 0, 4, 2, "10.0.0.1:7164"),
+    ),
+    ("PADDLE_INIT_PSERVERS", "", INIT, ("chief", 0, 4, 2, "a:6379")),
+    ("PADDLE_INIT_PORT", "", {**INIT, "PADDLE_INIT_PORT": "7"}, ("chief", 0, 4, 2, "a:7")),
+    ("PADDLE_INIT_NUM_GRADIENT_SERVERS", "", INIT, ("chief", 0, 4, 2, "a:6379")),
+    ("PADDLE_INIT_TRAINER_ID", "", {**INIT, "PADDLE_INIT_TRAINER_ID": "1"}, ("worker", 1, 4)),
+    ("DMLC_ROLE", "", DMLC, ("worker", None, 4, 2, None)),
+    ("DMLC_ROLE", "", {**DMLC, "DMLC_ROLE": "server"}, ("server", None, 4, 2, None)),
+    ("DMLC_ROLE", "", {**DMLC, **ROOT, "DMLC_ROLE": "scheduler"}, ("scheduler", None, 4, 2)),
+    ("DMLC_NUM_WORKER", "", {**DMLC, "DMLC_NUM_WORKER": "1"}, ("chief", 0, 1, 2, None)),
+    ("DMLC_NUM_SERVER", "", {"DMLC_NUM_SERVER": "2"}, ("chief", 0, None, 2, None)),
+    ("DMLC_PS_ROOT_URI", "", {**DMLC, **ROOT}, ("worker", None, 4, 2, "node0:9091")),
+    ("DMLC_PS_ROOT_PORT", "", {**DMLC, **ROOT}, ("worker", None, 4, 2, "node0:9091")),
+    ("DMLC_WORKER_ID", "", {**DMLC, "DMLC_WORKER_ID": "1"}, ("worker", 1, 4, 2)),
+    (
+        "DMLC_SERVER_ID",
+        "",
+        {**DMLC, "DMLC_ROLE": "server", "DMLC_SERVER_ID": "1", "DMLC_WORKER_ID": "3"},
+        ("server", 1, 4, 2),
+    ),
+    ("-n", "tools/launch.py -n 4 -s 2 python train.py -n 9", {}, ("chief", 0, 4, 2, None)),
+    ("-s", "-n 4", {}, ("chief", 0, 4, 4, None)),
+    ("--num-workers", "--num-workers 4 --num-servers=2", {}, ("chief", 0, 4, 2, None)),
+    ("--num-servers", "--num-servers=2", {}, ("chief", 0, None, 2, None)),
+    ("MS_ROLE", "", {**MS, "MS_ROLE": "MS_PSERVER"}, ("server", None, 4, 2, None)),
+    ("MS_ROLE", "", {**MS, **SCHED, "MS_ROLE": "MS_SCHED"}, ("scheduler", None, 4, 2)),
+    ("MS_WORKER_NUM", "", {**MS, "MS_NODE_ID": "3"}, ("worker", 3, 4, 2, None)),
+    ("MS_SERVER_NUM", "", {"MS_SERVER_NUM": "3"}, ("chief", 0, None, 3, None)),
+    ("MS_SCHED_HOST", "", {**MS, **SCHED}, ("worker", None, 4, 2, "node0:8118")),
+    ("MS_SCHED_PORT", "", {**MS, **SCHED}, ("worker", None, 4, 2, "node0:8118")),
+    ("MS_NODE_ID", "", {**MS, "MS_NODE_ID": "0"}, ("chief", 0, 4, 2, None)),
+    ("TF_CONFIG", "", tf("chief"), ("chief", 0, 3, 2, "p:1")),
+    ("TF_CONFIG", "", tf("worker", 1), ("worker", 2, 3, 2, "p:1")),
+    ("TF_CONFIG", "", tf("ps", 1), ("server", 1, 3, 2, "p:1")),
+    ("TF_CONFIG", "", tf("evaluator"), ("evaluator", 0, 3, 2, "p:1")),
+    ("TF_CONFIG", "", tf("worker", 0, worker=["w:1", "w:2"], ps=["p:1"]), ("chief", 0, 2, 1)),
+    ("TF_CONFIG", "", tf("master", 0, master=["m:1"], ps=["p:1"]), ("chief", 0, 1, 1)),
+    ("TF_CONFIG", "", tf(None), ("chief", 0, 3, 2, "p:1")),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "variables", "expected"), ROWS)
+def test_a_row_of_the_table(
+    name: str, words: str, variables: dict[str, str], expected: tuple[Any, ...]
+) -> None:
+    found = ps_role(words.split(), variables)
+    assert found is not None
+    told = (found.role, found.rank, found.workers, found.servers, found.address)
+    assert told[: len(expected)] == expected
+    if name != "-s" or "-s" in words:
+        assert name in found.source
+
+
+def test_every_name_that_means_something_has_a_row() -> None:
+    names = {n for s in SYSTEMS for n in (*s.variables, *s.flags, *s.words)}
+    assert {name for name, *_ in ROWS} == names
+
+
+@pytest.mark.parametrize("name", [n for system in SYSTEMS for n in system.unused])
+def test_what_has_no_meaning_here_is_told(name: str) -> None:
+    system = next(s for s in SYSTEMS if name in s.unused)
+    variables = {"PaddlePaddle": INIT, "MXNet": DMLC, "MindSpore": MS}[system.name]
+    flags = name.startswith("-")
+    found = ps_role([name, "x"] if flags else [], variables if flags else {**variables, name: "x"})
+    assert found is not None
+    (note,) = found.notes
+    assert note.startswith(f"{name}: no meaning here: ")
+
+
+def test_the_page_lists_what_is_known() -> None:
+    text = PAGE.read_text(encoding="utf-8").split("## What becomes of ")[1]
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    names = {n for s in SYSTEMS for n in (*s.variables, *s.flags, *s.words, *s.unused)}
+    assert listed == names
+
+
+def test_a_flag_that_nobody_knows_is_told() -> None:
+    found = ps_role(["-n", "2", "-s", "1", "--colour", "red"], {})
+    assert found is not None and found.notes == ("--colour: not known here",)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"PADDLE_TRAINERS_NUM": "4"}, {"DMLC_NUM_WORKER": "4"}, tf("worker", 0, worker=["w:1"])],
+)
+def test_jobs_without_servers_are_none_of_ours(variables: dict[str, str]) -> None:
+    assert ps_role((), variables) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "text"),
+    [
+        ("", {"DMLC_ROLE": "boss", "DMLC_NUM_SERVER": "1"}, r"DMLC_ROLE='boss': expected one of w"),
+        ("-n x -s 1", {}, r"-n='x': expected a whole number"),
+        ("", {**MS, "MS_NODE_ID": "7"}, "MindSpore: worker 7 of 4, expected a number from 0 to 3"),
+        ("--pservers a,b --server_num 3", {}, "--server_num says 3 servers, --pservers lists 2"),
+        ("", {"TF_CONFIG": "{"}, "TF_CONFIG: .*expected"),
+    ],
+)
+def test_what_contradicts_itself(words: str, variables: dict[str, str], text: str) -> None:
+    with pytest.raises(RoleError, match=text):
+        ps_role(words.split(), variables)
+
+
+@pytest.mark.parametrize(
+    ("role", "text"),
+    [
+        (PsRole("scheduler", address="node0:9091"), "`ray start --head --port=9091` on this host"),
+        (PsRole("scheduler"), "`ray start --head` on this host"),
+        (PsRole("server", 1, address="node0:9091"), "`ray start --address=node0:9091` on this"),
+        (PsRole("worker", 2, 4, 2, "h:1"), "--workers 4 --servers 2 --ray-address h:1 train.py"),
+        (PsRole("evaluator", 0), "train(..., evaluate=)"),
+    ],
+)
+def test_what_to_do_instead(role: PsRole, text: str) -> None:
+    assert text in role.instead
+
+
+def test_the_chief_has_nothing_to_do_instead() -> None:
+    assert PsRole("chief", 0).instead == ""
+
+
+# ---- what a call to train makes of them ----------------------------------------------------
+
+LAUNCHED = {
+    "MESHWRIGHT_PS_WORKERS": "4",
+    "MESHWRIGHT_PS_SERVERS": "2",
+    "MESHWRIGHT_PS_BACKEND": "local",
+}
+NOTHING = {"workers": None, "servers": None, "backend": None, "address": None}
+
+
+def test_what_is_asked_for() -> None:
+    assert asked({}, **NOTHING) == Asked(1, 1, "ray", None)
+    assert asked({}, **{**NOTHING, "workers": 3}) == Asked(3, 1, "ray", None)
+    assert asked(LAUNCHED, **NOTHING) == Asked(4, 2, "local", None)
+    assert asked(LAUNCHED, **{**NOTHING, "workers": 4}) == Asked(4, 2, "local", None)
+    numbers = {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2"}
+    assert asked(numbers, **{**NOTHING, "backend": "local"}) == Asked(3, 2, "local", None)
+
+
+def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    variables = {"MS_WORKER_NUM": "3", "MS_SERVER_NUM": "2", "MS_INTERFACE": "eth0"}
+    assert asked(variables, **NOTHING).workers == 3
+    assert "those of MindSpore (MS_WORKER_NUM, MS_SERVER_NUM)" in caplog.text
+    assert "MS_INTERFACE: no meaning here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "given", "text"),
+    [
+        (LAUNCHED, {"workers": 3}, r"train\(workers=3\), but planner launch .* says workers=4"),
+        (LAUNCHED, {"backend": "ray"}, r"train\(backend='ray'\), but .* says backend='local'"),
+        (DMLC, {}, r"MXNet .* makes this process the worker: workers are Ray tasks here"),
+        ({**MS, "MS_NODE_ID": "2"}, {}, "makes this process the worker 2: "),
+        ({**DMLC, "DMLC_ROLE": "server"}, {"workers": 4}, "the server: servers are Ray actors"),
+        (tf("evaluator"), {}, "the evaluator 0: an evaluator is a function here"),
+        ({"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2"}, {"servers": 1}, "says servers=2"),
+        ({"MESHWRIGHT_PS_WORKERS": "x"}, {}, "MESHWRIGHT_PS_WORKERS='x': expected a whole"),
+        ({}, {"workers": 0}, "workers=0: expected at least 1"),
+        ({}, {"address": "127.0.0.1:1"}, "cannot reach Ray at 127.0.0.1:1"),
+    ],
+)
+def test_contradictions(variables: dict[str, str], given: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        asked(variables, **{**NOTHING, **given})
+
+
+def test_a_run_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    done = train(lambda server: (server.rank, server.num_workers, server.is_chief))
+    assert done.returned == ((0, 4, True), (1, 4, False), (2, 4, False), (3, 4, False))
+    assert len(done.counts) == 2
