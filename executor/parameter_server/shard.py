@@ -128,6 +128,7 @@ class Shard:
             Whether it counts: False for one that the rule leaves out. One that comes again gets the
             same answer again.
         """
+        pushed = pushed.decoded()
         with self.changed:
             if self.store.values is None:
                 raise RequestError("push before init: call init(params) first")

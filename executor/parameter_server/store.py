@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from executor.parameter_server.codec import Coded, decode
 from executor.parameter_server.layout import Array, Flat
 
 EXACT = {"xla_backend_optimization_level": "0"}
@@ -34,10 +35,18 @@ class Pushed:
     Attributes:
         dense: gradients of what the server holds flat, by dtype.
         rows: for each table, numbers of its rows on this server, and their gradients.
+        coded: gradients that are not in ``dense``, in fewer bytes, by dtype.
     """
 
     dense: Mapping[str, Array] = field(default_factory=dict)
     rows: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+    coded: Mapping[str, Coded] = field(default_factory=dict)
+
+    def decoded(self) -> Pushed:
+        """The same with nothing coded."""
+        if not self.coded:
+            return self
+        return Pushed({**self.dense, **{d: decode(x) for d, x in self.coded.items()}}, self.rows)
 
     def copy(self) -> Pushed:
         """The same in memory of its own: what was sent may lie in memory that its sender takes

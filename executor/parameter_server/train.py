@@ -14,6 +14,7 @@ import optax
 
 from executor.parameter_server.asked import asked, rule_of
 from executor.parameter_server.clock import Rule
+from executor.parameter_server.codec import coded
 from executor.parameter_server.evaluator import Evaluate, Evaluation, Evaluator, Reader
 from executor.parameter_server.layout import SPLIT_BYTES, layout_of
 from executor.parameter_server.links import Links, LocalLinks, RayLinks
@@ -67,6 +68,7 @@ def train(
     wait_s: float = 300.0,
     split_bytes: int = SPLIT_BYTES,
     partition: Partitioner | None = None,
+    compress: str | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: float = 60.0,
 ) -> Served:
@@ -85,6 +87,8 @@ def train(
             this host and ends it.
         wait_s: deadline of every wait, in seconds.
         split_bytes, partition: as for ``layout_of``.
+        compress: "bf16", "int8" or "2bit": gradients travel in a half, a quarter or a sixteenth of
+            the bytes, and what was rounded away is added to the next push.
         evaluate: told the parameters, by a process (or thread) of its own that nobody waits for.
         evaluate_every: seconds from one evaluation to the next; values that have not changed are
             left out, the last are evaluated too.
@@ -107,7 +111,9 @@ def train(
         check_elementwise(optimizer)
     if not evaluate_every > 0:
         raise RequestError(f"evaluate_every={evaluate_every}: expected seconds, more than 0")
-    options = {"wait_s": wait_s, **cut}
+    if compress is not None:
+        coded("float32", compress)
+    options = {"wait_s": wait_s, "compress": compress, **cut}
     shard = (rule, job.workers, optimizer, wait_s)
     watch = (evaluate, evaluate_every)
     if job.backend == "local":
@@ -166,7 +172,7 @@ def _local(
     shapes = None
     evaluator = Evaluator(every_s)
     if evaluate is not None:
-        evaluator.start(Reader(links, evaluate, **options).once)
+        evaluator.start(Reader(links, evaluate, options["wait_s"], **_cut(options)).once)
     with evaluator, ThreadPoolExecutor(workers, "worker") as pool:
         futures = {
             pool.submit(_one, loop, links, rank, workers, options): rank for rank in range(workers)
@@ -179,6 +185,11 @@ def _local(
     return _served(shapes, found, returned, (), options, evaluations)
 
 
+def _cut(options: dict[str, Any]) -> dict[str, Any]:
+    """Of a worker's options those of ``layout_of``."""
+    return {name: options[name] for name in ("split_bytes", "partition")}
+
+
 def _served(
     shapes: Any,
     found: Sequence[Any],
@@ -189,12 +200,7 @@ def _served(
 ) -> Served:
     params = None
     if shapes is not None:
-        layout = layout_of(
-            shapes,
-            len(found),
-            split_bytes=options["split_bytes"],
-            partition=options["partition"],
-        )
+        layout = layout_of(shapes, len(found), **_cut(options))
         params = layout.gather([values.values for values, _ in found])
     counts = tuple(counts for _, counts in found)
     return Served(params, tuple(returned), tuple(lost), counts, evaluations)
@@ -242,7 +248,7 @@ def _on_ray(
         evaluator = Evaluator(every_s)
         if evaluate is not None:
             reading = ray.remote(Reader).options(max_restarts=-1, **PLACE)
-            actors.append(reading.remote(links, evaluate, **options))
+            actors.append(reading.remote(links, evaluate, options["wait_s"], **_cut(options)))
             evaluator.start(lambda seen: ray.get(actors[-1].once.remote(seen)))
         try:
             while pending:

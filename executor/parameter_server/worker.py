@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from executor.parameter_server.codec import Feedback
 from executor.parameter_server.layout import SPLIT_BYTES, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
@@ -26,6 +27,8 @@ class ParameterServer:
         num_workers: how many there are.
         wait_s: deadline of every wait, in seconds.
         split_bytes, partition: as for ``layout_of``.
+        compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None: as they
+            are.
     """
 
     def __init__(
@@ -37,10 +40,12 @@ class ParameterServer:
         wait_s: float = 300.0,
         split_bytes: int = SPLIT_BYTES,
         partition: Partitioner | None = None,
+        compress: str | None = None,
     ) -> None:
         self.rank, self.num_workers = rank, num_workers
         self._links, self._wait_s = links, wait_s
         self._cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
+        self._feedback = None if compress is None else Feedback(compress, links.count)
         self._layout: Layout | None = None
         self._number = 0
         self.version = 0
@@ -96,18 +101,23 @@ class ParameterServer:
         Returns:
             Whether all servers took it; the rule may leave out what comes late.
         """
-        flats = self.layout.scatter(jax.device_get(gradients))
-        self._number += 1
-        return all(self._call("push", [(self.rank, self._number, Pushed(flat)) for flat in flats]))
+        return all(self._call("push", self._numbered(gradients)))
 
     def push_pull(self, gradients: Any) -> Any:
         """``push``, then ``pull``, in one message to each server and back."""
         layout = self.layout
-        flats = layout.scatter(jax.device_get(gradients))
-        self._number += 1
-        found = self._call("push_pull", [(self.rank, self._number, Pushed(flat)) for flat in flats])
+        found = self._call("push_pull", self._numbered(gradients))
         self.version = min(x.version for x in found)
         return layout.gather([x.values for x in found])
+
+    def _numbered(self, gradients: Any) -> list[tuple[Any, ...]]:
+        """What every server is told of a push; sent again, it must be the same objects."""
+        flats = self.layout.scatter(jax.device_get(gradients))
+        self._number += 1
+        if self._feedback is None:
+            return [(self.rank, self._number, Pushed(flat)) for flat in flats]
+        made = [self._feedback.encode(server, flat) for server, flat in enumerate(flats)]
+        return [(self.rank, self._number, Pushed(dense, coded=coded)) for dense, coded in made]
 
     def leave(self) -> None:
         """Say that this worker has finished; the others no longer wait for it."""
