@@ -2,6 +2,7 @@
 
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.layout import Layout, Piece, layout_of
+from executor.parameter_server.local_steps import LocalSteps
 from executor.parameter_server.partition import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -17,6 +18,7 @@ __all__ = [
     "Counts",
     "FixedShardsPartitioner",
     "Layout",
+    "LocalSteps",
     "LostError",
     "MaxSizePartitioner",
     "MinSizePartitioner",

@@ -113,7 +113,8 @@ def train(
         raise RequestError(f"evaluate_every={evaluate_every}: expected seconds, more than 0")
     if compress is not None:
         coded("float32", compress)
-    options = {"wait_s": wait_s, "compress": compress, **cut}
+    done = {"rule": rule, "optimizer": optimizer}
+    options = {"wait_s": wait_s, "compress": compress, **done, **cut}
     shard = (rule, job.workers, optimizer, wait_s)
     watch = (evaluate, evaluate_every)
     if job.backend == "local":

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 
+from executor.parameter_server.clock import Rule
 from executor.parameter_server.codec import Feedback
 from executor.parameter_server.layout import SPLIT_BYTES, Layout, layout_of
 from executor.parameter_server.links import Links
@@ -25,6 +27,7 @@ class ParameterServer:
         links: to the servers.
         rank: of this worker.
         num_workers: how many there are.
+        rule, optimizer: what the servers do.
         wait_s: deadline of every wait, in seconds.
         split_bytes, partition: as for ``layout_of``.
         compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None: as they
@@ -37,6 +40,8 @@ class ParameterServer:
         rank: int,
         num_workers: int,
         *,
+        rule: Rule = Rule(),  # noqa: B008  it is frozen
+        optimizer: optax.GradientTransformation | None = None,
         wait_s: float = 300.0,
         split_bytes: int = SPLIT_BYTES,
         partition: Partitioner | None = None,
@@ -45,6 +50,7 @@ class ParameterServer:
         self.rank, self.num_workers = rank, num_workers
         self._links, self._wait_s = links, wait_s
         self._cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
+        self.rule, self.optimizer = rule, optimizer
         self._feedback = None if compress is None else Feedback(compress, links.count)
         self._layout: Layout | None = None
         self._number = 0
