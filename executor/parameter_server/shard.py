@@ -48,7 +48,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Values:
-    """What a read gives: the values, and how many updates are in them."""
+    """What a read gives: the values (flat arrays, or rows of tables), and how many updates are in
+    them."""
 
     version: int
     values: Mapping[str, Array]
@@ -81,16 +82,17 @@ class Shard:
         self.shapes: Any = None
         self.last: dict[int, tuple[int, bool]] = {}
         self.read_at: dict[int, int] = {}
+        self.has_read: set[int] = set()
         self.waiting: dict[int, Pushed] = {}
         self.at_barrier: set[int] = set()
         self.passed = 0
         self.changed = threading.Condition()
 
-    def init(self, values: Flat) -> None:
-        """Begin with these values, unless there are some."""
+    def init(self, values: Flat, tables: Mapping[str, Array] | None = None) -> None:
+        """Begin with these values and rows of tables, unless there are some."""
         with self.changed:
             if self.store.values is None:
-                self.store.init(values)
+                self.store.init(values, tables)
                 self.changed.notify_all()
 
     def describe(self, shapes: Any) -> None:
@@ -138,6 +140,7 @@ class Shard:
                 return took
             self.clocks.join(worker)
             lag = self.version - self.read_at.get(worker, self.version)
+            self.has_read.discard(worker)
             counts = self._take(worker, lag, pushed)
             self.last[worker] = (number, counts)
             self.clocks.tick(worker, number - last)
@@ -190,21 +193,40 @@ class Shard:
             WaitError: it did not in ``wait_s``; names the workers that are behind.
         """
         with self.changed:
-            until = self.clock() + self.wait_s
-            while (behind := self._behind(worker)) != ():
-                left = until - self.clock()
-                if left <= 0 or not self.changed.wait(left):
-                    raise WaitError(
-                        f"worker {worker} waited {self.wait_s:g} s to read: "
-                        + (
-                            "nobody has called init"
-                            if behind is None
-                            else f"worker{'s' * (len(behind) > 1)} "
-                            f"{', '.join(map(str, behind))} did not push"
-                        )
-                    )
+            self._until_it_may_read(worker)
             self.read_at[worker] = self.version
-            return Values(self.version, self.store.read())
+            values = self.store.read()
+            if values:
+                self.has_read.add(worker)
+            return Values(self.version, values)
+
+    def pull_rows(self, worker: int, rows: Mapping[str, Array]) -> Values:
+        """Rows of tables, by their numbers on this server; waits, and raises, as ``pull``.
+
+        The lag of the next push counts from the first read of rows since this worker's last push,
+        or from its last ``pull`` since then.
+        """
+        with self.changed:
+            self._until_it_may_read(worker)
+            if worker not in self.has_read:
+                self.read_at[worker] = self.version
+                self.has_read.add(worker)
+            return Values(self.version, self.store.tables.read(rows))
+
+    def _until_it_may_read(self, worker: int) -> None:
+        until = self.clock() + self.wait_s
+        while (behind := self._behind(worker)) != ():
+            left = until - self.clock()
+            if left <= 0 or not self.changed.wait(left):
+                raise WaitError(
+                    f"worker {worker} waited {self.wait_s:g} s to read: "
+                    + (
+                        "nobody has called init"
+                        if behind is None
+                        else f"worker{'s' * (len(behind) > 1)} "
+                        f"{', '.join(map(str, behind))} did not push"
+                    )
+                )
 
     def push_pull(self, worker: int, number: int, pushed: Pushed) -> Values:
         """``push``, then ``pull``."""
@@ -215,6 +237,11 @@ class Shard:
         """The values as they are, for who is no worker, and what was done."""
         with self.changed:
             return Values(self.version, self.store.read()), self.counts
+
+    def tables(self) -> dict[str, Array]:
+        """All rows of tables that are here, as they are, copied."""
+        with self.changed:
+            return self.store.tables.whole()
 
     def members(self) -> tuple[int, ...]:
         """The workers that are there."""

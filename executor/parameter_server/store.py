@@ -20,6 +20,7 @@ import optax
 
 from executor.parameter_server.codec import Coded, decode
 from executor.parameter_server.layout import Array, Flat
+from executor.parameter_server.tables import Tables, summed
 
 EXACT = {"xla_backend_optimization_level": "0"}
 """Compiler options under which XLA:CPU joins no operations of different rounding."""
@@ -34,7 +35,8 @@ class Pushed:
 
     Attributes:
         dense: gradients of what the server holds flat, by dtype.
-        rows: for each table, numbers of its rows on this server, and their gradients.
+        rows: for each table, numbers of its rows on this server, and their gradients; a table that
+            is named without rows counts as updated.
         coded: gradients that are not in ``dense``, in fewer bytes, by dtype.
     """
 
@@ -58,20 +60,25 @@ class Pushed:
 
 
 def mean(pushes: Sequence[Pushed]) -> Pushed:
-    """The mean of several workers' pushes, summed from the first on: the caller fixes the order."""
+    """The mean of several workers' pushes, summed from the first on: the caller fixes the order.
+
+    What a push leaves out (all its dense gradients, or rows) counts as zero.
+    """
     count = len(pushes)
-    total = {d: np.array(x) for d, x in pushes[0].dense.items()}
-    for push in pushes[1:]:
+    total: dict[str, Array] = {}
+    for push in pushes:
         for dtype, x in push.dense.items():
-            total[dtype] += x
+            if dtype in total:
+                total[dtype] += x
+            else:
+                total[dtype] = np.array(x)
     for x in total.values():
         np.divide(x, count, out=x, casting="unsafe")
     rows: dict[str, tuple[Array, Array]] = {}
     for name in sorted({name for push in pushes for name in push.rows}):
         parts = [push.rows[name] for push in pushes if name in push.rows]
-        gradients = np.concatenate([x for _, x in parts])
-        scaled = (gradients / count).astype(gradients.dtype)
-        rows[name] = (np.concatenate([i for i, _ in parts]), scaled)
+        ids, total_of = summed(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+        rows[name] = (ids, (total_of / count).astype(total_of.dtype))
     return Pushed(total, rows)
 
 
@@ -88,12 +95,14 @@ class Store:
         self.values: dict[str, jax.Array] | None = None
         self.state: Any = None
         self.exact = exact
-        self._update = jax.jit(
-            self._updated, donate_argnums=(0, 1), compiler_options=EXACT if exact else None
-        )
+        options = EXACT if exact else None
+        self._update = jax.jit(self._updated, donate_argnums=(0, 1), compiler_options=options)
+        second = {SECOND: np.zeros(1, np.float32)} if exact else {}
+        self.tables = Tables(optimizer, jax.jit(self._updated, compiler_options=options), second)
 
-    def init(self, values: Mapping[str, Array]) -> None:
-        """Begin with these values."""
+    def init(self, values: Mapping[str, Array], tables: Mapping[str, Array] | None = None) -> None:
+        """Begin with these values, and these rows of tables."""
+        self.tables.init(tables or {})
         self.values = {d: jnp.array(x) for d, x in values.items()}
         if self.exact:
             self.values[SECOND] = jnp.zeros(1)
@@ -106,6 +115,7 @@ class Store:
             if self.exact:
                 dense[SECOND] = np.zeros(1, np.float32)
             self.values, self.state = self._update(self.values, self.state, dense, scale)
+        self.tables.apply(pushed.rows, scale)
 
     def read(self) -> Flat:
         """The flat values. They are those of this moment only until the next update."""

@@ -16,10 +16,11 @@ from executor.parameter_server.asked import asked, rule_of
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.codec import coded
 from executor.parameter_server.evaluator import Evaluate, Evaluation, Evaluator, Reader
-from executor.parameter_server.layout import SPLIT_BYTES, layout_of
+from executor.parameter_server.layout import SPLIT_BYTES, Array, layout_of
 from executor.parameter_server.links import Links, LocalLinks, RayLinks
 from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.shard import Counts, Shard
+from executor.parameter_server.tables import joined
 from executor.parameter_server.worker import ParameterServer
 from planner.errors import RequestError
 
@@ -38,6 +39,7 @@ class Served:
 
     Attributes:
         params: the last values; None if no worker called ``init``.
+        tables: the last values of the tables, whole, by name.
         returned: what the loop returned, by worker; None of those that were lost.
         lost: ranks of the workers whose process ended before their loop did.
         counts: what every server did.
@@ -46,6 +48,7 @@ class Served:
     """
 
     params: Any
+    tables: dict[str, Array]
     returned: tuple[Any, ...]
     lost: tuple[int, ...]
     counts: tuple[Counts, ...]
@@ -71,6 +74,7 @@ def train(
     compress: str | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: float = 60.0,
+    row_cache: int = 0,
 ) -> Served:
     """Run ``loop`` on every worker.
 
@@ -92,6 +96,8 @@ def train(
         evaluate: told the parameters, by a process (or thread) of its own that nobody waits for.
         evaluate_every: seconds from one evaluation to the next; values that have not changed are
             left out, the last are evaluated too.
+        row_cache: as for ``ParameterServer``; not for mode "sync", whose reads are of the last
+            update.
 
     Raises:
         RequestError: a request that makes no sense, or that contradicts what the launcher was told,
@@ -109,12 +115,17 @@ def train(
         raise RequestError(f"aggregate={aggregate}: there are {job.workers} workers")
     if optimizer is not None:
         check_elementwise(optimizer)
+    if row_cache < 0 or (row_cache and rule.mode == "sync"):
+        raise RequestError(
+            f"row_cache={row_cache} in mode {rule.mode!r}: expected a number from 0 on, in mode "
+            "'ssp' or 'async'"
+        )
     if not evaluate_every > 0:
         raise RequestError(f"evaluate_every={evaluate_every}: expected seconds, more than 0")
     if compress is not None:
         coded("float32", compress)
     done = {"rule": rule, "optimizer": optimizer}
-    options = {"wait_s": wait_s, "compress": compress, **done, **cut}
+    options = {"wait_s": wait_s, "compress": compress, "row_cache": row_cache, **done, **cut}
     shard = (rule, job.workers, optimizer, wait_s)
     watch = (evaluate, evaluate_every)
     if job.backend == "local":
@@ -183,7 +194,8 @@ def _local(
             shapes = shapes if own is None else own
         evaluations = evaluator.finish()
     found = [shard.now() for shard in shards]
-    return _served(shapes, found, returned, (), options, evaluations)
+    tables = joined([shard.tables() for shard in shards])
+    return _served(shapes, found, tables, returned, (), options, evaluations)
 
 
 def _cut(options: dict[str, Any]) -> dict[str, Any]:
@@ -194,6 +206,7 @@ def _cut(options: dict[str, Any]) -> dict[str, Any]:
 def _served(
     shapes: Any,
     found: Sequence[Any],
+    tables: dict[str, Array],
     returned: Sequence[Any],
     lost: Any,
     options: dict[str, Any],
@@ -204,7 +217,7 @@ def _served(
         layout = layout_of(shapes, len(found), **_cut(options))
         params = layout.gather([values.values for values, _ in found])
     counts = tuple(counts for _, counts in found)
-    return Served(params, tuple(returned), tuple(lost), counts, evaluations)
+    return Served(params, tables, tuple(returned), tuple(lost), counts, evaluations)
 
 
 @contextlib.contextmanager
@@ -267,7 +280,8 @@ def _on_ray(
                 raise LostError("all workers were lost")
             evaluations = evaluator.finish()
             found = links.call("now", [()] * servers, options["wait_s"])
-            return _served(shapes, found, returned, sorted(lost), options, evaluations)
+            tables = joined(links.call("tables", [()] * servers, options["wait_s"]))
+            return _served(shapes, found, tables, returned, sorted(lost), options, evaluations)
         finally:
             evaluator.stop()
             for ref in pending:

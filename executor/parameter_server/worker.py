@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.codec import Feedback
-from executor.parameter_server.layout import SPLIT_BYTES, Layout, layout_of
+from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
+from executor.parameter_server.rows import RowCache, Rows, TableLayout, table_layout
 from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
 
@@ -32,6 +34,11 @@ class ParameterServer:
         split_bytes, partition: as for ``layout_of``.
         compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None: as they
             are.
+        row_cache: rows of tables are taken from memory for this many of this worker's pushes after
+            they were read, with what it pushed itself in them; 0 reads always.
+
+    Attributes:
+        version: updates that were in what was read last; the least of all servers.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class ParameterServer:
         split_bytes: int = SPLIT_BYTES,
         partition: Partitioner | None = None,
         compress: str | None = None,
+        row_cache: int = 0,
     ) -> None:
         self.rank, self.num_workers = rank, num_workers
         self._links, self._wait_s = links, wait_s
@@ -53,6 +61,9 @@ class ParameterServer:
         self.rule, self.optimizer = rule, optimizer
         self._feedback = None if compress is None else Feedback(compress, links.count)
         self._layout: Layout | None = None
+        self._tables: TableLayout | None = None
+        self._cache = RowCache(row_cache) if row_cache else None
+        self._adds = optimizer is None and not rule.lag_scaled
         self._number = 0
         self.version = 0
 
@@ -74,18 +85,44 @@ class ParameterServer:
         """The parameters as ShapeDtypeStructs; None before ``init``."""
         return None if self._layout is None else self._layout.like
 
-    def init(self, params: Any) -> Any:
+    @property
+    def tables(self) -> TableLayout:
+        """The tables; raises RequestError before ``init``."""
+        if self._tables is None:
+            raise RequestError("call init(params, tables=...) first: nothing says what they are")
+        return self._tables
+
+    @property
+    def cache_hits(self) -> int:
+        """Rows that were taken from the cache."""
+        return self._cache.hits if self._cache else 0
+
+    @property
+    def cache_misses(self) -> int:
+        """Rows that were not in the cache, with one."""
+        return self._cache.misses if self._cache else 0
+
+    def init(self, params: Any, tables: Mapping[str, Any] | None = None) -> Any:
         """Say what the parameters are; the chief's (worker 0's) values are the first.
 
+        Args:
+            params: a pytree, pulled as a whole; may be empty.
+            tables: arrays [rows, ...width] by name, pulled by row. Of workers that are not the
+                chief, shapes and dtypes (ShapeDtypeStructs) will do.
+
         Returns:
-            The values that the servers have: the chief's, or those of a run that goes on.
+            The values of ``params`` that the servers have: the chief's, or those of a run that goes
+            on.
 
         Raises:
             WaitError: the chief did not call it in time.
         """
         self._layout = layout_of(params, self._links.count, **self._cut)
+        self._tables = table_layout(tables or {}, self._links.count)
         if self.is_chief:
-            self._call("init", [(flat,) for flat in self._layout.scatter(jax.device_get(params))])
+            flats = self._layout.scatter(jax.device_get(params))
+            parts = self._tables.scatter(tables or {})
+            self._call("init", list(zip(flats, parts, strict=True)))
             self._call("describe", [(self.shapes,)] * self._links.count)
         self._number = max(self._call("join", [(self.rank,)] * self._links.count))
         return self.pull()
@@ -101,29 +138,102 @@ class ParameterServer:
         self.version = min(x.version for x in found)
         return layout.gather([x.values for x in found])
 
-    def push(self, gradients: Any) -> bool:
+    def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
+        """Rows of tables, as soon as this worker may read them: NumPy arrays of its own.
+
+        With a cache, rows may be as old as it allows; when all are there, nobody is waited for.
+
+        Args:
+            rows: for each table, ids [n] in any order; they may repeat.
+
+        Returns:
+            For each table, [n, ...width].
+
+        Raises:
+            RequestError: an unknown table, or ids that it has not.
+            WaitError: as for ``pull``.
+        """
+        tables, cache = self.tables, self._cache
+        unique, back = {}, {}
+        for name, ids in rows.items():
+            unique[name], back[name] = np.unique(tables.checked(name, ids), return_inverse=True)
+        if cache is None:
+            found = self._read_rows(unique)
+        else:
+            here = {name: cache.take(name, ids, self._number) for name, ids in unique.items()}
+            missing = {name: ids[~here[name][0]] for name, ids in unique.items()}
+            read = self._read_rows(missing) if any(map(len, missing.values())) else {}
+            found = {}
+            for name, ids in unique.items():
+                which, held = here[name]
+                found[name] = tables.empty(name, len(ids))
+                found[name][which] = held
+                if name in read:
+                    found[name][~which] = read[name]
+                    cache.put(name, missing[name], read[name], self._number)
+        return {name: found[name][back[name]] for name in rows}
+
+    def _read_rows(self, ids: Mapping[str, Array]) -> dict[str, Array]:
+        parts: list[dict[str, Array]] = [{} for _ in range(self._links.count)]
+        for name, wanted in ids.items():
+            for part, (_, local) in zip(parts, self.tables.split(wanted), strict=True):
+                part[name] = local
+        found = self._call("pull_rows", [(self.rank, part) for part in parts])
+        self.version = min(x.version for x in found)
+        return self.tables.merge(ids, [x.values for x in found])
+
+    def push(self, gradients: Any = None, rows: Mapping[str, Any] | None = None) -> bool:
         """Send gradients (or, without an optimizer on the servers, what is to be added).
+
+        Args:
+            gradients: a pytree of the form of the parameters; None leaves those as they are.
+            rows: for each table, ids [n] and gradients [n, ...width]; those of an id that repeats
+                are summed. Rows that are not named stay as they are.
 
         Returns:
             Whether all servers took it; the rule may leave out what comes late.
         """
-        return all(self._call("push", self._numbered(gradients)))
+        pushed, sums = self._numbered(gradients, rows)
+        took = all(self._call("push", pushed))
+        self._now_cached(sums, took and self._adds)
+        return took
 
-    def push_pull(self, gradients: Any) -> Any:
+    def push_pull(self, gradients: Any = None, rows: Mapping[str, Any] | None = None) -> Any:
         """``push``, then ``pull``, in one message to each server and back."""
         layout = self.layout
-        found = self._call("push_pull", self._numbered(gradients))
+        pushed, sums = self._numbered(gradients, rows)
+        found = self._call("push_pull", pushed)
+        self._now_cached(sums, False)
         self.version = min(x.version for x in found)
         return layout.gather([x.values for x in found])
 
-    def _numbered(self, gradients: Any) -> list[tuple[Any, ...]]:
-        """What every server is told of a push; sent again, it must be the same objects."""
-        flats = self.layout.scatter(jax.device_get(gradients))
+    def _numbered(
+        self, gradients: Any, rows: Mapping[str, Any] | None
+    ) -> tuple[list[tuple[Any, ...]], Rows]:
+        """What every server is told of a push (sent again, it must be the same objects), which has
+        one number for all; and the rows of it, once each."""
+        sums, parts = self.tables.push(rows or {})
+        flats: list[Flat] = [{}] * self._links.count
+        if gradients is not None:
+            flats = self.layout.scatter(jax.device_get(gradients))
         self._number += 1
-        if self._feedback is None:
-            return [(self.rank, self._number, Pushed(flat)) for flat in flats]
-        made = [self._feedback.encode(server, flat) for server, flat in enumerate(flats)]
-        return [(self.rank, self._number, Pushed(dense, coded=coded)) for dense, coded in made]
+        made: list[tuple[Any, ...]] = [
+            (flat, part) for flat, part in zip(flats, parts, strict=True)
+        ]
+        if self._feedback is not None and gradients is not None:
+            coded = [self._feedback.encode(server, flat) for server, flat in enumerate(flats)]
+            made = [(dense, part, x) for (dense, x), part in zip(coded, parts, strict=True)]
+        return [(self.rank, self._number, Pushed(*fields)) for fields in made], sums
+
+    def _now_cached(self, pushed: Rows, added: bool) -> None:
+        """Rows that this worker has pushed: what it reads must have that in it."""
+        if self._cache is None:
+            return
+        for name, (ids, changes) in pushed.items():
+            if added:
+                self._cache.add(name, ids, changes)
+            else:
+                self._cache.drop(name, ids)
 
     def leave(self) -> None:
         """Say that this worker has finished; the others no longer wait for it."""
