@@ -46,7 +46,7 @@ test-hosts: $(VENV)/.hosts
 	  tests/executor/test_train.py tests/executor/test_preempt.py tests/executor/test_faults.py
 
 test-ps: $(VENV)/.hosts
-	$(BIN)/python -m pytest -m '' -rs tests/executor/parameter_server
+	$(BIN)/python -m pytest -m '' -rs tests/executor/parameter_server tests/executor/test_launch_ps.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -1,8 +1,10 @@
-"""``planner launch -n 4 train.py``: the same script in several processes, on one host or many."""
+"""``planner launch -n 4 train.py``: the same script in several processes, on one host or many; with
+``--workers 4 --servers 2``, a script that trains with parameter servers."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 from executor.launch import launch, stopping
 from executor.launch_options import LAUNCHERS, REFUSED, checked, for_kubernetes, job_of, launcher_of
 from executor.launchers.job import AGAIN, Outcome
+from executor.ps_options import servers_of
 from planner.commands import Command
 
 EXAMPLES = """\
@@ -18,10 +21,14 @@ examples:
   planner launch -n 2 --devices-per-process 4 train.py --steps 100
   planner launch -n 8 --logs runs/7 --max-restarts 3 train.py
   planner launch --launcher ssh --hosts hosts.txt -n 8 --sync-dir . train.py
+  planner launch --launcher ray --workers 4 --servers 2 train.py
 
-The script calls executor.initialize() before anything else of JAX. Every process is told who it is
-by MESHWRIGHT_PROCESSES, MESHWRIGHT_PROCESS and MESHWRIGHT_COORDINATOR, or by its launcher's own
-variables, and by MESHWRIGHT_RESTART how often the job was started again.
+With -n, the script calls executor.initialize() before anything else of JAX. Every process is told
+who it is by MESHWRIGHT_PROCESSES, MESHWRIGHT_PROCESS and MESHWRIGHT_COORDINATOR, or by its
+launcher's own variables, and by MESHWRIGHT_RESTART how often the job was started again. With
+--workers the script runs once and calls executor.parameter_server.train(), which takes these
+numbers; without either, numbers are taken from the variables of older parameter-server systems
+(DMLC_*, MS_*, PADDLE_*, TF_CONFIG).
 
 exit codes: 0 all ended well, 2 the request can't be met, 75 stopped by SIGTERM, 130 by Ctrl-C, else
 that of the first process that failed (128 + the signal, if a signal ended it)
@@ -38,7 +45,7 @@ def add_launch(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-n", "--processes", type=int, required=True, metavar="N", help="how many processes")
+    add("-n", "--processes", type=int, metavar="N", help="how many processes")
     add(
         "--launcher",
         choices=(*LAUNCHERS, *REFUSED),
@@ -97,10 +104,16 @@ def add_launch(commands: Any) -> None:
         help="more options for the program that launches, such as '-i key' for ssh",
     )
     add("--ray-address", metavar="ADDRESS", help="a Ray cluster (default: one on this host)")
-    kubernetes = parser.add_argument_group("with --launcher k8s, which writes a JobSet")
+    served = parser.add_argument_group("parameter servers, instead of -n (local, ray, k8s)")
+    add = served.add_argument
+    add("--workers", type=int, metavar="W", help="that run the loop")
+    add("--servers", type=int, metavar="S", help="that hold the parameters (default: 1)")
+    kubernetes = parser.add_argument_group(
+        "with --launcher k8s, which writes a JobSet (with --workers, a RayJob)"
+    )
     add = kubernetes.add_argument
     add("--image", help="of the container, with the script and Python in it")
-    add("--name", help="of the JobSet (default: the script's)")
+    add("--name", help="of the job (default: the script's)")
     add("--out", type=Path, metavar="FILE", help="where to write it (default: standard output)")
     add("--schema", type=Path, metavar="FILE", help="the cluster's own CRD, to check it against")
     add("--apply", action="store_true", help="hand it to kubectl")
@@ -111,17 +124,20 @@ def add_launch(commands: Any) -> None:
 
 def run_launch(options: argparse.Namespace) -> int:
     """Start, watch, tell; raises RequestError."""
+    servers = servers_of(options, os.environ, _say)
+    if servers is not None:
+        options.processes = 1
     checked(options)
     if options.launcher == "k8s":
-        text = for_kubernetes(options)
+        text = for_kubernetes(options, servers)
         print(text) if text else None
         return 0
     job = job_of(options)
     with stopping() as stop:
         outcome = launch(
             job,
-            launcher_of(options, _say),
-            _show,
+            servers or launcher_of(options, _say),
+            _show if servers is None else _show_bare,
             max_restarts=options.max_restarts,
             stop=stop,
             tell=lambda outcome, left: _tell(outcome, options.logs, left),
@@ -135,6 +151,10 @@ def run_launch(options: argparse.Namespace) -> int:
 
 def _show(process: int | None, line: str) -> None:
     print(line if process is None else f"[{process}] {line}", flush=True)
+
+
+def _show_bare(process: int | None, line: str) -> None:
+    print(line, flush=True)
 
 
 def _say(text: str) -> None:

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from executor.launchers import jobset, manifests, rayjob
 from executor.launchers.hostfile import read_hosts
 from executor.launchers.job import Job, Launcher
-from executor.launchers.jobset import Pods, apply, check, manifest, read_schema, text_of
 from executor.launchers.local import Local
 from executor.launchers.mpi import Mpi
+from executor.launchers.ps import Servers
 from executor.launchers.rays import Ray
 from executor.launchers.slurm import Slurm
 from executor.launchers.ssh import Ssh, Sync
@@ -88,23 +89,27 @@ def job_of(options: argparse.Namespace) -> Job:
     )
 
 
-def for_kubernetes(options: argparse.Namespace) -> str:
-    """Write a JobSet, or apply it; returns what to print. Raises RequestError."""
+def for_kubernetes(options: argparse.Namespace, servers: Servers | None) -> str:
+    """Write a JobSet, or the RayJob of parameter servers, or apply it; returns what to print.
+    Raises RequestError."""
     if options.image is None:
         raise RequestError("--launcher k8s needs --image, with the script and Python in it")
-    name = options.name or _name(options.script)
-    document = manifest(
-        job_of(options), Pods(name, options.image, options.gpus), options.max_restarts
-    )
-    check(document, *read_schema(options.schema))
+    pods = jobset.Pods(options.name or _name(options.script), options.image, options.gpus)
+    job = job_of(options)
+    if servers is None:
+        kind, document = jobset.KIND, jobset.manifest(job, pods, options.max_restarts)
+    else:
+        kind = rayjob.KIND
+        document = rayjob.manifest(job, pods, servers, options.max_restarts)
+    manifests.check(document, *manifests.read_schema(options.schema, kind))
     if options.out is not None:
         try:
-            options.out.write_text(text_of(document), encoding="utf-8")
+            options.out.write_text(manifests.text_of(document), encoding="utf-8")
         except OSError as error:
             raise RequestError(f"cannot write {options.out}: {error.strerror}") from error
     if options.apply:
-        return apply(document)
-    return text_of(document).rstrip() if options.out is None else ""
+        return manifests.apply(document, kind)
+    return manifests.text_of(document).rstrip() if options.out is None else ""
 
 
 def _name(script: str) -> str:

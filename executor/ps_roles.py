@@ -328,8 +328,11 @@ def _count(found: Found, names: Mapping[str, str], meaning: str) -> int | None:
         number = int(found[meaning])
     except ValueError:
         number = -1
-    if number < 0:
-        raise RoleError(f"{names[meaning]}={found[meaning]!r}: expected a whole number from 0 on")
+    least = int(meaning == "workers")
+    if number < least:
+        raise RoleError(
+            f"{names[meaning]}={found[meaning]!r}: expected a whole number from {least} on"
+        )
     return number
 
 
@@ -352,9 +355,7 @@ def _within(
     """Whether a number is one that there is; raises RoleError."""
     of = {"worker": workers, "chief": workers, "server": servers}.get(kind)
     if rank is not None and of is not None and rank >= of:
-        raise RoleError(
-            f"{system}: {kind} {rank} of {of}, expected a number from 0 to {max(of - 1, 0)}"
-        )
+        raise RoleError(f"{system}: {kind} {rank} of {of}, expected a number from 0 to {of - 1}")
 
 
 def _address(found: Found, hosts: Sequence[str]) -> str | None:

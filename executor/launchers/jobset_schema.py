@@ -13,7 +13,8 @@ POSITIVE: Json = {"type": "integer", "minimum": 1}
 YES_OR_NO: Json = {"type": "boolean"}
 
 
-def _object(required: str, **properties: Json) -> Json:
+def object_of(required: str, **properties: Json) -> Json:
+    """An object with these fields and no other; ``required`` names some, with spaces."""
     return {
         "type": "object",
         "required": required.split(),
@@ -22,73 +23,75 @@ def _object(required: str, **properties: Json) -> Json:
     }
 
 
-def _list(items: Json, least: int = 1) -> Json:
+def list_of(items: Json, least: int = 1) -> Json:
+    """A list of so many at least."""
     return {"type": "array", "items": items, "minItems": least}
 
 
-def _one_of(*values: str) -> Json:
+def one_of(*values: str) -> Json:
+    """One of these texts."""
     return {"enum": list(values)}
 
 
 VARIABLE = {
-    **_object(
+    **object_of(
         "name",
         name={"type": "string", "pattern": "^[A-Za-z_.-][A-Za-z0-9_.-]*$"},
         value=TEXT,
-        valueFrom=_object("fieldRef", fieldRef=_object("fieldPath", fieldPath=TEXT)),
+        valueFrom=object_of("fieldRef", fieldRef=object_of("fieldPath", fieldPath=TEXT)),
     ),
     "oneOf": [{"required": ["value"]}, {"required": ["valueFrom"]}],
 }
-CONTAINER = _object(
+CONTAINER = object_of(
     "name image command env",
     name=NAME,
     image={"type": "string", "pattern": "^[^\\s]+$"},
-    command=_list(TEXT),
-    env=_list(VARIABLE),
-    ports=_list(_object("containerPort", containerPort={**POSITIVE, "maximum": 65535})),
-    resources=_object(
+    command=list_of(TEXT),
+    env=list_of(VARIABLE),
+    ports=list_of(object_of("containerPort", containerPort={**POSITIVE, "maximum": 65535})),
+    resources=object_of(
         "limits",
         limits={"type": "object", "additionalProperties": {"type": ["integer", "string"]}},
     ),
 )
-POD = _object(
+POD = object_of(
     "restartPolicy containers",
-    restartPolicy=_one_of("Never"),  # a pod failure policy demands it
+    restartPolicy=one_of("Never"),  # a pod failure policy demands it
     terminationGracePeriodSeconds=COUNT,
-    containers=_list(CONTAINER),
+    containers=list_of(CONTAINER),
 )
-FAILURE = _object(
+FAILURE = object_of(
     "action",
-    action=_one_of("FailJob", "Ignore", "Count"),
-    onExitCodes=_object(
+    action=one_of("FailJob", "Ignore", "Count"),
+    onExitCodes=object_of(
         "operator values",
         containerName=NAME,
-        operator=_one_of("In", "NotIn"),
-        values=_list({"type": "integer"}),
+        operator=one_of("In", "NotIn"),
+        values=list_of({"type": "integer"}),
     ),
-    onPodConditions=_list(
-        _object("type status", type=TEXT, status=_one_of("True", "False", "Unknown"))
+    onPodConditions=list_of(
+        object_of("type status", type=TEXT, status=one_of("True", "False", "Unknown"))
     ),
 )
-JOB = _object(
+JOB = object_of(
     "parallelism completions completionMode backoffLimit template",
     parallelism=POSITIVE,
     completions=POSITIVE,
-    completionMode=_one_of("Indexed"),
+    completionMode=one_of("Indexed"),
     backoffLimit=COUNT,
-    podFailurePolicy=_object("rules", rules=_list(FAILURE)),
-    template=_object("spec", spec=POD),
+    podFailurePolicy=object_of("rules", rules=list_of(FAILURE)),
+    template=object_of("spec", spec=POD),
 )
-RESTART = _object(
+RESTART = object_of(
     "name action",
     name={
         "type": "string",
         "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$",
         "maxLength": 128,
     },
-    action=_one_of("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
-    onJobFailureReasons=_list(
-        _one_of(
+    action=one_of("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
+    onJobFailureReasons=list_of(
+        one_of(
             "BackoffLimitExceeded",
             "DeadlineExceeded",
             "FailedIndexes",
@@ -97,25 +100,25 @@ RESTART = _object(
         )
     ),
 )
-SCHEMA = _object(
+SCHEMA = object_of(
     "apiVersion kind metadata spec",
-    apiVersion=_one_of("jobset.x-k8s.io/v1alpha2"),
-    kind=_one_of("JobSet"),
-    metadata=_object("name", name=NAME),
-    spec=_object(
+    apiVersion=one_of("jobset.x-k8s.io/v1alpha2"),
+    kind=one_of("JobSet"),
+    metadata=object_of("name", name=NAME),
+    spec=object_of(
         "replicatedJobs",
-        network=_object(
+        network=object_of(
             "enableDNSHostnames",
             enableDNSHostnames=YES_OR_NO,
             publishNotReadyAddresses=YES_OR_NO,
         ),
-        failurePolicy=_object("maxRestarts", maxRestarts=COUNT, rules=_list(RESTART)),
-        replicatedJobs=_list(
-            _object(
+        failurePolicy=object_of("maxRestarts", maxRestarts=COUNT, rules=list_of(RESTART)),
+        replicatedJobs=list_of(
+            object_of(
                 "name template",
                 name=NAME,
                 replicas=COUNT,
-                template=_object("spec", spec=JOB),
+                template=object_of("spec", spec=JOB),
             )
         ),
     ),

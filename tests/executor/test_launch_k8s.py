@@ -17,7 +17,7 @@ from executor.roles import Role, read_role
 pytest.importorskip("jsonschema", reason="needs jsonschema: pip install 'meshwright[k8s]'")
 yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install 'meshwright[k8s]'")
 
-from executor.launchers import jobset  # noqa: E402
+from executor.launchers import jobset, manifests  # noqa: E402
 
 JOB = Job(("python", "train.py", "--x"), 4, 2, {"A": "b"}, stop_s=90)
 PODS = jobset.Pods("train", "registry/image:1", 8)
@@ -87,26 +87,26 @@ def refused_by(schema: Any) -> list[str]:
     out = []
     for path, value in WRONG:
         try:
-            jobset.check(change_at(document(), path, value), schema, "it")
+            manifests.check(change_at(document(), path, value), schema, "it")
         except LaunchError:
             out.append(path)
     return out
 
 
 def test_the_built_in_schema_takes_it_and_refuses_wrong_ones() -> None:
-    schema, name = jobset.read_schema(None)
-    jobset.check(document(), schema, name)
+    schema, name = manifests.read_schema(None, jobset.KIND)
+    manifests.check(document(), schema, name)
     assert refused_by(schema) == [path for path, _ in WRONG]
     with pytest.raises(LaunchError, match=r"does not allow spec/failurePolicy/maxRestarts: '3'"):
-        jobset.check(change_at(document(), "spec/failurePolicy/maxRestarts", "3"), schema, name)
+        manifests.check(change_at(document(), "spec/failurePolicy/maxRestarts", "3"), schema, name)
 
 
 def test_the_clusters_schema_takes_it_and_refuses_wrong_ones() -> None:
     path = os.environ.get("MESHWRIGHT_JOBSET_CRD")
     if path is None:
         pytest.skip("MESHWRIGHT_JOBSET_CRD does not name the JobSet CRD (a YAML file)")
-    schema, name = jobset.read_schema(Path(path))
-    jobset.check(document(), schema, name)
+    schema, name = manifests.read_schema(Path(path), jobset.KIND)
+    manifests.check(document(), schema, name)
     assert refused_by(schema) == [path for path, _ in WRONG]
 
 
@@ -114,10 +114,10 @@ def test_a_schema_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "crd.yaml"
     path.write_text("spec: {versions: [{name: v1}]}")
     with pytest.raises(LaunchError, match="no CustomResourceDefinition with v1alpha2"):
-        jobset.read_schema(path)
+        manifests.read_schema(path, jobset.KIND)
     path.write_text("{")
     with pytest.raises(LaunchError, match="cannot read"):
-        jobset.read_schema(path)
+        manifests.read_schema(path, jobset.KIND)
 
 
 @pytest.mark.parametrize("name", ["Train", "1st", "a_b", "x" * 60, ""])

@@ -1,0 +1,86 @@
+"""A parameter-server job for Kubernetes: the manifest of a RayJob (KubeRay, ray.io/v1).
+
+KubeRay starts a Ray cluster, a head and a pod per worker, runs the script on the head, and takes
+the cluster away when it has ended. The script's ``train`` spreads workers and servers over the
+pods. When the script fails, it is run again on a new cluster, as often as it may be.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from executor.launchers.job import Job, LaunchError, shared
+from executor.launchers.jobset import Pods
+from executor.launchers.manifests import Json, Kind, check_name
+from executor.launchers.ps import Servers
+from executor.launchers.rayjob_schema import SCHEMA
+
+KIND = Kind("RayJob", "v1", "rayjobs.ray.io", SCHEMA, "KubeRay")
+GROUP = "workers"
+LONGEST = 47
+"""Of a RayJob's name: KubeRay makes the names of its cluster and services of it."""
+PLAIN = "[A-Za-z0-9_@%+=:,./-]+"
+"""Words that two shells and Ray's joining of words leave as they are."""
+
+
+def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
+    """The RayJob.
+
+    Raises:
+        LaunchError: the name is none that KubeRay takes, or a word of the command would not arrive
+            as it is.
+    """
+    check_name(pods.name, pods.name, LONGEST)
+    for word in job.command:
+        if not re.fullmatch(PLAIN, word):
+            raise LaunchError(
+                f"{word!r}: KubeRay hands the command to a shell twice, which would change this "
+                "word; expected letters, digits and _@%+=:,./- only; put it into a file, or into "
+                "--env NAME=VALUE"
+            )
+    told = shared(job, 0)
+    del told["MESHWRIGHT_RESTART"]  # KubeRay tells nobody which try it is
+    head = {**told, **replace(servers, address="auto").variables}
+    size = servers.workers
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": pods.name},
+        "spec": {
+            "entrypoint": " ".join(job.command),
+            "shutdownAfterJobFinishes": True,
+            "backoffLimit": max_restarts,
+            "rayClusterSpec": {
+                "headGroupSpec": {
+                    "rayStartParams": {},
+                    "template": _pod("ray-head", job, pods, head),
+                },
+                "workerGroupSpecs": [
+                    {
+                        "groupName": GROUP,
+                        "replicas": size,
+                        "minReplicas": size,
+                        "maxReplicas": size,
+                        "rayStartParams": {},
+                        "template": _pod("ray-worker", job, pods, told),
+                    }
+                ],
+            },
+        },
+    }
+
+
+def _pod(name: str, job: Job, pods: Pods, environment: dict[str, str]) -> Json:
+    container: Json = {
+        "name": name,
+        "image": pods.image,
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
+        "resources": {"requests": {"cpu": 1}},
+    }
+    return {
+        "spec": {
+            "terminationGracePeriodSeconds": round(job.stop_s),
+            "containers": [container],
+        }
+    }

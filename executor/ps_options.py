@@ -1,0 +1,87 @@
+"""From the options of ``planner launch`` to a parameter-server job."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from executor.launchers.ps import Servers
+from executor.ps_roles import ps_role
+from planner.errors import RequestError
+
+LAUNCHERS = {"ray": "ray", "local": "local", "k8s": "ray"}
+"""Those that start such a job, and what its workers and servers run on."""
+UNUSED = {
+    "devices_per_process": "a worker has all devices that it sees",
+    "gpus": "workers compute on their hosts' CPUs",
+    "min_processes": "a worker that is lost is left behind",
+}
+HOW = "planner launch --launcher ray --workers 4 --servers 2 train.py"
+
+
+def servers_of(
+    options: argparse.Namespace, environ: Mapping[str, str], tell: Callable[[str], None]
+) -> Servers | None:
+    """The parameter-server job that was asked for, by options or in an older system's variables.
+
+    Args:
+        options: of ``planner launch``.
+        environ: ``os.environ``, say; looked at where no option says how many of what.
+        tell: told what was taken from there, and what has no meaning.
+
+    Returns:
+        None for a job of processes.
+
+    Raises:
+        RequestError: the options contradict each other, or nothing says how many of what.
+    """
+    if options.workers is None and options.servers is not None:
+        raise RequestError(f"--servers {options.servers} needs --workers, as in: {HOW}")
+    if options.workers is not None and options.processes is not None:
+        raise RequestError(
+            f"-n {options.processes} with --workers {options.workers}: -n starts processes that "
+            "run the script together, --workers a script with parameter servers; give one of them"
+        )
+    if options.processes is not None:
+        return None
+    address = options.ray_address
+    if options.workers is not None:
+        workers, servers = options.workers, 1 if options.servers is None else options.servers
+    else:
+        workers, servers, place = _older(environ, tell)
+        address = address or place
+    for name, number in (("--workers", workers), ("--servers", servers)):
+        if number < 1:
+            raise RequestError(f"{name} {number}: expected at least one")
+    backend = LAUNCHERS.get(options.launcher)
+    if backend is None:
+        raise RequestError(
+            f"--launcher {options.launcher} starts no parameter servers; use ray (ray start on "
+            "every host makes the cluster), k8s (a RayJob) or local (threads of one process)"
+        )
+    for name, why in UNUSED.items():
+        if getattr(options, name) is not None:
+            raise RequestError(f"--{name.replace('_', '-')} has no use with --workers: {why}")
+    return Servers(workers, servers, backend, address if options.launcher == "ray" else None)
+
+
+def _older(environ: Mapping[str, str], tell: Callable[[str], None]) -> tuple[int, int, str | None]:
+    """Workers, servers and the head's address in an older system's variables."""
+    role = ps_role((), environ)
+    if role is None:
+        raise RequestError(
+            "nothing says how many: give -n N (processes that run the script together), or "
+            f"--workers and --servers (a script with parameter servers), as in: {HOW}"
+        )
+    if role.instead:
+        raise RequestError(
+            f"{role.source} makes this host's process the {role.role}: {role.instead}"
+        )
+    if role.workers is None or role.servers is None:
+        what = "workers" if role.workers is None else "servers"
+        raise RequestError(f"{role.source} does not say how many {what}; give --{what}")
+    where = f", Ray's head at {role.address}" if role.address else ""
+    tell(f"{role.workers} workers, {role.servers} servers{where}: from {role.source}")
+    for note in role.notes:
+        tell(note)
+    return role.workers, role.servers, role.address

@@ -1,0 +1,351 @@
+"""``planner launch --workers W --servers S``: what it starts, refuses, takes from older systems,
+and writes for KubeRay."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.cli import main
+from executor.launchers import manifests, rayjob
+from executor.launchers.job import Job, LaunchError
+from executor.launchers.jobset import Pods
+from executor.launchers.ps import Servers
+from executor.ps_roles import SYSTEMS
+from tests.executor.launching import alive, gone, launcher_process, wait_for
+from tests.executor.test_launch_ray import needs_ray, ours
+
+SCRIPT = """
+import json, os, sys
+import jax.numpy as jnp
+from executor.parameter_server import train
+
+def loop(server):
+    server.init({"w": jnp.zeros(6)})
+    server.push({"w": jnp.full(6, 1.0 + server.rank)})
+    return server.rank, server.num_workers, os.getpid()
+
+done = train(loop, mode="async", wait_s=60)
+told = {n: v for n, v in os.environ.items() if n.startswith("MESHWRIGHT_PS_")}
+ranks = [r[:2] for r in done.returned]
+print(json.dumps([sys.argv[1:], done.params["w"].tolist()[:1], ranks, len(done.counts), told]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [n for system in SYSTEMS for n in (*system.variables, *system.unused)]:
+        if not name.startswith("-"):
+            monkeypatch.delenv(name, raising=False)
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+
+def launched(*words: str) -> int:
+    return main(["launch", *words, "script.py", "--steps", "7"])
+
+
+def result(out: str) -> Any:
+    return json.loads(out.splitlines()[-1])
+
+
+def test_threads_of_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert launched("--workers", "3", "--servers", "2") == 0
+    shown = result(capsys.readouterr().out)
+    words = {"WORKERS": "3", "SERVERS": "2", "BACKEND": "local"}
+    told = {f"MESHWRIGHT_PS_{name}": value for name, value in words.items()}
+    assert shown == [["--steps", "7"], [6.0], [[0, 3], [1, 3], [2, 3]], 2, told]
+    assert result((tmp_path / "logs" / "worker-0.out").read_text()) == shown
+
+
+def test_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SCRIPT.replace("train(loop,", "train(loop, workers=2,")
+    (tmp_path / "script.py").write_text(text)
+    assert launched("--workers", "3") == 1
+    told = capsys.readouterr().err
+    assert "train(workers=2), but planner launch (" in told and "says workers=3; leave" in told
+
+
+def test_numbers_of_older_systems(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMLC_NUM_WORKER", "2")
+    monkeypatch.setenv("DMLC_NUM_SERVER", "3")
+    monkeypatch.setenv("DMLC_INTERFACE", "eth0")
+    assert launched() == 0
+    told = capsys.readouterr()
+    assert result(told.out)[2:4] == [[[0, 2], [1, 2]], 3]
+    assert "2 workers, 3 servers: from MXNet (DMLC_NUM_WORKER, DMLC_NUM_SERVER)" in told.err
+    assert "DMLC_INTERFACE: no meaning here" in told.err
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "2"}, "the server: servers are Ray actors"),
+        ({"MS_SERVER_NUM": "2"}, "(MS_SERVER_NUM) does not say how many workers; give --workers"),
+        (
+            {"DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "2"},
+            "DMLC_NUM_WORKER='0': expected a whole number",
+        ),
+        ({}, "nothing says how many: give -n N"),
+    ],
+)
+def test_numbers_that_are_none(
+    variables: dict[str, str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--servers 2", "--servers 2 needs --workers"),
+        ("--workers 4 -n 2", "-n 2 with --workers 4: -n starts processes"),
+        ("--servers 0 --workers 4", "--servers 0: expected at least one"),
+        ("--launcher ssh --workers 4", "--launcher ssh starts no parameter servers; use ray"),
+        ("--workers 2 --devices-per-process 2", "--devices-per-process has no use with --workers"),
+        ("--launcher ray --workers 2 --gpus 2", "--gpus has no use with --workers"),
+        ("--workers 2 --ray-address h:1", "--ray-address is for --launcher ray, this is local"),
+        ("--launcher sge --workers 2", "--launcher sge starts no parameter servers"),
+    ],
+)
+def test_what_the_command_refuses(
+    words: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(*words.split()) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match=r"pip install 'meshwright\[ray\]', or use --launcher l"):
+        Servers(2, 1, "ray").start(Job(("python", "t.py"), 1), 0)
+
+
+@needs_ray
+def test_a_cluster_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--launcher", "ray", "--workers", "1", "--ray-address", "127.0.0.1:1"]
+    assert launched(*words) == 2
+    assert "cannot reach Ray at 127.0.0.1:1 (" in capsys.readouterr().err
+
+
+@needs_ray
+def test_the_head_of_an_older_system(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "2"}
+    for name, value in {**variables, "DMLC_PS_ROOT_URI": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DMLC_PS_ROOT_PORT", "1")
+    assert launched("--launcher", "ray") == 2
+    told = capsys.readouterr().err
+    assert "Ray's head at 127.0.0.1:1: from MXNet" in told and "cannot reach Ray" in told
+
+
+def test_variables_of_an_outer_launch_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_PS_ADDRESS", "elsewhere:1")
+    (task,) = Servers(2, 1, "local").start(Job((sys.executable, "t.py"), 1), 3).tasks
+    assert "MESHWRIGHT_PS_ADDRESS" not in task.environment
+    assert task.environment["MESHWRIGHT_RESTART"] == "3"
+
+
+# ---- on Ray ------------------------------------------------------------------------------
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_tasks_and_actors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched("--launcher", "ray", "--workers", "2", "--servers", "2") == 0
+    told = capsys.readouterr().out
+    (line,) = [line for line in told.splitlines() if line.startswith("[[")]
+    arguments, values, ranks, servers, _ = json.loads(line)
+    assert (arguments, values, servers) == (["--steps", "7"], [3.0], 2)
+    assert ranks == [[0, 2], [1, 2]]
+
+
+SLEEPS = """
+import os, time
+import jax.numpy as jnp
+from executor.parameter_server import train
+
+def loop(server):
+    server.init({"w": jnp.zeros(6)})
+    open(f"tmp{server.rank}", "w").write(str(os.getpid()))
+    os.rename(f"tmp{server.rank}", f"pid{server.rank}")
+    time.sleep(600)
+
+train(loop, wait_s=60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("local", signal.SIGINT),
+        pytest.param("ray", signal.SIGTERM, marks=needs_ray),
+        pytest.param("ray", signal.SIGKILL, marks=needs_ray),
+    ],
+)
+def test_all_ends_with_the_launcher(tmp_path: Path, launcher: str, number: signal.Signals) -> None:
+    (tmp_path / "sleep.py").write_text(SLEEPS)
+    words = ["launch", "--launcher", launcher, "--workers", "2", "--servers", "2"]
+    with launcher_process(words, "sleep.py") as child:
+        pids = [int(wait_for(tmp_path / name, 120)) for name in ("pid0", "pid1")]
+        all_pids = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal()]
+        rays = [pid for pid in all_pids if ours(pid, pids) and pid != child.pid]
+        assert all(map(alive, pids)) and len(rays) > (4 if launcher == "ray" else 0)
+        child.send_signal(number)
+        _, told = child.communicate(timeout=120)
+    expected = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGKILL: -9}
+    assert child.returncode == expected[number], told
+    gone(*pids, *rays)
+
+
+# ---- for KubeRay -------------------------------------------------------------------------
+
+JOB = Job(("python", "train.py", "--x"), 1, None, {"A": "b"}, stop_s=90)
+PODS = Pods("train", "registry/image:1")
+SERVERS = Servers(4, 2, "ray")
+
+
+def document() -> Any:
+    pytest.importorskip("jsonschema", reason="needs jsonschema: pip install 'meshwright[k8s]'")
+    pytest.importorskip("yaml", reason="needs PyYAML: pip install 'meshwright[k8s]'")
+    return rayjob.manifest(JOB, PODS, SERVERS, 3)
+
+
+def test_the_manifest() -> None:
+    spec = document()["spec"]
+    assert (spec["entrypoint"], spec["backoffLimit"]) == ("python train.py --x", 3)
+    assert spec["shutdownAfterJobFinishes"] is True
+    head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    env = {entry["name"]: entry["value"] for entry in head["containers"][0]["env"]}
+    assert env == {
+        "A": "b",
+        "PYTHONUNBUFFERED": "1",
+        "MESHWRIGHT_PS_WORKERS": "4",
+        "MESHWRIGHT_PS_SERVERS": "2",
+        "MESHWRIGHT_PS_BACKEND": "ray",
+        "MESHWRIGHT_PS_ADDRESS": "auto",
+    }
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (4, 4, 4)
+    worker = group["template"]["spec"]
+    assert {entry["name"] for entry in worker["containers"][0]["env"]} == {"A", "PYTHONUNBUFFERED"}
+    assert worker["terminationGracePeriodSeconds"] == 90
+
+
+def change_at(found: Any, path: str, value: Any) -> Any:
+    """A copy with a value put in; ``path`` by names and numbers."""
+    out = copy.deepcopy(found)
+    at = out
+    *parts, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+    for part in parts:
+        at = at[part]
+    at[last] = value
+    return out
+
+
+CLUSTER = "spec/rayClusterSpec"
+CONTAINER = f"{CLUSTER}/workerGroupSpecs/0/template/spec/containers/0"
+WRONG = [
+    ("spec/entryPoint", "python t.py"),
+    ("spec/shutdownAfterJobFinishes", "true"),
+    ("spec/backoffLimit", "3"),
+    (f"{CLUSTER}/headGroup", {}),
+    (f"{CLUSTER}/headGroupSpec/rayStartParams", {"num-cpus": 1}),
+    (f"{CLUSTER}/workerGroupSpecs/0/replicas", "4"),
+    (f"{CLUSTER}/workerGroupSpecs/0/name", "workers"),
+    (f"{CONTAINER}/gpus", 8),
+    (f"{CONTAINER}/env/0/val", "x"),
+    (f"{CONTAINER}/resources/requests", ["cpu"]),
+]
+
+
+def refused_by(schema: Any) -> list[str]:
+    """Which of the wrong manifests a schema refuses."""
+    out = []
+    for path, value in WRONG:
+        try:
+            manifests.check(change_at(document(), path, value), schema, "it")
+        except LaunchError:
+            out.append(path)
+    return out
+
+
+def test_the_built_in_schema_takes_it_and_refuses_wrong_ones() -> None:
+    schema, name = manifests.read_schema(None, rayjob.KIND)
+    assert name == "the schema of RayJob v1"
+    manifests.check(document(), schema, name)
+    assert refused_by(schema) == [path for path, _ in WRONG]
+
+
+def test_the_clusters_schema_takes_it_and_refuses_wrong_ones() -> None:
+    path = os.environ.get("MESHWRIGHT_RAYJOB_CRD")
+    if path is None:
+        pytest.skip("MESHWRIGHT_RAYJOB_CRD does not name KubeRay's RayJob CRD (a YAML file)")
+    found = document()
+    schema, name = manifests.read_schema(Path(path), rayjob.KIND)
+    manifests.check(found, schema, name)
+    assert refused_by(schema) == [path for path, _ in WRONG]
+
+
+@pytest.mark.parametrize("word", ["a b", "it's", "$HOME", "a;b", '"x"', ""])
+def test_words_that_would_not_arrive(word: str) -> None:
+    with pytest.raises(LaunchError, match="KubeRay hands the command to a shell twice"):
+        rayjob.manifest(Job(("python", "t.py", word), 1), PODS, SERVERS, 0)
+
+
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(LaunchError, match="at most 47"):
+        rayjob.manifest(JOB, Pods("x" * 48, "i"), SERVERS, 0)
+
+
+def test_the_command_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    document()
+    words = ["--launcher", "k8s", "--workers", "4", "--image", "registry/image:1"]
+    assert launched(*words, "--max-restarts", "2", "--name", "it") == 0
+    shown = capsys.readouterr().out
+    import yaml
+
+    found = yaml.safe_load(shown)
+    assert (found["kind"], found["metadata"]["name"]) == ("RayJob", "it")
+    assert found["spec"]["entrypoint"] == "python script.py --steps 7"
+    assert found["spec"]["backoffLimit"] == 2
+
+
+def test_a_stand_in_for_kubectl_gets_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document()
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\ncat > {tmp_path}/got\necho "$@"\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["--launcher", "k8s", "--workers", "4", "--image", "x", "--apply"]
+    assert launched(*words) == 0
+    assert capsys.readouterr().out == "apply -f -\n"
+    assert json.loads((tmp_path / "got").read_text())["kind"] == "RayJob"
+    kubectl.write_text("#!/bin/sh\necho no matches for kind >&2; exit 1\n")
+    assert launched(*words) == 2
+    assert "(no matches for kind); is a cluster with KubeRay in" in capsys.readouterr().err
