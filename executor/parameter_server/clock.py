@@ -60,6 +60,19 @@ class Rule:
         if self.lag_scaled and self.mode == "sync":
             raise RequestError("lag_scaled in mode 'sync': there are no lags; 'ssp' or 'async'")
 
+    def check_overlap(self) -> None:
+        """Refuse gradients of values that miss an update of their own worker.
+
+        Raises:
+            RequestError: the rule has no room for a lag of 1.
+        """
+        if self.mode == "sync" or (self.mode == "ssp" and self.staleness < 1):
+            raise RequestError(
+                f"overlap=True in mode {self.mode!r} with staleness={self.staleness}: gradients "
+                "would be of the values before the last update; expected 'async', or 'ssp' with "
+                "staleness of at least 1"
+            )
+
     def scale(self, lag: int) -> float:
         """What an update of this lag is multiplied by."""
         return 1.0 / (lag + 1) if self.lag_scaled else 1.0
@@ -91,9 +104,14 @@ class Clocks:
         """A worker has pushed."""
         self.at[worker] += pushes
 
-    def blockers(self, worker: int) -> tuple[int, ...]:
-        """Whom a worker has to wait for before it reads; nobody: it may."""
+    def blockers(self, worker: int, ahead: int = 0) -> tuple[int, ...]:
+        """Whom a worker has to wait for before it reads; nobody: it may.
+
+        Args:
+            worker: who reads.
+            ahead: pushes that it will have made more before it pushes what it computes from this.
+        """
         if self.rule.mode == "async":
             return ()
-        least = self.at[worker] - self.rule.staleness
+        least = self.at[worker] + ahead - self.rule.staleness
         return tuple(sorted(w for w, clock in self.at.items() if clock < least))

@@ -139,7 +139,8 @@ class Shard:
                 self.counts.duplicates += 1
                 return took
             self.clocks.join(worker)
-            lag = self.version - self.read_at.get(worker, self.version)
+            read_at = self.read_at.get(worker, self.version)
+            lag = self.version - (read_at if pushed.seen is None else pushed.seen)
             self.has_read.discard(worker)
             counts = self._take(worker, lag, pushed)
             self.last[worker] = (number, counts)
@@ -186,14 +187,18 @@ class Shard:
         self.version += 1
         self.counts.updates += 1
 
-    def pull(self, worker: int) -> Values:
+    def pull(self, worker: int, ahead: int = 0) -> Values:
         """The values, once the rule lets this worker read.
+
+        Args:
+            worker: its rank.
+            ahead: as for ``Clocks.blockers``.
 
         Raises:
             WaitError: it did not in ``wait_s``; names the workers that are behind.
         """
         with self.changed:
-            self._until_it_may_read(worker)
+            self._until_it_may_read(worker, ahead)
             self.read_at[worker] = self.version
             values = self.store.read()
             if values:
@@ -213,9 +218,9 @@ class Shard:
                 self.has_read.add(worker)
             return Values(self.version, self.store.tables.read(rows))
 
-    def _until_it_may_read(self, worker: int) -> None:
+    def _until_it_may_read(self, worker: int, ahead: int = 0) -> None:
         until = self.clock() + self.wait_s
-        while (behind := self._behind(worker)) != ():
+        while (behind := self._behind(worker, ahead)) != ():
             left = until - self.clock()
             if left <= 0 or not self.changed.wait(left):
                 raise WaitError(
@@ -231,7 +236,7 @@ class Shard:
     def push_pull(self, worker: int, number: int, pushed: Pushed) -> Values:
         """``push``, then ``pull``."""
         self.push(worker, number, pushed)
-        return self.pull(worker)
+        return self.pull(worker, pushed.ahead)
 
     def now(self) -> tuple[Values, Counts]:
         """The values as they are, for who is no worker, and what was done."""
@@ -274,7 +279,7 @@ class Shard:
                         f"worker {worker} waited {self.wait_s:g} s at a barrier for: {missing}"
                     )
 
-    def _behind(self, worker: int) -> tuple[int, ...] | None:
+    def _behind(self, worker: int, ahead: int = 0) -> tuple[int, ...] | None:
         """Whom a worker waits for; None: for the first values."""
         if self.store.values is None:
             return None
@@ -283,4 +288,4 @@ class Shard:
             if worker not in self.waiting:
                 return ()
             return tuple(sorted(set(self.clocks.at) - set(self.waiting)))
-        return self.clocks.blockers(worker)
+        return self.clocks.blockers(worker, ahead)

@@ -10,7 +10,7 @@ correction, is computed within its loop, by another approximation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -38,17 +38,22 @@ class Pushed:
         rows: for each table, numbers of its rows on this server, and their gradients; a table that
             is named without rows counts as updated.
         coded: gradients that are not in ``dense``, in fewer bytes, by dtype.
+        seen: updates in the values that the gradients are of; None: in those that were read last.
+        ahead: pushes that come before the one that is computed from what is read with this one.
     """
 
     dense: Mapping[str, Array] = field(default_factory=dict)
     rows: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
     coded: Mapping[str, Coded] = field(default_factory=dict)
+    seen: int | None = None
+    ahead: int = 0
 
     def decoded(self) -> Pushed:
         """The same with nothing coded."""
         if not self.coded:
             return self
-        return Pushed({**self.dense, **{d: decode(x) for d, x in self.coded.items()}}, self.rows)
+        dense = {**self.dense, **{d: decode(x) for d, x in self.coded.items()}}
+        return replace(self, dense=dense, coded={})
 
     def copy(self) -> Pushed:
         """The same in memory of its own: what was sent may lie in memory that its sender takes

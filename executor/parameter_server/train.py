@@ -165,6 +165,7 @@ def _one(loop: Loop, links: Links, rank: int, workers: int, options: dict[str, A
     server = ParameterServer(links, rank, workers, **options)
     try:
         returned = loop(server)
+        server.settle()
     finally:
         with contextlib.suppress(Exception):
             server.leave()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -65,6 +68,8 @@ class ParameterServer:
         self._cache = RowCache(row_cache) if row_cache else None
         self._adds = optimizer is None and not rule.lag_scaled
         self._number = 0
+        self._seen: list[int] = []
+        self._under_way: Future[tuple[list[int], Any]] | None = None
         self.version = 0
 
     @property
@@ -133,10 +138,8 @@ class ParameterServer:
         Raises:
             WaitError: it might not in time; names the workers that are behind.
         """
-        layout = self.layout
-        found = self._call("pull", [(self.rank,)] * self._links.count)
-        self.version = min(x.version for x in found)
-        return layout.gather([x.values for x in found])
+        self.settle()
+        return self._now(self._read("pull", [(self.rank,)] * self._links.count))
 
     def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
         """Rows of tables, as soon as this worker may read them: NumPy arrays of its own.
@@ -174,6 +177,7 @@ class ParameterServer:
         return {name: found[name][back[name]] for name in rows}
 
     def _read_rows(self, ids: Mapping[str, Array]) -> dict[str, Array]:
+        self.settle()
         parts: list[dict[str, Array]] = [{} for _ in range(self._links.count)]
         for name, wanted in ids.items():
             for part, (_, local) in zip(parts, self.tables.split(wanted), strict=True):
@@ -193,19 +197,75 @@ class ParameterServer:
         Returns:
             Whether all servers took it; the rule may leave out what comes late.
         """
+        self.settle()
         pushed, sums = self._numbered(gradients, rows)
         took = all(self._call("push", pushed))
         self._now_cached(sums, took and self._adds)
         return took
 
-    def push_pull(self, gradients: Any = None, rows: Mapping[str, Any] | None = None) -> Any:
-        """``push``, then ``pull``, in one message to each server and back."""
-        layout = self.layout
+    def push_pull(
+        self, gradients: Any = None, rows: Mapping[str, Any] | None = None, *, overlap: bool = False
+    ) -> Any:
+        """``push``, then ``pull``, in one message to each server and back.
+
+        Args:
+            gradients, rows: as for ``push``.
+            overlap: do not wait: send, and return what the call before this one asked for, while
+                the answer travels. The first returns the values as they are. Gradients are then of
+                values that miss this worker's last push, a lag of one more.
+
+        Raises:
+            RequestError: ``overlap`` where the rule allows no lag.
+            WaitError: as for ``pull``; with ``overlap``, maybe of the call before.
+        """
+        if overlap:
+            return self._overlapped(gradients, rows)
+        self.settle()
         pushed, sums = self._numbered(gradients, rows)
-        found = self._call("push_pull", pushed)
+        read = self._read("push_pull", pushed)
         self._now_cached(sums, False)
-        self.version = min(x.version for x in found)
-        return layout.gather([x.values for x in found])
+        return self._now(read)
+
+    def _overlapped(self, gradients: Any, rows: Mapping[str, Any] | None) -> Any:
+        self.rule.check_overlap()
+        seen, under_way, self._under_way = self._seen, self._under_way, None
+        if under_way is None:
+            read = self._read("pull", [(self.rank,)] * self._links.count)
+        else:
+            read = under_way.result()
+        pushed, sums = self._numbered(gradients, rows)
+        args = [
+            (rank, number, replace(part, seen=version, ahead=1))
+            for (rank, number, part), version in zip(pushed, seen, strict=True)
+        ]
+        self._under_way = self._behind.submit(self._read, "push_pull", args)
+        self._now_cached(sums, False)
+        return self._now(read)
+
+    def settle(self) -> None:
+        """Wait for what ``push_pull(overlap=True)`` has sent; every other call does so first.
+
+        Raises:
+            WaitError: as for ``pull``.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _read(self, method: str, args: Sequence[tuple[Any, ...]]) -> tuple[list[int], Any]:
+        """The versions that servers read, and their values as a pytree."""
+        found = self._call(method, args)
+        return [x.version for x in found], self.layout.gather([x.values for x in found])
+
+    def _now(self, read: tuple[list[int], Any]) -> Any:
+        """Hand values to the loop, whose next gradients are of them."""
+        self._seen, values = read
+        self.version = min(self._seen)
+        return values
+
+    @cached_property
+    def _behind(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "overlap")
 
     def _numbered(
         self, gradients: Any, rows: Mapping[str, Any] | None
@@ -237,7 +297,10 @@ class ParameterServer:
 
     def leave(self) -> None:
         """Say that this worker has finished; the others no longer wait for it."""
-        self._call("leave", [(self.rank,)] * self._links.count)
+        try:
+            self.settle()
+        finally:
+            self._call("leave", [(self.rank,)] * self._links.count)
 
     def barrier(self) -> None:
         """Wait until every worker that is there has come here.
@@ -245,6 +308,7 @@ class ParameterServer:
         Raises:
             WaitError: some did not in time; names them.
         """
+        self.settle()
         self._links.call(
             "barrier", [(self.rank,)] + [(None,)] * (self._links.count - 1), self._late
         )
