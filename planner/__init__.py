@@ -24,6 +24,7 @@ from planner.spec import MeshSpec, Sharding
 
 if TYPE_CHECKING:
     from planner.pipeline import Planned, make_plan, plan_step
+    from planner.placement import Placed, Placement, make_placement
 
 __all__ = [
     "MODES",
@@ -34,6 +35,8 @@ __all__ = [
     "ModelError",
     "ParallelMode",
     "PinError",
+    "Placed",
+    "Placement",
     "Plan",
     "PlanFormatError",
     "PlanMismatchError",
@@ -42,6 +45,7 @@ __all__ = [
     "Sharding",
     "get_parallel_mode",
     "load_plan",
+    "make_placement",
     "make_plan",
     "plan_step",
     "set_parallel_mode",
@@ -51,6 +55,7 @@ __all__ = [
 
 
 _PIPELINE = frozenset({"Planned", "make_plan", "plan_step"})
+_PLACEMENT = frozenset({"Placed", "Placement", "make_placement"})
 
 
 def __getattr__(name: str) -> Any:
@@ -59,4 +64,8 @@ def __getattr__(name: str) -> Any:
         from planner import pipeline
 
         return getattr(pipeline, name)
+    if name in _PLACEMENT:
+        from planner import placement
+
+        return getattr(placement, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

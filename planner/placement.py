@@ -19,7 +19,7 @@ import jax
 
 from costmodels import Cluster
 from planner.errors import MemoryLimitError, RequestError
-from planner.graph.lookups import LookUps, Table
+from planner.graph.lookups import LookUps, Table, find_lookups
 from planner.graph.trace import Traced, abstract, trace
 from planner.hybrid_step import Split, hybrid_step, split_of, step_args
 from planner.metadata import with_logical_axis_rules
@@ -27,7 +27,7 @@ from planner.offload import WORTH
 from planner.pipeline import plan_traced
 from planner.plan import Plan
 from planner.report.units import time_text
-from planner.request import Request
+from planner.request import Request, parse_request
 
 SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
 """Where a parameter lies: sharded over the devices; on servers, by rows; on servers, pulled and
@@ -161,6 +161,38 @@ def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
     there_and_back = 2 * (host.latency_s + nbytes / host.bytes_per_s)
     there_and_back += 2 * (wire.latency_s + nbytes / wire.bytes_per_s)
     return there_and_back + (3 + 2 * moments) * nbytes / host.bytes_per_s
+
+
+def make_placement(
+    loss: Callable[..., Any],
+    params: Any,
+    optimizer: Any,
+    *batch: Any,
+    cluster: str | Cluster,
+    placement: str | Mapping[str, str] = AUTO,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    memory: str | float | None = None,
+) -> Placement:
+    """Say where the parameters of ``loss(params, *batch)`` would lie; starts no backend.
+
+    Args:
+        loss: a scalar.
+        params, batch: arrays or ShapeDtypeStructs. What rows a batch asks for is not looked at:
+            every look-up counts as another row.
+        optimizer: an optax transformation.
+        cluster, mode, search, mesh, memory: as for ``make_plan``.
+        placement: as for ``executor.parameter_server.hybrid``.
+
+    Raises:
+        ModelError: the loss failed while traced.
+        RequestError: a table is asked to be on servers by rows and can't be; says why.
+        MemoryLimitError: no plan fits.
+    """
+    request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory)
+    lookups = find_lookups(loss, params, batch)
+    return place(lookups, params, batch, optimizer, placement, request)
 
 
 def place(

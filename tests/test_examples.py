@@ -1,4 +1,4 @@
-"""The six examples: planned for eight devices, run on them, equal to the unsharded run."""
+"""The examples: planned for eight devices, run on them, equal to the unsharded run."""
 
 import importlib.util
 import os
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.devices
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = ["gpt", "gpt_linen_scan", "lstm", "mlp", "moe", "resnet"]
 TOLERANCE = {"moe": 1e-2}  # a token near a routing border may go to another expert
+SERVED = ["embedding_hybrid"]  # whole programs with parameter servers
 STEPS = 3
 
 
@@ -36,7 +37,7 @@ def losses_of(step, state, data):
 
 
 def test_all_examples_are_here():
-    assert sorted(p.stem for p in EXAMPLES.glob("*.py")) == NAMES
+    assert sorted(p.stem for p in EXAMPLES.glob("*.py")) == sorted(NAMES + SERVED)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,3 +78,19 @@ def test_gpt_program_ends_with_the_difference():
     assert last.startswith("largest difference from the unsharded losses: ")
     assert last.endswith("(over 3 steps)")
     assert float(last.split(": ")[1].split()[0]) <= 1e-2
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_program_with_servers_ends_with_the_difference(name):
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", "5"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on parameter servers" in done.stdout
+    last = done.stdout.strip().splitlines()[-1]
+    assert float(last.split(": ")[1].split()[0]) <= 1e-4

@@ -1,6 +1,7 @@
 """Training with parameter servers: synchronous, bounded-stale and asynchronous."""
 
 from executor.parameter_server.clock import Rule
+from executor.parameter_server.hybrid import Hybrid, hybrid
 from executor.parameter_server.layout import Layout, Piece, layout_of
 from executor.parameter_server.local_steps import LocalSteps
 from executor.parameter_server.partition import (
@@ -17,6 +18,7 @@ from executor.ps_roles import PsRole, ps_role
 __all__ = [
     "Counts",
     "FixedShardsPartitioner",
+    "Hybrid",
     "Layout",
     "LocalSteps",
     "LostError",
@@ -29,6 +31,7 @@ __all__ = [
     "Rule",
     "Served",
     "WaitError",
+    "hybrid",
     "layout_of",
     "ps_role",
     "train",
