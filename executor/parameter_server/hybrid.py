@@ -8,6 +8,7 @@ and the optimizer's update of what stays here), and pushes the rows' gradients.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,10 @@ from planner.hybrid_step import Split, split_of
 from planner.placement import AUTO, PS, WHOLE, Placement, parse_placement, place, plan_hybrid
 from planner.plan import Plan
 from planner.request import Request, parse_request
+
+_DEVICES = threading.Lock()
+"""Held while the devices compute: programs of two workers that are threads of one process would
+wait for each other, each on some of the devices."""
 
 
 class Hybrid:
@@ -104,9 +109,11 @@ class Hybrid:
         room = {p: padded(x, tables[p].rows, self._sizes[p]) for p, x in ids.items()}
         self._sizes.update({path: len(x) for path, x in room.items()})
         remote = {**self._whole, **self._pulled(ids)}
-        step = self._step(lookups, batch, shapes)
-        self._state, out = step(self._state, remote, room, *batch)
-        self._push(ids, jax.device_get(out["gradients"]))
+        with _DEVICES:
+            step = self._step(lookups, batch, shapes)
+            self._state, out = step(self._state, remote, room, *batch)
+            gradients = jax.device_get(jax.block_until_ready(out)["gradients"])
+        self._push(ids, gradients)
         loss: jax.Array = out["loss"]
         return loss
 
@@ -119,16 +126,10 @@ class Hybrid:
     def _begin(self, lookups: LookUps, asked: Mapping[str, Ids], batch: Sequence[Any]) -> None:
         """Place the parameters, and give the servers theirs."""
         self._sizes = {path: len(padded(x, 0)) for path, x in asked.items()}
-        found = place(
-            lookups,
-            self._shapes,
-            batch,
-            self.optimizer,
-            self._asked,
-            self._request,
-            asked_for={path: len(x) for path, x in asked.items()},
-            sizes=self._sizes,
-        )
+        counts = {path: len(x) for path, x in asked.items()}
+        args = (lookups, self._shapes, batch, self.optimizer, self._asked, self._request)
+        with _DEVICES:
+            found = place(*args, asked_for=counts, sizes=self._sizes)
         split = split_of(self._shapes, found.at(PS), found.at(WHOLE))
         rest = split.rest(self._params)
         if self.server.num_workers > 1 and jax.tree_util.tree_leaves(rest):
@@ -138,10 +139,9 @@ class Hybrid:
                 f"{kept} is under SPMD: every worker would train another copy of it; place the "
                 "rest on the servers, too ({..., '': 'ps_whole'}), or use one worker"
             )
-        tables = split.named(self._params, split.rows)
-        whole = split.named(self._params, split.whole)
-        first = self.server.init(whole, tables={p: np.asarray(x) for p, x in tables.items()})
-        self._whole = first if whole else {}
+        first = self._params if self.server.rank == 0 else self._shapes
+        tables, whole = split.named(first, split.rows), split.named(first, split.whole)
+        self._whole = self.server.init(whole, tables=tables)
         self._state = {"params": rest, "opt": self.optimizer.init(rest)}
         self._placed, self._params = (found, split), None
 

@@ -78,6 +78,7 @@ class LookUps:
         refused: why others can't, by path.
         mixed: those of them that are looked up as well, by path.
         jaxpr: of the function.
+        out_tree: form of its results.
         indices: batch -> for each table, an int32 array [looks-ups' size] for each of its
             look-ups; -1 and ``rows`` stand for what lies outside. Traceable.
     """
@@ -86,6 +87,7 @@ class LookUps:
     refused: Mapping[str, str]
     mixed: tuple[str, ...]
     jaxpr: Any
+    out_tree: Any
     indices: Callable[..., list[list[jax.Array]]]
 
 
@@ -108,7 +110,7 @@ def find_lookups(
     """
     shapes = abstract((params, *batch))
     try:
-        closed, _ = compat.make_jaxpr(function, shapes)
+        closed, out_shape = compat.make_jaxpr(function, shapes)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -138,10 +140,13 @@ def find_lookups(
     tables = []
     for leaf in sorted(asked):
         mine = [(found, size) for found, size in every if found.leaf == leaf]
-        if leaf in refused or not mine:
-            refused.setdefault(leaf, "the function does not look up rows of it")
-            continue
         aval = named[leaf][1]
+        if not mine:
+            refused.setdefault(leaf, "the function does not look up rows of it")
+        elif not jnp.issubdtype(aval.dtype, jnp.floating):
+            refused.setdefault(leaf, f"it is of {aval.dtype}, which has no gradient")
+        if leaf in refused:
+            continue
         tables.append(
             Table(
                 leaf,
@@ -165,7 +170,8 @@ def find_lookups(
 
     why = {paths[leaf]: reason for leaf, reason in sorted(refused.items())}
     mixed = tuple(paths[leaf] for leaf in sorted(refused) if leaf in {f.leaf for f in walk.found})
-    return LookUps(tuple(tables), why, mixed, closed, by_table)
+    out_tree = jax.tree_util.tree_structure(out_shape)
+    return LookUps(tuple(tables), why, mixed, closed, out_tree, by_table)
 
 
 def row_column(eqn: Any, shape: tuple[int, ...]) -> int | None:

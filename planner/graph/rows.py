@@ -76,8 +76,8 @@ def on_rows(lookups: LookUps, params_tree: Any) -> Callable[..., Any]:
         for path, numbers in ids.items():
             table = tables[path]
             leaves[table.leaf] = Rows(leaves[table.leaf], jnp.asarray(numbers), table.rows)
-        (out,) = _run(lookups.jaxpr, [*leaves, *jax.tree_util.tree_leaves(batch)])
-        return out
+        outs = _run(lookups.jaxpr, [*leaves, *jax.tree_util.tree_leaves(batch)])
+        return jax.tree_util.tree_unflatten(lookups.out_tree, outs)
 
     return small
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from executor.parameter_server.hybrid import hybrid
+from executor.parameter_server import ParameterServer, hybrid, train
 from planner.errors import RequestError
 
 pytestmark = pytest.mark.devices
@@ -98,6 +98,57 @@ def test_training_is_that_without_servers() -> None:
     assert placed.place == "ps" and placed.rows == server.asked[0]["['embed']"]
     assert str(placed) in run.plan.notes
     assert not any("['embed']" in leaf.path and "[0]" in leaf.path for leaf in run.plan.inputs)
+
+
+def split(worker: int, workers: int) -> list[Any]:
+    return [(ids[worker::workers], y[worker::workers]) for ids, y in DATA]
+
+
+def loop(server: ParameterServer) -> Any:
+    """A worker's life, with everything on servers if there are several."""
+    places = {"embed": "ps"} if server.num_workers == 1 else {"embed": "ps", "": "ps_whole"}
+    cluster = f"cpu:{jax.device_count()}"
+    run = hybrid(loss, fresh(), SGD, server=server, placement=places, cluster=cluster)
+    losses = [float(run(*batch)) for batch in split(server.rank, server.num_workers)]
+    everything = np.arange(ROWS, dtype=np.int32)
+    server.barrier()
+    return losses, server.pull_rows({"['embed']": everything})["['embed']"], run.params
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 2), (2, 3)])
+def test_on_real_servers(workers: int, servers: int) -> None:
+    done = train(loop, workers=workers, servers=servers, optimizer=SGD, backend="local", wait_s=60)
+    expected, params = alone()
+    mean = np.mean([losses for losses, _, _ in done.returned], axis=0)
+    np.testing.assert_allclose(mean, expected, rtol=1e-5)
+    for _, embed, rest in done.returned:
+        np.testing.assert_allclose(embed, params["embed"], rtol=1e-4, atol=1e-6)
+        if workers == 1:
+            np.testing.assert_allclose(rest["hidden"], params["hidden"], rtol=1e-4, atol=1e-6)
+    if workers > 1:
+        hidden = done.params["['hidden']"]
+        np.testing.assert_allclose(hidden, params["hidden"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_on_ray() -> None:
+    pytest.importorskip("ray")
+    done = train(loop, workers=2, servers=2, optimizer=SGD, wait_s=120)
+    mean = np.mean([losses for losses, _, _ in done.returned], axis=0)
+    np.testing.assert_allclose(mean, alone()[0], rtol=1e-5)
+
+
+def test_batches_are_any_arrays() -> None:
+    def noisy(params: Any, batch: Any, key: Any) -> Any:
+        ids = (batch["ids"] + jax.random.randint(key, (), 0, ROWS)) % ROWS
+        h = params["embed"][ids].mean(axis=1) * jax.random.bernoulli(key, 0.5, (WIDTH,))
+        return jnp.mean((jnp.tanh(h @ params["hidden"]) @ params["out"] - batch["y"]) ** 2)
+
+    server = Fake()
+    run = hybrid(noisy, fresh(), SGD, server=server, placement={"embed": "ps"}, cluster="cpu:8")
+    batch, key = {"ids": DATA[0][0], "y": DATA[0][1]}, jax.random.key(3)
+    expected = float(noisy(fresh(), batch, key))
+    assert float(run(batch, key)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_rows_that_grow_are_planned_once_more() -> None:

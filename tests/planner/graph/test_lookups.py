@@ -14,6 +14,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner import shard
 from planner.errors import RequestError
 from planner.graph.lookups import find_lookups
 from planner.graph.rows import on_rows, padded, unique_rows
@@ -102,9 +103,29 @@ def after_own_derivative(params: Any, ids: Any, y: Any) -> Any:
     return error(params["embed"][ids] * gate, params, y)
 
 
+def deep(params: Any, ids: Any, y: Any) -> Any:
+    """A branch in a rematerialised scan in a scan, backwards; a marked table."""
+    table = shard(params["embed"], "data", None)
+
+    def inner(h: Any, x: Any) -> Any:
+        row = jax.lax.cond(x % 2 == 0, lambda t: t[x], lambda t: 2 * t[(x + 5) % ROWS], table)
+        return h + row @ params["head"], h
+
+    def outer(h: Any, row: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(inner), h, row, reverse=True)
+
+    last, all_h = jax.lax.scan(outer, 0.0, ids)
+    return last**2 + jnp.mean((all_h - y) ** 2)
+
+
+def kept(params: Any, ids: Any, y: Any) -> Any:
+    policy = jax.checkpoint_policies.everything_saveable
+    return jax.checkpoint(taken, policy=policy, prevent_cse=False)(params, ids, y)
+
+
 GOOD = [
     plain, taken, clipped, twice, bfloat, scanned, remat, remat_scan, branches, mapped, one_row,
-    by_sorting, after_own_derivative,
+    by_sorting, after_own_derivative, deep, kept,
 ]  # fmt: skip
 
 
@@ -232,6 +253,40 @@ def test_narrow_indices(dtype: Any) -> None:
         taken, {"embed": table, "head": HEAD}, ids, Y, leaf="['embed']"
     )
     same(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize("width", [(), (2, 3)])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_rows_of_any_shape(width: tuple[int, ...], dtype: Any) -> None:
+    def loss(params: Any, ids: Any, y: Any) -> Any:
+        h = params["embed"][ids].astype(jnp.float32)
+        return jnp.mean(h**2) + jnp.mean(params["embed"][ids[0, 0]]) + jnp.mean(y)
+
+    params = {"embed": RNG.normal(size=(ROWS, *width)).astype(dtype), "other": HEAD}
+    got, expected, found = rows_and_whole(loss, params, IDS, Y, leaf="['embed']")
+    low = jax.tree.map(lambda x: np.asarray(x, np.float32), (got, expected))
+    same(*low, 1e-6)
+    assert found.tables[0].width == width
+    assert found.tables[0].row_bytes == int(np.prod(width)) * np.dtype(dtype).itemsize
+
+
+def test_whole_numbers_are_no_table() -> None:
+    found = find_lookups(lambda p, i: p["names"][i].sum(), {"names": np.arange(9)}, (IDS,))
+    assert "no gradient" in found.refused["['names']"]
+
+
+def test_results_keep_their_form() -> None:
+    def both(params: Any, ids: Any, y: Any) -> Any:
+        return {"loss": plain(params, ids, y), "mean": (y.mean(), params["head"])}
+
+    found = find_lookups(both, PARAMS, (IDS, Y))
+    ids = padded(np.unique(IDS).astype(np.int32), ROWS)
+    small = {"embed": TABLE[np.minimum(ids, ROWS - 1)], "head": HEAD}
+    form = jax.tree_util.tree_structure(PARAMS)
+    got = on_rows(found, form)(small, {"['embed']": ids}, IDS, Y)
+    same(got, both(PARAMS, IDS, Y), 1e-6)
+    with pytest.raises(RequestError, match="parameters of the form"):
+        on_rows(found, form)({"embed": 1}, {}, IDS, Y)
 
 
 def tied(params: Any, ids: Any, y: Any) -> Any:
