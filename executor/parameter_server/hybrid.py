@@ -93,7 +93,7 @@ class Hybrid:
             found = find_lookups(self.loss, self._shapes, batch)
             self._found[shapes] = found, jax.jit(found.indices)
         lookups, indices = self._found[shapes]
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        with jax.default_device(_host()):
             index = jax.device_get(indices(*jax.device_get(batch)))
         tables = {t.path: t for t in lookups.tables}
         asked = {t.path: unique_rows(t, x) for t, x in zip(lookups.tables, index, strict=True)}
@@ -214,6 +214,14 @@ def hybrid(
         cluster or detect_cluster(), mode=mode, search=search, mesh=mesh, memory=memory
     )
     return Hybrid(loss, params, optimizer, server, placement, request)
+
+
+def _host() -> jax.Device | None:
+    """The host as a device, where JAX may use it; else whatever there is."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return None
 
 
 def _key(batch: Sequence[Any]) -> Any:

@@ -130,6 +130,23 @@ def test_on_real_servers(workers: int, servers: int) -> None:
         np.testing.assert_allclose(hidden, params["hidden"], rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_that_asks_for_nothing() -> None:
+    def worker(server: ParameterServer) -> Any:
+        places = {"embed": "ps"}
+        run = hybrid(filled, fresh(), SGD, server=server, placement=places, cluster="cpu:8")
+        first = float(run(np.full((BATCH, 4), ROWS, np.int32), DATA[0][1]))
+        return first, float(run(*DATA[0]))
+
+    def filled(params: Any, ids: Any, y: Any) -> Any:
+        h = params["embed"].at[ids].get(mode="fill", fill_value=0.5).mean(axis=1)
+        return jnp.mean((jnp.tanh(h @ params["hidden"]) @ params["out"] - y) ** 2)
+
+    done = train(worker, workers=1, servers=2, optimizer=SGD, backend="local", wait_s=60)
+    first = float(jax.jit(filled)(fresh(), np.full((BATCH, 4), ROWS, np.int32), DATA[0][1]))
+    assert done.returned[0][0] == pytest.approx(first, rel=1e-5)
+    assert np.isfinite(done.returned[0][1])
+
+
 @pytest.mark.slow
 def test_on_ray() -> None:
     pytest.importorskip("ray")
