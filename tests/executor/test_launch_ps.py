@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,58 @@ def test_all_ends_with_the_launcher(tmp_path: Path, launcher: str, number: signa
     expected = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGKILL: -9}
     assert child.returncode == expected[number], told
     gone(*pids, *rays)
+
+
+CLUSTER_OF_TWO = """
+import os, time
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 2, "object_store_memory": 200_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+cluster.add_node(**node)
+open("tmp", "w").write(cluster.address)
+os.rename("tmp", "address")
+while not os.path.exists("end"):
+    time.sleep(0.1)
+cluster.shutdown()
+"""
+WHERE = """
+import jax.numpy as jnp
+import ray
+from executor.parameter_server import train
+
+def loop(server):
+    server.init({"w": jnp.zeros(6)})
+    return ray.get_runtime_context().get_node_id()
+
+print("nodes", len(set(train(loop, wait_s=60).returned)), flush=True)
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_on_a_cluster_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers go to both nodes; those of a launcher that is killed end, and the cluster is there
+    for the next."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for name, text in (("hold.py", CLUSTER_OF_TWO), ("where.py", WHERE), ("sleep.py", SLEEPS)):
+        (tmp_path / name).write_text(text)
+    with subprocess.Popen([sys.executable, "hold.py"]) as cluster:
+        try:
+            address = wait_for(tmp_path / "address", 120)
+            words = ["launch", "--launcher", "ray", "--workers", "4", "--ray-address", address]
+            with launcher_process(words, "sleep.py") as child:
+                pids = [int(wait_for(tmp_path / f"pid{rank}", 120)) for rank in range(4)]
+                assert all(map(alive, pids))
+                child.send_signal(signal.SIGKILL)
+            gone(*pids, within_s=60)
+            assert main([*words, "where.py"]) == 0, capsys.readouterr()
+            assert "nodes 2" in capsys.readouterr().out
+        finally:
+            (tmp_path / "end").touch()
 
 
 # ---- for KubeRay -------------------------------------------------------------------------
