@@ -259,7 +259,7 @@ def test_on_a_cluster_that_goes_on(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     for name, text in (("hold.py", CLUSTER_OF_TWO), ("where.py", WHERE), ("sleep.py", SLEEPS)):
         (tmp_path / name).write_text(text)
-    with subprocess.Popen([sys.executable, "hold.py"]) as cluster:
+    with subprocess.Popen([sys.executable, "hold.py"]):
         try:
             address = wait_for(tmp_path / "address", 120)
             words = ["launch", "--launcher", "ray", "--workers", "4", "--ray-address", address]
