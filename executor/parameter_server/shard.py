@@ -78,7 +78,7 @@ class Shard:
         self.store = Store(optimizer, exact=rule.mode == "sync")
         self.clocks = Clocks(rule, dict.fromkeys(range(workers), 0))
         self.counts = Counts()
-        self.version = 0
+        self.version = self.ended = 0
         self.shapes: Any = None
         self.last: dict[int, tuple[int, bool]] = {}
         self.read_at: dict[int, int] = {}
@@ -241,7 +241,14 @@ class Shard:
     def now(self) -> tuple[Values, Counts]:
         """The values as they are, for who is no worker, and what was done."""
         with self.changed:
-            return Values(self.version, self.store.read()), self.counts
+            return Values(self.version, self.store.last()), self.counts
+
+    def end(self, version: int, values: Flat) -> None:
+        """What a worker that made the updates itself came to, at the end; of several the last."""
+        with self.changed:
+            if version >= self.ended:
+                self.ended = version
+                self.store.end(values)
 
     def tables(self) -> dict[str, Array]:
         """All rows of tables that are here, as they are, copied."""

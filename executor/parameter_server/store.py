@@ -20,6 +20,7 @@ import optax
 
 from executor.parameter_server.codec import Coded, decode
 from executor.parameter_server.layout import Array, Flat
+from executor.parameter_server.replica import MEANS
 from executor.parameter_server.tables import Tables, summed
 
 EXACT = {"xla_backend_optimization_level": "0"}
@@ -123,8 +124,20 @@ class Store:
         self.tables.apply(pushed.rows, scale)
 
     def read(self) -> Flat:
-        """The flat values. They are those of this moment only until the next update."""
-        return {d: np.asarray(x) for d, x in (self.values or {}).items() if d != SECOND}
+        """What workers pull: the flat values, or the last mean where these only come by it. They
+        are those of this moment only until the next update."""
+        return self._flat(self.state if self.optimizer == MEANS else self.values)
+
+    def last(self) -> Flat:
+        """The flat values, for who is no worker."""
+        return self._flat(self.values)
+
+    def end(self, values: Flat) -> None:
+        """The values that workers came to, where these made the updates."""
+        self.values = {**(self.values or {}), **{d: jnp.array(x) for d, x in values.items()}}
+
+    def _flat(self, held: Mapping[str, Any] | None) -> Flat:
+        return {d: np.asarray(x) for d, x in (held or {}).items() if d != SECOND}
 
     def _updated(self, values: Any, state: Any, pushed: Any, scale: Any) -> Any:
         if self.optimizer is None:

@@ -19,6 +19,7 @@ from executor.parameter_server.evaluator import Evaluate, Evaluation, Evaluator,
 from executor.parameter_server.layout import SPLIT_BYTES, Array, layout_of
 from executor.parameter_server.links import Links, LocalLinks, RayLinks
 from executor.parameter_server.partition import Partitioner
+from executor.parameter_server.replica import MEANS, check_update_on
 from executor.parameter_server.shard import Counts, Shard
 from executor.parameter_server.tables import joined
 from executor.parameter_server.worker import ParameterServer
@@ -61,6 +62,7 @@ def train(
     workers: int | None = None,
     servers: int | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    update_on: str = "server",
     mode: str | None = None,
     staleness: int | None = None,
     aggregate: int | None = None,
@@ -83,6 +85,8 @@ def train(
         workers, servers: how many; None takes what ``planner launch`` was told, or 1.
         optimizer: applied on the servers, to each part of the parameters by itself; None adds what
             is pushed.
+        update_on: "worker" has the servers average only, and the optimizer run in every worker,
+            where it may look at several elements at once. For mode "sync".
         mode, staleness, aggregate, discard_lag, lag_scaled: as for ``Rule``; None takes mode and
             staleness from ``planner.set_parallel_mode``.
         backend: "ray", every worker and server a process; or "local", threads of this process. None
@@ -113,8 +117,10 @@ def train(
     layout_of({}, job.servers, **cut)
     if aggregate is not None and aggregate > job.workers:
         raise RequestError(f"aggregate={aggregate}: there are {job.workers} workers")
-    if optimizer is not None:
-        check_elementwise(optimizer)
+    check_update_on(update_on, rule, optimizer, evaluate=evaluate)
+    there = optimizer if update_on == "server" else MEANS
+    if there is not None:
+        check_elementwise(there)
     if row_cache < 0 or (row_cache and rule.mode == "sync"):
         raise RequestError(
             f"row_cache={row_cache} in mode {rule.mode!r}: expected a number from 0 on, in mode "
@@ -124,9 +130,9 @@ def train(
         raise RequestError(f"evaluate_every={evaluate_every}: expected seconds, more than 0")
     if compress is not None:
         coded("float32", compress)
-    done = {"rule": rule, "optimizer": optimizer}
+    done = {"rule": rule, "optimizer": optimizer, "update_on": update_on}
     options = {"wait_s": wait_s, "compress": compress, "row_cache": row_cache, **done, **cut}
-    shard = (rule, job.workers, optimizer, wait_s)
+    shard = (rule, job.workers, there, wait_s)
     watch = (evaluate, evaluate_every)
     if job.backend == "local":
         shards = [Shard(*shard) for _ in range(job.servers)]

@@ -17,8 +17,9 @@ from executor.parameter_server.codec import Feedback
 from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
+from executor.parameter_server.replica import Replica
 from executor.parameter_server.rows import RowCache, Rows, TableLayout, table_layout
-from executor.parameter_server.store import Pushed
+from executor.parameter_server.store import EXACT, Pushed
 from planner.errors import RequestError
 
 GRACE_S = 10.0
@@ -33,6 +34,7 @@ class ParameterServer:
         rank: of this worker.
         num_workers: how many there are.
         rule, optimizer: what the servers do.
+        update_on: where the optimizer runs: "server", or "worker", on what the servers average.
         wait_s: deadline of every wait, in seconds.
         split_bytes, partition: as for ``layout_of``.
         compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None: as they
@@ -52,6 +54,7 @@ class ParameterServer:
         *,
         rule: Rule = Rule(),  # noqa: B008  it is frozen
         optimizer: optax.GradientTransformation | None = None,
+        update_on: str = "server",
         wait_s: float = 300.0,
         split_bytes: int = SPLIT_BYTES,
         partition: Partitioner | None = None,
@@ -62,6 +65,9 @@ class ParameterServer:
         self._links, self._wait_s = links, wait_s
         self._cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
         self.rule, self.optimizer = rule, optimizer
+        self._replica = None
+        if update_on == "worker" and optimizer is not None:
+            self._replica = Replica(optimizer, EXACT)
         self._feedback = None if compress is None else Feedback(compress, links.count)
         self._layout: Layout | None = None
         self._tables: TableLayout | None = None
@@ -122,6 +128,8 @@ class ParameterServer:
         Raises:
             WaitError: the chief did not call it in time.
         """
+        if self._replica is not None and tables:
+            raise RequestError("tables with update_on='worker': servers update their rows")
         self._layout = layout_of(params, self._links.count, **self._cut)
         self._tables = table_layout(tables or {}, self._links.count)
         if self.is_chief:
@@ -261,7 +269,7 @@ class ParameterServer:
         """Hand values to the loop, whose next gradients are of them."""
         self._seen, values = read
         self.version = min(self._seen)
-        return values
+        return values if self._replica is None else self._replica.take(self.version, values)
 
     @cached_property
     def _behind(self) -> ThreadPoolExecutor:
@@ -299,6 +307,9 @@ class ParameterServer:
         """Say that this worker has finished; the others no longer wait for it."""
         try:
             self.settle()
+            if self._replica is not None and self._replica.version:
+                flats = self.layout.scatter(jax.device_get(self._replica.params))
+                self._call("end", [(self._replica.version, flat) for flat in flats])
         finally:
             self._call("leave", [(self.rank,)] * self._links.count)
 
