@@ -8,8 +8,9 @@ a worker 1 step of the fastest (times 0.8 to 1.2, drawn; times 3 for the slow on
 none, and reads and pushes come in the order of that clock.
 
 Synchronous training makes one update of all workers' gradients where the others make one of each,
-so it has the best of three learning rates: that of the example, which the others have, twice and
-four times it. The loss to reach is its least within its steps.
+so each mode has the best of four learning rates, 1, 2, 4 and 8 times that of the example: for
+synchronous training the one of the least loss within its steps, which is the loss to reach, for the
+others the one that reaches it first with workers that are alike.
 
     python benchmarks/ps_convergence.py            # prints a table, writes docs/images/ps-*.svg
 """
@@ -20,21 +21,24 @@ import argparse
 import functools
 import heapq
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  the examples can be imported
 import jax
-import mnist_like_async as digits
 import numpy as np
 import optax
-import word2vec_ps as words
 
 from executor.parameter_server import ParameterServer, Rule, WaitError
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.tables import joined
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import mnist_like_async as digits
+import word2vec_ps as words
 
 WORKERS, SERVERS, SLOW, BOUND = 4, 2, 3.0, 1.5
 RATES = (1, 2, 4)

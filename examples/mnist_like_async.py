@@ -76,14 +76,15 @@ def batch(data: Data, rank: int, workers: int, number: int) -> Data:
     return {name: x[rows] for name, x in data.items()}
 
 
-def loop(server: ParameterServer, data: Data, seconds: float, slow: float) -> int:
-    """A worker; the last one takes `slow` times as long for a gradient. Returns its steps."""
+def loop(server: ParameterServer, data: Data, epochs: int, slow: float) -> int:
+    """A worker; worker 0 makes so many epochs, the others go on until it has. The last one takes
+    `slow` times as long for a gradient. Returns the worker's steps."""
     params = server.init(fresh())
     gradient(params, batch(data, server.rank, server.num_workers, 0))  # compiled
     server.barrier()
     step_s = STEP_S * (slow if server.rank == server.num_workers - 1 else 1.0)
-    begun, number = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
+    number, last = 0, epochs * per_epoch(data, server.num_workers)
+    while number < last if server.is_chief else 0 in server.members():
         start = time.perf_counter()
         found = gradient(params, batch(data, server.rank, server.num_workers, number))
         found = jax.device_get(found)
@@ -93,21 +94,21 @@ def loop(server: ParameterServer, data: Data, seconds: float, slow: float) -> in
     return number
 
 
-def run(data: Data, seconds: float, slow: float = 1.0, **options: Any) -> Served:
+def run(data: Data, epochs: int, slow: float = 1.0, **options: Any) -> Served:
     """Train; `options` are those of `train`."""
-    given = functools.partial(loop, data=data, seconds=seconds, slow=slow)
+    given = functools.partial(loop, data=data, epochs=epochs, slow=slow)
     return train(given, optimizer=optax.adam(RATE), **options)
 
 
 def main() -> None:
-    """Train for a while, and print every worker's epochs and the accuracy on test digits."""
+    """Train, and print every worker's epochs and the accuracy on test digits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--mode", default="async", choices=("sync", "ssp", "async"))
     parser.add_argument("--staleness", type=int, default=4, help="for ssp")
     parser.add_argument("--backend", default="local", choices=("local", "ray"))
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--epochs", type=int, default=20, help="of worker 0")
     parser.add_argument(
         "--slow", type=float, default=3.0, help="of the last worker, by this factor"
     )
@@ -116,7 +117,7 @@ def main() -> None:
     data, test = prepare()
     done = run(
         data,
-        args.seconds,
+        args.epochs,
         args.slow,
         workers=args.workers,
         servers=args.servers,

@@ -17,7 +17,11 @@ pytestmark = pytest.mark.devices
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = ["gpt", "gpt_linen_scan", "lstm", "mlp", "moe", "resnet"]
 TOLERANCE = {"moe": 1e-2}  # a token near a routing border may go to another expert
-SERVED = ["embedding_hybrid"]  # whole programs with parameter servers
+SERVED = [
+    "embedding_hybrid",
+    "mnist_like_async",
+    "word2vec_ps",
+]  # whole programs with parameter servers
 STEPS = 3
 
 

@@ -27,7 +27,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield mnist_like_async, word2vec_ps, ps_convergence
     for name in set(sys.modules) - kept:
-        if name in ("mnist_like_async", "word2vec_ps", "ps_convergence", "common"):
+        if name in ("mnist_like_async", "word2vec_ps", "ps_convergence"):
             del sys.modules[name]
 
 
@@ -38,11 +38,10 @@ def test_digits_are_learned_in_another_order_by_each_worker(modules: Any) -> Non
     seen = [[digits.batch(data, rank, 3, k)["x"] for k in range(steps)] for rank in range(3)]
     rows = np.concatenate([x for own in seen for x in own])
     assert len(np.unique(rows, axis=0)) > 0.97 * len(rows)  # each digit once an epoch (some alike)
-    done = digits.run(
-        data, 3.0, 3.0, workers=3, mode="ssp", staleness=4, backend="local", wait_s=60
-    )
-    assert digits.accuracy(done.params, test) > digits.accuracy(digits.fresh(), test) + 0.1
-    assert max(done.returned) - min(done.returned) <= 5  # nobody is further ahead, or one more
+    done = digits.run(data, 8, 3.0, workers=3, mode="ssp", staleness=4, backend="local")
+    assert digits.accuracy(done.params, test) > 0.8
+    assert done.returned[0] == 8 * steps
+    assert done.returned[0] - done.returned[2] <= 5  # the slow one is not left further behind
 
 
 def test_word_vectors_get_better(modules: Any) -> None:
