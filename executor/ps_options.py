@@ -13,7 +13,6 @@ LAUNCHERS = {"ray": "ray", "local": "local", "k8s": "ray"}
 """Those that start such a job, and what its workers and servers run on."""
 UNUSED = {
     "devices_per_process": "a worker has all devices that it sees",
-    "gpus": "workers compute on their hosts' CPUs",
     "min_processes": "a worker that is lost is left behind",
 }
 HOW = "planner launch --launcher ray --workers 4 --servers 2 train.py"
@@ -62,7 +61,9 @@ def servers_of(
     for name, why in UNUSED.items():
         if getattr(options, name) is not None:
             raise RequestError(f"--{name.replace('_', '-')} has no use with --workers: {why}")
-    return Servers(workers, servers, backend, address if options.launcher == "ray" else None)
+    if options.launcher != "ray":
+        address = None
+    return Servers(workers, servers, backend, address, options.gpus)
 
 
 def _older(environ: Mapping[str, str], tell: Callable[[str], None]) -> tuple[int, int, str | None]:

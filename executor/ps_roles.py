@@ -22,8 +22,8 @@ Found = dict[str, str]
 (worker_rank, server_rank) or either's."""
 
 PREFIX = "MESHWRIGHT_PS_"
-"""Of the variables by which ``planner launch`` tells a script: WORKERS, SERVERS, BACKEND and
-ADDRESS."""
+"""Of the variables by which ``planner launch`` tells a script: WORKERS, SERVERS, BACKEND, ADDRESS
+and GPUS."""
 PLACED = "Ray places workers and servers; their addresses are not given"
 INTERFACE = "the interface is that of `ray start --node-ip-address`"
 

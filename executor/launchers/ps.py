@@ -19,12 +19,14 @@ class Servers:
         workers, servers: how many.
         backend: "ray", or "local": threads of the script's process.
         address: of a Ray cluster; None leaves it to the script, which starts one on this host.
+        gpus: of each worker; None leaves it to the script.
     """
 
     workers: int
     servers: int
     backend: str
     address: str | None = None
+    gpus: int | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -34,6 +36,7 @@ class Servers:
             "SERVERS": str(self.servers),
             "BACKEND": self.backend,
             "ADDRESS": self.address,
+            "GPUS": None if self.gpus is None else str(self.gpus),
         }
         return {PREFIX + name: value for name, value in told.items() if value is not None}
 

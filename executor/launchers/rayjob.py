@@ -54,7 +54,7 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
             "rayClusterSpec": {
                 "headGroupSpec": {
                     "rayStartParams": {},
-                    "template": _pod("ray-head", job, pods, head),
+                    "template": _pod("ray-head", job, replace(pods, gpus=None), head),
                 },
                 "workerGroupSpecs": [
                     {
@@ -78,6 +78,8 @@ def _pod(name: str, job: Job, pods: Pods, environment: dict[str, str]) -> Json:
         "env": [{"name": key, "value": value} for key, value in environment.items()],
         "resources": {"requests": {"cpu": 1}},
     }
+    if pods.gpus is not None:
+        container["resources"]["limits"] = {"nvidia.com/gpu": pods.gpus}
     return {
         "spec": {
             "terminationGracePeriodSeconds": round(job.stop_s),

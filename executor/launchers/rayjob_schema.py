@@ -22,7 +22,7 @@ CONTAINER = object_of(
     name=NAME,
     image={"type": "string", "pattern": "^[^\\s]+$"},
     env=list_of(VARIABLE),
-    resources=object_of("requests", requests=QUANTITIES),
+    resources=object_of("requests", requests=QUANTITIES, limits=QUANTITIES),
 )
 TEMPLATE = object_of(
     "spec",

@@ -13,6 +13,7 @@ from executor.ps_roles import PREFIX, ps_role
 from planner.errors import RequestError
 from planner.modes import get_parallel_mode
 
+CPU = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
 log = logging.getLogger("meshwright")
 
 
@@ -24,12 +25,14 @@ class Asked:
         workers, servers: how many.
         backend: "ray" or "local".
         address: of a Ray cluster; None starts one on this host.
+        gpus: of each worker; with 0 it computes on CPUs.
     """
 
     workers: int = 1
     servers: int = 1
     backend: str = "ray"
     address: str | None = None
+    gpus: int = 0
 
 
 def asked(environment: Mapping[str, str], **given: Any) -> Asked:
@@ -59,6 +62,11 @@ def asked(environment: Mapping[str, str], **given: Any) -> Asked:
             raise RequestError(f"{name}={getattr(found, name)}: expected at least 1")
     if found.backend not in ("ray", "local"):
         raise RequestError(f"backend {found.backend!r}: expected 'ray' or 'local'")
+    if found.gpus < 0 or (found.gpus and found.backend == "local"):
+        raise RequestError(
+            f"gpus={found.gpus} with backend {found.backend!r}: expected a number from 0 on, with "
+            "'ray' only; threads share what their process has"
+        )
     if found.backend == "ray" and found.address is not None:
         look_for(found.address)
     return found
@@ -69,7 +77,7 @@ def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     own: dict[str, Any] = {}
     for name in (field.name for field in fields(Asked)):
         text = environment.get(PREFIX + name.upper())
-        if text is not None and name in ("workers", "servers"):
+        if text is not None and name in ("workers", "servers", "gpus"):
             if not text.isdecimal():
                 raise RequestError(f"{PREFIX}{name.upper()}={text!r}: expected a whole number")
             own[name] = int(text)
@@ -87,6 +95,23 @@ def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     for note in role.notes:
         log.warning("%s", note)
     return {"workers": role.workers, "servers": role.servers, "address": role.address}, role.source
+
+
+def gpus_of(ray: Any, job: Asked) -> dict[str, Any]:
+    """What Ray is asked for each worker, and what it computes on.
+
+    Raises:
+        RequestError: the cluster has not that many; Ray itself would wait for more without a word.
+    """
+    if not job.gpus:
+        return {"runtime_env": CPU}
+    there = ray.cluster_resources().get("GPU", 0)
+    if there < job.gpus * job.workers:
+        raise RequestError(
+            f"{job.workers} workers with gpus={job.gpus} each need {job.gpus * job.workers} GPUs, "
+            f"the Ray cluster has {there:g}; use fewer workers, or a larger cluster"
+        )
+    return {"num_gpus": job.gpus}
 
 
 def rule_of(mode: str | None, staleness: int | None) -> tuple[str, int]:

@@ -10,10 +10,11 @@ from typing import Any
 
 from executor.parameter_server.layout import layout_of
 from executor.parameter_server.links import Links
+from executor.parameter_server.tables import joined
 
 log = logging.getLogger("meshwright")
 
-Evaluate = Callable[[Any], Any]
+Evaluate = Callable[..., Any]
 Evaluation = tuple[int, Any]
 POLL_S = 0.05
 
@@ -23,7 +24,8 @@ class Reader:
 
     Args:
         links: to the servers.
-        evaluate: told the parameters, NumPy arrays of its own.
+        evaluate: told the parameters, NumPy arrays of its own; and where there are tables of rows,
+            these by name.
         wait_s: deadline of each call to the servers, in seconds.
         cut: ``split_bytes`` and ``partition``, as for ``layout_of``.
     """
@@ -48,8 +50,9 @@ class Reader:
             return None
         layout = layout_of(self.shapes, self.links.count, **self.cut)
         params = layout.gather([values.values for values in found])
+        tables = joined(self._call("tables"))
         try:
-            return version, self.evaluate(params)
+            return version, self.evaluate(params, tables) if tables else self.evaluate(params)
         except Exception as error:  # the training goes on
             log.exception("the evaluation of version %d failed", version)
             return version, error

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from executor.parameter_server.asked import asked, rule_of
+from executor.parameter_server.asked import CPU, Asked, asked, gpus_of, rule_of
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.codec import coded
 from executor.parameter_server.evaluator import Evaluate, Evaluation, Evaluator, Reader
@@ -26,8 +26,7 @@ from executor.parameter_server.worker import ParameterServer
 from planner.errors import RequestError
 
 Loop = Callable[[ParameterServer], Any]
-CPU = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
-PLACE = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "runtime_env": CPU}
+PLACE = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 
 class LostError(RequestError):
@@ -70,6 +69,7 @@ def train(
     lag_scaled: bool = False,
     backend: str | None = None,
     address: str | None = None,
+    gpus: int | None = None,
     wait_s: float = 300.0,
     split_bytes: int = SPLIT_BYTES,
     partition: Partitioner | None = None,
@@ -93,11 +93,14 @@ def train(
             takes what ``planner launch`` was told, or "ray".
         address: of a Ray cluster; None takes what ``planner launch`` was told, or starts one on
             this host and ends it.
+        gpus: of each worker, on Ray; None takes what ``planner launch`` was told, or 0: workers
+            compute on CPUs.
         wait_s: deadline of every wait, in seconds.
         split_bytes, partition: as for ``layout_of``.
         compress: "bf16", "int8" or "2bit": gradients travel in a half, a quarter or a sixteenth of
             the bytes, and what was rounded away is added to the next push.
-        evaluate: told the parameters, by a process (or thread) of its own that nobody waits for.
+        evaluate: told the parameters (and the tables, if there are some), by a process (or thread)
+            of its own that nobody waits for.
         evaluate_every: seconds from one evaluation to the next; values that have not changed are
             left out, the last are evaluated too.
         row_cache: as for ``ParameterServer``; not for mode "sync", whose reads are of the last
@@ -112,7 +115,8 @@ def train(
         Exception: what the loop raised.
     """
     rule = Rule(*rule_of(mode, staleness), aggregate, discard_lag, lag_scaled)
-    job = asked(os.environ, workers=workers, servers=servers, backend=backend, address=address)
+    given = {"workers": workers, "servers": servers, "backend": backend, "address": address}
+    job = asked(os.environ, gpus=gpus, **given)
     cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
     layout_of({}, job.servers, **cut)
     if aggregate is not None and aggregate > job.workers:
@@ -137,7 +141,7 @@ def train(
     if job.backend == "local":
         shards = [Shard(*shard) for _ in range(job.servers)]
         return _local(loop, shards, job.workers, options, *watch)
-    return _on_ray(loop, shard, job.workers, job.servers, options, job.address, *watch)
+    return _on_ray(loop, shard, job, options, *watch)
 
 
 def check_elementwise(optimizer: optax.GradientTransformation) -> None:
@@ -249,18 +253,19 @@ def _ray(address: str | None) -> Iterator[Any]:
 def _on_ray(
     loop: Loop,
     shard: tuple[Any, ...],
-    workers: int,
-    servers: int,
+    job: Asked,
     options: dict[str, Any],
-    address: str | None,
     evaluate: Evaluate | None,
     every_s: float,
 ) -> Served:
-    with _ray(address) as ray:
-        serving = ray.remote(Shard).options(max_concurrency=2 * workers + 4, **PLACE)
+    workers, servers = job.workers, job.servers
+    with _ray(job.address) as ray:
+        serving = ray.remote(Shard).options(
+            max_concurrency=2 * workers + 4, runtime_env=CPU, **PLACE
+        )
         actors = [serving.remote(*shard) for _ in range(servers)]
         links = RayLinks(actors)
-        working = ray.remote(_one).options(max_retries=0, **PLACE)
+        working = ray.remote(_one).options(max_retries=0, **PLACE, **gpus_of(ray, job))
         refs = {working.remote(loop, links, k, workers, options): k for k in range(workers)}
         returned: list[Any] = [None] * workers
         lost: list[int] = []
@@ -268,7 +273,7 @@ def _on_ray(
         pending = list(refs)
         evaluator = Evaluator(every_s)
         if evaluate is not None:
-            reading = ray.remote(Reader).options(max_restarts=-1, **PLACE)
+            reading = ray.remote(Reader).options(max_restarts=-1, runtime_env=CPU, **PLACE)
             actors.append(reading.remote(links, evaluate, options["wait_s"], **_cut(options)))
             evaluator.start(lambda seen: ray.get(actors[-1].once.remote(seen)))
         try:

@@ -122,7 +122,7 @@ def test_numbers_that_are_none(
         ("--servers 0 --workers 4", "--servers 0: expected at least one"),
         ("--launcher ssh --workers 4", "--launcher ssh starts no parameter servers; use ray"),
         ("--workers 2 --devices-per-process 2", "--devices-per-process has no use with --workers"),
-        ("--launcher ray --workers 2 --gpus 2", "--gpus has no use with --workers"),
+        ("--workers 2 --gpus 2", "--gpus is for --launcher slurm or k8s or ray, this is local"),
         ("--workers 2 --ray-address h:1", "--ray-address is for --launcher ray, this is local"),
         ("--launcher sge --workers 2", "--launcher sge starts no parameter servers"),
     ],
@@ -158,6 +158,22 @@ def test_the_head_of_an_older_system(
     assert launched("--launcher", "ray") == 2
     told = capsys.readouterr().err
     assert "Ray's head at 127.0.0.1:1: from MXNet" in told and "cannot reach Ray" in told
+
+
+def test_accelerators_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Servers(2, 1, "ray", gpus=3).variables["MESHWRIGHT_PS_GPUS"] == "3"
+    document()
+    words = ["--launcher", "k8s", "--workers", "4", "--image", "x", "--gpus", "2"]
+    assert launched(*words) == 0
+    import yaml
+
+    cluster = yaml.safe_load(capsys.readouterr().out)["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    (worker,) = group["template"]["spec"]["containers"]
+    assert {"name": "MESHWRIGHT_PS_GPUS", "value": "2"} in head["env"]
+    assert head["resources"] == {"requests": {"cpu": 1}}
+    assert worker["resources"] == {"requests": {"cpu": 1}, "limits": {"nvidia.com/gpu": 2}}
 
 
 def test_variables_of_an_outer_launch_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

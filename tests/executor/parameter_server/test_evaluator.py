@@ -57,6 +57,18 @@ def test_only_the_last_values_where_the_run_is_short() -> None:
     assert train(loop, backend="local").evaluations == ()
 
 
+def test_tables_are_told_too() -> None:
+    def loop(server: ParameterServer) -> None:
+        server.init({}, tables={"t": np.zeros((5, 2), np.float32)})
+        server.push(rows={"t": ([1, 4], np.ones((2, 2), np.float32))})
+
+    def evaluate(params: Any, tables: Any) -> Any:
+        return params, tables["t"][:, 0].tolist()
+
+    done = train(loop, servers=2, mode="async", backend="local", evaluate=evaluate)
+    assert done.evaluations == ((1, ({}, [0.0, 1.0, 0.0, 0.0, 1.0])),)
+
+
 def test_one_that_fails_does_not_end_the_run() -> None:
     def evaluate(params: Any) -> None:
         raise OSError("no data")

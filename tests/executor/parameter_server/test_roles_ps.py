@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from executor.parameter_server import PsRole, ps_role, train
-from executor.parameter_server.asked import Asked, asked
+from executor.parameter_server.asked import Asked, asked, gpus_of
 from executor.ps_roles import SYSTEMS
 from executor.roles import RoleError
 from planner.errors import RequestError
@@ -231,6 +231,8 @@ def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
         (tf("evaluator"), {}, "the evaluator 0: an evaluator is a function here"),
         ({"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2"}, {"servers": 1}, "says servers=2"),
         ({"MESHWRIGHT_PS_WORKERS": "x"}, {}, "MESHWRIGHT_PS_WORKERS='x': expected a whole"),
+        ({}, {"backend": "local", "gpus": 1}, "gpus=1 with backend 'local': expected"),
+        ({"MESHWRIGHT_PS_GPUS": "2"}, {"gpus": 1}, r"train\(gpus=1\), but .* says gpus=2"),
         ({}, {"workers": 0}, "workers=0: expected at least 1"),
         ({}, {"address": "127.0.0.1:1"}, "cannot reach Ray at 127.0.0.1:1"),
     ],
@@ -238,6 +240,21 @@ def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_contradictions(variables: dict[str, str], given: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         asked(variables, **{**NOTHING, **given})
+
+
+class FakeRay:
+    """A cluster with three GPUs."""
+
+    @staticmethod
+    def cluster_resources() -> dict[str, float]:
+        return {"CPU": 4.0, "GPU": 3.0}
+
+
+def test_what_ray_is_asked_for() -> None:
+    assert gpus_of(FakeRay, Asked(4)) == {"runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}}
+    assert gpus_of(FakeRay, Asked(3, gpus=1)) == {"num_gpus": 1}
+    with pytest.raises(RequestError, match="2 workers with gpus=2 each need 4 GPUs, the Ray clust"):
+        gpus_of(FakeRay, Asked(2, gpus=2))
 
 
 def test_a_run_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
