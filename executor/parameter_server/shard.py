@@ -114,7 +114,6 @@ class Shard:
         """A worker has finished, or is lost; nobody waits for it any more."""
         with self.changed:
             self.clocks.leave(worker)
-            self.waiting.pop(worker, None)
             self._together()
             self.changed.notify_all()
 
@@ -174,8 +173,9 @@ class Shard:
         sum does not depend on who came first."""
         if self.rule.mode != "sync" or not self.waiting:
             return
-        needed = self.rule.aggregate or len(self.clocks.at)
-        if len(self.waiting) < min(needed, len(self.clocks.at)):
+        here = self.clocks.at  # who has left may have pushed before, which counts
+        needed = min(self.rule.aggregate or len(here), len(here))
+        if sum(worker in self.waiting for worker in here) < needed:
             return
         pushes = [self.waiting[rank] for rank in sorted(self.waiting)]
         self.waiting.clear()

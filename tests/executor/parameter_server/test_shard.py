@@ -123,6 +123,18 @@ def test_who_leaves_is_not_waited_for() -> None:
     assert served.pull(0).version == 1 and served.members() == (0, 1)
 
 
+def test_what_was_pushed_before_leaving_counts() -> None:
+    served = shard(Rule("sync"), 2)
+    assert served.push(0, 1, ones(2.0))
+    served.leave(0)
+    assert served.version == 0
+    assert served.push(1, 1, ones(4.0))
+    assert float(served.pull(1).values["float32"][0]) == 3.0
+    assert served.push(1, 2, ones(1.0))
+    served.leave(1)
+    assert (served.counts.applied, served.version) == (3, 2)
+
+
 def test_a_wait_before_init_says_so() -> None:
     served = Shard(Rule(), 1, None, 0.05)
     with pytest.raises(WaitError, match="nobody has called init"):
