@@ -13,7 +13,14 @@ import pytest
 from costmodels import parse_cluster
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.lookups import find_lookups
-from planner.placement import Placement, asked_places, parse_placement, place, served_seconds
+from planner.placement import (
+    CALL_S,
+    Placement,
+    asked_places,
+    parse_placement,
+    place,
+    served_seconds,
+)
 from planner.request import parse_request
 
 
@@ -48,7 +55,7 @@ def test_prices_grow_with_bytes_and_state() -> None:
     base = served_seconds(one, 1e6, 0)
     assert one.host is not None and many.network is not None
     copies = 4 * (one.host.latency_s + 1e6 / one.host.bytes_per_s)
-    assert base == pytest.approx(copies + 3e6 / one.host.bytes_per_s)
+    assert base == pytest.approx(2 * CALL_S + copies + 3e6 / one.host.bytes_per_s)
     assert served_seconds(one, 1e6, 2) == pytest.approx(base + 4e6 / one.host.bytes_per_s)
     wire = 2 * (many.network.latency_s + 1e6 / many.network.bytes_per_s)
     local = 2 * (one.host.latency_s + 1e6 / one.host.bytes_per_s)
@@ -56,7 +63,7 @@ def test_prices_grow_with_bytes_and_state() -> None:
 
 
 def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not() -> None:
-    found = placed({"large": 40_000_000, "small": 8_192}, rows={"large": 20_000, "small": 8_192})
+    found = placed({"large": 100_000_000, "small": 8_192}, rows={"large": 20_000, "small": 8_192})
     large, small = found.leaves
     assert (large.place, small.place) == ("ps", "spmd")
     assert large.spmd_s is not None and small.spmd_s is not None
@@ -69,7 +76,7 @@ def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not()
 
 
 def test_the_price_under_spmd_is_what_the_plan_costs_more() -> None:
-    tables = {"large": 40_000_000}
+    tables = {"large": 100_000_000}
     chosen = placed(tables, rows={"large": 20_000})
     without, within = (
         placed(tables, {"large": where}, rows={"large": 20_000}).plan.prediction.step_s
@@ -79,17 +86,17 @@ def test_the_price_under_spmd_is_what_the_plan_costs_more() -> None:
 
 
 def test_what_does_not_fit_is_served() -> None:
-    found = placed({"large": 40_000_000}, rows={"large": 200_000}, memory="2GB")
+    found = placed({"large": 100_000_000}, rows={"large": 200_000}, memory="2GB")
     (large,) = found.leaves
     assert large.place == "ps" and large.spmd_s == math.inf and "no plan fits" in large.reason
     with pytest.raises(MemoryLimitError):
-        placed({"large": 40_000_000}, {"large": "spmd"}, memory="2GB")
+        placed({"large": 100_000_000}, {"large": "spmd"}, memory="2GB")
     with pytest.raises(MemoryLimitError):
-        placed({"large": 40_000_000}, rows={"large": 4_000_000}, memory="100MB")
+        placed({"large": 100_000_000}, rows={"large": 4_000_000}, memory="100MB")
 
 
 def test_without_a_batch_all_look_ups_may_differ() -> None:
-    (large,) = placed({"large": 40_000_000}, {"large": "ps"}).leaves
+    (large,) = placed({"large": 100_000_000}, {"large": "ps"}).leaves
     assert large.rows == 4096 * 8 and large.spmd_s is None and "asked for" in large.reason
 
 
