@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
@@ -386,9 +385,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.mark.slow
 def test_rows_on_ray() -> None:
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    import ray
-
+    ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=10**8)
     try:
         done = train(sparse, workers=2, servers=2, optimizer=optax.adam(0.05))
