@@ -51,8 +51,8 @@ class Placed:
         rows: how many rows a batch asks for; 0 if it is not served by rows.
         row_bytes: of those rows.
         served_s: predicted seconds a step of having it on servers.
-        spmd_s: predicted seconds a step of having it under SPMD, infinite if no plan fits with it;
-            None where nobody asked.
+        spmd_s: predicted seconds a step that the plan takes longer with it under SPMD, infinite if
+            none fits; below zero if it takes less; None where nobody asked.
         reason: in words.
     """
 
@@ -335,4 +335,5 @@ def _reason(served_s: float, spmd_s: float | None) -> str:
         return f"asked for; {time_text(served_s)} a step there"
     if math.isinf(spmd_s):
         return f"no plan fits with it under SPMD; {time_text(served_s)} a step on servers"
-    return f"{time_text(served_s)} a step on servers, {time_text(spmd_s)} under SPMD"
+    more = time_text(spmd_s) if spmd_s > 0 else "no more"
+    return f"{time_text(served_s)} a step on servers, {more} under SPMD"

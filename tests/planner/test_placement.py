@@ -100,6 +100,14 @@ def test_without_a_batch_all_look_ups_may_differ() -> None:
     assert large.rows == 4096 * 8 and large.spmd_s is None and "asked for" in large.reason
 
 
+def test_a_table_may_cost_nothing_under_spmd() -> None:
+    """Of all look-ups, each may ask for another row: as many rows come as the table has."""
+    (table,) = placed({"table": 8_192}, rows={"table": 8_192}).leaves
+    assert table.spmd_s is not None and table.spmd_s < table.served_s and table.place == "spmd"
+    shown = "no more under SPMD" if table.spmd_s <= 0 else "us under SPMD"
+    assert table.reason.endswith(shown)
+
+
 def test_small_tables_are_not_looked_at() -> None:
     assert placed({"small": 1_000}).leaves == ()
     assert str(placed({"small": 1_000})) == "all parameters under SPMD"
