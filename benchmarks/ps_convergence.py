@@ -57,7 +57,9 @@ class Direct:
         self.shards = shards
         self.count = len(shards)
 
-    def call(self, method: str, args: Sequence[tuple[Any, ...]], wait_s: float) -> list[Any]:
+    def call(
+        self, method: str, args: Sequence[tuple[Any, ...]], wait_s: float, first: Any = None
+    ) -> list[Any]:
         return [getattr(s, method)(*a) for s, a in zip(self.shards, args, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.hybrid import Hybrid, hybrid
+from executor.parameter_server.job import Served
 from executor.parameter_server.layout import Layout, Piece, layout_of
 from executor.parameter_server.local_steps import LocalSteps
 from executor.parameter_server.partition import (
@@ -10,8 +11,8 @@ from executor.parameter_server.partition import (
     MinSizePartitioner,
     Partitioner,
 )
-from executor.parameter_server.shard import Counts, WaitError
-from executor.parameter_server.train import LostError, Served, train
+from executor.parameter_server.shard import Counts, LostError, WaitError
+from executor.parameter_server.train import train
 from executor.parameter_server.worker import ParameterServer
 from executor.ps_roles import PsRole, ps_role
 

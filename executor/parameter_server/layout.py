@@ -94,6 +94,18 @@ class Layout:
         return tuple(found)
 
     @property
+    def about(self) -> dict[str, Any]:
+        """The layout without the form of the pytree, as JSON has it; ``layout_from`` reads it."""
+        pieces = [[p.leaf, p.begin, p.end, p.server, p.offset] for p in self.pieces]
+        return {
+            "servers": self.servers,
+            "shapes": [list(s) for s in self.shapes],
+            "dtypes": list(self.dtypes),
+            "paths": list(self.paths),
+            "pieces": pieces,
+        }
+
+    @property
     def like(self) -> Any:
         """The pytree, as ShapeDtypeStructs."""
         leaves = [
@@ -201,3 +213,15 @@ def layout_of(
         fill[server][dtypes[leaf]] = offset + end - begin
         pieces.append(Piece(leaf, begin, end, server, offset))
     return Layout(servers, tuple(shapes), tuple(dtypes), tuple(paths), tuple(pieces), form)
+
+
+def layout_from(about: Mapping[str, Any]) -> Layout:
+    """A layout, its arrays in a list, from ``Layout.about``."""
+    return Layout(
+        about["servers"],
+        tuple(tuple(s) for s in about["shapes"]),
+        tuple(about["dtypes"]),
+        tuple(about["paths"]),
+        tuple(Piece(*p) for p in about["pieces"]),
+        jax.tree_util.tree_structure(list(range(len(about["shapes"])))),
+    )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
 
-from executor.parameter_server.shard import Shard, WaitError
+from executor.parameter_server.shard import LostError, Shard, WaitError
+
+AGAIN_S = 0.2
+"""How long it is waited before a server that is away is asked again."""
+
+First = Callable[[int], Sequence[tuple[str, tuple[Any, ...]]]]
+"""What a server is asked first, by its number, after it was lost and has come back."""
 
 
 class Links(Protocol):
@@ -17,11 +24,20 @@ class Links(Protocol):
     def count(self) -> int:
         """How many servers there are."""
 
-    def call(self, method: str, args: Sequence[tuple[Any, ...]], wait_s: float) -> list[Any]:
+    def call(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        wait_s: float,
+        first: First = lambda server: (),
+    ) -> list[Any]:
         """Call a method of every server, each with its own arguments; their answers in order.
+
+        A server that is lost meanwhile and comes back is asked what ``first`` says, and then again.
 
         Raises:
             WaitError: a server did not answer in ``wait_s``; says which.
+            LostError: a server is gone for good.
         """
 
 
@@ -37,7 +53,13 @@ class LocalLinks:
         """How many servers there are."""
         return len(self.shards)
 
-    def call(self, method: str, args: Sequence[tuple[Any, ...]], wait_s: float) -> list[Any]:
+    def call(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        wait_s: float,
+        first: First = lambda server: (),
+    ) -> list[Any]:
         """See ``Links``."""
         calls: list[Future[Any]] = [
             self.pool.submit(getattr(shard, method), *a)
@@ -65,24 +87,77 @@ class RayLinks:
         """How many servers there are."""
         return len(self.actors)
 
-    def call(self, method: str, args: Sequence[tuple[Any, ...]], wait_s: float) -> list[Any]:
+    def call(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        wait_s: float,
+        first: First = lambda server: (),
+    ) -> list[Any]:
         """See ``Links``."""
         import ray
 
+        until = time.monotonic() + wait_s
         refs = [
             getattr(actor, method).remote(*a) for actor, a in zip(self.actors, args, strict=True)
         ]
         try:
             found: list[Any] = ray.get(refs, timeout=wait_s)
+            return found
+        except ray.exceptions.RayActorError:
+            pass  # one of them; below it is seen which
         except ray.exceptions.GetTimeoutError as error:
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            late = [k for k, ref in enumerate(refs) if ref not in ready]
-            raise WaitError(
-                f"server{'s' * (len(late) > 1)} {', '.join(map(str, late))} did not answer "
-                f"{method} in {wait_s:g} s"
-            ) from error
+            raise _late(refs, method, wait_s) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
-        except ray.exceptions.RayActorError as error:
-            raise WaitError(f"a server is gone, while asked to {method}: {error}") from error
-        return found
+        return [
+            self._one(k, method, a, ref, until, first)
+            for k, (a, ref) in enumerate(zip(args, refs, strict=True))
+        ]
+
+    def _one(
+        self, server: int, method: str, args: tuple[Any, ...], ref: Any, until: float, first: First
+    ) -> Any:
+        """The answer of one server, asked again as long as it is away."""
+        import ray
+
+        actor = self.actors[server]
+        while True:
+            try:
+                if ref is None:
+                    for name, what in first(server):
+                        ray.get(getattr(actor, name).remote(*what), timeout=_left(until))
+                    ref = getattr(actor, method).remote(*args)
+                return ray.get(ref, timeout=_left(until))
+            except ray.exceptions.ActorDiedError as error:
+                raise LostError(
+                    f"server {server} is gone, while asked to {method}: nothing keeps what it "
+                    "held; give train(replicas=True) or snapshots="
+                ) from error
+            except ray.exceptions.RayActorError as error:
+                if time.monotonic() > until:
+                    raise WaitError(
+                        f"server {server} was lost and did not come back in time, while asked to "
+                        f"{method}"
+                    ) from error
+                time.sleep(AGAIN_S)
+                ref = None
+            except ray.exceptions.GetTimeoutError as error:
+                raise WaitError(f"server {server} did not answer {method} in time") from error
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+
+
+def _left(until: float) -> float:
+    return max(0.1, until - time.monotonic())
+
+
+def _late(refs: Sequence[Any], method: str, wait_s: float) -> WaitError:
+    import ray
+
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+    late = [k for k, ref in enumerate(refs) if ref not in ready]
+    return WaitError(
+        f"server{'s' * (len(late) > 1)} {', '.join(map(str, late))} did not answer {method} in "
+        f"{wait_s:g} s"
+    )

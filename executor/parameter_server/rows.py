@@ -34,6 +34,11 @@ class TableLayout:
         whole = {name: np.asarray(jax.device_get(table)) for name, table in tables.items()}
         return [{k: x[server :: self.servers] for k, x in whole.items()} for server in self._all]
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """The tables, as JSON has them."""
+        return {name: [str(x.dtype), list(x.shape)] for name, x in self.like.items()}
+
     def checked(self, name: str, ids: Any) -> Array:
         """Ids of rows of a table, as [n] integers.
 

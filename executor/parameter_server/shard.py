@@ -7,12 +7,14 @@ says for whom it waited.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import optax
 
 from executor.parameter_server.clock import Clocks, Rule
@@ -23,6 +25,10 @@ from planner.errors import RequestError
 
 class WaitError(RequestError):
     """A deadline passed; says who waited, and for which workers."""
+
+
+class LostError(RequestError):
+    """A server, or all workers, were lost, with what they held."""
 
 
 @dataclass
@@ -55,6 +61,10 @@ class Values:
     values: Mapping[str, Array]
 
 
+Change = tuple[str, tuple[Any, ...]]
+"""A call that changed a shard: its method and arguments."""
+
+
 class Shard:
     """What one server holds.
 
@@ -64,6 +74,11 @@ class Shard:
         optimizer: applied to what is pushed; None adds it to the values.
         wait_s: deadline of every wait, in seconds.
         clock: the time, for tests.
+
+    Attributes:
+        on_change: called after each change, in their order, with the call that made it; a copy that
+            repeats the calls is the same.
+        on_update: called after each change that updated the values.
     """
 
     def __init__(
@@ -76,24 +91,39 @@ class Shard:
     ) -> None:
         self.rule, self.wait_s, self.clock = rule, wait_s, clock
         self.store = Store(optimizer, exact=rule.mode == "sync")
+        self.workers = workers
         self.clocks = Clocks(rule, dict.fromkeys(range(workers), 0))
         self.counts = Counts()
-        self.version = self.ended = 0
+        self.version = self.seen = self.ended = 0
         self.shapes: Any = None
         self.last: dict[int, tuple[int, bool]] = {}
         self.read_at: dict[int, int] = {}
         self.has_read: set[int] = set()
         self.waiting: dict[int, Pushed] = {}
-        self.at_barrier: set[int] = set()
-        self.passed = 0
+        self.at_barrier: dict[int, int] = {}
         self.changed = threading.Condition()
+        self.about: dict[str, Any] = {}
+        self.on_change: Callable[[Change], None] = lambda change: None
+        self.on_update: Callable[[], None] = lambda: None
 
-    def init(self, values: Flat, tables: Mapping[str, Array] | None = None) -> None:
-        """Begin with these values and rows of tables, unless there are some."""
+    def init(
+        self,
+        values: Flat,
+        tables: Mapping[str, Array] | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin with these values and rows of tables, unless there are some; ``about`` says of what
+        they are parts."""
         with self.changed:
             if self.store.values is None:
                 self.store.init(values, tables)
-                self.changed.notify_all()
+                self.about = dict(about or {})
+                self._told("init", values, tables, about)
+            elif about is not None and about != self.about:
+                raise RequestError(
+                    "init: the servers hold other parameters, from the snapshots that the job goes "
+                    f"on from: {_differ(about, self.about)}"
+                )
 
     def describe(self, shapes: Any) -> None:
         """What the parameters of all servers are, for who is no worker: ShapeDtypeStructs."""
@@ -103,19 +133,32 @@ class Shard:
         """What ``describe`` was told; None before."""
         return self.shapes
 
-    def join(self, worker: int) -> int:
-        """A worker comes, or comes back. Returns the number of its last push that counted."""
+    def join(self, worker: int, barriers: int = 0) -> tuple[int, int]:
+        """A worker comes, or comes back.
+
+        Args:
+            worker: its rank.
+            barriers: how many it has passed.
+
+        Returns:
+            The number of its last push that came here, and of the last barrier that it came to.
+        """
         with self.changed:
+            came = (
+                0 if worker in self.clocks.at else self._passed()
+            )  # who comes back: as the others
             self.clocks.join(worker)
-            self.changed.notify_all()
-            return self.last.get(worker, (0, True))[0]
+            self.at_barrier[worker] = max(barriers, came, self.at_barrier.get(worker, 0))
+            self._told("join", worker, barriers)
+            return self.last.get(worker, (0, True))[0], self.at_barrier[worker]
 
     def leave(self, worker: int) -> None:
         """A worker has finished, or is lost; nobody waits for it any more."""
         with self.changed:
             self.clocks.leave(worker)
+            self.at_barrier.pop(worker, None)
             self._together()
-            self.changed.notify_all()
+            self._told("leave", worker)
 
     def push(self, worker: int, number: int, pushed: Pushed) -> bool:
         """Take a worker's push.
@@ -141,32 +184,30 @@ class Shard:
             read_at = self.read_at.get(worker, self.version)
             lag = self.version - (read_at if pushed.seen is None else pushed.seen)
             self.has_read.discard(worker)
-            counts = self._take(worker, lag, pushed)
+            return self.put(worker, number, pushed, lag)
+
+    def put(self, worker: int, number: int, pushed: Pushed, lag: int) -> bool:
+        """A push that is new, and how many updates its worker had not seen; see ``push``."""
+        with self.changed:
+            last = self.last.get(worker, (0, True))[0]
+            most = 0 if self.rule.mode == "sync" else self.rule.discard_lag
+            counts = most is None or lag <= most  # in sync: a backup worker's, made without it
             self.last[worker] = (number, counts)
+            self.clocks.join(worker)
             self.clocks.tick(worker, number - last)
             if number > last + 1:
-                missed = self.counts.lost.get(worker, 0)
-                self.counts.lost[worker] = missed + number - last - 1
-            if counts:
-                self.counts.lags[lag] = self.counts.lags.get(lag, 0) + 1
-                self._together()
-            else:
+                self.counts.lost[worker] = self.counts.lost.get(worker, 0) + number - last - 1
+            if not counts:
                 self.counts.discarded[worker] = self.counts.discarded.get(worker, 0) + 1
-            self.changed.notify_all()
+            else:
+                self.counts.lags[lag] = self.counts.lags.get(lag, 0) + 1
+                if self.rule.mode == "sync":
+                    self.waiting[worker] = pushed.copy()
+                    self._together()
+                else:
+                    self._apply([pushed], self.rule.scale(lag))
+            self._told("put", worker, number, pushed, lag)
             return counts
-
-    def _take(self, worker: int, lag: int, pushed: Pushed) -> bool:
-        """Apply a push, or lay it aside until all are there; False if it is left out."""
-        if self.rule.mode == "sync":
-            if lag > 0:  # a backup worker that is late: the update was made without it
-                return False
-            self.waiting[worker] = pushed.copy()
-            return True
-        if self.rule.discard_lag is not None and lag > self.rule.discard_lag:
-            return False
-        self._apply(pushed, self.rule.scale(lag))
-        self.counts.applied += 1
-        return True
 
     def _together(self) -> None:
         """In synchronous training, one update of the mean once all are there, in order of rank: the
@@ -179,13 +220,20 @@ class Shard:
             return
         pushes = [self.waiting[rank] for rank in sorted(self.waiting)]
         self.waiting.clear()
-        self._apply(mean(pushes))
-        self.counts.applied += len(pushes)
+        self._apply(pushes)
 
-    def _apply(self, pushed: Pushed, scale: float = 1.0) -> None:
-        self.store.apply(pushed, scale)
+    def _apply(self, pushes: list[Pushed], scale: float = 1.0) -> None:
+        self.store.apply(mean(pushes) if len(pushes) > 1 else pushes[0], scale)
         self.version += 1
         self.counts.updates += 1
+        self.counts.applied += len(pushes)
+
+    def _told(self, method: str, *args: Any) -> None:
+        self.on_change((method, args))
+        if self.version > self.seen:
+            self.seen = self.version
+            self.on_update()
+        self.changed.notify_all()
 
     def pull(self, worker: int, ahead: int = 0) -> Values:
         """The values, once the rule lets this worker read.
@@ -260,8 +308,12 @@ class Shard:
         with self.changed:
             return tuple(sorted(self.clocks.at))
 
-    def barrier(self, worker: int | None) -> None:
+    def barrier(self, worker: int | None, number: int) -> None:
         """Wait until every worker that is there has come; None asks for nothing.
+
+        Args:
+            worker: its rank.
+            number: of the barrier, from 1; coming to one again is coming to it once.
 
         Raises:
             WaitError: some did not come in ``wait_s``; names them.
@@ -269,22 +321,75 @@ class Shard:
         if worker is None:
             return
         with self.changed:
-            self.at_barrier.add(worker)
-            mine = self.passed
+            self.clocks.join(worker)
+            self.at_barrier[worker] = max(number, self.at_barrier.get(worker, 0))
+            self._told("join", worker, self.at_barrier[worker])
             until = self.clock() + self.wait_s
-            while self.passed == mine:
-                if self.at_barrier >= set(self.clocks.at):
-                    self.passed += 1
-                    self.at_barrier.clear()
-                    self.changed.notify_all()
-                    return
+            while self._passed() < number:
                 left = until - self.clock()
                 if left <= 0 or not self.changed.wait(left):
-                    missing = ", ".join(map(str, sorted(set(self.clocks.at) - self.at_barrier)))
-                    self.at_barrier.discard(worker)
+                    missing = [w for w in self.clocks.at if self.at_barrier.get(w, 0) < number]
                     raise WaitError(
-                        f"worker {worker} waited {self.wait_s:g} s at a barrier for: {missing}"
+                        f"worker {worker} waited {self.wait_s:g} s at a barrier for: "
+                        + ", ".join(map(str, sorted(missing)))
                     )
+
+    def _passed(self) -> int:
+        """Barriers that all who are there have come to."""
+        return min((self.at_barrier.get(w, 0) for w in self.clocks.at), default=0)
+
+    def dump(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """What another server needs to go on from here: facts (as JSON has them) and arrays."""
+        with self.changed:
+            arrays = self.store.dump()
+            for worker, pushed in self.waiting.items():
+                for dtype, x in pushed.dense.items():
+                    arrays[f"waiting/{worker}/dense/{dtype}"] = np.array(x)
+                for name, (ids, x) in pushed.rows.items():
+                    arrays[f"waiting/{worker}/ids/{name}"] = np.array(ids)
+                    arrays[f"waiting/{worker}/rows/{name}"] = np.array(x)
+            return self._facts(), arrays
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {
+            "about": self.about,
+            "workers": self.workers,
+            "version": self.version,
+            "last": {w: list(pair) for w, pair in self.last.items()},
+            "clocks": self.clocks.at,
+            "barriers": self.at_barrier,
+            "counts": asdict(self.counts),
+        }
+        found: dict[str, Any] = json.loads(json.dumps(facts))
+        return found
+
+    def load(self, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+        """Go on from what ``dump`` gave."""
+        with self.changed:
+            self.store.load(arrays)
+            self.about = facts["about"]
+            self.version = self.seen = facts["version"]
+            self.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}
+            self.clocks.at = _by_rank(facts["clocks"])
+            self.at_barrier = _by_rank(facts["barriers"])
+            counts: dict[str, Any] = facts["counts"]
+            told: dict[str, Any] = {
+                k: _by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()
+            }
+            self.counts = Counts(**told)
+            self.read_at.clear()
+            self.waiting = _waiting(arrays)
+            self.changed.notify_all()
+
+    def again(self, workers: int, number: int | None) -> None:
+        """The whole job goes on, with all its workers; each after its own last push, or after
+        ``number`` where there are others than before."""
+        with self.changed:
+            if number is not None:
+                self.last = dict.fromkeys(range(workers), (number, True))
+            self.waiting.clear()
+            self.at_barrier.clear()
+            self.clocks.at = {w: self.last.get(w, (0, True))[0] for w in range(workers)}
 
     def _behind(self, worker: int, ahead: int = 0) -> tuple[int, ...] | None:
         """Whom a worker waits for; None: for the first values."""
@@ -296,3 +401,37 @@ class Shard:
                 return ()
             return tuple(sorted(set(self.clocks.at) - set(self.waiting)))
         return self.clocks.blockers(worker, ahead)
+
+
+def _differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
+    """What differs in two descriptions of parameters, the first of it."""
+    mine, theirs = (
+        dict(zip(x["paths"], zip(x["dtypes"], x["shapes"], strict=True), strict=True))
+        | x.get("tables", {})
+        for x in (got, held)
+    )
+    for path in sorted({*mine, *theirs}):
+        one, other = mine.get(path), theirs.get(path)
+        if one is None or other is None or list(one) != list(other):
+            return f"{path}: got {one}, they have {other}"
+    return "cut in another way"
+
+
+def _by_rank(found: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(k): v for k, v in found.items()}
+
+
+def _waiting(arrays: Mapping[str, Array]) -> dict[int, Pushed]:
+    """Pushes laid aside, from dumped arrays."""
+    found: dict[int, Pushed] = {}
+    for name, x in arrays.items():
+        if not name.startswith("waiting/"):
+            continue
+        _, worker, kind, key = name.split("/", 3)
+        pushed = found.setdefault(int(worker), Pushed({}, {}))
+        if kind == "dense":
+            found[int(worker)] = replace(pushed, dense={**pushed.dense, key: x})
+        elif kind == "ids":
+            rows = (x, arrays[f"waiting/{worker}/rows/{key}"])
+            found[int(worker)] = replace(pushed, rows={**pushed.rows, key: rows})
+    return found

@@ -9,7 +9,8 @@ correction, is computed within its loop, by another approximation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +23,13 @@ from executor.parameter_server.codec import Coded, decode
 from executor.parameter_server.layout import Array, Flat
 from executor.parameter_server.replica import MEANS
 from executor.parameter_server.tables import Tables, summed
+from planner.errors import RequestError
 
 EXACT = {"xla_backend_optimization_level": "0"}
 """Compiler options under which XLA:CPU joins no operations of different rounding."""
+
+VALUES, STATE, TABLES = "values/", "state/", "tables/"
+"""How the names of dumped arrays begin."""
 
 SECOND = "second"
 """Name of an array of one element that is there to be the second."""
@@ -88,6 +93,36 @@ def mean(pushes: Sequence[Pushed]) -> Pushed:
     return Pushed(total, rows)
 
 
+def named(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    """Of dumped arrays those whose names begin so, without that."""
+    return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
+
+
+def _states(arrays: Mapping[str, Array]) -> list[str]:
+    return [f"{STATE}{k}" for k in sorted(map(int, named(arrays, STATE)))]
+
+
+@functools.lru_cache(maxsize=64)
+def _update(
+    optimizer: optax.GradientTransformation | None, *, exact: bool, donate: bool
+) -> Callable[..., Any]:
+    """The compiled update; one for all stores of an optimizer, so that it is compiled once."""
+
+    def updated(values: Any, state: Any, pushed: Any, scale: Any) -> Any:
+        if optimizer is None:
+            updates = pushed
+        else:
+            updates, state = optimizer.update(pushed, state, values)
+        updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+        return optax.apply_updates(values, updates), state
+
+    return jax.jit(
+        updated,
+        donate_argnums=(0, 1) if donate else (),
+        compiler_options=EXACT if exact else None,
+    )
+
+
 class Store:
     """Values and optimizer state of one server; the caller sees to it that one thread is in it.
 
@@ -101,10 +136,9 @@ class Store:
         self.values: dict[str, jax.Array] | None = None
         self.state: Any = None
         self.exact = exact
-        options = EXACT if exact else None
-        self._update = jax.jit(self._updated, donate_argnums=(0, 1), compiler_options=options)
+        self._update = _update(optimizer, exact=exact, donate=True)
         second = {SECOND: np.zeros(1, np.float32)} if exact else {}
-        self.tables = Tables(optimizer, jax.jit(self._updated, compiler_options=options), second)
+        self.tables = Tables(optimizer, _update(optimizer, exact=exact, donate=False), second)
 
     def init(self, values: Mapping[str, Array], tables: Mapping[str, Array] | None = None) -> None:
         """Begin with these values, and these rows of tables."""
@@ -139,10 +173,28 @@ class Store:
     def _flat(self, held: Mapping[str, Any] | None) -> Flat:
         return {d: np.asarray(x) for d, x in (held or {}).items() if d != SECOND}
 
-    def _updated(self, values: Any, state: Any, pushed: Any, scale: Any) -> Any:
-        if self.optimizer is None:
-            updates = pushed
-        else:
-            updates, state = self.optimizer.update(pushed, state, values)
-        updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
-        return optax.apply_updates(values, updates), state
+    def dump(self) -> dict[str, Array]:
+        """Everything, in memory of its own, by name; ``load`` takes it back."""
+        leaves = jax.tree.leaves(self.state)
+        found = {f"{VALUES}{d}": np.array(x) for d, x in (self.values or {}).items()}
+        found |= {f"{STATE}{k}": np.array(x) for k, x in enumerate(leaves)}
+        return found | {f"{TABLES}{name}": x for name, x in self.tables.dump().items()}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Begin with what ``dump`` gave.
+
+        Raises:
+            RequestError: it is of another optimizer.
+        """
+        self.tables.load(named(arrays, TABLES))
+        self.values = {name: jnp.array(x) for name, x in named(arrays, VALUES).items()}
+        if self.optimizer is not None:
+            form = jax.eval_shape(self.optimizer.init, self.values)
+            kept = [jnp.array(arrays[key]) for key in _states(arrays)]
+            if [(x.shape, x.dtype) for x in kept] != [
+                (x.shape, x.dtype) for x in jax.tree.leaves(form)
+            ]:
+                raise RequestError(
+                    "what was kept is of another optimizer: go on with the optimizer of that run"
+                )
+            self.state = jax.tree.unflatten(jax.tree.structure(form), kept)

@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optax
 
-from executor.parameter_server.asked import CPU, Asked, asked, gpus_of, rule_of
+from executor.parameter_server.asked import asked, rule_of
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.codec import coded
-from executor.parameter_server.evaluator import Evaluate, Evaluation, Evaluator, Reader
-from executor.parameter_server.layout import SPLIT_BYTES, Array, layout_of
-from executor.parameter_server.links import Links, LocalLinks, RayLinks
+from executor.parameter_server.evaluator import Evaluate, Evaluator, Reader
+from executor.parameter_server.job import Job, Loop, Served, places_of, served, worker_life
+from executor.parameter_server.layout import SPLIT_BYTES
+from executor.parameter_server.links import LocalLinks
+from executor.parameter_server.on_ray import on_ray
 from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import MEANS, check_update_on
-from executor.parameter_server.shard import Counts, Shard
-from executor.parameter_server.tables import joined
-from executor.parameter_server.worker import ParameterServer
+from executor.parameter_server.shard import Shard
+from executor.parameter_server.snapshots import Writer, read
 from planner.errors import RequestError
-
-Loop = Callable[[ParameterServer], Any]
-PLACE = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-
-
-class LostError(RequestError):
-    """All workers, or a server, were lost."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a run gave.
-
-    Attributes:
-        params: the last values; None if no worker called ``init``.
-        tables: the last values of the tables, whole, by name.
-        returned: what the loop returned, by worker; None of those that were lost.
-        lost: ranks of the workers whose process ended before their loop did.
-        counts: what every server did.
-        evaluations: (version, result) of each evaluation, where there was an evaluator; the last
-            is of ``params``. A result may be the exception that the evaluation raised.
-    """
-
-    params: Any
-    tables: dict[str, Array]
-    returned: tuple[Any, ...]
-    lost: tuple[int, ...]
-    counts: tuple[Counts, ...]
-    evaluations: tuple[Evaluation, ...] = ()
 
 
 def train(
@@ -77,6 +46,11 @@ def train(
     evaluate: Evaluate | None = None,
     evaluate_every: float = 60.0,
     row_cache: int = 0,
+    snapshots: str | Path | None = None,
+    snapshot_every: int = 100,
+    replicas: bool = False,
+    restarts: int = 0,
+    on_lost: str = "leave",
 ) -> Served:
     """Run ``loop`` on every worker.
 
@@ -105,198 +79,82 @@ def train(
             left out, the last are evaluated too.
         row_cache: as for ``ParameterServer``; not for mode "sync", whose reads are of the last
             update.
+        snapshots: a folder that all hosts see; every server writes what it holds there, and a job
+            goes on from what it finds there, also with another number of servers or workers.
+        snapshot_every: updates from one snapshot to the next.
+        replicas: every server has a copy in another process, which has every push before the push
+            is acknowledged. For backend "ray".
+        restarts: how often a worker whose process is lost is started again; its loop begins at
+            ``ParameterServer.clock``. For backend "ray".
+        on_lost: of a worker that is lost: "leave": the others go on without it, until it is back;
+            "wait": they wait for it; "fail": the job ends.
 
     Raises:
         RequestError: a request that makes no sense, or that contradicts what the launcher was told,
-            an optimizer that looks at several elements at once (``clip_by_global_norm``, say), or
-            no Ray for backend "ray".
+            an optimizer that looks at several elements at once (``clip_by_global_norm``, say), no
+            Ray for backend "ray", or a damaged snapshot.
         WaitError: a wait took longer than ``wait_s``.
-        LostError: all workers were lost.
+        LostError: all workers were lost, or a server with all that it held.
         Exception: what the loop raised.
     """
     rule = Rule(*rule_of(mode, staleness), aggregate, discard_lag, lag_scaled)
     given = {"workers": workers, "servers": servers, "backend": backend, "address": address}
-    job = asked(os.environ, gpus=gpus, **given)
-    cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
-    layout_of({}, job.servers, **cut)
-    if aggregate is not None and aggregate > job.workers:
-        raise RequestError(f"aggregate={aggregate}: there are {job.workers} workers")
-    check_update_on(update_on, rule, optimizer, evaluate=evaluate)
-    there = optimizer if update_on == "server" else MEANS
-    if there is not None:
-        check_elementwise(there)
+    on = asked(os.environ, gpus=gpus, **given)
+    if on.backend == "local" and (replicas or restarts):
+        raise RequestError("replicas and restarts need processes: backend='ray'")
+    kept = {"snapshots": snapshots is not None, "replicas": replicas, "restarts": restarts}
+    check_update_on(update_on, rule, optimizer, evaluate=evaluate, **kept)
     if row_cache < 0 or (row_cache and rule.mode == "sync"):
         raise RequestError(
             f"row_cache={row_cache} in mode {rule.mode!r}: expected a number from 0 on, in mode "
             "'ssp' or 'async'"
         )
-    if not evaluate_every > 0:
-        raise RequestError(f"evaluate_every={evaluate_every}: expected seconds, more than 0")
     if compress is not None:
         coded("float32", compress)
-    done = {"rule": rule, "optimizer": optimizer, "update_on": update_on}
-    options = {"wait_s": wait_s, "compress": compress, "row_cache": row_cache, **done, **cut}
-    shard = (rule, job.workers, there, wait_s)
-    watch = (evaluate, evaluate_every)
-    if job.backend == "local":
-        shards = [Shard(*shard) for _ in range(job.servers)]
-        return _local(loop, shards, job.workers, options, *watch)
-    return _on_ray(loop, shard, job, options, *watch)
+    done = {"rule": rule, "optimizer": optimizer, "update_on": update_on, "wait_s": wait_s}
+    job = Job(
+        loop,
+        on,
+        rule,
+        optimizer if update_on == "server" else MEANS,
+        wait_s,
+        cut={"split_bytes": split_bytes, "partition": partition},
+        options={"compress": compress, "row_cache": row_cache, **done},
+        places=places_of(snapshots, on.servers, snapshot_every),
+        replicas=replicas,
+        restarts=restarts,
+        on_lost=on_lost,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+    )
+    job = job.checked().going_on()
+    return _local(job) if on.backend == "local" else on_ray(job)
 
 
-def check_elementwise(optimizer: optax.GradientTransformation) -> None:
-    """Servers hold parts of arrays: refuse an optimizer whose updates depend on how they are cut.
-
-    Raises:
-        RequestError: it does.
-    """
-    draw = np.random.default_rng(0)
-    values, gradients = (draw.normal(size=12).astype(np.float32) for _ in range(2))
-
-    def updated(cuts: Sequence[slice]) -> Any:
-        out = []
-        for cut in cuts:
-            v, g = {"x": values[cut]}, {"x": 100 * gradients[cut]}
-            updates, _ = optimizer.update(g, optimizer.init(v), v)
-            out.append(np.asarray(updates["x"]))
-        return np.concatenate(out)
-
-    whole, parts = updated([slice(0, 12)]), updated([slice(0, 5), slice(5, 12)])
-    if not np.allclose(whole, parts, rtol=1e-5, atol=1e-7):
-        raise RequestError(
-            "the optimizer looks at several elements at once (as clip_by_global_norm does): on "
-            "servers that hold parts of arrays its updates would differ; apply that part to the "
-            "gradients in the loop, before they are pushed"
-        )
-
-
-def _one(loop: Loop, links: Links, rank: int, workers: int, options: dict[str, Any]) -> Any:
-    """A worker's life. Its layout comes back for the last values."""
-    server = ParameterServer(links, rank, workers, **options)
-    try:
-        returned = loop(server)
-        server.settle()
-    finally:
-        with contextlib.suppress(Exception):
-            server.leave()
-    return returned, server.shapes
-
-
-def _local(
-    loop: Loop,
-    shards: list[Shard],
-    workers: int,
-    options: dict[str, Any],
-    evaluate: Evaluate | None,
-    every_s: float,
-) -> Served:
-    links = LocalLinks(shards, workers + 1)
-    returned: list[Any] = [None] * workers
+def _local(job: Job) -> Served:
+    """Workers and servers as threads."""
+    shards = [Shard(*job.shard) for _ in range(job.servers)]
+    writers = []
+    for k, shard in enumerate(shards):
+        if job.places is not None:
+            if job.begin is not None:
+                shard.load(*read(job.places.of(k), job.begin[k]))
+                shard.again(job.workers, job.number)
+            writers.append(Writer(shard, job.places, k))
+    links = LocalLinks(shards, job.workers + 1)
+    returned: list[Any] = [None] * job.workers
     shapes = None
-    evaluator = Evaluator(every_s)
-    if evaluate is not None:
-        evaluator.start(Reader(links, evaluate, options["wait_s"], **_cut(options)).once)
-    with evaluator, ThreadPoolExecutor(workers, "worker") as pool:
-        futures = {
-            pool.submit(_one, loop, links, rank, workers, options): rank for rank in range(workers)
-        }
+    evaluator = Evaluator(job.evaluate_every)
+    if job.evaluate is not None:
+        evaluator.start(Reader(links, job.evaluate, job.wait_s, **job.cut).once)
+    with evaluator, ThreadPoolExecutor(job.workers, "worker") as pool:
+        futures = {pool.submit(worker_life, job, links, k): k for k in range(job.workers)}
         for future in as_completed(futures):
             returned[futures[future]], own = future.result()
             shapes = shapes if own is None else own
         evaluations = evaluator.finish()
+    for writer in writers:
+        writer.finish()
     found = [shard.now() for shard in shards]
-    tables = joined([shard.tables() for shard in shards])
-    return _served(shapes, found, tables, returned, (), options, evaluations)
-
-
-def _cut(options: dict[str, Any]) -> dict[str, Any]:
-    """Of a worker's options those of ``layout_of``."""
-    return {name: options[name] for name in ("split_bytes", "partition")}
-
-
-def _served(
-    shapes: Any,
-    found: Sequence[Any],
-    tables: dict[str, Array],
-    returned: Sequence[Any],
-    lost: Any,
-    options: dict[str, Any],
-    evaluations: tuple[Evaluation, ...],
-) -> Served:
-    params = None
-    if shapes is not None:
-        layout = layout_of(shapes, len(found), **_cut(options))
-        params = layout.gather([values.values for values, _ in found])
-    counts = tuple(counts for _, counts in found)
-    return Served(params, tables, tuple(returned), tuple(lost), counts, evaluations)
-
-
-@contextlib.contextmanager
-def _ray(address: str | None) -> Iterator[Any]:
-    """Ray, joined or started; what was started is ended."""
-    try:
-        import ray
-    except ImportError as error:
-        raise RequestError(
-            "backend 'ray' needs Ray: pip install 'meshwright[ray]'; or pass backend='local'"
-        ) from error
-    mine = not ray.is_initialized()
-    if mine:
-        ray.init(address=address or "local", log_to_driver=True, include_dashboard=False)
-    try:
-        yield ray
-    finally:
-        if mine:
-            ray.shutdown()
-
-
-def _on_ray(
-    loop: Loop,
-    shard: tuple[Any, ...],
-    job: Asked,
-    options: dict[str, Any],
-    evaluate: Evaluate | None,
-    every_s: float,
-) -> Served:
-    workers, servers = job.workers, job.servers
-    with _ray(job.address) as ray:
-        serving = ray.remote(Shard).options(
-            max_concurrency=2 * workers + 4, runtime_env=CPU, **PLACE
-        )
-        actors = [serving.remote(*shard) for _ in range(servers)]
-        links = RayLinks(actors)
-        working = ray.remote(_one).options(max_retries=0, **PLACE, **gpus_of(ray, job))
-        refs = {working.remote(loop, links, k, workers, options): k for k in range(workers)}
-        returned: list[Any] = [None] * workers
-        lost: list[int] = []
-        shapes = None
-        pending = list(refs)
-        evaluator = Evaluator(every_s)
-        if evaluate is not None:
-            reading = ray.remote(Reader).options(max_restarts=-1, runtime_env=CPU, **PLACE)
-            actors.append(reading.remote(links, evaluate, options["wait_s"], **_cut(options)))
-            evaluator.start(lambda seen: ray.get(actors[-1].once.remote(seen)))
-        try:
-            while pending:
-                (done, *_), pending = ray.wait(pending, num_returns=1)
-                rank = refs[done]
-                try:
-                    returned[rank], own = ray.get(done)
-                    shapes = shapes if own is None else own
-                except ray.exceptions.WorkerCrashedError:
-                    lost.append(rank)
-                    links.call("leave", [(rank,)] * servers, options["wait_s"])
-                except ray.exceptions.RayTaskError as error:
-                    raise error.cause from None
-            if len(lost) == workers:
-                raise LostError("all workers were lost")
-            evaluations = evaluator.finish()
-            found = links.call("now", [()] * servers, options["wait_s"])
-            tables = joined(links.call("tables", [()] * servers, options["wait_s"]))
-            return _served(shapes, found, tables, returned, sorted(lost), options, evaluations)
-        finally:
-            evaluator.stop()
-            for ref in pending:
-                ray.cancel(ref, force=True)
-            for actor in actors:
-                ray.kill(actor)
+    tables = [shard.tables() for shard in shards]
+    return served(job, shapes, found, tables, returned, evaluations=evaluations)

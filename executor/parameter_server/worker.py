@@ -73,9 +73,10 @@ class ParameterServer:
         self._tables: TableLayout | None = None
         self._cache = RowCache(row_cache) if row_cache else None
         self._adds = optimizer is None and not rule.lag_scaled
-        self._number = 0
+        self._number = self._barriers = 0
         self._seen: list[int] = []
         self._under_way: Future[tuple[list[int], Any]] | None = None
+        self._sent: list[Pushed] = []
         self.version = 0
 
     @property
@@ -133,12 +134,22 @@ class ParameterServer:
         self._layout = layout_of(params, self._links.count, **self._cut)
         self._tables = table_layout(tables or {}, self._links.count)
         if self.is_chief:
+            about = self._layout.about | {"tables": self._tables.about}
             flats = self._layout.scatter(jax.device_get(params))
             parts = self._tables.scatter(tables or {})
-            self._call("init", list(zip(flats, parts, strict=True)))
+            self._call("init", [(*both, about) for both in zip(flats, parts, strict=True)])
             self._call("describe", [(self.shapes,)] * self._links.count)
-        self._number = max(self._call("join", [(self.rank,)] * self._links.count))
+        came = self._call("join", [(self.rank,)] * self._links.count)
+        # the least: what some servers have and others not is pushed again, and counts once
+        self._number = min(number for number, _ in came)
+        self._barriers = came[0][1]
         return self.pull()
+
+    @property
+    def clock(self) -> int:
+        """How many pushes of this worker's rank count; more than 0 at first where a worker is
+        started again or a job goes on: a loop begins there."""
+        return self._number
 
     def pull(self) -> Any:
         """The parameters, as soon as this worker may read them: NumPy arrays of its own.
@@ -242,10 +253,11 @@ class ParameterServer:
         else:
             read = under_way.result()
         pushed, sums = self._numbered(gradients, rows)
-        args = [
-            (rank, number, replace(part, seen=version, ahead=1))
-            for (rank, number, part), version in zip(pushed, seen, strict=True)
+        self._sent = [
+            replace(part, seen=version, ahead=1)
+            for (_, _, part), version in zip(pushed, seen, strict=True)
         ]
+        args = [(self.rank, self._number, part) for part in self._sent]
         self._under_way = self._behind.submit(self._read, "push_pull", args)
         self._now_cached(sums, False)
         return self._now(read)
@@ -291,7 +303,8 @@ class ParameterServer:
         if self._feedback is not None and gradients is not None:
             coded = [self._feedback.encode(server, flat) for server, flat in enumerate(flats)]
             made = [(dense, part, x) for (dense, x), part in zip(coded, parts, strict=True)]
-        return [(self.rank, self._number, Pushed(*fields)) for fields in made], sums
+        self._sent = [Pushed(*fields) for fields in made]  # until the next: it may be asked again
+        return [(self.rank, self._number, part) for part in self._sent], sums
 
     def _now_cached(self, pushed: Rows, added: bool) -> None:
         """Rows that this worker has pushed: what it reads must have that in it."""
@@ -320,9 +333,9 @@ class ParameterServer:
             WaitError: some did not in time; names them.
         """
         self.settle()
-        self._links.call(
-            "barrier", [(self.rank,)] + [(None,)] * (self._links.count - 1), self._late
-        )
+        self._barriers += 1
+        others = [(None, 0)] * (self._links.count - 1)
+        self._call("barrier", [(self.rank, self._barriers), *others])
 
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that are there."""
@@ -334,4 +347,11 @@ class ParameterServer:
         return self._wait_s + GRACE_S
 
     def _call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._links.call(method, args, self._late)
+        return self._links.call(method, args, self._late, self._first)
+
+    def _first(self, server: int) -> list[tuple[str, tuple[Any, ...]]]:
+        """What a server that comes back is told: who is here, and the last push once more."""
+        calls: list[tuple[str, tuple[Any, ...]]] = [("join", (self.rank, self._barriers))]
+        if self._sent:
+            calls.append(("push", (self.rank, self._number, self._sent[server])))
+        return calls

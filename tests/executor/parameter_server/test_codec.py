@@ -184,7 +184,7 @@ def test_a_push_sent_again_is_the_same_bytes() -> None:
         count = 1
         shard = Shard(Rule("async"), 1, None, 1.0)
 
-        def call(self, method: str, args: Any, wait_s: float) -> list[Any]:
+        def call(self, method: str, args: Any, wait_s: float, first: Any = None) -> list[Any]:
             if method == "push":
                 message = args[0][2].coded["float32"]
                 seen.append((bytes(message.codes), bytes(message.scales)))

@@ -48,7 +48,7 @@ class Slow:
     def count(self) -> int:
         return self.links.count
 
-    def call(self, method: str, args: Any, wait_s: float) -> list[Any]:
+    def call(self, method: str, args: Any, wait_s: float, first: Any = None) -> list[Any]:
         if method == "push_pull":
             assert self.let.acquire(timeout=20)
             if self.fail:

@@ -146,13 +146,13 @@ def test_a_wait_before_init_says_so() -> None:
 def test_a_barrier_names_who_is_missing_and_works_again_and_again() -> None:
     served = shard(Rule("async"), 3, wait_s=0.05)
     with pytest.raises(WaitError, match=r"at a barrier for: 1, 2"):
-        served.barrier(0)
+        served.barrier(0, 1)
     served.wait_s = 20.0
     passed: list[int] = []
 
     def walk(worker: int) -> None:
         for k in range(20):
-            served.barrier(worker)
+            served.barrier(worker, k + 1)
             passed.append(k)
 
     threads = [threading.Thread(target=walk, args=(k,)) for k in range(3)]

@@ -1,0 +1,219 @@
+"""What a job is made of, and what it gives; the same for threads and for Ray."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from executor.parameter_server.asked import Asked
+from executor.parameter_server.clock import Rule
+from executor.parameter_server.evaluator import Evaluate, Evaluation
+from executor.parameter_server.layout import Array, Layout, layout_from, layout_of
+from executor.parameter_server.links import Links
+from executor.parameter_server.reshard import reshard
+from executor.parameter_server.shard import Counts
+from executor.parameter_server.snapshots import Places, earlier, read, replace_all
+from executor.parameter_server.tables import joined
+from executor.parameter_server.worker import ParameterServer
+from planner.errors import RequestError
+
+Loop = Callable[[ParameterServer], Any]
+ON_LOST = ("leave", "wait", "fail")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a run gave.
+
+    Attributes:
+        params: the last values; None if no worker called ``init``.
+        tables: the last values of the tables, whole, by name.
+        returned: what the loop returned, by worker; None of those that were lost.
+        lost: ranks of the workers whose process ended before their loop did, and that were not
+            started again or were lost once more.
+        counts: what every server did.
+        evaluations: (version, result) of each evaluation, where there was an evaluator; the last
+            is of ``params``. A result may be the exception that the evaluation raised.
+        restarts: how often a worker was started again, by rank.
+    """
+
+    params: Any
+    tables: dict[str, Array]
+    returned: tuple[Any, ...]
+    lost: tuple[int, ...]
+    counts: tuple[Counts, ...]
+    evaluations: tuple[Evaluation, ...] = ()
+    restarts: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that makes sense; see ``train`` for what is what.
+
+    Attributes:
+        on: how many workers and servers, and what they run on.
+        cut: arguments of ``layout_of``.
+        options: further arguments of every ``ParameterServer``.
+        begin: updates of the snapshot that each server begins with; None begins anew.
+        number: the push after which every worker begins, where a job goes on with others.
+    """
+
+    loop: Loop
+    on: Asked
+    rule: Rule
+    optimizer: optax.GradientTransformation | None
+    wait_s: float
+    cut: Mapping[str, Any]
+    options: Mapping[str, Any]
+    places: Places | None = None
+    replicas: bool = False
+    restarts: int = 0
+    on_lost: str = "leave"
+    evaluate: Evaluate | None = None
+    evaluate_every: float = 60.0
+    begin: tuple[int, ...] | None = None
+    number: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """How many."""
+        return self.on.workers
+
+    @property
+    def servers(self) -> int:
+        """How many."""
+        return self.on.servers
+
+    @property
+    def shard(self) -> tuple[Any, ...]:
+        """Arguments of every ``Shard``."""
+        return self.rule, self.workers, self.optimizer, self.wait_s
+
+    def layout(self, tree: Any) -> Layout:
+        """The layout that every worker finds for these parameters."""
+        return layout_of(tree, self.servers, **self.cut)
+
+    def checked(self) -> Job:
+        """The same; raises RequestError for what makes no sense."""
+        self.layout({})
+        aggregate = self.rule.aggregate
+        if aggregate is not None and aggregate > self.workers:
+            raise RequestError(f"aggregate={aggregate}: there are {self.workers} workers")
+        if self.optimizer is not None:
+            check_elementwise(self.optimizer)
+        if self.on_lost not in ON_LOST:
+            raise RequestError(f"on_lost={self.on_lost!r}: expected one of {', '.join(ON_LOST)}")
+        if self.restarts < 0 or (self.on_lost == "wait" and not self.restarts):
+            raise RequestError(
+                f"restarts={self.restarts}, on_lost={self.on_lost!r}: expected at least 0, and at "
+                "least 1 to wait for a worker"
+            )
+        if self.places is not None and self.places.every < 1:
+            raise RequestError(f"snapshot_every={self.places.every}: expected at least 1")
+        if not self.evaluate_every > 0:
+            raise RequestError(
+                f"evaluate_every={self.evaluate_every}: expected seconds, more than 0"
+            )
+        return self
+
+    def going_on(self) -> Job:
+        """The same, going on from the snapshots in its folder, if there are any; where they are of
+        another layout they are spread anew first.
+
+        Raises:
+            RequestError: a snapshot is damaged.
+        """
+        found = None if self.places is None else earlier(self.places, self.rule.mode)
+        if self.places is None or found is None:
+            return self
+        there, versions = found
+        dumps = [read(there.of(k), version) for k, version in enumerate(versions)]
+        old = layout_from(dumps[0][0]["about"])
+        shapes = [
+            jax.ShapeDtypeStruct(s, np.dtype(d))
+            for s, d in zip(old.shapes, old.dtypes, strict=True)
+        ]
+        new = replace(self.layout(shapes), paths=old.paths)
+        if new.about != old.about:
+            dumps = reshard(old, new, dumps, self.optimizer)
+            replace_all(self.places, dumps)
+            versions = tuple(int(facts["version"]) for facts, _ in dumps)
+        return replace(self, begin=versions, number=self._number(dumps))
+
+    def _number(self, dumps: Sequence[Any]) -> int | None:
+        """Where workers begin if they are others than before: after as many pushes each."""
+        if all(facts["workers"] == self.workers for facts, _ in dumps):
+            return None
+        if self.rule.mode == "sync":
+            return min(int(facts["version"]) for facts, _ in dumps)
+        done = (sum(n for n, _ in facts["last"].values()) for facts, _ in dumps)
+        return min(int(n) for n in done) // self.workers
+
+
+def places_of(folder: str | Path | None, servers: int, every: int) -> Places | None:
+    """Where snapshots lie; None: none are made."""
+    return None if folder is None else Places(Path(folder).absolute(), servers, every)
+
+
+def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any]:
+    """A worker's life: what its loop returned, and the shapes of the parameters."""
+    server = ParameterServer(links, rank, job.workers, **job.cut, **job.options)
+    try:
+        returned = job.loop(server)
+        server.settle()
+    finally:
+        with contextlib.suppress(Exception):
+            server.leave()
+    return returned, server.shapes
+
+
+def served(
+    job: Job,
+    shapes: Any,
+    found: Sequence[Any],
+    tables: Sequence[Any],
+    returned: Sequence[Any],
+    lost: Sequence[int] = (),
+    restarts: Mapping[int, int] | None = None,
+    evaluations: tuple[Evaluation, ...] = (),
+) -> Served:
+    """The end of a job, from what its servers hold."""
+    params = None
+    if shapes is not None:
+        params = job.layout(shapes).gather([values.values for values, _ in found])
+    counts = tuple(counts for _, counts in found)
+    whole, gone = joined(tables), tuple(sorted(lost))
+    return Served(params, whole, tuple(returned), gone, counts, evaluations, restarts or {})
+
+
+def check_elementwise(optimizer: optax.GradientTransformation) -> None:
+    """Servers hold parts of arrays: refuse an optimizer whose updates depend on how they are cut.
+
+    Raises:
+        RequestError: it does.
+    """
+    draw = np.random.default_rng(0)
+    values, gradients = (draw.normal(size=12).astype(np.float32) for _ in range(2))
+
+    def updated(cuts: Sequence[slice]) -> Any:
+        out = []
+        for cut in cuts:
+            v, g = {"x": values[cut]}, {"x": 100 * gradients[cut]}
+            updates, _ = optimizer.update(g, optimizer.init(v), v)
+            out.append(np.asarray(updates["x"]))
+        return np.concatenate(out)
+
+    whole, parts = updated([slice(0, 12)]), updated([slice(0, 5), slice(5, 12)])
+    if not np.allclose(whole, parts, rtol=1e-5, atol=1e-7):
+        raise RequestError(
+            "the optimizer looks at several elements at once (as clip_by_global_norm does): on "
+            "servers that hold parts of arrays its updates would differ; apply that part to the "
+            "gradients in the loop, before they are pushed"
+        )

@@ -1,0 +1,144 @@
+"""A job on Ray: an actor for each server, a task for each worker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from executor.parameter_server.asked import CPU, gpus_of
+from executor.parameter_server.evaluator import Evaluator, Reader
+from executor.parameter_server.job import Job, Served, served, worker_life
+from executor.parameter_server.links import RayLinks
+from executor.parameter_server.serving import Copy, Serving
+from executor.parameter_server.shard import LostError
+from planner.errors import RequestError
+
+SPREAD = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+WHERE = {"runtime_env": CPU, **SPREAD}
+
+
+@contextlib.contextmanager
+def ray_at(address: str | None) -> Iterator[Any]:
+    """Ray, joined or started; what was started is ended."""
+    try:
+        import ray
+    except ImportError as error:
+        raise RequestError(
+            "backend 'ray' needs Ray: pip install 'meshwright[ray]'; or pass backend='local'"
+        ) from error
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(address=address or "local", log_to_driver=True, include_dashboard=False)
+    try:
+        yield ray
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+@dataclass
+class Team:
+    """The workers of a job: who runs, who returned what, who was lost."""
+
+    job: Job
+    links: RayLinks
+    ray: Any
+    running: dict[Any, int] = field(default_factory=dict)
+    returned: dict[int, Any] = field(default_factory=dict)
+    restarts: dict[int, int] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
+    shapes: Any = None
+
+    def start(self, rank: int) -> None:
+        """Begin a worker."""
+        job = self.job
+        task = self.ray.remote(worker_life).options(
+            max_retries=0, **SPREAD, **gpus_of(self.ray, job.on)
+        )
+        ref = task.remote(job, self.links, rank)
+        self.running[ref] = rank
+
+    def follow(self) -> None:
+        """Until every worker has returned or is lost for good.
+
+        Raises:
+            LostError: all were, or one and the job is not to go on then.
+            Exception: what a loop raised.
+        """
+        for rank in range(self.job.workers):
+            self.start(rank)
+        while self.running:
+            (done, *_), _ = self.ray.wait(list(self.running), num_returns=1)
+            rank = self.running.pop(done)
+            try:
+                self.returned[rank], own = self.ray.get(done)
+                self.shapes = self.shapes if own is None else own
+            except self.ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except (
+                self.ray.exceptions.WorkerCrashedError,
+                self.ray.exceptions.NodeDiedError,
+                self.ray.exceptions.ObjectLostError,
+            ) as error:
+                self.missing(rank, error)
+        if len(self.lost) == self.job.workers:
+            raise LostError("all workers were lost")
+
+    def missing(self, rank: int, error: Exception) -> None:
+        """A worker's process is gone."""
+        if self.job.on_lost == "fail":
+            raise LostError(f"worker {rank} was lost: {error}") from error
+        again = self.restarts.get(rank, 0) < self.job.restarts
+        if self.job.on_lost == "leave" or not again:
+            self.links.call("leave", [(rank,)] * self.links.count, self.job.wait_s)
+        if again:
+            self.restarts[rank] = self.restarts.get(rank, 0) + 1
+            self.start(rank)
+        else:
+            self.lost.append(rank)
+
+
+def on_ray(job: Job) -> Served:
+    """Run a job; see ``train``."""
+    with ray_at(job.on.address) as ray:
+        actors: list[Any] = []
+        copies: list[Any] = []
+        team = None
+        evaluator = Evaluator(job.evaluate_every)
+        try:
+            if job.replicas:
+                copy = ray.remote(Copy).options(max_restarts=-1, **WHERE)
+                copies = [copy.remote(job.shard) for _ in range(job.servers)]
+            lives = -1 if job.replicas or job.places is not None else 0
+            serving = ray.remote(Serving).options(
+                max_concurrency=2 * job.workers + 4, max_restarts=lives, **WHERE
+            )
+            for k in range(job.servers):
+                twin = copies[k] if copies else None
+                begin = None if job.begin is None else job.begin[k]
+                again = (job.workers, job.number)
+                actors.append(serving.remote(job.shard, k, job.places, twin, begin, again))
+            links = RayLinks(actors)
+            if job.evaluate is not None:
+                reading = ray.remote(Reader).options(max_restarts=-1, **WHERE)
+                reader = reading.remote(links, job.evaluate, job.wait_s, **job.cut)
+                copies.append(reader)
+                evaluator.start(lambda seen: ray.get(reader.once.remote(seen)))
+            team = Team(job, links, ray)
+            team.follow()
+            evaluations = evaluator.finish()
+            none: list[tuple[Any, ...]] = [()] * job.servers
+            links.call("finish", none, job.wait_s)
+            found = links.call("now", none, job.wait_s)
+            tables = links.call("tables", none, job.wait_s)
+            returned = [team.returned.get(k) for k in range(job.workers)]
+            ended = (team.lost, team.restarts, evaluations)
+            return served(job, team.shapes, found, tables, returned, *ended)
+        finally:
+            evaluator.stop()
+            for ref in team.running if team is not None else ():
+                ray.cancel(ref, force=True)
+            for actor in (*actors, *copies):
+                ray.kill(actor)

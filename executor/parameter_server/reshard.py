@@ -1,0 +1,108 @@
+"""From one number of servers to another: every element of values and optimizer state keeps its
+place in its array, wherever that lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+import optax
+
+from executor.parameter_server import tables
+from executor.parameter_server.layout import Array, Layout
+from executor.parameter_server.snapshots import Dump
+from executor.parameter_server.store import SECOND, STATE, TABLES, VALUES, named
+from planner.errors import RequestError
+
+Flats = Mapping[str, Array]
+
+
+def respread(old: Layout, new: Layout, flats: Sequence[Flats]) -> list[dict[str, Array]]:
+    """Flat arrays by the dtype of the parameters, from the servers of one layout to another's.
+
+    Args:
+        old, new: layouts of the same arrays.
+        flats: of every server of ``old``; their own dtypes may be others than the parameters'.
+
+    Returns:
+        Those of every server of ``new``.
+    """
+    if (old.shapes, old.dtypes) != (new.shapes, new.dtypes):
+        raise RequestError("layouts of different arrays: nothing says what goes where")
+    kinds = {d: x.dtype for flat in flats for d, x in flat.items()}
+    leaves = [
+        np.empty(int(np.prod(shape)), kinds.get(dtype, np.dtype(dtype)))
+        for shape, dtype in zip(old.shapes, old.dtypes, strict=True)
+    ]
+    for p in old.pieces:
+        held = flats[p.server][old.dtypes[p.leaf]]
+        leaves[p.leaf][p.begin : p.end] = held[p.offset : p.offset + p.size]
+    made = [{d: np.empty(n, kinds[d]) for d, n in sizes.items()} for sizes in new.sizes]
+    for p in new.pieces:
+        flat = made[p.server][new.dtypes[p.leaf]]
+        flat[p.offset : p.offset + p.size] = leaves[p.leaf][p.begin : p.end]
+    return made
+
+
+def reshard(
+    old: Layout,
+    new: Layout,
+    dumps: Sequence[Dump],
+    optimizer: optax.GradientTransformation | None,
+) -> list[Dump]:
+    """What the servers of one layout held as what those of another hold.
+
+    Of optimizer state, arrays as large as the values go along with them; what a server has once
+    (Adam's count of updates) is taken from the server that was furthest, of those that hold
+    anything. So are the numbers of the workers' pushes, but the least of each: a push that not all
+    servers took is made again.
+    """
+    facts, first = max(dumps, key=lambda d: (int(d[0]["version"]), len(named(d[1], VALUES))))
+    last = {w: [min(_number(d, w) for d in dumps), True] for w in facts["last"]}
+    values = respread(old, new, [named(arrays, VALUES) for _, arrays in dumps])
+    second = {name: first[name] for name in (VALUES + SECOND,) if name in first}
+    made = [second | {f"{VALUES}{d}": x for d, x in flat.items()} for flat in values]
+    if optimizer is not None:
+        forms = [_places(optimizer, arrays) for _, arrays in dumps]
+        once = next(form for form, (_, arrays) in zip(forms, dumps, strict=True) if arrays is first)
+        spread: dict[str, list[dict[str, Array]]] = {}
+        for name in {name for form in forms for name, dtype in form if dtype is not None}:
+            flats = [
+                {d: arrays[f"{STATE}{k}"] for (n, d), k in form.items() if n == name and d}
+                for form, (_, arrays) in zip(forms, dumps, strict=True)
+            ]
+            spread[name] = respread(old, new, flats)
+        for server, arrays in enumerate(made):
+            for (name, dtype), k in _places(optimizer, arrays).items():
+                arrays[f"{STATE}{k}"] = (
+                    first[f"{STATE}{once[name, None]}"]
+                    if dtype is None
+                    else spread[name][server][dtype]
+                )
+    rows = tables.reshard([named(arrays, TABLES) for _, arrays in dumps], new.servers)
+    for arrays, part in zip(made, rows, strict=True):
+        arrays.update({f"{TABLES}{name}": x for name, x in part.items()})
+    about = dict(facts["about"]) | new.about
+    return [(dict(facts) | {"last": last, "about": about}, arrays) for arrays in made]
+
+
+def _number(dump: Dump, worker: str) -> int:
+    return int(dump[0]["last"].get(worker, [0, True])[0])
+
+
+def _places(
+    optimizer: optax.GradientTransformation, arrays: Flats
+) -> dict[tuple[str, str | None], int]:
+    """The numbers of the leaves of optimizer state, by their names; what goes along with the values
+    of a dtype by that too."""
+    values = named(arrays, VALUES)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, values))
+    found: dict[tuple[str, str | None], int] = {}
+    for k, (path, leaf) in enumerate(leaves):
+        key = getattr(path[-1], "key", None) if path else None
+        if key in values and key != SECOND and leaf.shape == values[key].shape:
+            found[jax.tree_util.keystr(path[:-1]), str(key)] = k
+        else:
+            found[jax.tree_util.keystr(path), None] = k
+    return found

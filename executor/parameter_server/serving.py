@@ -1,0 +1,202 @@
+"""A server as a Ray actor: it answers as ``Shard`` does, has snapshots and a copy, and comes back.
+
+When its process is lost, Ray starts it again, and it takes what it held from its copy, another
+actor that repeated every change before the change was acknowledged, so that nothing is missing; or
+from its last snapshot, so that what came after it is. Workers then send their last push again, and
+its number tells whether it is in already.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from executor.parameter_server.layout import Array
+from executor.parameter_server.links import AGAIN_S
+from executor.parameter_server.shard import Change, LostError, Shard
+from executor.parameter_server.snapshots import Places, Writer, listed, read
+from planner.errors import RequestError
+
+LOG = logging.getLogger(__name__)
+
+
+class Copy:
+    """Repeats every change of a server, in their order. One call at a time.
+
+    Args:
+        made: arguments of the server's ``Shard``.
+    """
+
+    def __init__(self, made: tuple[Any, ...]) -> None:
+        self.made = made
+        self.shard: Shard | None = None
+        self.number = -1
+
+    def load(self, number: int, dump: tuple[dict[str, Any], dict[str, Array]]) -> bool:
+        """Begin with what the server holds after its change of this number."""
+        self.shard, self.number = Shard(*self.made), number
+        self.shard.load(*dump)
+        return True
+
+    def repeat(self, number: int, change: Change) -> bool:
+        """Repeat a change; False if one before it is missing."""
+        if number == 0:
+            self.shard = Shard(*self.made)
+        elif number != self.number + 1:
+            self.shard = None
+        if self.shard is None:
+            return False
+        self.number = number
+        method, args = change
+        getattr(self.shard, method)(*args)
+        return True
+
+    def dump(self) -> tuple[int, Any] | None:
+        """The number of the last change, and what the server held after it; None: nothing."""
+        return None if self.shard is None else (self.number, self.shard.dump())
+
+
+class Serving(Shard):
+    """A ``Shard`` in an actor.
+
+    Args:
+        made: arguments of ``Shard``.
+        index: of this server.
+        places: of snapshots; None makes none.
+        twin: the actor of its ``Copy``; None has none.
+        begin: updates of the snapshot that the job goes on from; None begins anew.
+        again: what ``Shard.again`` is told then.
+    """
+
+    def __init__(
+        self,
+        made: tuple[Any, ...],
+        index: int,
+        places: Places | None,
+        twin: Any,
+        begin: int | None,
+        again: tuple[int, int | None],
+    ) -> None:
+        import ray
+
+        super().__init__(*made)
+        self.index, self.twin, self.number = index, twin, -1
+        self.mine = threading.local()
+        self.mending = threading.Lock()
+        self.gone = ""
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._recover(places)
+        elif begin is not None and places is not None:
+            self.load(*read(places.of(index), begin))
+            super().again(*again)
+        if twin is not None:
+            self.on_change = self._forward
+            if self.store.values is not None:
+                self._catch_up()
+        self.writer = None if places is None else Writer(self, places, index)
+
+    def _recover(self, places: Places | None) -> None:
+        """Take up what this server held before its process was lost."""
+        import ray
+
+        if self.twin is not None:
+            try:
+                found = ray.get(self.twin.dump.remote(), timeout=self.wait_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                LOG.warning("server %d: its copy does not answer: %s", self.index, error)
+                found = None
+            if found is not None:
+                self.number, dump = found
+                self.load(*dump)
+                return
+        for version in reversed(listed(places.of(self.index)) if places is not None else []):
+            try:
+                self.load(*read(places.of(self.index), version))  # type: ignore[union-attr]
+            except RequestError as error:
+                LOG.warning("server %d: %s", self.index, error)
+            else:
+                return
+        self.gone = f"server {self.index} was lost before a copy or a snapshot of it was made"
+
+    def _check(self) -> None:
+        if self.gone:
+            raise LostError(self.gone)
+
+    def init(self, *args: Any) -> None:
+        """See ``Shard``."""
+        self._check()
+        super().init(*args)
+        self._settle()
+
+    def join(self, *args: Any) -> tuple[int, int]:
+        """See ``Shard``."""
+        self._check()
+        found = super().join(*args)
+        self._settle()
+        return found
+
+    def leave(self, *args: Any) -> None:
+        """See ``Shard``."""
+        super().leave(*args)
+        self._settle()
+
+    def push(self, *args: Any) -> bool:
+        """See ``Shard``; the copy has it too when this returns."""
+        self._check()
+        took = super().push(*args)
+        self._settle()
+        return took
+
+    def pull(self, *args: Any) -> Any:
+        """See ``Shard``."""
+        self._check()
+        return super().pull(*args)
+
+    def finish(self) -> None:
+        """Write the last snapshot."""
+        if self.writer is not None and self.store.values is not None:
+            self.writer.finish()
+
+    def _forward(self, change: Change) -> None:
+        """Have a change repeated; the lock is held, so that they go in order."""
+        if self.twin is not None:
+            self.number += 1
+            self.mine.sent = self.twin.repeat.remote(self.number, change)
+
+    def _settle(self) -> None:
+        """Wait until the copy has this thread's last change."""
+        import ray
+
+        sent, self.mine.sent = getattr(self.mine, "sent", None), None
+        if sent is None:
+            return
+        try:
+            if ray.get(sent, timeout=self.wait_s):
+                return
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            LOG.warning("server %d: its copy does not answer: %s", self.index, error)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Give the copy everything, once it is there again."""
+        import ray
+
+        with self.mending:
+            until = time.monotonic() + self.wait_s
+            while self.twin is not None:
+                with self.changed:
+                    self.number = max(self.number, 0)
+                    sent = self.twin.load.remote(self.number, self.dump())
+                try:
+                    ray.get(sent, timeout=self.wait_s)
+                    return
+                except ray.exceptions.ActorDiedError:
+                    break
+                except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                    if time.monotonic() > until:
+                        break
+                    time.sleep(AGAIN_S)
+            LOG.warning("server %d goes on without a copy: it is gone", self.index)
+            self.twin = None

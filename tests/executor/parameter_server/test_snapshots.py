@@ -1,0 +1,201 @@
+"""Snapshots: whole or not at all, read by any number of servers; jobs that go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor.parameter_server import ParameterServer, Rule, layout_of, train
+from executor.parameter_server.layout import layout_from
+from executor.parameter_server.reshard import reshard
+from executor.parameter_server.shard import Shard
+from executor.parameter_server.snapshots import Places, chosen, earlier, listed, read, write
+from executor.parameter_server.store import Pushed
+from planner.errors import RequestError
+
+OPTIMIZER = optax.adam(0.05)
+SHAPES = {"w": (5, 7), "b": (3,), "h": (4, 4)}
+DRAW = np.random.default_rng(0)
+
+
+def tree(draw: np.random.Generator) -> Any:
+    made = {k: draw.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+    return made | {"h": made["h"].astype(ml_dtypes.bfloat16)}
+
+
+def trained(servers: int, split: int, steps: int = 4) -> tuple[Any, list[Shard]]:
+    """Servers of a synchronous job of one worker, after some steps, always the same."""
+    draw = np.random.default_rng(3)
+    params = tree(draw)
+    layout = layout_of(params, servers, split_bytes=split)
+    shards = [Shard(Rule(), 1, OPTIMIZER, 1.0) for _ in range(servers)]
+    for shard, flat in zip(shards, layout.scatter(params), strict=True):
+        shard.init(flat, None, layout.about)
+    for k in range(steps):
+        for shard, flat in zip(shards, layout.scatter(tree(draw)), strict=True):
+            shard.push(0, k + 1, Pushed(flat))
+    return layout, shards
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([16, 64, 10**6]))
+def test_another_number_of_servers_holds_the_same(old: int, new: int, split: int) -> None:
+    """Dumped by some servers, spread over others: what those hold had they been there all along."""
+    before, shards = trained(old, split)
+    after, expected = trained(new, 40)
+    found = reshard(before, after, [shard.dump() for shard in shards], OPTIMIZER)
+    for (facts, arrays), shard in zip(found, expected, strict=True):
+        _, wanted = shard.dump()
+        if not any(shard.store.read()):
+            continue  # a server without any elements has not counted updates
+        assert facts["version"] == 4 and facts["last"] == {"0": [4, True]}
+        assert set(arrays) == set(wanted)
+        for name, x in wanted.items():
+            assert arrays[name].dtype == x.dtype
+            np.testing.assert_array_equal(arrays[name], x)
+    back = reshard(after, before, found, OPTIMIZER)
+    for (_, arrays), shard in zip(back, shards, strict=True):
+        if any(shard.store.read()):
+            jax.tree.map(np.testing.assert_array_equal, arrays, shard.dump()[1])
+
+
+def test_a_server_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    _, (shard,) = trained(1, 10**6)
+    shard.push(0, 5, Pushed(shard.store.read()))
+    write(tmp_path, shard.dump())
+    other = Shard(Rule(), 1, OPTIMIZER, 1.0)
+    other.load(*read(tmp_path, 5))
+    for one in (shard, other):
+        assert one.push(0, 5, Pushed(one.store.read())) is True  # once more: not applied again
+        one.push(0, 6, Pushed(one.store.read()))
+        assert one.counts.duplicates == 1 and one.version == 6
+    assert shard.counts == other.counts
+    jax.tree.map(np.testing.assert_array_equal, shard.dump()[1], other.dump()[1])
+
+
+def test_laid_aside_pushes_are_kept(tmp_path: Path) -> None:
+    made = (Rule(), 2, None, 0.05)
+    shard = Shard(*made)
+    shard.init({"float32": np.zeros(3, np.float32)})
+    shard.push(1, 1, Pushed({"float32": np.ones(3, np.float32)}))
+    write(tmp_path, shard.dump())
+    other = Shard(*made)
+    other.load(*read(tmp_path, 0))
+    other.push(0, 1, Pushed({"float32": np.full(3, 3, np.float32)}))
+    assert float(other.pull(0).values["float32"][0]) == 2.0
+
+
+def test_what_was_lost_with_a_server_is_counted() -> None:
+    made = (Rule("ssp", 1), 2, None, 0.05)
+    shard = Shard(*made)
+    shard.init({"float32": np.zeros(3, np.float32)})
+    one = Pushed({"float32": np.ones(3, np.float32)})
+    shard.push(0, 1, one)
+    dump = shard.dump()
+    shard.push(0, 2, one), shard.push(0, 3, one), shard.push(1, 1, one)
+    other = Shard(*made)
+    other.load(*dump)
+    other.push(0, 4, one)
+    assert other.counts.lost == {0: 2} and other.clocks.at == {0: 4, 1: 0}
+
+
+def test_a_snapshot_is_whole_or_not_there(tmp_path: Path) -> None:
+    _, (shard,) = trained(1, 10**6)
+    path = write(tmp_path, shard.dump())
+    whole = path.read_bytes()
+    (tmp_path / ".000000000009.npz.77").write_bytes(whole[: len(whole) // 2])  # killed in a write
+    assert listed(tmp_path) == [4]
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RequestError, match=r"000000000004.npz can't be read .* remove it"):
+        read(tmp_path, 4)
+
+
+def test_synchronous_servers_go_on_from_a_common_update(tmp_path: Path) -> None:
+    places = Places(tmp_path, 2, 1)
+    for server, versions in ((0, (3, 4, 5)), (1, (2, 3, 4))):
+        for version in versions:
+            write(places.of(server), ({"version": version}, {}))
+    assert listed(places.of(0)) == [4, 5]  # the last two
+    assert chosen(places, "sync") == (4, 4) and chosen(places, "async") == (5, 4)
+    assert earlier(Places(tmp_path, 3, 1), "sync") == (places, (4, 4))
+    assert chosen(Places(tmp_path, 3, 1), "sync") is None
+
+
+X = DRAW.normal(size=(96, 12)).astype(np.float32)
+Y = (X @ DRAW.normal(size=(12, 3)) + 0.5).astype(np.float32)
+
+
+@jax.jit
+def gradient(params: Any, x: Any, y: Any) -> Any:
+    return jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"] - y) ** 2))(params)
+
+
+def loop(until: int) -> Any:
+    def run(server: ParameterServer) -> int:
+        params = server.init({"w": jnp.zeros((12, 3)), "b": jnp.zeros(3)})
+        begun = server.clock
+        for k in range(begun, until):
+            rows = slice(k % 8 * 12, k % 8 * 12 + 12)  # all workers the same: W does not matter
+            params = server.push_pull(gradient(params, X[rows], Y[rows]))
+        return begun
+
+    return run
+
+
+@pytest.mark.parametrize(("servers", "workers"), [(2, 2), (1, 2), (3, 2), (2, 1)])
+def test_a_job_goes_on_with_others(tmp_path: Path, servers: int, workers: int) -> None:
+    options: dict[str, Any] = {"optimizer": OPTIMIZER, "backend": "local", "split_bytes": 40}
+    kept = options | {"snapshots": tmp_path, "snapshot_every": 5}
+    first = train(loop(20), workers=2, servers=2, **kept)
+    assert first.returned == (0, 0)
+    rest = train(loop(50), workers=workers, servers=servers, **kept)
+    assert rest.returned == (20,) * workers
+    whole = train(loop(50), workers=2, servers=2, **options)
+    jax.tree.map(np.testing.assert_array_equal, rest.params, whole.params)
+    assert [p.name for p in tmp_path.iterdir()] == [f"of-{servers}"]
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_a_stale_job_goes_on_too(tmp_path: Path, mode: str) -> None:
+    options: dict[str, Any] = {"optimizer": OPTIMIZER, "backend": "local", "mode": mode}
+    kept = options | {"snapshots": tmp_path, "snapshot_every": 3}
+    train(loop(20), workers=3, servers=2, **kept)
+    rest = train(loop(40), workers=2, servers=1, **kept)
+    assert rest.returned == (30, 30)  # 60 pushes were in
+    assert rest.counts[0].applied == 80
+
+
+def test_other_parameters_are_refused(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"backend": "local", "snapshots": tmp_path, "snapshot_every": 1}
+    train(loop(2), workers=1, **kept)
+
+    def other(server: ParameterServer) -> None:
+        server.init({"w": jnp.zeros((12, 4)), "b": jnp.zeros(3)})
+
+    with pytest.raises(RequestError, match=r"\['w'\]: got \('float32', \[12, 4\]\), they have"):
+        train(other, workers=1, **kept)
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    (tmp_path / "of-1").write_text("in the way")
+    with pytest.raises(RequestError, match="server 0: no snapshot was written"):
+        train(loop(2), workers=1, backend="local", snapshots=tmp_path, snapshot_every=1)
+
+
+def test_a_layout_comes_back_from_its_description() -> None:
+    layout = layout_of(tree(DRAW), 3, split_bytes=16)
+    again = layout_from(layout.about)
+    assert (again.pieces, again.shapes, again.dtypes) == (
+        layout.pieces,
+        layout.shapes,
+        layout.dtypes,
+    )
