@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +18,7 @@ from executor.parameter_server.links import LocalLinks
 from executor.parameter_server.rows import table_layout
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.store import EXACT, Pushed, Store
-from executor.parameter_server.tables import joined, reshard
+from executor.parameter_server.tables import joined, reshard, summed
 from planner.errors import RequestError
 
 ROWS, WIDTH, STEPS = 37, 5, 12
@@ -101,6 +103,35 @@ def test_rows_that_are_not_pushed_stay_and_so_do_dense_values() -> None:
     after = server.push_pull({"w": np.ones(3, np.float32)}, rows={"u": (ids[:1], TABLE[:1])})
     np.testing.assert_allclose(after["w"], params["w"] - 0.1, rtol=1e-5)
     assert (server.pull_rows({"u": ids[:1]})["u"] != TABLE[4]).all()
+
+
+def test_an_update_takes_no_memory_of_the_size_of_a_table_and_few_forms_are_compiled() -> None:
+    store = Store(optax.adam(0.1), exact=False)
+    store.init({}, {"t": np.zeros((200_000, 16), np.float32)})
+    held = store.tables.held["t"]
+    where = [id(held.values), *map(id, (x for x in held.leaves if x.ndim == 2))]
+    draw = np.random.default_rng(0)
+
+    def push(n: int) -> None:
+        ids = np.unique(draw.integers(0, 200_000, 2 * n))[:n]
+        store.apply(Pushed(rows={"t": (ids, np.ones((n, 16), np.float32))}))
+
+    for n in range(1, 65):
+        push(n)
+    assert store.tables._update._cache_size() == 3  # 16, 32 and 64 rows
+    tracemalloc.start()
+    push(60)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 0.1 * held.values.nbytes
+    assert where == [id(held.values), *map(id, (x for x in held.leaves if x.ndim == 2))]
+
+
+def test_repeated_rows_of_half_precision_are_summed_in_full() -> None:
+    for dtype in (jnp.bfloat16, np.float16):
+        ids, sums = summed(np.zeros(1000, int), np.ones((1000, 2), dtype))
+        assert ids.tolist() == [0] and sums.dtype == dtype
+        np.testing.assert_array_equal(sums.astype(np.float32), [[1000, 1000]])
 
 
 def sparse(server: ParameterServer) -> None:
