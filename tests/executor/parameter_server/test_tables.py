@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -379,6 +381,37 @@ def test_tables_move_to_other_servers_with_their_state(old: int, new: int) -> No
     other = Store(optax.sgd(0.1), exact=True)
     with pytest.raises(RequestError, match="resume with the optimizer of that run"):
         other.tables.load(dumps[0])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_job_with_tables_goes_on_with_other_servers(tmp_path: Path, dense: bool) -> None:
+    """Snapshots have the tables and the state of their rows: two halves are the whole run."""
+
+    def half(server: ParameterServer, begin: int, end: int) -> None:
+        params = {"w": np.zeros(3, np.float32)} if dense else {}
+        server.init(params, tables={"t": TABLE})
+        for step in range(begin, end):
+            ids, gradients = drawn(100 * server.rank + step)
+            gradients = gradients + 0.1 * server.pull_rows({"t": ids})["t"]
+            server.push({"w": gradients[:3, 0]} if dense else None, rows={"t": (ids, gradients)})
+        server.pull()
+
+    def run(begin: int, end: int, servers: int, **options: Any) -> Any:
+        return train(
+            functools.partial(half, begin=begin, end=end),
+            workers=2,
+            servers=servers,
+            optimizer=optax.adam(0.05),
+            mode="sync",
+            backend="local",
+            **options,
+        )
+
+    run(0, 6, 2, snapshots=tmp_path)
+    resumed = run(6, 12, 3, snapshots=tmp_path)
+    whole = run(0, 12, 2)
+    np.testing.assert_array_equal(resumed.tables["t"], whole.tables["t"])
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
 
 
 def test_what_does_not_fit_is_named() -> None:
