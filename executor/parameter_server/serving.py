@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from typing import Any
 
 from executor.parameter_server.layout import Array
@@ -22,6 +23,15 @@ from planner.errors import RequestError
 LOG = logging.getLogger(__name__)
 
 
+def _came_back() -> bool:
+    """Whether this actor's process is not its first."""
+    import ray
+
+    with warnings.catch_warnings():  # of names that Ray itself uses within
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
 class Copy:
     """Repeats every change of a server, in their order. One call at a time.
 
@@ -31,7 +41,7 @@ class Copy:
 
     def __init__(self, made: tuple[Any, ...]) -> None:
         self.made = made
-        self.shard: Shard | None = None
+        self.shard = None if _came_back() else Shard(*made)
         self.number = -1
 
     def load(self, number: int, dump: tuple[dict[str, Any], dict[str, Array]]) -> bool:
@@ -42,9 +52,7 @@ class Copy:
 
     def repeat(self, number: int, change: Change) -> bool:
         """Repeat a change; False if one before it is missing."""
-        if number == 0:
-            self.shard = Shard(*self.made)
-        elif number != self.number + 1:
+        if number != self.number + 1:
             self.shard = None
         if self.shard is None:
             return False
@@ -79,46 +87,45 @@ class Serving(Shard):
         begin: int | None,
         again: tuple[int, int | None],
     ) -> None:
-        import ray
-
         super().__init__(*made)
         self.index, self.twin, self.number = index, twin, -1
         self.mine = threading.local()
         self.mending = threading.Lock()
         self.gone = ""
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            self._recover(places)
-        elif begin is not None and places is not None:
+        if begin is not None and places is not None:
             self.load(*read(places.of(index), begin))
             super().again(*again)
+        if _came_back():
+            self._recover(places, -1 if begin is None else begin)
         if twin is not None:
             self.on_change = self._forward
-            if self.store.values is not None:
+            if self.number >= 0 or self.store.values is not None:
                 self._catch_up()
         self.writer = None if places is None else Writer(self, places, index)
 
-    def _recover(self, places: Places | None) -> None:
+    def _recover(self, places: Places | None, begin: int) -> None:
         """Take up what this server held before its process was lost."""
         import ray
 
-        if self.twin is not None:
-            try:
-                found = ray.get(self.twin.dump.remote(), timeout=self.wait_s)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                LOG.warning("server %d: its copy does not answer: %s", self.index, error)
-                found = None
-            if found is not None:
-                self.number, dump = found
-                self.load(*dump)
-                return
-        for version in reversed(listed(places.of(self.index)) if places is not None else []):
-            try:
-                self.load(*read(places.of(self.index), version))  # type: ignore[union-attr]
-            except RequestError as error:
-                LOG.warning("server %d: %s", self.index, error)
-            else:
-                return
-        self.gone = f"server {self.index} was lost before a copy or a snapshot of it was made"
+        try:
+            found = self.twin and ray.get(self.twin.dump.remote(), timeout=self.wait_s)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            LOG.warning("server %d: its copy does not answer: %s", self.index, error)
+            found = None
+        if found is not None:
+            self.number, dump = found
+            self.load(*dump)
+        elif places is None:
+            self.gone = f"server {self.index} was lost, and its copy too"
+        else:  # without a snapshot it had taken nothing yet: the first is written before it answers
+            folder = places.of(self.index)
+            for version in [v for v in reversed(listed(folder)) if v > begin]:
+                try:
+                    self.load(*read(folder, version))
+                except RequestError as error:
+                    LOG.warning("server %d: %s", self.index, error)
+                else:
+                    return
 
     def _check(self) -> None:
         if self.gone:
@@ -129,6 +136,8 @@ class Serving(Shard):
         self._check()
         super().init(*args)
         self._settle()
+        if self.writer is not None:
+            self.writer.first()
 
     def join(self, *args: Any) -> tuple[int, int]:
         """See ``Shard``."""

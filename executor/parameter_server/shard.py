@@ -352,6 +352,7 @@ class Shard:
 
     def _facts(self) -> dict[str, Any]:
         facts = {
+            "begun": self.store.values is not None,
             "about": self.about,
             "workers": self.workers,
             "version": self.version,
@@ -366,7 +367,8 @@ class Shard:
     def load(self, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
         """Go on from what ``dump`` gave."""
         with self.changed:
-            self.store.load(arrays)
+            if facts["begun"]:
+                self.store.load(arrays)
             self.about = facts["about"]
             self.version = self.seen = facts["version"]
             self.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}

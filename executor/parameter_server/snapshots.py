@@ -166,6 +166,12 @@ class Writer:
         if late and (self.thread is None or not self.thread.is_alive()):
             self.begin()
 
+    def first(self) -> None:
+        """Before anything else is answered there is a snapshot."""
+        if not listed(self.places.of(self.index)):
+            self.begin()
+            self.finish()
+
     def begin(self) -> None:
         """Copy what the server holds, and write it in a thread."""
         dump = self.shard.dump()
