@@ -171,6 +171,9 @@ class Shard:
         Returns:
             Whether it counts: False for one that the rule leaves out. One that comes again gets the
             same answer again.
+
+        Raises:
+            WaitError: in sync, the worker's last push waits for others, and they did not come.
         """
         pushed = pushed.decoded()
         with self.changed:
@@ -181,6 +184,8 @@ class Shard:
                 self.counts.duplicates += 1
                 return took
             self.clocks.join(worker)
+            if worker in self.waiting:  # it pushes twice without a read: one after the other
+                self._until_it_may_read(worker)
             read_at = self.read_at.get(worker, self.version)
             lag = self.version - (read_at if pushed.seen is None else pushed.seen)
             self.has_read.discard(worker)
@@ -190,8 +195,9 @@ class Shard:
         """A push that is new, and how many updates its worker had not seen; see ``push``."""
         with self.changed:
             last = self.last.get(worker, (0, True))[0]
-            most = 0 if self.rule.mode == "sync" else self.rule.discard_lag
-            counts = most is None or lag <= most  # in sync: a backup worker's, made without it
+            # with backup workers: an update was made without it
+            most = self.rule.discard_lag if self.rule.aggregate is None else 0
+            counts = most is None or lag <= most
             self.last[worker] = (number, counts)
             self.clocks.join(worker)
             self.clocks.tick(worker, number - last)

@@ -176,3 +176,18 @@ def test_a_barrier_names_who_is_missing_and_works_again_and_again() -> None:
 def test_broken_rules(options: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         Rule(**options)
+
+
+def test_two_pushes_without_a_read_are_two_updates() -> None:
+    served = shard(Rule("sync"), 2, wait_s=0.05)
+    assert served.push(0, 1, ones(1))
+    with pytest.raises(WaitError, match="worker 1 did not push"):
+        served.push(0, 2, ones(2))
+    served.wait_s = 20.0
+    second = threading.Thread(target=served.push, args=(0, 2, ones(2)))
+    second.start()
+    assert served.push(1, 1, ones(1))
+    second.join(30)
+    assert served.push(1, 2, ones(2))
+    assert float(served.pull(0).values["float32"][0]) == 3.0
+    assert served.counts.applied == 4 and not served.counts.discarded

@@ -1,0 +1,110 @@
+"""On Ray: processes are killed, and every push is in the values once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.ps_faults import descendants
+from executor.parameter_server import LostError, ParameterServer, WaitError, train
+
+PUSHES = 30
+pytestmark = pytest.mark.slow
+
+
+def count(folder: Path, die: int | None = None) -> Any:
+    """Every push adds one; says when it has begun, and kills itself once at push ``die``."""
+
+    def loop(server: ParameterServer) -> int:
+        params = server.init({"w": jnp.zeros((5, 3)), "b": jnp.zeros(7)})
+        begun = server.clock
+        for k in range(begun, PUSHES):
+            if server.rank == 1 and k == die and begun == 0:
+                os._exit(9)
+            params = server.push_pull(jax.tree.map(np.ones_like, params))
+            (folder / f"begun-{server.rank}").touch()
+            time.sleep(0.05)
+        return begun
+
+    return loop
+
+
+def kill(folder: Path, name: str) -> list[int]:
+    """Kill a process of that name when both workers have pushed."""
+    killed: list[int] = []
+
+    def run() -> None:
+        until = time.monotonic() + 120
+        while len(list(folder.glob("begun-*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        killed.append(descendants((name,))[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    threading.Thread(target=run, daemon=True).start()
+    return killed
+
+
+OPTIONS: dict[str, Any] = {
+    "workers": 2,
+    "servers": 2,
+    "split_bytes": 20,
+    "wait_s": 120.0,
+    "backend": "ray",
+}
+
+
+def values(done: Any) -> set[float]:
+    return {float(v) for x in jax.tree.leaves(done.params) for v in np.ravel(x)}
+
+
+@pytest.mark.parametrize(("mode", "name"), [("async", "Serving"), ("sync", "Copy")])
+def test_a_copy_loses_nothing(tmp_path: Path, mode: str, name: str) -> None:
+    pytest.importorskip("ray")
+    killed = kill(tmp_path, name)
+    done = train(count(tmp_path), mode=mode, replicas=True, **OPTIONS)
+    assert killed and done.lost == ()
+    assert values(done) == {float(PUSHES * (2 if mode == "async" else 1))}
+    assert all(c.applied == 2 * PUSHES and not c.lost for c in done.counts)
+
+
+def test_snapshots_lose_what_came_after_and_say_so(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    killed = kill(tmp_path, "Serving")
+    kept = {"snapshots": tmp_path / "kept", "snapshot_every": 15}
+    done = train(count(tmp_path), mode="async", **kept, **OPTIONS)
+    lost = [sum(c.lost.values()) for c in done.counts]
+    assert killed and sorted(lost)[0] == 0 and sorted(lost)[1] > 0
+    assert all(c.applied + sum(c.lost.values()) == 2 * PUSHES for c in done.counts)
+    assert values(done) == {float(2 * PUSHES - n) for n in lost}
+
+
+def test_a_server_without_either_ends_the_job_in_words(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    killed = kill(tmp_path, "Serving")
+    with pytest.raises(LostError, match=r"server \d is gone.*replicas=True"):
+        train(count(tmp_path), mode="async", **OPTIONS)
+    assert killed
+
+
+@pytest.mark.parametrize(("mode", "on_lost"), [("sync", "wait"), ("async", "leave")])
+def test_a_worker_that_comes_back_goes_on(tmp_path: Path, mode: str, on_lost: str) -> None:
+    pytest.importorskip("ray")
+    done = train(count(tmp_path, die=10), mode=mode, restarts=1, on_lost=on_lost, **OPTIONS)
+    assert done.restarts == {1: 1} and done.returned == (0, 10) and done.lost == ()
+    assert values(done) == {float(PUSHES * (2 if mode == "async" else 1))}
+
+
+def test_a_job_may_end_with_its_first_worker(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises((LostError, WaitError), match="worker 1 was lost"):
+        train(count(tmp_path, die=3), mode="async", on_lost="fail", **OPTIONS)
