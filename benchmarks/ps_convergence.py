@@ -53,6 +53,8 @@ RULES = {
 class Direct:
     """Servers that are called at once, in this thread; see ``executor.parameter_server.links``."""
 
+    keeps = True
+
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
         self.count = len(shards)

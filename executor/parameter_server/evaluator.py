@@ -24,7 +24,7 @@ class Reader:
 
     Args:
         links: to the servers.
-        evaluate: told the parameters, NumPy arrays of its own; and where there are tables of rows,
+        evaluate: told the parameters, NumPy arrays, read-only; and where there are tables of rows,
             these by name.
         wait_s: deadline of each call to the servers, in seconds.
         cut: ``split_bytes`` and ``partition``, as for ``layout_of``.

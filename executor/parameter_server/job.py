@@ -187,7 +187,7 @@ def served(
     """The end of a job, from what its servers hold."""
     params = None
     if shapes is not None:
-        params = job.layout(shapes).gather([values.values for values, _ in found])
+        params = job.layout(shapes).gather([values.values for values, _ in found], copy=True)
     counts = tuple(counts for _, counts in found)
     whole, gone = joined(tables), tuple(sorted(lost))
     return Served(params, whole, tuple(returned), gone, counts, evaluations, restarts or {})

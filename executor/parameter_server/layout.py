@@ -121,30 +121,49 @@ class Layout:
             sum(n * np.dtype(d).itemsize for d, n in sizes.items()) for sizes in self.sizes
         )
 
-    def scatter(self, tree: Any) -> list[Flat]:
+    def scatter(self, tree: Any, into: list[Flat] | None = None) -> list[Flat]:
         """A pytree of this form as what every server gets.
+
+        Args:
+            tree: arrays.
+            into: what an earlier call gave, to be written anew; None makes new arrays.
 
         Raises:
             RequestError: another form, shape or dtype; names the leaf.
         """
         leaves = [np.asarray(x).reshape(-1) for x in self._leaves(tree)]
-        made = [{d: np.empty(n, np.dtype(d)) for d, n in sizes.items()} for sizes in self.sizes]
+        made = into or [{d: np.empty(n, np.dtype(d)) for d, n in s.items()} for s in self.sizes]
         for p in self.pieces:
             made[p.server][self.dtypes[p.leaf]][p.offset : p.offset + p.size] = leaves[p.leaf][
                 p.begin : p.end
             ]
         return made
 
-    def gather(self, flats: Sequence[Mapping[str, Array]]) -> Any:
-        """What the servers hold as a pytree; the arrays are fresh, nothing of ``flats`` is kept."""
-        leaves = [
-            np.empty(math.prod(s), np.dtype(d))
-            for s, d in zip(self.shapes, self.dtypes, strict=True)
-        ]
+    def gather(self, flats: Sequence[Mapping[str, Array]], *, copy: bool = False) -> Any:
+        """What the servers hold as a pytree of read-only arrays.
+
+        Args:
+            flats: of every server; floating-point arrays may have come in a narrower dtype.
+            copy: nothing of ``flats`` is kept; else an array that is in one piece is where it lies.
+        """
+        leaves: list[Array | None] = [None] * len(self.shapes)
         for p in self.pieces:
-            held = flats[p.server][self.dtypes[p.leaf]]
-            leaves[p.leaf][p.begin : p.end] = held[p.offset : p.offset + p.size]
-        shaped = [x.reshape(s) for x, s in zip(leaves, self.shapes, strict=True)]
+            name, shape = self.dtypes[p.leaf], self.shapes[p.leaf]
+            held = flats[p.server][name][p.offset : p.offset + p.size]
+            whole = p.size == math.prod(shape)
+            if whole and not copy and str(held.dtype) == name:
+                leaves[p.leaf] = held
+                continue
+            made = leaves[p.leaf]
+            if made is None:
+                made = leaves[p.leaf] = np.empty(math.prod(shape), np.dtype(name))
+            widen(held, made[p.begin : p.end])
+        shaped = [
+            (np.empty(0, np.dtype(d)) if x is None else x).reshape(s)
+            for x, s, d in zip(leaves, self.shapes, self.dtypes, strict=True)
+        ]
+        for x in shaped:
+            x.flags.writeable = False
         return jax.tree_util.tree_unflatten(self.tree, shaped)
 
     def _leaves(self, tree: Any) -> list[Any]:
@@ -160,6 +179,15 @@ class Layout:
                     f"{path}: got {got[1]}{list(got[0])}, expected {dtype}{list(shape)}"
                 )
         return leaves
+
+
+def widen(narrow: Array, out: Array) -> None:
+    """Write values that may have travelled in bfloat16 to an array of their own dtype."""
+    if narrow.dtype == jax.numpy.bfloat16 and out.dtype == np.float32:
+        # a bfloat16 is the upper half of a float32
+        np.left_shift(narrow.view(np.uint16), np.uint32(16), out=out.view(np.uint32), dtype="u4")
+    else:
+        out[...] = narrow
 
 
 def layout_of(

@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
 
 from executor.parameter_server.shard import LostError, Shard, WaitError
+from executor.parameter_server.wire import fetch
 
 AGAIN_S = 0.2
 """How long it is waited before a server that is away is asked again."""
@@ -19,6 +20,9 @@ First = Callable[[int], Sequence[tuple[str, tuple[Any, ...]]]]
 
 class Links(Protocol):
     """Calls to all servers at once."""
+
+    keeps: bool
+    """Whether servers go on using the arrays of a call after it; else the caller may reuse them."""
 
     @property
     def count(self) -> int:
@@ -43,6 +47,8 @@ class Links(Protocol):
 
 class LocalLinks:
     """Servers in this process; every call in a thread."""
+
+    keeps = True
 
     def __init__(self, shards: Sequence[Shard], threads: int) -> None:
         self.shards = tuple(shards)
@@ -79,6 +85,8 @@ class LocalLinks:
 class RayLinks:
     """Servers as Ray actors. Arrays travel through the shared memory of a host without a copy."""
 
+    keeps = False
+
     def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = tuple(actors)
 
@@ -102,9 +110,8 @@ class RayLinks:
             getattr(actor, method).remote(*a) for actor, a in zip(self.actors, args, strict=True)
         ]
         try:
-            found: list[Any] = ray.get(refs, timeout=wait_s)
-            return found
-        except ray.exceptions.RayActorError:
+            return fetch(ray.get(refs, timeout=wait_s))
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
             pass  # one of them; below it is seen which
         except ray.exceptions.GetTimeoutError as error:
             raise _late(refs, method, wait_s) from error
@@ -128,13 +135,13 @@ class RayLinks:
                     for name, what in first(server):
                         ray.get(getattr(actor, name).remote(*what), timeout=_left(until))
                     ref = getattr(actor, method).remote(*args)
-                return ray.get(ref, timeout=_left(until))
+                return fetch([ray.get(ref, timeout=_left(until))])[0]
             except ray.exceptions.ActorDiedError as error:
                 raise LostError(
                     f"server {server} is gone, while asked to {method}: nothing keeps what it "
                     "held; give train(replicas=True) or snapshots="
                 ) from error
-            except ray.exceptions.RayActorError as error:
+            except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
                 if time.monotonic() > until:
                     raise WaitError(
                         f"server {server} was lost and did not come back in time, while asked to "

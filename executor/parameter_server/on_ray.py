@@ -13,6 +13,7 @@ from executor.parameter_server.job import Job, Served, served, worker_life
 from executor.parameter_server.links import RayLinks
 from executor.parameter_server.serving import Copy, Serving
 from executor.parameter_server.shard import LostError
+from executor.parameter_server.wire import SERVER_ENV, SYSTEM
 from planner.errors import RequestError
 
 SPREAD = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -30,7 +31,8 @@ def ray_at(address: str | None) -> Iterator[Any]:
         ) from error
     mine = not ray.is_initialized()
     if mine:
-        ray.init(address=address or "local", log_to_driver=True, include_dashboard=False)
+        system = {"_system_config": SYSTEM} if address in (None, "local") else {}
+        ray.init(address=address or "local", log_to_driver=True, include_dashboard=False, **system)
     try:
         yield ray
     finally:
@@ -113,7 +115,10 @@ def on_ray(job: Job) -> Served:
                 copies = [copy.remote(job.shard) for _ in range(job.servers)]
             lives = -1 if job.replicas or job.places is not None else 0
             serving = ray.remote(Serving).options(
-                max_concurrency=2 * job.workers + 4, max_restarts=lives, **WHERE
+                max_concurrency=2 * job.workers + 4,
+                max_restarts=lives,
+                runtime_env={"env_vars": {**CPU["env_vars"], **SERVER_ENV}},
+                **SPREAD,
             )
             for k in range(job.servers):
                 twin = copies[k] if copies else None

@@ -20,6 +20,7 @@ import optax
 from executor.parameter_server.clock import Clocks, Rule
 from executor.parameter_server.layout import Array, Flat
 from executor.parameter_server.store import Pushed, Store, mean
+from executor.parameter_server.wire import publish
 from planner.errors import RequestError
 
 
@@ -101,6 +102,7 @@ class Shard:
         self.has_read: set[int] = set()
         self.waiting: dict[int, Pushed] = {}
         self.at_barrier: dict[int, int] = {}
+        self.published: tuple[Any, Any] = (None, None)
         self.changed = threading.Condition()
         self.about: dict[str, Any] = {}
         self.on_change: Callable[[Change], None] = lambda change: None
@@ -166,7 +168,7 @@ class Shard:
         Args:
             worker: its rank.
             number: of the push, from 1, one more each time.
-            pushed: gradients, in the form of the values.
+            pushed: gradients, in the form of the values; nobody may change them afterwards.
 
         Returns:
             Whether it counts: False for one that the rule leaves out. One that comes again gets the
@@ -208,7 +210,7 @@ class Shard:
             else:
                 self.counts.lags[lag] = self.counts.lags.get(lag, 0) + 1
                 if self.rule.mode == "sync":
-                    self.waiting[worker] = pushed.copy()
+                    self.waiting[worker] = pushed
                     self._together()
                 else:
                     self._apply([pushed], self.rule.scale(lag))
@@ -229,6 +231,7 @@ class Shard:
         self._apply(pushes)
 
     def _apply(self, pushes: list[Pushed], scale: float = 1.0) -> None:
+        self.published = (None, None)  # a read of what is to change in place would be in its way
         self.store.apply(mean(pushes) if len(pushes) > 1 else pushes[0], scale)
         self.version += 1
         self.counts.updates += 1
@@ -241,12 +244,13 @@ class Shard:
             self.on_update()
         self.changed.notify_all()
 
-    def pull(self, worker: int, ahead: int = 0) -> Values:
+    def pull(self, worker: int, ahead: int = 0, dtype: str | None = None) -> Values:
         """The values, once the rule lets this worker read.
 
         Args:
             worker: its rank.
             ahead: as for ``Clocks.blockers``.
+            dtype: that the values travel in, where theirs is wider.
 
         Raises:
             WaitError: it did not in ``wait_s``; names the workers that are behind.
@@ -254,10 +258,12 @@ class Shard:
         with self.changed:
             self._until_it_may_read(worker, ahead)
             self.read_at[worker] = self.version
-            values = self.store.read()
-            if values:
+            key = (self.version, dtype)
+            if self.published[0] != key:  # once for all who read this version
+                self.published = (key, publish(self.store.read(dtype)))
+            if self.published[1]:
                 self.has_read.add(worker)
-            return Values(self.version, values)
+            return Values(self.version, self.published[1])
 
     def pull_rows(self, worker: int, rows: Mapping[str, Array]) -> Values:
         """Rows of tables, by their numbers on this server; waits, and raises, as ``pull``.
@@ -290,7 +296,7 @@ class Shard:
     def push_pull(self, worker: int, number: int, pushed: Pushed) -> Values:
         """``push``, then ``pull``."""
         self.push(worker, number, pushed)
-        return self.pull(worker, pushed.ahead)
+        return self.pull(worker, pushed.ahead, pushed.dtype)
 
     def now(self) -> tuple[Values, Counts]:
         """The values as they are, for who is no worker, and what was done."""
@@ -302,6 +308,7 @@ class Shard:
         with self.changed:
             if version >= self.ended:
                 self.ended = version
+                self.published = (None, None)
                 self.store.end(values)
 
     def tables(self) -> dict[str, Array]:
@@ -373,6 +380,7 @@ class Shard:
     def load(self, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
         """Go on from what ``dump`` gave."""
         with self.changed:
+            self.published = (None, None)
             if facts["begun"]:
                 self.store.load(arrays)
             self.about = facts["about"]

@@ -21,6 +21,7 @@ from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import MEANS, check_update_on
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.snapshots import Writer, read
+from executor.parameter_server.wire import check_pull_dtype
 from planner.errors import RequestError
 
 
@@ -43,6 +44,7 @@ def train(
     split_bytes: int = SPLIT_BYTES,
     partition: Partitioner | None = None,
     compress: str | None = None,
+    pull_dtype: str | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: float = 60.0,
     row_cache: int = 0,
@@ -73,6 +75,8 @@ def train(
         split_bytes, partition: as for ``layout_of``.
         compress: "bf16", "int8" or "2bit": gradients travel in a half, a quarter or a sixteenth of
             the bytes, and what was rounded away is added to the next push.
+        pull_dtype: "bfloat16": values travel to the workers in half the bytes; the servers' own
+            are not rounded.
         evaluate: told the parameters (and the tables, if there are some), by a process (or thread)
             of its own that nobody waits for.
         evaluate_every: seconds from one evaluation to the next; values that have not changed are
@@ -111,6 +115,7 @@ def train(
         )
     if compress is not None:
         coded("float32", compress)
+    check_pull_dtype(pull_dtype)
     done = {"rule": rule, "optimizer": optimizer, "update_on": update_on, "wait_s": wait_s}
     job = Job(
         loop,
@@ -119,7 +124,7 @@ def train(
         optimizer if update_on == "server" else MEANS,
         wait_s,
         cut={"split_bytes": split_bytes, "partition": partition},
-        options={"compress": compress, "row_cache": row_cache, **done},
+        options={"compress": compress, "row_cache": row_cache, "pull_dtype": pull_dtype, **done},
         places=places_of(snapshots, on.servers, snapshot_every),
         replicas=replicas,
         restarts=restarts,

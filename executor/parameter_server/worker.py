@@ -13,13 +13,14 @@ import numpy as np
 import optax
 
 from executor.parameter_server.clock import Rule
-from executor.parameter_server.codec import Feedback
+from executor.parameter_server.codec import Coded, Feedback
 from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import Replica
 from executor.parameter_server.rows import RowCache, Rows, TableLayout, table_layout
 from executor.parameter_server.store import EXACT, Pushed
+from executor.parameter_server.wire import check_pull_dtype
 from planner.errors import RequestError
 
 GRACE_S = 10.0
@@ -36,6 +37,8 @@ class ParameterServer:
         rule, optimizer: what the servers do.
         update_on: where the optimizer runs: "server", or "worker", on what the servers average.
         wait_s: deadline of every wait, in seconds.
+        pull_dtype: floating-point values travel rounded to it, "bfloat16"; the servers' are not
+            rounded, and what is pulled has their dtype. None sends them as they are.
         split_bytes, partition: as for ``layout_of``.
         compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None: as they
             are.
@@ -44,6 +47,9 @@ class ParameterServer:
 
     Attributes:
         version: updates that were in what was read last; the least of all servers.
+
+    Raises:
+        RequestError: an unknown ``pull_dtype``.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class ParameterServer:
         optimizer: optax.GradientTransformation | None = None,
         update_on: str = "server",
         wait_s: float = 300.0,
+        pull_dtype: str | None = None,
         split_bytes: int = SPLIT_BYTES,
         partition: Partitioner | None = None,
         compress: str | None = None,
@@ -69,10 +76,13 @@ class ParameterServer:
         if update_on == "worker" and optimizer is not None:
             self._replica = Replica(optimizer, EXACT)
         self._feedback = None if compress is None else Feedback(compress, links.count)
+        check_pull_dtype(pull_dtype)
+        self._dtype = pull_dtype
         self._layout: Layout | None = None
         self._tables: TableLayout | None = None
         self._cache = RowCache(row_cache) if row_cache else None
         self._adds = optimizer is None and not rule.lag_scaled
+        self._flats: list[Flat] | None = None
         self._number = self._barriers = 0
         self._seen: list[int] = []
         self._under_way: Future[tuple[list[int], Any]] | None = None
@@ -152,13 +162,16 @@ class ParameterServer:
         return self._number
 
     def pull(self) -> Any:
-        """The parameters, as soon as this worker may read them: NumPy arrays of its own.
+        """The parameters, as soon as this worker may read them: NumPy arrays, read-only.
+
+        They may lie in memory that is shared with other processes, and keep it from being used
+        again: copy what is kept for many steps.
 
         Raises:
             WaitError: it might not in time; names the workers that are behind.
         """
         self.settle()
-        return self._now(self._read("pull", [(self.rank,)] * self._links.count))
+        return self._now(self._read("pull", [(self.rank, 0, self._dtype)] * self._links.count))
 
     def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
         """Rows of tables, as soon as this worker may read them: NumPy arrays of its own.
@@ -249,7 +262,7 @@ class ParameterServer:
         self.rule.check_overlap()
         seen, under_way, self._under_way = self._seen, self._under_way, None
         if under_way is None:
-            read = self._read("pull", [(self.rank,)] * self._links.count)
+            read = self._read("pull", [(self.rank, 0, self._dtype)] * self._links.count)
         else:
             read = under_way.result()
         pushed, sums = self._numbered(gradients, rows)
@@ -291,19 +304,22 @@ class ParameterServer:
         self, gradients: Any, rows: Mapping[str, Any] | None
     ) -> tuple[list[tuple[Any, ...]], Rows]:
         """What every server is told of a push (sent again, it must be the same objects), which has
-        one number for all; and the rows of it, once each."""
+        one number for all; and the rows of it, once each. Dense gradients lie in memory that the
+        next push takes again, where servers do not keep it."""
         sums, parts = self.tables.push(rows or {})
         flats: list[Flat] = [{}] * self._links.count
         if gradients is not None:
-            flats = self.layout.scatter(jax.device_get(gradients))
+            flats = self.layout.scatter(jax.device_get(gradients), self._flats)
+            self._flats = None if self._links.keeps else flats
         self._number += 1
-        made: list[tuple[Any, ...]] = [
-            (flat, part) for flat, part in zip(flats, parts, strict=True)
-        ]
+        coded: list[dict[str, Coded]] = [{}] * len(flats)
         if self._feedback is not None and gradients is not None:
-            coded = [self._feedback.encode(server, flat) for server, flat in enumerate(flats)]
-            made = [(dense, part, x) for (dense, x), part in zip(coded, parts, strict=True)]
-        self._sent = [Pushed(*fields) for fields in made]  # until the next: it may be asked again
+            found = [self._feedback.encode(server, flat) for server, flat in enumerate(flats)]
+            flats, coded = [dense for dense, _ in found], [x for _, x in found]
+        self._sent = [  # until the next: it may be asked again
+            Pushed(flat, part, x, dtype=self._dtype)
+            for flat, part, x in zip(flats, parts, coded, strict=True)
+        ]
         return [(self.rank, self._number, part) for part in self._sent], sums
 
     def _now_cached(self, pushed: Rows, added: bool) -> None:

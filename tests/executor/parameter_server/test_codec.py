@@ -182,6 +182,7 @@ def test_a_push_sent_again_is_the_same_bytes() -> None:
         """Servers whose first answer is lost: every push is sent twice."""
 
         count = 1
+        keeps = True
         shard = Shard(Rule("async"), 1, None, 1.0)
 
         def call(self, method: str, args: Any, wait_s: float, first: Any = None) -> list[Any]:
