@@ -17,7 +17,7 @@ from executor.parameter_server.clock import Rule
 from executor.parameter_server.evaluator import Evaluate, Evaluation
 from executor.parameter_server.layout import Array, Layout, layout_from, layout_of
 from executor.parameter_server.links import Links
-from executor.parameter_server.reshard import reshard
+from executor.parameter_server.reshard import check, reshard
 from executor.parameter_server.shard import Counts
 from executor.parameter_server.snapshots import Places, earlier, read, replace_all
 from executor.parameter_server.tables import joined
@@ -135,6 +135,7 @@ class Job:
             return self
         there, versions = found
         dumps = [read(there.of(k), version) for k, version in enumerate(versions)]
+        check(dumps, self.optimizer)
         old = layout_from(dumps[0][0]["about"])
         shapes = [
             jax.ShapeDtypeStruct(s, np.dtype(d))

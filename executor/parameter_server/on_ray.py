@@ -17,6 +17,8 @@ from executor.parameter_server.wire import SERVER_ENV, SYSTEM
 from planner.errors import RequestError
 
 SPREAD = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+TELL_S = 2.0
+"""How long after the last worker has left servers are told so again."""
 WHERE = {"runtime_env": CPU, **SPREAD}
 
 
@@ -72,21 +74,25 @@ class Team:
         for rank in range(self.job.workers):
             self.start(rank)
         while self.running:
-            (done, *_), _ = self.ray.wait(list(self.running), num_returns=1)
-            rank = self.running.pop(done)
+            done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=TELL_S)
+            if not done:
+                self.tell()
+                continue
+            rank = self.running.pop(done[0])
             try:
-                self.returned[rank], own = self.ray.get(done)
+                self.returned[rank], own = self.ray.get(done[0])
                 self.shapes = self.shapes if own is None else own
             except self.ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            except (
-                self.ray.exceptions.WorkerCrashedError,
-                self.ray.exceptions.NodeDiedError,
-                self.ray.exceptions.ObjectLostError,
-            ) as error:
+                raise (error.cause or error) from None
+            except self.ray.exceptions.RayError as error:  # its process, host or memory is gone
                 self.missing(rank, error)
         if len(self.lost) == self.job.workers:
             raise LostError("all workers were lost")
+
+    def tell(self) -> None:
+        """Say who has left: a server that came back from a snapshot may wait for them."""
+        for rank in {*self.returned, *self.lost}:
+            self.links.call("leave", [(rank,)] * self.links.count, self.job.wait_s)
 
     def missing(self, rank: int, error: Exception) -> None:
         """A worker's process is gone."""

@@ -12,7 +12,7 @@ import optax
 from executor.parameter_server import tables
 from executor.parameter_server.layout import Array, Layout
 from executor.parameter_server.snapshots import Dump
-from executor.parameter_server.store import SECOND, STATE, TABLES, VALUES, named
+from executor.parameter_server.store import OTHER, SECOND, STATE, TABLES, VALUES, named, states
 from planner.errors import RequestError
 
 Flats = Mapping[str, Array]
@@ -63,6 +63,7 @@ def reshard(
     values = respread(old, new, [named(arrays, VALUES) for _, arrays in dumps])
     second = {name: first[name] for name in (VALUES + SECOND,) if name in first}
     made = [second | {f"{VALUES}{d}": x for d, x in flat.items()} for flat in values]
+    check(dumps, optimizer)
     if optimizer is not None:
         forms = [_places(optimizer, arrays) for _, arrays in dumps]
         once = next(form for form, (_, arrays) in zip(forms, dumps, strict=True) if arrays is first)
@@ -85,6 +86,13 @@ def reshard(
         arrays.update({f"{TABLES}{name}": x for name, x in part.items()})
     about = dict(facts["about"]) | new.about
     return [(dict(facts) | {"last": last, "about": about}, arrays) for arrays in made]
+
+
+def check(dumps: Sequence[Dump], optimizer: optax.GradientTransformation | None) -> None:
+    """Raises RequestError if what was kept is not of this optimizer."""
+    for _, arrays in dumps:
+        if len(states(arrays)) != (0 if optimizer is None else len(_places(optimizer, arrays))):
+            raise RequestError(OTHER)
 
 
 def _number(dump: Dump, worker: str) -> int:

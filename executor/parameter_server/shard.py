@@ -157,6 +157,8 @@ class Shard:
     def leave(self, worker: int) -> None:
         """A worker has finished, or is lost; nobody waits for it any more."""
         with self.changed:
+            if worker not in self.clocks.at:
+                return
             self.clocks.leave(worker)
             self.at_barrier.pop(worker, None)
             self._together()
@@ -189,7 +191,8 @@ class Shard:
             if worker in self.waiting:  # it pushes twice without a read: one after the other
                 self._until_it_may_read(worker)
             read_at = self.read_at.get(worker, self.version)
-            lag = self.version - (read_at if pushed.seen is None else pushed.seen)
+            seen = read_at if pushed.seen is None else pushed.seen
+            lag = max(0, self.version - seen)  # what it has seen may be lost since
             self.has_read.discard(worker)
             return self.put(worker, number, pushed, lag)
 

@@ -34,6 +34,8 @@ VALUES, STATE, TABLES = "values/", "state/", "tables/"
 BLOCK = 2**16
 """Elements that are summed at a time."""
 
+OTHER = "what was kept is of another optimizer: go on with that of the run, or in another folder"
+
 SECOND = "second"
 """Name of an array of one element that is there to be the second."""
 
@@ -107,7 +109,8 @@ def named(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
     return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
 
 
-def _states(arrays: Mapping[str, Array]) -> list[str]:
+def states(arrays: Mapping[str, Array]) -> list[str]:
+    """The names of dumped leaves of optimizer state, in their order."""
     return [f"{STATE}{k}" for k in sorted(map(int, named(arrays, STATE)))]
 
 
@@ -201,13 +204,10 @@ class Store:
         """
         self.tables.load(named(arrays, TABLES))
         self.values = {name: jnp.array(x) for name, x in named(arrays, VALUES).items()}
-        if self.optimizer is not None:
-            form = jax.eval_shape(self.optimizer.init, self.values)
-            kept = [jnp.array(arrays[key]) for key in _states(arrays)]
-            if [(x.shape, x.dtype) for x in kept] != [
-                (x.shape, x.dtype) for x in jax.tree.leaves(form)
-            ]:
-                raise RequestError(
-                    "what was kept is of another optimizer: go on with the optimizer of that run"
-                )
-            self.state = jax.tree.unflatten(jax.tree.structure(form), kept)
+        form = None if self.optimizer is None else jax.eval_shape(self.optimizer.init, self.values)
+        kept = [jnp.array(arrays[key]) for key in states(arrays)]
+        if [(x.shape, x.dtype) for x in kept] != [
+            (x.shape, x.dtype) for x in jax.tree.leaves(form)
+        ]:
+            raise RequestError(OTHER)
+        self.state = jax.tree.unflatten(jax.tree.structure(form), kept)

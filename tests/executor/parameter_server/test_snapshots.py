@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from executor.parameter_server import ParameterServer, Rule, layout_of, train
 from executor.parameter_server.layout import layout_from
 from executor.parameter_server.reshard import reshard
 from executor.parameter_server.shard import Shard
-from executor.parameter_server.snapshots import Places, chosen, earlier, listed, read, write
+from executor.parameter_server.snapshots import Places, Writer, chosen, earlier, listed, read, write
 from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
 
@@ -199,3 +201,36 @@ def test_a_layout_comes_back_from_its_description() -> None:
         layout.shapes,
         layout.dtypes,
     )
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+@pytest.mark.parametrize("other", [None, optax.sgd(0.1), optax.sgd(0.1, 0.9)])
+def test_another_optimizer_is_refused(tmp_path: Path, servers: int, other: Any) -> None:
+    kept: dict[str, Any] = {"backend": "local", "snapshots": tmp_path, "snapshot_every": 1}
+    train(loop(2), workers=1, servers=2, optimizer=OPTIMIZER, split_bytes=40, **kept)
+    with pytest.raises(RequestError, match="of another optimizer"):
+        train(loop(4), workers=1, servers=servers, optimizer=other, split_bytes=40, **kept)
+
+
+def test_a_slow_snapshot_does_not_shift_the_next(tmp_path: Path) -> None:
+    made = Shard(Rule("async"), 1, None, 1.0)
+    writer = Writer(made, Places(tmp_path, 1, 5), 0)
+    begun: list[int] = []
+    writer.begin = lambda: (begun.append(made.version), setattr(writer, "written", made.version))[0]  # type: ignore[method-assign]
+    made.init({"float32": np.zeros(3, np.float32)})
+    for k in range(1, 24):
+        late = k in (5, 6)  # the one before is still being written
+        writer.thread = (
+            threading.Thread(target=time.sleep, args=(60,), daemon=True) if late else None
+        )
+        if writer.thread is not None:
+            writer.thread.start()
+        made.push(0, k, Pushed({"float32": np.ones(3, np.float32)}))
+    assert begun == [7, 10, 15, 20]
+
+
+def test_what_was_seen_may_be_lost_since() -> None:
+    made = Shard(Rule("async", lag_scaled=True), 1, None, 1.0)
+    made.init({"float32": np.zeros(3, np.float32)})
+    made.push(0, 1, Pushed({"float32": np.ones(3, np.float32)}, seen=7))
+    assert made.counts.lags == {0: 1} and made.store.read()["float32"][0] == 1.0
