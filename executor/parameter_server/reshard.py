@@ -85,7 +85,8 @@ def reshard(
     for arrays, part in zip(made, rows, strict=True):
         arrays.update({f"{TABLES}{name}": x for name, x in part.items()})
     about = dict(facts["about"]) | new.about
-    return [(dict(facts) | {"last": last, "about": about}, arrays) for arrays in made]
+    changed = {"last": last, "about": about, "queues": dumps[0][0]["queues"]}
+    return [(dict(facts) | changed, arrays) for arrays in made]
 
 
 def check(dumps: Sequence[Dump], optimizer: optax.GradientTransformation | None) -> None:

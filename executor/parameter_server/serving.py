@@ -16,6 +16,7 @@ from typing import Any
 
 from executor.parameter_server.layout import Array
 from executor.parameter_server.links import AGAIN_S
+from executor.parameter_server.queue import Taken
 from executor.parameter_server.shard import Change, LostError, Shard
 from executor.parameter_server.snapshots import Places, Writer, listed, read
 from planner.errors import RequestError
@@ -150,6 +151,18 @@ class Serving(Shard):
         """See ``Shard``."""
         super().leave(*args)
         self._settle()
+
+    def away(self, *args: Any) -> None:
+        """See ``Shard``."""
+        super().away(*args)
+        self._settle()
+
+    def take(self, *args: Any) -> Taken:
+        """See ``Shard``."""
+        self._check()
+        taken = super().take(*args)
+        self._settle()
+        return taken
 
     def push(self, *args: Any) -> bool:
         """See ``Shard``; the copy has it too when this returns."""

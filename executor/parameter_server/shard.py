@@ -19,6 +19,7 @@ import optax
 
 from executor.parameter_server.clock import Clocks, Rule
 from executor.parameter_server.layout import Array, Flat
+from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
 from executor.parameter_server.store import Pushed, Store, mean
 from executor.parameter_server.wire import publish
 from planner.errors import RequestError
@@ -103,6 +104,7 @@ class Shard:
         self.waiting: dict[int, Pushed] = {}
         self.at_barrier: dict[int, int] = {}
         self.published: tuple[Any, Any] = (None, None)
+        self.queues: dict[int, Queue] = {}
         self.changed = threading.Condition()
         self.about: dict[str, Any] = {}
         self.on_change: Callable[[Change], None] = lambda change: None
@@ -161,8 +163,38 @@ class Shard:
                 return
             self.clocks.leave(worker)
             self.at_barrier.pop(worker, None)
+            self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
             self._together()
             self._told("leave", worker)
+
+    def away(self, worker: int) -> None:
+        """Nobody waits for a worker until it joins or pushes: it waits for what others have."""
+        with self.changed:
+            if worker in self.clocks.at:
+                self.clocks.leave(worker)
+                self._together()
+                self._told("away", worker)
+
+    def take(self, worker: int, wanted: Wanted | None, finished: int | None = None) -> Taken:
+        """The next item for a worker, without waiting; ``wanted`` None asks for nothing.
+
+        Args:
+            worker: its rank.
+            wanted: what it takes items of; the first who asks begins the queue.
+            finished: the place of the item that it has finished; None: it has just begun.
+
+        Raises:
+            RequestError: the queue has other items.
+        """
+        if wanted is None:
+            return Taken(None)
+        with self.changed:
+            before = self.queues.get(wanted.queue)
+            taken, queue = queue_for(before, wanted).take(worker, finished)
+            if queue != before:
+                self.queues[wanted.queue] = queue
+                self._told("take", worker, wanted, finished)
+            return taken
 
     def push(self, worker: int, number: int, pushed: Pushed) -> bool:
         """Take a worker's push.
@@ -375,6 +407,7 @@ class Shard:
             "last": {w: list(pair) for w, pair in self.last.items()},
             "clocks": self.clocks.at,
             "barriers": self.at_barrier,
+            "queues": {n: queue.to_facts() for n, queue in self.queues.items()},
             "counts": asdict(self.counts),
         }
         found: dict[str, Any] = json.loads(json.dumps(facts))
@@ -391,6 +424,7 @@ class Shard:
             self.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}
             self.clocks.at = _by_rank(facts["clocks"])
             self.at_barrier = _by_rank(facts["barriers"])
+            self.queues = {int(n): Queue.from_facts(q) for n, q in facts["queues"].items()}
             counts: dict[str, Any] = facts["counts"]
             told: dict[str, Any] = {
                 k: _by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()
@@ -406,6 +440,8 @@ class Shard:
         with self.changed:
             if number is not None:
                 self.last = dict.fromkeys(range(workers), (number, True))
+            for worker in {w for queue in self.queues.values() for w in queue.held}:
+                self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
             self.waiting.clear()
             self.at_barrier.clear()
             self.clocks.at = {w: self.last.get(w, (0, True))[0] for w in range(workers)}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ from executor.parameter_server.codec import Coded, Feedback
 from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
+from executor.parameter_server.queue import Taken, Wanted
 from executor.parameter_server.replica import Replica
 from executor.parameter_server.rows import RowCache, Rows, TableLayout, table_layout
+from executor.parameter_server.shares import check_shares, fixed, queued
 from executor.parameter_server.store import EXACT, Pushed
 from executor.parameter_server.wire import check_pull_dtype
 from planner.errors import RequestError
@@ -83,7 +85,7 @@ class ParameterServer:
         self._cache = RowCache(row_cache) if row_cache else None
         self._adds = optimizer is None and not rule.lag_scaled
         self._flats: list[Flat] | None = None
-        self._number = self._barriers = 0
+        self._number = self._barriers = self._queues = 0
         self._seen: list[int] = []
         self._under_way: Future[tuple[list[int], Any]] | None = None
         self._sent: list[Pushed] = []
@@ -149,11 +151,14 @@ class ParameterServer:
             parts = self._tables.scatter(tables or {})
             self._call("init", [(*both, about) for both in zip(flats, parts, strict=True)])
             self._call("describe", [(self.shapes,)] * self._links.count)
-        came = self._call("join", [(self.rank,)] * self._links.count)
-        # the least: what some servers have and others not is pushed again, and counts once
-        self._number = min(number for number, _ in came)
-        self._barriers = came[0][1]
+        self._join()
         return self.pull()
+
+    def _join(self) -> None:
+        came = self._call("join", [(self.rank, self._barriers)] * self._links.count)
+        # the least: what some servers have and others not is pushed again, and counts once
+        self._number = max(self._number, min(number for number, _ in came))
+        self._barriers = came[0][1]
 
     @property
     def clock(self) -> int:
@@ -357,6 +362,58 @@ class ParameterServer:
         """The ranks of the workers that are there."""
         found: Sequence[int] = self._call("members", [()] * self._links.count)[0]
         return tuple(found)
+
+    def shares(
+        self,
+        items: Sequence[Any],
+        *,
+        how: str = "fixed",
+        policy: str = "leave",
+        epochs: int = 1,
+        seed: int | None = None,
+    ) -> Iterator[Any]:
+        """This worker's items, one after the other.
+
+        Args:
+            items: file names, ranges of rows, what you like; the same on every worker, in the same
+                order. Only their places travel.
+            how: "fixed", those whose place % num_workers is this rank; or "queue", one at a time
+                from a queue on server 0, where an item is finished when its worker asks for the
+                next, and what a lost worker had goes to another.
+            policy: of "fixed": "leave", some workers have one more; "pad", all have as many, and
+                the first items come twice; "drop", all have as many, and the last are left out.
+            epochs: how often.
+            seed: shuffles each epoch in another order; None keeps that of the items.
+
+        Raises:
+            RequestError: arguments that make no sense, or other items than another worker's.
+            WaitError: the last items of a queue are held by others, and nothing changed in
+                ``wait_s``; says who holds which.
+        """
+        asked: dict[str, Any] = {"epochs": epochs, "seed": seed}
+        check_shares(len(items), self.num_workers, how=how, policy=policy, **asked)
+        if how == "fixed":
+            chosen = fixed(len(items), self.rank, self.num_workers, policy=policy, **asked)
+        else:
+            self._queues += 1
+            if self._replica is not None:
+                raise RequestError(
+                    "shares: how='queue' with update_on='worker': who waits for the last items "
+                    "would miss means; expected how='fixed', or update_on='server'"
+                )
+            wanted = Wanted(self._queues, len(items), **asked)
+            take = partial(self._take, wanted)
+            chosen = queued(wanted, take, self._away, self._join, self._wait_s)
+        return (items[k] for k in chosen)
+
+    def _take(self, wanted: Wanted, finished: int | None) -> Taken:
+        self.settle()
+        others = [(None, None)] * (self._links.count - 1)
+        taken: Taken = self._call("take", [(self.rank, wanted, finished), *others])[0]
+        return taken
+
+    def _away(self) -> None:
+        self._call("away", [(self.rank,)] * self._links.count)
 
     @property
     def _late(self) -> float:

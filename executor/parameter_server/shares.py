@@ -1,0 +1,117 @@
+"""Which items a worker takes, one after the other: its fixed share, or what a queue gives it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from executor.parameter_server.links import AGAIN_S
+from executor.parameter_server.queue import Taken, Wanted
+from executor.parameter_server.shard import WaitError
+from planner.errors import RequestError
+
+HOW = ("fixed", "queue")
+POLICIES = ("leave", "pad", "drop")
+
+
+@functools.lru_cache(maxsize=8)
+def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(map(int, np.random.default_rng((seed, epoch)).permutation(count)))
+
+
+def index_at(place: int, count: int, seed: int | None) -> int:
+    """Which item is at a place in the order of all epochs."""
+    epoch, within = divmod(place, count)
+    return within if seed is None else _order(count, seed, epoch)[within]
+
+
+def fixed(
+    count: int, rank: int, workers: int, *, policy: str, epochs: int, seed: int | None
+) -> Iterator[int]:
+    """The items of one worker: in each epoch those whose place % workers is its rank."""
+    each = {
+        "leave": count,
+        "pad": -(-count // workers) * workers,
+        "drop": count // workers * workers,
+    }
+    for epoch in range(epochs):
+        for place in range(rank, each[policy], workers):
+            yield index_at(epoch * count + place % count, count, seed)
+
+
+def check_shares(
+    count: int, workers: int, *, how: str, policy: str, epochs: int, seed: int | None
+) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        RequestError: says what.
+    """
+    if how not in HOW or policy not in POLICIES:
+        raise RequestError(
+            f"shares: how={how!r}, policy={policy!r}: expected how {' or '.join(HOW)}, policy "
+            f"{', '.join(POLICIES)}"
+        )
+    if how == "queue" and policy != "leave":
+        raise RequestError(
+            f"shares: policy={policy!r} with how='queue': who takes how many is not known before; "
+            "leave it out, or how='fixed'"
+        )
+    if count < 1 or epochs < 1 or (seed is not None and seed < 0):
+        raise RequestError(
+            f"shares: {count} items, epochs={epochs}, seed={seed}: expected at least one item and "
+            "one epoch, and a seed from 0 on or None"
+        )
+    if policy == "drop" and count < workers:
+        raise RequestError(
+            f"shares: {count} items for {workers} workers with policy='drop': nobody would have "
+            "any; expected 'pad' or 'leave', or more items"
+        )
+
+
+def queued(
+    wanted: Wanted,
+    take: Callable[[int | None], Taken],
+    away: Callable[[], None],
+    join: Callable[[], None],
+    wait_s: float,
+) -> Iterator[int]:
+    """The items that a queue gives to a worker.
+
+    Args:
+        wanted: of which queue.
+        take: asks the queue, with the place that is finished.
+        away, join: while others have the last items this worker is away, so that in synchronous
+            training they do not wait for its pushes.
+        wait_s: deadline, in seconds, from the last change of who has what.
+
+    Raises:
+        WaitError: says who has which item.
+    """
+    place = None
+    while True:
+        held: Mapping[int, int] = {}
+        until = 0.0
+        while (taken := take(place)).held:
+            if taken.held != held:
+                held, until = taken.held, time.monotonic() + wait_s
+            elif time.monotonic() > until:
+                names = (
+                    f"worker {w} has item {index_at(p, wanted.count, wanted.seed)}"
+                    for w, p in sorted(held.items())
+                )
+                raise WaitError(
+                    f"waited {wait_s:g} s for the end of a queue: {', '.join(names)}; an item may "
+                    "take no longer than wait_s"
+                )
+            away()
+            time.sleep(AGAIN_S)
+        if held:
+            join()
+        if taken.place is None:
+            return
+        place = taken.place
+        yield index_at(place, wanted.count, wanted.seed)
