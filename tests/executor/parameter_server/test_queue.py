@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from executor.parameter_server import ParameterServer, Rule, WaitError, train
 from executor.parameter_server.links import LocalLinks
 from executor.parameter_server.queue import Queue, Wanted
-from executor.parameter_server.serving import Copy
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.shares import fixed, index_at
 from planner.errors import RequestError
@@ -67,16 +66,15 @@ class Model:
     def __init__(self, workers: int, wanted: Wanted) -> None:
         self.made = (Rule(), workers, None, 1.0)
         self.workers, self.wanted = workers, wanted
-        self.shard, self.copy = Shard(*self.made), Copy(self.made)
-        self.changes = 0
+        self.shard, self.copy = Shard(*self.made), Shard(*self.made)
         self.shard.on_change = self.changed
         self.finished: Counter[int] = Counter()
         self.has: dict[int, int] = {}
         self.ended: set[int] = set()
 
     def changed(self, change: Any) -> None:
-        assert self.copy.repeat(self.changes, change)
-        self.changes += 1
+        method, args = change  # as serving.Copy does
+        getattr(self.copy, method)(*args)
 
     def take(self, worker: int, *, twice: bool) -> None:
         """A worker finishes what it has and takes the next, maybe asking again for the answer."""
@@ -107,9 +105,7 @@ class Model:
 
     def dump(self) -> None:
         facts, arrays = self.shard.dump()
-        if self.changes:
-            assert self.copy.shard is not None
-            assert self.copy.shard.dump()[0]["queues"] == facts["queues"]
+        assert self.copy.dump()[0]["queues"] == facts["queues"]
         other = Shard(*self.made)
         other.on_change = self.shard.on_change
         other.load(json.loads(json.dumps(facts)), arrays)
