@@ -159,7 +159,8 @@ class Shard:
     def leave(self, worker: int) -> None:
         """A worker has finished, or is lost; nobody waits for it any more."""
         with self.changed:
-            if worker not in self.clocks.at:
+            holds = any(worker in queue.held for queue in self.queues.values())
+            if worker not in self.clocks.at and not holds:
                 return
             self.clocks.leave(worker)
             self.at_barrier.pop(worker, None)

@@ -161,6 +161,16 @@ def test_others_get_the_item_of_a_lost_worker() -> None:
     assert taken.place is None and not taken.held
 
 
+def test_an_item_comes_back_from_who_is_not_there_any_more() -> None:
+    """A call of a lost worker that arrives late, or one that was away when it was lost."""
+    shard = Shard(Rule(), 2, None, 1.0)
+    shard.leave(0)
+    assert shard.take(0, Wanted(1, 1, 1, None)).place == 0
+    assert shard.take(1, Wanted(1, 1, 1, None)).held == {0: 0}
+    shard.leave(0)
+    assert shard.take(1, Wanted(1, 1, 1, None)).place == 0
+
+
 def test_other_items_are_refused() -> None:
     one, two = alone(2)
     assert next(one.shares("abc", how="queue")) == "a"
