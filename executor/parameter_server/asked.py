@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from executor.launchers.rays import look_for
+from executor.parameter_server.wire import MEMORY_ENV
 from executor.ps_roles import PREFIX, ps_role
 from planner.errors import RequestError
 from planner.modes import get_parallel_mode
@@ -104,7 +105,7 @@ def gpus_of(ray: Any, job: Asked) -> dict[str, Any]:
         RequestError: the cluster has not that many; Ray itself would wait for more without a word.
     """
     if not job.gpus:
-        return {"runtime_env": CPU}
+        return {"runtime_env": {"env_vars": {**CPU["env_vars"], **MEMORY_ENV}}}
     there = ray.cluster_resources().get("GPU", 0)
     if there < job.gpus * job.workers:
         raise RequestError(

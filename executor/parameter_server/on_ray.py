@@ -13,7 +13,7 @@ from executor.parameter_server.job import Job, Served, served, worker_life
 from executor.parameter_server.links import RayLinks
 from executor.parameter_server.serving import Copy, Serving
 from executor.parameter_server.shard import LostError
-from executor.parameter_server.wire import SERVER_ENV, SYSTEM
+from executor.parameter_server.wire import MEMORY_ENV, SYSTEM
 from planner.errors import RequestError
 
 SPREAD = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -123,7 +123,7 @@ def on_ray(job: Job) -> Served:
             serving = ray.remote(Serving).options(
                 max_concurrency=2 * job.workers + 4,
                 max_restarts=lives,
-                runtime_env={"env_vars": {**CPU["env_vars"], **SERVER_ENV}},
+                runtime_env={"env_vars": {**CPU["env_vars"], **MEMORY_ENV}},
                 **SPREAD,
             )
             for k in range(job.servers):

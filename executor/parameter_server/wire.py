@@ -30,11 +30,12 @@ SYSTEM = {
 }
 """Settings of a Ray that is started here; of another: ``ray start --system-config``."""
 
-SERVER_ENV = {
+MEMORY_ENV = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-"""Environment of servers: arrays that come and go lie in memory that stays mapped."""
+"""Environment of servers and of workers on CPUs: arrays that come and go lie in memory that stays
+mapped."""
 
 PULL_DTYPES = (None, "bfloat16")
 
