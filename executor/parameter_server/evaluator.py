@@ -43,10 +43,10 @@ class Reader:
             there are no values yet, or none that are newer.
         """
         if self.shapes is None:  # a server that was restarted may not know them any more
-            self.shapes = self._call("described")[0]
+            self.shapes = next((x for x in self._call("described") if x is not None), None)
         found = [values for values, _ in self._call("now")]
         version = min(values.version for values in found)
-        if self.shapes is None or version <= seen:
+        if self.shapes is None or version == seen:
             return None
         layout = layout_of(self.shapes, self.links.count, **self.cut)
         params = layout.gather([values.values for values in found])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from executor.parameter_server.layout import Array, Layout, layout_from, layout_
 from executor.parameter_server.links import Links
 from executor.parameter_server.reshard import check, reshard
 from executor.parameter_server.shard import Counts
-from executor.parameter_server.snapshots import Places, earlier, read, replace_all
+from executor.parameter_server.snapshots import Places, earlier, forget, read, replace_all
 from executor.parameter_server.tables import joined
 from executor.parameter_server.worker import ParameterServer
 from planner.errors import RequestError
@@ -130,8 +132,11 @@ class Job:
         Raises:
             RequestError: a snapshot is damaged.
         """
-        found = None if self.places is None else earlier(self.places, self.rule.mode)
-        if self.places is None or found is None:
+        if self.places is None:
+            return self
+        found = earlier(self.places, self.rule.mode)
+        if found is None:
+            forget(self.places, None)
             return self
         there, versions = found
         dumps = [read(there.of(k), version) for k, version in enumerate(versions)]
@@ -146,6 +151,7 @@ class Job:
             dumps = reshard(old, new, dumps, self.optimizer)
             replace_all(self.places, dumps)
             versions = tuple(int(facts["version"]) for facts, _ in dumps)
+        forget(self.places, versions)
         return replace(self, begin=versions, number=self._number(dumps))
 
     def _number(self, dumps: Sequence[Any]) -> int | None:
@@ -169,10 +175,21 @@ def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any]:
     try:
         returned = job.loop(server)
         server.settle()
+    except Exception as error:
+        raise _portable(error) from error
     finally:
         with contextlib.suppress(Exception):
             server.leave()
     return returned, server.shapes
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that can be sent to another process: itself, or in words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RequestError("".join(traceback.format_exception(error)))
+    return error
 
 
 def served(

@@ -224,6 +224,11 @@ def layout_of(
         name = jax.tree_util.keystr(path)
         if not hasattr(leaf, "dtype") or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise RequestError(f"{name}: got {type(leaf).__name__}, expected an array of numbers")
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise RequestError(
+                f"{name}: got {leaf.dtype}, which JAX computes as "
+                f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}; cast it, or set jax_enable_x64"
+            )
         shapes.append(tuple(leaf.shape))
         dtypes.append(str(leaf.dtype))
         paths.append(name)

@@ -110,13 +110,13 @@ class RayLinks:
             getattr(actor, method).remote(*a) for actor, a in zip(self.actors, args, strict=True)
         ]
         try:
-            return fetch(ray.get(refs, timeout=wait_s))
+            return fetch(ray.get(refs, timeout=wait_s), wait_s)
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
             pass  # one of them; below it is seen which
         except ray.exceptions.GetTimeoutError as error:
             raise _late(refs, method, wait_s) from error
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            raise (error.cause or error) from error
         return [
             self._one(k, method, a, ref, until, first)
             for k, (a, ref) in enumerate(zip(args, refs, strict=True))
@@ -135,11 +135,11 @@ class RayLinks:
                     for name, what in first(server):
                         ray.get(getattr(actor, name).remote(*what), timeout=_left(until))
                     ref = getattr(actor, method).remote(*args)
-                return fetch([ray.get(ref, timeout=_left(until))])[0]
+                return fetch([ray.get(ref, timeout=_left(until))], _left(until))[0]
             except ray.exceptions.ActorDiedError as error:
                 raise LostError(
                     f"server {server} is gone, while asked to {method}: nothing keeps what it "
-                    "held; give train(replicas=True) or snapshots="
+                    f"held; give train(replicas=True) or snapshots= ({_word(error)})"
                 ) from error
             except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
                 if time.monotonic() > until:
@@ -152,7 +152,12 @@ class RayLinks:
             except ray.exceptions.GetTimeoutError as error:
                 raise WaitError(f"server {server} did not answer {method} in time") from error
             except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
+                raise (error.cause or error) from error
+
+
+def _word(error: Exception) -> str:
+    """The last line of an error of Ray's, where it says why."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def _left(until: float) -> float:

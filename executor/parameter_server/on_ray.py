@@ -73,6 +73,14 @@ class Team:
         """
         for rank in range(self.job.workers):
             self.start(rank)
+        errors = self.ray.exceptions
+        gone = (
+            errors.WorkerCrashedError,
+            errors.NodeDiedError,
+            errors.ObjectLostError,
+            errors.OutOfMemoryError,
+            errors.LocalRayletDiedError,
+        )
         while self.running:
             done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=TELL_S)
             if not done:
@@ -83,8 +91,8 @@ class Team:
                 self.returned[rank], own = self.ray.get(done[0])
                 self.shapes = self.shapes if own is None else own
             except self.ray.exceptions.RayTaskError as error:
-                raise (error.cause or error) from None
-            except self.ray.exceptions.RayError as error:  # its process, host or memory is gone
+                raise (error.cause or error) from error
+            except gone as error:
                 self.missing(rank, error)
         if len(self.lost) == self.job.workers:
             raise LostError("all workers were lost")

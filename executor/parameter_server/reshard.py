@@ -58,7 +58,8 @@ def reshard(
     anything. So are the numbers of the workers' pushes, but the least of each: a push that not all
     servers took is made again.
     """
-    facts, first = max(dumps, key=lambda d: (int(d[0]["version"]), len(named(d[1], VALUES))))
+    facts = max((facts for facts, _ in dumps), key=lambda f: int(f["version"]))
+    _, first = max(dumps, key=lambda d: (_holds(d[1]), int(d[0]["version"])))
     last = {w: [min(_number(d, w) for d in dumps), True] for w in facts["last"]}
     values = respread(old, new, [named(arrays, VALUES) for _, arrays in dumps])
     second = {name: first[name] for name in (VALUES + SECOND,) if name in first}
@@ -94,6 +95,10 @@ def check(dumps: Sequence[Dump], optimizer: optax.GradientTransformation | None)
     for _, arrays in dumps:
         if len(states(arrays)) != (0 if optimizer is None else len(_places(optimizer, arrays))):
             raise RequestError(OTHER)
+
+
+def _holds(arrays: Flats) -> bool:
+    return any(name != SECOND for name in named(arrays, VALUES))
 
 
 def _number(dump: Dump, worker: str) -> int:

@@ -93,11 +93,15 @@ class Serving(Shard):
         self.mine = threading.local()
         self.mending = threading.Lock()
         self.gone = ""
-        if begin is not None and places is not None:
-            self.load(*read(places.of(index), begin))
-            super().again(*again)
-        if _came_back():
-            self._recover(places, -1 if begin is None else begin)
+        try:
+            if begin is not None and places is not None:
+                self.load(*read(places.of(index), begin))
+                super().again(*again)
+            if _came_back():
+                self._recover(places, -1 if begin is None else begin)
+        except Exception as error:  # raised here it would be told as the loss of an actor
+            LOG.exception("server %d cannot begin", index)
+            self.gone = f"server {index} cannot begin: {type(error).__name__}: {error}"
         if twin is not None:
             self.on_change = self._forward
             if self.number >= 0 or self.store.values is not None:

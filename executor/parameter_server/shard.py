@@ -11,13 +11,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import optax
 
 from executor.parameter_server.clock import Clocks, Rule
+from executor.parameter_server.kept import by_rank, differ, laid_aside, waiting_from
 from executor.parameter_server.layout import Array, Flat
 from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
 from executor.parameter_server.store import Pushed, Store, mean
@@ -101,6 +101,7 @@ class Shard:
         self.last: dict[int, tuple[int, bool]] = {}
         self.read_at: dict[int, int] = {}
         self.has_read: set[int] = set()
+        self.left: set[int] = set()
         self.waiting: dict[int, Pushed] = {}
         self.at_barrier: dict[int, int] = {}
         self.published: tuple[Any, Any] = (None, None)
@@ -126,7 +127,7 @@ class Shard:
             elif about is not None and about != self.about:
                 raise RequestError(
                     "init: the servers hold other parameters, from the snapshots that the job goes "
-                    f"on from: {_differ(about, self.about)}"
+                    f"on from: {differ(about, self.about)}"
                 )
 
     def describe(self, shapes: Any) -> None:
@@ -151,6 +152,7 @@ class Shard:
             came = (
                 0 if worker in self.clocks.at else self._passed()
             )  # who comes back: as the others
+            self.left.discard(worker)
             self.clocks.join(worker)
             self.at_barrier[worker] = max(barriers, came, self.at_barrier.get(worker, 0))
             self._told("join", worker, barriers)
@@ -160,8 +162,9 @@ class Shard:
         """A worker has finished, or is lost; nobody waits for it any more."""
         with self.changed:
             holds = any(worker in queue.held for queue in self.queues.values())
-            if worker not in self.clocks.at and not holds:
+            if worker in self.left and not holds:
                 return
+            self.left.add(worker)
             self.clocks.leave(worker)
             self.at_barrier.pop(worker, None)
             self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
@@ -216,18 +219,25 @@ class Shard:
         with self.changed:
             if self.store.values is None:
                 raise RequestError("push before init: call init(params) first")
+            self.store.check(pushed)
+            if worker in self.waiting and number > self.last[worker][0]:
+                self._until_it_may_read(worker)  # it pushes twice without a read: one by one
             last, took = self.last.get(worker, (0, True))
             if number <= last:
                 self.counts.duplicates += 1
                 return took
-            self.clocks.join(worker)
-            if worker in self.waiting:  # it pushes twice without a read: one after the other
-                self._until_it_may_read(worker)
+            self._present(worker)
             read_at = self.read_at.get(worker, self.version)
             seen = read_at if pushed.seen is None else pushed.seen
             lag = max(0, self.version - seen)  # what it has seen may be lost since
             self.has_read.discard(worker)
             return self.put(worker, number, pushed, lag)
+
+    def _present(self, worker: int) -> None:
+        """A worker that is here, or comes for the first time."""
+        if worker in self.left:
+            raise LostError(f"worker {worker} has left, or was taken for lost")
+        self.clocks.join(worker)
 
     def put(self, worker: int, number: int, pushed: Pushed, lag: int) -> bool:
         """A push that is new, and how many updates its worker had not seen; see ``push``."""
@@ -370,7 +380,7 @@ class Shard:
         if worker is None:
             return
         with self.changed:
-            self.clocks.join(worker)
+            self._present(worker)
             self.at_barrier[worker] = max(number, self.at_barrier.get(worker, 0))
             self._told("join", worker, self.at_barrier[worker])
             until = self.clock() + self.wait_s
@@ -391,12 +401,7 @@ class Shard:
         """What another server needs to go on from here: facts (as JSON has them) and arrays."""
         with self.changed:
             arrays = self.store.dump()
-            for worker, pushed in self.waiting.items():
-                for dtype, x in pushed.dense.items():
-                    arrays[f"waiting/{worker}/dense/{dtype}"] = np.array(x)
-                for name, (ids, x) in pushed.rows.items():
-                    arrays[f"waiting/{worker}/ids/{name}"] = np.array(ids)
-                    arrays[f"waiting/{worker}/rows/{name}"] = np.array(x)
+            arrays |= laid_aside(self.waiting)
             return self._facts(), arrays
 
     def _facts(self) -> dict[str, Any]:
@@ -408,6 +413,7 @@ class Shard:
             "last": {w: list(pair) for w, pair in self.last.items()},
             "clocks": self.clocks.at,
             "barriers": self.at_barrier,
+            "left": sorted(self.left),
             "queues": {n: queue.to_facts() for n, queue in self.queues.items()},
             "counts": asdict(self.counts),
         }
@@ -423,16 +429,17 @@ class Shard:
             self.about = facts["about"]
             self.version = self.seen = facts["version"]
             self.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}
-            self.clocks.at = _by_rank(facts["clocks"])
-            self.at_barrier = _by_rank(facts["barriers"])
+            self.clocks.at = by_rank(facts["clocks"])
+            self.at_barrier = by_rank(facts["barriers"])
+            self.left = set(facts["left"])
             self.queues = {int(n): Queue.from_facts(q) for n, q in facts["queues"].items()}
             counts: dict[str, Any] = facts["counts"]
             told: dict[str, Any] = {
-                k: _by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()
+                k: by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()
             }
             self.counts = Counts(**told)
             self.read_at.clear()
-            self.waiting = _waiting(arrays)
+            self.waiting = waiting_from(arrays)
             self.changed.notify_all()
 
     def again(self, workers: int, number: int | None) -> None:
@@ -445,49 +452,16 @@ class Shard:
                 self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
             self.waiting.clear()
             self.at_barrier.clear()
+            self.left.clear()
             self.clocks.at = {w: self.last.get(w, (0, True))[0] for w in range(workers)}
 
     def _behind(self, worker: int, ahead: int = 0) -> tuple[int, ...] | None:
         """Whom a worker waits for; None: for the first values."""
         if self.store.values is None:
             return None
-        self.clocks.join(worker)
+        self._present(worker)
         if self.rule.mode == "sync":
             if worker not in self.waiting:
                 return ()
             return tuple(sorted(set(self.clocks.at) - set(self.waiting)))
         return self.clocks.blockers(worker, ahead)
-
-
-def _differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
-    """What differs in two descriptions of parameters, the first of it."""
-    mine, theirs = (
-        dict(zip(x["paths"], zip(x["dtypes"], x["shapes"], strict=True), strict=True))
-        | x.get("tables", {})
-        for x in (got, held)
-    )
-    for path in sorted({*mine, *theirs}):
-        one, other = mine.get(path), theirs.get(path)
-        if one is None or other is None or list(one) != list(other):
-            return f"{path}: got {one}, they have {other}"
-    return "cut in another way"
-
-
-def _by_rank(found: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(k): v for k, v in found.items()}
-
-
-def _waiting(arrays: Mapping[str, Array]) -> dict[int, Pushed]:
-    """Pushes laid aside, from dumped arrays."""
-    found: dict[int, Pushed] = {}
-    for name, x in arrays.items():
-        if not name.startswith("waiting/"):
-            continue
-        _, worker, kind, key = name.split("/", 3)
-        pushed = found.setdefault(int(worker), Pushed({}, {}))
-        if kind == "dense":
-            found[int(worker)] = replace(pushed, dense={**pushed.dense, key: x})
-        elif kind == "ids":
-            rows = (x, arrays[f"waiting/{worker}/rows/{key}"])
-            found[int(worker)] = replace(pushed, rows={**pushed.rows, key: rows})
-    return found

@@ -32,6 +32,7 @@ Dump = tuple[Mapping[str, Any], Mapping[str, Array]]
 
 FACTS = "facts"
 KEPT = 2
+BEFORE = "before-"
 LOG = logging.getLogger(__name__)
 
 
@@ -117,6 +118,10 @@ def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
     """What a job that begins in this folder goes on from: an earlier job's servers, of whatever
     number, and the snapshot of each; the one with the most updates."""
     found = []
+    for before in places.folder.glob(f"{BEFORE}of-*"):  # a job was ended within replace_all
+        here = before.with_name(before.name.removeprefix(BEFORE))
+        if not here.exists():
+            before.rename(here)
     for folder in places.folder.glob("of-*"):
         if (number := folder.name.removeprefix("of-")).isdigit():
             other = Places(places.folder, int(number), places.every)
@@ -133,12 +138,27 @@ def replace_all(places: Places, dumps: Sequence[Dump]) -> None:
     for k, dump in enumerate(dumps):
         write(begun.of(k), dump)
     here = places.of(0).parent
-    shutil.rmtree(here, ignore_errors=True)
+    before = here.with_name(f"{BEFORE}{here.name}")
+    if here.exists():
+        here.rename(before)
     begun.of(0).parent.rename(here)
+    shutil.rmtree(before, ignore_errors=True)
     shutil.rmtree(begun.folder)
     for other in places.folder.glob("of-*"):
         if other != here:
             shutil.rmtree(other)
+
+
+def forget(places: Places, begin: Sequence[int] | None) -> None:
+    """Remove snapshots of an earlier run that were made after what a job goes on from, and what was
+    not written whole."""
+    for k in range(places.servers):
+        for path in places.of(k).glob(".*.npz.*"):
+            path.unlink(missing_ok=True)
+        for version in listed(places.of(k)):
+            if begin is None or version > begin[k]:
+                LOG.warning("server %d: the snapshot of update %d is left out", k, version)
+                (places.of(k) / f"{version:012d}.npz").unlink(missing_ok=True)
 
 
 class Writer:
@@ -184,7 +204,7 @@ class Writer:
         try:
             write(self.places.of(self.index), dump)
             self.failed = None
-        except OSError as error:
+        except Exception as error:
             self.failed = error
             LOG.warning("server %d: no snapshot was written: %s", self.index, error)
 

@@ -135,6 +135,15 @@ def _update(
     )
 
 
+def _made(
+    optimizer: optax.GradientTransformation | None, *, exact: bool, donate: bool
+) -> Callable[..., Any]:
+    try:
+        return _update(optimizer, exact=exact, donate=donate)
+    except TypeError:  # one that can't be a key
+        return _update.__wrapped__(optimizer, exact=exact, donate=donate)
+
+
 class Store:
     """Values and optimizer state of one server; the caller sees to it that one thread is in it.
 
@@ -148,9 +157,9 @@ class Store:
         self.values: dict[str, jax.Array] | None = None
         self.state: Any = None
         self.exact = exact
-        self._update = _update(optimizer, exact=exact, donate=True)
+        self._update = _made(optimizer, exact=exact, donate=True)
         second = {SECOND: np.zeros(1, np.float32)} if exact else {}
-        self.tables = Tables(optimizer, _update(optimizer, exact=exact, donate=False), second)
+        self.tables = Tables(optimizer, _made(optimizer, exact=exact, donate=False), second)
 
     def init(self, values: Mapping[str, Array], tables: Mapping[str, Array] | None = None) -> None:
         """Begin with these values, and these rows of tables."""
@@ -158,7 +167,18 @@ class Store:
         self.values = {d: jnp.array(x) for d, x in values.items()}
         if self.exact:
             self.values[SECOND] = jnp.zeros(1)
-        self.state = None if self.optimizer is None else self.optimizer.init(self.values)
+        state = None if self.optimizer is None else self.optimizer.init(self.values)
+        self.state = jax.tree.map(jnp.array, state)  # it may be the values themselves
+
+    def check(self, pushed: Pushed) -> None:
+        """Raises RequestError for gradients that are not in the form of the values."""
+        for dtype, x in pushed.dense.items():
+            held = (self.values or {}).get(dtype)
+            if held is None or held.shape != x.shape:
+                raise RequestError(
+                    f"push: got {dtype}{list(x.shape)}, the server holds "
+                    f"{'none' if held is None else list(held.shape)}"
+                )
 
     def apply(self, pushed: Pushed, scale: float = 1.0) -> None:
         """One update; what the optimizer makes of it is taken times ``scale``."""

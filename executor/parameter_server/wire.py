@@ -70,14 +70,14 @@ def publish(flat: Flat) -> Any:
     return Shared(ray.put(flat))
 
 
-def fetch(found: Sequence[Any]) -> list[Any]:
+def fetch(found: Sequence[Any], wait_s: float) -> list[Any]:
     """Answers of servers, their values read where they lie: read-only, nothing is copied."""
     refs = [x.values.ref for x in found if _is_shared(x)]
     if not refs:
         return list(found)
     import ray
 
-    values = iter(ray.get(refs))
+    values = iter(ray.get(refs, timeout=wait_s))
     return [replace(x, values=next(values)) if _is_shared(x) else x for x in found]
 
 

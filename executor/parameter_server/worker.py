@@ -156,8 +156,11 @@ class ParameterServer:
 
     def _join(self) -> None:
         came = self._call("join", [(self.rank, self._barriers)] * self._links.count)
-        # the least: what some servers have and others not is pushed again, and counts once
-        self._number = max(self._number, min(number for number, _ in came))
+        # the least: what some servers have and others not is pushed again, and counts once; where
+        # all wait for all, no more than the last push may be missing
+        numbers = [number for number, _ in came]
+        back = max(numbers) - 1 if self.rule.mode == "sync" else 0
+        self._number = max(self._number, back, min(numbers))
         self._barriers = came[0][1]
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from executor.parameter_server import Rule, WaitError
+from executor.parameter_server import LostError, Rule, WaitError
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
@@ -191,3 +191,38 @@ def test_two_pushes_without_a_read_are_two_updates() -> None:
     assert served.push(1, 2, ones(2))
     assert float(served.pull(0).values["float32"][0]) == 3.0
     assert served.counts.applied == 4 and not served.counts.discarded
+
+
+def test_who_has_left_does_not_come_back_by_itself() -> None:
+    """A push of a lost worker that arrives late, or a wait of it that goes on."""
+    for rule in (Rule("sync"), Rule("ssp", 1)):
+        served = shard(rule, 2)
+        assert served.push(0, 1, ones())
+        served.leave(0)
+        for call in (lambda s=served: s.push(0, 2, ones()), lambda s=served: s.pull(0)):
+            with pytest.raises(LostError, match="worker 0 has left"):
+                call()
+        assert served.members() == (1,)
+        served.join(0)
+        assert served.members() == (0, 1)
+
+
+def test_a_push_that_comes_again_while_it_waits_counts_once() -> None:
+    served = shard(Rule("sync"), 2, wait_s=20.0)
+    served.push(0, 1, ones(1))
+    twice = [threading.Thread(target=served.push, args=(0, 2, ones(2))) for _ in range(2)]
+    for thread in twice:
+        thread.start()
+    served.push(1, 1, ones(1))
+    served.push(1, 2, ones(2))
+    for thread in twice:
+        thread.join(30)
+    assert served.counts.applied == 4 and served.counts.duplicates == 1
+    assert float(served.pull(0).values["float32"][0]) == 3.0
+
+
+def test_a_push_of_another_form_changes_nothing() -> None:
+    served = shard(Rule("async"), 1)
+    with pytest.raises(RequestError, match=r"got float32\[4\], the server holds \[3\]"):
+        served.push(0, 1, Pushed({"float32": np.ones(4, np.float32)}))
+    assert served.push(0, 1, ones()) and served.version == 1

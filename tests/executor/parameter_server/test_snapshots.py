@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from executor.parameter_server import ParameterServer, Rule, layout_of, train
 from executor.parameter_server.layout import layout_from
+from executor.parameter_server.links import LocalLinks
 from executor.parameter_server.reshard import reshard
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.snapshots import Places, Writer, chosen, earlier, listed, read, write
@@ -234,3 +235,42 @@ def test_what_was_seen_may_be_lost_since() -> None:
     made.init({"float32": np.zeros(3, np.float32)})
     made.push(0, 1, Pushed({"float32": np.ones(3, np.float32)}, seen=7))
     assert made.counts.lags == {0: 1} and made.store.read()["float32"][0] == 1.0
+
+
+def test_snapshots_of_an_abandoned_run_are_not_taken_up(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"backend": "local", "snapshots": tmp_path, "snapshot_every": 5}
+    train(loop(10), workers=1, servers=2, optimizer=OPTIMIZER, split_bytes=40, **kept)
+    places = Places(tmp_path, 2, 5)
+    facts, arrays = read(places.of(0), 10)
+    write(places.of(0), (dict(facts) | {"version": 12}, arrays))  # server 1 did not come so far
+    train(loop(10), workers=1, servers=2, optimizer=OPTIMIZER, split_bytes=40, **kept)
+    assert listed(places.of(0))[-1] == 10
+
+
+def test_a_job_that_ended_within_a_move_is_found(tmp_path: Path) -> None:
+    places = Places(tmp_path, 1, 1)
+    write(places.of(0), ({"version": 3}, {}))
+    (tmp_path / "of-1").rename(tmp_path / "before-of-1")
+    assert earlier(places, "sync") == (places, (3,))
+
+
+def test_a_restarted_worker_is_at_most_one_push_behind_where_all_wait() -> None:
+    """One server came back from a snapshot at push 3, the other is at 8."""
+    shards = [Shard(Rule(), 1, None, 1.0) for _ in range(2)]
+    for shard, last in zip(shards, (3, 8), strict=True):
+        shard.last = {0: (last, True)}
+    server = ParameterServer(LocalLinks(shards, 1), 0, 1, split_bytes=4)
+    server.init(np.zeros(2, np.float32))
+    assert server.clock == 7
+
+
+def test_an_empty_server_does_not_give_the_count_of_updates() -> None:
+    before, shards = trained(4, 10**6)
+    dumps = [shard.dump() for shard in shards]
+    held = [any(k not in ("second",) for k in shard.store.read()) for shard in shards]
+    assert not all(held)
+    empty = held.index(False)
+    dumps[empty] = ({**dumps[empty][0], "version": 5}, dumps[empty][1])
+    after, _ = trained(1, 10**6)
+    ((_, arrays),) = reshard(before, after, dumps, OPTIMIZER)
+    assert 4 in [int(x) for n, x in arrays.items() if n.startswith("state/") and x.shape == ()]

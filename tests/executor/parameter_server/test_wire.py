@@ -108,7 +108,7 @@ def test_an_unknown_pull_dtype() -> None:
 
 def test_answers_without_shared_values_pass() -> None:
     found = [Values(1, {"float32": np.zeros(1)}), True, None]
-    assert all(a is b for a, b in zip(wire.fetch(found), found, strict=True))
+    assert all(a is b for a, b in zip(wire.fetch(found, 1.0), found, strict=True))
 
 
 LARGE = wire.INLINE_BYTES // 4 + 1000
