@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ WARM = 5
 Found = dict[str, float]
 
 
-def ours(mode: str, mb: int, pull_dtype: str | None) -> Found:
-    """One run of ``train`` on Ray, started and ended."""
+def ours(mode: str, mb: int, **options: Any) -> Found:
+    """One run of ``train`` on Ray, started and ended where no ``address`` is given."""
     import optax
 
     from executor.parameter_server import ParameterServer, train
@@ -60,9 +62,7 @@ def ours(mode: str, mb: int, pull_dtype: str | None) -> Found:
         return rate, ready
 
     begun = time.time()
-    done = train(
-        loop, workers=2, servers=2, optimizer=optax.sgd(0.1), mode=mode, pull_dtype=pull_dtype
-    )
+    done = train(loop, workers=2, servers=2, optimizer=optax.sgd(0.1), mode=mode, **options)
     rates, ready = zip(*done.returned, strict=True)
     return {"updates": min(rates), "start": max(ready) - begun}
 
@@ -98,24 +98,44 @@ kv._barrier()
 """
 
 
-def mxnet(python: str, mode: str, mb: int) -> Found:
-    """One run of MXNet's scheduler, two servers and two workers."""
+@dataclass(frozen=True)
+class Host:
+    """Where a process of MXNet's runs: the words before its own, its address and interface."""
+
+    inside: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+
+
+def mxnet(python: str, mode: str, mb: int, hosts: Sequence[Host] = (Host(), Host())) -> Found:
+    """One run of MXNet's scheduler, two servers and two workers, one of each on a host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
-            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_URI": hosts[0].address,
             "DMLC_PS_ROOT_PORT": str(port),
-            "DMLC_INTERFACE": "lo",
             "DMLC_NUM_SERVER": "2",
             "DMLC_NUM_WORKER": "2",
         }
         command = [python, "-c", MXNET, mode, *map(str, SIZES[mb]), str(ROUNDS[mb]), folder]
         begun = time.time()
         running = [
-            subprocess.Popen(command, env=env | {"DMLC_ROLE": role}, cwd=folder)
-            for role in ("scheduler", "server", "server", "worker", "worker")
+            subprocess.Popen(
+                [*host.inside, *command],
+                env=env
+                | {
+                    "DMLC_ROLE": role,
+                    "DMLC_INTERFACE": host.interface,
+                    "DMLC_NODE_HOST": host.address,
+                },
+                cwd=folder,
+            )
+            for role, host in (
+                ("scheduler", hosts[0]),
+                *((role, host) for role in ("server", "worker") for host in hosts),
+            )
         ]
         try:
             for process in running[-2:]:
@@ -142,7 +162,7 @@ def main() -> None:
         for mode in options.modes:
             runs: dict[str, list[Found]] = {"ours": [], "mxnet": []}
             for _ in range(options.repeat):
-                runs["ours"].append(ours(mode, mb, options.pull_dtype))
+                runs["ours"].append(ours(mode, mb, pull_dtype=options.pull_dtype))
                 if options.mxnet is not None:
                     runs["mxnet"].append(mxnet(options.mxnet, mode, mb))
             show(mb, mode, {peer: found for peer, found in runs.items() if found})
