@@ -12,7 +12,7 @@ What is promised, and checked:
 replicas, a kill          every push is in the values once
 worker, started again     every push is in the values once, also half-sent ones
 snapshots, server killed  pushes in the values + pushes counted as lost = all, none twice
-any                       the run ends, and the loss is within the tolerance
+any                       the run ends, and the loss is not higher by more than 2 %
 ========================  ==================================================================
 
     python benchmarks/ps_faults.py --runs 50
@@ -198,8 +198,8 @@ def verdict(case: Case, done: Served, plain: dict[str, float]) -> tuple[bool, st
         fine = counted and (exact or (allowed and seen[-1] <= whole and lost > 0))
         return fine, f"values {seen[0]:g} to {seen[-1]:g} of {whole}, lost {lost}"
     last = float(loss(done.params))
-    off = abs(last - plain[case.mode]) / plain[case.mode]
-    return off <= TOLERANCE, f"loss {last:.5f}, {100 * off:.2f} % off, lost {lost}"
+    off = last / plain[case.mode] - 1  # stale runs differ from one another: only above is worse
+    return off <= TOLERANCE, f"loss {last:.5f}, {100 * off:+.2f} %, lost {lost}"
 
 
 def main() -> int:

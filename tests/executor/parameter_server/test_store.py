@@ -22,7 +22,7 @@ OPTIMIZERS = {
     "lion": optax.lion(1e-2),
     "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 20)),
 }
-SHAPES = {"w": (7, 5), "b": (3,), "v": (2, 3, 11), "s": ()}
+SHAPES = {"w": (7, 5), "b": (3,), "v": (2, 3, 11), "s": (2,)}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
