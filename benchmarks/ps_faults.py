@@ -4,7 +4,7 @@ Each run trains on Ray, two workers and two servers, and one process of it, draw
 killed (``kill -9``) at a random moment between the first push and the last. Half the runs count:
 every push adds one to every element, without an optimizer, so that the values say how many pushes
 are in them, on each server. The others train a small model with Adam, and their last loss is held
-against that of the undisturbed run.
+against the highest of undisturbed runs.
 
 What is promised, and checked:
 
@@ -12,7 +12,7 @@ What is promised, and checked:
 replicas, a kill          every push is in the values once
 worker, started again     every push is in the values once, also half-sent ones
 snapshots, server killed  pushes in the values + pushes counted as lost = all, none twice
-any                       the run ends, and the loss is not higher by more than 2 %
+any                       the run ends; the loss is at most 2 % above that of 10 undisturbed
 ========================  ==================================================================
 
     python benchmarks/ps_faults.py --runs 50
@@ -45,6 +45,7 @@ from executor.parameter_server import ParameterServer, Served, train
 WORKERS, SERVERS, PUSHES, PAUSE_S = 2, 2, 120, 0.02
 DEADLINE_S = 120.0
 TOLERANCE = 0.02
+PLAIN = 10
 NAMES = {"worker": "worker_life", "server": "Serving", "copy": "Copy"}
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(256, 24)).astype(np.float32)
@@ -198,8 +199,24 @@ def verdict(case: Case, done: Served, plain: dict[str, float]) -> tuple[bool, st
         fine = counted and (exact or (allowed and seen[-1] <= whole and lost > 0))
         return fine, f"values {seen[0]:g} to {seen[-1]:g} of {whole}, lost {lost}"
     last = float(loss(done.params))
-    off = last / plain[case.mode] - 1  # stale runs differ from one another: only above is worse
+    off = last / plain[case.mode] - 1  # lower is no harm
     return off <= TOLERANCE, f"loss {last:.5f}, {100 * off:+.2f} %, lost {lost}"
+
+
+def undisturbed(mode: str) -> float:
+    """The last loss of a run in threads."""
+    rule: dict[str, Any] = options(Case(mode, "", False, "", 0))
+    with tempfile.TemporaryDirectory() as name:
+        done = train(
+            loop(False, name),
+            workers=WORKERS,
+            servers=SERVERS,
+            optimizer=optax.adam(0.1),
+            backend="local",
+            split_bytes=64,
+            **rule,
+        )
+    return float(loss(done.params))
 
 
 def main() -> int:
@@ -218,19 +235,9 @@ def main() -> int:
         log_to_driver=False,
     )
     plain = {}
-    for mode in ("sync", "ssp", "async"):
-        rule: dict[str, Any] = options(Case(mode, "", False, "", 0))
-        done = train(
-            loop(False, tempfile.gettempdir()),
-            workers=WORKERS,
-            servers=SERVERS,
-            optimizer=optax.adam(0.1),
-            backend="local",
-            split_bytes=64,
-            **rule,
-        )
-        plain[mode] = float(loss(done.params))
-        print(f"undisturbed {mode}: loss {plain[mode]:.5f}", flush=True)
+    for mode in ("sync", "ssp", "async"):  # stale runs differ from one another: the worst of some
+        plain[mode] = max(undisturbed(mode) for _ in range(1 if mode == "sync" else PLAIN))
+        print(f"undisturbed {mode}: loss at most {plain[mode]:.5f}", flush=True)
     table = Table("run", "mode", "kept by", "killed", "s", "what came out", "")
     broken, killed, times = 0, 0, []
     for k, case in enumerate(cases(args.runs, args.seed)):
