@@ -176,20 +176,22 @@ def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any]:
         returned = job.loop(server)
         server.settle()
     except Exception as error:
-        raise _portable(error) from error
+        if (words := _in_words(error)) is not None:
+            raise words from error
+        raise
     finally:
         with contextlib.suppress(Exception):
             server.leave()
     return returned, server.shapes
 
 
-def _portable(error: Exception) -> Exception:
-    """An error that can be sent to another process: itself, or in words."""
+def _in_words(error: Exception) -> RequestError | None:
+    """An error that can't be sent to another process, in words; None for one that can."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         return RequestError("".join(traceback.format_exception(error)))
-    return error
+    return None
 
 
 def served(

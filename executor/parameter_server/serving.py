@@ -117,6 +117,8 @@ class Serving(Shard):
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             LOG.warning("server %d: its copy does not answer: %s", self.index, error)
             found = None
+        if found is not None and found[0] < 0:
+            return  # nothing has changed yet: what this server begins with stands
         if found is not None:
             self.number, dump = found
             self.load(*dump)

@@ -123,6 +123,22 @@ def test_errors_of_a_loop_come_out() -> None:
         train(breaks, workers=2, optimizer=OPTIMIZER, backend="local")
 
 
+class OddError(Exception):
+    """Its words are not its arguments: pickle can't make it again."""
+
+    def __init__(self, path: str, line: int) -> None:
+        super().__init__(f"{path}:{line}")
+
+
+def test_an_error_that_cannot_be_sent_comes_in_words() -> None:
+    def breaks(server: ParameterServer) -> None:
+        server.init(fresh())
+        raise OddError("data.txt", 7)
+
+    with pytest.raises(RequestError, match=r"(?s)in breaks.*OddError: data.txt:7"):
+        train(breaks, workers=1, backend="local")
+
+
 def test_who_is_waited_for_is_named() -> None:
     def sleeps(server: ParameterServer) -> Any:
         params = server.init(fresh())
