@@ -22,7 +22,7 @@ import functools
 import heapq
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,20 @@ RULES = {
 class Direct:
     """Servers that are called at once, in this thread; see ``executor.parameter_server.links``."""
 
-    keeps = True
-
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
         self.count = len(shards)
 
+    def room(self, sizes: Sequence[Mapping[str, int]]) -> None:
+        return None
+
     def call(
-        self, method: str, args: Sequence[tuple[Any, ...]], wait_s: float, first: Any = None
+        self, method: str, args: Sequence[tuple[Any, ...] | None], wait_s: float, first: Any = None
     ) -> list[Any]:
-        return [getattr(s, method)(*a) for s, a in zip(self.shards, args, strict=True)]
+        return [
+            None if a is None else getattr(s, method)(*a)
+            for s, a in zip(self.shards, args, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

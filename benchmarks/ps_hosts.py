@@ -1,6 +1,7 @@
 """The same rounds as ``parameter_server.py``, between two hosts: network namespaces and a veth
 pair, a Ray node, a server and a worker in each. Needs root, ``ip`` and, for the peer, a Python that
-has MXNet 1.9.1. "ours" sends float32, "ours bf16" pushes and pulls bfloat16; MXNet sends float32.
+has MXNet 1.9.1. Ours with float32, with values pulled as bfloat16, and with gradients pushed so;
+MXNet sends float32.
 
     python benchmarks/ps_hosts.py --mxnet PYTHON --sizes 100
 """
@@ -24,7 +25,8 @@ from executor.parameter_server.wire import SYSTEM
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS, ADDRESSES, PORT = ("mwpa", "mwpb"), ("10.77.41.1", "10.77.41.2"), 6399
-KINDS = {"ours": {}, "ours bf16": {"pull_dtype": "bfloat16", "compress": "bf16"}}
+PULL = {"pull_dtype": "bfloat16"}
+KINDS = {"ours": {}, "ours, bf16 pulls": PULL, "ours, all bf16": PULL | {"compress": "bf16"}}
 ONE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])

@@ -1,5 +1,6 @@
 """Training with parameter servers: synchronous, bounded-stale and asynchronous."""
 
+from executor.parameter_server.answers import Counts, LostError, WaitError
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.hybrid import Hybrid, hybrid
 from executor.parameter_server.job import Served
@@ -11,7 +12,6 @@ from executor.parameter_server.partition import (
     MinSizePartitioner,
     Partitioner,
 )
-from executor.parameter_server.shard import Counts, LostError, WaitError
 from executor.parameter_server.train import train
 from executor.parameter_server.worker import ParameterServer
 from executor.ps_roles import PsRole, ps_role

@@ -28,7 +28,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from executor.parameter_server.layout import Array, Flat
+from executor.parameter_server.layout import Array, Flat, widen
 from planner.errors import RequestError
 
 KINDS = ("bf16", "int8", "2bit")
@@ -54,8 +54,8 @@ class Coded:
         kind: of the code.
         dtype: name of the array's dtype.
         size: elements.
-        codes: bfloat16[size]; int8[size]; or uint8[size / 4, rounded up], the first in the lowest
-            bits: 0, 1 and 2 for 0, a and -a.
+        codes: uint16[size], the bits of bfloat16 (which would be copied on its way); int8[size]; or
+            uint8[size / 4, rounded up], the first in the lowest bits: 0, 1 and 2 for 0, a and -a.
         scales: [size / 1024, rounded up]; empty for "bf16".
         at, odd: places and values of those that are not coded.
     """
@@ -144,14 +144,15 @@ def encode(kind: str, values: Array, residual: Array | None) -> tuple[Coded, Arr
             decoded = magnitude[:count]
         np.subtract(total[:count], decoded.astype(dtype, copy=False), out=left[begin:end])
     places, beside = np.concatenate(at), np.concatenate(odd)
-    return Coded(kind, str(dtype), size, codes, scales, places, beside), left
+    sent = codes.view(np.uint16) if kind == "bf16" else codes
+    return Coded(kind, str(dtype), size, sent, scales, places, beside), left
 
 
 def decode(message: Coded) -> Array:
     """The array of a message: 1-D, of memory of its own."""
     out = np.empty(message.size, np.dtype(message.dtype))
     if message.kind == "bf16":
-        out[:] = message.codes
+        widen(message.codes.view(ml_dtypes.bfloat16), out)
     else:
         scales = message.scales
         for begin in range(0, message.size, PIECE):

@@ -33,6 +33,7 @@ class Reader:
     def __init__(self, links: Links, evaluate: Evaluate, wait_s: float, **cut: Any) -> None:
         self.links, self.evaluate, self.wait_s, self.cut = links, evaluate, wait_s, cut
         self.shapes: Any = None
+        self.busy: tuple[int, ...] | None = None
 
     def once(self, seen: int) -> Evaluation | None:
         """Evaluate the values as they are, if they are newer than version ``seen``.
@@ -44,11 +45,15 @@ class Reader:
         """
         if self.shapes is None:  # a server that was restarted may not know them any more
             self.shapes = next((x for x in self._call("described") if x is not None), None)
-        found = [values for values, _ in self._call("now")]
-        version = min(values.version for values in found)
-        if self.shapes is None or version == seen:
+        if self.shapes is None:
             return None
         layout = layout_of(self.shapes, self.links.count, **self.cut)
+        found = [values for values, _ in self._call("now")]
+        if self.busy is None:
+            self.busy = layout.busy(tables=any(self._call("tables")))
+        version = min(found[k].version for k in self.busy)
+        if version == seen:
+            return None
         params = layout.gather([values.values for values in found])
         tables = joined(self._call("tables"))
         try:

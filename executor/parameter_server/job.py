@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import optax
 
+from executor.parameter_server.answers import Counts
 from executor.parameter_server.asked import Asked
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.evaluator import Evaluate, Evaluation
 from executor.parameter_server.layout import Array, Layout, layout_from, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.reshard import check, reshard
-from executor.parameter_server.shard import Counts
-from executor.parameter_server.snapshots import Places, earlier, forget, read, replace_all
+from executor.parameter_server.snapshots import Places, busy_of, earlier, forget, read, replace_all
 from executor.parameter_server.tables import joined
 from executor.parameter_server.worker import ParameterServer
 from planner.errors import RequestError
@@ -152,7 +152,8 @@ class Job:
             replace_all(self.places, dumps)
             versions = tuple(int(facts["version"]) for facts, _ in dumps)
         forget(self.places, versions)
-        return replace(self, begin=versions, number=self._number(dumps))
+        busy = [dumps[k] for k in busy_of(dumps[0][0])]
+        return replace(self, begin=versions, number=self._number(busy))
 
     def _number(self, dumps: Sequence[Any]) -> int | None:
         """Where workers begin if they are others than before: after as many pushes each."""
@@ -169,8 +170,9 @@ def places_of(folder: str | Path | None, servers: int, every: int) -> Places | N
     return None if folder is None else Places(Path(folder).absolute(), servers, every)
 
 
-def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any]:
-    """A worker's life: what its loop returned, and the shapes of the parameters."""
+def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any, list[Any]]:
+    """A worker's life: what its loop returned, the shapes of the parameters, and what it told each
+    server when it left."""
     server = ParameterServer(links, rank, job.workers, **job.cut, **job.options)
     try:
         returned = job.loop(server)
@@ -182,7 +184,7 @@ def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any]:
     finally:
         with contextlib.suppress(Exception):
             server.leave()
-    return returned, server.shapes
+    return returned, server.shapes, server.leaving
 
 
 def _in_words(error: Exception) -> RequestError | None:

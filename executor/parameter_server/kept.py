@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from executor.parameter_server.answers import Counts
 from executor.parameter_server.layout import Array
+from executor.parameter_server.queue import Queue
 from executor.parameter_server.store import Pushed
+
+if TYPE_CHECKING:
+    from executor.parameter_server.shard import Shard
 
 
 def laid_aside(waiting: Mapping[int, Pushed]) -> dict[str, Array]:
-    """Pushes that wait for others, copied, by name; ``waiting_from`` reads them."""
+    """Pushes that wait for others, copied, by name; ``take_up`` reads them."""
     arrays: dict[str, Array] = {}
     for worker, pushed in waiting.items():
         for dtype, x in pushed.dense.items():
@@ -38,12 +44,49 @@ def differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
     return "cut in another way"
 
 
-def by_rank(found: Mapping[str, Any]) -> dict[int, Any]:
+def facts_of(shard: Shard) -> dict[str, Any]:
+    """What is no array, as JSON has it; ``take_up`` reads it."""
+    facts = {
+        "begun": shard.store.values is not None,
+        "about": shard.about,
+        "workers": shard.workers,
+        "version": shard.version,
+        "last": {w: list(pair) for w, pair in shard.last.items()},
+        "clocks": shard.clocks.at,
+        "barriers": shard.at_barrier,
+        "left": sorted(shard.left),
+        "queues": {n: queue.to_facts() for n, queue in shard.queues.items()},
+        "counts": asdict(shard.counts),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(facts))
+    return found
+
+
+def take_up(shard: Shard, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+    """Make of a new server one that goes on from these."""
+    shard.published = (None, None)
+    if facts["begun"]:
+        shard.store.load(arrays)
+    shard.about = facts["about"]
+    shard.version = shard.seen = facts["version"]
+    shard.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}
+    shard.clocks.at = _by_rank(facts["clocks"])
+    shard.at_barrier = _by_rank(facts["barriers"])
+    shard.left = set(facts["left"])
+    shard.queues = {int(n): Queue.from_facts(q) for n, q in facts["queues"].items()}
+    counts: dict[str, Any] = facts["counts"]
+    told: dict[str, Any] = {k: _by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()}
+    shard.counts = Counts(**told)
+    shard.read_at.clear()
+    shard.waiting = _waiting_from(arrays)
+
+
+def _by_rank(found: Mapping[str, Any]) -> dict[int, Any]:
     """With numbers for names, which JSON has not."""
     return {int(k): v for k, v in found.items()}
 
 
-def waiting_from(arrays: Mapping[str, Array]) -> dict[int, Pushed]:
+def _waiting_from(arrays: Mapping[str, Array]) -> dict[int, Pushed]:
     """Pushes laid aside, from dumped arrays."""
     found: dict[int, Pushed] = {}
     for name, x in arrays.items():

@@ -93,6 +93,13 @@ class Layout:
             found.append(dict(sorted(sizes.items())))
         return tuple(found)
 
+    def busy(self, *, tables: bool) -> tuple[int, ...]:
+        """The servers that take part in pushes and pulls: who holds nothing does not. Rows of
+        ``tables`` are on all of them."""
+        if tables:
+            return tuple(range(self.servers))
+        return tuple(k for k, held in enumerate(self.of_server) if held) or (0,)
+
     @property
     def about(self) -> dict[str, Any]:
         """The layout without the form of the pytree, as JSON has it; ``layout_from`` reads it."""
@@ -200,7 +207,9 @@ def layout_of(
     """Spread a pytree over servers.
 
     Pieces go, the largest first, to the server that holds the least so far (Graham, Bounds on
-    multiprocessing timing anomalies, 1969: the fullest has at most 4/3 of the least possible).
+    multiprocessing timing anomalies, 1969: the fullest has at most 4/3 of the least possible). A
+    server is used for every 4 MiB (or ``split_bytes``, if that is less) of the whole: a message to
+    another costs more than its bytes. Who gives a ``partition`` has all servers used.
 
     Args:
         tree: arrays or ShapeDtypeStructs.
@@ -214,10 +223,12 @@ def layout_of(
     >>> shape = jax.ShapeDtypeStruct((1000, 300), np.float32)
     >>> layout_of({"w": shape, "b": shape}, 2, split_bytes=600_000).bytes_of_server
     (1200000, 1200000)
+    >>> layout_of({"w": shape, "b": shape}, 2).bytes_of_server
+    (2400000, 0)
     """
     if servers < 1 or split_bytes < 1:
         raise RequestError(f"servers={servers}, split_bytes={split_bytes}: expected at least 1")
-    partition = partition or MaxSizePartitioner(split_bytes)
+    cut = partition or MaxSizePartitioner(split_bytes)
     named, form = jax.tree_util.tree_flatten_with_path(tree)
     shapes, dtypes, paths, cuts = [], [], [], []
     for number, (path, leaf) in enumerate(named):
@@ -233,10 +244,13 @@ def layout_of(
         dtypes.append(str(leaf.dtype))
         paths.append(name)
         size, width = math.prod(leaf.shape), np.dtype(leaf.dtype).itemsize
-        count = max(1, partition.pieces(size, width))
+        count = max(1, cut.pieces(size, width))
         edges = [size * k // count for k in range(count + 1)]
         cuts += [(width * (e - b), number, b, e) for b, e in itertools.pairwise(edges) if e > b]
-    loads = [(0, k) for k in range(servers)]
+    whole = sum(nbytes for nbytes, *_ in cuts)
+    worth = min(split_bytes, SPLIT_BYTES)
+    used = servers if partition else min(servers, max(1, -(-whole // worth)))
+    loads = [(0, k) for k in range(used)]
     fill: list[dict[str, int]] = [{} for _ in range(servers)]
     pieces = []
     for nbytes, leaf, begin, end in sorted(cuts, key=lambda c: (-c[0], c[1], c[2])):

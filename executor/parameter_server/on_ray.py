@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from executor.parameter_server.answers import LostError
 from executor.parameter_server.asked import CPU, gpus_of
 from executor.parameter_server.evaluator import Evaluator, Reader
 from executor.parameter_server.job import Job, Served, served, worker_life
-from executor.parameter_server.links import RayLinks
+from executor.parameter_server.ray_links import RayLinks, gone
 from executor.parameter_server.serving import Copy, Serving
-from executor.parameter_server.shard import LostError
 from executor.parameter_server.wire import MEMORY_ENV, SYSTEM
 from planner.errors import RequestError
 
@@ -33,7 +33,7 @@ def ray_at(address: str | None) -> Iterator[Any]:
         ) from error
     mine = not ray.is_initialized()
     if mine:
-        system = {"_system_config": SYSTEM} if address in (None, "local") else {}
+        system = {"_system_config": dict(SYSTEM)} if address in (None, "local") else {}
         ray.init(address=address or "local", log_to_driver=True, include_dashboard=False, **system)
     try:
         yield ray
@@ -53,6 +53,8 @@ class Team:
     returned: dict[int, Any] = field(default_factory=dict)
     restarts: dict[int, int] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
+    left: dict[int, Any] = field(default_factory=dict)
+    asked: dict[int, Any] = field(default_factory=dict)
     shapes: Any = None
 
     def start(self, rank: int) -> None:
@@ -61,7 +63,7 @@ class Team:
         task = self.ray.remote(worker_life).options(
             max_retries=0, **SPREAD, **gpus_of(self.ray, job.on)
         )
-        ref = task.remote(job, self.links, rank)
+        ref = task.remote(job, RayLinks(self.links.actors, rank), rank)
         self.running[ref] = rank
 
     def follow(self) -> None:
@@ -74,7 +76,7 @@ class Team:
         for rank in range(self.job.workers):
             self.start(rank)
         errors = self.ray.exceptions
-        gone = (
+        missing = (
             errors.WorkerCrashedError,
             errors.NodeDiedError,
             errors.ObjectLostError,
@@ -84,23 +86,46 @@ class Team:
         while self.running:
             done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=TELL_S)
             if not done:
+                self.see()
                 self.tell()
                 continue
             rank = self.running.pop(done[0])
             try:
-                self.returned[rank], own = self.ray.get(done[0])
+                self.returned[rank], own, self.left[rank] = self.ray.get(done[0])
                 self.shapes = self.shapes if own is None else own
             except self.ray.exceptions.RayTaskError as error:
                 raise (error.cause or error) from error
-            except gone as error:
+            except missing as error:
                 self.missing(rank, error)
+        self.tell()
         if len(self.lost) == self.job.workers:
             raise LostError("all workers were lost")
+
+    def see(self) -> None:
+        """Ask every server that has answered the last time for a sign of life, and do not wait.
+
+        Raises:
+            LostError: one is gone for good, which no worker may ever ask.
+        """
+        errors = self.ray.exceptions
+        for server, actor in enumerate(self.links.actors):
+            ref = self.asked.get(server)
+            if ref is not None and not self.ray.wait([ref], timeout=0)[0]:
+                continue  # it is busy, or on its way back
+            try:
+                if ref is not None:
+                    self.ray.get(ref)
+            except errors.ActorDiedError as error:
+                raise gone(server, "answer", error) from error
+            except errors.RayActorError:
+                pass
+            self.asked[server] = actor.members.remote()
 
     def tell(self) -> None:
         """Say who has left: a server that came back from a snapshot may wait for them."""
         for rank in {*self.returned, *self.lost}:
-            self.links.call("leave", [(rank,)] * self.links.count, self.job.wait_s)
+            told = self.left.get(rank, [(rank,)] * self.links.count)
+            self.links.call("leave", told, self.job.wait_s)
 
     def missing(self, rank: int, error: Exception) -> None:
         """A worker's process is gone."""

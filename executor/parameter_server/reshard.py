@@ -11,7 +11,7 @@ import optax
 
 from executor.parameter_server import tables
 from executor.parameter_server.layout import Array, Layout
-from executor.parameter_server.snapshots import Dump
+from executor.parameter_server.snapshots import Dump, busy_of
 from executor.parameter_server.store import OTHER, SECOND, STATE, TABLES, VALUES, named, states
 from planner.errors import RequestError
 
@@ -60,7 +60,8 @@ def reshard(
     """
     facts = max((facts for facts, _ in dumps), key=lambda f: int(f["version"]))
     _, first = max(dumps, key=lambda d: (_holds(d[1]), int(d[0]["version"])))
-    last = {w: [min(_number(d, w) for d in dumps), True] for w in facts["last"]}
+    busy = [dumps[k] for k in busy_of(facts)]
+    last = {w: [min(_number(d, w) for d in busy), True] for w in facts["last"]}
     values = respread(old, new, [named(arrays, VALUES) for _, arrays in dumps])
     second = {name: first[name] for name in (VALUES + SECOND,) if name in first}
     made = [second | {f"{VALUES}{d}": x for d, x in flat.items()} for flat in values]

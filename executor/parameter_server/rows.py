@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,27 @@ class RowCache:
     def __init__(self, clocks: int) -> None:
         self.clocks, self.hits, self.misses = clocks, 0, 0
         self._held: dict[str, tuple[Array, Array, Array]] = {}
+
+    def read(
+        self,
+        ids: Mapping[str, Array],
+        now: int,
+        read: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+        empty: Callable[[str, int], Array],
+    ) -> dict[str, Array]:
+        """Rows of tables, ids once each, in order; those that are not here are read and kept."""
+        here = {name: self.take(name, wanted, now) for name, wanted in ids.items()}
+        missing = {name: wanted[~here[name][0]] for name, wanted in ids.items()}
+        got = read(missing) if any(map(len, missing.values())) else {}
+        found = {}
+        for name, wanted in ids.items():
+            which, held = here[name]
+            found[name] = empty(name, len(wanted))
+            found[name][which] = held
+            if name in got:
+                found[name][~which] = got[name]
+                self.put(name, missing[name], got[name], now)
+        return found
 
     def take(self, name: str, ids: Array, now: int) -> tuple[Array, Any]:
         """Which of these ids (once each, in order) are here, [n] bool, and their rows."""

@@ -14,11 +14,14 @@ import time
 import warnings
 from typing import Any
 
+from executor.parameter_server.answers import LostError, Values
 from executor.parameter_server.layout import Array
-from executor.parameter_server.links import AGAIN_S
 from executor.parameter_server.queue import Taken
-from executor.parameter_server.shard import Change, LostError, Shard
+from executor.parameter_server.ray_links import AGAIN_S
+from executor.parameter_server.shard import LEFT, Change, Shard
+from executor.parameter_server.slots import Key, Letter, Slot, attach
 from executor.parameter_server.snapshots import Places, Writer, listed, read
+from executor.parameter_server.wire import is_shared
 from planner.errors import RequestError
 
 LOG = logging.getLogger(__name__)
@@ -90,6 +93,7 @@ class Serving(Shard):
     ) -> None:
         super().__init__(*made)
         self.index, self.twin, self.number = index, twin, -1
+        self.slots: dict[int, Slot | None] = {}
         self.mine = threading.local()
         self.mending = threading.Lock()
         self.gone = ""
@@ -117,22 +121,48 @@ class Serving(Shard):
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             LOG.warning("server %d: its copy does not answer: %s", self.index, error)
             found = None
-        if found is not None and found[0] < 0:
-            return  # nothing has changed yet: what this server begins with stands
-        if found is not None:
-            self.number, dump = found
-            self.load(*dump)
-        elif places is None:
-            self.gone = f"server {self.index} was lost, and its copy too"
-        else:  # without a snapshot it had taken nothing yet: the first is written before it answers
+        copied = begin  # a copy of nothing: what this server begins with stands
+        if found is not None and found[0] >= 0:
+            copied = found[1][0]["version"]
+        if places is not None:  # of newer ones it went on without its copy, or has none
             folder = places.of(self.index)
-            for version in [v for v in reversed(listed(folder)) if v > begin]:
+            for version in [v for v in reversed(listed(folder)) if v > copied]:
                 try:
                     self.load(*read(folder, version))
                 except RequestError as error:
                     LOG.warning("server %d: %s", self.index, error)
                 else:
                     return
+        if found is None and places is None:
+            self.gone = f"server {self.index} was lost, and its copy too"
+        elif found is not None and found[0] >= 0:
+            self.number, dump = found
+            self.load(*dump)
+
+    def share(self, worker: int, key: Key, room: int) -> bool:
+        """Take memory that a worker on this host shares from now on; False if it is elsewhere."""
+        import ray
+
+        slot = attach(key, room, ray.get_runtime_context().get_node_id())
+        if slot is not None:
+            self.slots[worker] = slot
+        return slot is not None
+
+    def answer(self, worker: int, method: str, letter: Letter) -> Any:
+        """Call a method with what a letter in a worker's slot says; None without that slot.
+
+        Arrays are read where they lie only by ``push_pull``, which has done so when it returns.
+        """
+        slot = self.slots.get(worker)
+        if slot is None and worker in self.slots:
+            raise LostError(LEFT.format(worker=worker))
+        if slot is None or slot.token != letter.token:
+            return None
+        found = getattr(self, method)(*slot.read(letter, copy=method != "push_pull"))
+        if not isinstance(found, Values) or is_shared(found):
+            return found
+        written = slot.write(found, answer=True)
+        return found if written is None else written
 
     def _check(self) -> None:
         if self.gone:
@@ -143,8 +173,6 @@ class Serving(Shard):
         self._check()
         super().init(*args)
         self._settle()
-        if self.writer is not None:
-            self.writer.first()
 
     def join(self, *args: Any) -> tuple[int, int]:
         """See ``Shard``."""
@@ -156,6 +184,7 @@ class Serving(Shard):
     def leave(self, *args: Any) -> None:
         """See ``Shard``."""
         super().leave(*args)
+        self.slots[args[0]] = None
         self._settle()
 
     def away(self, *args: Any) -> None:

@@ -7,61 +7,23 @@ says for whom it waited.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import optax
 
+from executor.parameter_server.answers import Counts, LostError, Values, WaitError
 from executor.parameter_server.clock import Clocks, Rule
-from executor.parameter_server.kept import by_rank, differ, laid_aside, waiting_from
+from executor.parameter_server.kept import differ, facts_of, laid_aside, take_up
 from executor.parameter_server.layout import Array, Flat
 from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
 from executor.parameter_server.store import Pushed, Store, mean
 from executor.parameter_server.wire import publish
 from planner.errors import RequestError
 
-
-class WaitError(RequestError):
-    """A deadline passed; says who waited, and for which workers."""
-
-
-class LostError(RequestError):
-    """A server, or all workers, were lost, with what they held."""
-
-
-@dataclass
-class Counts:
-    """What a server did.
-
-    Attributes:
-        applied: pushes that are in the values.
-        updates: how often the values changed.
-        duplicates: pushes that came again, and were not applied again.
-        discarded: pushes that were left out by the rule, by worker.
-        lost: pushes that a server took before it was lost and that no copy had, by worker.
-        lags: how many pushes had each lag, in updates between the read and the push.
-    """
-
-    applied: int = 0
-    updates: int = 0
-    duplicates: int = 0
-    discarded: dict[int, int] = field(default_factory=dict)
-    lost: dict[int, int] = field(default_factory=dict)
-    lags: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Values:
-    """What a read gives: the values (flat arrays, or rows of tables), and how many updates are in
-    them."""
-
-    version: int
-    values: Mapping[str, Array]
-
+LEFT = "worker {worker} has left, or was taken for lost"
 
 Change = tuple[str, tuple[Any, ...]]
 """A call that changed a shard: its method and arguments."""
@@ -81,6 +43,7 @@ class Shard:
         on_change: called after each change, in their order, with the call that made it; a copy that
             repeats the calls is the same.
         on_update: called after each change that updated the values.
+        on_begun: called when there are first values, before anybody reads them.
     """
 
     def __init__(
@@ -110,6 +73,7 @@ class Shard:
         self.about: dict[str, Any] = {}
         self.on_change: Callable[[Change], None] = lambda change: None
         self.on_update: Callable[[], None] = lambda: None
+        self.on_begun: Callable[[], None] = lambda: None
 
     def init(
         self,
@@ -124,6 +88,7 @@ class Shard:
                 self.store.init(values, tables)
                 self.about = dict(about or {})
                 self._told("init", values, tables, about)
+                self.on_begun()
             elif about is not None and about != self.about:
                 raise RequestError(
                     "init: the servers hold other parameters, from the snapshots that the job goes "
@@ -158,18 +123,28 @@ class Shard:
             self._told("join", worker, barriers)
             return self.last.get(worker, (0, True))[0], self.at_barrier[worker]
 
-    def leave(self, worker: int) -> None:
-        """A worker has finished, or is lost; nobody waits for it any more."""
+    def leave(self, worker: int, number: int | None = None) -> None:
+        """A worker has finished, or is lost; nobody waits for it any more.
+
+        Args:
+            worker: its rank.
+            number: of its last push that was acknowledged; what of these is not here was lost with
+                an earlier life of this server.
+        """
         with self.changed:
+            last, _ = self.last.get(worker, (0, True))
             holds = any(worker in queue.held for queue in self.queues.values())
-            if worker in self.left and not holds:
+            if worker in self.left and not holds and (number or 0) <= last:
                 return
+            if number is not None and number > last:
+                self.last[worker] = (number, True)
+                self.counts.lost[worker] = self.counts.lost.get(worker, 0) + number - last
             self.left.add(worker)
             self.clocks.leave(worker)
             self.at_barrier.pop(worker, None)
             self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
             self._together()
-            self._told("leave", worker)
+            self._told("leave", worker, number)
 
     def away(self, worker: int) -> None:
         """Nobody waits for a worker until it joins or pushes: it waits for what others have."""
@@ -236,7 +211,7 @@ class Shard:
     def _present(self, worker: int) -> None:
         """A worker that is here, or comes for the first time."""
         if worker in self.left:
-            raise LostError(f"worker {worker} has left, or was taken for lost")
+            raise LostError(LEFT.format(worker=worker))
         self.clocks.join(worker)
 
     def put(self, worker: int, number: int, pushed: Pushed, lag: int) -> bool:
@@ -402,44 +377,12 @@ class Shard:
         with self.changed:
             arrays = self.store.dump()
             arrays |= laid_aside(self.waiting)
-            return self._facts(), arrays
-
-    def _facts(self) -> dict[str, Any]:
-        facts = {
-            "begun": self.store.values is not None,
-            "about": self.about,
-            "workers": self.workers,
-            "version": self.version,
-            "last": {w: list(pair) for w, pair in self.last.items()},
-            "clocks": self.clocks.at,
-            "barriers": self.at_barrier,
-            "left": sorted(self.left),
-            "queues": {n: queue.to_facts() for n, queue in self.queues.items()},
-            "counts": asdict(self.counts),
-        }
-        found: dict[str, Any] = json.loads(json.dumps(facts))
-        return found
+            return facts_of(self), arrays
 
     def load(self, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
         """Go on from what ``dump`` gave."""
         with self.changed:
-            self.published = (None, None)
-            if facts["begun"]:
-                self.store.load(arrays)
-            self.about = facts["about"]
-            self.version = self.seen = facts["version"]
-            self.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}
-            self.clocks.at = by_rank(facts["clocks"])
-            self.at_barrier = by_rank(facts["barriers"])
-            self.left = set(facts["left"])
-            self.queues = {int(n): Queue.from_facts(q) for n, q in facts["queues"].items()}
-            counts: dict[str, Any] = facts["counts"]
-            told: dict[str, Any] = {
-                k: by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()
-            }
-            self.counts = Counts(**told)
-            self.read_at.clear()
-            self.waiting = waiting_from(arrays)
+            take_up(self, facts, arrays)
             self.changed.notify_all()
 
     def again(self, workers: int, number: int | None) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from executor.parameter_server.links import AGAIN_S
+from executor.parameter_server.answers import WaitError
 from executor.parameter_server.queue import Taken, Wanted
-from executor.parameter_server.shard import WaitError
+from executor.parameter_server.ray_links import AGAIN_S
 from planner.errors import RequestError
 
 HOW = ("fixed", "queue")

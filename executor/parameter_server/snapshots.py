@@ -9,6 +9,7 @@ number of updates that all have.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes the names of its dtypes known to NumPy)
 import numpy as np
 
-from executor.parameter_server.layout import Array
+from executor.parameter_server.layout import Array, layout_from
 from executor.parameter_server.shard import Shard
 from planner.errors import RequestError
 
@@ -74,8 +75,8 @@ def write(folder: Path, dump: Dump) -> Path:
     return path
 
 
-def read(folder: Path, version: int) -> Dump:
-    """Read a snapshot.
+def read(folder: Path, version: int, *, arrays: bool = True) -> Dump:
+    """Read a snapshot, or its facts alone.
 
     Raises:
         RequestError: the file is damaged; names it.
@@ -84,14 +85,14 @@ def read(folder: Path, version: int) -> Dump:
     try:
         with np.load(path) as file:
             said = json.loads(bytes(file[FACTS]))
-            forms = said["forms"].items()
-            arrays = {n: file[n].view(np.dtype(d)).reshape(s) for n, (d, s) in forms}
+            forms = said["forms"].items() if arrays else ()
+            found = {n: file[n].view(np.dtype(d)).reshape(s) for n, (d, s) in forms}
     except Exception as error:
         raise RequestError(
             f"snapshot {path} can't be read ({type(error).__name__}: {error}); remove it to go on "
             "from the one before it"
         ) from error
-    return said["facts"], arrays
+    return said["facts"], found
 
 
 def listed(folder: Path) -> list[int]:
@@ -103,15 +104,25 @@ def listed(folder: Path) -> list[int]:
 def chosen(places: Places, mode: str) -> tuple[int, ...] | None:
     """Which snapshot every server goes on from; None: some server has none.
 
-    In a synchronous job the newest that all have; else, and where none is common, each its newest.
+    In a synchronous job the newest that all have who take part in it; else, and where none is
+    common, each its newest.
     """
     had = [listed(places.of(k)) for k in range(places.servers)]
     if not all(had):
         return None
-    common = set(had[0]).intersection(*had[1:])
-    if mode == "sync" and common:
-        return (max(common),) * places.servers
-    return tuple(h[-1] for h in had)
+    busy = tuple(range(places.servers))
+    for version in reversed(had[0]):
+        with contextlib.suppress(RequestError):  # a damaged one is named when it is gone on from
+            busy = busy_of(read(places.of(0), version, arrays=False)[0])
+            break
+    common = set.intersection(*(set(had[k]) for k in busy))
+    both = mode == "sync" and common
+    return tuple(max(common) if both and k in busy else h[-1] for k, h in enumerate(had))
+
+
+def busy_of(facts: Mapping[str, Any]) -> tuple[int, ...]:
+    """The servers that took part in pushes and pulls of a job, from what one of them held."""
+    return layout_from(facts["about"]).busy(tables=bool(facts["about"].get("tables")))
 
 
 def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
@@ -127,7 +138,8 @@ def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
             other = Places(places.folder, int(number), places.every)
             versions = chosen(other, mode)
             if versions is not None:
-                found.append((min(versions), other.servers == places.servers, other, versions))
+                done = max(versions)  # one that takes part in nothing has none
+                found.append((done, other.servers == places.servers, other, versions))
     return max(found, key=lambda f: f[:2])[2:] if found else None
 
 
@@ -178,7 +190,7 @@ class Writer:
         self.written = shard.version
         self.thread: threading.Thread | None = None
         self.failed: Exception | None = None
-        shard.on_update = self.updated
+        shard.on_update, shard.on_begun = self.updated, self.first
 
     def updated(self) -> None:
         """After an update, which nothing else follows meanwhile."""
@@ -188,7 +200,7 @@ class Writer:
             self.begin()
 
     def first(self) -> None:
-        """Before anything else is answered there is a snapshot."""
+        """Before anything is answered there is a snapshot."""
         if not listed(self.places.of(self.index)):
             self.begin()
             self.finish()

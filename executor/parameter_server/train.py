@@ -9,6 +9,7 @@ from typing import Any
 
 import optax
 
+from executor.parameter_server.answers import LostError
 from executor.parameter_server.asked import asked, rule_of
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.codec import coded
@@ -154,9 +155,13 @@ def _local(job: Job) -> Served:
         evaluator.start(Reader(links, job.evaluate, job.wait_s, **job.cut).once)
     with evaluator, ThreadPoolExecutor(job.workers, "worker") as pool:
         futures = {pool.submit(worker_life, job, links, k): k for k in range(job.workers)}
-        for future in as_completed(futures):
-            returned[futures[future]], own = future.result()
-            shapes = shapes if own is None else own
+        try:
+            for future in as_completed(futures):
+                returned[futures[future]], own, _ = future.result()
+                shapes = shapes if own is None else own
+        except BaseException as error:
+            links.failed = LostError(f"the job has failed: {type(error).__name__}: {error}")
+            raise
         evaluations = evaluator.finish()
     for writer in writers:
         writer.finish()

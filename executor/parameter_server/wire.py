@@ -45,10 +45,12 @@ class Shared:
     """Values in shared memory.
 
     Attributes:
-        ref: Ray's reference to them; they stay while someone has it.
+        ref: Ray's reference to them, as bytes; they stay while someone has it.
+        dtypes: theirs, by name. Arrays of bfloat16 would be copied on their way, bytes are not.
     """
 
     ref: Any
+    dtypes: Mapping[str, str]
 
 
 def check_pull_dtype(pull_dtype: str | None) -> None:
@@ -67,21 +69,27 @@ def publish(flat: Flat) -> Any:
         return flat
     import ray
 
-    return Shared(ray.put(flat))
+    raw = {name: x.view(np.uint8) for name, x in flat.items()}
+    return Shared(ray.put(raw), {name: str(x.dtype) for name, x in flat.items()})
 
 
 def fetch(found: Sequence[Any], wait_s: float) -> list[Any]:
     """Answers of servers, their values read where they lie: read-only, nothing is copied."""
-    refs = [x.values.ref for x in found if _is_shared(x)]
+    refs = [x.values.ref for x in found if is_shared(x)]
     if not refs:
         return list(found)
     import ray
 
-    values = iter(ray.get(refs, timeout=wait_s))
-    return [replace(x, values=next(values)) if _is_shared(x) else x for x in found]
+    read = iter(ray.get(refs, timeout=wait_s))
+    return [replace(x, values=_typed(next(read), x.values)) if is_shared(x) else x for x in found]
 
 
-def _is_shared(answer: Any) -> bool:
+def _typed(raw: Flat, shared: Shared) -> Flat:
+    return {name: raw[name].view(np.dtype(dtype)) for name, dtype in shared.dtypes.items()}
+
+
+def is_shared(answer: Any) -> bool:
+    """Whether the values of an answer lie in Ray's memory."""
     return isinstance(getattr(answer, "values", None), Shared)
 
 

@@ -82,12 +82,13 @@ class ParameterServer:
         self._dtype = pull_dtype
         self._layout: Layout | None = None
         self._tables: TableLayout | None = None
+        self._busy: tuple[int, ...] = ()
         self._cache = RowCache(row_cache) if row_cache else None
         self._adds = optimizer is None and not rule.lag_scaled
-        self._flats: list[Flat] | None = None
         self._number = self._barriers = self._queues = 0
-        self._seen: list[int] = []
-        self._under_way: Future[tuple[list[int], Any]] | None = None
+        self._taken: int | None = None
+        self._seen: dict[int, int] = {}
+        self._under_way: Future[tuple[dict[int, int], Any]] | None = None
         self._sent: list[Pushed] = []
         self.version = 0
 
@@ -145,6 +146,7 @@ class ParameterServer:
             raise RequestError("tables with update_on='worker': servers update their rows")
         self._layout = layout_of(params, self._links.count, **self._cut)
         self._tables = table_layout(tables or {}, self._links.count)
+        self._busy = self._layout.busy(tables=bool(tables))
         if self.is_chief:
             about = self._layout.about | {"tables": self._tables.about}
             flats = self._layout.scatter(jax.device_get(params))
@@ -158,10 +160,11 @@ class ParameterServer:
         came = self._call("join", [(self.rank, self._barriers)] * self._links.count)
         # the least: what some servers have and others not is pushed again, and counts once; where
         # all wait for all, no more than the last push may be missing
-        numbers = [number for number, _ in came]
+        numbers = [came[server][0] for server in self._busy]
         back = max(numbers) - 1 if self.rule.mode == "sync" else 0
         self._number = max(self._number, back, min(numbers))
         self._barriers = came[0][1]
+        self._taken = self._number or None
 
     @property
     def clock(self) -> int:
@@ -179,7 +182,7 @@ class ParameterServer:
             WaitError: it might not in time; names the workers that are behind.
         """
         self.settle()
-        return self._now(self._read("pull", [(self.rank, 0, self._dtype)] * self._links.count))
+        return self._now(self._pulled())
 
     def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
         """Rows of tables, as soon as this worker may read them: NumPy arrays of its own.
@@ -196,24 +199,14 @@ class ParameterServer:
             RequestError: an unknown table, or ids that it has not.
             WaitError: as for ``pull``.
         """
-        tables, cache = self.tables, self._cache
+        tables = self.tables
         unique, back = {}, {}
         for name, ids in rows.items():
             unique[name], back[name] = np.unique(tables.checked(name, ids), return_inverse=True)
-        if cache is None:
+        if self._cache is None:
             found = self._read_rows(unique)
         else:
-            here = {name: cache.take(name, ids, self._number) for name, ids in unique.items()}
-            missing = {name: ids[~here[name][0]] for name, ids in unique.items()}
-            read = self._read_rows(missing) if any(map(len, missing.values())) else {}
-            found = {}
-            for name, ids in unique.items():
-                which, held = here[name]
-                found[name] = tables.empty(name, len(ids))
-                found[name][which] = held
-                if name in read:
-                    found[name][~which] = read[name]
-                    cache.put(name, missing[name], read[name], self._number)
+            found = self._cache.read(unique, self._number, self._read_rows, tables.empty)
         return {name: found[name][back[name]] for name in rows}
 
     def _read_rows(self, ids: Mapping[str, Array]) -> dict[str, Array]:
@@ -239,7 +232,7 @@ class ParameterServer:
         """
         self.settle()
         pushed, sums = self._numbered(gradients, rows)
-        took = all(self._call("push", pushed))
+        took = all(self._ask("push", pushed).values())
         self._now_cached(sums, took and self._adds)
         return took
 
@@ -268,15 +261,12 @@ class ParameterServer:
 
     def _overlapped(self, gradients: Any, rows: Mapping[str, Any] | None) -> Any:
         self.rule.check_overlap()
-        seen, under_way, self._under_way = self._seen, self._under_way, None
-        if under_way is None:
-            read = self._read("pull", [(self.rank, 0, self._dtype)] * self._links.count)
-        else:
-            read = under_way.result()
+        seen = self._seen
+        read = self._arrived() or self._pulled()
         pushed, sums = self._numbered(gradients, rows)
         self._sent = [
-            replace(part, seen=version, ahead=1)
-            for (_, _, part), version in zip(pushed, seen, strict=True)
+            replace(part, seen=seen.get(server), ahead=1)
+            for server, (_, _, part) in enumerate(pushed)
         ]
         args = [(self.rank, self._number, part) for part in self._sent]
         self._under_way = self._behind.submit(self._read, "push_pull", args)
@@ -289,19 +279,40 @@ class ParameterServer:
         Raises:
             WaitError: as for ``pull``.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        self._arrived()
 
-    def _read(self, method: str, args: Sequence[tuple[Any, ...]]) -> tuple[list[int], Any]:
+    def _arrived(self) -> tuple[dict[int, int], Any] | None:
+        """What a call under way has brought, once it is there; None without one."""
+        under_way = self._under_way
+        try:
+            return None if under_way is None else under_way.result()
+        finally:  # who is interrupted here must not write to what still travels
+            if under_way is not None and under_way.done():
+                self._under_way = None
+
+    def _pulled(self) -> tuple[dict[int, int], Any]:
+        return self._read("pull", [(self.rank, 0, self._dtype)] * self._links.count)
+
+    def _read(self, method: str, args: Sequence[tuple[Any, ...]]) -> tuple[dict[int, int], Any]:
         """The versions that servers read, and their values as a pytree."""
-        found = self._call(method, args)
-        return [x.version for x in found], self.layout.gather([x.values for x in found])
+        found = self._ask(method, args)
+        flats: list[Flat] = [{}] * self._links.count
+        for server, answer in found.items():
+            flats[server] = answer.values
+        return {server: x.version for server, x in found.items()}, self.layout.gather(flats)
 
-    def _now(self, read: tuple[list[int], Any]) -> Any:
+    def _ask(self, method: str, args: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+        """The answers of the servers that take part."""
+        busy = self._busy
+        found = self._call(method, [a if k in busy else None for k, a in enumerate(args)])
+        if method != "pull":
+            self._taken = next(a[1] for k, a in enumerate(args) if k in busy)
+        return {server: found[server] for server in busy}
+
+    def _now(self, read: tuple[dict[int, int], Any]) -> Any:
         """Hand values to the loop, whose next gradients are of them."""
         self._seen, values = read
-        self.version = min(self._seen)
+        self.version = min(self._seen.values())
         return values if self._replica is None else self._replica.take(self.version, values)
 
     @cached_property
@@ -317,8 +328,8 @@ class ParameterServer:
         sums, parts = self.tables.push(rows or {})
         flats: list[Flat] = [{}] * self._links.count
         if gradients is not None:
-            flats = self.layout.scatter(jax.device_get(gradients), self._flats)
-            self._flats = None if self._links.keeps else flats
+            room = self._links.room(self.layout.sizes)
+            flats = self.layout.scatter(jax.device_get(gradients), room)
         self._number += 1
         coded: list[dict[str, Coded]] = [{}] * len(flats)
         if self._feedback is not None and gradients is not None:
@@ -348,7 +359,13 @@ class ParameterServer:
                 flats = self.layout.scatter(jax.device_get(self._replica.params))
                 self._call("end", [(self._replica.version, flat) for flat in flats])
         finally:
-            self._call("leave", [(self.rank,)] * self._links.count)
+            self._call("leave", self.leaving)
+
+    @property
+    def leaving(self) -> list[tuple[int, int | None]]:
+        """What every server is told at the end: this rank, and its last push that arrived."""
+        taken = [self._taken if k in self._busy else None for k in range(self._links.count)]
+        return [(self.rank, number) for number in taken]
 
     def barrier(self) -> None:
         """Wait until every worker that is there has come here.
@@ -422,12 +439,12 @@ class ParameterServer:
     def _late(self) -> float:
         return self._wait_s + GRACE_S
 
-    def _call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         return self._links.call(method, args, self._late, self._first)
 
     def _first(self, server: int) -> list[tuple[str, tuple[Any, ...]]]:
         """What a server that comes back is told: who is here, and the last push once more."""
         calls: list[tuple[str, tuple[Any, ...]]] = [("join", (self.rank, self._barriers))]
-        if self._sent:
+        if self._sent and server in self._busy:
             calls.append(("push", (self.rank, self._number, self._sent[server])))
         return calls

@@ -182,8 +182,10 @@ def test_a_push_sent_again_is_the_same_bytes() -> None:
         """Servers whose first answer is lost: every push is sent twice."""
 
         count = 1
-        keeps = True
         shard = Shard(Rule("async"), 1, None, 1.0)
+
+        def room(self, sizes: Any) -> None:
+            return None
 
         def call(self, method: str, args: Any, wait_s: float, first: Any = None) -> list[Any]:
             if method == "push":

@@ -108,3 +108,47 @@ def test_a_job_may_end_with_its_first_worker(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     with pytest.raises((LostError, WaitError), match="worker 1 was lost"):
         train(count(tmp_path, die=3), mode="async", on_lost="fail", **OPTIONS)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_is_lost_while_large_values_are_read(tmp_path: Path, mode: str) -> None:
+    """Values of 3 MiB a server lie in Ray's memory, which its owner's death takes with it."""
+    pytest.importorskip("ray")
+
+    def loop(server: ParameterServer) -> list[float]:
+        params = {"w": np.zeros((6, 2**18), np.float32)}
+        kept = [server.init(params)]
+        for _ in range(PUSHES):
+            kept = [*kept[-3:], server.push_pull(jax.tree.map(np.ones_like, params))]
+            (tmp_path / f"begun-{server.rank}").touch()
+            time.sleep(0.05)
+        assert all(x["w"].min() <= x["w"].max() for x in kept)  # still readable
+        return sorted({float(x) for x in kept[-1]["w"][:, 0]})
+
+    killed = kill(tmp_path, "Serving")
+    more = {"split_bytes": 2**19}
+    done = train(loop, mode=mode, replicas=True, **(OPTIONS | more))
+    assert killed and values(done) == {float(PUSHES * (2 if mode == "async" else 1))}
+    assert all(c.applied == 2 * PUSHES and not c.lost for c in done.counts)
+
+
+def test_a_lost_server_that_holds_nothing_ends_the_job_soon(tmp_path: Path) -> None:
+    """No worker asks it, so nobody else would notice before the end."""
+    pytest.importorskip("ray")
+
+    def loop(server: ParameterServer) -> None:
+        server.init({"w": np.zeros(3, np.float32)})
+        (tmp_path / f"begun-{server.rank}").touch()
+        for _ in range(600):
+            server.push_pull({"w": np.ones(3, np.float32)})
+            time.sleep(0.1)
+
+    def run() -> None:
+        until = time.monotonic() + 120
+        while len(list(tmp_path.glob("begun-*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(max(descendants(("Serving",))), signal.SIGKILL)  # begun last: server 1 of 0 and 1
+
+    threading.Thread(target=run, daemon=True).start()
+    with pytest.raises(LostError, match=r"server [01] is gone"):
+        train(loop, mode="async", **(OPTIONS | {"split_bytes": 2**20}))

@@ -135,6 +135,18 @@ def test_what_was_pushed_before_leaving_counts() -> None:
     assert (served.counts.applied, served.version) == (3, 2)
 
 
+def test_what_is_missing_when_its_worker_leaves_was_lost() -> None:
+    """It came to an earlier life of this server."""
+    served = shard(Rule("async"), 2)
+    served.push(0, 1, ones()), served.push(1, 1, ones())
+    served.leave(0, 4)
+    served.leave(1, 1)
+    served.leave(0, 4)  # told again
+    assert served.counts.lost == {0: 3} and served.counts.applied == 2
+    served.leave(1)
+    assert served.counts.lost == {0: 3}
+
+
 def test_a_wait_before_init_says_so() -> None:
     served = Shard(Rule(), 1, None, 0.05)
     with pytest.raises(WaitError, match="nobody has called init"):

@@ -124,13 +124,27 @@ def test_a_snapshot_is_whole_or_not_there(tmp_path: Path) -> None:
 
 def test_synchronous_servers_go_on_from_a_common_update(tmp_path: Path) -> None:
     places = Places(tmp_path, 2, 1)
+    about = layout_of(np.zeros(4, np.float32), 2, split_bytes=8).about
     for server, versions in ((0, (3, 4, 5)), (1, (2, 3, 4))):
         for version in versions:
-            write(places.of(server), ({"version": version}, {}))
+            write(places.of(server), ({"version": version, "about": about}, {}))
     assert listed(places.of(0)) == [4, 5]  # the last two
     assert chosen(places, "sync") == (4, 4) and chosen(places, "async") == (5, 4)
     assert earlier(Places(tmp_path, 3, 1), "sync") == (places, (4, 4))
     assert chosen(Places(tmp_path, 3, 1), "sync") is None
+
+
+def test_a_server_that_holds_nothing_does_not_hold_back_the_others(tmp_path: Path) -> None:
+    places = Places(tmp_path, 2, 1)
+    about = layout_of(np.zeros(4, np.float32), 2).about
+    for server, versions in ((0, (4, 5)), (1, (0,))):
+        for version in versions:
+            write(places.of(server), ({"version": version, "about": about}, {}))
+    assert chosen(places, "sync") == chosen(places, "async") == (5, 0)
+    (places.of(0) / "000000000005.npz").unlink()
+    assert chosen(places, "sync") == (4, 0)
+    (places.of(1) / "000000000000.npz").unlink()
+    assert chosen(places, "sync") is None  # it was never begun
 
 
 X = DRAW.normal(size=(96, 12)).astype(np.float32)
@@ -227,7 +241,7 @@ def test_a_slow_snapshot_does_not_shift_the_next(tmp_path: Path) -> None:
         if writer.thread is not None:
             writer.thread.start()
         made.push(0, k, Pushed({"float32": np.ones(3, np.float32)}))
-    assert begun == [7, 10, 15, 20]
+    assert begun == [0, 7, 10, 15, 20]
 
 
 def test_what_was_seen_may_be_lost_since() -> None:
@@ -249,7 +263,8 @@ def test_snapshots_of_an_abandoned_run_are_not_taken_up(tmp_path: Path) -> None:
 
 def test_a_job_that_ended_within_a_move_is_found(tmp_path: Path) -> None:
     places = Places(tmp_path, 1, 1)
-    write(places.of(0), ({"version": 3}, {}))
+    about = layout_of(np.zeros(4, np.float32), 1).about
+    write(places.of(0), ({"version": 3, "about": about}, {}))
     (tmp_path / "of-1").rename(tmp_path / "before-of-1")
     assert earlier(places, "sync") == (places, (3,))
 

@@ -130,6 +130,22 @@ class OddError(Exception):
         super().__init__(f"{path}:{line}")
 
 
+def test_an_error_ends_the_threads_of_the_others() -> None:
+    steps = []
+
+    def loop(server: ParameterServer) -> None:
+        server.init(np.zeros(3, np.float32))
+        if server.rank == 1:
+            raise KeyError("mine")
+        for k in range(10**6):
+            server.push_pull(np.ones(3, np.float32))
+            steps.append(k)
+
+    with pytest.raises(KeyError, match="mine"):
+        train(loop, workers=2, backend="local", mode="async", wait_s=30)
+    assert len(steps) < 10**6
+
+
 def test_an_error_that_cannot_be_sent_comes_in_words() -> None:
     def breaks(server: ParameterServer) -> None:
         server.init(fresh())

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 from executor.parameter_server import ParameterServer, Rule, layout_of, train, wire
+from executor.parameter_server.answers import Values
 from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.shard import Shard, Values
+from executor.parameter_server.shard import Shard
 from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
 
@@ -21,7 +22,7 @@ PARAMS = {"w": np.ones((8, 4), np.float32), "b": np.zeros(3, np.float32)}
 def test_a_pulled_tree_does_not_change_under_its_reader() -> None:
     """Nor can he write to it; large arrays are where the server's are, without a copy."""
     links = LocalLinks([Shard(Rule("async"), 1, optax.sgd(0.5), 5.0)], 1)
-    server = ParameterServer(links, 0, 1)
+    server = ParameterServer(links, 0, 1, split_bytes=2**20)
     kept = [server.init(PARAMS)]
     assert np.shares_memory(kept[0]["w"], server.pull()["w"])
     for k in range(3):
