@@ -224,11 +224,11 @@ class Serving(Shard):
 
     def _settle(self) -> None:
         """Wait until the copy has this thread's last change."""
-        import ray
-
         sent, self.mine.sent = getattr(self.mine, "sent", None), None
         if sent is None:
             return
+        import ray
+
         try:
             if ray.get(sent, timeout=self.wait_s):
                 return
