@@ -190,6 +190,14 @@ class RowCache:
         order = np.argsort(ids)
         self._held[name] = (ids[order], rows[order], times[order])
 
+    def pushed(self, rows: Rows, added: bool) -> None:
+        """This worker has pushed these, which its servers add to the rows, or not just that."""
+        for name, (ids, changes) in rows.items():
+            if added:
+                self.add(name, ids, changes)
+            else:
+                self.drop(name, ids)
+
     def add(self, name: str, ids: Array, changes: Array) -> None:
         """What this worker pushed was added to the rows: add it to those that are here."""
         if name in self._held:

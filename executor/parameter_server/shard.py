@@ -7,29 +7,25 @@ says for whom it waited.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 
-from executor.parameter_server.answers import Counts, LostError, Values, WaitError
-from executor.parameter_server.clock import Clocks, Rule
+from executor.parameter_server.answers import Counts, Values, WaitError
+from executor.parameter_server.clock import Rule
 from executor.parameter_server.kept import differ, facts_of, laid_aside, take_up
 from executor.parameter_server.layout import Array, Flat
-from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
+from executor.parameter_server.members import LEFT as LEFT
+from executor.parameter_server.members import Change as Change
+from executor.parameter_server.members import Members
 from executor.parameter_server.store import Pushed, Store, mean
 from executor.parameter_server.wire import publish
 from planner.errors import RequestError
 
-LEFT = "worker {worker} has left, or was taken for lost"
 
-Change = tuple[str, tuple[Any, ...]]
-"""A call that changed a shard: its method and arguments."""
-
-
-class Shard:
+class Shard(Members):
     """What one server holds.
 
     Args:
@@ -37,11 +33,10 @@ class Shard:
         workers: how many there are to begin with, ranks from 0.
         optimizer: applied to what is pushed; None adds it to the values.
         wait_s: deadline of every wait, in seconds.
-        clock: the time, for tests.
+        clock: the time, in seconds; for tests.
 
     Attributes:
-        on_change: called after each change, in their order, with the call that made it; a copy that
-            repeats the calls is the same.
+        on_change: as for ``Members``; a copy that repeats the calls is the same.
         on_update: called after each change that updated the values.
         on_begun: called when there are first values, before anybody reads them.
     """
@@ -54,24 +49,15 @@ class Shard:
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rule, self.wait_s, self.clock = rule, wait_s, clock
+        super().__init__(rule, workers, wait_s, clock)
         self.store = Store(optimizer, exact=rule.mode == "sync")
-        self.workers = workers
-        self.clocks = Clocks(rule, dict.fromkeys(range(workers), 0))
-        self.counts = Counts()
         self.version = self.seen = self.ended = 0
         self.shapes: Any = None
-        self.last: dict[int, tuple[int, bool]] = {}
         self.read_at: dict[int, int] = {}
         self.has_read: set[int] = set()
-        self.left: set[int] = set()
         self.waiting: dict[int, Pushed] = {}
-        self.at_barrier: dict[int, int] = {}
         self.published: tuple[Any, Any] = (None, None)
-        self.queues: dict[int, Queue] = {}
-        self.changed = threading.Condition()
         self.about: dict[str, Any] = {}
-        self.on_change: Callable[[Change], None] = lambda change: None
         self.on_update: Callable[[], None] = lambda: None
         self.on_begun: Callable[[], None] = lambda: None
 
@@ -102,78 +88,6 @@ class Shard:
     def described(self) -> Any:
         """What ``describe`` was told; None before."""
         return self.shapes
-
-    def join(self, worker: int, barriers: int = 0) -> tuple[int, int]:
-        """A worker comes, or comes back.
-
-        Args:
-            worker: its rank.
-            barriers: how many it has passed.
-
-        Returns:
-            The number of its last push that came here, and of the last barrier that it came to.
-        """
-        with self.changed:
-            came = (
-                0 if worker in self.clocks.at else self._passed()
-            )  # who comes back: as the others
-            self.left.discard(worker)
-            self.clocks.join(worker)
-            self.at_barrier[worker] = max(barriers, came, self.at_barrier.get(worker, 0))
-            self._told("join", worker, barriers)
-            return self.last.get(worker, (0, True))[0], self.at_barrier[worker]
-
-    def leave(self, worker: int, number: int | None = None) -> None:
-        """A worker has finished, or is lost; nobody waits for it any more.
-
-        Args:
-            worker: its rank.
-            number: of its last push that was acknowledged; what of these is not here was lost with
-                an earlier life of this server.
-        """
-        with self.changed:
-            last, _ = self.last.get(worker, (0, True))
-            holds = any(worker in queue.held for queue in self.queues.values())
-            if worker in self.left and not holds and (number or 0) <= last:
-                return
-            if number is not None and number > last:
-                self.last[worker] = (number, True)
-                self.counts.lost[worker] = self.counts.lost.get(worker, 0) + number - last
-            self.left.add(worker)
-            self.clocks.leave(worker)
-            self.at_barrier.pop(worker, None)
-            self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
-            self._together()
-            self._told("leave", worker, number)
-
-    def away(self, worker: int) -> None:
-        """Nobody waits for a worker until it joins or pushes: it waits for what others have."""
-        with self.changed:
-            if worker in self.clocks.at:
-                self.clocks.leave(worker)
-                self._together()
-                self._told("away", worker)
-
-    def take(self, worker: int, wanted: Wanted | None, finished: int | None = None) -> Taken:
-        """The next item for a worker, without waiting; ``wanted`` None asks for nothing.
-
-        Args:
-            worker: its rank.
-            wanted: what it takes items of; the first who asks begins the queue.
-            finished: the place of the item that it has finished; None: it has just begun.
-
-        Raises:
-            RequestError: the queue has other items.
-        """
-        if wanted is None:
-            return Taken(None)
-        with self.changed:
-            before = self.queues.get(wanted.queue)
-            taken, queue = queue_for(before, wanted).take(worker, finished)
-            if queue != before:
-                self.queues[wanted.queue] = queue
-                self._told("take", worker, wanted, finished)
-            return taken
 
     def push(self, worker: int, number: int, pushed: Pushed) -> bool:
         """Take a worker's push.
@@ -207,12 +121,6 @@ class Shard:
             lag = max(0, self.version - seen)  # what it has seen may be lost since
             self.has_read.discard(worker)
             return self.put(worker, number, pushed, lag)
-
-    def _present(self, worker: int) -> None:
-        """A worker that is here, or comes for the first time."""
-        if worker in self.left:
-            raise LostError(LEFT.format(worker=worker))
-        self.clocks.join(worker)
 
     def put(self, worker: int, number: int, pushed: Pushed, lag: int) -> bool:
         """A push that is new, and how many updates its worker had not seen; see ``push``."""
@@ -259,11 +167,10 @@ class Shard:
         self.counts.applied += len(pushes)
 
     def _told(self, method: str, *args: Any) -> None:
-        self.on_change((method, args))
+        super()._told(method, *args)
         if self.version > self.seen:
             self.seen = self.version
             self.on_update()
-        self.changed.notify_all()
 
     def pull(self, worker: int, ahead: int = 0, dtype: str | None = None) -> Values:
         """The values, once the rule lets this worker read.
@@ -337,41 +244,6 @@ class Shard:
         with self.changed:
             return self.store.tables.whole()
 
-    def members(self) -> tuple[int, ...]:
-        """The workers that are there."""
-        with self.changed:
-            return tuple(sorted(self.clocks.at))
-
-    def barrier(self, worker: int | None, number: int) -> None:
-        """Wait until every worker that is there has come; None asks for nothing.
-
-        Args:
-            worker: its rank.
-            number: of the barrier, from 1; coming to one again is coming to it once.
-
-        Raises:
-            WaitError: some did not come in ``wait_s``; names them.
-        """
-        if worker is None:
-            return
-        with self.changed:
-            self._present(worker)
-            self.at_barrier[worker] = max(number, self.at_barrier.get(worker, 0))
-            self._told("join", worker, self.at_barrier[worker])
-            until = self.clock() + self.wait_s
-            while self._passed() < number:
-                left = until - self.clock()
-                if left <= 0 or not self.changed.wait(left):
-                    missing = [w for w in self.clocks.at if self.at_barrier.get(w, 0) < number]
-                    raise WaitError(
-                        f"worker {worker} waited {self.wait_s:g} s at a barrier for: "
-                        + ", ".join(map(str, sorted(missing)))
-                    )
-
-    def _passed(self) -> int:
-        """Barriers that all who are there have come to."""
-        return min((self.at_barrier.get(w, 0) for w in self.clocks.at), default=0)
-
     def dump(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """What another server needs to go on from here: facts (as JSON has them) and arrays."""
         with self.changed:
@@ -386,17 +258,10 @@ class Shard:
             self.changed.notify_all()
 
     def again(self, workers: int, number: int | None) -> None:
-        """The whole job goes on, with all its workers; each after its own last push, or after
-        ``number`` where there are others than before."""
+        """See ``Members``; what was pushed and is in no update is pushed again."""
         with self.changed:
-            if number is not None:
-                self.last = dict.fromkeys(range(workers), (number, True))
-            for worker in {w for queue in self.queues.values() for w in queue.held}:
-                self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
+            super().again(workers, number)
             self.waiting.clear()
-            self.at_barrier.clear()
-            self.left.clear()
-            self.clocks.at = {w: self.last.get(w, (0, True))[0] for w in range(workers)}
 
     def _behind(self, worker: int, ahead: int = 0) -> tuple[int, ...] | None:
         """Whom a worker waits for; None: for the first values."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from executor.parameter_server.answers import WaitError
+from executor.parameter_server.calls import Calls
 from executor.parameter_server.queue import Taken, Wanted
 from executor.parameter_server.ray_links import AGAIN_S
 from planner.errors import RequestError
@@ -115,3 +118,37 @@ def queued(
             return
         place = taken.place
         yield index_at(place, wanted.count, wanted.seed)
+
+
+class Shares:
+    """What one worker takes.
+
+    Args:
+        calls: of the worker.
+        workers: how many there are.
+        settle: waits for what the worker has under way; a queue is asked after that.
+        wait_s: deadline of every wait, in seconds.
+    """
+
+    def __init__(
+        self, calls: Calls, workers: int, settle: Callable[[], None], wait_s: float
+    ) -> None:
+        self._calls, self._workers, self._settle, self._wait_s = calls, workers, settle, wait_s
+        self._queues = 0
+
+    def of(
+        self, count: int, *, how: str, policy: str, epochs: int, seed: int | None
+    ) -> Iterator[int]:
+        """The items of the next share, of ``count``; see ``ParameterServer.shares``."""
+        asked: dict[str, Any] = {"epochs": epochs, "seed": seed}
+        check_shares(count, self._workers, how=how, policy=policy, **asked)
+        if how == "fixed":
+            return fixed(count, self._calls.rank, self._workers, policy=policy, **asked)
+        self._queues += 1
+        wanted = Wanted(self._queues, count, **asked)
+        take = partial(self._take, wanted)
+        return queued(wanted, take, self._calls.away, self._calls.join, self._wait_s)
+
+    def _take(self, wanted: Wanted, finished: int | None) -> Taken:
+        self._settle()
+        return self._calls.take(wanted, finished)

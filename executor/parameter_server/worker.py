@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from executor.parameter_server.calls import Args, Behind, Calls
 from executor.parameter_server.clock import Rule
-from executor.parameter_server.codec import Coded, Feedback
 from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
-from executor.parameter_server.queue import Taken, Wanted
 from executor.parameter_server.replica import Replica
 from executor.parameter_server.rows import RowCache, Rows, TableLayout, table_layout
-from executor.parameter_server.shares import check_shares, fixed, queued
-from executor.parameter_server.store import EXACT, Pushed
+from executor.parameter_server.shares import Shares
+from executor.parameter_server.store import EXACT
 from executor.parameter_server.wire import check_pull_dtype
 from planner.errors import RequestError
 
-GRACE_S = 10.0
-"""What a worker waits longer than a server, whose error says more."""
+Read = tuple[dict[int, int], Any]
+"""The versions that servers read, and their values as a pytree."""
 
 
 class ParameterServer:
@@ -71,25 +67,22 @@ class ParameterServer:
         row_cache: int = 0,
     ) -> None:
         self.rank, self.num_workers = rank, num_workers
-        self._links, self._wait_s = links, wait_s
+        self._links = links
+        check_pull_dtype(pull_dtype)
+        sync = rule.mode == "sync"
+        self._calls = Calls(links, rank, wait_s, sync=sync, compress=compress, dtype=pull_dtype)
         self._cut: dict[str, Any] = {"split_bytes": split_bytes, "partition": partition}
         self.rule, self.optimizer = rule, optimizer
         self._replica = None
         if update_on == "worker" and optimizer is not None:
             self._replica = Replica(optimizer, EXACT)
-        self._feedback = None if compress is None else Feedback(compress, links.count)
-        check_pull_dtype(pull_dtype)
-        self._dtype = pull_dtype
         self._layout: Layout | None = None
         self._tables: TableLayout | None = None
-        self._busy: tuple[int, ...] = ()
         self._cache = RowCache(row_cache) if row_cache else None
         self._adds = optimizer is None and not rule.lag_scaled
-        self._number = self._barriers = self._queues = 0
-        self._taken: int | None = None
         self._seen: dict[int, int] = {}
-        self._under_way: Future[tuple[dict[int, int], Any]] | None = None
-        self._sent: list[Pushed] = []
+        self._behind: Behind[Read] = Behind()
+        self._shares = Shares(self._calls, num_workers, self.settle, wait_s)
         self.version = 0
 
     @property
@@ -146,31 +139,21 @@ class ParameterServer:
             raise RequestError("tables with update_on='worker': servers update their rows")
         self._layout = layout_of(params, self._links.count, **self._cut)
         self._tables = table_layout(tables or {}, self._links.count)
-        self._busy = self._layout.busy(tables=bool(tables))
+        self._calls.busy = self._layout.busy(tables=bool(tables))
         if self.is_chief:
             about = self._layout.about | {"tables": self._tables.about}
             flats = self._layout.scatter(jax.device_get(params))
             parts = self._tables.scatter(tables or {})
-            self._call("init", [(*both, about) for both in zip(flats, parts, strict=True)])
-            self._call("describe", [(self.shapes,)] * self._links.count)
-        self._join()
+            self._calls.call("init", [(*both, about) for both in zip(flats, parts, strict=True)])
+            self._calls.all("describe", self.shapes)
+        self._calls.join()
         return self.pull()
-
-    def _join(self) -> None:
-        came = self._call("join", [(self.rank, self._barriers)] * self._links.count)
-        # the least: what some servers have and others not is pushed again, and counts once; where
-        # all wait for all, no more than the last push may be missing
-        numbers = [came[server][0] for server in self._busy]
-        back = max(numbers) - 1 if self.rule.mode == "sync" else 0
-        self._number = max(self._number, back, min(numbers))
-        self._barriers = came[0][1]
-        self._taken = self._number or None
 
     @property
     def clock(self) -> int:
         """How many pushes of this worker's rank count; more than 0 at first where a worker is
         started again or a job goes on: a loop begins there."""
-        return self._number
+        return self._calls.number
 
     def pull(self) -> Any:
         """The parameters, as soon as this worker may read them: NumPy arrays, read-only.
@@ -206,7 +189,7 @@ class ParameterServer:
         if self._cache is None:
             found = self._read_rows(unique)
         else:
-            found = self._cache.read(unique, self._number, self._read_rows, tables.empty)
+            found = self._cache.read(unique, self._calls.number, self._read_rows, tables.empty)
         return {name: found[name][back[name]] for name in rows}
 
     def _read_rows(self, ids: Mapping[str, Array]) -> dict[str, Array]:
@@ -215,7 +198,7 @@ class ParameterServer:
         for name, wanted in ids.items():
             for part, (_, local) in zip(parts, self.tables.split(wanted), strict=True):
                 part[name] = local
-        found = self._call("pull_rows", [(self.rank, part) for part in parts])
+        found = self._calls.call("pull_rows", [(self.rank, part) for part in parts])
         self.version = min(x.version for x in found)
         return self.tables.merge(ids, [x.values for x in found])
 
@@ -232,7 +215,7 @@ class ParameterServer:
         """
         self.settle()
         pushed, sums = self._numbered(gradients, rows)
-        took = all(self._ask("push", pushed).values())
+        took = all(self._calls.push("push", pushed).values())
         self._now_cached(sums, took and self._adds)
         return took
 
@@ -255,21 +238,16 @@ class ParameterServer:
             return self._overlapped(gradients, rows)
         self.settle()
         pushed, sums = self._numbered(gradients, rows)
-        read = self._read("push_pull", pushed)
+        read = self._push_pulled(pushed)
         self._now_cached(sums, False)
         return self._now(read)
 
     def _overlapped(self, gradients: Any, rows: Mapping[str, Any] | None) -> Any:
         self.rule.check_overlap()
         seen = self._seen
-        read = self._arrived() or self._pulled()
-        pushed, sums = self._numbered(gradients, rows)
-        self._sent = [
-            replace(part, seen=seen.get(server), ahead=1)
-            for server, (_, _, part) in enumerate(pushed)
-        ]
-        args = [(self.rank, self._number, part) for part in self._sent]
-        self._under_way = self._behind.submit(self._read, "push_pull", args)
+        read = self._behind.arrived() or self._pulled()
+        _, sums = self._numbered(gradients, rows)
+        self._behind.submit(self._push_pulled, self._calls.overlapped(seen))
         self._now_cached(sums, False)
         return self._now(read)
 
@@ -279,77 +257,41 @@ class ParameterServer:
         Raises:
             WaitError: as for ``pull``.
         """
-        self._arrived()
+        self._behind.arrived()
 
-    def _arrived(self) -> tuple[dict[int, int], Any] | None:
-        """What a call under way has brought, once it is there; None without one."""
-        under_way = self._under_way
-        try:
-            return None if under_way is None else under_way.result()
-        finally:  # who is interrupted here must not write to what still travels
-            if under_way is not None and under_way.done():
-                self._under_way = None
+    def _pulled(self) -> Read:
+        return self._read(self._calls.pull())
 
-    def _pulled(self) -> tuple[dict[int, int], Any]:
-        return self._read("pull", [(self.rank, 0, self._dtype)] * self._links.count)
+    def _push_pulled(self, pushed: Sequence[Args]) -> Read:
+        return self._read(self._calls.push("push_pull", pushed))
 
-    def _read(self, method: str, args: Sequence[tuple[Any, ...]]) -> tuple[dict[int, int], Any]:
-        """The versions that servers read, and their values as a pytree."""
-        found = self._ask(method, args)
+    def _read(self, found: Mapping[int, Any]) -> Read:
+        """What servers answered."""
         flats: list[Flat] = [{}] * self._links.count
         for server, answer in found.items():
             flats[server] = answer.values
         return {server: x.version for server, x in found.items()}, self.layout.gather(flats)
 
-    def _ask(self, method: str, args: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
-        """The answers of the servers that take part."""
-        busy = self._busy
-        found = self._call(method, [a if k in busy else None for k, a in enumerate(args)])
-        if method != "pull":
-            self._taken = next(a[1] for k, a in enumerate(args) if k in busy)
-        return {server: found[server] for server in busy}
-
-    def _now(self, read: tuple[dict[int, int], Any]) -> Any:
+    def _now(self, read: Read) -> Any:
         """Hand values to the loop, whose next gradients are of them."""
         self._seen, values = read
         self.version = min(self._seen.values())
         return values if self._replica is None else self._replica.take(self.version, values)
 
-    @cached_property
-    def _behind(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "overlap")
-
-    def _numbered(
-        self, gradients: Any, rows: Mapping[str, Any] | None
-    ) -> tuple[list[tuple[Any, ...]], Rows]:
-        """What every server is told of a push (sent again, it must be the same objects), which has
-        one number for all; and the rows of it, once each. Dense gradients lie in memory that the
-        next push takes again, where servers do not keep it."""
+    def _numbered(self, gradients: Any, rows: Mapping[str, Any] | None) -> tuple[list[Args], Rows]:
+        """What every server is told of a push, and the rows of it, once each. Dense gradients lie
+        in memory that the next push takes again, where servers do not keep it."""
         sums, parts = self.tables.push(rows or {})
         flats: list[Flat] = [{}] * self._links.count
         if gradients is not None:
             room = self._links.room(self.layout.sizes)
             flats = self.layout.scatter(jax.device_get(gradients), room)
-        self._number += 1
-        coded: list[dict[str, Coded]] = [{}] * len(flats)
-        if self._feedback is not None and gradients is not None:
-            found = [self._feedback.encode(server, flat) for server, flat in enumerate(flats)]
-            flats, coded = [dense for dense, _ in found], [x for _, x in found]
-        self._sent = [  # until the next: it may be asked again
-            Pushed(flat, part, x, dtype=self._dtype)
-            for flat, part, x in zip(flats, parts, coded, strict=True)
-        ]
-        return [(self.rank, self._number, part) for part in self._sent], sums
+        return self._calls.next_push(flats, parts), sums
 
     def _now_cached(self, pushed: Rows, added: bool) -> None:
         """Rows that this worker has pushed: what it reads must have that in it."""
-        if self._cache is None:
-            return
-        for name, (ids, changes) in pushed.items():
-            if added:
-                self._cache.add(name, ids, changes)
-            else:
-                self._cache.drop(name, ids)
+        if self._cache is not None:
+            self._cache.pushed(pushed, added)
 
     def leave(self) -> None:
         """Say that this worker has finished; the others no longer wait for it."""
@@ -357,15 +299,14 @@ class ParameterServer:
             self.settle()
             if self._replica is not None and self._replica.version:
                 flats = self.layout.scatter(jax.device_get(self._replica.params))
-                self._call("end", [(self._replica.version, flat) for flat in flats])
+                self._calls.call("end", [(self._replica.version, flat) for flat in flats])
         finally:
-            self._call("leave", self.leaving)
+            self._calls.call("leave", self.leaving)
 
     @property
     def leaving(self) -> list[tuple[int, int | None]]:
         """What every server is told at the end: this rank, and its last push that arrived."""
-        taken = [self._taken if k in self._busy else None for k in range(self._links.count)]
-        return [(self.rank, number) for number in taken]
+        return self._calls.leaving
 
     def barrier(self) -> None:
         """Wait until every worker that is there has come here.
@@ -374,13 +315,11 @@ class ParameterServer:
             WaitError: some did not in time; names them.
         """
         self.settle()
-        self._barriers += 1
-        others = [(None, 0)] * (self._links.count - 1)
-        self._call("barrier", [(self.rank, self._barriers), *others])
+        self._calls.barrier()
 
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that are there."""
-        found: Sequence[int] = self._call("members", [()] * self._links.count)[0]
+        found: Sequence[int] = self._calls.all("members")[0]
         return tuple(found)
 
     def shares(
@@ -410,41 +349,10 @@ class ParameterServer:
             WaitError: the last items of a queue are held by others, and nothing changed in
                 ``wait_s``; says who holds which.
         """
-        asked: dict[str, Any] = {"epochs": epochs, "seed": seed}
-        check_shares(len(items), self.num_workers, how=how, policy=policy, **asked)
-        if how == "fixed":
-            chosen = fixed(len(items), self.rank, self.num_workers, policy=policy, **asked)
-        else:
-            self._queues += 1
-            if self._replica is not None:
-                raise RequestError(
-                    "shares: how='queue' with update_on='worker': who waits for the last items "
-                    "would miss means; expected how='fixed', or update_on='server'"
-                )
-            wanted = Wanted(self._queues, len(items), **asked)
-            take = partial(self._take, wanted)
-            chosen = queued(wanted, take, self._away, self._join, self._wait_s)
-        return (items[k] for k in chosen)
-
-    def _take(self, wanted: Wanted, finished: int | None) -> Taken:
-        self.settle()
-        others = [(None, None)] * (self._links.count - 1)
-        taken: Taken = self._call("take", [(self.rank, wanted, finished), *others])[0]
-        return taken
-
-    def _away(self) -> None:
-        self._call("away", [(self.rank,)] * self._links.count)
-
-    @property
-    def _late(self) -> float:
-        return self._wait_s + GRACE_S
-
-    def _call(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        return self._links.call(method, args, self._late, self._first)
-
-    def _first(self, server: int) -> list[tuple[str, tuple[Any, ...]]]:
-        """What a server that comes back is told: who is here, and the last push once more."""
-        calls: list[tuple[str, tuple[Any, ...]]] = [("join", (self.rank, self._barriers))]
-        if self._sent and server in self._busy:
-            calls.append(("push", (self.rank, self._number, self._sent[server])))
-        return calls
+        if how == "queue" and self._replica is not None:
+            raise RequestError(
+                "shares: how='queue' with update_on='worker': who waits for the last items would "
+                "miss means; expected how='fixed', or update_on='server'"
+            )
+        places = self._shares.of(len(items), how=how, policy=policy, epochs=epochs, seed=seed)
+        return (items[k] for k in places)

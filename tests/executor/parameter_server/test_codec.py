@@ -204,5 +204,5 @@ def test_a_push_sent_again_is_the_same_bytes() -> None:
         total += push
     assert seen[0::2] == seen[1::2] and len(set(seen)) == 4
     assert Twice.shard.counts.duplicates == 4
-    left = server._feedback.left[0]["float32"]  # type: ignore[union-attr]
+    left = server._calls.feedback.left[0]["float32"]  # type: ignore[union-attr]
     np.testing.assert_allclose(server.pull() + left, total, atol=1e-4)

@@ -138,7 +138,7 @@ def test_on_ray_values_stay_as_they_were_read(mode: str) -> None:
                     server.pull_rows({"nothing": [0]})
                 wrong = Pushed({"float16": params["small"]})
                 with pytest.raises(RequestError, match="the server holds none"):
-                    server._call("push", [(server.rank, 99, wrong)] * 2)
+                    server._calls.call("push", [(server.rank, 99, wrong)] * 2)
             kept.append(server.push_pull(push))
         assert server.push(push)
         for x in push.values():

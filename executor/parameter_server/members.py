@@ -1,0 +1,180 @@
+"""Who takes part in a job, as one server knows it: joins and leaves, barriers, queues of items."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from executor.parameter_server.answers import Counts, LostError, WaitError
+from executor.parameter_server.clock import Clocks, Rule
+from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
+
+LEFT = "worker {worker} has left, or was taken for lost"
+
+Change = tuple[str, tuple[Any, ...]]
+"""A call that changed a server: its method and arguments."""
+
+
+class Members:
+    """The workers of a job; safe for many threads.
+
+    Args:
+        rule: how far workers may be apart.
+        workers: how many there are to begin with, ranks from 0.
+        wait_s: deadline of every wait, in seconds.
+        clock: the time, in seconds.
+
+    Attributes:
+        clocks: who is there, and how many pushes of each came.
+        last: the number of each worker's last push, and whether it counts.
+        left: who has finished, or is lost.
+        at_barrier: the number of the last barrier that each came to.
+        queues: by their numbers.
+        counts: what was done, and lost.
+        changed: the lock of all of this, notified of every change.
+        on_change: called after each change, in their order, with the call that made it.
+    """
+
+    def __init__(self, rule: Rule, workers: int, wait_s: float, clock: Callable[[], float]) -> None:
+        self.rule, self.workers, self.wait_s, self.clock = rule, workers, wait_s, clock
+        self.clocks = Clocks(rule, dict.fromkeys(range(workers), 0))
+        self.counts = Counts()
+        self.last: dict[int, tuple[int, bool]] = {}
+        self.left: set[int] = set()
+        self.at_barrier: dict[int, int] = {}
+        self.queues: dict[int, Queue] = {}
+        self.changed = threading.Condition()
+        self.on_change: Callable[[Change], None] = lambda change: None
+
+    def join(self, worker: int, barriers: int = 0) -> tuple[int, int]:
+        """A worker comes, or comes back.
+
+        Args:
+            worker: its rank.
+            barriers: how many it has passed.
+
+        Returns:
+            The number of its last push that came here, and of the last barrier that it came to.
+        """
+        with self.changed:
+            # who comes back: as the others
+            came = 0 if worker in self.clocks.at else self._passed()
+            self.left.discard(worker)
+            self.clocks.join(worker)
+            self.at_barrier[worker] = max(barriers, came, self.at_barrier.get(worker, 0))
+            self._told("join", worker, barriers)
+            return self.last.get(worker, (0, True))[0], self.at_barrier[worker]
+
+    def leave(self, worker: int, number: int | None = None) -> None:
+        """A worker has finished, or is lost; nobody waits for it any more.
+
+        Args:
+            worker: its rank.
+            number: of its last push that was acknowledged; what of these is not here was lost with
+                an earlier life of this server.
+        """
+        with self.changed:
+            last, _ = self.last.get(worker, (0, True))
+            holds = any(worker in queue.held for queue in self.queues.values())
+            if worker in self.left and not holds and (number or 0) <= last:
+                return
+            if number is not None and number > last:
+                self.last[worker] = (number, True)
+                self.counts.lost[worker] = self.counts.lost.get(worker, 0) + number - last
+            self.left.add(worker)
+            self.clocks.leave(worker)
+            self.at_barrier.pop(worker, None)
+            self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
+            self._together()
+            self._told("leave", worker, number)
+
+    def away(self, worker: int) -> None:
+        """Nobody waits for a worker until it joins or pushes: it waits for what others have."""
+        with self.changed:
+            if worker in self.clocks.at:
+                self.clocks.leave(worker)
+                self._together()
+                self._told("away", worker)
+
+    def take(self, worker: int, wanted: Wanted | None, finished: int | None = None) -> Taken:
+        """The next item for a worker, without waiting; ``wanted`` None asks for nothing.
+
+        Args:
+            worker: its rank.
+            wanted: what it takes items of; the first who asks begins the queue.
+            finished: the place of the item that it has finished; None: it has just begun.
+
+        Raises:
+            RequestError: the queue has other items.
+        """
+        if wanted is None:
+            return Taken(None)
+        with self.changed:
+            before = self.queues.get(wanted.queue)
+            taken, queue = queue_for(before, wanted).take(worker, finished)
+            if queue != before:
+                self.queues[wanted.queue] = queue
+                self._told("take", worker, wanted, finished)
+            return taken
+
+    def members(self) -> tuple[int, ...]:
+        """The workers that are there."""
+        with self.changed:
+            return tuple(sorted(self.clocks.at))
+
+    def barrier(self, worker: int | None, number: int) -> None:
+        """Wait until every worker that is there has come; None asks for nothing.
+
+        Args:
+            worker: its rank.
+            number: of the barrier, from 1; coming to one again is coming to it once.
+
+        Raises:
+            WaitError: some did not come in ``wait_s``; names them.
+        """
+        if worker is None:
+            return
+        with self.changed:
+            self._present(worker)
+            self.at_barrier[worker] = max(number, self.at_barrier.get(worker, 0))
+            self._told("join", worker, self.at_barrier[worker])
+            until = self.clock() + self.wait_s
+            while self._passed() < number:
+                left = until - self.clock()
+                if left <= 0 or not self.changed.wait(left):
+                    missing = [w for w in self.clocks.at if self.at_barrier.get(w, 0) < number]
+                    raise WaitError(
+                        f"worker {worker} waited {self.wait_s:g} s at a barrier for: "
+                        + ", ".join(map(str, sorted(missing)))
+                    )
+
+    def _passed(self) -> int:
+        """Barriers that all who are there have come to."""
+        return min((self.at_barrier.get(w, 0) for w in self.clocks.at), default=0)
+
+    def again(self, workers: int, number: int | None) -> None:
+        """The whole job goes on, with all its workers; each after its own last push, or after
+        ``number`` where there are others than before."""
+        with self.changed:
+            if number is not None:
+                self.last = dict.fromkeys(range(workers), (number, True))
+            for worker in {w for queue in self.queues.values() for w in queue.held}:
+                self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
+            self.at_barrier.clear()
+            self.left.clear()
+            self.clocks.at = {w: self.last.get(w, (0, True))[0] for w in range(workers)}
+
+    def _present(self, worker: int) -> None:
+        """A worker that is here, or comes for the first time."""
+        if worker in self.left:
+            raise LostError(LEFT.format(worker=worker))
+        self.clocks.join(worker)
+
+    def _together(self) -> None:
+        """Do what may have waited for who is no longer there."""
+
+    def _told(self, method: str, *args: Any) -> None:
+        """Something has changed, by this call."""
+        self.on_change((method, args))
+        self.changed.notify_all()
