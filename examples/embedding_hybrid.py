@@ -6,6 +6,7 @@ every device. Adagrad leaves a row without a gradient alone, so the run on serve
 only rows that were read, has the losses of the unsharded one. The text is that of Python's own
 `pydoc` topics.
 
+    planner inspect examples/embedding_hybrid.py --placement auto
     python examples/embedding_hybrid.py --steps 60
 """
 
@@ -26,7 +27,7 @@ Params = dict[str, Any]
 Arrays = tuple[np.ndarray, np.ndarray]
 
 ROWS, WIDTH, HIDDEN, CLASSES, BATCH, CONTEXT = 2**16, 64, 256, 512, 256, 4
-OPTIMIZER = optax.adagrad(0.1)
+optimizer = optax.adagrad(0.1)
 
 
 def make_params(seed: int = 0) -> Params:
@@ -43,7 +44,7 @@ def make_params(seed: int = 0) -> Params:
     }
 
 
-def loss_fn(params: Params, ids: Any, words: Any) -> jax.Array:
+def loss(params: Params, ids: Any, words: Any) -> jax.Array:
     """Mean cross-entropy of the words that follow.
 
     `ids` [batch, 2 * CONTEXT - 1] are rows of the table, `words` [batch] classes.
@@ -51,6 +52,18 @@ def loss_fn(params: Params, ids: Any, words: Any) -> jax.Array:
     h = jnp.take(params["embed"], ids, axis=0).sum(axis=1)
     logits = jax.nn.relu(h @ params["hidden"]) @ params["out"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, words).mean()
+
+
+def example_params() -> Params:
+    """Shapes of the parameters, for `planner inspect`."""
+    shapes = {"embed": (ROWS, WIDTH), "hidden": (WIDTH, HIDDEN), "out": (HIDDEN, CLASSES)}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def example_batch() -> tuple[Any, Any]:
+    """Shapes of what `loss` takes after the parameters, for `planner inspect`."""
+    ids, words = (BATCH, 2 * CONTEXT - 1), (BATCH,)
+    return jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(words, jnp.int32)
 
 
 def corpus() -> Arrays:
@@ -83,16 +96,16 @@ def unsharded(data: Arrays, steps: int) -> list[float]:
 
     @jax.jit
     def step(params: Params, state: Any, *batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_fn)(params, *batch)
-        updates, state = OPTIMIZER.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
 
     params = make_params()
-    state = OPTIMIZER.init(params)
+    state = optimizer.init(params)
     losses = []
     for _, batch in zip(range(steps), batches(data), strict=False):
-        params, state, loss = step(params, state, *batch)
-        losses.append(float(loss))
+        params, state, value = step(params, state, *batch)
+        losses.append(float(value))
     return losses
 
 
@@ -117,7 +130,7 @@ def main() -> None:
     def loop(server: Any) -> list[float]:
         if asked.backend == "ray":  # a process of its own
             use_devices(asked.devices)
-        run = hybrid(loss_fn, make_params(), OPTIMIZER, server=server, placement="auto")
+        run = hybrid(loss, make_params(), optimizer, server=server, placement="auto")
         losses = []
         for k, batch in zip(range(steps), batches(data), strict=False):
             losses.append(float(run(*batch)))
@@ -127,7 +140,7 @@ def main() -> None:
                 print(f"step {k:4d}  loss {losses[-1]:.4f}")
         return losses
 
-    done = train(loop, workers=1, servers=asked.servers, optimizer=OPTIMIZER, backend=asked.backend)
+    done = train(loop, workers=1, servers=asked.servers, optimizer=optimizer, backend=asked.backend)
     expected = unsharded(data, steps)
     apart = max(abs(a - b) for a, b in zip(done.returned[0], expected, strict=True))
     print(f"unsharded: last loss {expected[-1]:.4f}")

@@ -109,12 +109,21 @@ def asked(target: Target, options: argparse.Namespace) -> tuple[Call, dict[str, 
         RequestError, ModelError: as ``planner.loading.resolve``.
     """
     call = resolve(target)
-    merged: dict[str, Any] = dict(call.options)
+    return call, {**call.options, **asked_options(options, call.options.get("cluster"))}
+
+
+def asked_options(
+    options: argparse.Namespace, default_cluster: str | None = None
+) -> dict[str, Any]:
+    """The options of ``make_plan`` that are given on the command line, a cluster among them.
+
+    Raises:
+        RequestError: as ``asked_cluster``.
+    """
     given = {name: getattr(options, name) for name in _OVERRIDES}
-    given["cluster"] = asked_cluster(options)
-    merged |= {name: value for name, value in given.items() if value is not None}
-    merged["cluster"] = merged.get("cluster") or DEFAULT_CLUSTER
-    return call, {**merged, "time_limit_s": options.time_limit}
+    given["cluster"] = asked_cluster(options) or default_cluster or DEFAULT_CLUSTER
+    given["time_limit_s"] = options.time_limit
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def asked_cluster(options: argparse.Namespace) -> str | None:

@@ -1,4 +1,5 @@
-"""``MODEL[:FUNCTION]`` -> the step to plan, its arguments and the options its script asked for."""
+"""``MODEL[:FUNCTION]`` -> the step to plan, its arguments and the options its script asked for; or
+the loss to place."""
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ from typing import Any
 from planner import capture
 from planner.capture import Call
 from planner.errors import MeshwrightError, ModelError, RequestError
+from planner.loss import Loss
+
+OF_A_LOSS = ("example_params", "example_batch", "optimizer")
+"""What a file defines beside a loss."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,73 @@ def resolve(target: Target) -> Call:
     names = module_names(target.path)
     if {"train_step", "example_args"} <= names:
         return _named(target, "train_step")
-    if (
-        "example_inputs" in names
-        and names & {"model", "make_model"}
-        and ("example_args" not in names)
-    ):
+    if {"loss", *OF_A_LOSS} <= names:
+        return _loss(target, _load(target), "loss").train_step()
+    if _is_model(names) and "example_args" not in names:
         from planner.model_step import model_call
 
         module = _load(target)
         with user_code(f"building the model of {target.path}"):
             return model_call(module)
     return _captured(target)
+
+
+def resolve_loss(target: Target) -> Loss:
+    """Find the loss that ``target`` means; runs the user's code inside ``user_environment``.
+
+    Raises:
+        RequestError: the file offers no loss; says what to define.
+        ModelError: the user's code failed; ``__cause__`` is their exception.
+    """
+    names = module_names(target.path)
+    name = target.function or "loss"
+    missing = [x for x in (name, *OF_A_LOSS) if x not in names]
+    if _is_model(names) and missing and target.function is None:
+        from planner.model_step import model_loss
+
+        module = _load(target)
+        with user_code(f"building the model of {target.path}"):
+            return model_loss(module)
+    if missing:
+        raise RequestError(
+            f"{target}: placement needs to know what the parameters are, and a train step does not "
+            f"say it; define {name}(params, *batch), a scalar; example_params() and "
+            "example_batch(), arrays or ShapeDtypeStructs; and optimizer, an optax transformation "
+            f"(the file lacks {', '.join(missing)}); or a Flax model (model, or make_model()) and "
+            "example_inputs()"
+        )
+    return _loss(target, _load(target), name)
+
+
+def _is_model(names: set[str]) -> bool:
+    return "example_inputs" in names and bool(names & {"model", "make_model"})
+
+
+def _loss(target: Target, module: ModuleType, name: str) -> Loss:
+    function, optimizer = getattr(module, name), module.optimizer
+    for given, what in ((function, name), *((getattr(module, x), x) for x in OF_A_LOSS[:2])):
+        if not callable(given):
+            raise RequestError(f"{target.path}: {what} is a {type(given).__name__}, not a function")
+    if not is_optimizer(optimizer):
+        raise RequestError(
+            f"{target.path}: optimizer is a {type(optimizer).__name__}; expected an optax "
+            "transformation, such as optax.adagrad(0.1)"
+        )
+    with user_code(f"example_params() of {target.path}"):
+        params = module.example_params()
+    with user_code(f"example_batch() of {target.path}"):
+        batch = module.example_batch()
+    if not isinstance(batch, tuple | list):
+        raise RequestError(
+            f"{target.path}: example_batch() must return the tuple of what {name} takes after the "
+            f"parameters, got {type(batch).__name__}"
+        )
+    return Loss(function, params, tuple(batch), optimizer)
+
+
+def is_optimizer(given: Any) -> bool:
+    """Whether it is an optax transformation."""
+    return callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))
 
 
 def module_names(path: Path) -> set[str]:
@@ -145,6 +206,8 @@ def _named(target: Target, name: str) -> Call:
         raise RequestError(
             f"{target.path} has no function {name!r}; it has {', '.join(found) or 'none'}"
         )
+    if not hasattr(module, "example_args") and all(hasattr(module, x) for x in OF_A_LOSS):
+        return _loss(target, module, name).train_step()
     if not callable(function):
         raise RequestError(f"{target.path}: {name} is a {type(function).__name__}, not a function")
     return _call(target, function, getattr(module, "example_args", None))
@@ -189,5 +252,6 @@ def _captured(target: Target) -> Call:
         return _call(target, found["train_step"], found["example_args"])
     raise RequestError(
         f"{target.path} never called a parallelized function; name one: {target.path}:function "
-        "(with example_args() beside it), or define model and example_inputs()"
+        "(with example_args() beside it), or define model and example_inputs(), or loss(params, "
+        "*batch), example_params(), example_batch() and optimizer"
     )

@@ -1,9 +1,11 @@
-"""A bare Flax model -> a train step to plan: forward, backward and AdamW, all abstract."""
+"""A bare Flax model -> a train step to plan, forward, backward and AdamW, or its loss; all
+abstract."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +14,22 @@ import jax.numpy as jnp
 
 from planner.capture import Call
 from planner.errors import RequestError
+from planner.loss import Loss
 
 _STATIC = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model, shapes of its traced inputs, all inputs from traced ones, and the loss of outputs
+    and traced inputs."""
+
+    model: Any
+    nnx: bool
+    inputs: Any
+    whole: Callable[[Any], tuple[Any, ...]]
+    loss: Callable[[Any, Any], Any]
+    optimizer: Any
 
 
 def model_call(module: ModuleType) -> Call:
@@ -24,6 +40,31 @@ def model_call(module: ModuleType) -> Call:
     Raises:
         RequestError: flax or optax is missing, or the model is not a Flax module.
     """
+    built = _built(module)
+    return _nnx_step(built) if built.nnx else _linen_step(built)
+
+
+def model_loss(module: ModuleType) -> Loss:
+    """The loss of the same model as a function of its parameters and inputs.
+
+    Raises:
+        RequestError: as ``model_call``; or the model has state besides parameters, which a loss of
+            the parameters can't carry on.
+    """
+    built = _built(module)
+    function, params, rest = _nnx_loss(built) if built.nnx else _linen_loss(built)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(rest)
+    if leaves:
+        raise RequestError(
+            f"{module.__name__}: the model has state besides its parameters, such as "
+            f"{jax.tree_util.keystr(leaves[0][0])} (batch statistics, random number generators); "
+            "placement is of a loss(params, *batch): define one that does without it, with "
+            "example_params(), example_batch() and optimizer"
+        )
+    return Loss(function, params, (built.inputs,), built.optimizer)
+
+
+def _built(module: ModuleType) -> _Built:
     try:
         import optax
         from flax import linen, nnx
@@ -49,8 +90,8 @@ def model_call(module: ModuleType) -> Call:
         return _mean_of_squares(outputs)
 
     model = _model(module, nnx, linen)
-    build = _nnx_step if isinstance(model, nnx.Module) else _linen_step
-    return build(model, traced, whole, loss, optax.adamw(1e-3))
+    of_nnx = isinstance(model, nnx.Module)
+    return _Built(model, of_nnx, traced, whole, loss, optax.adamw(1e-3))
 
 
 def _model(module: ModuleType, nnx: Any, linen: Any) -> Any:
@@ -84,56 +125,82 @@ def _no_eager_sharding(nnx: Any) -> Any:
     return contextlib.nullcontext() if use is None else use(False)
 
 
-def _nnx_step(
-    model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Callable[..., Any], optimizer: Any
-) -> Call:
+def _nnx_step(built: _Built) -> Call:
     from flax import nnx
 
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = nnx.split(built.model, nnx.Param, ...)
     state = jax.eval_shape(
-        lambda p, r: {"params": p, "rest": r, "opt": optimizer.init(p)}, params, rest
+        lambda p, r: {"params": p, "rest": r, "opt": built.optimizer.init(p)}, params, rest
     )
 
     def train_step(state: Any, inputs: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             fresh = jax.tree_util.tree_map(lambda x: x, state["rest"])  # of this trace level
             run = nnx.merge(graphdef, params, fresh)
-            value = loss(run(*whole(inputs)), inputs)
+            value = built.loss(run(*built.whole(inputs)), inputs)
             return value, nnx.split(run, nnx.Param, ...)[2]
 
         (value, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
-        params, opt = _update(optimizer, grads, state)
+        params, opt = _update(built.optimizer, grads, state)
         return {"params": params, "rest": rest, "opt": opt}, {"loss": value}
 
-    return Call(train_step, (state, inputs), {})
+    return Call(train_step, (state, built.inputs), {})
 
 
-def _linen_step(
-    model: Any, inputs: Any, whole: Callable[[Any], Any], loss: Callable[..., Any], optimizer: Any
-) -> Call:
-    def init(*arrays: Any) -> Any:
-        key = jax.random.key(0)
-        variables = dict(model.init({"params": key, "dropout": key}, *whole(arrays)))
-        params = variables.pop("params", {})
-        return {"params": params, "rest": variables, "opt": optimizer.init(params)}
+def _nnx_loss(built: _Built) -> tuple[Callable[..., Any], Any, Any]:
+    """The loss, its parameters, and what else the model holds."""
+    from flax import nnx
 
-    state = jax.eval_shape(init, *inputs)
+    graphdef, params, rest = nnx.split(built.model, nnx.Param, ...)
+    params, rest = jax.eval_shape(lambda *both: both, params, rest)
+
+    def loss(params: Any, inputs: Any) -> Any:
+        return built.loss(nnx.merge(graphdef, params)(*built.whole(inputs)), inputs)
+
+    return loss, params, rest
+
+
+def _linen_step(built: _Built) -> Call:
+    def begun(*arrays: Any) -> Any:
+        params, rest = _variables(built, arrays)
+        return {"params": params, "rest": rest, "opt": built.optimizer.init(params)}
+
+    state = jax.eval_shape(begun, *built.inputs)
 
     def train_step(state: Any, inputs: Any) -> Any:
         def loss_fn(params: Any) -> Any:
-            outputs, rest = model.apply(
+            outputs, rest = built.model.apply(
                 {"params": params, **state["rest"]},
-                *whole(inputs),
+                *built.whole(inputs),
                 rngs={"dropout": jax.random.key(0)},
                 mutable=list(state["rest"]),
             )
-            return loss(outputs, inputs), dict(rest)
+            return built.loss(outputs, inputs), dict(rest)
 
         (value, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
-        params, opt = _update(optimizer, grads, state)
+        params, opt = _update(built.optimizer, grads, state)
         return {"params": params, "rest": rest, "opt": opt}, {"loss": value}
 
-    return Call(train_step, (state, inputs), {})
+    return Call(train_step, (state, built.inputs), {})
+
+
+def _linen_loss(built: _Built) -> tuple[Callable[..., Any], Any, Any]:
+    """The loss, its parameters, and the model's other variables."""
+    params, rest = jax.eval_shape(lambda *arrays: _variables(built, arrays), *built.inputs)
+
+    def loss(params: Any, inputs: Any) -> Any:
+        key = jax.random.key(0)
+        outputs = built.model.apply({"params": params}, *built.whole(inputs), rngs={"dropout": key})
+        return built.loss(outputs, inputs)
+
+    return loss, params, rest
+
+
+def _variables(built: _Built, arrays: Any) -> tuple[Any, dict[str, Any]]:
+    """Fresh parameters and other variables."""
+    key = jax.random.key(0)
+    variables = dict(built.model.init({"params": key, "dropout": key}, *built.whole(arrays)))
+    return variables.pop("params", {}), variables
 
 
 def _update(optimizer: Any, grads: Any, state: Any) -> tuple[Any, Any]:

@@ -226,7 +226,7 @@ def _planned(
     best = choose(tried)
     priced, solution = unfold(step.quotient, best)
     if dump_problem is not None:
-        _dump(priced, dump_problem)
+        write_problem(priced, dump_problem)
     if least is not None and not solution.feasible and not request.advice:
         raise MemoryLimitError(
             f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",
@@ -270,7 +270,7 @@ def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
     return tuple([known[at] for at in alike])
 
 
-def _dump(priced: Priced, path: str | Path) -> None:
+def write_problem(priced: Priced, path: str | Path) -> None:
     """Write the problem of a mesh; seconds and bytes, memory without that of scalar inputs."""
     try:
         write_iopddl(priced.problem, path)

@@ -18,13 +18,14 @@ from typing import Any
 import jax
 
 from costmodels import Cluster
+from planner.capture import Call
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.lookups import LookUps, Table, find_lookups
 from planner.graph.trace import Traced, abstract, trace
 from planner.hybrid_step import Split, hybrid_step, split_of, step_args
 from planner.metadata import with_logical_axis_rules
 from planner.offload import WORTH
-from planner.pipeline import plan_traced
+from planner.pipeline import Planned, plan_traced
 from planner.plan import Plan
 from planner.report.units import time_text
 from planner.request import Request, parse_request
@@ -212,6 +213,22 @@ def place(
     asked_for: Mapping[str, int] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Placement:
+    """The placement that ``place_and_plan`` returns; arguments and errors are the same."""
+    args = (lookups, params, batch, optimizer, placement, request)
+    return place_and_plan(*args, asked_for=asked_for, sizes=sizes)[0]
+
+
+def place_and_plan(
+    lookups: LookUps,
+    params: Any,
+    batch: Sequence[Any],
+    optimizer: Any,
+    placement: str | Mapping[str, str],
+    request: Request,
+    *,
+    asked_for: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> tuple[Placement, Planned, Call]:
     """Decide where every parameter lies, and plan the step of those under SPMD.
 
     Tables that are left to the planner are looked at one by one, the largest first, and go to the
@@ -225,6 +242,9 @@ def place(
         request: the cluster, and what else is asked of the plan.
         asked_for: rows that a batch asks for, by path; None takes the most that it could.
         sizes: rows that the step has room for, by path; None takes ``asked_for``.
+
+    Returns:
+        The placement; the step of what is under SPMD as it was planned; and that step.
 
     Raises:
         RequestError: a table is asked to be on servers by rows and can't be; says why.
@@ -245,10 +265,12 @@ def place(
         for p in tables
     }
 
-    def planned(rows: frozenset[str], advice: bool = False) -> Plan:
-        own = dataclasses.replace(request, advice=advice)
-        split = split_of(shapes, rows, whole)
-        return plan_hybrid(lookups, split, optimizer, shapes, room, batch, own)[1]
+    def step(rows: frozenset[str]) -> Call:
+        return _step(lookups, split_of(shapes, rows, whole), optimizer, shapes, room, batch)
+
+    def planned(rows: frozenset[str], advice: bool = False) -> Planned:
+        begun = time.perf_counter()
+        return _planned(step(rows), dataclasses.replace(request, advice=advice), begun)
 
     rows = frozenset(p for p, where in asked.items() if where == PS)
     best, best_s = _tried(planned, rows)
@@ -275,8 +297,9 @@ def place(
         else:
             continue
         found.append(Placed(path, where, nbytes, count, moved, seconds, spmd.get(path), reason))
-    notes = (*best.notes, *map(str, found))
-    return Placement(tuple(found), dataclasses.replace(best, notes=notes))
+    plan = dataclasses.replace(best.plan, notes=(*best.plan.notes, *map(str, found)))
+    best = dataclasses.replace(best, plan=plan)
+    return Placement(tuple(found), plan), best, step(rows)
 
 
 def plan_hybrid(
@@ -292,21 +315,37 @@ def plan_hybrid(
     """The step of a placement with room for ``sizes`` rows of each table: traced, and planned
     unless it has a ``plan``."""
     begun = time.perf_counter()
+    step = _step(lookups, split, optimizer, shapes, sizes, batch)
+    traced = trace(step.function, step.args)
+    return traced, plan or _planned(step, request, begun, traced).plan
+
+
+def _step(
+    lookups: LookUps,
+    split: Split,
+    optimizer: Any,
+    shapes: Any,
+    sizes: Mapping[str, int],
+    batch: Sequence[Any],
+) -> Call:
     step = with_logical_axis_rules(hybrid_step(lookups, split, optimizer))
     args = step_args(split, optimizer, shapes, sizes, batch)
-    traced = trace(step, args)
-    if plan is None:
-        plan = plan_traced(traced, args, request, {}, 0, begun, function=step).plan
-    return traced, plan
+    return Call(step, args, {"donate_argnums": 0})
 
 
-def _tried(planned: Callable[[frozenset[str]], Plan], rows: frozenset[str]) -> tuple[Any, float]:
-    """A plan and its seconds a step; None if none fits."""
+def _planned(step: Call, request: Request, begun: float, traced: Traced | None = None) -> Planned:
+    traced = traced or trace(step.function, step.args)
+    donated = step.options["donate_argnums"]
+    return plan_traced(traced, step.args, request, {}, donated, begun, function=step.function)
+
+
+def _tried(planned: Callable[[frozenset[str]], Planned], rows: frozenset[str]) -> tuple[Any, float]:
+    """What was planned and its seconds a step; None if nothing fits."""
     try:
-        plan = planned(rows)
+        found = planned(rows)
     except MemoryLimitError:
         return None, math.inf
-    return plan, plan.prediction.step_s
+    return found, found.plan.prediction.step_s
 
 
 def _by_size(tables: Iterable[Table]) -> list[str]:
