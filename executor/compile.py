@@ -121,16 +121,7 @@ class CompiledStep:
         if not any(_is_local(x) for x in jax.tree_util.tree_leaves(args)):
             return args
 
-        def part(x: Any, sharding: jax.sharding.Sharding) -> Any:
-            if not _is_local(x):
-                return x
-            if jax.numpy.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key):
-                keys = part(jax.random.key_data(x), sharding)
-                return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
-            host = np.asarray(x)
-            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-        parted: tuple[Any, ...] = jax.tree.map(part, args, self.in_shardings)
+        parted: tuple[Any, ...] = jax.tree.map(spread, args, self.in_shardings)
         return parted
 
     def fits(self, args: Sequence[Any]) -> bool:
@@ -156,6 +147,18 @@ class CompiledStep:
             if not any(word in str(error) for word in ("sharding", "device", "memory")):
                 raise
             return self.jitted(*self.place(*args))
+
+
+def spread(x: Any, sharding: jax.sharding.Sharding) -> Any:
+    """An array that only this process has, or every process for itself, laid out over the devices;
+    others as they are. Asks no other process."""
+    if not _is_local(x):
+        return x
+    if jax.numpy.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key):
+        keys = spread(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def _is_local(x: Any) -> bool:

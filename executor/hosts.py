@@ -22,7 +22,7 @@ import numpy as np
 from executor import preempt
 from executor.lines import HostError as HostError
 from executor.lines import listen
-from executor.peers import watch
+from executor.peers import Watch, watch
 from executor.roles import Role, read_role
 from planner.errors import PlanMismatchError
 from planner.plan import Plan, plan_from_json
@@ -73,7 +73,9 @@ def initialize(
         check_free(role.coordinator)
         check_here(role.coordinator, addresses)
     check_own_name(role.coordinator)
-    preempt.join(watch(role, deadline_s, timeout_s))
+    watching = watch(role, deadline_s, timeout_s)
+    preempt.join(watching)
+    _watching.append(watching)
     # its SIGTERM handler would take the signal from programs that do not ask it
     jax.config.update("jax_enable_preemption_service", False)
     left = max(1, round(timeout_s - (time.monotonic() - begun)))
@@ -86,6 +88,17 @@ def initialize(
         heartbeat_timeout_seconds=max(1, round(deadline_s)),
     )
     return role
+
+
+_watching: list[Watch] = []
+
+
+def finalize() -> None:
+    """Part from the job that ``initialize`` joined, once all have come here; nothing of JAX over
+    several processes runs after it. A process that ends does so by itself."""
+    if _watching:
+        jax.distributed.shutdown()
+        _watching.pop().leave()
 
 
 Address = tuple[int, tuple[str, int]]

@@ -4,6 +4,7 @@ from executor.parameter_server.answers import Counts, LostError, WaitError
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.hybrid import Hybrid, hybrid
 from executor.parameter_server.job import Served
+from executor.parameter_server.joined import join_devices
 from executor.parameter_server.layout import Layout, Piece, layout_of
 from executor.parameter_server.local_steps import LocalSteps
 from executor.parameter_server.partition import (
@@ -33,6 +34,7 @@ __all__ = [
     "Served",
     "WaitError",
     "hybrid",
+    "join_devices",
     "layout_of",
     "ps_role",
     "train",

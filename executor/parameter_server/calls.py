@@ -146,6 +146,12 @@ class Calls:
         taken: Taken = self._of_first("take", (self.rank, wanted, finished), (None, None))
         return taken
 
+    def meet(self, text: str | None) -> str:
+        """What worker 0 says at server 0."""
+        nobody = [None] * (self._links.count - 1)
+        heard: str = self.call("meet", [(self.rank, text), *nobody])[0]
+        return heard
+
     def away(self) -> None:
         """Nobody waits for this worker until it joins or pushes."""
         self.all("away", self.rank)

@@ -1,5 +1,5 @@
-"""Mixed placement: tables on parameter servers, by rows, the rest under SPMD on this process's
-devices (as MindSpore's ``set_param_ps`` mixes them).
+"""Mixed placement: tables on parameter servers, by rows, the rest under SPMD on the devices of this
+process, or of all workers (``joined``), as MindSpore's ``set_param_ps`` mixes them.
 
 A call looks up which rows its batch asks for, pulls those, runs one planned step (loss, gradients,
 and the optimizer's update of what stays here), and pushes the rows' gradients.
@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from executor.compile import CompiledStep
+from executor.compile import CompiledStep, spread
+from executor.hosts import agree
 from executor.mesh import detect_cluster
+from executor.parameter_server import joined
 from planner.errors import RequestError
 from planner.graph.lookups import LookUps, find_lookups
 from planner.graph.rows import Ids, padded, unique_rows
@@ -47,12 +49,7 @@ class Hybrid:
         request: Request,
     ) -> None:
         parse_placement(placement)
-        if jax.process_count() > 1:
-            raise RequestError(
-                f"mixed placement runs in one process with its devices; here are "
-                f"{jax.process_count()} joined by jax.distributed; start them as workers of their "
-                "own (without executor.initialize)"
-            )
+        self._parts = joined.Parts() if joined.check_joined(server) > 1 else None
         self.loss, self.optimizer, self.server = loss, optimizer, server
         self._asked, self._request = placement, request
         self._shapes = abstract((params,))[0]
@@ -61,7 +58,7 @@ class Hybrid:
         self._placed: tuple[Placement, Split] | None = None
         self._whole: dict[str, Any] = {}
         self._sizes: dict[str, int] = {}
-        self._found: dict[Any, tuple[LookUps, Any]] = {}
+        self._found: dict[Any, tuple[LookUps, Any, tuple[bool, ...]]] = {}
         self._steps: dict[Any, CompiledStep] = {}
         self._current: CompiledStep | None = None
 
@@ -80,24 +77,71 @@ class Hybrid:
         """The parameters that are under SPMD, in the form of all; None stands for the others."""
         return self._params if self._state is None else self._state["params"]
 
+    @property
+    def state(self) -> Any:
+        """What is under SPMD, ``{"params", "opt"}``, as arrays on the devices: to be saved, and to
+        be set by a run that goes on. The next call uses it up. RequestError before ``begin``."""
+        _ = self._where
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        _ = self._where
+        self._state = _fitting(state, self._state)
+
+    def begin(self, *batch: Any) -> int:
+        """Place the parameters, and learn what the servers have; the first call does so by itself.
+
+        Args:
+            batch: of the shapes that come.
+
+        Returns:
+            How many steps of an earlier run are in what the servers have; 0 for a new one.
+
+        Raises:
+            RequestError, WaitError: as for a call.
+        """
+        self._asked_of(batch)
+        return int(self.server.clock)
+
     def __call__(self, *batch: Any) -> jax.Array:
         """One step; returns the loss before it.
 
+        Args:
+            batch: with joined devices the whole batch, as the same NumPy arrays in every process,
+                or as arrays over all processes.
+
         Raises:
-            RequestError: a table can't be where it is asked to be; or the batch has an index
-                outside a table that is looked up by ``table[ids]``.
+            RequestError: a table can't be where it is asked to be; the batch has an index outside a
+                table that is looked up by ``table[ids]``; or joined processes have different
+                batches.
             WaitError: the servers did not answer in time.
         """
+        step, ids, room = self._asked_of(batch)
+        remote = {**self._whole, **self._pulled(ids, step)}
+        with _DEVICES:
+            self._state, out = step(self._state, remote, room, *batch)
+            gradients = self._here(jax.block_until_ready(out)["gradients"])
+        self._push(ids, gradients)
+        loss: jax.Array = out["loss"]
+        return loss
+
+    def _asked_of(self, batch: Sequence[Any]) -> tuple[CompiledStep, dict[str, Ids], Any]:
+        """The step for a batch, the rows that it asks for, and these with what fills them up."""
         shapes = _key(batch)
         if shapes not in self._found:
             found = find_lookups(self.loss, self._shapes, batch)
-            self._found[shapes] = found, jax.jit(found.indices)
-        lookups, indices = self._found[shapes]
+            wanted = joined.needed(found.indices, abstract(batch))
+            self._found[shapes] = found, jax.jit(found.indices), wanted
+        lookups, indices, wanted = self._found[shapes]
+        if self._parts is not None:
+            joined.check_same(batch)
         with jax.default_device(_host()):
-            index = jax.device_get(indices(*jax.device_get(batch)))
+            index = jax.device_get(indices(*joined.on_host(batch, wanted)))
         tables = {t.path: t for t in lookups.tables}
         asked = {t.path: unique_rows(t, x) for t, x in zip(lookups.tables, index, strict=True)}
-        if self._placed is None:
+        begins = self._placed is None
+        if begins:
             self._begin(lookups, asked, batch)
         served = self.placement.at(PS)
         if missing := sorted(served - set(tables)):
@@ -108,14 +152,11 @@ class Hybrid:
         ids = {path: asked[path] for path in sorted(served)}
         room = {p: padded(x, tables[p].rows, self._sizes[p]) for p, x in ids.items()}
         self._sizes.update({path: len(x) for path, x in room.items()})
-        remote = {**self._whole, **self._pulled(ids)}
         with _DEVICES:
             step = self._step(lookups, batch, shapes)
-            self._state, out = step(self._state, remote, room, *batch)
-            gradients = jax.device_get(jax.block_until_ready(out)["gradients"])
-        self._push(ids, gradients)
-        loss: jax.Array = out["loss"]
-        return loss
+            if begins:
+                self._state = jax.tree.map(spread, self._state, step.in_shardings[0])
+        return step, ids, room
 
     @property
     def _where(self) -> tuple[Placement, Split]:
@@ -132,12 +173,14 @@ class Hybrid:
             found = place(*args, asked_for=counts, sizes=self._sizes)
         split = split_of(self._shapes, found.at(PS), found.at(WHOLE))
         rest = split.rest(self._params)
-        if self.server.num_workers > 1 and jax.tree_util.tree_leaves(rest):
+        alone = self._parts is None and self.server.num_workers > 1
+        if alone and jax.tree_util.tree_leaves(rest):
             kept = next(p for k, p in enumerate(split.paths) if k not in split.remote)
             raise RequestError(
                 f"there are {self.server.num_workers} workers, each with devices of its own, and "
-                f"{kept} is under SPMD: every worker would train another copy of it; place the "
-                "rest on the servers, too ({..., '': 'ps_whole'}), or use one worker"
+                f"{kept} is under SPMD: every worker would train another copy of it; make their "
+                "devices one mesh (join_devices(server), first in the loop), place the rest on the "
+                "servers, too ({..., '': 'ps_whole'}), or use one worker"
             )
         first = self._params if self.server.rank == 0 else self._shapes
         tables, whole = split.named(first, split.rows), split.named(first, split.whole)
@@ -145,16 +188,41 @@ class Hybrid:
         self._state = {"params": rest, "opt": self.optimizer.init(rest)}
         self._placed, self._params = (found, split), None
 
-    def _pulled(self, ids: Mapping[str, Ids]) -> dict[str, Any]:
+    def _part(self, path: str, ids: Ids) -> Ids:
+        """Those of a table's rows that this process moves."""
+        return ids if self._parts is None else ids[self._parts.mine(self._sizes[path])]
+
+    def _pulled(self, ids: Mapping[str, Ids], step: CompiledStep) -> dict[str, Any]:
         """The rows, with zeros behind them up to the size of the step."""
-        out = {}
-        for path, values in (self.server.pull_rows(dict(ids)) if ids else {}).items():
-            out[path] = np.zeros((self._sizes[path], *values.shape[1:]), values.dtype)
+        asked = {path: self._part(path, x) for path, x in ids.items()}
+        out: dict[str, Any] = {}
+        for path, values in (self.server.pull_rows(asked) if ids else {}).items():
+            size = self._sizes[path]
+            if self._parts is not None:
+                out[path] = self._parts.join(values, size, step.in_shardings[1][path])
+                continue
+            out[path] = np.zeros((size, *values.shape[1:]), values.dtype)
             out[path][: len(values)] = values
         return out
 
+    def _here(self, gradients: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Gradients in this process's memory; of rows its part of them."""
+        parts = self._parts
+        if parts is None:
+            found: dict[str, Any] = jax.device_get(gradients)
+            return found
+        whole = {path: x for path, x in gradients.items() if path in self._whole}
+        rows = {path: parts.part(x) for path, x in gradients.items() if path not in whole}
+        return {**parts.everywhere(whole), **rows}
+
     def _push(self, ids: Mapping[str, Ids], gradients: Mapping[str, Any]) -> None:
-        rows = {path: (x, gradients[path][: len(x)]) for path, x in ids.items()}
+        rows = {}
+        for path, x in ids.items():
+            mine = self._part(path, x)
+            change = gradients[path][: len(mine)]
+            if self._parts is not None:  # the servers take the mean, in which each row is once
+                change = change * np.asarray(self._parts.count, change.dtype)
+            rows[path] = mine, change
         if self._whole:
             whole = {path: gradients[path] for path in self._whole}
             self._whole = self.server.push_pull(whole, rows=rows or None)
@@ -171,7 +239,7 @@ class Hybrid:
             traced, plan = plan_hybrid(*args, plan=known)
             if known is None:
                 plan = dataclasses.replace(plan, notes=(*plan.notes, *map(str, found.leaves)))
-            self._steps[key] = CompiledStep(traced, plan, donate_argnums=0)
+            self._steps[key] = CompiledStep(traced, agree(plan), donate_argnums=0)
         self._current = self._steps[key]
         return self._current
 
@@ -189,14 +257,15 @@ def hybrid(
     mesh: str | Mapping[str, int] | None = None,
     memory: str | float | None = None,
 ) -> Hybrid:
-    """Train with some parameters on servers and the rest under SPMD on this process's devices.
+    """Train with some parameters on servers and the rest under SPMD, on this process's devices or,
+    after ``join_devices``, on those of all workers.
 
     Args:
         loss: ``loss(params, *batch)``, a scalar.
         params: the first values; those of tables best as NumPy arrays, which take no device memory.
         optimizer: an optax transformation, of what stays here. What is on servers has theirs.
-        server: this worker's ``ParameterServer``. With several workers all parameters must be on
-            servers.
+        server: this worker's ``ParameterServer``. With several workers that have not joined their
+            devices all parameters must be on servers, and each worker's batches are its own.
         placement: ``{"regex over parameter path": place}``, the first that matches: ``"ps"`` (on
             servers, by rows), ``"ps_whole"`` (on servers, pulled and pushed whole), ``"spmd"`` or
             ``"auto"``; what none matches is under SPMD. ``"auto"`` alone: tables of 1 MB or more
@@ -214,6 +283,32 @@ def hybrid(
         cluster or detect_cluster(), mode=mode, search=search, mesh=mesh, memory=memory
     )
     return Hybrid(loss, params, optimizer, server, placement, request)
+
+
+def _fitting(state: Any, begin: Any) -> Any:
+    """A state that was given, if it has the form of the one that is here.
+
+    Raises:
+        RequestError: it has not; names the first array that differs.
+    """
+    got, want = (jax.tree_util.tree_flatten_with_path(x)[0] for x in (state, begin))
+    shapes = [
+        {
+            jax.tree_util.keystr(path): (jax.numpy.shape(x), jax.numpy.result_type(x))
+            for path, x in y
+        }
+        for y in (got, want)
+    ]
+    for path in dict.fromkeys([*shapes[1], *shapes[0]]):
+        ours, theirs = (x.get(path) for x in shapes)
+        if ours != theirs:
+            raise RequestError(f"state: {path} is {_words(ours)}, expected {_words(theirs)}")
+    leaves = [x for _, x in got]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(begin), leaves)
+
+
+def _words(found: Any) -> str:
+    return "missing" if found is None else f"{found[1]}{list(found[0])}"
 
 
 def _host() -> jax.Device | None:

@@ -9,6 +9,7 @@ from typing import Any
 from executor.parameter_server.answers import Counts, LostError, WaitError
 from executor.parameter_server.clock import Clocks, Rule
 from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
+from planner.errors import RequestError
 
 LEFT = "worker {worker} has left, or was taken for lost"
 
@@ -117,6 +118,17 @@ class Members:
                 self.queues[wanted.queue] = queue
                 self._told("take", worker, wanted, finished)
             return taken
+
+    def meet(self, worker: int, text: str | None) -> str:
+        """What worker 0 tells the others, where they are processes.
+
+        Raises:
+            RequestError: here they are threads.
+        """
+        raise RequestError(
+            "join_devices: the workers are threads of one process, which have its devices already; "
+            "expected backend='ray'"
+        )
 
     def members(self) -> tuple[int, ...]:
         """The workers that are there."""

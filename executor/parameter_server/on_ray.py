@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from executor.hosts import finalize
 from executor.parameter_server.answers import LostError
 from executor.parameter_server.asked import CPU, gpus_of
 from executor.parameter_server.evaluator import Evaluator, Reader
@@ -16,6 +18,7 @@ from executor.parameter_server.serving import Copy, Serving
 from executor.parameter_server.wire import MEMORY_ENV, SYSTEM
 from planner.errors import RequestError
 
+LOG = logging.getLogger(__name__)
 SPREAD = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 TELL_S = 2.0
 """How long after the last worker has left servers are told so again."""
@@ -60,8 +63,8 @@ class Team:
     def start(self, rank: int) -> None:
         """Begin a worker."""
         job = self.job
-        task = self.ray.remote(worker_life).options(
-            max_retries=0, **SPREAD, **gpus_of(self.ray, job.on)
+        task = self.ray.remote(_process).options(  # one call: JAX is set up once in a process
+            max_retries=0, max_calls=1, **SPREAD, **gpus_of(self.ray, job.on)
         )
         ref = task.remote(job, RayLinks(self.links.actors, rank), rank)
         self.running[ref] = rank
@@ -139,6 +142,16 @@ class Team:
             self.start(rank)
         else:
             self.lost.append(rank)
+
+
+def _process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
+    """A worker's life in a process of its own, which parts from those that it has joined."""
+    found = worker_life(job, links, rank)
+    try:
+        finalize()
+    except Exception as error:  # the work is done
+        LOG.warning("worker %d has returned, and others it had joined have not: %s", rank, error)
+    return found
 
 
 def on_ray(job: Job) -> Served:

@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import Any
 
-from executor.parameter_server.answers import LostError, Values
+from executor.parameter_server.answers import LostError, Values, WaitError
 from executor.parameter_server.layout import Array
 from executor.parameter_server.queue import Taken
 from executor.parameter_server.ray_links import AGAIN_S
@@ -97,6 +97,7 @@ class Serving(Shard):
         self.mine = threading.local()
         self.mending = threading.Lock()
         self.gone = ""
+        self.said: dict[int, str] = {}
         try:
             if begin is not None and places is not None:
                 self.load(*read(places.of(index), begin))
@@ -163,6 +164,24 @@ class Serving(Shard):
             return found
         written = slot.write(found, answer=True)
         return found if written is None else written
+
+    def meet(self, worker: int, text: str | None) -> str:
+        """What worker 0 says here: ``text`` of it, for every other worker to hear once.
+
+        Raises:
+            WaitError: a worker heard nothing in ``wait_s``.
+        """
+        with self.changed:
+            if text is not None:
+                self.said = dict.fromkeys(range(self.workers), text)
+                self.changed.notify_all()
+            until = self.clock() + self.wait_s
+            while worker not in self.said:
+                if not self.changed.wait(max(0.0, until - self.clock())):
+                    raise WaitError(
+                        f"worker {worker} waited {self.wait_s:g} s for worker 0 to say where it is"
+                    )
+            return self.said.pop(worker)
 
     def _check(self) -> None:
         if self.gone:

@@ -317,6 +317,15 @@ class ParameterServer:
         self.settle()
         self._calls.barrier()
 
+    def meet(self, text: str | None) -> str:
+        """Hear what worker 0 says, which alone has a ``text``; for workers that are processes.
+
+        Raises:
+            RequestError: they are threads.
+            WaitError: it said nothing in time.
+        """
+        return self._calls.meet(text)
+
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that are there."""
         found: Sequence[int] = self._calls.all("members")[0]

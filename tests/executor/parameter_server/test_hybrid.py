@@ -245,3 +245,51 @@ def test_a_rule_that_matches_nothing() -> None:
     run = hybrid(loss, fresh(), SGD, server=Fake(), placement={"vocab": "ps"}, cluster="cpu:8")
     with pytest.raises(RequestError, match=r"no parameter path matches 'vocab'.*\['embed'\]"):
         run(*DATA[0])
+
+
+def test_a_run_goes_on_with_its_state(tmp_path: Any) -> None:
+    """Servers from snapshots, the rest from what the loop saved; Adam's moments included."""
+    from executor import Checkpoints
+
+    def trained(until: int, where: str) -> list[float]:
+        def worker(server: ParameterServer) -> list[float]:
+            places = {"embed": "ps"}
+            run = hybrid(
+                loss, fresh(), optax.adam(0.01), server=server, placement=places, cluster="cpu:8"
+            )
+            losses = []
+            with Checkpoints(tmp_path / where) as kept:
+                begin = run.begin(*DATA[0])
+                if begin:
+                    run.state = kept.restore(run.state, step=begin)
+                for batch in (DATA * 2)[begin:until]:
+                    losses.append(float(run(*batch)))
+                    if server.clock % 2 == 0:
+                        kept.save(server.clock, run.state)
+            return losses
+
+        one = {"workers": 1, "servers": 2, "optimizer": SGD, "backend": "local", "wait_s": 60}
+        snapshots = {"snapshots": tmp_path / f"{where}-servers", "snapshot_every": 2}
+        (losses,) = train(worker, **one, **snapshots).returned
+        return list(losses)
+
+    whole = trained(8, "whole")
+    first, second = trained(4, "parts"), trained(8, "parts")
+    assert (len(whole), len(first), len(second)) == (8, 4, 4)
+    np.testing.assert_allclose(first + second, whole, rtol=1e-6)
+
+
+def test_a_state_of_another_form_is_refused() -> None:
+    run = hybrid(loss, fresh(), SGD, server=Fake(), placement={"embed": "ps"}, cluster="cpu:8")
+    with pytest.raises(RequestError, match="placed at the first call"):
+        _ = run.state
+    with pytest.raises(RequestError, match="placed at the first call"):
+        run.state = {}
+    run(*DATA[0])
+    state = jax.device_get(run.state)
+    state["params"]["hidden"] = state["params"]["hidden"][:3]
+    expected = r"state: \['params'\]\['hidden'\] is float32\[3, 32\], expected float32\[64, 32\]"
+    with pytest.raises(RequestError, match=expected):
+        run.state = state
+    with pytest.raises(RequestError, match=r"state: \['params'\]\['hidden'\] is missing"):
+        run.state = {"opt": state["opt"], "params": {}}

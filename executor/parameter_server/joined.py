@@ -1,0 +1,207 @@
+"""Workers whose devices are one mesh: what is under SPMD is sharded over all of them, and rows of
+tables go between the servers and every process in parts, one part for each process.
+
+Chen et al.'s hybrid (Parallax, EuroSys 2019, section 3: sparse variables on servers, dense ones by
+all-reduce) with the planner's shardings in place of all-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from executor import hosts
+from executor.launchers.job import free_port
+from executor.parameter_server.worker import ParameterServer
+from planner import compat
+from planner.errors import RequestError
+
+Array = NDArray[Any]
+
+
+def join_devices(
+    server: ParameterServer, *, timeout_s: float = 300.0, deadline_s: float = 60.0
+) -> None:
+    """Make the devices of all workers one mesh (``executor.initialize``), for ``hybrid``.
+
+    The first thing that every worker's loop does, before JAX computes anything in it. When the
+    loops return, the processes part; a worker that is lost ends the others, as it does in any
+    program over several processes.
+
+    Args:
+        server: this worker's. With one worker nothing is done.
+        timeout_s: how long to wait for the others.
+        deadline_s: after how long a host that does not answer counts as lost.
+
+    Raises:
+        RequestError: the workers are threads of one process, JAX has computed already, or a mode
+            other than "sync" with all workers' pushes in every update: the devices compute
+            together, so none can be ahead.
+        HostError: the others did not come in time.
+    """
+    if server.num_workers == 1:
+        return
+    check_rule(server)
+    first = server.meet(_here() if server.is_chief else None)
+    try:
+        hosts.initialize(
+            first, server.num_workers, server.rank, timeout_s=timeout_s, deadline_s=deadline_s
+        )
+    except RuntimeError as error:
+        raise RequestError(
+            f"join_devices: {error} Call it first in the loop, and let the loop close over NumPy "
+            "arrays, not over those of JAX"
+        ) from error
+
+
+def _here() -> str:
+    """Where this worker's coordinator listens."""
+    import ray
+
+    address = str(ray.util.get_node_ip_address())
+    return f"{f'[{address}]' if ':' in address else address}:{free_port()}"
+
+
+def check_rule(server: Any) -> None:
+    """Raises RequestError unless all pushes are in every update."""
+    rule = server.rule
+    if rule.mode != "sync" or rule.aggregate not in (None, server.num_workers):
+        raise RequestError(
+            f"joined devices with mode={rule.mode!r}, aggregate={rule.aggregate}: expected "
+            "mode='sync' and aggregate=None; they compute each step together"
+        )
+
+
+def check_joined(server: Any) -> int:
+    """How many processes share the mesh.
+
+    Raises:
+        RequestError: they are not the workers.
+    """
+    processes: int = jax.process_count()
+    if processes == 1:
+        return 1
+    if (server.num_workers, server.rank) != (processes, jax.process_index()):
+        raise RequestError(
+            f"this is process {jax.process_index()} of {processes}, and worker {server.rank} of "
+            f"{server.num_workers}: expected them to be the same; call join_devices(server) first "
+            "in the loop, and not executor.initialize"
+        )
+    check_rule(server)
+    return processes
+
+
+class Parts:
+    """Rows [size, *width] that every process has one part of: the first, the second and so on."""
+
+    def __init__(self) -> None:
+        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        self.count, self.devices = jax.process_count(), len(devices)
+        mesh = jax.sharding.Mesh(np.array(devices), ("rows",))
+        self.sharding = NamedSharding(mesh, PartitionSpec("rows"))
+        self.whole = NamedSharding(mesh, PartitionSpec())
+
+    def mine(self, size: int) -> slice:
+        """This process's part of ``size`` rows; all parts are as long, so the last may be over."""
+        part = self._up(size) // self.count
+        return slice(part * jax.process_index(), part * (jax.process_index() + 1))
+
+    def _up(self, size: int) -> int:
+        return -(-size // self.devices) * self.devices
+
+    def join(self, part: Array, size: int, sharding: jax.sharding.Sharding) -> jax.Array:
+        """The rows of all processes, from this one's part (shorter ones end in zeros)."""
+        slot = self.mine(size)
+        whole = np.zeros((slot.stop - slot.start, *part.shape[1:]), part.dtype)
+        whole[: len(part)] = part
+        joined = jax.make_array_from_process_local_data(self.sharding, whole)
+        out: jax.Array = _cut(size, sharding)(joined)
+        return out
+
+    def part(self, rows: jax.Array) -> Array:
+        """This process's part of rows that the devices have."""
+        spread = _spread(self._up(rows.shape[0]), self.sharding)(rows)
+        shards = sorted(spread.addressable_shards, key=lambda s: s.index[0].start or 0)
+        return np.concatenate([np.asarray(s.data) for s in shards])
+
+    def everywhere(self, arrays: Mapping[str, jax.Array]) -> dict[str, Array]:
+        """Arrays that the devices have, whole, in every process."""
+        found = _spread(None, self.whole)(dict(arrays)) if arrays else {}
+        return {name: np.asarray(x.addressable_data(0)) for name, x in found.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(size: int, sharding: jax.sharding.Sharding) -> Any:
+    return jax.jit(lambda rows: rows[:size], out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _spread(size: int | None, sharding: jax.sharding.Sharding) -> Any:
+    def spread(rows: Any) -> Any:
+        if size is None:
+            return rows
+        return jax.numpy.pad(rows, [(0, size - rows.shape[0])] + [(0, 0)] * (rows.ndim - 1))
+
+    return jax.jit(spread, out_shardings=sharding)
+
+
+def needed(function: Any, batch: Sequence[Any]) -> tuple[bool, ...]:
+    """Which arrays of a batch ``function(*batch)`` depends on."""
+    jaxpr = compat.body(jax.make_jaxpr(function)(*batch))
+    wanted = {v for v in jaxpr.outvars if not compat.is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            wanted.update(v for v in eqn.invars if not compat.is_literal(v))
+    return tuple(v in wanted for v in jaxpr.invars)
+
+
+def on_host(batch: Sequence[Any], wanted: Sequence[bool]) -> Any:
+    """A batch in this host's memory, whole; in place of arrays over several processes that are not
+    wanted stand zeros."""
+    from jax.experimental import multihost_utils
+
+    def here(leaf: Any, wanted: bool) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            return jax.device_get(leaf)
+        if not wanted:
+            return np.zeros(leaf.shape, leaf.dtype)
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    leaves, tree = jax.tree_util.tree_flatten(tuple(batch))
+    found = [here(x, w) for x, w in zip(leaves, wanted, strict=True)]
+    return jax.tree_util.tree_unflatten(tree, found)
+
+
+def check_same(batch: Sequence[Any]) -> None:
+    """Prove that all processes have the same of the arrays that each has for itself.
+
+    Raises:
+        RequestError: they have not: they have been given different batches.
+    """
+    from jax.experimental import multihost_utils
+
+    leaves = jax.tree_util.tree_leaves(batch)
+    own = [x for x in leaves if not isinstance(x, jax.Array) or x.is_fully_addressable]
+    if not own:
+        return
+    mine = np.uint32(functools.reduce(_checksum, own, len(own)))
+    prints = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1)
+    if other := [str(k) for k in range(len(prints)) if prints[k] != prints[0]]:
+        raise RequestError(
+            f"another batch than in process 0: in {', '.join(other)}; expected the whole batch as "
+            "the same NumPy arrays in every process, or arrays over all processes "
+            "(executor.shard, jax.make_array_from_process_local_data)"
+        )
+
+
+def _checksum(before: int, leaf: Any) -> int:
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, before)

@@ -1,0 +1,168 @@
+"""Workers with one mesh: the run is that of one process; batches and modes that do not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from executor.launch import Job, run_local
+from executor.parameter_server import ParameterServer, Rule, join_devices, train
+from executor.parameter_server.joined import check_rule, needed
+from planner.errors import RequestError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+
+
+def launched(kind: str, devices: int) -> list[Any]:
+    lines: list[str] = []
+    job = Job((sys.executable, str(HERE / "joined_program.py"), kind), 2, devices)
+    outcome = run_local(job, lambda k, line: lines.append(line))
+    assert outcome.code == 0, lines
+    return sorted(json.loads(line) for line in lines if line.startswith("[") and "Gloo" not in line)
+
+
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch, found: None) -> Any:
+    """The tests' own modules, here and in processes."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    monkeypatch.syspath_prepend(str(HERE))
+    import test_hybrid
+
+    return test_hybrid
+
+
+@pytest.mark.parametrize(("kind", "devices"), [("same", 4), ("parts", 4), ("whole", 3)])
+def test_two_processes_train_as_one(kind: str, devices: int, tree: Any) -> None:
+    """Also with six devices, which do not divide the rows, and dense parameters on servers."""
+    first, second = launched(kind, devices)
+    expected, params = tree.alone()
+    rows = [len(np.unique(ids)) for ids, _ in tree.DATA]
+    for _, losses, _, table in (first, second):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        np.testing.assert_allclose(table, params["embed"].sum(axis=1), rtol=1e-4, atol=1e-4)
+    assert [a + b for a, b in zip(first[2], second[2], strict=True)] == rows
+    assert all(0 < b <= a for a, b in zip(first[2], second[2], strict=True))
+
+
+def test_other_batches_are_refused(tree: Any) -> None:
+    for _, text in launched("others", 4):
+        assert "another batch than in process 0: in 1; expected the whole batch" in text
+
+
+def test_what_indices_need() -> None:
+    def indices(batch: Any, key: Any) -> Any:
+        return [batch["ids"] * 2 + key, batch["y"].astype(int) * 0 + 1]
+
+    batch = {"ids": np.zeros(3, np.int32), "x": np.zeros(2), "y": np.zeros(2)}
+    assert needed(indices, (batch, 3)) == (True, False, True, True)
+    assert needed(lambda a, b: [a], (1.0, 2.0)) == (True, False)
+
+
+@pytest.mark.parametrize("rule", [Rule("async"), Rule("ssp", 2), Rule("sync", aggregate=1)])
+def test_modes_that_do_not_join(rule: Rule) -> None:
+    class Server:
+        num_workers = 2
+
+    server = Server()
+    server.rule = rule  # type: ignore[attr-defined]
+    with pytest.raises(RequestError, match=r"joined devices with mode=.*expected mode='sync'"):
+        check_rule(server)
+
+
+def test_threads_do_not_join() -> None:
+    def loop(server: ParameterServer) -> None:
+        join_devices(server)
+
+    train(loop, workers=1, backend="local")  # nothing to join
+    with pytest.raises(RequestError, match=r"threads of one process.*backend='ray'"):
+        train(loop, workers=2, backend="local", wait_s=20)
+
+
+def joined(server: ParameterServer) -> Any:
+    """A worker's life: its part of the devices, the dense layers under SPMD over all."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    join_devices(server, timeout_s=60)
+    from test_hybrid import DATA, ROWS, SGD, fresh, loss
+
+    from executor.parameter_server import hybrid
+
+    run = hybrid(loss, fresh(), SGD, server=server, placement={"embed": "ps"})
+    losses = [float(run(*batch)) for batch in DATA]
+    server.barrier()
+    embed = server.pull_rows({"['embed']": np.arange(ROWS)})["['embed']"]
+    return losses, run.plan.mesh.num_devices, embed
+
+
+@pytest.mark.slow
+def test_on_ray_twice(tree: Any) -> None:
+    pytest.importorskip("ray")
+    expected, params = tree.alone()
+    import ray
+
+    ray.init(address="local", include_dashboard=False)
+    try:
+        for _ in range(2):  # one Ray: a process that has joined is not taken again
+            done = train(joined, workers=2, servers=2, optimizer=tree.SGD, wait_s=120)
+            for losses, devices, embed in done.returned:
+                assert devices == 4
+                np.testing.assert_allclose(losses, expected, rtol=1e-5)
+                np.testing.assert_allclose(embed, params["embed"], rtol=1e-4, atol=1e-6)
+    finally:
+        ray.shutdown()
+
+
+def killed(server: ParameterServer) -> None:
+    import os
+    import signal
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    join_devices(server, timeout_s=60)
+    if server.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_ends_the_others(tree: Any) -> None:
+    pytest.importorskip("ray")
+    from executor.parameter_server import LostError
+
+    begun = time.monotonic()
+    with pytest.raises(LostError, match="all workers were lost"):
+        train(killed, workers=2, servers=1, optimizer=optax.sgd(0.1), wait_s=120)
+    assert time.monotonic() - begun < 250  # it would sleep longer
+
+
+def again(server: ParameterServer) -> int:
+    """Is killed in its first life."""
+    import os
+    import signal
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    join_devices(server, timeout_s=60)
+    server.init({"w": np.zeros(3, np.float32)})
+    first = server.clock == 0
+    server.push({"w": np.ones(3, np.float32)})
+    server.barrier()
+    if first and server.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if first:
+        time.sleep(300)
+    return jax.process_count()
+
+
+@pytest.mark.slow
+def test_all_are_started_again() -> None:
+    pytest.importorskip("ray")
+    done = train(again, workers=2, servers=1, wait_s=100, restarts=1, on_lost="wait")
+    assert done.returned == (2, 2) and done.restarts == {0: 1, 1: 1}
+    np.testing.assert_array_equal(done.params["w"], 2.0)
