@@ -63,9 +63,8 @@ class Team:
     def start(self, rank: int) -> None:
         """Begin a worker."""
         job = self.job
-        task = self.ray.remote(_process).options(  # one call: JAX is set up once in a process
-            max_retries=0, max_calls=1, **SPREAD, **gpus_of(self.ray, job.on)
-        )
+        once = self.ray.remote(max_calls=1)  # JAX is set up once in a process
+        task = once(_process).options(max_retries=0, **SPREAD, **gpus_of(self.ray, job.on))
         ref = task.remote(job, RayLinks(self.links.actors, rank), rank)
         self.running[ref] = rank
 
