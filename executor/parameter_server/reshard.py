@@ -4,12 +4,15 @@ place in its array, wherever that lies."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from executor.parameter_server import tables
+from executor.parameter_server.answers import Counts
 from executor.parameter_server.layout import Array, Layout
 from executor.parameter_server.snapshots import Dump, busy_of
 from executor.parameter_server.store import OTHER, SECOND, STATE, TABLES, VALUES, named, states
@@ -30,14 +33,17 @@ def respread(old: Layout, new: Layout, flats: Sequence[Flats]) -> list[dict[str,
     """
     if (old.shapes, old.dtypes) != (new.shapes, new.dtypes):
         raise RequestError("layouts of different arrays: nothing says what goes where")
-    kinds = {d: x.dtype for flat in flats for d, x in flat.items()}
+    kinds: dict[str, np.dtype[Any]] = {}
+    for held in flats:
+        for d, x in held.items():
+            kinds[d] = np.promote_types(kinds.get(d, x.dtype), x.dtype)
     leaves = [
         np.empty(int(np.prod(shape)), kinds.get(dtype, np.dtype(dtype)))
         for shape, dtype in zip(old.shapes, old.dtypes, strict=True)
     ]
     for p in old.pieces:
-        held = flats[p.server][old.dtypes[p.leaf]]
-        leaves[p.leaf][p.begin : p.end] = held[p.offset : p.offset + p.size]
+        there = flats[p.server][old.dtypes[p.leaf]]
+        leaves[p.leaf][p.begin : p.end] = there[p.offset : p.offset + p.size]
     made = [{d: np.empty(n, kinds[d]) for d, n in sizes.items()} for sizes in new.sizes]
     for p in new.pieces:
         flat = made[p.server][new.dtypes[p.leaf]]
@@ -55,11 +61,14 @@ def reshard(
 
     Of optimizer state, arrays as large as the values go along with them; what a server has once
     (Adam's count of updates) is taken from the server that was furthest, of those that hold
-    anything. So are the numbers of the workers' pushes, but the least of each: a push that not all
-    servers took is made again.
+    anything, and where there are some that have it in the dtype of the new server, of these. So are
+    counts, but a server that takes part in nothing has none; and the numbers of the workers'
+    pushes, but the least of each: a push that not all servers took is made again.
     """
     facts = max((facts for facts, _ in dumps), key=lambda f: int(f["version"]))
-    _, first = max(dumps, key=lambda d: (_holds(d[1]), int(d[0]["version"])))
+    holding = [d for d in dumps if _holds(d[1])] or dumps
+    holding = sorted(holding, key=lambda d: int(d[0]["version"]))
+    _, first = holding[-1]
     busy = [dumps[k] for k in busy_of(facts)]
     last = {w: [min(_number(d, w) for d in busy), True] for w in facts["last"]}
     values = respread(old, new, [named(arrays, VALUES) for _, arrays in dumps])
@@ -68,18 +77,23 @@ def reshard(
     check(dumps, optimizer)
     if optimizer is not None:
         forms = [_places(optimizer, arrays) for _, arrays in dumps]
-        once = next(form for form, (_, arrays) in zip(forms, dumps, strict=True) if arrays is first)
+        once: dict[tuple[str, np.dtype[Any] | None], Array] = {}
+        for _, arrays in holding:  # the furthest last
+            for (name, dtype), (k, _) in _places(optimizer, arrays).items():
+                if dtype is None:
+                    x = arrays[f"{STATE}{k}"]
+                    once[name, None] = once[name, x.dtype] = x
         spread: dict[str, list[dict[str, Array]]] = {}
         for name in {name for form in forms for name, dtype in form if dtype is not None}:
             flats = [
-                {d: arrays[f"{STATE}{k}"] for (n, d), k in form.items() if n == name and d}
+                {d: arrays[f"{STATE}{k}"] for (n, d), (k, _) in form.items() if n == name and d}
                 for form, (_, arrays) in zip(forms, dumps, strict=True)
             ]
             spread[name] = respread(old, new, flats)
         for server, arrays in enumerate(made):
-            for (name, dtype), k in _places(optimizer, arrays).items():
+            for (name, dtype), (k, own) in _places(optimizer, arrays).items():
                 arrays[f"{STATE}{k}"] = (
-                    first[f"{STATE}{once[name, None]}"]
+                    once.get((name, own), once[name, None])
                     if dtype is None
                     else spread[name][server][dtype]
                 )
@@ -88,7 +102,12 @@ def reshard(
         arrays.update({f"{TABLES}{name}": x for name, x in part.items()})
     about = dict(facts["about"]) | new.about
     changed = {"last": last, "about": about, "queues": dumps[0][0]["queues"]}
-    return [(dict(facts) | changed, arrays) for arrays in made]
+    taking_part = new.busy(tables=bool(about.get("tables")))
+    counts = [facts["counts"] if k in taking_part else asdict(Counts()) for k in range(new.servers)]
+    return [
+        (dict(facts) | changed | {"counts": own}, arrays)
+        for own, arrays in zip(counts, made, strict=True)
+    ]
 
 
 def check(dumps: Sequence[Dump], optimizer: optax.GradientTransformation | None) -> None:
@@ -108,16 +127,16 @@ def _number(dump: Dump, worker: str) -> int:
 
 def _places(
     optimizer: optax.GradientTransformation, arrays: Flats
-) -> dict[tuple[str, str | None], int]:
-    """The numbers of the leaves of optimizer state, by their names; what goes along with the values
-    of a dtype by that too."""
+) -> dict[tuple[str, str | None], tuple[int, np.dtype[Any]]]:
+    """The numbers of the leaves of optimizer state, and their dtypes at first, by their names; what
+    goes along with the values of a dtype by that too."""
     values = named(arrays, VALUES)
     leaves, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, values))
-    found: dict[tuple[str, str | None], int] = {}
+    found: dict[tuple[str, str | None], tuple[int, np.dtype[Any]]] = {}
     for k, (path, leaf) in enumerate(leaves):
         key = getattr(path[-1], "key", None) if path else None
         if key in values and key != SECOND and leaf.shape == values[key].shape:
-            found[jax.tree_util.keystr(path[:-1]), str(key)] = k
+            found[jax.tree_util.keystr(path[:-1]), str(key)] = k, leaf.dtype
         else:
-            found[jax.tree_util.keystr(path), None] = k
+            found[jax.tree_util.keystr(path), None] = k, leaf.dtype
     return found

@@ -104,6 +104,13 @@ def _aligned(like: Array) -> Array:
     return room[begin : begin + like.nbytes].view(like.dtype)
 
 
+def _form(leaf: Any) -> tuple[Any, ...]:
+    """What a leaf of optimizer state stays. Its precision may not: under ``inject_hyperparams``
+    momentum of bfloat16 is float32 from the first update on."""
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.shape, "floating" if floating else leaf.dtype
+
+
 def named(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
     """Of dumped arrays those whose names begin so, without that."""
     return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
@@ -226,8 +233,6 @@ class Store:
         self.values = {name: jnp.array(x) for name, x in named(arrays, VALUES).items()}
         form = None if self.optimizer is None else jax.eval_shape(self.optimizer.init, self.values)
         kept = [jnp.array(arrays[key]) for key in states(arrays)]
-        if [(x.shape, x.dtype) for x in kept] != [
-            (x.shape, x.dtype) for x in jax.tree.leaves(form)
-        ]:
+        if [_form(x) for x in kept] != [_form(x) for x in jax.tree.leaves(form)]:
             raise RequestError(OTHER)
         self.state = jax.tree.unflatten(jax.tree.structure(form), kept)

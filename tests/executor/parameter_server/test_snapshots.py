@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.parameter_server import ParameterServer, Rule, layout_of, train
+from executor.parameter_server import Counts, ParameterServer, Rule, layout_of, train
 from executor.parameter_server.layout import layout_from
 from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.reshard import reshard
+from executor.parameter_server.reshard import reshard, respread
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.snapshots import Places, Writer, chosen, earlier, listed, read, write
 from executor.parameter_server.store import Pushed
@@ -289,3 +289,90 @@ def test_an_empty_server_does_not_give_the_count_of_updates() -> None:
     after, _ = trained(1, 10**6)
     ((_, arrays),) = reshard(before, after, dumps, OPTIMIZER)
     assert 4 in [int(x) for n, x in arrays.items() if n.startswith("state/") and x.shape == ()]
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_a_server_that_is_new_and_idle_has_done_nothing(tmp_path: Path, tables: bool) -> None:
+    """One server's values stay on one of three; rows of tables are on all."""
+
+    def run(server: ParameterServer) -> None:
+        rows = {"t": np.zeros((6, 2), np.float32)} if tables else None
+        params = server.init({"w": np.zeros(4, np.float32)}, rows)
+        for _ in range(server.clock, 5):
+            params = server.push_pull(params)
+
+    kept: dict[str, Any] = {"snapshots": tmp_path, "snapshot_every": 1, "split_bytes": 2**20}
+    (done,) = train(run, workers=1, servers=1, backend="local", **kept).counts
+    rest = train(run, workers=1, servers=3, backend="local", **kept).counts
+    assert done == Counts(applied=5, updates=5, lags={0: 5})
+    assert sorted(c.applied for c in rest) == ([5, 5, 5] if tables else [0, 0, 5])
+    assert all(c in (done, Counts()) for c in rest)
+
+
+def pushes(until: int) -> Any:
+    def run(server: ParameterServer) -> None:
+        params = {"w": jnp.zeros((6, 4)), "h": jnp.zeros((6, 4), jnp.bfloat16)}
+        params = server.init(params)
+        for k in range(server.clock, until):
+            draw = np.random.default_rng(k)
+            pushed = {n: draw.normal(size=(6, 4)).astype(x.dtype) for n, x in params.items()}
+            params = server.push_pull(pushed)
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("first", "then"), [(1, 1), (1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("split", [2**20, 32])
+def test_optimizers_whose_state_changes_dtype_go_on(
+    tmp_path: Path, mode: str, first: int, then: int, split: int
+) -> None:
+    """``inject_hyperparams`` takes the dtype of what a server holds, and widens momentum."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.3, momentum=0.9)
+    options: dict[str, Any] = {"workers": 1, "backend": "local", "mode": mode}
+    options |= {"optimizer": optimizer, "split_bytes": split}
+    kept = options | {"snapshots": tmp_path, "snapshot_every": 1}
+    train(pushes(4), servers=first, **kept)
+    rest = train(pushes(9), servers=then, **kept)
+    whole = train(pushes(9), servers=then, **options)
+    for name, exact in (("w", True), ("h", mode == "sync")):
+        x, y = (np.asarray(done.params[name], np.float32) for done in (rest, whole))
+        # not exact: which servers have rounded hyperparameters differs with what they hold
+        np.testing.assert_allclose(x, y, rtol=1e-6 if exact else 0.02, atol=0 if exact else 0.02)
+
+
+@pytest.mark.parametrize("wide", [0, 1])
+def test_the_widest_dtype_that_a_server_has_is_kept(wide: int) -> None:
+    old, new = (layout_of(np.zeros(8, ml_dtypes.bfloat16), n, split_bytes=8) for n in (2, 1))
+    kinds: list[Any] = [ml_dtypes.bfloat16] * 2
+    kinds[wide] = np.float32
+    flats = [{"bfloat16": np.full(4, 1 / 3, kind)} for kind in kinds]
+    (made,) = respread(old, new, flats)
+    assert made["bfloat16"].dtype == np.float32
+    assert set(made["bfloat16"]) == {x["bfloat16"][0].astype(np.float32) for x in flats}
+
+
+def test_a_hyperparameter_comes_from_a_server_that_has_it_as_wide() -> None:
+    """The server of bfloat16, which has rounded 0.3, is further."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.3)
+    params = {"w": np.zeros(4, np.float32), "h": np.zeros(8, ml_dtypes.bfloat16)}
+    old, new = (layout_of(params, n, split_bytes=16) for n in (2, 3))
+    dumps = []
+    for flat in old.scatter(params):
+        assert len(flat) == 1
+        shard = Shard(Rule("async"), 1, optimizer, 1.0)
+        shard.init(flat, None, old.about)
+        for k in range(2 if "bfloat16" in flat else 1):
+            shard.push(0, k + 1, Pushed(flat))
+        dumps.append(shard.dump())
+    rates = {}
+    for _, arrays in reshard(old, new, dumps, optimizer):
+        other = Shard(Rule("async"), 1, optimizer, 1.0).store
+        other.load(arrays)
+        rates[tuple(other.values or ())] = other.state.hyperparams["learning_rate"]
+    exact = np.float32(0.3)
+    assert rates == {
+        ("bfloat16",): exact.astype(ml_dtypes.bfloat16),
+        ("float32",): exact,
+        (): exact,
+    }
