@@ -113,6 +113,8 @@ def add_launch(commands: Any) -> None:
     )
     add = kubernetes.add_argument
     add("--image", help="of the container, with the script and Python in it")
+    add("--pod-cpu", metavar="CPUS", help="of every pod, such as 8 or 500m")
+    add("--pod-memory", metavar="BYTES", help="of every pod, such as 32Gi")
     add("--name", help="of the job (default: the script's)")
     add("--out", type=Path, metavar="FILE", help="where to write it (default: standard output)")
     add("--schema", type=Path, metavar="FILE", help="the cluster's own CRD, to check it against")

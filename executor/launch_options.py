@@ -38,6 +38,8 @@ ONLY_FOR = {
     "gpus": ("slurm", "k8s", "ray"),
     "ray_address": ("ray",),
     "image": ("k8s",),
+    "pod_cpu": ("k8s",),
+    "pod_memory": ("k8s",),
     "name": ("k8s",),
     "out": ("k8s",),
     "schema": ("k8s",),
@@ -94,7 +96,9 @@ def for_kubernetes(options: argparse.Namespace, servers: Servers | None) -> str:
     Raises RequestError."""
     if options.image is None:
         raise RequestError("--launcher k8s needs --image, with the script and Python in it")
-    pods = jobset.Pods(options.name or _name(options.script), options.image, options.gpus)
+    name = options.name or _name(options.script)
+    asked = (options.gpus, options.pod_cpu, options.pod_memory)
+    pods = jobset.Pods(name, options.image, *asked)
     job = job_of(options)
     if servers is None:
         kind, document = jobset.KIND, jobset.manifest(job, pods, options.max_restarts)

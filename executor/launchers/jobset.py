@@ -6,9 +6,10 @@ process's number. When a pod fails, the whole JobSet is started again, as often 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from executor.launchers.job import AGAIN, Job, shared
+from executor.launchers.job import AGAIN, Job, LaunchError, shared
 from executor.launchers.jobset_schema import SCHEMA
 from executor.launchers.manifests import Json, Kind, check_name
 from executor.roles import PORT
@@ -18,6 +19,7 @@ GROUP = "workers"
 ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 LONGEST = 63
 """Of a host name."""
+QUANTITY = r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?|Ki)?"
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,37 @@ class Pods:
         name: of the JobSet.
         image: of the container; it has the script and Python.
         gpus: of each pod; None asks for none.
+        cpu, memory: of each pod, as Kubernetes writes quantities ("8", "500m"; "32Gi"); None says
+            nothing. Both are asked for, and memory is also the most.
     """
 
     name: str
     image: str
     gpus: int | None = None
+    cpu: str | None = None
+    memory: str | None = None
+
+    def resources(self, *, gpus: bool = True) -> Json:
+        """What a container asks for; empty for nothing.
+
+        Raises:
+            LaunchError: a quantity that is none.
+        """
+        requests: Json = {}
+        limits: Json = {"nvidia.com/gpu": self.gpus} if gpus and self.gpus is not None else {}
+        for name, asked in (("cpu", self.cpu), ("memory", self.memory)):
+            if asked is None:
+                continue
+            if not re.fullmatch(QUANTITY, asked):
+                raise LaunchError(
+                    f"--pod-{name} {asked}: expected a quantity of Kubernetes, such as "
+                    f"{'8 or 500m' if name == 'cpu' else '32Gi'}"
+                )
+            requests[name] = asked
+            if name == "memory":
+                limits[name] = asked
+        parts = {"requests": requests, "limits": limits}
+        return {name: part for name, part in parts.items() if part}
 
 
 def manifest(job: Job, pods: Pods, max_restarts: int) -> Json:
@@ -59,8 +87,8 @@ def manifest(job: Job, pods: Pods, max_restarts: int) -> Json:
         "env": environment,
         "ports": [{"containerPort": PORT}],
     }
-    if pods.gpus is not None:
-        container["resources"] = {"limits": {"nvidia.com/gpu": pods.gpus}}
+    if resources := pods.resources():
+        container["resources"] = resources
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",

@@ -11,6 +11,7 @@ NAME: Json = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "m
 COUNT: Json = {"type": "integer", "minimum": 0}
 POSITIVE: Json = {"type": "integer", "minimum": 1}
 YES_OR_NO: Json = {"type": "boolean"}
+QUANTITIES: Json = {"type": "object", "additionalProperties": {"type": ["integer", "string"]}}
 
 
 def object_of(required: str, **properties: Json) -> Json:
@@ -49,10 +50,7 @@ CONTAINER = object_of(
     command=list_of(TEXT),
     env=list_of(VARIABLE),
     ports=list_of(object_of("containerPort", containerPort={**POSITIVE, "maximum": 65535})),
-    resources=object_of(
-        "limits",
-        limits={"type": "object", "additionalProperties": {"type": ["integer", "string"]}},
-    ),
+    resources=object_of("", requests=QUANTITIES, limits=QUANTITIES),
 )
 POD = object_of(
     "restartPolicy containers",

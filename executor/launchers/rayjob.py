@@ -54,7 +54,7 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
             "rayClusterSpec": {
                 "headGroupSpec": {
                     "rayStartParams": {},
-                    "template": _pod("ray-head", job, replace(pods, gpus=None), head),
+                    "template": _pod("ray-head", job, pods.resources(gpus=False), pods.image, head),
                 },
                 "workerGroupSpecs": [
                     {
@@ -63,7 +63,7 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
                         "minReplicas": size,
                         "maxReplicas": size,
                         "rayStartParams": {},
-                        "template": _pod("ray-worker", job, pods, told),
+                        "template": _pod("ray-worker", job, pods.resources(), pods.image, told),
                     }
                 ],
             },
@@ -71,15 +71,14 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
     }
 
 
-def _pod(name: str, job: Job, pods: Pods, environment: dict[str, str]) -> Json:
+def _pod(name: str, job: Job, resources: Json, image: str, environment: dict[str, str]) -> Json:
+    """A pod; Ray counts its CPUs, so that one is asked for at least."""
     container: Json = {
         "name": name,
-        "image": pods.image,
+        "image": image,
         "env": [{"name": key, "value": value} for key, value in environment.items()],
-        "resources": {"requests": {"cpu": 1}},
+        "resources": {**resources, "requests": {"cpu": 1, **resources.get("requests", {})}},
     }
-    if pods.gpus is not None:
-        container["resources"]["limits"] = {"nvidia.com/gpu": pods.gpus}
     return {
         "spec": {
             "terminationGracePeriodSeconds": round(job.stop_s),

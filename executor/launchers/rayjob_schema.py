@@ -7,6 +7,7 @@ from executor.launchers.jobset_schema import (
     COUNT,
     NAME,
     POSITIVE,
+    QUANTITIES,
     TEXT,
     VARIABLE,
     YES_OR_NO,
@@ -16,7 +17,6 @@ from executor.launchers.jobset_schema import (
     one_of,
 )
 
-QUANTITIES: Json = {"type": "object", "additionalProperties": {"type": ["integer", "string"]}}
 CONTAINER = object_of(
     "name image env resources",
     name=NAME,

@@ -42,6 +42,21 @@ def test_the_pods_know_who_they_are() -> None:
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
 
 
+def test_what_pods_ask_for() -> None:
+    asked = jobset.Pods("train", "i", 8, "500m", "32Gi")
+    found = jobset.manifest(JOB, asked, 0)
+    manifests.check(found, *manifests.read_schema(None, jobset.KIND))
+    assert pod(found)["containers"][0]["resources"] == {
+        "requests": {"cpu": "500m", "memory": "32Gi"},
+        "limits": {"nvidia.com/gpu": 8, "memory": "32Gi"},
+    }
+    bare = jobset.manifest(JOB, jobset.Pods("train", "i"), 0)
+    assert "resources" not in pod(bare)["containers"][0]
+    for wrong in (jobset.Pods("t", "i", cpu="many"), jobset.Pods("t", "i", memory="32 GB")):
+        with pytest.raises(LaunchError, match="expected a quantity of Kubernetes, such as"):
+            jobset.manifest(JOB, wrong, 0)
+
+
 def test_a_failure_starts_all_again() -> None:
     spec = document()["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]

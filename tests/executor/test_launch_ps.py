@@ -324,6 +324,20 @@ def test_the_manifest() -> None:
     assert worker["terminationGracePeriodSeconds"] == 90
 
 
+def test_what_pods_ask_for() -> None:
+    document()
+    found = rayjob.manifest(JOB, Pods("t", "i", 2, "4", "16Gi"), SERVERS, 0)
+    manifests.check(found, *manifests.read_schema(None, rayjob.KIND))
+    spec = found["spec"]["rayClusterSpec"]
+    parts = [spec["headGroupSpec"], spec["workerGroupSpecs"][0]]
+    head, worker = (x["template"]["spec"]["containers"][0]["resources"] for x in parts)
+    assert head == {"requests": {"cpu": "4", "memory": "16Gi"}, "limits": {"memory": "16Gi"}}
+    assert worker["limits"] == {"nvidia.com/gpu": 2, "memory": "16Gi"}
+    found = rayjob.manifest(JOB, PODS, SERVERS, 0)["spec"]["rayClusterSpec"]["headGroupSpec"]
+    bare = found["template"]["spec"]["containers"][0]["resources"]
+    assert bare == {"requests": {"cpu": 1}}
+
+
 def change_at(found: Any, path: str, value: Any) -> Any:
     """A copy with a value put in; ``path`` by names and numbers."""
     out = copy.deepcopy(found)
