@@ -16,9 +16,10 @@ from typing import Any
 
 from executor.parameter_server.answers import LostError, Values, WaitError
 from executor.parameter_server.layout import Array
+from executor.parameter_server.members import LEFT, Change
 from executor.parameter_server.queue import Taken
 from executor.parameter_server.ray_links import AGAIN_S
-from executor.parameter_server.shard import LEFT, Change, Shard
+from executor.parameter_server.shard import Shard
 from executor.parameter_server.slots import Key, Letter, Slot, attach
 from executor.parameter_server.snapshots import Places, Writer, listed, read
 from executor.parameter_server.wire import is_shared

@@ -17,8 +17,6 @@ from executor.parameter_server.answers import Counts, Values, WaitError
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.kept import differ, facts_of, laid_aside, take_up
 from executor.parameter_server.layout import Array, Flat
-from executor.parameter_server.members import LEFT as LEFT
-from executor.parameter_server.members import Change as Change
 from executor.parameter_server.members import Members
 from executor.parameter_server.store import Pushed, Store, mean
 from executor.parameter_server.wire import publish

@@ -15,6 +15,7 @@ from planner.errors import MemoryLimitError, RequestError
 from planner.graph.lookups import find_lookups
 from planner.placement import (
     CALL_S,
+    SERVER_BYTES_PER_S,
     Placement,
     asked_places,
     parse_placement,
@@ -55,8 +56,8 @@ def test_prices_grow_with_bytes_and_state() -> None:
     base = served_seconds(one, 1e6, 0)
     assert one.host is not None and many.network is not None
     copies = 4 * (one.host.latency_s + 1e6 / one.host.bytes_per_s)
-    assert base == pytest.approx(2 * CALL_S + copies + 3e6 / one.host.bytes_per_s)
-    assert served_seconds(one, 1e6, 2) == pytest.approx(base + 4e6 / one.host.bytes_per_s)
+    assert base == pytest.approx(2 * CALL_S + copies + 3e6 / SERVER_BYTES_PER_S)
+    assert served_seconds(one, 1e6, 2) == pytest.approx(base + 4e6 / SERVER_BYTES_PER_S)
     wire = 2 * (many.network.latency_s + 1e6 / many.network.bytes_per_s)
     local = 2 * (one.host.latency_s + 1e6 / one.host.bytes_per_s)
     assert served_seconds(many, 1e6, 0) == pytest.approx(base - local + wire)
