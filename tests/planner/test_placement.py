@@ -64,12 +64,12 @@ def test_prices_grow_with_bytes_and_state() -> None:
 
 
 def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not() -> None:
-    found = placed({"large": 100_000_000, "small": 8_192}, rows={"large": 20_000, "small": 8_192})
+    found = placed({"large": 100_000_000, "small": 8_192}, rows={"large": 2_000, "small": 8_192})
     large, small = found.leaves
     assert (large.place, small.place) == ("ps", "spmd")
     assert large.spmd_s is not None and small.spmd_s is not None
     assert large.served_s < large.spmd_s and small.served_s >= small.spmd_s
-    assert large.rows == 20_000 and large.row_bytes == 20_000 * 256
+    assert large.rows == 2_000 and large.row_bytes == 2_000 * 256
     assert set(map(str, found.leaves)) <= set(found.plan.notes)
     paths = [leaf.path for leaf in found.plan.inputs]
     assert "[0]['params']['tables']['small']" in paths
@@ -78,9 +78,9 @@ def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not()
 
 def test_the_price_under_spmd_is_what_the_plan_costs_more() -> None:
     tables = {"large": 100_000_000}
-    chosen = placed(tables, rows={"large": 20_000})
+    chosen = placed(tables, rows={"large": 2_000})
     without, within = (
-        placed(tables, {"large": where}, rows={"large": 20_000}).plan.prediction.step_s
+        placed(tables, {"large": where}, rows={"large": 2_000}).plan.prediction.step_s
         for where in ("ps", "spmd")
     )
     assert chosen.leaves[0].spmd_s == pytest.approx(within - without)
