@@ -94,11 +94,19 @@ _watching: list[Watch] = []
 
 
 def finalize() -> None:
-    """Part from the job that ``initialize`` joined, once all have come here; nothing of JAX over
-    several processes runs after it. A process that ends does so by itself."""
+    """Part from the job that ``initialize`` joined, once all have come here, which JAX wants within
+    five minutes; nothing of JAX over several processes runs after it. A process that ends does so
+    by itself."""
     if _watching:
-        jax.distributed.shutdown()
-        _watching.pop().leave()
+        try:
+            jax.distributed.shutdown()
+        finally:
+            _watching.pop().leave()
+
+
+def is_joined() -> bool:
+    """Whether this process has joined others by ``initialize``."""
+    return bool(_watching)
 
 
 Address = tuple[int, tuple[str, int]]

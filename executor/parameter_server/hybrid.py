@@ -50,6 +50,11 @@ class Hybrid:
     ) -> None:
         parse_placement(placement)
         self._parts = joined.Parts() if joined.check_joined(server) > 1 else None
+        if self._parts is not None and self._parts.devices != request.cluster.num_devices:
+            raise RequestError(
+                f"cluster of {request.cluster.num_devices} devices, and {self._parts.devices} are "
+                "joined: expected as many, or no cluster="
+            )
         self.loss, self.optimizer, self.server = loss, optimizer, server
         self._asked, self._request = placement, request
         self._shapes = abstract((params,))[0]
@@ -74,13 +79,15 @@ class Hybrid:
 
     @property
     def params(self) -> Any:
-        """The parameters that are under SPMD, in the form of all; None stands for the others."""
+        """The parameters that are under SPMD, in the form of all; None stands for the others. The
+        next call uses them up."""
         return self._params if self._state is None else self._state["params"]
 
     @property
     def state(self) -> Any:
         """What is under SPMD, ``{"params", "opt"}``, as arrays on the devices: to be saved, and to
-        be set by a run that goes on. The next call uses it up. RequestError before ``begin``."""
+        be set by a run that goes on. The next call uses it up, as it does what is set: copy what
+        is to be kept. RequestError before ``begin``."""
         _ = self._where
         return self._state
 
@@ -182,9 +189,13 @@ class Hybrid:
                 "devices one mesh (join_devices(server), first in the loop), place the rest on the "
                 "servers, too ({..., '': 'ps_whole'}), or use one worker"
             )
-        first = self._params if self.server.rank == 0 else self._shapes
+        first = self._shapes
+        if self.server.rank == 0:  # as JAX would hold them
+            first = jax.tree.map(lambda x, s: np.asarray(x, s.dtype), self._params, self._shapes)
         tables, whole = split.named(first, split.rows), split.named(first, split.whole)
         self._whole = self.server.init(whole, tables=tables)
+        if self._parts is not None:
+            joined.check_clock(self.server)
         self._state = {"params": rest, "opt": self.optimizer.init(rest)}
         self._placed, self._params = (found, split), None
 
@@ -226,8 +237,8 @@ class Hybrid:
         if self._whole:
             whole = {path: gradients[path] for path in self._whole}
             self._whole = self.server.push_pull(whole, rows=rows or None)
-        elif rows:
-            self.server.push(None, rows=rows)
+        else:  # also where nothing is on servers: they count the steps
+            self.server.push(None, rows=rows or None)
 
     def _step(self, lookups: LookUps, batch: Sequence[Any], shapes: Any) -> CompiledStep:
         """The step for as many rows as there are now; planned for the first such call."""
@@ -291,24 +302,20 @@ def _fitting(state: Any, begin: Any) -> Any:
     Raises:
         RequestError: it has not; names the first array that differs.
     """
-    got, want = (jax.tree_util.tree_flatten_with_path(x)[0] for x in (state, begin))
-    shapes = [
-        {
-            jax.tree_util.keystr(path): (jax.numpy.shape(x), jax.numpy.result_type(x))
-            for path, x in y
-        }
-        for y in (got, want)
-    ]
-    for path in dict.fromkeys([*shapes[1], *shapes[0]]):
-        ours, theirs = (x.get(path) for x in shapes)
+    got, want = (
+        {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_flatten_with_path(y)[0]}
+        for y in (state, begin)
+    )
+    for path in dict.fromkeys([*want, *got]):
+        ours, theirs = (_words(x.get(path)) for x in (got, want))
         if ours != theirs:
-            raise RequestError(f"state: {path} is {_words(ours)}, expected {_words(theirs)}")
-    leaves = [x for _, x in got]
+            raise RequestError(f"state: {path} is {ours}, expected {theirs}")
+    leaves = [got[path] for path in want]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(begin), leaves)
 
 
-def _words(found: Any) -> str:
-    return "missing" if found is None else f"{found[1]}{list(found[0])}"
+def _words(x: Any) -> str:
+    return "missing" if x is None else f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}"
 
 
 def _host() -> jax.Device | None:

@@ -178,13 +178,18 @@ def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any, list[Any]]
         returned = job.loop(server)
         server.settle()
     except Exception as error:
+        if job.on_lost != "fail":  # else nothing more is to come of what the others have pushed
+            _leave(server)
         if (words := _in_words(error)) is not None:
             raise words from error
         raise
-    finally:
-        with contextlib.suppress(Exception):
-            server.leave()
+    _leave(server)
     return returned, server.shapes, server.leaving
+
+
+def _leave(server: ParameterServer) -> None:
+    with contextlib.suppress(Exception):
+        server.leave()
 
 
 def _in_words(error: Exception) -> RequestError | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,9 +32,9 @@ def join_devices(
 ) -> None:
     """Make the devices of all workers one mesh (``executor.initialize``), for ``hybrid``.
 
-    The first thing that every worker's loop does, before JAX computes anything in it. When the
-    loops return, the processes part; a worker that is lost ends the others, as it does in any
-    program over several processes.
+    The first thing that every worker's loop does, before JAX computes anything in it. When all
+    loops have returned, the processes part; a worker that is lost ends the others, as it does in
+    any program over several processes, and the job.
 
     Args:
         server: this worker's. With one worker nothing is done.
@@ -41,10 +42,11 @@ def join_devices(
         deadline_s: after how long a host that does not answer counts as lost.
 
     Raises:
-        RequestError: the workers are threads of one process, JAX has computed already, or a mode
-            other than "sync" with all workers' pushes in every update: the devices compute
-            together, so none can be ahead.
+        RequestError: the workers are threads of one process, JAX has computed already, the mode is
+            not "sync" with all workers' pushes in every update (the devices compute together, so
+            none can be ahead), or ``on_lost`` is not "fail" (an update of fewer would be wrong).
         HostError: the others did not come in time.
+        WaitError: worker 0 did not say in ``wait_s`` where it is.
     """
     if server.num_workers == 1:
         return
@@ -55,6 +57,8 @@ def join_devices(
             first, server.num_workers, server.rank, timeout_s=timeout_s, deadline_s=deadline_s
         )
     except RuntimeError as error:
+        if "must be called before" not in str(error):
+            raise
         raise RequestError(
             f"join_devices: {error} Call it first in the loop, and let the loop close over NumPy "
             "arrays, not over those of JAX"
@@ -72,6 +76,12 @@ def _here() -> str:
 def check_rule(server: Any) -> None:
     """Raises RequestError unless all pushes are in every update."""
     rule = server.rule
+    if server.on_lost != "fail":
+        raise RequestError(
+            f"joined devices with on_lost={server.on_lost!r}: expected train(on_lost='fail'); one "
+            "that is lost ends the others, and the job goes on from snapshots when it is started "
+            "again"
+        )
     if rule.mode != "sync" or rule.aggregate not in (None, server.num_workers):
         raise RequestError(
             f"joined devices with mode={rule.mode!r}, aggregate={rule.aggregate}: expected "
@@ -95,6 +105,10 @@ def check_joined(server: Any) -> int:
             "in the loop, and not executor.initialize"
         )
     check_rule(server)
+    counts = Counter(d.process_index for d in jax.devices())
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{counts[k]} in process {k}" for k in sorted(counts))
+        raise RequestError(f"joined devices: {told}; expected as many in each")
     return processes
 
 
@@ -185,20 +199,37 @@ def check_same(batch: Sequence[Any]) -> None:
     Raises:
         RequestError: they have not: they have been given different batches.
     """
-    from jax.experimental import multihost_utils
-
     leaves = jax.tree_util.tree_leaves(batch)
     own = [x for x in leaves if not isinstance(x, jax.Array) or x.is_fully_addressable]
     if not own:
         return
-    mine = np.uint32(functools.reduce(_checksum, own, len(own)))
-    prints = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1)
-    if other := [str(k) for k in range(len(prints)) if prints[k] != prints[0]]:
+    if other := _others(functools.reduce(_checksum, own, len(own))):
         raise RequestError(
-            f"another batch than in process 0: in {', '.join(other)}; expected the whole batch as "
-            "the same NumPy arrays in every process, or arrays over all processes "
+            f"another batch than in process 0: in {other}; expected the whole batch as the same "
+            "NumPy arrays in every process, or arrays over all processes "
             "(executor.shard, jax.make_array_from_process_local_data)"
         )
+
+
+def check_clock(server: ParameterServer) -> None:
+    """Prove that all processes begin after the same step.
+
+    Raises:
+        RequestError: they do not.
+    """
+    if other := _others(server.clock):
+        raise RequestError(
+            f"worker {server.rank} begins after step {server.clock}, and {other} elsewhere than "
+            "worker 0: the snapshots are not of one step; remove the newest of each server"
+        )
+
+
+def _others(mine: int) -> str:
+    """The processes that have another number than process 0."""
+    from jax.experimental import multihost_utils
+
+    found = np.asarray(multihost_utils.process_allgather(np.uint32(mine))).reshape(-1)
+    return ", ".join(str(k) for k in range(len(found)) if found[k] != found[0])
 
 
 def _checksum(before: int, leaf: Any) -> int:

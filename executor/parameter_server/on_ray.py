@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from executor.hosts import finalize
+from executor.hosts import finalize, is_joined
 from executor.parameter_server.answers import LostError
 from executor.parameter_server.asked import CPU, gpus_of
 from executor.parameter_server.evaluator import Evaluator, Reader
 from executor.parameter_server.job import Job, Served, served, worker_life
-from executor.parameter_server.ray_links import RayLinks, gone
+from executor.parameter_server.ray_links import AGAIN_S, RayLinks, gone
 from executor.parameter_server.serving import Copy, Serving
 from executor.parameter_server.wire import MEMORY_ENV, SYSTEM
 from planner.errors import RequestError
@@ -146,10 +147,14 @@ class Team:
 def _process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
     """A worker's life in a process of its own, which parts from those that it has joined."""
     found = worker_life(job, links, rank)
-    try:
-        finalize()
-    except Exception as error:  # the work is done
-        LOG.warning("worker %d has returned, and others it had joined have not: %s", rank, error)
+    if is_joined():
+        nobody = [None] * (links.count - 1)
+        while links.call("members", [(), *nobody], job.wait_s)[0]:  # who fails ends the job
+            time.sleep(AGAIN_S)
+        try:
+            finalize()
+        except Exception as error:  # the work is done
+            LOG.warning("worker %d has returned; parting from the others: %s", rank, error)
     return found
 
 

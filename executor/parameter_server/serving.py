@@ -98,7 +98,7 @@ class Serving(Shard):
         self.mine = threading.local()
         self.mending = threading.Lock()
         self.gone = ""
-        self.said: dict[int, str] = {}
+        self.said = ""
         try:
             if begin is not None and places is not None:
                 self.load(*read(places.of(index), begin))
@@ -167,22 +167,20 @@ class Serving(Shard):
         return found if written is None else written
 
     def meet(self, worker: int, text: str | None) -> str:
-        """What worker 0 says here: ``text`` of it, for every other worker to hear once.
+        """What worker 0 says here, its ``text``, for all workers to hear.
 
         Raises:
             WaitError: a worker heard nothing in ``wait_s``.
         """
         with self.changed:
             if text is not None:
-                self.said = dict.fromkeys(range(self.workers), text)
+                self.said = text
                 self.changed.notify_all()
-            until = self.clock() + self.wait_s
-            while worker not in self.said:
-                if not self.changed.wait(max(0.0, until - self.clock())):
-                    raise WaitError(
-                        f"worker {worker} waited {self.wait_s:g} s for worker 0 to say where it is"
-                    )
-            return self.said.pop(worker)
+            if not self.changed.wait_for(lambda: self.said, self.wait_s):
+                raise WaitError(
+                    f"worker {worker} waited {self.wait_s:g} s for worker 0 to say where it is"
+                )
+            return self.said
 
     def _check(self) -> None:
         if self.gone:

@@ -258,8 +258,10 @@ class Shard(Members):
     def again(self, workers: int, number: int | None) -> None:
         """See ``Members``; what was pushed and is in no update is pushed again."""
         with self.changed:
-            super().again(workers, number)
+            for worker in self.waiting:
+                self.last[worker] = (self.last[worker][0] - 1, True)
             self.waiting.clear()
+            super().again(workers, number)
 
     def _behind(self, worker: int, ahead: int = 0) -> tuple[int, ...] | None:
         """Whom a worker waits for; None: for the first values."""

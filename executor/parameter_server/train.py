@@ -118,6 +118,7 @@ def train(
         coded("float32", compress)
     check_pull_dtype(pull_dtype)
     done = {"rule": rule, "optimizer": optimizer, "update_on": update_on, "wait_s": wait_s}
+    done["on_lost"] = on_lost
     job = Job(
         loop,
         on,

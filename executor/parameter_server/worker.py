@@ -40,6 +40,7 @@ class ParameterServer:
         split_bytes, partition: as for ``layout_of``.
         compress: gradients travel as "bf16", "int8" or "2bit", with error feedback; None: as they
             are.
+        on_lost: what becomes of the job when a worker is lost, as for ``train``.
         row_cache: rows of tables are taken from memory for this many of this worker's pushes after
             they were read, with what it pushed itself in them; 0 reads always.
 
@@ -65,8 +66,9 @@ class ParameterServer:
         partition: Partitioner | None = None,
         compress: str | None = None,
         row_cache: int = 0,
+        on_lost: str = "leave",
     ) -> None:
-        self.rank, self.num_workers = rank, num_workers
+        self.rank, self.num_workers, self.on_lost = rank, num_workers, on_lost
         self._links = links
         check_pull_dtype(pull_dtype)
         sync = rule.mode == "sync"

@@ -21,7 +21,7 @@ SLOTS = 256
 class Shared(Fake):
     """The same store in every process: what is pushed is the mean of what all push."""
 
-    rule = Rule()
+    rule, on_lost, clock = Rule(), "fail", 0
 
     def __init__(self) -> None:
         super().__init__(jax.process_count())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -260,12 +261,12 @@ def test_a_run_goes_on_with_its_state(tmp_path: Any) -> None:
             losses = []
             with Checkpoints(tmp_path / where) as kept:
                 begin = run.begin(*DATA[0])
-                if begin:
-                    run.state = kept.restore(run.state, step=begin)
-                for batch in (DATA * 2)[begin:until]:
-                    losses.append(float(run(*batch)))
-                    if server.clock % 2 == 0:
-                        kept.save(server.clock, run.state)
+                if earlier := [k for k in kept.steps if k <= begin]:
+                    run.state = kept.restore(run.state, step=earlier[-1])
+                for k in range(begin, until):
+                    losses.append(float(run(*(DATA * 2)[k])))
+                    if (k + 1) % 2 == 0 or k + 1 == until:
+                        kept.save(k + 1, run.state)
             return losses
 
         one = {"workers": 1, "servers": 2, "optimizer": SGD, "backend": "local", "wait_s": 60}
@@ -274,8 +275,8 @@ def test_a_run_goes_on_with_its_state(tmp_path: Any) -> None:
         return list(losses)
 
     whole = trained(8, "whole")
-    first, second = trained(4, "parts"), trained(8, "parts")
-    assert (len(whole), len(first), len(second)) == (8, 4, 4)
+    first, second = trained(5, "parts"), trained(8, "parts")
+    assert (len(whole), len(first), len(second)) == (8, 5, 3)
     np.testing.assert_allclose(first + second, whole, rtol=1e-6)
 
 
@@ -291,5 +292,25 @@ def test_a_state_of_another_form_is_refused() -> None:
     expected = r"state: \['params'\]\['hidden'\] is float32\[3, 32\], expected float32\[64, 32\]"
     with pytest.raises(RequestError, match=expected):
         run.state = state
+    again = jax.device_get(run.state)
+    other_order = {"opt": again["opt"], "params": dict(reversed(again["params"].items()))}
+    run.state = other_order
+    np.testing.assert_array_equal(run.state["params"]["hidden"], again["params"]["hidden"])
     with pytest.raises(RequestError, match=r"state: \['params'\]\['hidden'\] is missing"):
         run.state = {"opt": state["opt"], "params": {}}
+
+
+def test_steps_count_where_nothing_is_served() -> None:
+    """And float64 parameters are as JAX holds them."""
+
+    def worker(server: ParameterServer, place: str) -> Any:
+        params = jax.tree.map(lambda x: x.astype(np.float64), fresh())
+        run = hybrid(loss, params, SGD, server=server, placement={"embed": place}, cluster="cpu:8")
+        return [float(run(*batch)) for batch in DATA], server.clock
+
+    for place in ("spmd", "ps"):
+        life = functools.partial(worker, place=place)
+        done = train(life, workers=1, servers=2, optimizer=SGD, backend="local", wait_s=60)
+        losses, clock = done.returned[0]
+        assert clock == STEPS
+        np.testing.assert_allclose(losses, alone()[0], rtol=1e-5)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -69,13 +71,11 @@ def test_what_indices_need() -> None:
 
 @pytest.mark.parametrize("rule", [Rule("async"), Rule("ssp", 2), Rule("sync", aggregate=1)])
 def test_modes_that_do_not_join(rule: Rule) -> None:
-    class Server:
-        num_workers = 2
-
-    server = Server()
-    server.rule = rule  # type: ignore[attr-defined]
+    server = SimpleNamespace(num_workers=2, rule=rule, on_lost="fail")
     with pytest.raises(RequestError, match=r"joined devices with mode=.*expected mode='sync'"):
         check_rule(server)
+    with pytest.raises(RequestError, match=r"on_lost='leave': expected train\(on_lost='fail'\)"):
+        check_rule(SimpleNamespace(num_workers=2, rule=Rule(), on_lost="leave"))
 
 
 def test_threads_do_not_join() -> None:
@@ -84,7 +84,7 @@ def test_threads_do_not_join() -> None:
 
     train(loop, workers=1, backend="local")  # nothing to join
     with pytest.raises(RequestError, match=r"threads of one process.*backend='ray'"):
-        train(loop, workers=2, backend="local", wait_s=20)
+        train(loop, workers=2, backend="local", wait_s=20, on_lost="fail")
 
 
 def joined(server: ParameterServer) -> Any:
@@ -111,7 +111,9 @@ def test_on_ray_twice(tree: Any) -> None:
     ray.init(address="local", include_dashboard=False)
     try:
         for _ in range(2):  # one Ray: a process that has joined is not taken again
-            done = train(joined, workers=2, servers=2, optimizer=tree.SGD, wait_s=120)
+            done = train(
+                joined, workers=2, servers=2, optimizer=tree.SGD, wait_s=120, on_lost="fail"
+            )
             for losses, devices, embed in done.returned:
                 assert devices == 4
                 np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -120,49 +122,55 @@ def test_on_ray_twice(tree: Any) -> None:
         ray.shutdown()
 
 
-def killed(server: ParameterServer) -> None:
+def resumed(server: ParameterServer, folder: Path, kill: int | None) -> Any:
+    """Trains, saves, and goes on from what it finds; worker 1 may be killed before a step."""
     import os
     import signal
 
-    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_num_cpu_devices", 2)
     join_devices(server, timeout_s=60)
-    if server.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(300)
+    from test_hybrid import DATA, fresh, loss
+
+    from executor import Checkpoints
+    from executor.parameter_server import hybrid
+
+    losses = []
+    with Checkpoints(folder / "dense", asynchronous=False) as kept:
+        adam = optax.adam(0.01)
+        run = hybrid(loss, fresh(), adam, server=server, placement={"embed": "ps"})
+        begin = run.begin(*DATA[0])
+        if earlier := [k for k in kept.steps if k <= begin]:
+            run.state = kept.restore(run.state, step=earlier[-1])
+        for k in range(begin, len(DATA)):
+            if k == kill and server.rank == 1:
+                time.sleep(3)  # the servers' snapshot is written
+                os.kill(os.getpid(), signal.SIGKILL)
+            losses.append(float(run(*DATA[k])))
+            if (k + 1) % 2 == 0 and k + 1 > max(kept.steps, default=0):
+                kept.save(k + 1, run.state)
+    if server.is_chief:
+        time.sleep(2)  # the other waits
+    return begin, losses
 
 
 @pytest.mark.slow
-def test_a_lost_worker_ends_the_others(tree: Any) -> None:
+def test_a_job_that_lost_a_worker_goes_on(tree: Any, tmp_path: Path) -> None:
+    """It ends, and started again goes on from its snapshots and its saves."""
     pytest.importorskip("ray")
     from executor.parameter_server import LostError
 
-    begun = time.monotonic()
-    with pytest.raises(LostError, match="all workers were lost"):
-        train(killed, workers=2, servers=1, optimizer=optax.sgd(0.1), wait_s=120)
-    assert time.monotonic() - begun < 250  # it would sleep longer
-
-
-def again(server: ParameterServer) -> int:
-    """Is killed in its first life."""
-    import os
-    import signal
-
-    jax.config.update("jax_num_cpu_devices", 1)
-    join_devices(server, timeout_s=60)
-    server.init({"w": np.zeros(3, np.float32)})
-    first = server.clock == 0
-    server.push({"w": np.ones(3, np.float32)})
-    server.barrier()
-    if first and server.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if first:
-        time.sleep(300)
-    return jax.process_count()
-
-
-@pytest.mark.slow
-def test_all_are_started_again() -> None:
-    pytest.importorskip("ray")
-    done = train(again, workers=2, servers=1, wait_s=100, restarts=1, on_lost="wait")
-    assert done.returned == (2, 2) and done.restarts == {0: 1, 1: 1}
-    np.testing.assert_array_equal(done.params["w"], 2.0)
+    options: dict[str, Any] = {
+        "workers": 2,
+        "servers": 2,
+        "optimizer": tree.SGD,
+        "wait_s": 120,
+        "on_lost": "fail",
+    }
+    whole = train(partial(resumed, folder=tmp_path / "a", kill=None), **options).returned
+    options |= {"snapshots": tmp_path / "served", "snapshot_every": 2}
+    with pytest.raises(LostError, match=r"worker \d was lost"):
+        train(partial(resumed, folder=tmp_path / "b", kill=3), **options)
+    again = train(partial(resumed, folder=tmp_path / "b", kill=None), **options).returned
+    assert [begin for begin, _ in (*whole, *again)] == [0, 0, 2, 2]
+    for _, losses in again:
+        np.testing.assert_allclose(losses, whole[0][1][2:], rtol=1e-6)

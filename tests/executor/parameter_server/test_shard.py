@@ -238,3 +238,18 @@ def test_a_push_of_another_form_changes_nothing() -> None:
     with pytest.raises(RequestError, match=r"got float32\[4\], the server holds \[3\]"):
         served.push(0, 1, Pushed({"float32": np.ones(4, np.float32)}))
     assert served.push(0, 1, ones()) and served.version == 1
+
+
+def test_a_push_that_waited_when_the_job_ended_is_made_again() -> None:
+    before = shard(Rule("sync"), 2)
+    for worker in (0, 1):
+        before.push(worker, 1, ones())
+    before.push(0, 2, ones())  # of which nothing comes
+    after = Shard(Rule("sync"), 2, None, 0.05)
+    after.load(*before.dump())
+    after.again(2, None)
+    assert [after.join(worker)[0] for worker in (0, 1)] == [1, 1]
+    for worker in (0, 1):
+        assert after.push(worker, 2, ones(3.0))
+    np.testing.assert_array_equal(after.pull(0).values["float32"], 4.0)
+    assert after.version == 2
