@@ -37,13 +37,14 @@ pushed whole; one of the first two, by price."""
 CALL_S = 2e-3
 """Seconds of a call to the servers besides its bytes; a step makes two. Measured: of 1,500 calls to
 two Ray actors the fastest pull of one row took 2.0 ms and the fastest push 2.4 ms, on a 2-core host
-that was busy with other work (threads in place of actors: 0.2 and 0.6 ms). An idle host is faster;
-the figure errs on the side of SPMD."""
+that was busy with other work (threads in place of actors: 0.2 and 0.6 ms); with nothing beside them
+the medians are 2.3 and 2.5 ms, and some 3 ms each in a run whose devices share the two cores."""
 
 SERVER_BYTES_PER_S = 1.2e9
-"""Rate at which bytes of rows pass through a server: gathered, copied into messages and out of them,
-updated. Measured like ``CALL_S``, 2 servers, 2 to 27 MB a step, 16 to 256 columns, SGD, Adagrad and
-Adam (no, one and two arrays of optimizer state): within 40 %, whether rows are many or wide."""
+"""Rate at which a server reads and writes rows: gathers them, copies them into messages and out of
+them, updates them. Measured on that host with two Ray actors, 7 and 27 MB a step, 64 and 256
+columns, with no, one and two arrays of optimizer state (``benchmarks/ps_placement.py --calls``):
+within 45 %, whether rows are many or wide."""
 
 
 @dataclass(frozen=True)
