@@ -119,10 +119,13 @@ def _others(loss: Loss, found: Placement) -> tuple[tuple[str, int], ...]:
 
 def _check_scalar(target: Target, loss: Loss, jaxpr: Any) -> None:
     results = [v.aval for v in compat.body(jaxpr).outvars]
-    if len(results) == 1 and results[0].shape == ():
+    if [x.shape for x in results] == [()] and jax.numpy.issubdtype(
+        results[0].dtype, jax.numpy.floating
+    ):
         return
     name = getattr(loss.function, "__name__", "loss")
     got = ", ".join(x.str_short() for x in results) or "nothing"
     raise RequestError(
-        f"{target.path}: {name}(params, *batch) returns {got}; expected one scalar, the loss"
+        f"{target.path}: {name}(params, *batch) returns {got}; expected one scalar of floating "
+        "point, the loss"
     )

@@ -19,7 +19,7 @@ import jax
 
 from costmodels import Cluster
 from planner.capture import Call
-from planner.errors import MemoryLimitError, RequestError
+from planner.errors import MemoryLimitError, ModelError, RequestError
 from planner.graph.lookups import LookUps, Table, find_lookups
 from planner.graph.trace import Traced, abstract, trace
 from planner.hybrid_step import Split, hybrid_step, split_of, step_args
@@ -266,10 +266,8 @@ def place_and_plan(
     _check_tables(asked, lookups)
     whole = frozenset(p for p, where in asked.items() if where == WHOLE)
     sought = {p: tables[p].row_bytes * counts[p] for p in tables}
-    price = {
-        p: served_seconds(request.cluster, sought[p], _moments(optimizer, leaves[p]))
-        for p in tables
-    }
+    moments = _moments(optimizer, shapes)
+    price = {p: served_seconds(request.cluster, sought[p], moments[p]) for p in tables}
 
     def step(rows: frozenset[str]) -> Call:
         return _step(lookups, split_of(shapes, rows, whole), optimizer, shapes, room, batch)
@@ -295,7 +293,7 @@ def place_and_plan(
             seconds, moved, count = price[path], sought[path], counts[path]
             where, reason = PS if path in rows else SPMD, _reason(seconds, spmd.get(path))
         elif path in whole:
-            seconds = served_seconds(request.cluster, nbytes, _moments(optimizer, leaf))
+            seconds = served_seconds(request.cluster, nbytes, moments[path])
             where, moved, count, reason = WHOLE, nbytes, 0, _reason(seconds, None)
         elif asked[path] == AUTO and path in lookups.mixed and nbytes >= WORTH:
             where, seconds, moved, count = SPMD, math.inf, 0, 0
@@ -369,10 +367,28 @@ def _check_tables(asked: Mapping[str, str], lookups: LookUps) -> None:
             )
 
 
-def _moments(optimizer: Any, leaf: Any) -> int:
-    """Arrays of optimizer state in the shape of a parameter."""
-    state = jax.tree_util.tree_leaves(jax.eval_shape(optimizer.init, leaf))
-    return sum(x.shape == leaf.shape for x in state if leaf.shape)
+def _moments(optimizer: Any, params: Any) -> dict[str, int]:
+    """Arrays of optimizer state in the shape of each parameter, by its path.
+
+    Raises:
+        ModelError: the optimizer does not take the parameters.
+    """
+    try:
+        state = jax.eval_shape(optimizer.init, params)
+    except Exception as error:
+        raise ModelError("the optimizer's init of the parameters failed") from error
+    kept, named = (
+        [(jax.tree_util.keystr(path), x.shape) for path, x in leaves]
+        for leaves in map(_with_paths, (state, params))
+    )
+    return {
+        path: sum(at.endswith(path) and got == shape for at, got in kept if shape)
+        for path, shape in named
+    }
+
+
+def _with_paths(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 def _reason(served_s: float, spmd_s: float | None) -> str:

@@ -19,7 +19,8 @@ GROUP = "workers"
 ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 LONGEST = 63
 """Of a host name."""
-QUANTITY = r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?|Ki)?"
+QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+|[KMGTPE]i|[kMGTPE]{})?"
+"""What Kubernetes reads; of CPUs thousandths and less too."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Pods:
         for name, asked in (("cpu", self.cpu), ("memory", self.memory)):
             if asked is None:
                 continue
-            if not re.fullmatch(QUANTITY, asked):
+            if not re.fullmatch(QUANTITY.format("|[num]" if name == "cpu" else ""), asked):
                 raise LaunchError(
                     f"--pod-{name} {asked}: expected a quantity of Kubernetes, such as "
                     f"{'8 or 500m' if name == 'cpu' else '32Gi'}"

@@ -189,15 +189,21 @@ class Hybrid:
                 "devices one mesh (join_devices(server), first in the loop), place the rest on the "
                 "servers, too ({..., '': 'ps_whole'}), or use one worker"
             )
-        first = self._shapes
-        if self.server.rank == 0:  # as JAX would hold them
-            first = jax.tree.map(lambda x, s: np.asarray(x, s.dtype), self._params, self._shapes)
-        tables, whole = split.named(first, split.rows), split.named(first, split.whole)
+        first = self._params if self.server.rank == 0 else self._shapes
+        tables, whole = (
+            {path: self._first(x) for path, x in split.named(first, which).items()}
+            for which in (split.rows, split.whole)
+        )
         self._whole = self.server.init(whole, tables=tables)
         if self._parts is not None:
             joined.check_clock(self.server)
         self._state = {"params": rest, "opt": self.optimizer.init(rest)}
         self._placed, self._params = (found, split), None
+
+    def _first(self, x: Any) -> Any:
+        """A first value as JAX would hold it, which has no 64 bits as it is; or a shape."""
+        is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        return x if is_shape else np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
     def _part(self, path: str, ids: Ids) -> Ids:
         """Those of a table's rows that this process moves."""
@@ -237,8 +243,10 @@ class Hybrid:
         if self._whole:
             whole = {path: gradients[path] for path in self._whole}
             self._whole = self.server.push_pull(whole, rows=rows or None)
-        else:  # also where nothing is on servers: they count the steps
-            self.server.push(None, rows=rows or None)
+        elif rows:
+            self.server.push(None, rows=rows)
+        else:  # nothing is on servers, but they count the steps
+            self.server.push_pull(None)
 
     def _step(self, lookups: LookUps, batch: Sequence[Any], shapes: Any) -> CompiledStep:
         """The step for as many rows as there are now; planned for the first such call."""

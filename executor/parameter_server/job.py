@@ -177,10 +177,12 @@ def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any, list[Any]]
     try:
         returned = job.loop(server)
         server.settle()
-    except Exception as error:
-        if job.on_lost != "fail":  # else nothing more is to come of what the others have pushed
-            _leave(server)
-        if (words := _in_words(error)) is not None:
+    except BaseException as error:
+        if job.on_lost != "fail" or job.on.backend == "local":
+            _leave(
+                server
+            )  # threads wait for it; else nothing is to come of what others have pushed
+        if isinstance(error, Exception) and (words := _in_words(error)) is not None:
             raise words from error
         raise
     _leave(server)

@@ -151,6 +151,7 @@ def _process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]
         nobody = [None] * (links.count - 1)
         while links.call("members", [(), *nobody], job.wait_s)[0]:  # who fails ends the job
             time.sleep(AGAIN_S)
+            links.call("leave", found[2], job.wait_s)  # a server may have come back meanwhile
         try:
             finalize()
         except Exception as error:  # the work is done

@@ -18,7 +18,7 @@ from executor.parameter_server.clock import Rule
 from executor.parameter_server.kept import differ, facts_of, laid_aside, take_up
 from executor.parameter_server.layout import Array, Flat
 from executor.parameter_server.members import Members
-from executor.parameter_server.store import Pushed, Store, mean
+from executor.parameter_server.store import Pushed, Store
 from executor.parameter_server.wire import publish
 from planner.errors import RequestError
 
@@ -159,7 +159,7 @@ class Shard(Members):
 
     def _apply(self, pushes: list[Pushed], scale: float = 1.0) -> None:
         self.published = (None, None)  # a read of what is to change in place would be in its way
-        self.store.apply(mean(pushes) if len(pushes) > 1 else pushes[0], scale)
+        self.store.apply(*pushes, scale=scale)
         self.version += 1
         self.counts.updates += 1
         self.counts.applied += len(pushes)

@@ -33,6 +33,8 @@ VALUES, STATE, TABLES = "values/", "state/", "tables/"
 """How the names of dumped arrays begin."""
 BLOCK = 2**16
 """Elements that are summed at a time."""
+ROUNDED = frozenset({"float32", "float64"})
+"""Dtypes whose sums XLA rounds after each addition; narrower ones it may add up in wider ones."""
 
 OTHER = "what was kept is of another optimizer: go on with that of the run, or in another folder"
 
@@ -69,25 +71,36 @@ class Pushed:
         return replace(self, dense=dense, coded={})
 
 
-def mean(pushes: Sequence[Pushed]) -> Pushed:
-    """The mean of several workers' pushes, summed from the first on: the caller fixes the order.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts", "count"], meta_fields=[])
+@dataclass(frozen=True)
+class Mean:
+    """Flat arrays to be summed from the first on, and divided, within the update: in one pass over
+    them, and over the values, where three would wait for memory."""
 
-    What a push leaves out (all its dense gradients, or rows) counts as zero.
-    """
-    count = len(pushes)
-    names = dict.fromkeys(name for push in pushes for name in push.dense)
-    total = {d: _mean([p.dense[d] for p in pushes if d in p.dense], count) for d in names}
-    rows: dict[str, tuple[Array, Array]] = {}
-    for name in sorted({name for push in pushes for name in push.rows}):
-        parts = [push.rows[name] for push in pushes if name in push.rows]
-        ids, total_of = summed(*(np.concatenate(x) for x in zip(*parts, strict=True)))
-        rows[name] = (ids, (total_of / count).astype(total_of.dtype))
-    return Pushed(total, rows)
+    parts: Sequence[Any]
+    count: Any
+
+
+def _dense(pushes: Sequence[Pushed]) -> dict[str, Any]:
+    """Flat gradients of one push, or what makes the mean of several; what a push leaves out counts
+    as zero."""
+    if len(pushes) == 1:
+        return dict(pushes[0].dense)
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for push in pushes for name in push.dense):
+        parts = [push.dense[name] for push in pushes if name in push.dense]
+        if name in ROUNDED and len(pushes).bit_count() == 1:
+            found[name] = Mean(parts, parts[0].dtype.type(len(pushes)))
+        else:  # XLA would multiply by the reciprocal
+            found[name] = _mean(parts, len(pushes))
+    return found
 
 
 def _mean(parts: Sequence[Array], count: int) -> Array:
     """The sum of flat arrays, divided, block by block: a block stays in the processor's cache."""
-    made = _aligned(parts[0])
+    room = np.empty(parts[0].nbytes + 64, np.uint8)  # XLA:CPU reads multiples of 64 where they lie
+    begin = -room.ctypes.data % 64
+    made: Array = room[begin : begin + parts[0].nbytes].view(parts[0].dtype)
     for begin in range(0, made.size, BLOCK):
         out = made[begin : begin + BLOCK]
         out[...] = parts[0][begin : begin + BLOCK]
@@ -97,11 +110,16 @@ def _mean(parts: Sequence[Array], count: int) -> Array:
     return made
 
 
-def _aligned(like: Array) -> Array:
-    """An array that XLA:CPU reads where it lies, which it does from multiples of 64 bytes."""
-    room = np.empty(like.nbytes + 64, np.uint8)
-    begin = -room.ctypes.data % 64
-    return room[begin : begin + like.nbytes].view(like.dtype)
+def _rows(pushes: Sequence[Pushed]) -> Mapping[str, tuple[Array, Array]]:
+    """Rows of one push, or the mean of several."""
+    if len(pushes) == 1:
+        return pushes[0].rows
+    rows: dict[str, tuple[Array, Array]] = {}
+    for name in sorted({name for push in pushes for name in push.rows}):
+        parts = [push.rows[name] for push in pushes if name in push.rows]
+        ids, total = summed(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+        rows[name] = (ids, (total / len(pushes)).astype(total.dtype))
+    return rows
 
 
 def _form(leaf: Any) -> tuple[Any, ...]:
@@ -127,7 +145,13 @@ def _update(
 ) -> Callable[..., Any]:
     """The compiled update; one for all stores of an optimizer, so that it is compiled once."""
 
+    def mean(found: Any) -> Any:
+        if not isinstance(found, Mean):
+            return found
+        return functools.reduce(jnp.add, found.parts) / found.count
+
     def updated(values: Any, state: Any, pushed: Any, scale: Any) -> Any:
+        pushed = {name: mean(x) for name, x in pushed.items()}
         if optimizer is None:
             updates = pushed
         else:
@@ -187,14 +211,15 @@ class Store:
                     f"{'none' if held is None else list(held.shape)}"
                 )
 
-    def apply(self, pushed: Pushed, scale: float = 1.0) -> None:
-        """One update; what the optimizer makes of it is taken times ``scale``."""
-        if pushed.dense:
-            dense = dict(pushed.dense)
+    def apply(self, *pushes: Pushed, scale: float = 1.0) -> None:
+        """One update, by the mean of the pushes, summed from the first on: the caller fixes the
+        order. What the optimizer makes of it is taken times ``scale``."""
+        dense = _dense(pushes)
+        if dense:
             if self.exact:
                 dense[SECOND] = np.zeros(1, np.float32)
             self.values, self.state = self._update(self.values, self.state, dense, scale)
-        self.tables.apply(pushed.rows, scale)
+        self.tables.apply(_rows(pushes), scale)
 
     def read(self, dtype: str | None = None) -> Flat:
         """What workers pull: the flat values, or the last mean where these only come by it; rounded

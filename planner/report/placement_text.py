@@ -84,7 +84,7 @@ def _why(leaf: Placed) -> str:
         return leaf.reason if math.isinf(leaf.served_s) else "asked for"
     if math.isinf(leaf.spmd_s):
         return "nothing fits with it under SPMD"
-    gap = time_text(abs(leaf.served_s - leaf.spmd_s))
+    gap = time_text(abs(leaf.served_s - max(leaf.spmd_s, 0.0)))
     return f"{gap} a step less" if math.isfinite(leaf.served_s) else "no host link in the catalog"
 
 

@@ -52,7 +52,10 @@ def test_what_pods_ask_for() -> None:
     }
     bare = jobset.manifest(JOB, jobset.Pods("train", "i"), 0)
     assert "resources" not in pod(bare)["containers"][0]
-    for wrong in (jobset.Pods("t", "i", cpu="many"), jobset.Pods("t", "i", memory="32 GB")):
+    for right in ("1e9", "12E6", "32Gi", "32G", "5.", ".5Ti", "100k"):
+        jobset.manifest(JOB, jobset.Pods("t", "i", memory=right), 0)
+    cpus = [jobset.Pods("t", "i", cpu=text) for text in ("many", "-1", "")]
+    for wrong in (*cpus, *(jobset.Pods("t", "i", memory=x) for x in ("32 GB", "32ki", "500m"))):
         with pytest.raises(LaunchError, match="expected a quantity of Kubernetes, such as"):
             jobset.manifest(JOB, wrong, 0)
 

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 from executor.parameter_server import ParameterServer, hybrid, train
-from planner.errors import RequestError
+from planner.errors import ModelError, RequestError
+from planner.placement import _moments
 
 pytestmark = pytest.mark.devices
 ROWS, WIDTH, BATCH, STEPS = 5000, 64, 32, 5
@@ -312,5 +313,27 @@ def test_steps_count_where_nothing_is_served() -> None:
         life = functools.partial(worker, place=place)
         done = train(life, workers=1, servers=2, optimizer=SGD, backend="local", wait_s=60)
         losses, clock = done.returned[0]
-        assert clock == STEPS
+        assert clock == STEPS and done.counts[0].updates == STEPS
+        assert done.counts[0].lags == {0: STEPS}
         np.testing.assert_allclose(losses, alone()[0], rtol=1e-5)
+
+
+def test_an_optimizer_that_looks_at_the_tree() -> None:
+    """It has the tree of all parameters when it is priced, and that of the rest when it runs."""
+    mask = {"embed": False, "hidden": True, "out": True}
+    adamw = optax.adamw(1e-3, mask=mask)
+
+    def labels(params: Any) -> Any:
+        return {name: "slow" if name == "out" else "fast" for name in params}
+
+    many = optax.multi_transform({"slow": SGD, "fast": optax.adam(0.1)}, labels)
+    for optimizer, moments in ((adamw, 2), (many, 2), (SGD, 0)):
+        assert _moments(optimizer, fresh())["['hidden']"] == moments
+        run = hybrid(
+            loss, fresh(), optimizer, server=Fake(), placement={"embed": "ps"}, cluster="cpu:8"
+        )
+        first = float(run(*DATA[0]))
+        assert float(run(*DATA[0])) < first
+    assert _moments(many, fresh())["['out']"] == 0
+    with pytest.raises(ModelError, match="the optimizer's init of the parameters failed"):
+        _moments(optax.masked(SGD, {"another": True}), fresh())

@@ -66,6 +66,22 @@ def test_a_scaled_update_moves_less() -> None:
         for scale in (1.0, 0.25):
             store = Store(optimizer, exact=False)
             store.init({"float32": np.zeros(4, np.float32)})
-            store.apply(Pushed({"float32": np.ones(4, np.float32)}), scale)
+            store.apply(Pushed({"float32": np.ones(4, np.float32)}), scale=scale)
             moved.append(store.read()["float32"])
         np.testing.assert_allclose(moved[1], 0.25 * moved[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_a_mean_is_summed_in_order(dtype: str, count: int) -> None:
+    """With every addition rounded, as NumPy does it; a push without dense gradients counts."""
+    draw = np.random.default_rng(count)
+    parts = [(100 * draw.normal(size=999)).astype(jnp.dtype(dtype)) for _ in range(count)]
+    store = Store(None, exact=True)
+    store.init({dtype: np.zeros(999, jnp.dtype(dtype))})
+    store.apply(*(Pushed({dtype: x}) for x in parts[:-1]), Pushed())
+    total = parts[0]
+    for x in parts[1:-1]:
+        total = total + x
+    expected = (total / count).astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(store.read()[dtype], expected)

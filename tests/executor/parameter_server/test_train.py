@@ -208,3 +208,24 @@ def test_a_worker_that_is_killed_is_left_behind() -> None:
     assert done.lost == (1,) and done.returned == (0, None, 2)
     (counts,) = done.counts
     assert counts.updates == STEPS and counts.applied == 2 * STEPS + 10
+
+
+@pytest.mark.parametrize("on_lost", ["leave", "fail"])
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_threads_do_not_wait_for_one_that_ended(on_lost: str, error: type[BaseException]) -> None:
+    seen: list[BaseException] = []
+
+    def loop(server: ParameterServer) -> None:
+        server.init({"w": np.zeros(3, np.float32)})
+        if server.rank == 1:
+            raise error
+        try:
+            server.push_pull({"w": np.ones(3, np.float32)})
+            server.barrier()
+        except Exception as late:
+            seen.append(late)
+            raise
+
+    with pytest.raises(error):
+        train(loop, workers=2, backend="local", wait_s=30, on_lost=on_lost)
+    assert not any(isinstance(x, WaitError) for x in seen)
