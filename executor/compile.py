@@ -89,7 +89,7 @@ class CompiledStep:
             out_shardings=out_shardings,
             donate_argnums=donate_argnums,
         )
-        self._placed = False
+        self._placed = self._foreign = False
         self._many = jax.process_count() > 1
 
     def _away(self, plan: Plan) -> dict[str, str]:
@@ -137,14 +137,17 @@ class CompiledStep:
                 raise ShapesChangedError
             args = self.place(*args)
             result = self.jitted(*args)
-            self._placed = True
+            self._placed = not self._foreign
             return result
         try:
             return self.jitted(*(self._parted(args) if self._many else args))
         except ValueError as error:
             if not self.fits(args):
                 raise ShapesChangedError from error
-            if not any(word in str(error) for word in ("sharding", "device", "memory")):
+            self._foreign = "not found in mesh" in str(error)  # of a mesh with explicit axes
+            self._placed = not self._foreign
+            known = ("sharding", "device", "memory")
+            if not self._foreign and not any(word in str(error) for word in known):
                 raise
             return self.jitted(*self.place(*args))
 

@@ -113,3 +113,15 @@ def test_six_devices_on_two_axes():
         state, _ = compile_plan(plain_step, plan)(*args)
         assert_same(state, jax.jit(plain_step)(*args)[0])
         assert state["up"].sharding.spec == P(None, "model")
+
+
+def test_arrays_of_a_mesh_with_explicit_axes():
+    """Their type names axes that the plan's mesh lacks: they are placed anew, at every call."""
+    plan, state, batch = a_plan(), plain_state(), batch_of()
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=kinds)
+    foreign = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("rows")))
+    expected = compile_plan(plain_step, plan)(state, batch)
+    run = compile_plan(plain_step, plan)
+    for given in (foreign, foreign, batch, foreign):
+        assert_same(run(state, given), expected)
