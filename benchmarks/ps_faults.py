@@ -46,7 +46,7 @@ WORKERS, SERVERS, PUSHES, PAUSE_S = 2, 2, 120, 0.02
 DEADLINE_S = 120.0
 TOLERANCE = 0.02
 PLAIN = 10
-NAMES = {"worker": "worker_life", "server": "Serving", "copy": "Copy"}
+NAMES = {"worker": "worker_process", "server": "Serving", "copy": "Copy"}
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(256, 24)).astype(np.float32)
 Y = (X @ DRAW.normal(size=(24, 4)) + DRAW.normal(size=(256, 4))).astype(np.float32)

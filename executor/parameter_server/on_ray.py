@@ -65,7 +65,7 @@ class Team:
         """Begin a worker."""
         job = self.job
         once = self.ray.remote(max_calls=1)  # JAX is set up once in a process
-        task = once(_process).options(max_retries=0, **SPREAD, **gpus_of(self.ray, job.on))
+        task = once(worker_process).options(max_retries=0, **SPREAD, **gpus_of(self.ray, job.on))
         ref = task.remote(job, RayLinks(self.links.actors, rank), rank)
         self.running[ref] = rank
 
@@ -144,7 +144,7 @@ class Team:
             self.lost.append(rank)
 
 
-def _process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
+def worker_process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
     """A worker's life in a process of its own, which parts from those that it has joined."""
     found = worker_life(job, links, rank)
     if is_joined():
