@@ -49,7 +49,8 @@ def job(count: int, deadline_s: float = 30.0) -> tuple[list[Watch], list[Told]]:
 
 
 def broken(watch: Watch) -> None:
-    """End a process as the kernel does: its connections break."""
+    """End a process as the kernel does: its connections break, and it says nothing of that."""
+    watch._tell = lambda lost, how: None  # type: ignore[method-assign]
     for line in watch.lines.values():
         with contextlib.suppress(OSError):  # broken already
             line.connection.shutdown(socket.SHUT_RDWR)
