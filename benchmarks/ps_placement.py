@@ -28,7 +28,7 @@ from executor.parameter_server import hybrid, train
 from planner.graph.lookups import find_lookups
 from planner.graph.rows import unique_rows
 from planner.loss import Loss
-from planner.placement import Placed, place
+from planner.placement import Placed, place_and_plan
 from planner.request import parse_request
 
 DEVICES, SERVERS, WIDTH, HIDDEN, CLASSES = 8, 2, 64, 256, 512
@@ -94,7 +94,8 @@ def predicted(case: Case) -> Predicted:
     asked = {t.path: len(unique_rows(t, np.asarray(x))) for t, x in tables}
 
     def found(placement: Any) -> Any:
-        return place(lookups, params, batch, optimizer, placement, request, asked_for=asked)
+        made = (lookups, params, batch, optimizer, placement, request)
+        return place_and_plan(*made, asked_for=asked)[0]
 
     served, spmd = found({"embed": "ps"}), found({"embed": "spmd"})
     (table,) = served.leaves

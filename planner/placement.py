@@ -205,23 +205,7 @@ def make_placement(
     """
     request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory)
     lookups = find_lookups(loss, params, batch)
-    return place(lookups, params, batch, optimizer, placement, request)
-
-
-def place(
-    lookups: LookUps,
-    params: Any,
-    batch: Sequence[Any],
-    optimizer: Any,
-    placement: str | Mapping[str, str],
-    request: Request,
-    *,
-    asked_for: Mapping[str, int] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> Placement:
-    """The placement that ``place_and_plan`` returns; arguments and errors are the same."""
-    args = (lookups, params, batch, optimizer, placement, request)
-    return place_and_plan(*args, asked_for=asked_for, sizes=sizes)[0]
+    return place_and_plan(lookups, params, batch, optimizer, placement, request)[0]
 
 
 def place_and_plan(

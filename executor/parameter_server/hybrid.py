@@ -24,7 +24,15 @@ from planner.graph.lookups import LookUps, find_lookups
 from planner.graph.rows import Ids, padded, unique_rows
 from planner.graph.trace import abstract
 from planner.hybrid_step import Split, split_of
-from planner.placement import AUTO, PS, WHOLE, Placement, parse_placement, place, plan_hybrid
+from planner.placement import (
+    AUTO,
+    PS,
+    WHOLE,
+    Placement,
+    parse_placement,
+    place_and_plan,
+    plan_hybrid,
+)
 from planner.plan import Plan
 from planner.request import Request, parse_request
 
@@ -177,7 +185,7 @@ class Hybrid:
         counts = {path: len(x) for path, x in asked.items()}
         args = (lookups, self._shapes, batch, self.optimizer, self._asked, self._request)
         with _DEVICES:
-            found = place(*args, asked_for=counts, sizes=self._sizes)
+            found = place_and_plan(*args, asked_for=counts, sizes=self._sizes)[0]
         split = split_of(self._shapes, found.at(PS), found.at(WHOLE))
         rest = split.rest(self._params)
         alone = self._parts is None and self.server.num_workers > 1

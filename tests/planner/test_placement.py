@@ -19,7 +19,7 @@ from planner.placement import (
     Placement,
     asked_places,
     parse_placement,
-    place,
+    place_and_plan,
     served_seconds,
 )
 from planner.request import parse_request
@@ -48,7 +48,8 @@ def placed(
     found = find_lookups(loss, params, args)
     named = {f"['tables']['{k}']": n for k, n in (rows or {}).items()}
     chosen = optimizer or optax.adam(1e-3)
-    return place(found, params, args, chosen, placement, request, asked_for=named)
+    given = (found, params, args, chosen, placement, request)
+    return place_and_plan(*given, asked_for=named)[0]
 
 
 def test_prices_grow_with_bytes_and_state() -> None:

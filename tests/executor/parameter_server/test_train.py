@@ -14,7 +14,17 @@ import numpy as np
 import optax
 import pytest
 
-from executor.parameter_server import FixedShardsPartitioner, ParameterServer, WaitError, train
+from executor.parameter_server import (
+    FixedShardsPartitioner,
+    ParameterServer,
+    Rule,
+    WaitError,
+    train,
+)
+from executor.parameter_server.asked import Asked
+from executor.parameter_server.job import Job, worker_life
+from executor.parameter_server.links import LocalLinks
+from executor.parameter_server.shard import Shard
 from executor.parameter_server.store import EXACT
 from planner.errors import RequestError
 
@@ -229,3 +239,19 @@ def test_threads_do_not_wait_for_one_that_ended(on_lost: str, error: type[BaseEx
     with pytest.raises(error):
         train(loop, workers=2, backend="local", wait_s=30, on_lost=on_lost)
     assert not any(isinstance(x, WaitError) for x in seen)
+
+
+@pytest.mark.parametrize(("on_lost", "left"), [("leave", True), ("fail", False)])
+def test_a_process_that_fails_leaves_unless_that_ends_the_job(on_lost: str, left: bool) -> None:
+    """Else servers would make an update of what the others have pushed, and maybe keep it."""
+
+    def loop(server: ParameterServer) -> None:
+        raise ValueError
+
+    rule = Rule()
+    options = {"rule": rule, "on_lost": on_lost}
+    job = Job(loop, Asked(2, 1, "ray"), rule, None, 5.0, {}, options, on_lost=on_lost)
+    shard = Shard(*job.shard)
+    with pytest.raises(ValueError):
+        worker_life(job, LocalLinks([shard], 2), 1)
+    assert shard.members() == ((0,) if left else (0, 1))
