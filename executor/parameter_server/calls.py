@@ -146,6 +146,11 @@ class Calls:
         taken: Taken = self._of_first("take", (self.rank, wanted, finished), (None, None))
         return taken
 
+    @property
+    def host(self) -> str:
+        """Where other workers reach this one's host; see ``Links``."""
+        return self._links.host
+
     def meet(self, text: str | None) -> str:
         """What worker 0 says at server 0."""
         nobody = [None] * (self._links.count - 1)

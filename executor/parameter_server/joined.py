@@ -51,7 +51,8 @@ def join_devices(
     if server.num_workers == 1:
         return
     check_rule(server)
-    first = server.meet(_here() if server.is_chief else None)
+    address = f"[{server.host}]" if ":" in server.host else server.host
+    first = server.meet(f"{address}:{free_port()}" if server.is_chief else None)
     try:
         hosts.initialize(
             first, server.num_workers, server.rank, timeout_s=timeout_s, deadline_s=deadline_s
@@ -63,14 +64,6 @@ def join_devices(
             f"join_devices: {error} Call it first in the loop, and let the loop close over NumPy "
             "arrays, not over those of JAX"
         ) from error
-
-
-def _here() -> str:
-    """Where this worker's coordinator listens."""
-    import ray
-
-    address = str(ray.util.get_node_ip_address())
-    return f"{f'[{address}]' if ':' in address else address}:{free_port()}"
 
 
 def check_rule(server: Any) -> None:

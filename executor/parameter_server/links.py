@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from executor.parameter_server.answers import LostError, WaitError
 from executor.parameter_server.layout import Flat
 from executor.parameter_server.shard import Shard
+from planner.errors import RequestError
 
 First = Callable[[int], Sequence[tuple[str, tuple[Any, ...]]]]
 """What a server is asked first, by its number, after it was lost and has come back."""
@@ -21,6 +22,14 @@ class Links(Protocol):
     @property
     def count(self) -> int:
         """How many servers there are."""
+
+    @property
+    def host(self) -> str:
+        """Where other workers reach this one's host.
+
+        Raises:
+            RequestError: the workers are threads of one process.
+        """
 
     def room(self, sizes: Sequence[Mapping[str, int]]) -> list[Flat] | None:
         """Flat arrays for what every server is pushed, to be written anew for each call; None where
@@ -60,6 +69,14 @@ class LocalLinks:
     def count(self) -> int:
         """How many servers there are."""
         return len(self.shards)
+
+    @property
+    def host(self) -> str:
+        """See ``Links``."""
+        raise RequestError(
+            "join_devices: the workers are threads of one process, which have its devices already; "
+            "expected backend='ray'"
+        )
 
     def room(self, sizes: Sequence[Mapping[str, int]]) -> None:
         """See ``Links``."""

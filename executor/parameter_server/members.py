@@ -9,7 +9,6 @@ from typing import Any
 from executor.parameter_server.answers import Counts, LostError, WaitError
 from executor.parameter_server.clock import Clocks, Rule
 from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
-from planner.errors import RequestError
 
 LEFT = "worker {worker} has left, or was taken for lost"
 
@@ -32,6 +31,7 @@ class Members:
         left: who has finished, or is lost.
         at_barrier: the number of the last barrier that each came to.
         queues: by their numbers.
+        said: what worker 0 said in ``meet``.
         counts: what was done, and lost.
         changed: the lock of all of this, notified of every change.
         on_change: called after each change, in their order, with the call that made it.
@@ -45,6 +45,7 @@ class Members:
         self.left: set[int] = set()
         self.at_barrier: dict[int, int] = {}
         self.queues: dict[int, Queue] = {}
+        self.said = ""
         self.changed = threading.Condition()
         self.on_change: Callable[[Change], None] = lambda change: None
 
@@ -120,15 +121,20 @@ class Members:
             return taken
 
     def meet(self, worker: int, text: str | None) -> str:
-        """What worker 0 tells the others, where they are processes.
+        """What worker 0 says, its ``text``, for all workers to hear.
 
         Raises:
-            RequestError: here they are threads.
+            WaitError: a worker heard nothing in ``wait_s``.
         """
-        raise RequestError(
-            "join_devices: the workers are threads of one process, which have its devices already; "
-            "expected backend='ray'"
-        )
+        with self.changed:
+            if text is not None:
+                self.said = text
+                self.changed.notify_all()
+            if not self.changed.wait_for(lambda: self.said, self.wait_s):
+                raise WaitError(
+                    f"worker {worker} waited {self.wait_s:g} s for worker 0 to say where it is"
+                )
+            return self.said
 
     def members(self) -> tuple[int, ...]:
         """The workers that are there."""

@@ -44,6 +44,13 @@ class RayLinks:
         """How many servers there are."""
         return len(self.actors)
 
+    @property
+    def host(self) -> str:
+        """See ``Links``."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
     def room(self, sizes: Sequence[Mapping[str, int]]) -> list[Flat]:
         """See ``Links``."""
         return [self._room(server, size) for server, size in enumerate(sizes)]

@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import Any
 
-from executor.parameter_server.answers import LostError, Values, WaitError
+from executor.parameter_server.answers import LostError, Values
 from executor.parameter_server.layout import Array
 from executor.parameter_server.members import LEFT, Change
 from executor.parameter_server.queue import Taken
@@ -98,7 +98,6 @@ class Serving(Shard):
         self.mine = threading.local()
         self.mending = threading.Lock()
         self.gone = ""
-        self.said = ""
         try:
             if begin is not None and places is not None:
                 self.load(*read(places.of(index), begin))
@@ -165,22 +164,6 @@ class Serving(Shard):
             return found
         written = slot.write(found, answer=True)
         return found if written is None else written
-
-    def meet(self, worker: int, text: str | None) -> str:
-        """What worker 0 says here, its ``text``, for all workers to hear.
-
-        Raises:
-            WaitError: a worker heard nothing in ``wait_s``.
-        """
-        with self.changed:
-            if text is not None:
-                self.said = text
-                self.changed.notify_all()
-            if not self.changed.wait_for(lambda: self.said, self.wait_s):
-                raise WaitError(
-                    f"worker {worker} waited {self.wait_s:g} s for worker 0 to say where it is"
-                )
-            return self.said
 
     def _check(self) -> None:
         if self.gone:

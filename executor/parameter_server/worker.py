@@ -88,6 +88,15 @@ class ParameterServer:
         self.version = 0
 
     @property
+    def host(self) -> str:
+        """Where other workers reach this one's host.
+
+        Raises:
+            RequestError: the workers are threads of one process.
+        """
+        return self._calls.host
+
+    @property
     def is_chief(self) -> bool:
         """Whether this is worker 0, who gives the first values; and saves and shows, where one
         worker is to do it for all."""
@@ -320,10 +329,9 @@ class ParameterServer:
         self._calls.barrier()
 
     def meet(self, text: str | None) -> str:
-        """Hear what worker 0 says, which alone has a ``text``; for workers that are processes.
+        """Hear what worker 0 says, which alone has a ``text``.
 
         Raises:
-            RequestError: they are threads.
             WaitError: it said nothing in time.
         """
         return self._calls.meet(text)

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from executor.launch import Job, run_local
-from executor.parameter_server import ParameterServer, Rule, join_devices, train
+from executor.parameter_server import ParameterServer, Rule, WaitError, join_devices, train
 from executor.parameter_server.joined import check_rule, needed
 from planner.errors import RequestError
 
@@ -85,6 +85,20 @@ def test_threads_do_not_join() -> None:
     train(loop, workers=1, backend="local")  # nothing to join
     with pytest.raises(RequestError, match=r"threads of one process.*backend='ray'"):
         train(loop, workers=2, backend="local", wait_s=20, on_lost="fail")
+
+
+def test_worker_0_is_heard_by_all() -> None:
+    def loop(server: ParameterServer) -> str:
+        return server.meet(f"from {server.rank}" if server.is_chief else None)
+
+    told = train(loop, workers=3, servers=2, backend="local", wait_s=20).returned
+    assert told == ("from 0",) * 3
+
+    def silent(server: ParameterServer) -> None:
+        server.meet(None)
+
+    with pytest.raises(WaitError, match=r"waited 0.2 s for worker 0 to say"):
+        train(silent, workers=2, backend="local", wait_s=0.2, on_lost="fail")
 
 
 def joined(server: ParameterServer) -> Any:
