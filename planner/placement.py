@@ -109,12 +109,12 @@ def parse_placement(placement: str | Mapping[str, str]) -> Rules:
     Raises:
         RequestError: an unknown place, or no regular expression.
     """
-    if isinstance(placement, str):
-        if placement != AUTO:
-            raise RequestError(
-                f"placement={placement!r}: expected 'auto' or a mapping such as {{'embed': 'ps'}}"
-            )
+    if placement == AUTO:
         return (("", AUTO),)
+    if not isinstance(placement, Mapping):
+        raise RequestError(
+            f"placement={placement!r}: expected 'auto' or a mapping such as {{'embed': 'ps'}}"
+        )
     for pattern, place in placement.items():
         if place not in (SPMD, PS, WHOLE, AUTO):
             raise RequestError(
@@ -123,7 +123,7 @@ def parse_placement(placement: str | Mapping[str, str]) -> Rules:
             )
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise RequestError(
                 f"placement: {pattern!r} is no regular expression over parameter paths: {error}"
             ) from error

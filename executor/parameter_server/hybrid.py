@@ -127,9 +127,9 @@ class Hybrid:
                 or as arrays over all processes.
 
         Raises:
-            RequestError: a table can't be where it is asked to be; the batch has an index outside a
-                table that is looked up by ``table[ids]``; or joined processes have different
-                batches.
+            RequestError: a table can't be where it is asked to be; there are some on servers, and
+                these have no optimizer; the batch has an index outside a table that is looked up
+                by ``table[ids]``; or joined processes have different batches.
             WaitError: the servers did not answer in time.
         """
         step, ids, room = self._asked_of(batch)
@@ -187,6 +187,12 @@ class Hybrid:
         with _DEVICES:
             found = place_and_plan(*args, asked_for=counts, sizes=self._sizes)[0]
         split = split_of(self._shapes, found.at(PS), found.at(WHOLE))
+        if split.remote and self.server.optimizer is None:
+            served = split.paths[min(split.remote)]
+            raise RequestError(
+                f"{served} is on servers, and train() has no optimizer=: servers would add the "
+                "gradients; pass train(..., optimizer=...), which may be another than hybrid's"
+            )
         rest = split.rest(self._params)
         alone = self._parts is None and self.server.num_workers > 1
         if alone and jax.tree_util.tree_leaves(rest):
@@ -290,7 +296,8 @@ def hybrid(
     Args:
         loss: ``loss(params, *batch)``, a scalar.
         params: the first values; those of tables best as NumPy arrays, which take no device memory.
-        optimizer: an optax transformation, of what stays here. What is on servers has theirs.
+        optimizer: an optax transformation, of what stays here. What is on servers has theirs,
+            ``train(optimizer=)``.
         server: this worker's ``ParameterServer``. With several workers that have not joined their
             devices all parameters must be on servers, and each worker's batches are its own.
         placement: ``{"regex over parameter path": place}``, the first that matches: ``"ps"`` (on

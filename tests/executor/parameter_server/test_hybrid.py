@@ -48,6 +48,7 @@ class Fake:
 
     def __init__(self, num_workers: int = 1, rate: float = 0.5) -> None:
         self.num_workers, self.rank, self.rate = num_workers, 0, rate
+        self.optimizer: Any = optax.sgd(rate)
         self.asked: list[dict[str, int]] = []
 
     def init(self, params: Any, tables: Any) -> Any:
@@ -230,10 +231,29 @@ def test_several_workers_need_all_on_servers() -> None:
         run(*DATA[0])
 
 
+@pytest.mark.parametrize("place", ["ps", "ps_whole", "spmd"])
+def test_servers_without_an_optimizer_would_add_gradients(place: str) -> None:
+    def worker(server: ParameterServer) -> list[float]:
+        places = {"embed": place}
+        run = hybrid(loss, fresh(), SGD, server=server, placement=places, cluster="cpu:8")
+        return [float(run(*batch)) for batch in DATA]
+
+    job = functools.partial(train, worker, servers=2, backend="local", wait_s=60)
+    if place == "spmd":  # nothing is there to add to
+        np.testing.assert_allclose(job().returned[0], alone()[0], rtol=1e-5)
+        return
+    text = r"\['embed'\] is on servers, and train\(\) has no optimizer=: .* pass train\(..., opt"
+    with pytest.raises(RequestError, match=text):
+        job()
+
+
 @pytest.mark.parametrize(
     ("placement", "text"),
     [
         ("servers", "placement='servers'"),
+        (["embed"], "placement=['embed']: expected 'auto' or a mapping"),
+        (None, "placement=None: expected 'auto' or a mapping"),
+        ({3: "ps"}, "placement: 3 is no regular expression"),
         ({"embed": "gpu"}, "got 'gpu', expected 'ps'"),
         ({"(": "ps"}, "no regular expression"),
     ],
