@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from executor.launchers.rays import look_for
+from executor.parameter_server.clock import is_whole
 from executor.parameter_server.wire import MEMORY_ENV
 from executor.ps_roles import PREFIX, ps_role
 from planner.errors import RequestError
@@ -48,6 +49,15 @@ def asked(environment: Mapping[str, str], **given: Any) -> Asked:
         RequestError: the call and the environment contradict each other, a value is malformed, an
             older system would run something else in this process, or no cluster answers.
     """
+    for name in ("workers", "servers", "gpus"):
+        value = given.get(name)
+        if value is not None and not is_whole(value):
+            raise RequestError(f"{name}={value!r}: got {_kind(value)}, expected a whole number")
+    address = given.get("address")
+    if not isinstance(address, str | None):
+        raise RequestError(
+            f"address={address!r}: got {_kind(address)}, expected text such as 'head:6379'"
+        )
     told, source = _told(environment)
     for name, value in given.items():
         if value is not None and told.get(name) not in (None, value):
@@ -71,6 +81,10 @@ def asked(environment: Mapping[str, str], **given: Any) -> Asked:
     if found.backend == "ray" and found.address is not None:
         look_for(found.address)
     return found
+
+
+def _kind(x: object) -> str:
+    return type(x).__name__
 
 
 def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
@@ -116,8 +130,9 @@ def gpus_of(ray: Any, job: Asked) -> dict[str, Any]:
 
 
 def rule_of(mode: str | None, staleness: int | None) -> tuple[str, int]:
-    """Mode and staleness; what is None is taken from ``set_parallel_mode``."""
+    """Mode and staleness; what is None is taken from ``set_parallel_mode``, a staleness where the
+    mode is the one that was set there."""
     current = get_parallel_mode()
-    if mode is None:
-        return current.update, current.staleness if staleness is None else staleness
-    return mode, staleness or 0
+    if staleness is None:
+        staleness = current.staleness if mode in (None, current.update) else 0
+    return current.update if mode is None else mode, staleness

@@ -8,10 +8,16 @@ this is synchronous training; without a bound it is asynchronous.
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, field
 
 from planner.errors import RequestError
 from planner.modes import UPDATES as MODES
+
+
+def is_whole(x: object) -> bool:
+    """Whether this is a whole number, of Python or NumPy; True and False are none."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,12 @@ class Rule:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise RequestError(f"mode {self.mode!r}: expected one of {', '.join(MODES)}")
+        for name in ("staleness", "aggregate", "discard_lag"):
+            value = getattr(self, name)
+            if not is_whole(value) and (value is not None or name == "staleness"):
+                raise RequestError(
+                    f"{name}={value!r}: got {type(value).__name__}, expected a whole number"
+                )
         if self.staleness < 0 or (self.staleness and self.mode != "ssp"):
             raise RequestError(
                 f"staleness={self.staleness} in mode {self.mode!r}: expected a number from 0 on, "

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.parameter_server.clock import is_whole
 from executor.parameter_server.partition import MaxSizePartitioner, Partitioner
 from planner.errors import RequestError
 
@@ -136,7 +137,7 @@ class Layout:
             into: what an earlier call gave, to be written anew; None makes new arrays.
 
         Raises:
-            RequestError: another form, shape or dtype; names the leaf.
+            RequestError: another form, shape or dtype, or no array; names the leaf.
         """
         leaves = [np.asarray(x).reshape(-1) for x in self._leaves(tree)]
         made = into or [{d: np.empty(n, np.dtype(d)) for d, n in s.items()} for s in self.sizes]
@@ -180,11 +181,12 @@ class Layout:
         for leaf, path, shape, dtype in zip(
             leaves, self.paths, self.shapes, self.dtypes, strict=True
         ):
+            wanted = f"expected {dtype}{list(shape)}"
+            if not hasattr(leaf, "dtype") or isinstance(leaf, jax.ShapeDtypeStruct):
+                raise RequestError(f"{path}: got {type(leaf).__name__}, {wanted}, an array")
             got = (tuple(np.shape(leaf)), str(leaf.dtype))
             if got != (shape, dtype):
-                raise RequestError(
-                    f"{path}: got {got[1]}{list(got[0])}, expected {dtype}{list(shape)}"
-                )
+                raise RequestError(f"{path}: got {got[1]}{list(got[0])}, {wanted}")
         return leaves
 
 
@@ -218,7 +220,8 @@ def layout_of(
         partition: says into how many equal pieces an array is cut, instead of ``split_bytes``.
 
     Raises:
-        RequestError: no servers, pieces of no bytes, or a leaf that is no array of numbers.
+        RequestError: no servers, pieces of no bytes, no partitioner, or a leaf that is no array of
+            numbers.
 
     >>> shape = jax.ShapeDtypeStruct((1000, 300), np.float32)
     >>> layout_of({"w": shape, "b": shape}, 2, split_bytes=600_000).bytes_of_server
@@ -226,8 +229,16 @@ def layout_of(
     >>> layout_of({"w": shape, "b": shape}, 2).bytes_of_server
     (2400000, 0)
     """
-    if servers < 1 or split_bytes < 1:
-        raise RequestError(f"servers={servers}, split_bytes={split_bytes}: expected at least 1")
+    if not (is_whole(servers) and is_whole(split_bytes) and servers >= 1 and split_bytes >= 1):
+        raise RequestError(
+            f"servers={servers!r}, split_bytes={split_bytes!r}: expected whole numbers of at least "
+            "1"
+        )
+    if partition is not None and (isinstance(partition, type) or not hasattr(partition, "pieces")):
+        raise RequestError(
+            f"partition={partition!r}: expected a partitioner, such as FixedShardsPartitioner(4), "
+            "MinSizePartitioner(2**18, max_shards=4) or MaxSizePartitioner(2**18)"
+        )
     cut = partition or MaxSizePartitioner(split_bytes)
     named, form = jax.tree_util.tree_flatten_with_path(tree)
     shapes, dtypes, paths, cuts = [], [], [], []

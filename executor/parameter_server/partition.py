@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from executor.parameter_server.clock import is_whole
 from planner.errors import RequestError
 
 
@@ -23,9 +24,12 @@ class Partitioner(Protocol):
 def _checked(partitioner: FixedShardsPartitioner | MinSizePartitioner | MaxSizePartitioner) -> None:
     for field in fields(partitioner):
         got = getattr(partitioner, field.name)
-        if got is not None and got < 1:
+        if got is None and field.default is None:
+            continue
+        if not is_whole(got) or got < 1:
             raise RequestError(
-                f"{type(partitioner).__name__}: got {field.name}={got}, expected at least 1"
+                f"{type(partitioner).__name__}: got {field.name}={got!r}, expected a whole number "
+                "of at least 1"
             )
 
 
@@ -37,7 +41,7 @@ class FixedShardsPartitioner:
         num_shards: pieces of an array.
 
     Raises:
-        RequestError: fewer than one.
+        RequestError: no whole number of at least 1.
     """
 
     num_shards: int
@@ -59,7 +63,7 @@ class MinSizePartitioner:
         max_shards: pieces of an array at most, such as the number of servers.
 
     Raises:
-        RequestError: a number below 1.
+        RequestError: no whole number of at least 1.
 
     >>> MinSizePartitioner(max_shards=4).pieces(200_000, 4)
     3
@@ -86,7 +90,7 @@ class MaxSizePartitioner:
         max_shards: pieces of an array at most; None for no bound.
 
     Raises:
-        RequestError: a number below 1.
+        RequestError: no whole number of at least 1.
 
     >>> MaxSizePartitioner(256 * 2**10).pieces(200_000, 4)
     4

@@ -69,6 +69,10 @@ def test_what_does_not_fit_is_named() -> None:
     layout = layout_of({"w": np.zeros((3, 4), np.float32)}, 2)
     with pytest.raises(RequestError, match=r"\['w'\]: got float32\[4, 3\], expected float32\[3, 4"):
         layout.scatter({"w": np.zeros((4, 3), np.float32)})
+    for leaf, kind in ((1.0, "float"), (jax.ShapeDtypeStruct((3, 4), "float32"), "ShapeDtypeS")):
+        text = rf"\['w'\]: got {kind}.*, expected float32\[3, 4\], an array"
+        with pytest.raises(RequestError, match=text):
+            layout.scatter({"w": leaf})
     with pytest.raises(RequestError, match="got a pytree of the form"):
         layout.scatter([np.zeros((3, 4), np.float32)])
     with pytest.raises(RequestError, match=r"\['a'\]: got str, expected an array"):
@@ -103,7 +107,14 @@ def test_a_layout_cuts_as_its_partitioner_says() -> None:
     tree = {"w": jax.ShapeDtypeStruct((3, 100), jnp.float32), "b": jax.ShapeDtypeStruct((), "int8")}
     layout = layout_of(tree, 2, partition=MinSizePartitioner(256, max_shards=4))
     assert sorted(p.size for p in layout.pieces) == [1, 75, 75, 75, 75]
-    with pytest.raises(RequestError, match="MinSizePartitioner: got max_shards=0, expected at l"):
+    with pytest.raises(RequestError, match="MinSizePartitioner: got max_shards=0, expected a whole"):
         MinSizePartitioner(max_shards=0)
     with pytest.raises(RequestError, match="FixedShardsPartitioner: got num_shards=0"):
         FixedShardsPartitioner(0)
+    with pytest.raises(RequestError, match="MaxSizePartitioner: got max_shard_bytes='9', expected"):
+        MaxSizePartitioner("9")  # type: ignore[arg-type]
+    for wrong in (4, FixedShardsPartitioner):
+        with pytest.raises(RequestError, match=r"partition=.*expected a partitioner, such as Fix"):
+            layout_of(tree, 2, partition=wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"split_bytes=2.5: expected whole numbers"):
+        layout_of(tree, 2, split_bytes=2.5)  # type: ignore[arg-type]

@@ -8,12 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from executor.parameter_server import PsRole, ps_role, train
-from executor.parameter_server.asked import Asked, asked, gpus_of
+from executor.parameter_server import PsRole, Rule, ps_role, train
+from executor.parameter_server.asked import Asked, asked, gpus_of, rule_of
 from executor.ps_roles import SYSTEMS
 from executor.roles import RoleError
+from planner import set_parallel_mode
 from planner.errors import RequestError
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/move-from-other-parameter-servers.md"
@@ -234,12 +236,37 @@ def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
         ({}, {"backend": "local", "gpus": 1}, "gpus=1 with backend 'local': expected"),
         ({"MESHWRIGHT_PS_GPUS": "2"}, {"gpus": 1}, r"train\(gpus=1\), but .* says gpus=2"),
         ({}, {"workers": 0}, "workers=0: expected at least 1"),
+        ({}, {"workers": "4"}, "workers='4': got str, expected a whole number"),
+        ({}, {"servers": 2.0}, "servers=2.0: got float, expected a whole number"),
+        (LAUNCHED, {"workers": True}, "workers=True: got bool, expected a whole number"),
+        ({}, {"gpus": "1"}, "gpus='1': got str, expected a whole number"),
+        ({}, {"address": 6379}, "address=6379: got int, expected text such as 'head:6379'"),
         ({}, {"address": "127.0.0.1:1"}, "cannot reach Ray at 127.0.0.1:1"),
     ],
 )
 def test_contradictions(variables: dict[str, str], given: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         asked(variables, **{**NOTHING, **given})
+
+
+@pytest.mark.parametrize("name", ["staleness", "aggregate", "discard_lag"])
+@pytest.mark.parametrize("value", ["4", 2.5, True])
+def test_rules_are_of_whole_numbers(name: str, value: Any) -> None:
+    given: dict[str, Any] = {"mode": "sync" if name == "aggregate" else "ssp", name: value}
+    kind = type(value).__name__
+    with pytest.raises(RequestError, match=f"{name}={value!r}: got {kind}, expected a whole num"):
+        Rule(**given)
+    assert getattr(Rule(**{**given, name: np.int64(4)}), name) == 4
+
+
+def test_the_staleness_that_was_set_is_that_of_its_mode() -> None:
+    before = set_parallel_mode("DATA_PARALLEL", update="ssp", staleness=4)
+    try:
+        assert rule_of(None, None) == rule_of("ssp", None) == ("ssp", 4)
+        assert rule_of("ssp", 0) == rule_of(None, 0) == ("ssp", 0)
+        assert rule_of("async", None) == ("async", 0)
+    finally:
+        set_parallel_mode(before.mode, search=before.search)
 
 
 class FakeRay:
