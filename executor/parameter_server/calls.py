@@ -121,9 +121,9 @@ class Calls:
         self._taken = args[0][1]
         return found
 
-    def pull(self) -> dict[int, Any]:
-        """The values of the servers that take part."""
-        return self._ask("pull", [(self.rank, 0, self._dtype)] * self._links.count)
+    def pull(self, ahead: int = 0) -> dict[int, Any]:
+        """The values of the servers that take part; ``ahead`` as for ``Clocks.blockers``."""
+        return self._ask("pull", [(self.rank, ahead, self._dtype)] * self._links.count)
 
     def _ask(self, method: str, args: Sequence[Args]) -> dict[int, Any]:
         """The answers of the servers that take part."""

@@ -97,20 +97,29 @@ class Clocks:
     Attributes:
         rule: how far they may be apart.
         at: clock of every worker that is there; who leaves is no longer waited for.
+        aside: clock of every worker that is nowhere waited for, but at barriers, until it joins.
     """
 
     rule: Rule
     at: dict[int, int] = field(default_factory=dict)
+    aside: dict[int, int] = field(default_factory=dict)
 
     def join(self, worker: int) -> int:
-        """A worker comes, or comes back; it begins where the slowest is. Returns its clock."""
+        """A worker comes, or comes back; it begins where the slowest is, or where it was when it
+        stepped aside, if that is further. Returns its clock."""
         if worker not in self.at:
-            self.at[worker] = min(self.at.values(), default=0)
+            least = min(self.at.values(), default=0)
+            self.at[worker] = max(least, self.aside.pop(worker, 0))
         return self.at[worker]
+
+    def step_aside(self, worker: int) -> None:
+        """A worker that is there is not waited for until it joins."""
+        self.aside[worker] = self.at.pop(worker)
 
     def leave(self, worker: int) -> None:
         """A worker has finished, or is lost."""
         self.at.pop(worker, None)
+        self.aside.pop(worker, None)
 
     def tick(self, worker: int, pushes: int = 1) -> None:
         """A worker has pushed."""

@@ -105,6 +105,8 @@ def encode(kind: str, values: Array, residual: Array | None) -> tuple[Coded, Arr
     }[kind]
     scales = np.empty(0 if kind == "bf16" else -(-size // BLOCK), work)
     most = float(np.finfo(work).max) / (4 * BLOCK)
+    if kind == "bf16":
+        most = min(most, float(ml_dtypes.finfo(ml_dtypes.bfloat16).max))
     ends = float(ml_dtypes.finfo(dtype).max)
     rooms = np.empty((2, min(PIECE, -(-size // BLOCK) * BLOCK)), work)
     at, odd = [np.empty(0, np.int64)], [np.empty(0, work)]

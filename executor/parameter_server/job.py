@@ -17,6 +17,7 @@ import optax
 from executor.parameter_server.answers import Counts
 from executor.parameter_server.asked import Asked
 from executor.parameter_server.clock import Rule
+from executor.parameter_server.elementwise import check_elementwise
 from executor.parameter_server.evaluator import Evaluate, Evaluation
 from executor.parameter_server.layout import Array, Layout, layout_from, layout_of
 from executor.parameter_server.links import Links
@@ -220,29 +221,3 @@ def served(
     counts = tuple(counts for _, counts in found)
     whole, gone = joined(tables), tuple(sorted(lost))
     return Served(params, whole, tuple(returned), gone, counts, evaluations, restarts or {})
-
-
-def check_elementwise(optimizer: optax.GradientTransformation) -> None:
-    """Servers hold parts of arrays: refuse an optimizer whose updates depend on how they are cut.
-
-    Raises:
-        RequestError: it does.
-    """
-    draw = np.random.default_rng(0)
-    values, gradients = (draw.normal(size=12).astype(np.float32) for _ in range(2))
-
-    def updated(cuts: Sequence[slice]) -> Any:
-        out = []
-        for cut in cuts:
-            v, g = {"x": values[cut]}, {"x": 100 * gradients[cut]}
-            updates, _ = optimizer.update(g, optimizer.init(v), v)
-            out.append(np.asarray(updates["x"]))
-        return np.concatenate(out)
-
-    whole, parts = updated([slice(0, 12)]), updated([slice(0, 5), slice(5, 12)])
-    if not np.allclose(whole, parts, rtol=1e-5, atol=1e-7):
-        raise RequestError(
-            "the optimizer looks at several elements at once (as clip_by_global_norm does): on "
-            "servers that hold parts of arrays its updates would differ; apply that part to the "
-            "gradients in the loop, before they are pushed"
-        )

@@ -53,6 +53,7 @@ def facts_of(shard: Shard) -> dict[str, Any]:
         "version": shard.version,
         "last": {w: list(pair) for w, pair in shard.last.items()},
         "clocks": shard.clocks.at,
+        "aside": shard.clocks.aside,
         "barriers": shard.at_barrier,
         "left": sorted(shard.left),
         "queues": {n: queue.to_facts() for n, queue in shard.queues.items()},
@@ -71,6 +72,7 @@ def take_up(shard: Shard, facts: Mapping[str, Any], arrays: Mapping[str, Array])
     shard.version = shard.seen = facts["version"]
     shard.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}
     shard.clocks.at = _by_rank(facts["clocks"])
+    shard.clocks.aside = _by_rank(facts.get("aside", {}))  # older snapshots have none
     shard.at_barrier = _by_rank(facts["barriers"])
     shard.left = set(facts["left"])
     shard.queues = {int(n): Queue.from_facts(q) for n, q in facts["queues"].items()}

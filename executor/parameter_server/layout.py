@@ -246,11 +246,7 @@ def layout_of(
         name = jax.tree_util.keystr(path)
         if not hasattr(leaf, "dtype") or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise RequestError(f"{name}: got {type(leaf).__name__}, expected an array of numbers")
-        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            raise RequestError(
-                f"{name}: got {leaf.dtype}, which JAX computes as "
-                f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}; cast it, or set jax_enable_x64"
-            )
+        check_width(name, leaf.dtype)
         shapes.append(tuple(leaf.shape))
         dtypes.append(str(leaf.dtype))
         paths.append(name)
@@ -271,6 +267,15 @@ def layout_of(
         fill[server][dtypes[leaf]] = offset + end - begin
         pieces.append(Piece(leaf, begin, end, server, offset))
     return Layout(servers, tuple(shapes), tuple(dtypes), tuple(paths), tuple(pieces), form)
+
+
+def check_width(name: str, dtype: Any) -> None:
+    """Raises RequestError for an array of 64 bits that JAX would cut to 32."""
+    computed = jax.dtypes.canonicalize_dtype(dtype)
+    if computed != dtype:
+        raise RequestError(
+            f"{name}: got {dtype}, which JAX computes as {computed}; cast it, or set jax_enable_x64"
+        )
 
 
 def layout_from(about: Mapping[str, Any]) -> Layout:

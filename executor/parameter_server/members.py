@@ -61,7 +61,7 @@ class Members:
         """
         with self.changed:
             # who comes back: as the others
-            came = 0 if worker in self.clocks.at else self._passed()
+            came = 0 if worker in self._all() else self._passed()
             self.left.discard(worker)
             self.clocks.join(worker)
             self.at_barrier[worker] = max(barriers, came, self.at_barrier.get(worker, 0))
@@ -92,10 +92,11 @@ class Members:
             self._told("leave", worker, number)
 
     def away(self, worker: int) -> None:
-        """Nobody waits for a worker until it joins or pushes: it waits for what others have."""
+        """Nobody waits for a worker, but at barriers, until it joins or pushes: it waits for what
+        others have."""
         with self.changed:
             if worker in self.clocks.at:
-                self.clocks.leave(worker)
+                self.clocks.step_aside(worker)
                 self._together()
                 self._told("away", worker)
 
@@ -139,7 +140,7 @@ class Members:
     def members(self) -> tuple[int, ...]:
         """The workers that are there."""
         with self.changed:
-            return tuple(sorted(self.clocks.at))
+            return tuple(sorted(self._all()))
 
     def barrier(self, worker: int | None, number: int) -> None:
         """Wait until every worker that is there has come; None asks for nothing.
@@ -159,9 +160,8 @@ class Members:
             self._told("join", worker, self.at_barrier[worker])
             until = self.clock() + self.wait_s
             while self._passed() < number:
-                left = until - self.clock()
-                if left <= 0 or not self.changed.wait(left):
-                    missing = [w for w in self.clocks.at if self.at_barrier.get(w, 0) < number]
+                if not self._waited(until):
+                    missing = [w for w in self._all() if self.at_barrier.get(w, 0) < number]
                     raise WaitError(
                         f"worker {worker} waited {self.wait_s:g} s at a barrier for: "
                         + ", ".join(map(str, sorted(missing)))
@@ -169,7 +169,19 @@ class Members:
 
     def _passed(self) -> int:
         """Barriers that all who are there have come to."""
-        return min((self.at_barrier.get(w, 0) for w in self.clocks.at), default=0)
+        return min((self.at_barrier.get(w, 0) for w in self._all()), default=0)
+
+    def _all(self) -> set[int]:
+        """The workers that have not left."""
+        return {*self.clocks.at, *self.clocks.aside}
+
+    def _waited(self, until: float) -> bool:
+        """Wait for a change; False once it is too late. Who waits looks once more before that: what
+        it waits for may have come while the lock was held."""
+        left = until - self.clock()
+        if left > 0:
+            self.changed.wait(left)
+        return left > 0
 
     def again(self, workers: int, number: int | None) -> None:
         """The whole job goes on, with all its workers; each after its own last push, or after
@@ -181,6 +193,7 @@ class Members:
                 self.queues = {n: queue.leave(worker) for n, queue in self.queues.items()}
             self.at_barrier.clear()
             self.left.clear()
+            self.clocks.aside.clear()
             self.clocks.at = {w: self.last.get(w, (0, True))[0] for w in range(workers)}
 
     def _present(self, worker: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from executor.parameter_server.layout import Array
+from executor.parameter_server.layout import Array, check_width
 from executor.parameter_server.tables import summed
 from planner.errors import RequestError
 
@@ -113,15 +113,16 @@ class TableLayout:
         return range(self.servers)
 
 
-def table_layout(tables: Mapping[str, Any], servers: int) -> TableLayout:
+def table_layout(tables: Mapping[str, Any], servers: int, *, added: bool) -> TableLayout:
     """Spread tables over servers.
 
     Args:
         tables: [rows, ...width] arrays or ShapeDtypeStructs, by name.
         servers: how many.
+        added: what is pushed is added by NumPy; else JAX computes the updates.
 
     Raises:
-        RequestError: a table without rows, or that is no array of numbers.
+        RequestError: a table without rows, that is no array of numbers, or that JAX would cut.
     """
     like = {}
     for name, table in tables.items():
@@ -131,6 +132,8 @@ def table_layout(tables: Mapping[str, Any], servers: int) -> TableLayout:
                 f"table {name!r}: got {type(table).__name__} of shape {list(shape)}, expected an "
                 "array of numbers [rows, ...]"
             )
+        if not added:
+            check_width(f"table {name!r}", dtype)
         like[name] = jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
     return TableLayout(servers, like)
 

@@ -99,11 +99,10 @@ class Serving(Shard):
         self.mending = threading.Lock()
         self.gone = ""
         try:
-            if begin is not None and places is not None:
+            back = _came_back() and self._recover(places, -1 if begin is None else begin)
+            if not back and begin is not None and places is not None:
                 self.load(*read(places.of(index), begin))
                 super().again(*again)
-            if _came_back():
-                self._recover(places, -1 if begin is None else begin)
         except Exception as error:  # raised here it would be told as the loss of an actor
             LOG.exception("server %d cannot begin", index)
             self.gone = f"server {index} cannot begin: {type(error).__name__}: {error}"
@@ -113,8 +112,9 @@ class Serving(Shard):
                 self._catch_up()
         self.writer = None if places is None else Writer(self, places, index)
 
-    def _recover(self, places: Places | None, begin: int) -> None:
-        """Take up what this server held before its process was lost."""
+    def _recover(self, places: Places | None, begin: int) -> bool:
+        """Take up what this server held before its process was lost; False: what it began with
+        stands."""
         import ray
 
         try:
@@ -122,7 +122,7 @@ class Serving(Shard):
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             LOG.warning("server %d: its copy does not answer: %s", self.index, error)
             found = None
-        copied = begin  # a copy of nothing: what this server begins with stands
+        copied = begin
         if found is not None and found[0] >= 0:
             copied = found[1][0]["version"]
         if places is not None:  # of newer ones it went on without its copy, or has none
@@ -133,12 +133,14 @@ class Serving(Shard):
                 except RequestError as error:
                     LOG.warning("server %d: %s", self.index, error)
                 else:
-                    return
+                    return True
         if found is None and places is None:
             self.gone = f"server {self.index} was lost, and its copy too"
         elif found is not None and found[0] >= 0:
             self.number, dump = found
             self.load(*dump)
+            return True
+        return False
 
     def share(self, worker: int, key: Key, room: int) -> bool:
         """Take memory that a worker on this host shares from now on; False if it is elsewhere."""
@@ -257,4 +259,6 @@ class Serving(Shard):
                         break
                     time.sleep(AGAIN_S)
             LOG.warning("server %d goes on without a copy: it is gone", self.index)
-            self.twin = None
+            ray.kill(self.twin, no_restart=True)  # what it has is of the past from now on
+            with self.changed:
+                self.twin = None

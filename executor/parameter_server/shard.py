@@ -184,6 +184,8 @@ class Shard(Members):
         with self.changed:
             self._until_it_may_read(worker, ahead)
             self.read_at[worker] = self.version
+            if self.version == 0 and self.store.averages:
+                dtype = None  # the first values, which are nowhere else
             key = (self.version, dtype)
             if self.published[0] != key:  # once for all who read this version
                 self.published = (key, publish(self.store.read(dtype)))
@@ -207,8 +209,7 @@ class Shard(Members):
     def _until_it_may_read(self, worker: int, ahead: int = 0) -> None:
         until = self.clock() + self.wait_s
         while (behind := self._behind(worker, ahead)) != ():
-            left = until - self.clock()
-            if left <= 0 or not self.changed.wait(left):
+            if not self._waited(until):
                 raise WaitError(
                     f"worker {worker} waited {self.wait_s:g} s to read: "
                     + (

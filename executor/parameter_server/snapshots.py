@@ -70,9 +70,20 @@ def write(folder: Path, dump: Dump) -> Path:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+    _settle(folder)  # those before it go after that
     for old in listed(folder)[:-KEPT]:
         (folder / f"{old:012d}.npz").unlink(missing_ok=True)
     return path
+
+
+def _settle(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system can."""
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def read(folder: Path, version: int, *, arrays: bool = True) -> Dump:
@@ -152,6 +163,7 @@ def replace_all(places: Places, dumps: Sequence[Dump]) -> None:
     here = places.of(0).parent
     before = here.with_name(f"{BEFORE}{here.name}")
     if here.exists():
+        shutil.rmtree(before, ignore_errors=True)  # a job was ended before it did so below
         here.rename(before)
     begun.of(0).parent.rename(here)
     shutil.rmtree(before, ignore_errors=True)
@@ -187,7 +199,8 @@ class Writer:
 
     def __init__(self, shard: Shard, places: Places, index: int) -> None:
         self.shard, self.places, self.index = shard, places, index
-        self.written = shard.version
+        there = listed(places.of(index))  # a server that comes back may be ahead of them
+        self.written = min(max(there, default=-1), shard.version)
         self.thread: threading.Thread | None = None
         self.failed: Exception | None = None
         shard.on_update, shard.on_begun = self.updated, self.first

@@ -22,7 +22,7 @@ import optax
 from executor.parameter_server.codec import Coded, decode
 from executor.parameter_server.layout import Array, Flat
 from executor.parameter_server.replica import MEANS
-from executor.parameter_server.tables import Tables, summed
+from executor.parameter_server.tables import Tables, scaled, summed
 from executor.parameter_server.wire import narrowed
 from planner.errors import RequestError
 
@@ -123,10 +123,20 @@ def _rows(pushes: Sequence[Pushed]) -> Mapping[str, tuple[Array, Array]]:
 
 
 def _form(leaf: Any) -> tuple[Any, ...]:
-    """What a leaf of optimizer state stays. Its precision may not: under ``inject_hyperparams``
-    momentum of bfloat16 is float32 from the first update on."""
+    """What a leaf of optimizer state is, but for its precision."""
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return leaf.shape, "floating" if floating else leaf.dtype
+
+
+def _forms(optimizer: optax.GradientTransformation | None, values: Any) -> list[set[Any]]:
+    """What the leaves of optimizer state are at first and after an update: momentum of integers is
+    floating then, and under ``inject_hyperparams`` that of bfloat16 is float32."""
+    if optimizer is None:
+        return []
+    first = jax.eval_shape(optimizer.init, values)
+    _, then = jax.eval_shape(optimizer.update, values, first, values)
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(then), strict=True)
+    return [{_form(x), _form(y)} for x, y in pairs]
 
 
 def named(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
@@ -156,7 +166,7 @@ def _update(
             updates = pushed
         else:
             updates, state = optimizer.update(pushed, state, values)
-        updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+        updates = jax.tree.map(lambda u: scaled(u, scale, jnp), updates)
         return optax.apply_updates(values, updates), state
 
     return jax.jit(
@@ -201,6 +211,11 @@ class Store:
         state = None if self.optimizer is None else self.optimizer.init(self.values)
         self.state = jax.tree.map(jnp.array, state)  # it may be the values themselves
 
+    @property
+    def averages(self) -> bool:
+        """Whether workers make the updates, of the means that they read here."""
+        return bool(self.optimizer == MEANS)
+
     def check(self, pushed: Pushed) -> None:
         """Raises RequestError for gradients that are not in the form of the values."""
         for dtype, x in pushed.dense.items():
@@ -225,7 +240,7 @@ class Store:
         """What workers pull: the flat values, or the last mean where these only come by it; rounded
         to ``dtype`` where theirs is wider. While someone has them the next update takes other
         memory."""
-        held = self.state if self.optimizer == MEANS else self.values
+        held = self.state if self.averages else self.values
         if dtype is None:
             return self._flat(held)
         return narrowed({d: x for d, x in (held or {}).items() if d != SECOND}, dtype)
@@ -256,8 +271,9 @@ class Store:
         """
         self.tables.load(named(arrays, TABLES))
         self.values = {name: jnp.array(x) for name, x in named(arrays, VALUES).items()}
-        form = None if self.optimizer is None else jax.eval_shape(self.optimizer.init, self.values)
         kept = [jnp.array(arrays[key]) for key in states(arrays)]
-        if [_form(x) for x in kept] != [_form(x) for x in jax.tree.leaves(form)]:
+        forms = _forms(self.optimizer, self.values)
+        if len(kept) != len(forms) or any(_form(x) not in f for x, f in zip(kept, forms)):  # noqa: B905
             raise RequestError(OTHER)
+        form = None if self.optimizer is None else jax.eval_shape(self.optimizer.init, self.values)
         self.state = jax.tree.unflatten(jax.tree.structure(form), kept)

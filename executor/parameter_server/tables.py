@@ -53,6 +53,18 @@ def summed(ids: Array, gradients: Array) -> tuple[Array, Array]:
     return ids[starts], sums.reshape(len(starts), *width)
 
 
+def scaled(update: Any, scale: Any, xnp: Any) -> Any:
+    """An update, taken ``scale`` times, in its own dtype; integers are rounded.
+
+    Args:
+        update: of ``xnp``, which is NumPy or jax.numpy.
+        scale: not more than 1.
+    """
+    if jnp.issubdtype(update.dtype, jnp.integer):
+        return xnp.where(scale == 1, update, xnp.rint(update * scale).astype(update.dtype))
+    return update * xnp.asarray(scale, update.dtype)
+
+
 @dataclass
 class Table:
     """The rows of a table that one server holds.
@@ -116,7 +128,7 @@ class Tables:
                 )
             numbers, gradients = summed(numbers, gradients)
             if self.optimizer is None:
-                table.values[numbers] += gradients * gradients.dtype.type(scale)
+                table.values[numbers] += scaled(gradients, scale, np)
             else:
                 self._lazily(table, numbers, gradients, scale)
 

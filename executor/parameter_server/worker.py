@@ -11,6 +11,7 @@ import optax
 
 from executor.parameter_server.calls import Args, Behind, Calls
 from executor.parameter_server.clock import Rule
+from executor.parameter_server.elementwise import check_form
 from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
@@ -149,7 +150,9 @@ class ParameterServer:
         if self._replica is not None and tables:
             raise RequestError("tables with update_on='worker': servers update their rows")
         self._layout = layout_of(params, self._links.count, **self._cut)
-        self._tables = table_layout(tables or {}, self._links.count)
+        self._tables = table_layout(tables or {}, self._links.count, added=self.optimizer is None)
+        if self.is_chief and self.optimizer is not None and self._replica is None:
+            check_form(self.optimizer, params, tables or {})
         self._calls.busy = self._layout.busy(tables=bool(tables))
         if self.is_chief:
             about = self._layout.about | {"tables": self._tables.about}
@@ -176,7 +179,7 @@ class ParameterServer:
             WaitError: it might not in time; names the workers that are behind.
         """
         self.settle()
-        return self._now(self._pulled())
+        return self._now(self._read(self._calls.pull()))
 
     def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
         """Rows of tables, as soon as this worker may read them: NumPy arrays of its own.
@@ -256,7 +259,7 @@ class ParameterServer:
     def _overlapped(self, gradients: Any, rows: Mapping[str, Any] | None) -> Any:
         self.rule.check_overlap()
         seen = self._seen
-        read = self._behind.arrived() or self._pulled()
+        read = self._behind.arrived() or self._read(self._calls.pull(ahead=1))
         _, sums = self._numbered(gradients, rows)
         self._behind.submit(self._push_pulled, self._calls.overlapped(seen))
         self._now_cached(sums, False)
@@ -269,9 +272,6 @@ class ParameterServer:
             WaitError: as for ``pull``.
         """
         self._behind.arrived()
-
-    def _pulled(self) -> Read:
-        return self._read(self._calls.pull())
 
     def _push_pulled(self, pushed: Sequence[Args]) -> Read:
         return self._read(self._calls.push("push_pull", pushed))

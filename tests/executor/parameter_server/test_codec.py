@@ -153,7 +153,13 @@ def fit(server: ParameterServer, steps: int = 120) -> None:
 
 def split() -> optax.GradientTransformation:
     """SGD on floating-point arrays; integers are added."""
-    return optax.stateless(lambda g, _: {d: x if "int" in d else -0.2 * x for d, x in g.items()})
+
+    def updates(gradients: Any, _: Any) -> Any:
+        return jax.tree.map(
+            lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else -0.2 * x, gradients
+        )
+
+    return optax.stateless(updates)
 
 
 def run(**options: Any) -> tuple[float, Any, tuple[Counts, ...]]:

@@ -352,13 +352,15 @@ def test_tables_move_to_other_servers_with_their_state(old: int, new: int) -> No
 
     def push(held: list[Store], number: int) -> None:
         ids, gradients = drawn(number)
-        layout = table_layout(tables, len(held))
+        layout = table_layout(tables, len(held), added=True)
         rows = {"t": (ids, gradients), "a/b": (ids % 2, gradients)}
         for store, part in zip(held, layout.push(rows)[1], strict=True):
             store.apply(Pushed(rows=part))
 
     first = stores(old)
-    for store, part in zip(first, table_layout(tables, old).scatter(tables), strict=True):
+    for store, part in zip(
+        first, table_layout(tables, old, added=True).scatter(tables), strict=True
+    ):
         store.init({}, part)
     for number in range(3):
         push(first, number)
