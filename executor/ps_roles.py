@@ -10,6 +10,8 @@ each name; what has no meaning here is told in ``PsRole.notes``.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +27,7 @@ PREFIX = "MESHWRIGHT_PS_"
 """Of the variables by which ``planner launch`` tells a script: WORKERS, SERVERS, BACKEND, ADDRESS
 and GPUS."""
 PLACED = "Ray places workers and servers; their addresses are not given"
+PYTHON = re.compile(r"(^|/)python[\d.]*$")
 INTERFACE = "the interface is that of `ray start --node-ip-address`"
 
 
@@ -40,6 +43,7 @@ class PsRole:
         address: ``"host:port"`` of the scheduler, which is Ray's head here; where a system has
             none, of its first server.
         source: the system whose words these were, and the names that were read.
+        port: of the scheduler, where its host is not said.
         notes: names that were given and have no meaning here, each with the reason.
     """
 
@@ -50,13 +54,15 @@ class PsRole:
     address: str | None = None
     source: str = ""
     notes: tuple[str, ...] = ()
+    port: str | None = None
 
     @property
     def instead(self) -> str:
         """What to do where this process would have been started; "" for the chief, who runs the
         script."""
-        _, _, port = (self.address or "").rpartition(":")
-        join = f"`ray start --address={self.address or 'HEAD:6379'}`"
+        address = self.address or f"HEAD:{self.port or '6379'}"
+        port = self.port or (self.address or "").rpartition(":")[2]
+        join = f"`ray start --address={address}`"
         if self.role == "scheduler":
             head = "`ray start --head" + (f" --port={port}`" if port else "`")
             return f"the scheduler is Ray's head here: run {head} on this host, not the script"
@@ -71,8 +77,7 @@ class PsRole:
             return (
                 f"workers are Ray tasks here: run {join} on this host; the script runs once, on "
                 f"any host: planner launch --launcher ray --workers {self.workers or 'W'} "
-                f"--servers {self.servers or 'S'} --ray-address {self.address or 'HEAD:6379'} "
-                "train.py"
+                f"--servers {self.servers or 'S'} --ray-address {address} train.py"
             )
         return ""
 
@@ -94,13 +99,17 @@ class System:
 
 def _tf_config(text: str) -> Found:
     expected = (
-        'expected {"cluster": {"worker": [..], "ps": [..]}, "task": {"type": .., "index": 0}}'
+        'expected {"cluster": {"worker": ["host:port", ..], "ps": [..]}, "task": {"type": .., '
+        '"index": 0}}'
     )
     try:
         told = json.loads(text)
         cluster, task = dict(told.get("cluster", {})), dict(told.get("task", {}))
-        lead = list(cluster.get("chief") or cluster.get("master") or [])
-        servers = list(map(str, cluster.get("ps", [])))
+        for kind, hosts in cluster.items():
+            if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+                raise TypeError(f"{kind!r} is {json.dumps(hosts)}")
+        lead = cluster.get("chief") or cluster.get("master") or []
+        servers = cluster.get("ps", [])
         workers = len(lead) + len(cluster.get("worker", []))
         index = int(task.get("index", 0))
     except (ValueError, TypeError, AttributeError) as error:
@@ -222,7 +231,8 @@ def ps_role(argv: Sequence[str], environ: Environment) -> PsRole | None:
 
     Args:
         argv: words such as ``pserver --port=7164 --num_gradient_servers=4``, or those of MXNet's
-            ``tools/launch.py`` up to the program that it starts; may be empty.
+            ``tools/launch.py`` up to the program that it starts; or all in one text, as a shell
+            takes it; may be empty.
         environ: ``os.environ``, say. Flags win over variables.
 
     Returns:
@@ -245,17 +255,25 @@ def ps_role(argv: Sequence[str], environ: Environment) -> PsRole | None:
 def _flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Flags with their values, a first word that says the role as "", and flags nobody knows."""
     flags: dict[str, str] = {}
-    words = list(argv)
+    try:
+        words = shlex.split(argv) if isinstance(argv, str) else list(argv)
+    except ValueError as error:
+        raise RoleError(f"{argv!r}: {error}") from error
+    known = {name for system in SYSTEMS for name in (*system.flags, *system.unused, "")}
+    if len(words) > 1 and PYTHON.search(words[0]) and words[1].endswith("launch.py"):
+        words.pop(0)
     if words and (words[0] == "paddle" or words[0].endswith("launch.py")):
         words.pop(0)
     if words and any(words[0] in system.words for system in SYSTEMS):
         flags[""] = words.pop(0)
     while words and words[0].startswith("-"):
-        name, equals, value = words.pop(0).partition("=")
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if word[:2] in known and word[2:3] not in ("", "="):
+            name, equals, value = word[:2], "=", word[2:]
         if not equals and words and not words[0].startswith("-"):
             value = words.pop(0)
         flags[name] = value
-    known = {name for system in SYSTEMS for name in (*system.flags, *system.unused, "")}
     return flags, [name for name in flags if name not in known]
 
 
@@ -299,7 +317,9 @@ def _role_in(
     _within(system.name, kind, rank, workers, servers)
     read = ", ".join(dict.fromkeys(names.values()))
     source = f"{system.name} ({read})"
-    return PsRole(kind, rank, workers, servers, _address(found, hosts), source, tuple(notes))
+    address = _address(found, hosts)
+    port = None if address else found.get("port")
+    return PsRole(kind, rank, workers, servers, address, source, tuple(notes), port)
 
 
 def _said(
@@ -363,6 +383,7 @@ def _address(found: Found, hosts: Sequence[str]) -> str | None:
     place = found.get("host") or (hosts[0] if hosts else "")
     if not place:
         return None
-    if ":" in place:
-        return place
-    return f"{place}:{found.get('port', '6379')}"
+    if place.count(":") > 1 and "]" not in place:  # an IPv6 address
+        place = f"[{place}]"
+    has_port = ":" in place.rpartition("]")[2]
+    return place if has_port else f"{place}:{found.get('port', '6379')}"

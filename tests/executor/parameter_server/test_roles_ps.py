@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,49 @@ def test_the_page_lists_what_is_known() -> None:
     assert listed == names
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tools/launch.py -n 4 -s 2 -H hosts python train.py -n 9",
+        "tools/launch.py -n4 -s2 -Hhosts python train.py -n9",
+        "python tools/launch.py -n=4 -s2 -H 'two hosts'",
+        "/usr/bin/python3.11 launch.py -n 4 -s 2 -Hhosts",
+    ],
+)
+def test_a_command_line_in_its_forms(words: str) -> None:
+    note = "-H: no meaning here: hosts join by `ray start`"
+    expected = PsRole("chief", 0, 4, 2, None, "MXNet (-n, -s)", (note,))
+    assert ps_role(words, {}) == ps_role(shlex.split(words), {}) == expected
+
+
+@pytest.mark.parametrize("words", ["python train.py -n 4 -s 2", "train.py -n4", "python -n 4"])
+def test_command_lines_of_other_programs(words: str) -> None:
+    assert ps_role(words, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("::1", "[::1]:9091"),
+        ("[::1]", "[::1]:9091"),
+        ("[::1]:7", "[::1]:7"),
+        ("node0:7", "node0:7"),
+        ("fe80::2:1", "[fe80::2:1]:9091"),
+    ],
+)
+def test_addresses_of_the_head(host: str, address: str) -> None:
+    found = ps_role((), {**DMLC, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "9091"})
+    assert found is not None and found.address == address and found.port is None
+
+
+def test_a_port_without_a_host() -> None:
+    told = {**DMLC, "DMLC_PS_ROOT_PORT": "9000"}
+    scheduler, server = (ps_role((), {**told, "DMLC_ROLE": x}) for x in ("scheduler", "server"))
+    assert scheduler is not None and scheduler.address is None
+    assert "`ray start --head --port=9000` on this host" in scheduler.instead
+    assert server is not None and "`ray start --address=HEAD:9000` on this host" in server.instead
+
+
 def test_a_flag_that_nobody_knows_is_told() -> None:
     found = ps_role(["-n", "2", "-s", "1", "--colour", "red"], {})
     assert found is not None and found.notes == ("--colour: not known here",)
@@ -171,11 +215,19 @@ def test_jobs_without_servers_are_none_of_ours(variables: dict[str, str]) -> Non
         ("", {**MS, "MS_NODE_ID": "7"}, "MindSpore: worker 7 of 4, expected a number from 0 to 3"),
         ("--pservers a,b --server_num 3", {}, "--server_num says 3 servers, --pservers lists 2"),
         ("", {"TF_CONFIG": "{"}, "TF_CONFIG: .*expected"),
+        ("", tf("chief", worker="b:1", ps=["p:1"]), "TF_CONFIG: 'worker' is \"b:1\"; expected .*h"),
+        ("", tf("chief", worker=["b:1"], ps="d:1"), "TF_CONFIG: 'ps' is \"d:1\"; expected"),
+        ("", tf("chief", worker=["b:1"], ps=[1]), r"TF_CONFIG: 'ps' is \[1\]; expected"),
     ],
 )
 def test_what_contradicts_itself(words: str, variables: dict[str, str], text: str) -> None:
     with pytest.raises(RoleError, match=text):
         ps_role(words.split(), variables)
+
+
+def test_a_text_that_no_shell_takes() -> None:
+    with pytest.raises(RoleError, match=r"-n 4 -H .*: No closing quotation"):
+        ps_role("-n 4 -H 'hosts", {})
 
 
 @pytest.mark.parametrize(
