@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from executor.launchers.ps import Servers
-from executor.ps_roles import ps_role
+from executor.ps_roles import PREFIX, PsRole, ps_role
 from planner.errors import RequestError
 
 LAUNCHERS = {"ray": "ray", "local": "local", "k8s": "ray"}
@@ -15,6 +15,14 @@ UNUSED = {
     "devices_per_process": "a worker has all devices that it sees",
     "min_processes": "a worker that is lost is left behind",
 }
+SET_BY = {
+    PREFIX + "WORKERS": "--workers",
+    PREFIX + "SERVERS": "--servers",
+    PREFIX + "BACKEND": "--launcher",
+    PREFIX + "ADDRESS": "--ray-address",
+    PREFIX + "GPUS": "--gpus",
+}
+"""Variables of such a job, and the options that say them."""
 HOW = "planner launch --launcher ray --workers 4 --servers 2 train.py"
 
 
@@ -32,7 +40,8 @@ def servers_of(
         None for a job of processes.
 
     Raises:
-        RequestError: the options contradict each other, or nothing says how many of what.
+        RequestError: the options contradict each other, nothing says how many of what, or an older
+            system's cluster was meant and the launcher would run all on this host.
     """
     if options.workers is None and options.servers is not None:
         raise RequestError(f"--servers {options.servers} needs --workers, as in: {HOW}")
@@ -43,12 +52,12 @@ def servers_of(
         )
     if options.processes is not None:
         return None
-    address = options.ray_address
+    _check_env(options.env)
+    address, role = options.ray_address, None
     if options.workers is not None:
         workers, servers = options.workers, 1 if options.servers is None else options.servers
     else:
-        workers, servers, place = _older(environ, tell)
-        address = address or place
+        role, workers, servers = _older(environ)
     for name, number in (("--workers", workers), ("--servers", servers)):
         if number < 1:
             raise RequestError(f"{name} {number}: expected at least one")
@@ -61,13 +70,40 @@ def servers_of(
     for name, why in UNUSED.items():
         if getattr(options, name) is not None:
             raise RequestError(f"--{name.replace('_', '-')} has no use with --workers: {why}")
-    if options.launcher != "ray":
-        address = None
+    if role is not None:
+        address = _head(role, options.launcher, address)
+        where = f", Ray's head at {address}" if address else ""
+        tell(f"{workers} workers, {servers} servers{where}: from {role.source}")
+        for note in role.notes:
+            tell(note)
     return Servers(workers, servers, backend, address, options.gpus)
 
 
-def _older(environ: Mapping[str, str], tell: Callable[[str], None]) -> tuple[int, int, str | None]:
-    """Workers, servers and the head's address in an older system's variables."""
+def _check_env(env: Sequence[str]) -> None:
+    """Refuse ``--env`` of what the launch itself says to the script."""
+    for text in env:
+        name = text.partition("=")[0]
+        if name in SET_BY:
+            raise RequestError(f"--env {text}: the launch sets {name}; give {SET_BY[name]} instead")
+
+
+def _head(role: PsRole, launcher: str, given: str | None) -> str | None:
+    """Where Ray's head is.
+
+    Raises:
+        RequestError: the variables say where, and the launcher would not go there.
+    """
+    if launcher == "local" and role.address is not None:
+        raise RequestError(
+            f"{role.source} has the job's head at {role.address}, and --launcher local (the "
+            "default) runs threads on this host alone; give --launcher ray for the cluster there, "
+            f"or --workers {role.workers} --servers {role.servers} for threads here"
+        )
+    return (given or role.address) if launcher == "ray" else None
+
+
+def _older(environ: Mapping[str, str]) -> tuple[PsRole, int, int]:
+    """Who says it, workers and servers, in an older system's variables."""
     role = ps_role((), environ)
     if role is None:
         raise RequestError(
@@ -81,8 +117,4 @@ def _older(environ: Mapping[str, str], tell: Callable[[str], None]) -> tuple[int
     if role.workers is None or role.servers is None:
         what = "workers" if role.workers is None else "servers"
         raise RequestError(f"{role.source} does not say how many {what}; give --{what}")
-    where = f", Ray's head at {role.address}" if role.address else ""
-    tell(f"{role.workers} workers, {role.servers} servers{where}: from {role.source}")
-    for note in role.notes:
-        tell(note)
-    return role.workers, role.servers, role.address
+    return role, role.workers, role.servers

@@ -91,6 +91,43 @@ def test_numbers_of_older_systems(
 
 
 @pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({"DMLC_PS_ROOT_URI": "10.0.0.9", "DMLC_PS_ROOT_PORT": "9000"}, "10.0.0.9:9000"),
+        ({"DMLC_PS_ROOT_URI": "::1"}, "[::1]:6379"),
+    ],
+)
+def test_a_cluster_is_not_left_for_this_host(
+    variables: dict[str, str],
+    place: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "3"}
+    for name, value in {**variables, **numbers}.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == 2
+    told = capsys.readouterr()
+    assert f"has the job's head at {place}, and --launcher local (the" in told.err
+    assert "--launcher ray for the cluster there, or --workers 2 --servers 3 for th" in told.err
+    assert "Ray's head at" not in told.err and told.out == ""
+    assert launched("--workers", "2", "--servers", "3") == 0
+    assert result(capsys.readouterr().out)[2:4] == [[[0, 2], [1, 2]], 3]
+
+
+def test_kubernetes_has_a_head_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document()
+    numbers = {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "3", "DMLC_PS_ROOT_URI": "node0"}
+    for name, value in numbers.items():
+        monkeypatch.setenv(name, value)
+    assert launched("--launcher", "k8s", "--image", "x") == 0
+    told = capsys.readouterr()
+    assert "2 workers, 3 servers: from MXNet" in told.err and "node0" not in told.out
+
+
+@pytest.mark.parametrize(
     ("variables", "text"),
     [
         ({"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "2"}, "the server: servers are Ray actors"),
@@ -124,6 +161,8 @@ def test_numbers_that_are_none(
         ("--workers 2 --devices-per-process 2", "--devices-per-process has no use with --workers"),
         ("--workers 2 --gpus 2", "--gpus is for --launcher slurm or k8s or ray, this is local"),
         ("--workers 2 --ray-address h:1", "--ray-address is for --launcher ray, this is local"),
+        ("--workers 2 --env MESHWRIGHT_PS_WORKERS=5", "WORKERS=5: the launch sets MESHWRIGHT_PS_W"),
+        ("--workers 2 --env MESHWRIGHT_PS_GPUS=5", "give --gpus instead"),
         ("--launcher sge --workers 2", "--launcher sge starts no parameter servers"),
     ],
 )
