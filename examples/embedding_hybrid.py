@@ -12,6 +12,7 @@ only rows that were read, has the losses of the unsharded one. The text is that 
 
 import argparse
 import itertools
+import os
 import re
 import zlib
 from collections import Counter
@@ -117,9 +118,11 @@ def use_devices(count: int) -> None:
 def main() -> None:
     """Train with the table on servers, and compare with the plain loop."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    told = os.environ.get  # by `planner launch`, where that runs this
     parser.add_argument("--steps", type=int, default=60, help="steps to train")
-    parser.add_argument("--servers", type=int, default=2, help="parameter servers")
-    parser.add_argument("--backend", choices=("local", "ray"), default="local")
+    servers, backend = told("MESHWRIGHT_PS_SERVERS", 2), told("MESHWRIGHT_PS_BACKEND", "local")
+    parser.add_argument("--servers", type=int, default=servers, help="parameter servers")
+    parser.add_argument("--backend", choices=("local", "ray"), default=backend)
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices of the worker")
     asked = parser.parse_args()
     data, steps = corpus(), asked.steps

@@ -8,6 +8,7 @@ have pushed; in "ssp" a worker may be some pushes ahead of the slowest; in "asyn
 
 import argparse
 import functools
+import os
 import time
 from typing import Any
 
@@ -103,11 +104,13 @@ def run(data: Data, epochs: int, slow: float = 1.0, **options: Any) -> Served:
 def main() -> None:
     """Train, and print every worker's epochs and the accuracy on test digits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--servers", type=int, default=1)
+    told = os.environ.get  # by `planner launch`, where that runs this
+    parser.add_argument("--workers", type=int, default=told("MESHWRIGHT_PS_WORKERS", 3))
+    parser.add_argument("--servers", type=int, default=told("MESHWRIGHT_PS_SERVERS", 1))
     parser.add_argument("--mode", default="async", choices=("sync", "ssp", "async"))
     parser.add_argument("--staleness", type=int, default=4, help="for ssp")
-    parser.add_argument("--backend", default="local", choices=("local", "ray"))
+    backend = told("MESHWRIGHT_PS_BACKEND", "local")
+    parser.add_argument("--backend", default=backend, choices=("local", "ray"))
     parser.add_argument("--epochs", type=int, default=20, help="of worker 0")
     parser.add_argument(
         "--slow", type=float, default=3.0, help="of the last worker, by this factor"

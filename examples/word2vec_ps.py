@@ -11,6 +11,7 @@ import argparse
 import ast
 import collections
 import functools
+import os
 import re
 import sysconfig
 import time
@@ -169,11 +170,13 @@ def run(data: Data, steps: int, show: int = 0, **options: Any) -> Served:
 def main() -> None:
     """Train, and print the loss, updates per second and neighbours of some words."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--servers", type=int, default=2)
+    told = os.environ.get  # by `planner launch`, where that runs this
+    parser.add_argument("--workers", type=int, default=told("MESHWRIGHT_PS_WORKERS", 4))
+    parser.add_argument("--servers", type=int, default=told("MESHWRIGHT_PS_SERVERS", 2))
     parser.add_argument("--mode", default="async", choices=("sync", "ssp", "async"))
     parser.add_argument("--staleness", type=int, default=4, help="for ssp")
-    parser.add_argument("--backend", default="local", choices=("local", "ray"))
+    backend = told("MESHWRIGHT_PS_BACKEND", "local")
+    parser.add_argument("--backend", default=backend, choices=("local", "ray"))
     parser.add_argument("--steps", type=int, default=300, help="of every worker")
     args = parser.parse_args()
 

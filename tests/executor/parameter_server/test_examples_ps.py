@@ -84,3 +84,28 @@ def test_the_pace_of_workers_changes_time_alone_where_they_wait_for_all(modules:
     middle = (alike[1].loss + alike[2].loss) / 2
     if alike[0].loss > alike[1].loss > alike[2].loss:
         assert convergence.reached(alike, middle).steps == pytest.approx(7.5)
+
+
+class Asked(Exception):
+    """What an example asks of ``train``."""
+
+
+def test_a_launch_says_how_many_where_the_command_line_does_not(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*args: Any, workers: int, servers: int, backend: str, **options: Any) -> None:
+        raise Asked(workers, servers, backend)
+
+    def asked(module: Any, *words: str) -> tuple[Any, ...]:
+        monkeypatch.setattr(module, "run", run)
+        monkeypatch.setattr(sys, "argv", ["example.py", *words])
+        with pytest.raises(Asked) as found:
+            module.main()
+        return found.value.args
+
+    digits, words, _ = modules
+    assert asked(digits) == (3, 1, "local") and asked(words) == (4, 2, "local")
+    for name, value in {"WORKERS": "5", "SERVERS": "3", "BACKEND": "ray"}.items():
+        monkeypatch.setenv(f"MESHWRIGHT_PS_{name}", value)
+    assert asked(digits) == asked(words) == (5, 3, "ray")
+    assert asked(digits, "--workers", "2") == (2, 3, "ray")  # which train refuses
