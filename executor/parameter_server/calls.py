@@ -81,7 +81,7 @@ class Calls:
         came = self.all("join", self.rank, self._barriers)
         # the least: what some servers have and others not is pushed again, and counts once; where
         # all wait for all, no more than the last push may be missing
-        numbers = [came[server][0] for server in self.busy]
+        numbers = [came[server][0] for server in self.busy] or [0]
         back = max(numbers) - 1 if self._sync else 0
         self.number = max(self.number, back, min(numbers))
         self._barriers = came[0][1]
@@ -135,6 +135,10 @@ class Calls:
         """What every server is told at the end: this rank, and its last push that arrived."""
         taken = [self._taken if k in self.busy else None for k in range(self._links.count)]
         return [(self.rank, number) for number in taken]
+
+    def agree(self, about: Mapping[str, Any]) -> None:
+        """Compare what the parameters are with what server 0 was told."""
+        self.call("agree", [(self.rank, about), *[None] * (self._links.count - 1)])
 
     def barrier(self) -> None:
         """Wait for all at the next barrier, which server 0 has."""

@@ -1,4 +1,4 @@
-"""Servers hold parts of arrays, flat, by dtype: which optimizers do there as they do on the tree."""
+"""Servers hold parts of arrays, flat, by dtype: which optimizers do there as they do on a tree."""
 
 from __future__ import annotations
 
@@ -73,6 +73,16 @@ def check_form(
     for name, table in tables.items():
         named, rows = (lambda x, k=key: {k: x[0]} for key in (name, "rows"))
         _try(optimizer, [table], named, rows)
+
+
+def is_elementwise(optimizer: optax.GradientTransformation, params: Any) -> bool:
+    """Whether servers could run it: what the checks above say."""
+    try:
+        check_elementwise(optimizer)
+        check_form(optimizer, params, {})
+    except RequestError:
+        return False
+    return True
 
 
 def _flat(arrays: Sequence[Array]) -> dict[str, Array]:

@@ -23,12 +23,14 @@ from executor.parameter_server.layout import Array, Layout, layout_from, layout_
 from executor.parameter_server.links import Links
 from executor.parameter_server.reshard import check, reshard
 from executor.parameter_server.snapshots import Places, busy_of, earlier, forget, read, replace_all
+from executor.parameter_server.store import SECOND, VALUES
 from executor.parameter_server.tables import joined
 from executor.parameter_server.worker import ParameterServer
 from planner.errors import RequestError
 
 Loop = Callable[[ParameterServer], Any]
 ON_LOST = ("leave", "wait", "fail")
+SYNC, STALE = "'sync'", "'ssp' or 'async'"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Served:
         evaluations: (version, result) of each evaluation, where there was an evaluator; the last
             is of ``params``. A result may be the exception that the evaluation raised.
         restarts: how often a worker was started again, by rank.
+        unsaved: what is wrong with the last snapshot of every server that could not write one.
     """
 
     params: Any
@@ -54,6 +57,7 @@ class Served:
     counts: tuple[Counts, ...]
     evaluations: tuple[Evaluation, ...] = ()
     restarts: Mapping[int, int] = field(default_factory=dict)
+    unsaved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,11 @@ class Job:
         if aggregate is not None and aggregate > self.workers:
             raise RequestError(f"aggregate={aggregate}: there are {self.workers} workers")
         if self.optimizer is not None:
+            if not hasattr(self.optimizer, "update"):
+                raise RequestError(
+                    f"optimizer={self.optimizer!r}: expected an optax.GradientTransformation, such "
+                    "as optax.adam(1e-3)"
+                )
             check_elementwise(self.optimizer)
         if self.on_lost not in ON_LOST:
             raise RequestError(f"on_lost={self.on_lost!r}: expected one of {', '.join(ON_LOST)}")
@@ -141,6 +150,7 @@ class Job:
             return self
         there, versions = found
         dumps = [read(there.of(k), version) for k, version in enumerate(versions)]
+        self._check_mode(dumps)
         check(dumps, self.optimizer)
         old = layout_from(dumps[0][0]["about"])
         shapes = [
@@ -155,6 +165,15 @@ class Job:
         forget(self.places, versions)
         busy = [dumps[k] for k in busy_of(dumps[0][0])]
         return replace(self, begin=versions, number=self._number(busy))
+
+    def _check_mode(self, dumps: Sequence[Any]) -> None:
+        kept, now = (VALUES + SECOND in dumps[0][1]), self.rule.mode == "sync"
+        if kept != now and self.places is not None:
+            raise RequestError(
+                f"the snapshots in {self.places.folder} are of mode "
+                f"{SYNC if kept else STALE}, got mode {self.rule.mode!r}: go on in theirs, or in "
+                "another folder"
+            )
 
     def _number(self, dumps: Sequence[Any]) -> int | None:
         """Where workers begin if they are others than before: after as many pushes each."""
@@ -213,11 +232,19 @@ def served(
     lost: Sequence[int] = (),
     restarts: Mapping[int, int] | None = None,
     evaluations: tuple[Evaluation, ...] = (),
+    unsaved: Sequence[str] = (),
 ) -> Served:
     """The end of a job, from what its servers hold."""
     params = None
     if shapes is not None:
         params = job.layout(shapes).gather([values.values for values, _ in found], copy=True)
-    counts = tuple(counts for _, counts in found)
-    whole, gone = joined(tables), tuple(sorted(lost))
-    return Served(params, whole, tuple(returned), gone, counts, evaluations, restarts or {})
+    return Served(
+        params,
+        joined(tables),
+        tuple(returned),
+        tuple(sorted(lost)),
+        tuple(counts for _, counts in found),
+        evaluations,
+        restarts or {},
+        tuple(unsaved),
+    )

@@ -62,7 +62,7 @@ class LocalLinks:
 
     def __init__(self, shards: Sequence[Shard], threads: int) -> None:
         self.shards = tuple(shards)
-        self.failed: LostError | None = None
+        self._failed = ""
         self.pool = ThreadPoolExecutor(max(1, threads * len(self.shards)), "parameter-server")
 
     @property
@@ -81,6 +81,12 @@ class LocalLinks:
     def room(self, sizes: Sequence[Mapping[str, int]]) -> None:
         """See ``Links``."""
 
+    def fail(self, why: str) -> None:
+        """The job is to end: no call but "leave" is answered any more, and who waits is told."""
+        self._failed = why
+        for shard in self.shards:
+            shard.fail(why)
+
     def call(
         self,
         method: str,
@@ -88,9 +94,9 @@ class LocalLinks:
         wait_s: float,
         first: First = lambda server: (),
     ) -> list[Any]:
-        """See ``Links``; raises what ``failed`` says, once the job is to end."""
-        if self.failed is not None and method != "leave":
-            raise self.failed
+        """See ``Links``; raises LostError once ``fail`` was called."""
+        if self._failed and method != "leave":
+            raise LostError(self._failed)
         calls: list[Future[Any] | None] = [
             None if a is None else self.pool.submit(getattr(shard, method), *a)
             for shard, a in zip(self.shards, args, strict=True)

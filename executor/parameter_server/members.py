@@ -9,6 +9,7 @@ from typing import Any
 from executor.parameter_server.answers import Counts, LostError, WaitError
 from executor.parameter_server.clock import Clocks, Rule
 from executor.parameter_server.queue import Queue, Taken, Wanted, queue_for
+from planner.errors import RequestError
 
 LEFT = "worker {worker} has left, or was taken for lost"
 
@@ -32,6 +33,7 @@ class Members:
         at_barrier: the number of the last barrier that each came to.
         queues: by their numbers.
         said: what worker 0 said in ``meet``.
+        failed: why the job is to end.
         counts: what was done, and lost.
         changed: the lock of all of this, notified of every change.
         on_change: called after each change, in their order, with the call that made it.
@@ -45,7 +47,7 @@ class Members:
         self.left: set[int] = set()
         self.at_barrier: dict[int, int] = {}
         self.queues: dict[int, Queue] = {}
-        self.said = ""
+        self.said = self.failed = ""
         self.changed = threading.Condition()
         self.on_change: Callable[[Change], None] = lambda change: None
 
@@ -122,20 +124,34 @@ class Members:
             return taken
 
     def meet(self, worker: int, text: str | None) -> str:
-        """What worker 0 says, its ``text``, for all workers to hear.
+        """What worker 0 says, its ``text``, for all workers to hear: one in a job.
 
         Raises:
+            RequestError: worker 0 says something else than before.
             WaitError: a worker heard nothing in ``wait_s``.
         """
         with self.changed:
             if text is not None:
+                if self.said not in ("", text):
+                    raise RequestError(
+                        f"meet: worker 0 says {text!r}, and has said {self.said!r}: expected one "
+                        "text in a job; join_devices is one that says it"
+                    )
                 self.said = text
                 self.changed.notify_all()
-            if not self.changed.wait_for(lambda: self.said, self.wait_s):
-                raise WaitError(
-                    f"worker {worker} waited {self.wait_s:g} s for worker 0 to say where it is"
-                )
+            until = self.clock() + self.wait_s
+            while not self.said:
+                if not self._waited(until):
+                    raise WaitError(
+                        f"worker {worker} waited {self.wait_s:g} s for worker 0 to say where it is"
+                    )
             return self.said
+
+    def fail(self, why: str) -> None:
+        """The job is to end: who waits here waits no longer."""
+        with self.changed:
+            self.failed = why
+            self.changed.notify_all()
 
     def members(self) -> tuple[int, ...]:
         """The workers that are there."""
@@ -177,10 +193,16 @@ class Members:
 
     def _waited(self, until: float) -> bool:
         """Wait for a change; False once it is too late. Who waits looks once more before that: what
-        it waits for may have come while the lock was held."""
+        it waits for may have come while the lock was held.
+
+        Raises:
+            LostError: the job is to end.
+        """
         left = until - self.clock()
-        if left > 0:
+        if left > 0 and not self.failed:
             self.changed.wait(left)
+        if self.failed:
+            raise LostError(self.failed)
         return left > 0
 
     def again(self, workers: int, number: int | None) -> None:

@@ -26,15 +26,25 @@ TELL_S = 2.0
 WHERE = {"runtime_env": CPU, **SPREAD}
 
 
-@contextlib.contextmanager
-def ray_at(address: str | None) -> Iterator[Any]:
-    """Ray, joined or started; what was started is ended."""
+def imported() -> Any:
+    """Ray.
+
+    Raises:
+        RequestError: it is not installed.
+    """
     try:
         import ray
     except ImportError as error:
         raise RequestError(
             "backend 'ray' needs Ray: pip install 'meshwright[ray]'; or pass backend='local'"
         ) from error
+    return ray
+
+
+@contextlib.contextmanager
+def ray_at(address: str | None) -> Iterator[Any]:
+    """Ray, joined or started; what was started is ended."""
+    ray = imported()
     mine = not ray.is_initialized()
     if mine:
         system = {"_system_config": dict(SYSTEM)} if address in (None, "local") else {}
@@ -192,11 +202,11 @@ def on_ray(job: Job) -> Served:
             team.follow()
             evaluations = evaluator.finish()
             none: list[tuple[Any, ...]] = [()] * job.servers
-            links.call("finish", none, job.wait_s)
             found = links.call("now", none, job.wait_s)
             tables = links.call("tables", none, job.wait_s)
+            unsaved = [x for x in links.call("finish", none, job.wait_s) if x]
             returned = [team.returned.get(k) for k in range(job.workers)]
-            ended = (team.lost, team.restarts, evaluations)
+            ended = (team.lost, team.restarts, evaluations, unsaved)
             return served(job, team.shapes, found, tables, returned, *ended)
         finally:
             evaluator.stop()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from executor.parameter_server.clock import Rule
+from executor.parameter_server.elementwise import is_elementwise
 from planner.errors import RequestError
 
 UPDATE_ON = ("server", "worker")
@@ -103,7 +104,8 @@ class Replica:
             RequestError: a mean was missed.
         """
         if self.held is None and version == 0:
-            self.alone = len(jax.tree.leaves(pulled)) == 1
+            one = len(jax.tree.leaves(pulled)) == 1
+            self.alone = one and is_elementwise(self.optimizer, pulled)
             self.held = self._paired(jax.tree.map(jnp.array, pulled))
             self.state = self.optimizer.init(self.held)
         elif self.held is None or version not in (self.version, self.version + 1):
@@ -117,5 +119,6 @@ class Replica:
         return self.params
 
     def _paired(self, tree: Any) -> Any:
-        """With a second array where there is but one, which the store's note on bits asks for."""
+        """With a second array where there is but one and servers could have run the optimizer too:
+        the store's note on bits asks for it."""
         return (tree, jnp.zeros(1)) if self.alone else tree

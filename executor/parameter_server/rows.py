@@ -82,7 +82,13 @@ class TableLayout:
         """
         sums: Rows = {}
         parts: list[Rows] = [{} for _ in self._all]
-        for name, (ids, gradients) in sorted(rows.items()):
+        for name, pair in sorted(named(rows, "rows", "(ids [n], gradients [n, ...])").items()):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise RequestError(
+                    f"table {name!r}: got {type(pair).__name__}, expected (ids [n], gradients [n, "
+                    "...])"
+                )
+            ids, gradients = pair
             numbers = self.checked(name, ids)
             got = np.asarray(jax.device_get(gradients))
             expected = ((len(numbers), *self.like[name].shape[1:]), self.like[name].dtype)
@@ -125,9 +131,9 @@ def table_layout(tables: Mapping[str, Any], servers: int, *, added: bool) -> Tab
         RequestError: a table without rows, that is no array of numbers, or that JAX would cut.
     """
     like = {}
-    for name, table in tables.items():
+    for name, table in named(tables, "tables", "[rows, ...] arrays").items():
         shape, dtype = getattr(table, "shape", ()), getattr(table, "dtype", None)
-        if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.extended) or not shape:
+        if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.extended) or 0 in (shape or [0]):
             raise RequestError(
                 f"table {name!r}: got {type(table).__name__} of shape {list(shape)}, expected an "
                 "array of numbers [rows, ...]"
@@ -136,6 +142,15 @@ def table_layout(tables: Mapping[str, Any], servers: int, *, added: bool) -> Tab
             check_width(f"table {name!r}", dtype)
         like[name] = jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
     return TableLayout(servers, like)
+
+
+def named(given: Any, what: str, values: str) -> Mapping[str, Any]:
+    """What is given for tables; raises RequestError if it is no dict."""
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{what}: got {type(given).__name__}, expected a dict of {values} by name of the table"
+        )
+    return given
 
 
 class RowCache:

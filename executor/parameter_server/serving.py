@@ -214,10 +214,10 @@ class Serving(Shard):
         self._check()
         return super().pull(*args)
 
-    def finish(self) -> None:
-        """Write the last snapshot."""
-        if self.writer is not None and self.store.values is not None:
-            self.writer.finish()
+    def finish(self) -> str:
+        """Write the last snapshot; what is wrong with it."""
+        begun = self.writer is not None and self.store.values is not None
+        return self.writer.finish() if begun and self.writer else ""
 
     def _forward(self, change: Change) -> None:
         """Have a change repeated; the lock is held, so that they go in order."""

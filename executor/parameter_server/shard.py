@@ -22,6 +22,8 @@ from executor.parameter_server.store import Pushed, Store
 from executor.parameter_server.wire import publish
 from planner.errors import RequestError
 
+NOBODY = "nobody has called init"
+
 
 class Shard(Members):
     """What one server holds.
@@ -75,8 +77,26 @@ class Shard(Members):
                 self.on_begun()
             elif about is not None and about != self.about:
                 raise RequestError(
-                    "init: the servers hold other parameters, from the snapshots that the job goes "
-                    f"on from: {differ(about, self.about)}"
+                    "init: the servers hold other parameters, of an earlier init or of the "
+                    f"snapshots that the job goes on from: {differ(about, self.about)}"
+                )
+
+    def agree(self, worker: int, about: Mapping[str, Any]) -> None:
+        """Wait until there are first values, of what a worker says its parameters are.
+
+        Raises:
+            RequestError: they are of something else.
+            WaitError: there were none in ``wait_s``.
+        """
+        with self.changed:
+            until = self.clock() + self.wait_s
+            while self.store.values is None:
+                if not self._waited(until):
+                    raise WaitError(f"worker {worker} waited {self.wait_s:g} s to read: {NOBODY}")
+            if about != self.about:
+                raise RequestError(
+                    f"init: worker {worker} has other parameters than worker 0: "
+                    f"{differ(about, self.about)}"
                 )
 
     def describe(self, shapes: Any) -> None:
@@ -213,7 +233,7 @@ class Shard(Members):
                 raise WaitError(
                     f"worker {worker} waited {self.wait_s:g} s to read: "
                     + (
-                        "nobody has called init"
+                        NOBODY
                         if behind is None
                         else f"worker{'s' * (len(behind) > 1)} "
                         f"{', '.join(map(str, behind))} did not push"

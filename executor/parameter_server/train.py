@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import optax
 
-from executor.parameter_server.answers import LostError
 from executor.parameter_server.asked import asked, rule_of
 from executor.parameter_server.clock import Rule
 from executor.parameter_server.codec import coded
@@ -17,7 +17,7 @@ from executor.parameter_server.evaluator import Evaluate, Evaluator, Reader
 from executor.parameter_server.job import Job, Loop, Served, places_of, served, worker_life
 from executor.parameter_server.layout import SPLIT_BYTES
 from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.on_ray import on_ray
+from executor.parameter_server.on_ray import imported, on_ray
 from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import MEANS, check_update_on
 from executor.parameter_server.shard import Shard
@@ -117,6 +117,10 @@ def train(
     if compress is not None:
         coded("float32", compress)
     check_pull_dtype(pull_dtype)
+    if not 0 < wait_s < math.inf or not callable(evaluate or train):
+        raise RequestError(
+            f"wait_s={wait_s}, evaluate={evaluate!r}: expected seconds, more than 0, and a function"
+        )
     done = {"rule": rule, "optimizer": optimizer, "update_on": update_on, "wait_s": wait_s}
     done["on_lost"] = on_lost
     job = Job(
@@ -134,6 +138,8 @@ def train(
         evaluate=evaluate,
         evaluate_every=evaluate_every,
     )
+    if on.backend == "ray":
+        imported()  # before snapshots are spread anew
     job = job.checked().going_on()
     return _local(job) if on.backend == "local" else on_ray(job)
 
@@ -161,11 +167,10 @@ def _local(job: Job) -> Served:
                 returned[futures[future]], own, _ = future.result()
                 shapes = shapes if own is None else own
         except BaseException as error:
-            links.failed = LostError(f"the job has failed: {type(error).__name__}: {error}")
+            links.fail(f"the job has failed: {type(error).__name__}: {error}")
             raise
         evaluations = evaluator.finish()
-    for writer in writers:
-        writer.finish()
     found = [shard.now() for shard in shards]
     tables = [shard.tables() for shard in shards]
-    return served(job, shapes, found, tables, returned, evaluations=evaluations)
+    unsaved = [why for writer in writers if (why := writer.finish())]
+    return served(job, shapes, found, tables, returned, evaluations=evaluations, unsaved=unsaved)

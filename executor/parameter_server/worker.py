@@ -16,7 +16,7 @@ from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, l
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import Replica
-from executor.parameter_server.rows import RowCache, Rows, TableLayout, table_layout
+from executor.parameter_server.rows import RowCache, Rows, TableLayout, named, table_layout
 from executor.parameter_server.shares import Shares
 from executor.parameter_server.store import EXACT
 from executor.parameter_server.wire import check_pull_dtype
@@ -119,7 +119,7 @@ class ParameterServer:
     def tables(self) -> TableLayout:
         """The tables; raises RequestError before ``init``."""
         if self._tables is None:
-            raise RequestError("call init(params, tables=...) first: nothing says what they are")
+            raise RequestError("call init(params) first, or init(params, tables=...)")
         return self._tables
 
     @property
@@ -145,6 +145,8 @@ class ParameterServer:
             on.
 
         Raises:
+            RequestError: the parameters are not those of worker 0, or of what the job goes on from;
+                or the optimizer looks at names or shapes of arrays, which servers do not have.
             WaitError: the chief did not call it in time.
         """
         if self._replica is not None and tables:
@@ -154,13 +156,15 @@ class ParameterServer:
         if self.is_chief and self.optimizer is not None and self._replica is None:
             check_form(self.optimizer, params, tables or {})
         self._calls.busy = self._layout.busy(tables=bool(tables))
+        about = self._layout.about | {"tables": self._tables.about}
         if self.is_chief:
-            about = self._layout.about | {"tables": self._tables.about}
             flats = self._layout.scatter(jax.device_get(params))
             parts = self._tables.scatter(tables or {})
             self._calls.call("init", [(*both, about) for both in zip(flats, parts, strict=True)])
             self._calls.all("describe", self.shapes)
         self._calls.join()
+        if not self.is_chief:
+            self._calls.agree(about)
         return self.pull()
 
     @property
@@ -198,7 +202,7 @@ class ParameterServer:
         """
         tables = self.tables
         unique, back = {}, {}
-        for name, ids in rows.items():
+        for name, ids in named(rows, "pull_rows", "ids").items():
             unique[name], back[name] = np.unique(tables.checked(name, ids), return_inverse=True)
         if self._cache is None:
             found = self._read_rows(unique)
@@ -329,9 +333,10 @@ class ParameterServer:
         self._calls.barrier()
 
     def meet(self, text: str | None) -> str:
-        """Hear what worker 0 says, which alone has a ``text``.
+        """Hear what worker 0 says, which alone has a ``text``; one in a job.
 
         Raises:
+            RequestError: worker 0 has said something else.
             WaitError: it said nothing in time.
         """
         return self._calls.meet(text)
@@ -368,6 +373,10 @@ class ParameterServer:
             WaitError: the last items of a queue are held by others, and nothing changed in
                 ``wait_s``; says who holds which.
         """
+        if not hasattr(items, "__getitem__") or not hasattr(items, "__len__"):
+            raise RequestError(
+                f"shares: got {type(items).__name__}, expected a list, the same on every worker"
+            )
         if how == "queue" and self._replica is not None:
             raise RequestError(
                 "shares: how='queue' with update_on='worker': who waits for the last items would "

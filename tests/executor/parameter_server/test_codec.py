@@ -127,6 +127,13 @@ X = RNG.normal(size=(96, 40)).astype(np.float32)
 Y = np.tanh(X @ RNG.normal(size=(40, 3))).astype(np.float32)
 
 
+def test_halves_of_doubles_that_they_do_not_hold_arrive_whole() -> None:
+    large = np.array([1e39, 1.0, -1e39])
+    found, left = encode("bf16", large, None)
+    np.testing.assert_array_equal(decode(found), large)
+    np.testing.assert_array_equal(left, np.zeros(3))
+
+
 def fresh() -> Any:
     draw = np.random.default_rng(4)
     return {

@@ -88,6 +88,38 @@ def test_snapshots_lose_what_came_after_and_say_so(tmp_path: Path) -> None:
     assert values(done) == {float(2 * PUSHES - n) for n in lost}
 
 
+def test_a_server_comes_back_in_a_job_that_goes_on(tmp_path: Path) -> None:
+    """What the job began with is no longer kept then."""
+    pytest.importorskip("ray")
+    kept: dict[str, Any] = {"snapshots": tmp_path / "kept", "snapshot_every": 5, "mode": "async"}
+    one = OPTIONS | {"workers": 1, "servers": 1}
+
+    def loop(until: int, die: int | None) -> Any:
+        def run(server: ParameterServer) -> tuple[int, float]:
+            import ray
+
+            params = server.init(np.zeros(3, np.float32))
+            begun = server.clock
+            for k in range(begun, until):
+                params = server.push_pull(np.ones(3, np.float32))
+                if k == die:
+                    time.sleep(1)  # the snapshot is written
+                    actor: Any = server._links.actors[0]  # type: ignore[attr-defined]
+                    os.kill(
+                        ray.get(actor.__ray_call__.remote(lambda served: os.getpid())),
+                        signal.SIGKILL,
+                    )
+                time.sleep(0.05)
+            return begun, float(params[0])
+
+        return run
+
+    assert train(loop(10, None), **kept, **one).returned == ((0, 10.0),)
+    done = train(loop(40, 29), **kept, **one)
+    (begun, value), lost = done.returned[0], sum(done.counts[0].lost.values())
+    assert begun == 10 and value == 40 - lost and lost <= 5
+
+
 def test_a_server_without_either_ends_the_job_in_words(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     killed = kill(tmp_path, "Serving")

@@ -94,6 +94,13 @@ def test_worker_0_is_heard_by_all() -> None:
     told = train(loop, workers=3, servers=2, backend="local", wait_s=20).returned
     assert told == ("from 0",) * 3
 
+    def more(server: ParameterServer) -> None:
+        for k in range(2):
+            server.meet(str(k) if server.is_chief else None)
+
+    with pytest.raises(RequestError, match="says '1', and has said '0': expected one text"):
+        train(more, workers=2, backend="local", wait_s=20, on_lost="fail")
+
     def silent(server: ParameterServer) -> None:
         server.meet(None)
 

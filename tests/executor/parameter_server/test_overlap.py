@@ -119,6 +119,20 @@ def test_nothing_is_computed_on_values_older_than_the_bound(staleness: int) -> N
     assert done.params.tolist() == [40.0] * 3
 
 
+def test_the_bound_holds_where_only_some_calls_overlap() -> None:
+    def loop(server: ParameterServer) -> int:
+        mine: Any = np.eye(2, dtype=np.float32)[server.rank]
+        params, worst = server.init(np.zeros(2, np.float32)), 0
+        for k in range(16):  # what the next gradient is of misses k less the other's pushes
+            worst = max(worst, k - int(params[1 - server.rank]))
+            time.sleep(0.02 * server.rank)
+            params = server.push_pull(mine, overlap=k % 4 != 0)
+        return worst
+
+    done = train(loop, workers=2, mode="ssp", staleness=1, backend="local", wait_s=20)
+    assert max(done.returned) <= 1
+
+
 def test_overlapped_training_converges() -> None:
     draw = np.random.default_rng(0)
     x = draw.normal(size=(96, 12)).astype(np.float32)

@@ -21,7 +21,16 @@ from executor.parameter_server.layout import layout_from
 from executor.parameter_server.links import LocalLinks
 from executor.parameter_server.reshard import reshard, respread
 from executor.parameter_server.shard import Shard
-from executor.parameter_server.snapshots import Places, Writer, chosen, earlier, listed, read, write
+from executor.parameter_server.snapshots import (
+    Places,
+    Writer,
+    chosen,
+    earlier,
+    listed,
+    read,
+    replace_all,
+    write,
+)
 from executor.parameter_server.store import Pushed
 from planner.errors import RequestError
 
@@ -203,9 +212,71 @@ def test_other_parameters_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """What was trained is there all the same."""
     (tmp_path / "of-1").write_text("in the way")
-    with pytest.raises(RequestError, match="server 0: no snapshot was written"):
-        train(loop(2), workers=1, backend="local", snapshots=tmp_path, snapshot_every=1)
+    kept: dict[str, Any] = {"snapshots": tmp_path, "snapshot_every": 1}
+    done = train(loop(2), workers=1, backend="local", **kept)
+    assert [text.split(" was written: ")[0] for text in done.unsaved] == ["server 0: no snapshot"]
+    assert done.counts[0].updates == 2
+
+
+@pytest.mark.parametrize(("first", "then"), [("sync", "async"), ("ssp", "sync")])
+def test_another_mode_is_refused(tmp_path: Path, first: str, then: str) -> None:
+    kept: dict[str, Any] = {"backend": "local", "snapshots": tmp_path, "optimizer": OPTIMIZER}
+    train(loop(2), workers=1, mode=first, **kept)
+    with pytest.raises(RequestError, match=f"are of mode '{first}'.*got mode '{then}'"):
+        train(loop(3), workers=1, mode=then, **kept)
+    if first == "ssp":
+        assert train(loop(3), workers=1, mode="async", **kept).counts[0].updates == 3
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1, 0.9), None])
+def test_integers_go_on_too(tmp_path: Path, optimizer: Any) -> None:
+    """Their momentum is floating from the first update on."""
+
+    def counting(steps: int) -> Any:
+        def run(server: ParameterServer) -> int:
+            params = server.init({"w": np.zeros(3, np.float32), "steps": np.zeros((), np.int32)})
+            begun = server.clock
+            for _ in range(begun, steps):
+                params = server.push_pull(jax.tree.map(np.ones_like, params))
+            return begun
+
+        return run
+
+    kept: dict[str, Any] = {"backend": "local", "snapshots": tmp_path, "optimizer": optimizer}
+    for servers in (1, 2):  # the second time spread anew
+        more = {"servers": servers, "split_bytes": 4, "mode": "async"}
+        begun = train(counting(3 * servers), workers=1, **more, **kept).returned
+        assert begun == (3 * (servers - 1),)
+
+
+def test_a_server_ahead_of_its_snapshots_writes_the_last(tmp_path: Path) -> None:
+    """One that took up what its copy had: what is on the disk counts, not what it holds."""
+    places = Places(tmp_path, 1, 10)
+    shard = Shard(Rule("async"), 1, None, 1.0)
+    first = Writer(shard, places, 0)
+    shard.init({"float32": np.zeros(2, np.float32)})
+    for k in range(1, 18):
+        shard.push(0, k, Pushed({"float32": np.ones(2, np.float32)}))
+        if first.thread is not None:
+            first.thread.join()
+    again = Shard(Rule("async"), 1, None, 1.0)
+    again.load(*shard.dump())
+    assert Writer(again, places, 0).finish() == ""
+    assert listed(places.of(0)) == [10, 17]
+
+
+def test_what_another_end_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    places = Places(tmp_path, 1, 10)
+    shard = Shard(Rule(), 1, None, 1.0)
+    shard.init({"float32": np.zeros(2, np.float32)})
+    write(places.of(0), shard.dump())
+    before = tmp_path / "before-of-1" / "server-0"  # ended between the renames and the removal
+    before.mkdir(parents=True)
+    (before / "000000000000.npz").write_bytes(b"x")
+    replace_all(places, [shard.dump()])
+    assert [p.name for p in tmp_path.iterdir()] == ["of-1"]
 
 
 def test_a_layout_comes_back_from_its_description() -> None:

@@ -71,6 +71,17 @@ def test_a_scaled_update_moves_less() -> None:
         np.testing.assert_allclose(moved[1], 0.25 * moved[0], rtol=1e-6)
 
 
+def test_integers_are_scaled_and_rounded() -> None:
+    store = Store(None, exact=False)
+    large = np.array([2**24 + 1, 10, 3], np.int32)
+    store.init({"int32": np.zeros(3, np.int32)}, {"t": np.zeros((1, 3), np.int32)})
+    for scale in (1.0, 0.5):
+        store.apply(Pushed({"int32": large}, {"t": (np.array([0]), large[None])}), scale=scale)
+    halves = np.array([2**23, 5, 2])  # to even
+    np.testing.assert_array_equal(store.read()["int32"], large + halves)
+    np.testing.assert_array_equal(store.tables.whole()["t"][0], large + halves)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_a_mean_is_summed_in_order(dtype: str, count: int) -> None:

@@ -460,3 +460,31 @@ def test_rows_on_ray() -> None:
     here = train(sparse, workers=2, servers=2, optimizer=optax.adam(0.05), backend="local")
     np.testing.assert_array_equal(done.tables["t"], here.tables["t"])
     assert all(c.updates == STEPS for c in done.counts)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+def test_tables_that_would_be_cut_are_refused(dtype: Any) -> None:
+    """JAX computes their updates in 32 bits; what is only added stays as it is."""
+    tables = {"t": np.ones((4, 2), dtype)}
+    assert table_layout(tables, 2, added=True).like["t"].dtype == dtype
+    with pytest.raises(RequestError, match=r"table 't': got \w+64, which JAX computes as \w+32"):
+        table_layout(tables, 2, added=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda s: s.pull_rows([1]), "pull_rows: got list, expected a dict of ids"),
+        (lambda s: s.push(rows={"t": np.ones((1, 2))}), r"table 't': got ndarray, expected \(ids"),
+        (lambda s: s.push(rows=[1]), "rows: got list"),
+        (lambda s: s.init({}, tables=[TABLE]), "tables: got list"),
+        (lambda s: s.init({}, tables={"t": TABLE[:0]}), "expected an array of numbers"),
+    ],
+)
+def test_what_is_no_dict_of_tables(call: Any, text: str) -> None:
+    def loop(server: ParameterServer) -> None:
+        server.init({}, tables={"t": np.zeros((4, 2), np.float32)})
+        call(server)
+
+    with pytest.raises(RequestError, match=text):
+        train(loop, workers=1, backend="local", wait_s=5)

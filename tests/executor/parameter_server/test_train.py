@@ -16,6 +16,7 @@ import pytest
 
 from executor.parameter_server import (
     FixedShardsPartitioner,
+    LostError,
     ParameterServer,
     Rule,
     WaitError,
@@ -255,3 +256,43 @@ def test_a_process_that_fails_leaves_unless_that_ends_the_job(on_lost: str, left
     with pytest.raises(ValueError):
         worker_life(job, LocalLinks([shard], 2), 1)
     assert shard.members() == ((0,) if left else (0, 1))
+
+
+@pytest.mark.parametrize("other", [{"v": 4}, {"w": 5}, {"w": 4, "v": 1}])
+def test_workers_have_the_same_parameters(other: dict[str, int]) -> None:
+    def loop(server: ParameterServer) -> None:
+        sizes = other if server.rank == 1 else {"w": 4}
+        server.init({name: np.zeros(n, np.float32) for name, n in sizes.items()})
+
+    with pytest.raises(RequestError, match=r"worker 1 has other parameters than worker 0: \['[vw]"):
+        train(loop, workers=2, backend="local", wait_s=20)
+
+
+def test_who_waits_hears_that_the_job_has_failed() -> None:
+    """Worker 0 raises before anybody has values; the others do not wait until their deadline."""
+    waited: list[BaseException] = []
+
+    def loop(server: ParameterServer) -> None:
+        if server.rank == 0:
+            time.sleep(0.3)
+            raise ValueError("no data")
+        try:
+            server.init(np.zeros(3, np.float32)) if server.rank == 1 else server.barrier()
+        except LostError as error:
+            waited.append(error)
+            raise
+
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="no data"):
+        train(loop, workers=3, backend="local", wait_s=3600)
+    assert [str(e) for e in waited] == ["the job has failed: ValueError: no data"] * 2
+    assert time.monotonic() - begun < 1800  # half of what they would have waited
+
+
+def test_first_values_are_not_rounded_where_workers_keep_them() -> None:
+    def loop(server: ParameterServer) -> None:
+        server.push_pull(0 * server.init(np.full(4, 1.001, np.float32)))
+
+    more: dict[str, Any] = {"optimizer": optax.sgd(0.1), "pull_dtype": "bfloat16"}
+    done = train(loop, workers=2, update_on="worker", backend="local", **more)
+    np.testing.assert_array_equal(done.params, np.full(4, 1.001, np.float32))

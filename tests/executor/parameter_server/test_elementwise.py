@@ -1,0 +1,127 @@
+"""Which optimizers may run on servers: those that do the same on flat parts of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from executor.parameter_server import ParameterServer, train
+from executor.parameter_server.elementwise import check_elementwise, check_form, is_elementwise
+from planner.errors import RequestError
+
+TREE = {
+    "kernel": np.ones((3, 4), np.float32),
+    "bias": np.ones(4, np.float32),
+    "half": jnp.ones(5, jnp.bfloat16),
+    "scale": np.float32(1),
+    "none": np.zeros((0, 3), np.float32),
+    "steps": np.ones((), np.int32),
+}
+
+
+def decays(path: Any, _: Any) -> bool:
+    return "bias" not in jax.tree_util.keystr(path)
+
+
+def of_trees(mask: Any) -> Any:
+    return lambda tree: jax.tree_util.tree_map_with_path(mask, tree)
+
+
+SAME = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, 0.9, nesterov=True),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1),
+    "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 20)),
+    "lion": optax.lion(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "adagrad": optax.adagrad(0.1),
+    "clip": optax.chain(optax.clip(1.0), optax.adam(0.1)),
+    "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+    "injected": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9),
+}
+OTHER = {
+    "global norm": optax.clip_by_global_norm(1.0),
+    "block rms": optax.clip_by_block_rms(1.0),
+    "lamb": optax.lamb(0.1),
+    "rank": optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),
+    "factored": optax.adafactor(0.1),
+    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "if finite": optax.apply_if_finite(optax.sgd(0.1), 5),
+}
+OF_NAMES = {
+    "mask by path": optax.adamw(0.1, mask=of_trees(decays)),
+    "mask by dict": optax.adamw(0.1, mask={k: k != "bias" for k in TREE}),
+    "partition": optax.partition(
+        {"train": optax.sgd(0.1), "still": optax.set_to_zero()},
+        of_trees(lambda path, _: "train" if decays(path, _) else "still"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_runs_on_servers(name: str) -> None:
+    check_elementwise(SAME[name])
+    check_form(SAME[name], TREE, {"rows": np.ones((7, 2), np.float32)})
+    assert is_elementwise(SAME[name], TREE)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_looks_at_several_elements_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=r"looks at several elements at once.*on='worker'"):
+        check_elementwise(OTHER[name])
+
+
+@pytest.mark.parametrize("name", OF_NAMES)
+def test_what_looks_at_names_is_refused(name: str) -> None:
+    text = "looks at several elements at once|can't take what servers hold"
+    with pytest.raises(RequestError, match=text):
+        check_elementwise(OF_NAMES[name])
+        check_form(OF_NAMES[name], TREE, {})
+    assert not is_elementwise(OF_NAMES[name], TREE)
+
+
+def test_names_of_tables_count() -> None:
+    tables = {"embed": np.ones((7, 2), np.float32)}
+    frozen = optax.partition(
+        {"train": optax.sgd(0.1), "still": optax.set_to_zero()},
+        of_trees(lambda path, _: "still" if "embed" in str(path) else "train"),
+    )
+    check_form(frozen, {}, {"other": tables["embed"]})
+    with pytest.raises(RequestError, match="names or shapes of arrays"):
+        check_form(frozen, {}, tables)
+
+
+def test_a_mask_by_path_is_refused_at_init_and_runs_in_workers() -> None:
+    optimizer = optax.adamw(0.1, weight_decay=0.5, mask=of_trees(decays))
+
+    def loop(server: ParameterServer) -> None:
+        params = server.init({"bias": np.ones(3, np.float32), "w": np.ones((2, 3), np.float32)})
+        server.push_pull(jax.tree.map(np.zeros_like, params))
+
+    with pytest.raises(RequestError, match=r"names or shapes of arrays.*update_on='worker'"):
+        train(loop, workers=1, optimizer=optimizer, backend="local")
+    done = train(loop, workers=1, optimizer=optimizer, backend="local", update_on="worker")
+    np.testing.assert_array_equal(done.params["bias"], np.ones(3))
+    np.testing.assert_allclose(done.params["w"], np.full((2, 3), 0.95), rtol=1e-6)
+
+
+def test_one_array_keeps_its_tree_in_workers() -> None:
+    """Where a second array stands beside it for the same bits, paths would be others."""
+    optimizer = optax.adamw(0.1, weight_decay=0.5, mask={"bias": False})
+
+    def loop(server: ParameterServer) -> None:
+        server.push_pull({"bias": 0 * server.init({"bias": np.ones(3, np.float32)})["bias"]})
+
+    done = train(loop, workers=1, optimizer=optimizer, backend="local", update_on="worker")
+    np.testing.assert_array_equal(done.params["bias"], np.ones(3))
+
+
+def test_a_function_is_no_optimizer() -> None:
+    with pytest.raises(RequestError, match=r"expected an optax\.GradientTransformation"):
+        train(lambda server: None, workers=1, optimizer=optax.adam, backend="local")  # type: ignore[arg-type]
