@@ -155,6 +155,10 @@ class Calls:
         """Where other workers reach this one's host; see ``Links``."""
         return self._links.host
 
+    def give_back(self, queue: int) -> None:
+        """Let others have the item of a queue that this worker has."""
+        self._of_first("give_back", (self.rank, queue), (None, None))
+
     def meet(self, text: str | None) -> str:
         """What worker 0 says at server 0."""
         nobody = [None] * (self._links.count - 1)

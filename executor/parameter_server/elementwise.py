@@ -1,7 +1,11 @@
-"""Servers hold parts of arrays, flat, by dtype: which optimizers do there as they do on a tree."""
+"""Servers hold parts of arrays, flat, by dtype: which optimizers do there as they do on a tree.
+
+They are tried in float64, where roundings are far below the least that a mask or a factor changes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,14 +18,22 @@ import optax
 from executor.parameter_server.layout import Array
 from planner.errors import RequestError
 
+EXACT = {"xla_backend_optimization_level": "0"}
+"""Compiler options under which XLA:CPU joins no operations of different rounding."""
+
 SIDE = 130
 """Of the matrix that optimizers are tried on: factored ones leave those below 128 whole."""
 LEAST = 2
 """Of a parameter as many in each dimension are tried."""
+PUSHES = 13
+"""Warmups begin with a rate of zero, and some optimizers make an update of several pushes."""
 KEEP = (
     "Apply that part to the gradients in the loop, before they are pushed, or let workers run the "
     "optimizer, on whole arrays: update_on='worker'"
 )
+
+Form = Callable[[Sequence[Array]], Any]
+"""Makes a tree of some arrays."""
 
 
 def check_elementwise(optimizer: optax.GradientTransformation) -> None:
@@ -30,28 +42,20 @@ def check_elementwise(optimizer: optax.GradientTransformation) -> None:
     Raises:
         RequestError: the updates differ, also where an element is not a number.
     """
-    draw = np.random.default_rng(0)
-    shapes = ((SIDE, SIDE), (SIDE,))
-    values, *pushed = (
-        [scale * draw.normal(size=shape).astype(np.float32) for shape in shapes]
-        for scale in (1, 100, 100, 100)
-    )
-    pushed[-1][0][0, 0] = np.nan
+    values, pushed = _drawn([((SIDE, SIDE), np.float64), ((SIDE,), np.float64)])
+    pushed[9][0][0, 0] = np.nan
     size = SIDE * (SIDE + 1)
-    edges = (0, 5, SIDE * 7, size)
-
-    def whole(arrays: Sequence[Array]) -> dict[str, Array]:
-        return {"w": arrays[0], "x": arrays[1]}
 
     def server(begin: int, end: int) -> Array:
         def part(arrays: Sequence[Array]) -> dict[str, Array]:
             return {"float32": np.concatenate([*map(np.ravel, arrays)])[begin:end]}
 
-        return _after(optimizer, part, values, pushed)
+        return _moved(optimizer, part, values, pushed)[0]
 
-    expected = _after(optimizer, whole, values, pushed)
-    _compare(expected, server(0, size))
-    _compare(expected, np.concatenate([server(*e) for e in itertools.pairwise(edges)]))
+    whole = np.concatenate([*map(np.ravel, _moved(optimizer, list, values, pushed))])
+    _compare(whole, server(0, size))
+    edges = (0, 5, SIDE * 7, size)
+    _compare(whole, np.concatenate([server(*e) for e in itertools.pairwise(edges)]))
 
 
 def check_form(
@@ -69,7 +73,8 @@ def check_form(
         RequestError: the updates differ, or one of the two it can't take.
     """
     leaves, form = jax.tree_util.tree_flatten(params)
-    _try(optimizer, leaves, partial(jax.tree.unflatten, form), _flat)
+    flat = partial(_flat, [str(x.dtype) for x in leaves])
+    _try(optimizer, leaves, partial(jax.tree.unflatten, form), flat)
     for name, table in tables.items():
         named, rows = (lambda x, k=key: {k: x[0]} for key in (name, "rows"))
         _try(optimizer, [table], named, rows)
@@ -85,69 +90,75 @@ def is_elementwise(optimizer: optax.GradientTransformation, params: Any) -> bool
     return True
 
 
-def _flat(arrays: Sequence[Array]) -> dict[str, Array]:
+def _drawn(shapes: Sequence[tuple[Sequence[int], Any]]) -> tuple[list[Array], list[list[Array]]]:
+    """Values, and gradients of each push: float64 where they are floating."""
+    draw = np.random.default_rng(0)
+
+    def arrays(scale: float) -> list[Array]:
+        drawn = (np.asarray(scale * draw.normal(size=s)) for s, _ in shapes)
+        return [
+            x if jax.numpy.issubdtype(d, np.inexact) else x.astype(d)
+            for x, (_, d) in zip(drawn, shapes, strict=True)
+        ]
+
+    return arrays(1), [arrays(100) for _ in range(PUSHES)]
+
+
+def _flat(dtypes: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
     """As servers hold dense parameters, in the order of the tree within each dtype."""
     found: dict[str, list[Array]] = {}
-    for x in arrays:
-        found.setdefault(str(x.dtype), []).append(x.ravel())
-    return {dtype: np.concatenate(parts) for dtype, parts in found.items()}
+    for dtype, x in zip(dtypes, arrays, strict=True):
+        found.setdefault(dtype, []).append(x.ravel())
+    return {dtype: np.concatenate(found[dtype]) for dtype in sorted(found)}
 
 
 def _try(
-    optimizer: optax.GradientTransformation,
-    leaves: Sequence[Any],
-    user: Callable[[Sequence[Array]], Any],
-    served: Callable[[Sequence[Array]], Any],
+    optimizer: optax.GradientTransformation, leaves: Sequence[Any], user: Form, served: Form
 ) -> None:
-    """Compare an update of a few elements of these leaves in two trees."""
+    """Compare the updates of a few elements of these leaves in two trees."""
     if not leaves:
         return
-    draw = np.random.default_rng(0)
-    values, gradients = (
-        [
-            np.asarray(draw.uniform(0.5, 1.5, [min(n, LEAST) for n in x.shape])).astype(x.dtype)
-            for x in leaves
-        ]
-        for _ in range(2)
-    )
-    found = _after(optimizer, served, values, [gradients])
-    by_dtype = _flat(jax.tree.leaves(_tree_after(optimizer, user, values, [gradients])))
-    _compare(np.concatenate([by_dtype[d].astype(np.float32) for d in sorted(by_dtype)]), found)
+    values, pushed = _drawn([([min(n, LEAST) for n in x.shape], x.dtype) for x in leaves])
+    whole = served(_moved(optimizer, user, values, pushed))
+    for expected, found in zip(
+        jax.tree.leaves(whole), _moved(optimizer, served, values, pushed), strict=True
+    ):
+        _compare(expected, found)
 
 
-def _after(
+def _moved(
     optimizer: optax.GradientTransformation,
-    form: Callable[[Sequence[Array]], Any],
+    form: Form,
     values: Sequence[Array],
     pushed: Sequence[Sequence[Array]],
-) -> Array:
-    """All elements of the values after the updates, in the order of the form."""
-    held = jax.tree.leaves(_tree_after(optimizer, form, values, pushed))
-    return np.concatenate([np.ravel(x).astype(np.float32) for x in held])
-
-
-def _tree_after(
-    optimizer: optax.GradientTransformation,
-    form: Callable[[Sequence[Array]], Any],
-    values: Sequence[Array],
-    pushed: Sequence[Sequence[Array]],
-) -> Any:
+) -> list[Array]:
+    """How far an optimizer moves each leaf of a tree: the sum of its updates."""
+    on, options = contextlib.nullcontext(), None
+    with contextlib.suppress(RuntimeError):  # there is no CPU among JAX's platforms
+        on, options = jax.default_device(jax.local_devices(backend="cpu")[0]), EXACT
     held = form(values)
+    total = [np.zeros(np.shape(x)) for x in jax.tree.leaves(held)]
     try:
-        state = optimizer.init(held)
-        for gradients in pushed:
-            updates, state = optimizer.update(form(gradients), state, held)
-            held = optax.apply_updates(held, updates)
+        with on, jax.enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+            update = jax.jit(optimizer.update, compiler_options=options)
+            state = optimizer.init(held)
+            for gradients in pushed:
+                updates, state = update(form(gradients), state, held)
+                held = optax.apply_updates(held, updates)
+                for at, x in zip(total, jax.tree.leaves(updates), strict=True):
+                    at += np.asarray(x)
     except Exception as error:
         raise RequestError(
             "the optimizer can't take what servers hold, one flat array for each dtype, as well as "
             f"the tree of the parameters: {type(error).__name__}: {error}. {KEEP}"
         ) from error
-    return held
+    return total
 
 
 def _compare(whole: Array, served: Array) -> None:
-    if not np.allclose(whole, served, rtol=1e-5, atol=1e-7, equal_nan=True):
+    """Raises RequestError where updates differ by more than roundings."""
+    most = np.abs(whole[np.isfinite(whole)]).max(initial=0)
+    if not np.allclose(whole, served, rtol=1e-9, atol=1e-10 * most, equal_nan=True):
         raise RequestError(
             "the optimizer looks at several elements at once, as clip_by_global_norm does, or at "
             "names or shapes of arrays, as a mask that spares biases does: on servers, which hold "

@@ -123,6 +123,15 @@ class Members:
                 self._told("take", worker, wanted, finished)
             return taken
 
+    def give_back(self, worker: int, number: int | None) -> None:
+        """A worker goes no further through a queue, of this number: the item that it has goes to
+        another. None asks for nothing."""
+        with self.changed:
+            queue = None if number is None else self.queues.get(number)
+            if queue is not None and number is not None and worker in queue.held:
+                self.queues[number] = queue.leave(worker)
+                self._told("give_back", worker, number)
+
     def meet(self, worker: int, text: str | None) -> str:
         """What worker 0 says, its ``text``, for all workers to hear: one in a job.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from executor.hosts import finalize, is_joined
-from executor.parameter_server.answers import LostError
+from executor.parameter_server.answers import LostError, WaitError
 from executor.parameter_server.asked import CPU, gpus_of
 from executor.parameter_server.evaluator import Evaluator, Reader
 from executor.parameter_server.job import Job, Served, served, worker_life
@@ -204,7 +204,10 @@ def on_ray(job: Job) -> Served:
             none: list[tuple[Any, ...]] = [()] * job.servers
             found = links.call("now", none, job.wait_s)
             tables = links.call("tables", none, job.wait_s)
-            unsaved = [x for x in links.call("finish", none, job.wait_s) if x]
+            try:
+                unsaved = [x for x in links.call("finish", none, job.wait_s) if x]
+            except (LostError, WaitError) as error:  # all that was trained is here
+                unsaved = [str(error)]
             returned = [team.returned.get(k) for k in range(job.workers)]
             ended = (team.lost, team.restarts, evaluations, unsaved)
             return served(job, team.shapes, found, tables, returned, *ended)

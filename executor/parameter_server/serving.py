@@ -202,6 +202,11 @@ class Serving(Shard):
         self._settle()
         return taken
 
+    def give_back(self, *args: Any) -> None:
+        """See ``Shard``."""
+        super().give_back(*args)
+        self._settle()
+
     def push(self, *args: Any) -> bool:
         """See ``Shard``; the copy has it too when this returns."""
         self._check()
@@ -258,7 +263,8 @@ class Serving(Shard):
                     if time.monotonic() > until:
                         break
                     time.sleep(AGAIN_S)
-            LOG.warning("server %d goes on without a copy: it is gone", self.index)
-            ray.kill(self.twin, no_restart=True)  # what it has is of the past from now on
             with self.changed:
-                self.twin = None
+                twin, self.twin = self.twin, None
+            if twin is not None:  # the first to find out
+                LOG.warning("server %d goes on without a copy: it is gone", self.index)
+                ray.kill(twin, no_restart=True)  # what it has is of the past from now on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,9 +10,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from executor.parameter_server.answers import WaitError
 from executor.parameter_server.calls import Calls
+from executor.parameter_server.clock import is_whole
 from executor.parameter_server.queue import Taken, Wanted
 from executor.parameter_server.ray_links import AGAIN_S
 from planner.errors import RequestError
@@ -20,15 +23,15 @@ HOW = ("fixed", "queue")
 POLICIES = ("leave", "pad", "drop")
 
 
-@functools.lru_cache(maxsize=8)
-def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
-    return tuple(map(int, np.random.default_rng((seed, epoch)).permutation(count)))
+@functools.lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def index_at(place: int, count: int, seed: int | None) -> int:
     """Which item is at a place in the order of all epochs."""
     epoch, within = divmod(place, count)
-    return within if seed is None else _order(count, seed, epoch)[within]
+    return within if seed is None else int(_order(count, seed, epoch)[within])
 
 
 def fixed(
@@ -41,8 +44,11 @@ def fixed(
         "drop": count // workers * workers,
     }
     for epoch in range(epochs):
+        # held while it is used: threads may be in more epochs than _order keeps
+        order = None if seed is None else _order(count, seed, epoch)
         for place in range(rank, each[policy], workers):
-            yield index_at(epoch * count + place % count, count, seed)
+            item = place % count
+            yield item if order is None else int(order[item])
 
 
 def check_shares(
@@ -63,6 +69,11 @@ def check_shares(
             f"shares: policy={policy!r} with how='queue': who takes how many is not known before; "
             "leave it out, or how='fixed'"
         )
+    for name, value in (("epochs", epochs), ("seed", seed)):
+        if not is_whole(value) and (value is not None or name == "epochs"):
+            raise RequestError(
+                f"shares: {name}={value!r}: got {type(value).__name__}, expected a whole number"
+            )
     if count < 1 or epochs < 1 or (seed is not None and seed < 0):
         raise RequestError(
             f"shares: {count} items, epochs={epochs}, seed={seed}: expected at least one item and "
@@ -80,6 +91,7 @@ def queued(
     take: Callable[[int | None], Taken],
     away: Callable[[], None],
     join: Callable[[], None],
+    give_back: Callable[[], None],
     wait_s: float,
 ) -> Iterator[int]:
     """The items that a queue gives to a worker.
@@ -89,6 +101,7 @@ def queued(
         take: asks the queue, with the place that is finished.
         away, join: while others have the last items this worker is away, so that in synchronous
             training they do not wait for its pushes.
+        give_back: who breaks off within an item leaves it to others.
         wait_s: deadline, in seconds, from the last change of who has what.
 
     Raises:
@@ -117,7 +130,12 @@ def queued(
         if taken.place is None:
             return
         place = taken.place
-        yield index_at(place, wanted.count, wanted.seed)
+        try:
+            yield index_at(place, wanted.count, wanted.seed)
+        except GeneratorExit:
+            with contextlib.suppress(Exception):  # the servers may be gone by now
+                give_back()
+            raise
 
 
 class Shares:
@@ -140,14 +158,17 @@ class Shares:
         self, count: int, *, how: str, policy: str, epochs: int, seed: int | None
     ) -> Iterator[int]:
         """The items of the next share, of ``count``; see ``ParameterServer.shares``."""
-        asked: dict[str, Any] = {"epochs": epochs, "seed": seed}
-        check_shares(count, self._workers, how=how, policy=policy, **asked)
+        check_shares(count, self._workers, how=how, policy=policy, epochs=epochs, seed=seed)
+        whole = None if seed is None else int(seed)
+        asked: dict[str, Any] = {"epochs": int(epochs), "seed": whole}
         if how == "fixed":
             return fixed(count, self._calls.rank, self._workers, policy=policy, **asked)
         self._queues += 1
         wanted = Wanted(self._queues, count, **asked)
         take = partial(self._take, wanted)
-        return queued(wanted, take, self._calls.away, self._calls.join, self._wait_s)
+        calls = self._calls
+        back = partial(calls.give_back, wanted.queue)
+        return queued(wanted, take, calls.away, calls.join, back, self._wait_s)
 
     def _take(self, wanted: Wanted, finished: int | None) -> Taken:
         self._settle()

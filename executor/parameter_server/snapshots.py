@@ -213,10 +213,15 @@ class Writer:
             self.begin()
 
     def first(self) -> None:
-        """Before anything is answered there is a snapshot."""
+        """Before anything is answered there is a snapshot.
+
+        Raises:
+            RequestError: it could not be written.
+        """
         if not listed(self.places.of(self.index)):
             self.begin()
-            self.finish()
+            if why := self.finish():
+                raise RequestError(f"{why}; expected a folder that every server can write to")
 
     def begin(self) -> None:
         """Copy what the server holds, and write it in a thread."""

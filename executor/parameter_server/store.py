@@ -20,14 +20,12 @@ import numpy as np
 import optax
 
 from executor.parameter_server.codec import Coded, decode
+from executor.parameter_server.elementwise import EXACT
 from executor.parameter_server.layout import Array, Flat
 from executor.parameter_server.replica import MEANS
 from executor.parameter_server.tables import Tables, scaled, summed
 from executor.parameter_server.wire import narrowed
 from planner.errors import RequestError
-
-EXACT = {"xla_backend_optimization_level": "0"}
-"""Compiler options under which XLA:CPU joins no operations of different rounding."""
 
 VALUES, STATE, TABLES = "values/", "state/", "tables/"
 """How the names of dumped arrays begin."""
@@ -135,8 +133,13 @@ def _forms(optimizer: optax.GradientTransformation | None, values: Any) -> list[
         return []
     first = jax.eval_shape(optimizer.init, values)
     _, then = jax.eval_shape(optimizer.update, values, first, values)
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(then), strict=True)
-    return [{_form(x), _form(y)} for x, y in pairs]
+    leaves, later = jax.tree.leaves(first), jax.tree.leaves(then)
+    if len(leaves) != len(later):
+        raise RequestError(
+            f"the optimizer's state has {len(leaves)} arrays at first and {len(later)} after an "
+            "update: it can't be kept in snapshots or copies"
+        )
+    return [{_form(x), _form(y)} for x, y in zip(leaves, later, strict=True)]
 
 
 def named(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:

@@ -11,14 +11,13 @@ import optax
 
 from executor.parameter_server.calls import Args, Behind, Calls
 from executor.parameter_server.clock import Rule
-from executor.parameter_server.elementwise import check_form
+from executor.parameter_server.elementwise import EXACT, check_form
 from executor.parameter_server.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
 from executor.parameter_server.links import Links
 from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import Replica
 from executor.parameter_server.rows import RowCache, Rows, TableLayout, named, table_layout
 from executor.parameter_server.shares import Shares
-from executor.parameter_server.store import EXACT
 from executor.parameter_server.wire import check_pull_dtype
 from planner.errors import RequestError
 

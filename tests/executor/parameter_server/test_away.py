@@ -110,6 +110,24 @@ def test_queues_and_barriers_alternate(mode: str) -> None:
     assert sum(c.applied for c in done.counts) == 15
 
 
+def test_who_breaks_off_leaves_its_item() -> None:
+    """And the others, who do it, do not wait for it at the end of the queue."""
+
+    def loop(server: ParameterServer) -> list[int]:
+        server.init(np.zeros(3, np.float32))
+        done = []
+        for item in server.shares(range(4), how="queue"):
+            if server.rank == 1:
+                break
+            time.sleep(0.1)
+            done.append(item)
+        server.barrier()
+        return done
+
+    done = train(loop, workers=2, mode="async", backend="local", wait_s=20)
+    assert [sorted(items) for items in done.returned] == [[0, 1, 2, 3], []]
+
+
 def test_a_wait_looks_again_before_it_gives_up() -> None:
     """The lock is held, by a long update say, while the time runs out and the rule is met."""
     served, now = shard(Rule("async")), [0.0]

@@ -32,6 +32,7 @@ def of_trees(mask: Any) -> Any:
     return lambda tree: jax.tree_util.tree_map_with_path(mask, tree)
 
 
+WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 1000, 10000)
 SAME = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, 0.9, nesterov=True),
@@ -43,6 +44,10 @@ SAME = {
     "adagrad": optax.adagrad(0.1),
     "clip": optax.chain(optax.clip(1.0), optax.adam(0.1)),
     "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+    "radam": optax.radam(0.01),
+    "large rate": optax.adam(1.0),
+    "several pushes": optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+    "schedule-free": optax.contrib.schedule_free_adamw(1e-3),
     "injected": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9),
 }
 OTHER = {
@@ -50,11 +55,21 @@ OTHER = {
     "block rms": optax.clip_by_block_rms(1.0),
     "lamb": optax.lamb(0.1),
     "rank": optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),
+    "small decay": optax.adamw(1e-4, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),
+    "in a warmup": optax.chain(optax.centralize(), optax.sgd(WARMUP)),
+    "several pushes": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3)), 4
+    ).gradient_transformation(),
     "factored": optax.adafactor(0.1),
     "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
     "if finite": optax.apply_if_finite(optax.sgd(0.1), 5),
 }
 OF_NAMES = {
+    "small decay by path": optax.adamw(1e-4, mask=of_trees(decays)),
+    "frozen in a warmup": optax.partition(
+        {"train": optax.adamw(WARMUP), "still": optax.set_to_zero()},
+        of_trees(lambda path, _: "train" if decays(path, _) else "still"),
+    ),
     "mask by path": optax.adamw(0.1, mask=of_trees(decays)),
     "mask by dict": optax.adamw(0.1, mask={k: k != "bias" for k in TREE}),
     "partition": optax.partition(
@@ -79,11 +94,16 @@ def test_what_looks_at_several_elements_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_NAMES)
 def test_what_looks_at_names_is_refused(name: str) -> None:
-    text = "looks at several elements at once|can't take what servers hold"
-    with pytest.raises(RequestError, match=text):
+    if name != "mask by dict":  # which takes no other tree
         check_elementwise(OF_NAMES[name])
+    with pytest.raises(RequestError, match=r"names or shapes of arrays|can't take what servers"):
         check_form(OF_NAMES[name], TREE, {})
     assert not is_elementwise(OF_NAMES[name], TREE)
+
+
+def test_it_is_tried_while_others_look_for_nans() -> None:
+    with jax.debug_nans(True), jax.debug_infs(True):
+        check_elementwise(optax.adam(0.1))
 
 
 def test_names_of_tables_count() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.ps_faults import descendants
 from executor.parameter_server import LostError, ParameterServer, WaitError, train
+from executor.parameter_server.snapshots import listed
 
 PUSHES = 30
 pytestmark = pytest.mark.slow
@@ -93,6 +94,7 @@ def test_a_server_comes_back_in_a_job_that_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     kept: dict[str, Any] = {"snapshots": tmp_path / "kept", "snapshot_every": 5, "mode": "async"}
     one = OPTIONS | {"workers": 1, "servers": 1}
+    folder = tmp_path / "kept" / "of-1" / "server-0"
 
     def loop(until: int, die: int | None) -> Any:
         def run(server: ParameterServer) -> tuple[int, float]:
@@ -103,7 +105,10 @@ def test_a_server_comes_back_in_a_job_that_goes_on(tmp_path: Path) -> None:
             for k in range(begun, until):
                 params = server.push_pull(np.ones(3, np.float32))
                 if k == die:
-                    time.sleep(1)  # the snapshot is written
+                    late = time.monotonic() + 60
+                    while listed(folder)[-1] < 20 and time.monotonic() < late:
+                        time.sleep(0.05)
+                    assert 10 not in listed(folder)
                     actor: Any = server._links.actors[0]  # type: ignore[attr-defined]
                     os.kill(
                         ray.get(actor.__ray_call__.remote(lambda served: os.getpid())),
@@ -117,7 +122,7 @@ def test_a_server_comes_back_in_a_job_that_goes_on(tmp_path: Path) -> None:
     assert train(loop(10, None), **kept, **one).returned == ((0, 10.0),)
     done = train(loop(40, 29), **kept, **one)
     (begun, value), lost = done.returned[0], sum(done.counts[0].lost.values())
-    assert begun == 10 and value == 40 - lost and lost <= 5
+    assert begun == 10 and value == 40 - lost and lost <= 10
 
 
 def test_a_server_without_either_ends_the_job_in_words(tmp_path: Path) -> None:

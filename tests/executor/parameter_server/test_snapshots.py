@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -212,10 +213,23 @@ def test_other_parameters_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    """What was trained is there all the same."""
-    (tmp_path / "of-1").write_text("in the way")
+    """At the beginning it ends the job; later, what was trained is there all the same."""
     kept: dict[str, Any] = {"snapshots": tmp_path, "snapshot_every": 1}
-    done = train(loop(2), workers=1, backend="local", **kept)
+    (tmp_path / "of-1").write_text("in the way")
+    with pytest.raises(
+        RequestError, match=r"server 0: no snapshot.*a folder that every server can"
+    ):
+        train(loop(2), workers=1, backend="local", **kept)
+    (tmp_path / "of-1").unlink()
+
+    def late(server: ParameterServer) -> None:
+        whole = server.init(tree(DRAW))
+        shutil.rmtree(tmp_path / "of-1")
+        (tmp_path / "of-1").write_text("in the way")
+        for _ in range(2):
+            server.push_pull(whole)
+
+    done = train(late, workers=1, backend="local", **kept)
     assert [text.split(" was written: ")[0] for text in done.unsaved] == ["server 0: no snapshot"]
     assert done.counts[0].updates == 2
 

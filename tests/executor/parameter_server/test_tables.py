@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.parameter_server import ParameterServer, Rule, train
+from executor.parameter_server.elementwise import EXACT
 from executor.parameter_server.links import LocalLinks
 from executor.parameter_server.rows import table_layout
 from executor.parameter_server.shard import Shard
-from executor.parameter_server.store import EXACT, Pushed, Store
+from executor.parameter_server.store import Pushed, Store
 from executor.parameter_server.tables import joined, reshard, summed
 from planner.errors import RequestError
 
