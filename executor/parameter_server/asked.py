@@ -51,8 +51,11 @@ def asked(environment: Mapping[str, str], **given: Any) -> Asked:
     """
     for name in ("workers", "servers", "gpus"):
         value = given.get(name)
-        if value is not None and not is_whole(value):
+        if value is None:
+            continue
+        if not is_whole(value):
             raise RequestError(f"{name}={value!r}: got {_kind(value)}, expected a whole number")
+        given[name] = int(value)  # Ray and JSON take none of NumPy's
     address = given.get("address")
     if not isinstance(address, str | None):
         raise RequestError(

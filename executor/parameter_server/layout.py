@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -234,6 +235,7 @@ def layout_of(
             f"servers={servers!r}, split_bytes={split_bytes!r}: expected whole numbers of at least "
             "1"
         )
+    servers, split_bytes = int(servers), int(split_bytes)  # NumPy's are not for JSON
     if partition is not None and (isinstance(partition, type) or not hasattr(partition, "pieces")):
         raise RequestError(
             f"partition={partition!r}: expected a partitioner, such as FixedShardsPartitioner(4), "
@@ -251,7 +253,7 @@ def layout_of(
         dtypes.append(str(leaf.dtype))
         paths.append(name)
         size, width = math.prod(leaf.shape), np.dtype(leaf.dtype).itemsize
-        count = max(1, cut.pieces(size, width))
+        count = max(1, operator.index(cut.pieces(size, width)))
         edges = [size * k // count for k in range(count + 1)]
         cuts += [(width * (e - b), number, b, e) for b, e in itertools.pairwise(edges) if e > b]
     whole = sum(nbytes for nbytes, *_ in cuts)

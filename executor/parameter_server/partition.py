@@ -22,6 +22,7 @@ class Partitioner(Protocol):
 
 
 def _checked(partitioner: FixedShardsPartitioner | MinSizePartitioner | MaxSizePartitioner) -> None:
+    """Refuse what is no number of pieces or bytes; NumPy's numbers become those of Python."""
     for field in fields(partitioner):
         got = getattr(partitioner, field.name)
         if got is None and field.default is None:
@@ -31,6 +32,7 @@ def _checked(partitioner: FixedShardsPartitioner | MinSizePartitioner | MaxSizeP
                 f"{type(partitioner).__name__}: got {field.name}={got!r}, expected a whole number "
                 "of at least 1"
             )
+        object.__setattr__(partitioner, field.name, int(got))
 
 
 @dataclass(frozen=True)

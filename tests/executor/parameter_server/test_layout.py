@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from executor.parameter_server import (
     MinSizePartitioner,
     layout_of,
 )
+from executor.parameter_server.layout import layout_from
 from planner.errors import RequestError
 
 DTYPES = ("float32", "bfloat16", "int8", "float16")
@@ -79,6 +81,31 @@ def test_what_does_not_fit_is_named() -> None:
         layout_of({"a": "text"}, 1)
     with pytest.raises(RequestError, match="servers=0"):
         layout_of({}, 0)
+
+
+class ByNumpy:
+    """A user's own partitioner, whose numbers are NumPy's."""
+
+    def pieces(self, elements: int, width: int) -> int:
+        return np.int64(3)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("ours", "numpys", "options"),
+    [
+        (FixedShardsPartitioner(3), FixedShardsPartitioner(np.int64(3)), {}),  # type: ignore[arg-type]
+        (MinSizePartitioner(40, 4), MinSizePartitioner(np.int8(40), np.uint8(4)), {}),  # type: ignore[arg-type]
+        (MaxSizePartitioner(40, 9), MaxSizePartitioner(np.int8(40), np.int64(9)), {}),  # type: ignore[arg-type]
+        (FixedShardsPartitioner(3), ByNumpy(), {}),
+        (None, None, {"split_bytes": np.int64(40)}),
+    ],
+)
+def test_numpys_numbers_are_as_good_as_pythons(ours: Any, numpys: Any, options: Any) -> None:
+    tree = {"w": jax.ShapeDtypeStruct((30, 10), jnp.float32)}
+    expected = layout_of(tree, 2, **{k: int(x) for k, x in options.items()}, partition=ours)
+    found = layout_of(tree, np.int64(2), **options, partition=numpys)  # type: ignore[arg-type]
+    assert found == expected and len(found.pieces) > 2
+    assert layout_from(json.loads(json.dumps(found.about))).pieces == expected.pieces
 
 
 @settings(deadline=None, max_examples=200)

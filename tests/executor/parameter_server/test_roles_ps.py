@@ -265,6 +265,9 @@ def test_what_is_asked_for() -> None:
     assert asked(LAUNCHED, **{**NOTHING, "workers": 4}) == Asked(4, 2, "local", None)
     numbers = {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2"}
     assert asked(numbers, **{**NOTHING, "backend": "local"}) == Asked(3, 2, "local", None)
+    found = asked({}, workers=np.int64(3), servers=np.int32(2), gpus=np.int8(1), backend="ray")
+    assert found == Asked(3, 2, "ray", None, 1)
+    assert {type(x) for x in (found.workers, found.servers, found.gpus)} == {int}
 
 
 def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
