@@ -15,7 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.parameter_server import ParameterServer, Rule, WaitError, train
+from executor.parameter_server import (
+    FixedShardsPartitioner,
+    ParameterServer,
+    Rule,
+    WaitError,
+    train,
+)
 from executor.parameter_server.links import LocalLinks
 from executor.parameter_server.queue import Queue, Wanted
 from executor.parameter_server.shard import Shard
@@ -57,6 +63,27 @@ def test_an_order_by_epoch() -> None:
     orders = [[index_at(p, 20, 3) for p in range(e * 20, e * 20 + 20)] for e in range(2)]
     assert orders[0] != orders[1] != list(range(20))
     assert all(sorted(order) == list(range(20)) for order in orders)
+    expected = np.concatenate([np.random.default_rng((3, e)).permutation(20) for e in range(2)])
+    assert [x for order in orders for x in order] == expected.tolist()
+    shares = [list(fixed(20, k, 3, policy="leave", epochs=2, seed=3)) for k in range(3)]
+    assert shares[1] == [int(x) for e in (expected[:20], expected[20:]) for x in e[1::3]]
+    assert {type(x) for own in [*orders, *shares] for x in own} == {int}
+
+
+def test_an_order_is_made_once_by_workers_in_different_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Counter[Any]()
+    generator = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda s: made.update([s]) or generator(s))
+    shares = [fixed(50, k, 4, policy="drop", epochs=4, seed=8) for k in range(4)]
+    for rank, share in enumerate(shares):
+        for _ in range(rank * 12):  # each in another epoch
+            next(share)
+    made.clear()
+    seen = [[next(share) for share in shares] for _ in range(12)]
+    assert all(len(set(own)) == 12 for own in zip(*seen, strict=True))
+    assert max(made.values()) == 1
 
 
 class Model:
@@ -194,6 +221,8 @@ def alone_again(server: ParameterServer) -> ParameterServer:
         ("", {}, "0 items"),
         ("abc", {"epochs": 0}, "epochs=0"),
         ("abc", {"seed": -1}, "seed=-1"),
+        ("abc", {"seed": 0.5}, "seed=0.5: got float, expected a whole number"),
+        ("abc", {"epochs": "2"}, "epochs='2': got str, expected a whole number"),
         ("a", {"policy": "drop"}, "1 items for 2 workers"),
     ],
 )
@@ -295,6 +324,22 @@ def test_a_job_goes_on_with_its_queue(tmp_path: Path, servers: int, workers: int
     # the snapshot is of the last update: who asked for the next item after it asked in vain
     assert set(had) == set(range(7)) and sum(had.values()) <= 14 + 2
     assert all(n >= 2 for n in had.values())
+
+
+def test_numpys_numbers_are_written_with_a_job(tmp_path: Path) -> None:
+    def loop(server: ParameterServer) -> list[int]:
+        server.init({"w": jnp.zeros(3)})
+        found = []
+        for item in server.shares(range(3), how="queue", epochs=np.int64(2), seed=np.int64(5)):
+            server.push_pull({"w": np.ones(3, np.float32)})
+            found.append(item)
+        return found
+
+    kept: dict[str, Any] = {"backend": "local", "snapshots": tmp_path, "snapshot_every": 1}
+    kept |= {"mode": "async", "partition": FixedShardsPartitioner(np.int64(2)), "wait_s": 30}
+    done = train(loop, workers=np.int64(2), servers=np.int64(2), **kept)
+    assert Counter(k for mine in done.returned for k in mine) == {0: 2, 1: 2, 2: 2}
+    assert train(loop, workers=2, servers=2, **kept).returned == ([], [])  # all were done
 
 
 def each_of_w(server: ParameterServer) -> list[int]:
