@@ -23,6 +23,7 @@ from planner.errors import MemoryLimitError, ModelError, RequestError
 from planner.graph.lookups import LookUps, Table, find_lookups
 from planner.graph.trace import Traced, abstract, trace
 from planner.hybrid_step import Split, hybrid_step, split_of, step_args
+from planner.loss import check_scalar
 from planner.metadata import with_logical_axis_rules
 from planner.offload import WORTH
 from planner.pipeline import Planned, plan_traced
@@ -200,11 +201,13 @@ def make_placement(
 
     Raises:
         ModelError: the loss failed while traced.
-        RequestError: a table is asked to be on servers by rows and can't be; says why.
+        RequestError: the loss is no scalar; or a table is asked to be on servers by rows and can't
+            be; says why.
         MemoryLimitError: no plan fits.
     """
     request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory)
     lookups = find_lookups(loss, params, batch)
+    check_scalar(loss, lookups)
     return place_and_plan(lookups, params, batch, optimizer, placement, request)[0]
 
 
@@ -354,6 +357,9 @@ def _check_tables(asked: Mapping[str, str], lookups: LookUps) -> None:
 def _moments(optimizer: Any, params: Any) -> dict[str, int]:
     """Arrays of optimizer state in the shape of each parameter, by its path.
 
+    The state repeats the tree of the parameters, behind names of its own: an array of it belongs to
+    the parameter with the longest path in which its own ends.
+
     Raises:
         ModelError: the optimizer does not take the parameters.
     """
@@ -361,18 +367,18 @@ def _moments(optimizer: Any, params: Any) -> dict[str, int]:
         state = jax.eval_shape(optimizer.init, params)
     except Exception as error:
         raise ModelError("the optimizer's init of the parameters failed") from error
-    kept, named = (
-        [(jax.tree_util.keystr(path), x.shape) for path, x in leaves]
-        for leaves in map(_with_paths, (state, params))
-    )
-    return {
-        path: sum(at.endswith(path) and got == shape for at, got in kept if shape)
-        for path, shape in named
-    }
+    shapes = dict(_shapes(params))
+    counts = dict.fromkeys(shapes, 0)
+    for at, shape in _shapes(state):
+        path = max((p for p in shapes if at.endswith(p)), key=len, default=None)
+        if path is not None and shape and shape == shapes[path]:
+            counts[path] += 1
+    return counts
 
 
-def _with_paths(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
+def _shapes(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), x.shape) for path, x in leaves]
 
 
 def _reason(served_s: float, spmd_s: float | None) -> str:

@@ -18,6 +18,7 @@ from planner.placement import (
     SERVER_BYTES_PER_S,
     Placement,
     asked_places,
+    make_placement,
     parse_placement,
     place_and_plan,
     served_seconds,
@@ -62,6 +63,38 @@ def test_prices_grow_with_bytes_and_state() -> None:
     wire = 2 * (many.network.latency_s + 1e6 / many.network.bytes_per_s)
     local = 2 * (one.host.latency_s + 1e6 / one.host.bytes_per_s)
     assert served_seconds(many, 1e6, 0) == pytest.approx(base - local + wire)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        (optax.adam(1e-3), (2, 2)),
+        (optax.sgd(1e-3), (0, 0)),
+        (
+            optax.multi_transform(
+                {"two": optax.adam(1e-3), "one": optax.sgd(1e-3, momentum=0.9)},
+                {"e": "two", "x": {"e": "one"}},
+            ),
+            (2, 1),
+        ),
+    ],
+    ids=["adam", "sgd", "each its own"],
+)
+def test_a_table_named_like_the_end_of_another_has_its_own_state(
+    optimizer: Any, state: tuple[int, int]
+) -> None:
+    def loss(params: Any, ids: Any) -> Any:
+        return sum(jnp.mean(jnp.take(t, ids, axis=0)) for t in (params["e"], params["x"]["e"]))
+
+    params = {"e": shape(2**16, 64), "x": {"e": shape(2**16, 64)}}
+    ids = shape(256, dtype=jnp.int32)
+    found = make_placement(
+        loss, params, optimizer, ids, cluster="h100:8", placement={"": "ps"}, mesh="data=8"
+    )
+    cluster = parse_cluster("h100:8")
+    expected = [served_seconds(cluster, 256 * 64 * 4, moments) for moments in state]
+    assert [leaf.path for leaf in found.leaves] == ["['e']", "['x']['e']"]
+    assert [leaf.served_s for leaf in found.leaves] == pytest.approx(expected)
 
 
 def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not() -> None:
@@ -113,6 +146,20 @@ def test_a_table_may_cost_nothing_under_spmd() -> None:
 def test_small_tables_are_not_looked_at() -> None:
     assert placed({"small": 1_000}).leaves == ()
     assert str(placed({"small": 1_000})) == "all parameters under SPMD"
+
+
+def test_a_loss_is_a_scalar_and_nothing_besides() -> None:
+    params = {"e": shape(2**16, 64)}
+
+    def table_loss(params: Any, ids: Any) -> Any:
+        return jnp.sum(params["e"][ids]), {}
+
+    with pytest.raises(
+        RequestError, match=r"^table_loss\(params, \*batch\) returns float32\[\] in"
+    ):
+        make_placement(
+            table_loss, params, optax.sgd(1.0), shape(8, dtype=jnp.int32), cluster="h100:8"
+        )
 
 
 def test_rules() -> None:
