@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 
-from planner import compat
 from planner.capture import Call
 from planner.commands import asked_options, spinner
 from planner.errors import RequestError
 from planner.graph.lookups import find_lookups
 from planner.graph.trace import abstract
 from planner.loading import Target, resolve_loss
-from planner.loss import Loss
+from planner.loss import Loss, check_scalar
 from planner.pipeline import Planned
 from planner.placement import AUTO, Placement, parse_placement, place_and_plan
 from planner.request import parse_request
@@ -89,7 +88,7 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
     request = parse_request(**merged)
     with spinner(f"placing the parameters of {target} for {merged['cluster']} ..."):
         lookups = find_lookups(loss.function, loss.params, loss.batch)
-        _check_scalar(target, loss, lookups.jaxpr)
+        check_scalar(loss.function, lookups, f"{target.path}: ")
         with _says_what_is_state():
             found, planned, call = place_and_plan(
                 lookups, loss.params, loss.batch, loss.optimizer, placement, request
@@ -115,17 +114,3 @@ def _others(loss: Loss, found: Placement) -> tuple[tuple[str, int], ...]:
     listed = {leaf.path for leaf in found.leaves}
     sizes = ((jax.tree_util.keystr(p), math.prod(x.shape) * x.dtype.itemsize) for p, x in named)
     return tuple((path, nbytes) for path, nbytes in sizes if path not in listed)
-
-
-def _check_scalar(target: Target, loss: Loss, jaxpr: Any) -> None:
-    results = [v.aval for v in compat.body(jaxpr).outvars]
-    if [x.shape for x in results] == [()] and jax.numpy.issubdtype(
-        results[0].dtype, jax.numpy.floating
-    ):
-        return
-    name = getattr(loss.function, "__name__", "loss")
-    got = ", ".join(x.str_short() for x in results) or "nothing"
-    raise RequestError(
-        f"{target.path}: {name}(params, *batch) returns {got}; expected one scalar of floating "
-        "point, the loss"
-    )

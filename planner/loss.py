@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from planner import compat
 from planner.capture import Call
+from planner.errors import RequestError
+from planner.graph.lookups import LookUps
 from planner.graph.trace import abstract
 
 
@@ -42,3 +46,26 @@ class Loss:
             return {"params": params, "opt": opt}, {"loss": value}
 
         return Call(train_step, (state, *self.batch), {})
+
+
+def check_scalar(function: Callable[..., Any], lookups: LookUps, where: str = "") -> None:
+    """Refuse a function that has no gradient as it is: its result is no loss, or no loss alone.
+
+    Args:
+        function: ``function(params, *batch)``.
+        lookups: what ``find_lookups`` found in it.
+        where: what the error begins with, such as a file.
+
+    Raises:
+        RequestError: it does not return one scalar of floating point.
+    """
+    results = [v.aval for v in compat.body(lookups.jaxpr).outvars]
+    alone = lookups.out_tree == jax.tree_util.tree_structure(0)
+    if alone and not results[0].shape and jnp.issubdtype(results[0].dtype, jnp.floating):
+        return
+    name = getattr(function, "__name__", "loss")
+    got = ", ".join(x.str_short() for x in results) or "nothing"
+    raise RequestError(
+        f"{where}{name}(params, *batch) returns {got}{'' if alone else f' in {lookups.out_tree}'}; "
+        "expected one scalar of floating point, the loss, and nothing besides"
+    )

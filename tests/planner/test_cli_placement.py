@@ -233,6 +233,12 @@ REFUSED = {
     "not a scalar": (
         LOSS.replace("jnp.mean(", "(") + PARTS, "auto", r"returns float32\[64\]; expected one scal",
     ),
+    "a loss and an empty dict": (
+        LOSS.replace("** 2)", "** 2), {}") + PARTS,
+        "auto",
+        r"user_model.py: loss\(params, \*batch\) returns float32\[\] in .*\(\*, \{\}\).*nothing b",
+    ),
+    "nothing": (LOSS + PARTS + "def loss(*given): return {}\n", "auto", "returns nothing in .*{}"),
     "a loss and more": (
         LOSS.replace("** 2)", "** 2), 1.0") + PARTS, "auto", "returns float32.*; expected one scal",
     ),
