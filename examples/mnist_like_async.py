@@ -118,6 +118,12 @@ def main() -> None:
     args = parser.parse_args()
 
     data, test = prepare()
+    if not per_epoch(data, max(1, args.workers)):
+        most = len(data["y"]) // BATCH
+        parser.error(
+            f"--workers {args.workers}: a worker's share of the {len(data['y'])} digits is less "
+            f"than a batch of {BATCH}; at most {most}"
+        )
     done = run(
         data,
         args.epochs,

@@ -109,3 +109,21 @@ def test_a_launch_says_how_many_where_the_command_line_does_not(
         monkeypatch.setenv(f"MESHWRIGHT_PS_{name}", value)
     assert asked(digits) == asked(words) == (5, 3, "ray")
     assert asked(digits, "--workers", "2") == (2, 3, "ray")  # which train refuses
+
+
+def test_every_worker_has_a_batch_of_digits(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*args: Any, workers: int, **options: Any) -> None:
+        raise Asked(workers)
+
+    digits, *_ = modules
+    monkeypatch.setattr(digits, "run", run)
+    monkeypatch.setattr(sys, "argv", ["example.py", "--workers", "45"])
+    with pytest.raises(SystemExit):
+        digits.main()
+    said = capsys.readouterr().err
+    assert "--workers 45: a worker's share of the 1437 digits" in said and "at most 44" in said
+    monkeypatch.setattr(sys, "argv", ["example.py", "--workers", "44"])
+    with pytest.raises(Asked):
+        digits.main()
