@@ -14,6 +14,7 @@ Marks don't apply in the first two modes. DATA_PARALLEL may also be done with pa
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 from planner.errors import RequestError
@@ -84,7 +85,7 @@ def set_parallel_mode(
     chosen = check_mode(mode, search)
     check_update(mode, update, staleness)
     before = _current
-    _current = ParallelMode(chosen.mode, chosen.search, update, staleness)
+    _current = ParallelMode(chosen.mode, chosen.search, update, int(staleness))
     return before
 
 
@@ -113,6 +114,10 @@ def check_update(mode: str, update: str, staleness: int) -> None:
         raise RequestError(
             f"update={update!r} in mode {mode}: expected DATA_PARALLEL, the mode in which every "
             "worker has all parameters; or leave update out"
+        )
+    if not isinstance(staleness, numbers.Integral) or isinstance(staleness, bool):
+        raise RequestError(
+            f"staleness={staleness!r}: got {type(staleness).__name__}, expected a whole number"
         )
     if staleness < 0 or (staleness and update != "ssp"):
         raise RequestError(
