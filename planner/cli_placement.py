@@ -88,7 +88,8 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
     request = parse_request(**merged)
     with spinner(f"placing the parameters of {target} for {merged['cluster']} ..."):
         lookups = find_lookups(loss.function, loss.params, loss.batch)
-        check_scalar(loss.function, lookups, f"{target.path}: ")
+        name = getattr(loss.function, "__name__", "loss")
+        check_scalar(lookups, f"{target.path}: {name}")  # so that the error names the file
         with _says_what_is_state():
             found, planned, call = place_and_plan(
                 lookups, loss.params, loss.batch, loss.optimizer, placement, request

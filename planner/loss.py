@@ -48,13 +48,12 @@ class Loss:
         return Call(train_step, (state, *self.batch), {})
 
 
-def check_scalar(function: Callable[..., Any], lookups: LookUps, where: str = "") -> None:
+def check_scalar(lookups: LookUps, name: str = "loss") -> None:
     """Refuse a function that has no gradient as it is: its result is no loss, or no loss alone.
 
     Args:
-        function: ``function(params, *batch)``.
-        lookups: what ``find_lookups`` found in it.
-        where: what the error begins with, such as a file.
+        lookups: what ``find_lookups`` found in ``function(params, *batch)``.
+        name: of the function, and where it is.
 
     Raises:
         RequestError: it does not return one scalar of floating point.
@@ -63,9 +62,8 @@ def check_scalar(function: Callable[..., Any], lookups: LookUps, where: str = ""
     alone = lookups.out_tree == jax.tree_util.tree_structure(0)
     if alone and not results[0].shape and jnp.issubdtype(results[0].dtype, jnp.floating):
         return
-    name = getattr(function, "__name__", "loss")
     got = ", ".join(x.str_short() for x in results) or "nothing"
     raise RequestError(
-        f"{where}{name}(params, *batch) returns {got}{'' if alone else f' in {lookups.out_tree}'}; "
+        f"{name}(params, *batch) returns {got}{'' if alone else f' in {lookups.out_tree}'}; "
         "expected one scalar of floating point, the loss, and nothing besides"
     )

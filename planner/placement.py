@@ -207,7 +207,6 @@ def make_placement(
     """
     request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory)
     lookups = find_lookups(loss, params, batch)
-    check_scalar(loss, lookups)
     return place_and_plan(lookups, params, batch, optimizer, placement, request)[0]
 
 
@@ -240,9 +239,11 @@ def place_and_plan(
         The placement; the step of what is under SPMD as it was planned; and that step.
 
     Raises:
-        RequestError: a table is asked to be on servers by rows and can't be; says why.
+        RequestError: the loss is no scalar; or a table is asked to be on servers by rows and can't
+            be; says why.
         MemoryLimitError: no plan fits.
     """
+    check_scalar(lookups)
     (shapes,) = abstract((params,))
     named, _ = jax.tree_util.tree_flatten_with_path(shapes)
     leaves = {jax.tree_util.keystr(path): x for path, x in named}
