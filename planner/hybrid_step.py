@@ -67,11 +67,12 @@ def split_of(params: Any, rows: frozenset[str], whole: frozenset[str]) -> Split:
 
 
 def hybrid_step(lookups: LookUps, split: Split, optimizer: Any) -> Callable[..., Any]:
-    """``(state, remote, ids, *batch) -> (state, {"loss", "gradients"})``.
+    """``(state, remote, ids, *batch) -> (state, {"loss", "gradients", "missing"})``.
 
     ``state`` has ``params`` and ``opt`` of what stays here; ``remote`` what comes, by path, of
     tables their rows [n, *width]; ``ids`` the rows' numbers, int32 [n], by path. ``gradients`` are
-    those of ``remote``, in its form.
+    those of ``remote``, in its form. ``missing`` says by path of a table whether a row that did
+    not come was looked up (bool []); state, loss and gradients are wrong then.
     """
     small = on_rows(lookups, split.form)
 
@@ -81,11 +82,12 @@ def hybrid_step(lookups: LookUps, split: Split, optimizer: Any) -> Callable[...,
         def loss(rest: Any, remote: Any) -> Any:
             return small(split.joined(rest, remote), ids, *batch)
 
-        both = jax.value_and_grad(loss, argnums=(0, 1))
-        value, (here, away) = both(state["params"], remote)
+        both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (value, missing), (here, away) = both(state["params"], remote)
         updates, opt = optimizer.update(here, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt}, {"loss": value, "gradients": away}
+        told = {"loss": value, "gradients": away, "missing": missing}
+        return {"params": params, "opt": opt}, told
 
     return step
 

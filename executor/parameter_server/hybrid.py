@@ -129,14 +129,19 @@ class Hybrid:
         Raises:
             RequestError: a table can't be where it is asked to be; there are some on servers, and
                 these have no optimizer; the batch has an index outside a table that is looked up
-                by ``table[ids]``; or joined processes have different batches.
+                by ``table[ids]``; ids that are computed from floating-point numbers are rounded
+                otherwise in the step than before it (nothing is pushed then, but what is under SPMD
+                may be used up: go on from what was saved); or joined processes have different
+                batches.
             WaitError: the servers did not answer in time.
         """
         step, ids, room = self._asked_of(batch)
         remote = {**self._whole, **self._pulled(ids, step)}
         with _DEVICES:
-            self._state, out = step(self._state, remote, room, *batch)
-            gradients = self._here(jax.block_until_ready(out)["gradients"])
+            state, out = step(self._state, remote, room, *batch)
+            self._check_there(jax.block_until_ready(out)["missing"], batch)
+            self._state = state
+            gradients = self._here(out["gradients"])
         self._push(ids, gradients)
         loss: jax.Array = out["loss"]
         return loss
@@ -153,7 +158,7 @@ class Hybrid:
             joined.check_same(batch)
         with jax.default_device(_host()):
             index = jax.device_get(indices(*joined.on_host(batch, wanted)))
-        tables = {t.path: t for t in lookups.tables}
+        tables = {t.path: t for t in (*lookups.tables, *lookups.unused)}
         asked = {t.path: unique_rows(t, x) for t, x in zip(lookups.tables, index, strict=True)}
         begins = self._placed is None
         if begins:
@@ -164,7 +169,7 @@ class Hybrid:
                 f"{missing[0]} is on servers, by rows, and with a batch of these shapes it can't "
                 f"be: {lookups.refused[missing[0]]}"
             )
-        ids = {path: asked[path] for path in sorted(served)}
+        ids = {p: asked[p] if p in asked else unique_rows(tables[p], ()) for p in sorted(served)}
         room = {p: padded(x, tables[p].rows, self._sizes[p]) for p, x in ids.items()}
         self._sizes.update({path: len(x) for path, x in room.items()})
         with _DEVICES:
@@ -172,6 +177,20 @@ class Hybrid:
             if begins:
                 self._state = jax.tree.map(spread, self._state, step.in_shardings[0])
         return step, ids, room
+
+    def _check_there(self, missing: Mapping[str, jax.Array], batch: Sequence[Any]) -> None:
+        """Raises RequestError where the step looked up rows that did not come."""
+        lost = sorted(path for path, flag in missing.items() if bool(flag))
+        if not lost:
+            return
+        tables = {t.path: t for t in self._found[_key(batch)][0].tables}
+        lines = ", ".join(dict.fromkeys(filter(None, tables[lost[0]].sources)))
+        raise RequestError(
+            f"{lost[0]}: a look-up{f' at {lines}' if lines else ''} has another index in the step "
+            "than when its rows were pulled, so its row is not there: indices that come from "
+            "floating-point arithmetic are rounded otherwise in another program. Nothing was "
+            "pushed; compute the ids before the step, and give them as integers in the batch"
+        )
 
     @property
     def _where(self) -> tuple[Placement, Split]:

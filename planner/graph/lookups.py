@@ -76,6 +76,8 @@ class LookUps:
     Attributes:
         tables: the parameters that can be served by rows.
         refused: why others can't, by path.
+        unused: those of them that the function does not read at all: where they are served, no row
+            of theirs is asked for.
         mixed: those of them that are looked up as well, by path.
         jaxpr: of the function.
         out_tree: form of its results.
@@ -85,6 +87,7 @@ class LookUps:
 
     tables: tuple[Table, ...]
     refused: Mapping[str, str]
+    unused: tuple[Table, ...]
     mixed: tuple[str, ...]
     jaxpr: Any
     out_tree: Any
@@ -119,11 +122,11 @@ def find_lookups(
     named, _ = jax.tree_util.tree_flatten_with_path(shapes[0])
     paths = [jax.tree_util.keystr(path) for path, _ in named]
     asked = frozenset(range(len(named))) if leaves is None else leaves
-    walk = _Walk({})
+    refused: dict[int, str] = {}
+    seen: list[_Found] = []
 
     def indices(*batch: Any) -> Any:
-        nonlocal walk
-        walk = _Walk({})
+        walk = _Walk(refused)
         given: list[Any] = [
             _Whole(k, compat.shape_of(x)) if k in asked else UNKNOWN
             for k, (_, x) in enumerate(named)
@@ -132,34 +135,33 @@ def find_lookups(
         for out in walk.run(closed, [*given, *rest], ""):
             if isinstance(out, _Whole):
                 walk.refuse(out, "it is a result of the function")
-        return [found.indices for found in walk.found]
+        seen[:], flat = walk.found, walk.indices
+        return flat
 
     sizes = [x.size for x in jax.eval_shape(indices, *shapes[1:])]
-    every = list(zip(walk.found, sizes, strict=True))
-    refused = dict(walk.refused)
-    tables = []
+    every = list(zip(seen, sizes, strict=True))
+    tables, unused = list[Table](), list[Table]()
     for leaf in sorted(asked):
         mine = [(found, size) for found, size in every if found.leaf == leaf]
         aval = named[leaf][1]
+        if mine and not jnp.issubdtype(aval.dtype, jnp.floating):
+            refused.setdefault(leaf, f"it is of {aval.dtype}, which has no gradient")
+        if leaf not in refused and aval.shape:
+            (tables if mine else unused).append(
+                Table(
+                    leaf,
+                    paths[leaf],
+                    int(aval.shape[0]),
+                    tuple(map(int, aval.shape[1:])),
+                    compat.dtype_name(aval),
+                    compat.itemsize(aval),
+                    sum(size for _, size in mine),
+                    tuple(found.bounds for found, _ in mine),
+                    tuple(found.source for found, _ in mine),
+                )
+            )
         if not mine:
             refused.setdefault(leaf, "the function does not look up rows of it")
-        elif not jnp.issubdtype(aval.dtype, jnp.floating):
-            refused.setdefault(leaf, f"it is of {aval.dtype}, which has no gradient")
-        if leaf in refused:
-            continue
-        tables.append(
-            Table(
-                leaf,
-                paths[leaf],
-                int(aval.shape[0]),
-                tuple(map(int, aval.shape[1:])),
-                compat.dtype_name(aval),
-                compat.itemsize(aval),
-                sum(size for _, size in mine),
-                tuple(found.bounds for found, _ in mine),
-                tuple(found.source for found, _ in mine),
-            )
-        )
 
     def by_table(*batch: Any) -> list[list[jax.Array]]:
         flat = indices(*batch)
@@ -169,9 +171,9 @@ def find_lookups(
         ]
 
     why = {paths[leaf]: reason for leaf, reason in sorted(refused.items())}
-    mixed = tuple(paths[leaf] for leaf in sorted(refused) if leaf in {f.leaf for f in walk.found})
+    mixed = tuple(paths[leaf] for leaf in sorted(refused) if leaf in {f.leaf for f in seen})
     out_tree = jax.tree_util.tree_structure(out_shape)
-    return LookUps(tuple(tables), why, mixed, closed, out_tree, by_table)
+    return LookUps(tuple(tables), why, tuple(unused), mixed, closed, out_tree, by_table)
 
 
 def row_column(eqn: Any, shape: tuple[int, ...]) -> int | None:
@@ -243,7 +245,6 @@ class _Found:
     leaf: int
     bounds: str
     source: str
-    indices: Any
 
 
 @dataclass
@@ -252,6 +253,7 @@ class _Walk:
 
     refused: dict[int, str]
     found: list[_Found] = field(default_factory=list)
+    indices: list[Any] = field(default_factory=list)
     taken: bool = True
     """Whether what is walked through runs for certain."""
 
@@ -316,7 +318,8 @@ class _Walk:
             if bounds == PROMISE and not self.taken:
                 bounds = CLIP  # nobody promised for a branch that is not taken
                 index = jnp.clip(index, 0, rows - 1)
-            self.found.append(_Found(table.leaf, bounds, source, index))
+            self.found.append(_Found(table.leaf, bounds, source))
+            self.indices.append(index)
 
     def cond(self, eqn: Any, ins: list[Any], source: str) -> Sequence[Any]:
         """Look-ups of all branches: more rows than needed are no error."""
@@ -343,10 +346,9 @@ class _Walk:
             ins[n_const:][n_carry:],
         )
         known = [x is not UNKNOWN for x in start]
-        walk, outs = self, list[Any]()
+        seen, told = list[_Found](), list[bool]()  # its look-ups; which results are known
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
-            nonlocal walk, outs
             walk = _Walk(self.refused, taken=self.taken)
             carried, sliced = iter(carry), iter(xs)
             args = [next(carried) if k else UNKNOWN for k in known]
@@ -356,10 +358,11 @@ class _Walk:
                 if isinstance(x, _Whole):
                     self.refuse(x, f"a loop{at} returns it")
             outs = [UNKNOWN if isinstance(x, _Whole) else x for x in outs]
+            seen[:], told[:] = walk.found, [x is not UNKNOWN for x in outs]
             kept = [x for x, k in zip(outs, known, strict=False) if k]
             left = [c if x is UNKNOWN else x for x, c in zip(kept, carry, strict=True)]
             ys = [x for x in outs[n_carry:] if x is not UNKNOWN]
-            return left, (ys, [found.indices for found in walk.found])
+            return left, (ys, walk.indices)
 
         def whole() -> Any:
             begin = [x for x, k in zip(start, known, strict=True) if k]
@@ -368,16 +371,16 @@ class _Walk:
 
         while True:
             jax.eval_shape(whole)
-            still = [k and x is not UNKNOWN for k, x in zip(known, outs, strict=False)]
+            still = [k and t for k, t in zip(known, told, strict=False)]
             if still == known:
                 break
             known = still
         carry, (ys, indices) = whole()
-        for found, index in zip(walk.found, indices, strict=True):
-            self.found.append(_Found(found.leaf, found.bounds, found.source, index.reshape(-1)))
+        self.found += seen
+        self.indices += [index.reshape(-1) for index in indices]
         last, stacked = iter(carry), iter(ys)
         results = [next(last) if k else UNKNOWN for k in known]
-        return results + [UNKNOWN if x is UNKNOWN else next(stacked) for x in outs[n_carry:]]
+        return results + [next(stacked) if t else UNKNOWN for t in told[n_carry:]]
 
 
 def _other_use(name: str, source: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+import sys
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import pytest
 
 from executor.parameter_server import ParameterServer, hybrid, train
 from planner.errors import ModelError, RequestError
+from planner.graph.lookups import find_lookups
 from planner.placement import _moments
 
 pytestmark = pytest.mark.devices
@@ -148,6 +151,81 @@ def test_a_batch_that_asks_for_nothing() -> None:
     first = float(jax.jit(filled)(fresh(), np.full((BATCH, 4), ROWS, np.int32), DATA[0][1]))
     assert done.returned[0][0] == pytest.approx(first, rel=1e-5)
     assert np.isfinite(done.returned[0][1])
+
+
+def test_ids_of_floating_point_arithmetic_read_no_other_rows() -> None:
+    """Row r of the table holds r. Features are standardized, put into buckets and crossed; a
+    program over several devices may round them to other buckets than one on the host."""
+    rows = 1 << 20
+
+    def crossed(x: Any) -> Any:
+        z = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-6)
+        bucket = jnp.floor(z * 300).astype(jnp.int32).astype(jnp.uint32)
+        cross = bucket @ jnp.array([2654435761, 40503, 2246822519, 97], jnp.uint32)
+        return ((cross * jnp.uint32(2654435761)) >> 8).astype(jnp.int32) % rows
+
+    def wrong(params: Any, x: Any) -> Any:
+        ids = crossed(x)
+        read = jnp.take(params["embed"], ids, axis=0)[:, 0]
+        return jnp.max(jnp.abs(read - ids)) + 0 * params["w"].sum()
+
+    table = np.repeat(np.arange(rows, dtype=np.float32)[:, None], 2, axis=1)
+    params, places = {"embed": table, "w": np.zeros(8, np.float32)}, {"embed": "ps"}
+    run = hybrid(
+        wrong, params, SGD, server=Fake(), placement=places, cluster="cpu:8", mode="DATA_PARALLEL"
+    )
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        try:
+            assert float(run(rng.normal(7, 3, (50_000, 4)).astype(np.float32))) == 0
+        except RequestError as error:
+            assert re.search(r"\['embed'\].*test_hybrid.py:\d+ has another index", str(error))
+            break  # what is under SPMD is used up
+
+
+def test_rows_that_did_not_come_are_not_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(*args: Any) -> Any:
+        """What is asked for is one row further than what is looked up."""
+        found = find_lookups(*args)
+        return dataclasses.replace(
+            found, indices=lambda *batch: jax.tree.map(lambda x: x + 1, found.indices(*batch))
+        )
+
+    monkeypatch.setattr(sys.modules[hybrid.__module__], "find_lookups", rounded)
+    server = Fake()
+    run = hybrid(loss, fresh(), SGD, server=server, placement={"embed": "ps"}, cluster="cpu:8")
+    with pytest.raises(RequestError, match=r"\['embed'\].*test_hybrid.py:\d+ has.*as integers"):
+        run(*DATA[0])
+    np.testing.assert_array_equal(server.tables["['embed']"], fresh()["embed"])
+
+
+@pytest.mark.parametrize("later", ["absent", "empty"])
+def test_a_later_batch_that_does_not_read_a_table(later: str) -> None:
+    def optional(params: Any, batch: Any) -> Any:
+        out = jnp.mean(params["embed"][batch["i"]] ** 2)
+        if "j" in batch:
+            out += jnp.sum(params["second"][batch["j"]] ** 2)
+        return out
+
+    first = fresh()["embed"]
+    params = {"embed": first, "second": first[:30]}
+    i = np.arange(8, dtype=np.int32)
+    batches = [{"i": i, "j": i}, {"i": i, "j": i[:0]} if later == "empty" else {"i": i}, {"i": i}]
+
+    def worker(server: ParameterServer) -> Any:
+        run = hybrid(optional, params, SGD, server=server, placement={"": "ps"}, cluster="cpu:8")
+        losses = [float(run(batch)) for batch in batches]
+        return losses, server.pull_rows({"['second']": np.arange(30, dtype=np.int32)})
+
+    done = train(worker, workers=1, servers=2, optimizer=SGD, backend="local", wait_s=60)
+    losses, found = done.returned[0]
+    held, expected = params, []
+    for batch in batches:
+        value, gradients = jax.jit(jax.value_and_grad(optional))(held, batch)
+        held = jax.tree.map(lambda p, g: p - 0.5 * g, held, gradients)
+        expected.append(float(value))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(found["['second']"], held["second"], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -142,8 +142,9 @@ def rows_and_whole(function: Any, params: Any, *batch: Any, leaf: str) -> tuple[
         values[: len(unique)] = np.asarray(leaves[table.leaf])[unique]
         small[table.leaf] = values
         assert table.looked_up == sum(x.size for x in index)
-    fast = jax.jit(jax.value_and_grad(on_rows(found, form)))
-    value, gradients = fast(jax.tree_util.tree_unflatten(form, small), ids, *batch)
+    fast = jax.jit(jax.value_and_grad(on_rows(found, form), has_aux=True))
+    (value, missing), gradients = fast(jax.tree_util.tree_unflatten(form, small), ids, *batch)
+    assert missing == dict.fromkeys(ids, False)
     whole = jax.tree_util.tree_leaves(gradients)
     for table in found.tables:
         full = np.zeros_like(np.asarray(leaves[table.leaf]))
@@ -167,6 +168,55 @@ def test_gradients_are_those_of_the_whole_table(function: Any) -> None:
     got, expected, _ = rows_and_whole(function, PARAMS, IDS, Y, leaf="['embed']")
     assert np.abs(expected[1]["embed"]).sum() > 0
     same(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize("function", GOOD, ids=lambda f: f.__name__)
+def test_a_row_that_is_not_there_is_told(function: Any) -> None:
+    """Indices may be rounded otherwise than when rows were asked for; no look-up takes another."""
+    found = find_lookups(function, PARAMS, (IDS, Y))
+    form = jax.tree_util.tree_structure(PARAMS)
+    (index,) = found.indices(IDS, Y)
+    asked = unique_rows(found.tables[0], [np.asarray(x) for x in index])
+    told = []
+    for k in range(-1, len(asked)):
+        ids = asked if k < 0 else np.delete(asked, k)
+        small = {"embed": TABLE[ids], "head": HEAD}
+        told.append(bool(on_rows(found, form)(small, {"['embed']": ids}, IDS, Y)[1]["['embed']"]))
+    if function in (branches, deep):  # which pull rows of branches that are not taken
+        assert not told[0] and any(told[1:])
+    else:
+        assert told == [False, *[True] * len(asked)]
+
+
+def test_a_broken_promise_of_the_taken_branch_is_told() -> None:
+    """The rows of all branches are asked for, so an index outside is seen only when it is used."""
+    for sign in (1, -1):
+        y = sign * np.abs(Y)
+        found = find_lookups(branches, PARAMS, (IDS, y))
+        form = jax.tree_util.tree_structure(PARAMS)
+        everything = {"['embed']": np.arange(ROWS, dtype=np.int32)}
+        _, missing = on_rows(found, form)(PARAMS, everything, IDS, y)
+        assert bool(missing["['embed']"]) == (sign < 0)
+
+
+def test_nothing_of_the_walk_is_left() -> None:
+    with jax.checking_leaks():
+        found = find_lookups(scanned, PARAMS, (IDS, Y))
+        jax.jit(found.indices)(IDS, Y)
+    assert [t.path for t in found.tables] == ["['embed']"]
+
+
+def test_a_table_that_is_not_read() -> None:
+    def loss(params: Any, ids: Any, y: Any) -> Any:
+        jax.lax.cond(y[0, 0] > 0, lambda t: 0.0, lambda t: 1.0, params["embed"])
+        return jnp.mean(params["other"][ids]) * jnp.mean(y)
+
+    params = {"embed": TABLE, "other": TABLE, "scale": np.float32(2)}
+    found = find_lookups(loss, params, (IDS, Y))
+    assert [t.path for t in found.tables] == ["['other']"]
+    assert [(t.path, t.looked_up, t.bounds) for t in found.unused] == [("['embed']", 0, ())]
+    assert unique_rows(found.unused[0], ()).shape == (0,)
+    assert "['embed']" not in {t.path for t in find_lookups(tied, PARAMS, (IDS, Y)).unused}
 
 
 @pytest.mark.parametrize(
@@ -283,7 +333,7 @@ def test_results_keep_their_form() -> None:
     ids = padded(np.unique(IDS).astype(np.int32), ROWS)
     small = {"embed": TABLE[np.minimum(ids, ROWS - 1)], "head": HEAD}
     form = jax.tree_util.tree_structure(PARAMS)
-    got = on_rows(found, form)(small, {"['embed']": ids}, IDS, Y)
+    got, _ = on_rows(found, form)(small, {"['embed']": ids}, IDS, Y)
     same(got, both(PARAMS, IDS, Y), 1e-6)
     with pytest.raises(RequestError, match="parameters of the form"):
         on_rows(found, form)({"embed": 1}, {}, IDS, Y)
