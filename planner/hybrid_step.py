@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from planner import compat
 from planner.graph.lookups import LookUps
 from planner.graph.rows import on_rows
-from planner.graph.trace import abstract
+from planner.graph.trace import abstract, inlined
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,52 @@ def hybrid_step(lookups: LookUps, split: Split, optimizer: Any) -> Callable[...,
         return {"params": params, "opt": opt}, told
 
     return step
+
+
+def looks_across(split: Split, optimizer: Any, params: Any) -> str | None:
+    """The first parameter that stays here whose update, by an optimizer of all parameters, depends
+    on gradients or values of those that come, as with a norm of all gradients; None if there is
+    none, or the optimizer does not take all parameters."""
+    (shapes,) = abstract((params,))
+    state = jax.eval_shape(optimizer.init, shapes)
+    try:
+        closed = jax.make_jaxpr(optimizer.update)(shapes, state, shapes)
+    except Exception:  # its mask, for one, is of what stays here alone
+        return None
+    count = len(split.paths)
+    away = [k in split.remote for k in range(count)]
+    before = [False] * len(jax.tree_util.tree_leaves(state))
+    while True:
+        touched = _touched(closed, [*away, *before, *away])
+        updates, after = touched[:count], touched[count:]
+        if after == before or len(after) != len(before):
+            break
+        before = [a or b for a, b in zip(after, before, strict=True)]
+    pairs = zip(split.paths, updates, away, strict=False)
+    return next((path for path, found, gone in pairs if found and not gone), None)
+
+
+def _touched(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+    """Which results depend on the arguments that are marked."""
+    inner = compat.body(jaxpr)
+    marked = {v for v, mark in zip(inner.invars, ins, strict=True) if mark}
+
+    def read(atom: Any) -> bool:
+        return not compat.is_literal(atom) and atom in marked
+
+    for eqn in inner.eqns:
+        args = [read(v) for v in eqn.invars]
+        if not any(args):
+            continue
+        if (call := inlined(eqn, args)) is not None:
+            outs = _touched(*call)
+        elif eqn.primitive.name == "cond" and not args[0]:
+            each = [_touched(branch, args[1:]) for branch in eqn.params["branches"]]
+            outs = [any(found) for found in zip(*each, strict=True)]
+        else:
+            outs = [True] * len(eqn.outvars)
+        marked.update(v for v, mark in zip(eqn.outvars, outs, strict=True) if mark)
+    return [read(v) for v in inner.outvars]
 
 
 def step_args(

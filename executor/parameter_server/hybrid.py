@@ -23,7 +23,7 @@ from planner.errors import RequestError
 from planner.graph.lookups import LookUps, find_lookups
 from planner.graph.rows import Ids, padded, unique_rows
 from planner.graph.trace import abstract
-from planner.hybrid_step import Split, split_of
+from planner.hybrid_step import Split, looks_across, split_of
 from planner.placement import (
     AUTO,
     PS,
@@ -128,11 +128,12 @@ class Hybrid:
 
         Raises:
             RequestError: a table can't be where it is asked to be; there are some on servers, and
-                these have no optimizer; the batch has an index outside a table that is looked up
-                by ``table[ids]``; ids that are computed from floating-point numbers are rounded
-                otherwise in the step than before it (nothing is pushed then, but what is under SPMD
-                may be used up: go on from what was saved); or joined processes have different
-                batches.
+                these have no optimizer; the optimizer of what stays here looks at gradients of
+                these, too (``clip_by_global_norm``); the batch has an index outside a table that is
+                looked up by ``table[ids]``; ids that are computed from floating-point numbers are
+                rounded otherwise in the step than before it (nothing is pushed then, but what is
+                under SPMD may be used up: go on from what was saved); or joined processes have
+                different batches.
             WaitError: the servers did not answer in time.
         """
         step, ids, room = self._asked_of(batch)
@@ -211,6 +212,16 @@ class Hybrid:
             raise RequestError(
                 f"{served} is on servers, and train() has no optimizer=: servers would add the "
                 "gradients; pass train(..., optimizer=...), which may be another than hybrid's"
+            )
+        if split.remote and (path := looks_across(split, self.optimizer, self._shapes)):
+            served = split.paths[min(split.remote)]
+            raise RequestError(
+                f"optimizer: the update of {path} depends on other arrays, as with "
+                f"clip_by_global_norm, and some of these are on servers ({served}), so that it "
+                "would be another than that of a run without servers; clip each array or element "
+                "(optax.clip_by_block_rms, optax.clip), use optax.masked for that part of the "
+                "optimizer, to have it look at what stays here alone, or keep all parameters here "
+                "(placement={'': 'spmd'})"
             )
         rest = split.rest(self._params)
         alone = self._parts is None and self.server.num_workers > 1

@@ -170,20 +170,32 @@ def needed(function: Any, batch: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def on_host(batch: Sequence[Any], wanted: Sequence[bool]) -> Any:
-    """A batch in this host's memory, whole; in place of arrays over several processes that are not
-    wanted stand zeros."""
+    """A batch in this host's memory, whole; in place of arrays on devices that are not wanted stand
+    zeros, and nothing is fetched of them."""
     from jax.experimental import multihost_utils
 
     def here(leaf: Any, wanted: bool) -> Any:
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            return jax.device_get(leaf)
+        if not isinstance(leaf, jax.Array):
+            return leaf
         if not wanted:
-            return np.zeros(leaf.shape, leaf.dtype)
+            return _zeros(leaf)
+        if leaf.is_fully_addressable:
+            return jax.device_get(leaf)
         return multihost_utils.process_allgather(leaf, tiled=True)
 
     leaves, tree = jax.tree_util.tree_flatten(tuple(batch))
     found = [here(x, w) for x, w in zip(leaves, wanted, strict=True)]
     return jax.tree_util.tree_unflatten(tree, found)
+
+
+def _zeros(leaf: jax.Array) -> Any:
+    """In the form of an array, without its memory."""
+    if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.random.wrap_key_data(
+        jax.numpy.zeros(data.shape, data.dtype), impl=jax.random.key_impl(leaf)
+    )
 
 
 def check_same(batch: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from executor.parameter_server import ParameterServer, hybrid, train
 from planner.errors import ModelError, RequestError
 from planner.graph.lookups import find_lookups
+from planner.hybrid_step import looks_across, split_of
 from planner.placement import _moments
 
 pytestmark = pytest.mark.devices
@@ -249,6 +250,26 @@ def test_batches_are_any_arrays() -> None:
     assert float(run(batch, key)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_only_what_ids_need_is_fetched(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(params: Any, ids: Any, y: Any, key: Any) -> Any:
+        return loss(params, ids, y * jax.random.key_data(key)[0])
+
+    fetched = []
+    real = jax.device_get
+
+    def seen(x: Any) -> Any:
+        fetched.extend(leaf.shape for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.Array))
+        return real(x)
+
+    batch = *jax.device_put(DATA[0]), jax.random.key(3 << 32, impl=impl)
+    expected = float(noisy(fresh(), *batch))
+    run = hybrid(noisy, fresh(), SGD, server=Fake(), placement={"embed": "ps"}, cluster="cpu:8")
+    monkeypatch.setattr(jax, "device_get", seen)
+    assert float(run(*batch)) == pytest.approx(expected, rel=1e-5)
+    assert fetched == [(BATCH, 4), (BATCH * 4,), (128, WIDTH)]  # ids, indices, rows' gradients
+
+
 def test_rows_that_grow_are_planned_once_more() -> None:
     server = Fake()
     run = hybrid(loss, fresh(), SGD, server=server, placement={"embed": "ps"}, cluster="cpu:8")
@@ -414,6 +435,49 @@ def test_steps_count_where_nothing_is_served() -> None:
         assert clock == STEPS and done.counts[0].updates == STEPS
         assert done.counts[0].lags == {0: STEPS}
         np.testing.assert_allclose(losses, alone()[0], rtol=1e-5)
+
+
+FLAT = {"embed": False, "hidden": True, "out": True}
+ACROSS = {
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), SGD),
+    "in a step of several": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), SGD), 2
+    ).gradient_transformation(),
+    "finite": optax.apply_if_finite(SGD, 3),
+    "one step later": optax.contrib.prodigy(0.1),
+}
+APART = {
+    "lamb": optax.lamb(0.01),
+    "lars": optax.lars(0.01),
+    "adafactor": optax.adafactor(0.01),
+    "muon": optax.contrib.muon(0.01),
+    "each array": optax.chain(optax.clip_by_block_rms(1.0), optax.clip(1.0), SGD),
+    "adaptive": optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(0.01)),
+    "a mask": optax.chain(optax.masked(optax.clip_by_global_norm(1.0), FLAT), SGD),
+    "several": optax.MultiSteps(optax.adam(0.01), 2).gradient_transformation(),
+    "injected": optax.inject_hyperparams(optax.adamw)(0.01),
+    "jitted": optax.GradientTransformation(optax.adam(0.01).init, jax.jit(optax.adam(0.01).update)),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_an_optimizer_that_would_look_at_what_is_served(name: str) -> None:
+    params = {"embed": fresh()["embed"], "hidden": fresh()["hidden"], "out": fresh()["out"]}
+    for places in ({"embed": "ps"}, {"embed": "ps", "out": "ps_whole"}):
+        run = hybrid(loss, params, ACROSS[name], server=Fake(), placement=places, cluster="cpu:8")
+        with pytest.raises(RequestError, match=r"update of \['hidden'\].*\(\['embed'\]\).*masked"):
+            run(*DATA[0])
+    kept = hybrid(
+        loss, params, ACROSS[name], server=Fake(), placement={"": "spmd"}, cluster="cpu:8"
+    )
+    kept(*DATA[0])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_optimizers_of_each_array_by_itself(name: str) -> None:
+    shapes = jax.eval_shape(fresh)
+    split = split_of(shapes, frozenset({"['embed']"}), frozenset())
+    assert looks_across(split, APART[name], shapes) is None
 
 
 def test_an_optimizer_that_looks_at_the_tree() -> None:
