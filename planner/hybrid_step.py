@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from planner import compat
+from planner.errors import RequestError
 from planner.graph.lookups import LookUps
 from planner.graph.rows import on_rows
 from planner.graph.trace import abstract, inlined
@@ -114,6 +115,23 @@ def looks_across(split: Split, optimizer: Any, params: Any) -> str | None:
         before = [a or b for a, b in zip(after, before, strict=True)]
     pairs = zip(split.paths, updates, away, strict=False)
     return next((path for path, found, gone in pairs if found and not gone), None)
+
+
+def check_across(split: Split, optimizer: Any, params: Any) -> None:
+    """Refuse an optimizer of all parameters that needs those that come; see ``looks_across``.
+
+    Raises:
+        RequestError: names an update that depends on them.
+    """
+    if split.remote and (path := looks_across(split, optimizer, params)):
+        raise RequestError(
+            f"optimizer: the update of {path} depends on other arrays, as with "
+            f"clip_by_global_norm, and some of these are on servers "
+            f"({split.paths[min(split.remote)]}), so that it would be another than that of a run "
+            "without servers; clip each array or element (optax.clip_by_block_rms, optax.clip), "
+            "use optax.masked for that part of the optimizer, to have it look at what stays here "
+            "alone, or keep all parameters here (placement={'': 'spmd'})"
+        )
 
 
 def _touched(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:

@@ -22,7 +22,14 @@ from planner.capture import Call
 from planner.errors import MemoryLimitError, ModelError, RequestError
 from planner.graph.lookups import LookUps, Table, find_lookups
 from planner.graph.trace import Traced, abstract, trace
-from planner.hybrid_step import Split, hybrid_step, split_of, step_args
+from planner.hybrid_step import (
+    Split,
+    check_across,
+    hybrid_step,
+    looks_across,
+    split_of,
+    step_args,
+)
 from planner.loss import check_scalar
 from planner.metadata import with_logical_axis_rules
 from planner.offload import WORTH
@@ -201,8 +208,8 @@ def make_placement(
 
     Raises:
         ModelError: the loss failed while traced.
-        RequestError: the loss is no scalar; or a table is asked to be on servers by rows and can't
-            be; says why.
+        RequestError: the loss is no scalar; a table is asked to be on servers by rows and can't
+            be, says why; or the optimizer looks at what is asked to be there (``check_across``).
         MemoryLimitError: no plan fits.
     """
     request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory)
@@ -239,8 +246,8 @@ def place_and_plan(
         The placement; the step of what is under SPMD as it was planned; and that step.
 
     Raises:
-        RequestError: the loss is no scalar; or a table is asked to be on servers by rows and can't
-            be; says why.
+        RequestError: the loss is no scalar; a table is asked to be on servers by rows and can't
+            be, says why; or the optimizer looks at what is asked to be there (``check_across``).
         MemoryLimitError: no plan fits.
     """
     check_scalar(lookups)
@@ -265,9 +272,14 @@ def place_and_plan(
         return _planned(step(rows), dataclasses.replace(request, advice=advice), begun)
 
     rows = frozenset(p for p, where in asked.items() if where == PS)
+    check_across(split_of(shapes, rows, whole), optimizer, shapes)
     best, best_s = _tried(planned, rows)
     spmd: dict[str, float] = {}
+    tied: dict[str, str] = {}
     for path in _by_size(t for p, t in tables.items() if asked[p] == AUTO):
+        if across := looks_across(split_of(shapes, rows | {path}, whole), optimizer, shapes):
+            tied[path] = f"the optimizer's update of {across} depends on other arrays"
+            continue
         other, other_s = _tried(planned, rows | {path})
         spmd[path] = best_s - other_s if best is not None else math.inf
         if price[path] < spmd[path]:
@@ -283,9 +295,10 @@ def place_and_plan(
         elif path in whole:
             seconds = served_seconds(request.cluster, nbytes, moments[path])
             where, moved, count, reason = WHOLE, nbytes, 0, _reason(seconds, None)
-        elif asked[path] == AUTO and path in lookups.mixed and nbytes >= WORTH:
+        elif path in tied or (asked[path] == AUTO and path in lookups.mixed and nbytes >= WORTH):
             where, seconds, moved, count = SPMD, math.inf, 0, 0
-            reason = f"it can't be served by rows: {lookups.refused[path]}"
+            why = tied.get(path) or lookups.refused[path]
+            reason = f"it can't be served by rows: {why}"
         else:
             continue
         found.append(Placed(path, where, nbytes, count, moved, seconds, spmd.get(path), reason))

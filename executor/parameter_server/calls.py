@@ -59,10 +59,16 @@ class Calls:
         self._dtype = dtype
         self._barriers = 0
         self._taken: int | None = None
+        self._dropped: list[int] = []
         self._sent: Sequence[Pushed] = ()
 
     def call(self, method: str, args: Sequence[Args | None]) -> list[Any]:
-        """Call a method of every server; see ``Links.call``."""
+        """Call a method of every server; see ``Links.call``. Before it, give back what is to be."""
+        while self._dropped:
+            number = self._dropped.pop()
+            nobody = [None] * (self._links.count - 1)
+            give = [(self.rank, number), *nobody]
+            self._links.call("give_back", give, self._late, self._first)
         return self._links.call(method, args, self._late, self._first)
 
     def all(self, method: str, *args: Any) -> list[Any]:
@@ -156,8 +162,9 @@ class Calls:
         return self._links.host
 
     def give_back(self, queue: int) -> None:
-        """Let others have the item of a queue that this worker has."""
-        self._of_first("give_back", (self.rank, queue), (None, None))
+        """With the next call, let others have the item of a queue that this worker has. Whoever
+        closes a generator, the garbage collector maybe, does not wait."""
+        self._dropped.append(queue)
 
     def meet(self, text: str | None) -> str:
         """What worker 0 says at server 0."""

@@ -23,7 +23,7 @@ from planner.errors import RequestError
 from planner.graph.lookups import LookUps, find_lookups
 from planner.graph.rows import Ids, padded, unique_rows
 from planner.graph.trace import abstract
-from planner.hybrid_step import Split, looks_across, split_of
+from planner.hybrid_step import Split, split_of
 from planner.placement import (
     AUTO,
     PS,
@@ -212,16 +212,6 @@ class Hybrid:
             raise RequestError(
                 f"{served} is on servers, and train() has no optimizer=: servers would add the "
                 "gradients; pass train(..., optimizer=...), which may be another than hybrid's"
-            )
-        if split.remote and (path := looks_across(split, self.optimizer, self._shapes)):
-            served = split.paths[min(split.remote)]
-            raise RequestError(
-                f"optimizer: the update of {path} depends on other arrays, as with "
-                f"clip_by_global_norm, and some of these are on servers ({served}), so that it "
-                "would be another than that of a run without servers; clip each array or element "
-                "(optax.clip_by_block_rms, optax.clip), use optax.masked for that part of the "
-                "optimizer, to have it look at what stays here alone, or keep all parameters here "
-                "(placement={'': 'spmd'})"
             )
         rest = split.rest(self._params)
         alone = self._parts is None and self.server.num_workers > 1

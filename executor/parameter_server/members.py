@@ -123,12 +123,12 @@ class Members:
                 self._told("take", worker, wanted, finished)
             return taken
 
-    def give_back(self, worker: int, number: int | None) -> None:
+    def give_back(self, worker: int, number: int) -> None:
         """A worker goes no further through a queue, of this number: the item that it has goes to
-        another. None asks for nothing."""
+        another."""
         with self.changed:
-            queue = None if number is None else self.queues.get(number)
-            if queue is not None and number is not None and worker in queue.held:
+            queue = self.queues.get(number)
+            if queue is not None and worker in queue.held:
                 self.queues[number] = queue.leave(worker)
                 self._told("give_back", worker, number)
 

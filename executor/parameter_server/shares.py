@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -133,8 +132,7 @@ def queued(
         try:
             yield index_at(place, wanted.count, wanted.seed)
         except GeneratorExit:
-            with contextlib.suppress(Exception):  # the servers may be gone by now
-                give_back()
+            give_back()
             raise
 
 

@@ -97,6 +97,28 @@ def test_a_table_named_like_the_end_of_another_has_its_own_state(
     assert [leaf.served_s for leaf in found.leaves] == pytest.approx(expected)
 
 
+def test_what_the_optimizer_looks_at_stays_and_may_not_be_served() -> None:
+    """A norm of all gradients: with part of them on servers it would be another."""
+
+    def loss(params: Any, ids: Any) -> Any:
+        return jnp.mean(jnp.take(params["table"], ids, axis=0) @ params["head"])
+
+    params = {"table": shape(100_000_000, 64), "head": shape(64, 8)}
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+
+    def place(optimizer: Any, placement: Any) -> Any:
+        ids = shape(256, dtype=jnp.int32)
+        return make_placement(
+            loss, params, optimizer, ids, cluster="h100:8", placement=placement, mesh="data=8"
+        )
+
+    (served,), (kept,) = (place(o, "auto").leaves for o in (optax.adam(0.1), clipped))
+    assert (served.place, kept.place) == ("ps", "spmd")
+    assert "update of ['head'] depends on other arrays" in kept.reason
+    with pytest.raises(RequestError, match=r"update of \['head'\] depends .*\(\['table'\]\)"):
+        place(clipped, {"table": "ps"})
+
+
 def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not() -> None:
     found = placed({"large": 100_000_000, "small": 8_192}, rows={"large": 2_000, "small": 8_192})
     large, small = found.leaves

@@ -101,6 +101,38 @@ def test_what_looks_at_names_is_refused(name: str) -> None:
     assert not is_elementwise(OF_NAMES[name], TREE)
 
 
+def of_float32(across: bool) -> optax.GradientTransformation:
+    """SGD whose state is float32 whatever the gradients are."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        def one(g: Any, kept: Any) -> Any:
+            moved = lambda: 0.9 * kept + 0.1 * (g.mean() if across else g)  # noqa: E731
+            return jax.lax.cond(jnp.asarray(True), moved, lambda: kept)
+
+        state = jax.tree.map(one, gradients, state)
+        return state, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_what_takes_float32_alone() -> None:
+    check_elementwise(of_float32(across=False))
+    check_form(of_float32(across=False), TREE, {})
+    with pytest.raises(RequestError, match="looks at several elements at once"):
+        check_elementwise(of_float32(across=True))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (), (3, 1)])
+def test_arrays_of_one_element_have_no_other_roundings(shape: tuple[int, ...]) -> None:
+    tree = {"a": np.ones(shape, np.float32), "b": np.ones((), jnp.bfloat16)}
+    for optimizer in (optax.adamw(WARMUP), optax.sgd(WARMUP, 0.9), optax.radam(WARMUP)):
+        check_form(optimizer, tree, {})
+        check_form(optimizer, {"a": tree["a"]}, {})
+
+
 def test_it_is_tried_while_others_look_for_nans() -> None:
     with jax.debug_nans(True), jax.debug_infs(True):
         check_elementwise(optax.adam(0.1))
