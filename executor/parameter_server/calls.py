@@ -65,9 +65,7 @@ class Calls:
     def call(self, method: str, args: Sequence[Args | None]) -> list[Any]:
         """Call a method of every server; see ``Links.call``. Before it, give back what is to be."""
         while self._dropped:
-            number = self._dropped.pop()
-            nobody = [None] * (self._links.count - 1)
-            give = [(self.rank, number), *nobody]
+            give = self._to_first(self.rank, self._dropped.pop())
             self._links.call("give_back", give, self._late, self._first)
         return self._links.call(method, args, self._late, self._first)
 
@@ -144,7 +142,7 @@ class Calls:
 
     def agree(self, about: Mapping[str, Any]) -> None:
         """Compare what the parameters are with what server 0 was told."""
-        self.call("agree", [(self.rank, about), *[None] * (self._links.count - 1)])
+        self.call("agree", self._to_first(self.rank, about))
 
     def barrier(self) -> None:
         """Wait for all at the next barrier, which server 0 has."""
@@ -168,13 +166,16 @@ class Calls:
 
     def meet(self, text: str | None) -> str:
         """What worker 0 says at server 0."""
-        nobody = [None] * (self._links.count - 1)
-        heard: str = self.call("meet", [(self.rank, text), *nobody])[0]
+        heard: str = self.call("meet", self._to_first(self.rank, text))[0]
         return heard
 
     def away(self) -> None:
         """Nobody waits for this worker until it joins or pushes."""
         self.all("away", self.rank)
+
+    def _to_first(self, *args: Any) -> list[Args | None]:
+        """Arguments for server 0; the others are not called."""
+        return [args, *[None] * (self._links.count - 1)]
 
     def _of_first(self, method: str, args: Args, nothing: Args) -> Any:
         """The answer of server 0; the others are asked for nothing."""

@@ -221,8 +221,9 @@ class Serving(Shard):
 
     def finish(self) -> str:
         """Write the last snapshot; what is wrong with it."""
-        begun = self.writer is not None and self.store.values is not None
-        return self.writer.finish() if begun and self.writer else ""
+        if self.writer is None or self.store.values is None:
+            return ""
+        return self.writer.finish()
 
     def _forward(self, change: Change) -> None:
         """Have a change repeated; the lock is held, so that they go in order."""
