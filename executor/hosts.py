@@ -8,6 +8,7 @@ plan, ``share`` gives all the plan of process 0.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ipaddress
 import logging
@@ -22,8 +23,9 @@ import numpy as np
 from executor import preempt
 from executor.lines import HostError as HostError
 from executor.lines import listen
-from executor.peers import Watch, watch
+from executor.peers import Watch, unseen_error, watch
 from executor.roles import Role, read_role
+from planner import compat
 from planner.errors import PlanMismatchError
 from planner.plan import Plan, plan_from_json
 
@@ -76,6 +78,7 @@ def initialize(
     watching = watch(role, deadline_s, timeout_s)
     preempt.join(watching)
     _watching.append(watching)
+    atexit.register(settle)
     # its SIGTERM handler would take the signal from programs that do not ask it
     jax.config.update("jax_enable_preemption_service", False)
     left = max(1, round(timeout_s - (time.monotonic() - begun)))
@@ -98,10 +101,28 @@ def finalize() -> None:
     five minutes; nothing of JAX over several processes runs after it. A process that ends does so
     by itself."""
     if _watching:
-        try:
-            jax.distributed.shutdown()
-        finally:
-            _watching.pop().leave()
+        with contextlib.ExitStack() as then:
+            then.callback(lambda: _watching.pop().leave())
+            then.callback(jax.distributed.shutdown)
+            settle()
+
+
+def settle() -> None:
+    """Wait for what this process has under way, before it parts from the others.
+
+    Who fetches a result has waited for one device. On others the program may still be on its way to
+    a first collective, which finds its partners by way of the coordinator: once all have parted it
+    never will, and JAX waits for it as the process ends. JAX runs programs over several devices one
+    after another, so a last one, over those of this process alone, is done when all others are.
+    """
+    if not _watching or unseen_error() is not None or not compat.knows_devices():
+        return
+    devices = np.array(jax.local_devices())
+    each = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(devices, ("device",)), jax.sharding.PartitionSpec("device")
+    )
+    last = jax.device_put(np.zeros(devices.size, np.float32), each)
+    jax.block_until_ready(jax.jit(jax.numpy.negative, out_shardings=each)(last))
 
 
 def is_joined() -> bool:

@@ -45,6 +45,11 @@ def _end(text: str) -> None:
     os._exit(AGAIN)
 
 
+def unseen_error() -> BaseException | None:
+    """The exception that ends this process, where another hook than this module's saw it."""
+    return getattr(sys, "last_value", None)
+
+
 class Watch:
     """This process's part in the watch over all.
 
@@ -109,7 +114,7 @@ class Watch:
         If it ends by an exception that its hook did not see (another hook was set), say that."""
         if self.error is not None:
             return
-        unseen = getattr(sys, "last_value", None)
+        unseen = unseen_error()
         if unseen is not None:
             self.fail(f"{type(unseen).__name__}: {unseen}")
             return

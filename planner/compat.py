@@ -18,6 +18,19 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 
+def knows_devices() -> bool:
+    """Whether JAX has looked for its devices. Nothing public tells it, but from then on the number
+    of CPU devices can't be set."""
+    name = "jax_num_cpu_devices"
+    value = getattr(jax.config, name)
+    try:
+        jax.config.update(name, value + 1)
+    except RuntimeError:
+        return True
+    jax.config.update(name, value)
+    return False
+
+
 def make_jaxpr(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Trace ``function(*args)``; returns (closed jaxpr, pytree of output ShapeDtypeStructs)."""
     return jax.make_jaxpr(function, return_shape=True)(*args)

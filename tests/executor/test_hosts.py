@@ -112,6 +112,54 @@ def test_processes_with_different_plans_are_refused() -> None:
     assert "first difference: process 0" in text and '"data": 8' in text
 
 
+PART = f"""
+import atexit, sys
+sys.path.insert(0, {str(ROOT)!r})
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from planner import compat
+assert not compat.knows_devices()
+atexit.register(lambda: print("AT EXIT", out.is_ready(), flush=True))  # after those of initialize
+from executor.hosts import finalize, initialize
+role = initialize(timeout_s=60)
+here = jax.local_device_count()
+assert compat.knows_devices() and jax.config.jax_num_cpu_devices != here + 1
+mesh = jax.make_mesh((2, here), ("process", "device"), axis_types=(AxisType.Auto,) * 2)
+
+
+def step(x):
+    late = jax.lax.axis_index("device") == here - 1
+    turns = jnp.where(late, 4000, 0)
+    y = jax.lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ y) + x[0, 0], jnp.ones((200, 200)))
+    return jax.lax.all_gather(x + 0 * y.sum(), "process").reshape(2, 1)
+
+
+step = jax.shard_map(
+    step, mesh=mesh, in_specs=P("process", "device"), out_specs=P(None, "device"), check_vma=False
+)
+each = NamedSharding(mesh, P("process", "device"))
+x = jax.make_array_from_process_local_data(each, np.full((1, here), 1 + role.process, "f4"))
+out = jax.jit(step)(x)
+print("FIRST", np.asarray(out.addressable_data(0)).ravel().tolist(), flush=True)
+if sys.argv[1] == "finalize":
+    finalize()
+    print("PARTED", out.is_ready(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["finalize", "exit"])
+def test_what_is_under_way_ends_before_processes_part(how: str) -> None:
+    """Of a program over four devices a process, the last is late, and nobody waits for it."""
+    lines: list[tuple[int, str]] = []
+    command = (sys.executable, "-c", PART, how)
+    outcome = run_local(Job(command, 2, 4), lambda k, line: lines.append((k, line)))
+    assert outcome.codes == (0, 0), lines
+    for process in range(2):
+        said = [line for k, line in lines if k == process and "Gloo" not in line]
+        parted = ["PARTED True"] if how == "finalize" else []
+        assert said == ["FIRST [1.0, 2.0]", *parted, "AT EXIT True"], lines
+
+
 def test_one_process_starts_nothing() -> None:
     assert initialize(processes=1, process=0).processes == 1
 
