@@ -78,7 +78,7 @@ def initialize(
     watching = watch(role, deadline_s, timeout_s)
     preempt.join(watching)
     _watching.append(watching)
-    atexit.register(settle)
+    atexit.register(_settle_at_exit)
     # its SIGTERM handler would take the signal from programs that do not ask it
     jax.config.update("jax_enable_preemption_service", False)
     left = max(1, round(timeout_s - (time.monotonic() - begun)))
@@ -107,22 +107,35 @@ def finalize() -> None:
             settle()
 
 
+def _settle_at_exit() -> None:
+    if unseen_error() is None:
+        settle()
+
+
 def settle() -> None:
     """Wait for what this process has under way, before it parts from the others.
 
     Who fetches a result has waited for one device. On others the program may still be on its way to
     a first collective, which finds its partners by way of the coordinator: once all have parted it
-    never will, and JAX waits for it as the process ends. JAX runs programs over several devices one
-    after another, so a last one, over those of this process alone, is done when all others are.
+    never will, and JAX waits for it as the process ends.
+
+    Waits for all arrays that are there, and for programs whose results are not: JAX runs those over
+    several devices of a process one after another, so a last one is done when all others are. What
+    another thread has started on one device, and whose results are dropped, it does not see.
     """
-    if not _watching or unseen_error() is not None or not compat.knows_devices():
+    if not _watching or not compat.knows_devices():
         return
-    devices = np.array(jax.local_devices())
-    each = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(devices, ("device",)), jax.sharding.PartitionSpec("device")
-    )
-    last = jax.device_put(np.zeros(devices.size, np.float32), each)
-    jax.block_until_ready(jax.jit(jax.numpy.negative, out_shardings=each)(last))
+    for array in jax.live_arrays():
+        with contextlib.suppress(RuntimeError):  # deleted, or an error that nobody will read
+            array.block_until_ready()
+    here = jax.sharding.Mesh(np.array(jax.local_devices()), ("device",))
+    each = jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec("device"))
+    try:
+        with jax.set_mesh(here), jax.transfer_guard("allow"):
+            last = jax.device_put(np.zeros(here.size, np.float32), each)
+            jax.block_until_ready(jax.jit(jax.numpy.negative, out_shardings=each)(last))
+    except RuntimeError as error:
+        log.warning("parting without waiting for what is under way: %s", error)
 
 
 def is_joined() -> bool:

@@ -46,7 +46,7 @@ def _end(text: str) -> None:
 
 
 def unseen_error() -> BaseException | None:
-    """The exception that ends this process, where another hook than this module's saw it."""
+    """At exit: the exception that ends this process. Another hook than this module's may be set."""
     return getattr(sys, "last_value", None)
 
 
@@ -110,13 +110,8 @@ class Watch:
             time.sleep(0.05)
 
     def leave(self) -> None:
-        """Say that this process ends as it should; later breaks of its connections mean nothing.
-        If it ends by an exception that its hook did not see (another hook was set), say that."""
+        """Say that this process parts as it should; its connections may break then."""
         if self.error is not None:
-            return
-        unseen = unseen_error()
-        if unseen is not None:
-            self.fail(f"{type(unseen).__name__}: {unseen}")
             return
         self.leaving = True
         for line in tuple(self.lines.values()):
@@ -271,6 +266,8 @@ def watch(role: Role, deadline_s: float, timeout_s: float) -> Watch:
         ended()
 
     def ended() -> None:
+        if (unseen := unseen_error()) is not None and watching.error is None:
+            watching.fail(f"{type(unseen).__name__}: {unseen}")
         watching.leave()
         if watching.error is not None:  # an end in order would wait for processes that are ending
             logging.shutdown()
