@@ -173,7 +173,8 @@ sums = [float(total(b)) for b in batches]
 files = own_files([f"part-{{k}}" for k in range(5)])
 steps = [agreed_steps(len(files)), agreed_steps(len(files), "pad")]
 rows = sorted(set(map(int, x.read)))
-print("RESULT", json.dumps([role.process, len(x.read), rows, sums, files, steps]))
+said = [role.process, len(x.read), rows, sums, files, steps]
+sys.stdout.write("RESULT " + json.dumps(said) + "\\n")
 """
 
 

@@ -468,7 +468,8 @@ try:
     refused = ""
 except DataError as error:
     refused = str(error)
-print("RESULT", json.dumps([role.process, out, at, refused, len(set(opened))]))
+said = [role.process, out, at, refused, len(set(opened))]
+sys.stdout.write("RESULT " + json.dumps(said) + "\\n")
 """
 
 
