@@ -101,18 +101,19 @@ def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
             own[name] = int(text)
         elif text is not None:
             own[name] = text
-    if own:
-        return own, "planner launch (" + ", ".join(PREFIX + name.upper() for name in own) + ")"
-    role = ps_role((), environment)
+    source = "planner launch (" + ", ".join(PREFIX + name.upper() for name in own) + ")"
+    role = None if {"workers", "servers"} <= own.keys() else ps_role((), environment)
     if role is None:
-        return {}, ""
+        return own, source
     if role.instead:
         who = role.role if role.rank is None else f"{role.role} {role.rank}"
         raise RequestError(f"{role.source} makes this process the {who}: {role.instead}")
-    log.warning("workers and servers are those of %s", role.source)
+    older = {"workers": role.workers, "servers": role.servers, "address": role.address}
+    taken = [name for name, value in older.items() if value is not None and name not in own]
+    log.warning("%s: as %s says", " and ".join(taken), role.source)
     for note in role.notes:
         log.warning("%s", note)
-    return {"workers": role.workers, "servers": role.servers, "address": role.address}, role.source
+    return {**older, **own}, f"{source} with {role.source}" if own else role.source
 
 
 def gpus_of(ray: Any, job: Asked) -> dict[str, Any]:

@@ -106,7 +106,10 @@ def _in_either(check: Callable[[Any], None]) -> None:
     try:
         check(np.float64)
     except _RefusedError:
-        check(np.float32)
+        try:
+            check(np.float32)
+        except _RefusedError as error:
+            raise RequestError(str(error)) from error.__cause__
 
 
 def _drawn(

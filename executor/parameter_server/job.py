@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -186,7 +187,9 @@ class Job:
 
 
 def places_of(folder: str | Path | None, servers: int, every: int) -> Places | None:
-    """Where snapshots lie; None: none are made."""
+    """Where snapshots lie; None: none are made. Raises RequestError for no name."""
+    if folder == "":
+        raise RequestError("snapshots='': expected the name of a folder, or None")
     return None if folder is None else Places(Path(folder).absolute(), servers, every)
 
 
@@ -195,7 +198,7 @@ def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any, list[Any]]
     server when it left."""
     server = ParameterServer(links, rank, job.workers, **job.cut, **job.options)
     try:
-        returned = job.loop(server)
+        returned = _run(job.loop, server)
         server.settle()
     except BaseException as error:
         if job.on_lost != "fail" or job.on.backend == "local":
@@ -207,6 +210,21 @@ def worker_life(job: Job, links: Links, rank: int) -> tuple[Any, Any, list[Any]]
         raise
     _leave(server)
     return returned, server.shapes, server.leaving
+
+
+def _run(loop: Loop, server: ParameterServer) -> Any:
+    try:
+        returned = loop(server)
+    except SystemExit as error:
+        raise RequestError(
+            f"worker {server.rank}: its loop called sys.exit({error.code!r}); expected it to "
+            "return, or to raise what is wrong"
+        ) from error
+    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+        returned.close()
+        kind = "is async" if inspect.iscoroutine(returned) else "yields"
+        raise RequestError(f"the loop {kind}, so it has not run: expected a plain function")
+    return returned
 
 
 def _leave(server: ParameterServer) -> None:

@@ -247,7 +247,10 @@ def layout_of(
     for number, (path, leaf) in enumerate(named):
         name = jax.tree_util.keystr(path)
         if not hasattr(leaf, "dtype") or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise RequestError(f"{name}: got {type(leaf).__name__}, expected an array of numbers")
+            raise RequestError(
+                f"{name or 'the parameters'}: got {type(leaf).__name__}, expected an array of "
+                f"numbers{_by_value(type(leaf))}"
+            )
         check_width(name, leaf.dtype)
         shapes.append(tuple(leaf.shape))
         dtypes.append(str(leaf.dtype))
@@ -269,6 +272,16 @@ def layout_of(
         fill[server][dtypes[leaf]] = offset + end - begin
         pieces.append(Piece(leaf, begin, end, server, offset))
     return Layout(servers, tuple(shapes), tuple(dtypes), tuple(paths), tuple(pieces), form)
+
+
+def _by_value(kind: type) -> str:
+    """What to do about a pytree of a class that other processes got without its registration."""
+    if kind.__module__ != "__main__":
+        return ""
+    return (
+        "; the script's own classes are sent to Ray's processes without being registered as "
+        "pytrees there: define it in a module that the script imports"
+    )
 
 
 def check_width(name: str, dtype: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,19 +43,64 @@ def imported() -> Any:
     return ray
 
 
+@dataclass
+class _Own:
+    """Whether a job in this process has started Ray, and will end it."""
+
+    running: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_OWN = _Own()
+
+
 @contextlib.contextmanager
 def ray_at(address: str | None) -> Iterator[Any]:
-    """Ray, joined or started; what was started is ended."""
+    """Ray, joined or started; what was started is ended.
+
+    Raises:
+        RequestError: another job in this process has started it.
+    """
     ray = imported()
-    mine = not ray.is_initialized()
-    if mine:
-        system = {"_system_config": dict(SYSTEM)} if address in (None, "local") else {}
-        ray.init(address=address or "local", log_to_driver=True, include_dashboard=False, **system)
+    with _OWN.lock:
+        if _OWN.running:
+            raise RequestError(
+                "another training in this process has started Ray, and ends it when it ends itself:"
+                " call ray.init(address='local', include_dashboard=False) before both"
+            )
+        mine = not ray.is_initialized()
+        if mine:
+            _start(ray, address)
+        _OWN.running = mine
     try:
         yield ray
     finally:
         if mine:
-            ray.shutdown()
+            with _OWN.lock:
+                ray.shutdown()
+                _OWN.running = False
+
+
+def _start(ray: Any, address: str | None) -> None:
+    system = {"_system_config": dict(SYSTEM)} if address in (None, "local") else {}
+    with warnings.catch_warnings():  # Ray's processes are new programs: nothing of JAX is in them
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        ray.init(address=address or "local", log_to_driver=True, include_dashboard=False, **system)
+
+
+def check_sent(what: str, value: Any, advice: str) -> None:
+    """Whether Ray can send a value to another process; arrays are not copied for this.
+
+    Raises:
+        RequestError: it can't.
+    """
+    from ray import cloudpickle
+
+    buffers: list[Any] = []
+    try:
+        cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    except Exception as error:
+        raise RequestError(f"{what} can't be sent to another process: {error}; {advice}") from error
 
 
 @dataclass
@@ -144,6 +191,7 @@ class Team:
         """A worker's process is gone."""
         if self.job.on_lost == "fail":
             raise LostError(f"worker {rank} was lost: {error}") from error
+        LOG.warning("worker %d was lost: %s", rank, error)
         again = self.restarts.get(rank, 0) < self.job.restarts
         if self.job.on_lost == "leave" or not again:
             self.links.call("leave", [(rank,)] * self.links.count, self.job.wait_s)
@@ -157,6 +205,8 @@ class Team:
 def worker_process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
     """A worker's life in a process of its own, which parts from those that it has joined."""
     found = worker_life(job, links, rank)
+    advice = "let it return numbers, text, arrays, and what holds them"
+    check_sent(f"what worker {rank}'s loop returned", found[0], advice)
     if is_joined():
         nobody = [None] * (links.count - 1)
         while links.call("members", [(), *nobody], job.wait_s)[0]:  # who fails ends the job
@@ -171,6 +221,9 @@ def worker_process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list
 
 def on_ray(job: Job) -> Served:
     """Run a job; see ``train``."""
+    advice = "let it make its locks, files and connections itself"
+    check_sent("the loop", job.loop, advice)
+    check_sent("evaluate", job.evaluate, advice)
     with ray_at(job.on.address) as ray:
         actors: list[Any] = []
         copies: list[Any] = []

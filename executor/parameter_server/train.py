@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import optax
 
@@ -22,6 +22,7 @@ from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import MEANS, check_update_on
 from executor.parameter_server.shard import Shard
 from executor.parameter_server.snapshots import Writer, read
+from executor.parameter_server.threads import together
 from executor.parameter_server.wire import check_pull_dtype
 from planner.errors import RequestError
 
@@ -117,9 +118,11 @@ def train(
     if compress is not None:
         coded("float32", compress)
     check_pull_dtype(pull_dtype)
-    if not 0 < wait_s < math.inf or not callable(evaluate or train):
+    timed = isinstance(wait_s, numbers.Real) and 0 < wait_s < math.inf
+    if not timed or not callable(evaluate or train):
         raise RequestError(
-            f"wait_s={wait_s}, evaluate={evaluate!r}: expected seconds, more than 0, and a function"
+            f"wait_s={wait_s!r}, evaluate={evaluate!r}: expected seconds, more than 0, and a "
+            "function"
         )
     done = {"rule": rule, "optimizer": optimizer, "update_on": update_on, "wait_s": wait_s}
     done["on_lost"] = on_lost
@@ -155,21 +158,14 @@ def _local(job: Job) -> Served:
                 shard.again(job.workers, job.number)
             writers.append(Writer(shard, job.places, k))
     links = LocalLinks(shards, job.workers + 1)
-    returned: list[Any] = [None] * job.workers
-    shapes = None
     evaluator = Evaluator(job.evaluate_every)
     if job.evaluate is not None:
         evaluator.start(Reader(links, job.evaluate, job.wait_s, **job.cut).once)
-    with evaluator, ThreadPoolExecutor(job.workers, "worker") as pool:
-        futures = {pool.submit(worker_life, job, links, k): k for k in range(job.workers)}
-        try:
-            for future in as_completed(futures):
-                returned[futures[future]], own, _ = future.result()
-                shapes = shapes if own is None else own
-        except BaseException as error:
-            links.fail(f"the job has failed: {type(error).__name__}: {error}")
-            raise
+    with evaluator:
+        ended = together(partial(worker_life, job, links), job.workers, links.fail)
         evaluations = evaluator.finish()
+    returned = [found for found, _, _ in ended]
+    shapes = next((own for _, own, _ in ended if own is not None), None)
     found = [shard.now() for shard in shards]
     tables = [shard.tables() for shard in shards]
     unsaved = [why for writer in writers if (why := writer.finish())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from executor.parameter_server.partition import Partitioner
 from executor.parameter_server.replica import Replica
 from executor.parameter_server.rows import RowCache, Rows, TableLayout, named, table_layout
 from executor.parameter_server.shares import Shares
+from executor.parameter_server.threads import alone
 from executor.parameter_server.wire import check_pull_dtype
 from planner.errors import RequestError
 
@@ -27,6 +29,9 @@ Read = tuple[dict[int, int], Any]
 
 class ParameterServer:
     """The parameters of a job, as one of its workers sees them.
+
+    A loop may use it from several threads: of the calls that push or pull, one is under way at a
+    time, and ``barrier`` is for one of them.
 
     Args:
         links: to the servers.
@@ -86,6 +91,7 @@ class ParameterServer:
         self._behind: Behind[Read] = Behind()
         self._shares = Shares(self._calls, num_workers, self.settle, wait_s)
         self.version = 0
+        self.one = threading.RLock()
 
     @property
     def host(self) -> str:
@@ -131,6 +137,7 @@ class ParameterServer:
         """Rows that were not in the cache, with one."""
         return self._cache.misses if self._cache else 0
 
+    @alone
     def init(self, params: Any, tables: Mapping[str, Any] | None = None) -> Any:
         """Say what the parameters are; the chief's (worker 0's) values are the first.
 
@@ -145,15 +152,22 @@ class ParameterServer:
 
         Raises:
             RequestError: the parameters are not those of worker 0, or of what the job goes on from;
-                or the optimizer looks at names or shapes of arrays, which servers do not have.
+                the optimizer looks at names or shapes of arrays, which servers do not have; or it
+                was called before.
             WaitError: the chief did not call it in time.
         """
+        if self._layout is not None:
+            raise RequestError(
+                "init was called before in this loop: expected one call, with one tree for all "
+                "parameters, such as init({'generator': ..., 'critic': ...})"
+            )
         if self._replica is not None and tables:
             raise RequestError("tables with update_on='worker': servers update their rows")
-        self._layout = layout_of(params, self._links.count, **self._cut)
-        self._tables = table_layout(tables or {}, self._links.count, added=self.optimizer is None)
+        layout = layout_of(params, self._links.count, **self._cut)
+        kept = table_layout(tables or {}, self._links.count, added=self.optimizer is None)
         if self.is_chief and self.optimizer is not None and self._replica is None:
             check_form(self.optimizer, params, tables or {})
+        self._layout, self._tables = layout, kept
         self._calls.busy = self._layout.busy(tables=bool(tables))
         about = self._layout.about | {"tables": self._tables.about}
         if self.is_chief:
@@ -172,6 +186,7 @@ class ParameterServer:
         started again or a job goes on: a loop begins there."""
         return self._calls.number
 
+    @alone
     def pull(self) -> Any:
         """The parameters, as soon as this worker may read them: NumPy arrays, read-only.
 
@@ -184,6 +199,7 @@ class ParameterServer:
         self.settle()
         return self._now(self._read(self._calls.pull()))
 
+    @alone
     def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
         """Rows of tables, as soon as this worker may read them: NumPy arrays of its own.
 
@@ -219,6 +235,7 @@ class ParameterServer:
         self.version = min(x.version for x in found)
         return self.tables.merge(ids, [x.values for x in found])
 
+    @alone
     def push(self, gradients: Any = None, rows: Mapping[str, Any] | None = None) -> bool:
         """Send gradients (or, without an optimizer on the servers, what is to be added).
 
@@ -236,6 +253,7 @@ class ParameterServer:
         self._now_cached(sums, took and self._adds)
         return took
 
+    @alone
     def push_pull(
         self, gradients: Any = None, rows: Mapping[str, Any] | None = None, *, overlap: bool = False
     ) -> Any:
@@ -307,6 +325,7 @@ class ParameterServer:
         if self._cache is not None:
             self._cache.pushed(pushed, added)
 
+    @alone
     def leave(self) -> None:
         """Say that this worker has finished; the others no longer wait for it."""
         try:

@@ -265,6 +265,9 @@ def test_what_is_asked_for() -> None:
     assert asked(LAUNCHED, **{**NOTHING, "workers": 4}) == Asked(4, 2, "local", None)
     numbers = {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2"}
     assert asked(numbers, **{**NOTHING, "backend": "local"}) == Asked(3, 2, "local", None)
+    part = {"MESHWRIGHT_PS_BACKEND": "local", "MESHWRIGHT_PS_SERVERS": "1"}
+    assert asked({**numbers, **part}, **NOTHING) == Asked(3, 1, "local", None)
+    assert asked({**numbers, **LAUNCHED}, **NOTHING) == Asked(4, 2, "local", None)
     found = asked({}, workers=np.int64(3), servers=np.int32(2), gpus=np.int8(1), backend="ray")
     assert found == Asked(3, 2, "ray", None, 1)
     assert {type(x) for x in (found.workers, found.servers, found.gpus)} == {int}
@@ -273,7 +276,7 @@ def test_what_is_asked_for() -> None:
 def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
     variables = {"MS_WORKER_NUM": "3", "MS_SERVER_NUM": "2", "MS_INTERFACE": "eth0"}
     assert asked(variables, **NOTHING).workers == 3
-    assert "those of MindSpore (MS_WORKER_NUM, MS_SERVER_NUM)" in caplog.text
+    assert "workers and servers: as MindSpore (MS_WORKER_NUM, MS_SERVER_NUM) says" in caplog.text
     assert "MS_INTERFACE: no meaning here" in caplog.text
 
 

@@ -483,9 +483,8 @@ def test_tables_that_would_be_cut_are_refused(dtype: Any) -> None:
     ],
 )
 def test_what_is_no_dict_of_tables(call: Any, text: str) -> None:
-    def loop(server: ParameterServer) -> None:
+    server = alone(servers=2)
+    if "init" not in call.__code__.co_names:
         server.init({}, tables={"t": np.zeros((4, 2), np.float32)})
-        call(server)
-
     with pytest.raises(RequestError, match=text):
-        train(loop, workers=1, backend="local", wait_s=5)
+        call(server)

@@ -1,0 +1,211 @@
+"""Loops with several threads, loops that never end or never begin, and two jobs at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from executor.parameter_server import ParameterServer, WaitError, threads, train
+from executor.parameter_server.layout import layout_of
+from planner.errors import RequestError
+
+ONES = np.ones(3, np.float32)
+
+
+@pytest.fixture
+def often() -> Any:
+    """Threads take turns more often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("row_cache", [0, 3])
+def test_all_pushes_of_several_threads_count(row_cache: int, often: None) -> None:
+    def loop(server: ParameterServer) -> list[Exception]:
+        server.init(0 * ONES, tables={"t": np.zeros((5, 1), np.float32)})
+        errors: list[Exception] = []
+
+        def push() -> None:
+            try:
+                for _ in range(100):
+                    server.push(ONES, rows={"t": ([1], np.ones((1, 1), np.float32))})
+                    server.pull_rows({"t": [1, 2]})
+                    server.pull()
+            except Exception as error:
+                errors.append(error)
+
+        both = [threading.Thread(target=push) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        return errors
+
+    job = {"mode": "async", "backend": "local", "wait_s": 20, "row_cache": row_cache}
+    done = train(loop, workers=2, servers=2, **job)
+    assert done.returned == ([], [])
+    assert all(c.applied == 400 and c.duplicates == 0 and not c.lost for c in done.counts)
+    np.testing.assert_array_equal(done.params, 400 * ONES)
+    assert done.tables["t"][1] == 400
+
+
+def test_a_worker_that_never_ends_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(threads, "END_S", 0.2)
+    enough = threading.Event()
+
+    def loop(server: ParameterServer) -> None:
+        server.init(0 * ONES)
+        if server.rank == 1:
+            enough.wait()
+        server.push_pull(ONES)
+
+    try:
+        with pytest.raises(WaitError, match="to read: worker 1 did not push") as caught:
+            train(loop, workers=3, backend="local", wait_s=0.3)
+        note = "still at work 0.2 s later, and until this process ends: worker 1"
+        assert caught.value.__notes__ == [note]
+        assert note in caplog.text
+    finally:
+        enough.set()
+
+
+def test_what_threads_return_is_in_order() -> None:
+    turns = [threading.Event() for _ in range(4)]
+    turns[3].set()
+
+    def life(number: int) -> int:
+        turns[number].wait()
+        turns[number - 1].set()
+        return number
+
+    told: list[str] = []
+    assert threads.together(life, 4, told.append) == [0, 1, 2, 3] and not told
+
+    def fails(number: int) -> int:
+        if number == 2:
+            raise KeyError(number)
+        return number
+
+    with pytest.raises(KeyError, match="2"):
+        threads.together(fails, 3, told.append)
+    assert told == ["the job has failed: KeyError: 2"]
+
+
+async def waits(server: ParameterServer) -> None:
+    server.init(ONES)
+
+
+def yields(server: ParameterServer) -> Any:
+    yield server.init(ONES)
+
+
+@pytest.mark.parametrize(("loop", "text"), [(waits, "is async"), (yields, "yields")])
+def test_loops_that_have_not_run_are_refused(loop: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=f"the loop {text}, so it has not run: expected a plain"):
+        train(loop, workers=1, backend="local", wait_s=5)
+
+
+def test_init_is_called_once() -> None:
+    def loop(server: ParameterServer) -> None:
+        with pytest.raises(RequestError, match=r"\['text'\]: got str"):
+            server.init({"text": "no array"})
+        server.init({"first": ONES})
+        server.init({"first": ONES})
+
+    with pytest.raises(RequestError, match="init was called before in this loop"):
+        train(loop, workers=2, backend="local", wait_s=5)
+
+
+@dataclass
+class Script:
+    """As a class of the script comes to a worker's process: by value, and unknown to JAX."""
+
+    x: Any
+
+
+def test_pytrees_that_only_the_script_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"the parameters: got Script, .* of numbers$"):
+        layout_of(Script(ONES), 1)
+    monkeypatch.setattr(Script, "__module__", "__main__")
+    with pytest.raises(RequestError, match=r"\['w'\]: got Script, .* define it in a module"):
+        layout_of({"w": Script(ONES)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"wait_s": "5"}, "wait_s='5', .*expected seconds"),
+        ({"snapshots": ""}, "snapshots='': expected the name of a folder"),
+    ],
+)
+def test_options_that_make_no_sense(options: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        train(lambda server: None, workers=1, backend="local", **options)
+
+
+def test_refused_optimizers_have_the_public_error() -> None:
+    with pytest.raises(RequestError) as caught:
+        train(lambda s: None, optimizer=optax.lbfgs(), workers=1, backend="local")
+    assert type(caught.value) is RequestError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["what worker 0's loop returned", "the loop", "evaluate"])
+def test_what_cannot_be_sent_is_told(part: str) -> None:
+    pytest.importorskip("ray")
+    lock = threading.Lock()
+
+    def loop(server: ParameterServer) -> Any:
+        return threading.Lock() if "returned" in part else lock if part == "the loop" else None
+
+    if part != "the loop":
+        lock = None  # type: ignore[assignment]
+    held = threading.Lock()
+    evaluate = (lambda params: held) if part == "evaluate" else None
+    with pytest.raises(RequestError, match=f"{part} can't be sent to another process: .*lock"):
+        train(loop, workers=1, wait_s=30, evaluate=evaluate)
+
+
+@pytest.mark.slow
+def test_of_two_jobs_at_once_neither_ends_the_others_ray() -> None:
+    ray = pytest.importorskip("ray")
+
+    def loop(server: ParameterServer) -> float:
+        server.init(np.zeros(2, np.float32))
+        for _ in range(3):
+            server.push(np.ones(2, np.float32))
+        return float(jax.device_get(server.pull()).sum())
+
+    from executor.parameter_server.on_ray import ray_at
+
+    with ray_at(None):
+        with pytest.raises(RequestError, match="another training in this process has started Ray"):
+            train(loop, workers=1, wait_s=60)
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+    ray.init(address="local", include_dashboard=False)
+    ended: list[Any] = []
+
+    def one() -> None:
+        ended.append(train(loop, workers=1, wait_s=60).returned)
+
+    try:
+        both = [threading.Thread(target=one) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        assert ended == [(6.0,), (6.0,)] and ray.is_initialized()
+    finally:
+        ray.shutdown()
