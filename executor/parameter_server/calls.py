@@ -3,6 +3,9 @@ again to a server that was lost and comes back."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -59,14 +62,15 @@ class Calls:
         self._dtype = dtype
         self._barriers = 0
         self._taken: int | None = None
-        self._dropped: list[int] = []
+        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._sent: Sequence[Pushed] = ()
 
     def call(self, method: str, args: Sequence[Args | None]) -> list[Any]:
         """Call a method of every server; see ``Links.call``. Before it, give back what is to be."""
-        while self._dropped:
-            give = self._to_first(self.rank, self._dropped.pop())
-            self._links.call("give_back", give, self._late, self._first)
+        while not self._dropped.empty():
+            with contextlib.suppress(queue.Empty):  # another thread was quicker
+                give = self._to_first(self.rank, self._dropped.get_nowait())
+                self._links.call("give_back", give, self._late, self._first)
         return self._links.call(method, args, self._late, self._first)
 
     def all(self, method: str, *args: Any) -> list[Any]:
@@ -159,10 +163,10 @@ class Calls:
         """Where other workers reach this one's host; see ``Links``."""
         return self._links.host
 
-    def give_back(self, queue: int) -> None:
+    def give_back(self, number: int) -> None:
         """With the next call, let others have the item of a queue that this worker has. Whoever
         closes a generator, the garbage collector maybe, does not wait."""
-        self._dropped.append(queue)
+        self._dropped.put(number)
 
     def meet(self, text: str | None) -> str:
         """What worker 0 says at server 0."""
@@ -188,10 +192,12 @@ class Behind(Generic[T]):
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "overlap")
         self._under_way: Future[T] | None = None
+        self._lock = threading.Lock()
 
     def submit(self, call: Callable[..., T], *args: Any) -> None:
         """Begin it."""
-        self._under_way = self._thread.submit(call, *args)
+        with self._lock:
+            self._under_way = self._thread.submit(call, *args)
 
     def arrived(self) -> T | None:
         """What it has brought, once it is there; None without one. Raises what it raised."""
@@ -199,5 +205,6 @@ class Behind(Generic[T]):
         try:
             return None if under_way is None else under_way.result()
         finally:  # who is interrupted here must not write to what still travels
-            if under_way is not None and under_way.done():
-                self._under_way = None
+            with self._lock:  # another thread may have been here, and begun the next
+                if under_way is self._under_way and under_way is not None and under_way.done():
+                    self._under_way = None

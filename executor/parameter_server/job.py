@@ -31,6 +31,11 @@ from planner.errors import RequestError
 
 Loop = Callable[[ParameterServer], Any]
 ON_LOST = ("leave", "wait", "fail")
+LAZY = {
+    inspect.iscoroutinefunction: "is async",
+    inspect.isasyncgenfunction: "is async",
+    inspect.isgeneratorfunction: "yields",
+}
 SYNC, STALE = "'sync'", "'ssp' or 'async'"
 
 
@@ -111,6 +116,11 @@ class Job:
     def checked(self) -> Job:
         """The same; raises RequestError for what makes no sense."""
         self.layout({})
+        for kind, text in LAZY.items():
+            if kind(self.loop):
+                raise RequestError(
+                    f"the loop {text}: expected a plain function, which runs at once"
+                )
         aggregate = self.rule.aggregate
         if aggregate is not None and aggregate > self.workers:
             raise RequestError(f"aggregate={aggregate}: there are {self.workers} workers")
@@ -216,14 +226,12 @@ def _run(loop: Loop, server: ParameterServer) -> Any:
     try:
         returned = loop(server)
     except SystemExit as error:
+        if type(error) is not SystemExit:  # PreemptedError, say
+            raise
         raise RequestError(
             f"worker {server.rank}: its loop called sys.exit({error.code!r}); expected it to "
             "return, or to raise what is wrong"
         ) from error
-    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
-        returned.close()
-        kind = "is async" if inspect.iscoroutine(returned) else "yields"
-        raise RequestError(f"the loop {kind}, so it has not run: expected a plain function")
     return returned
 
 

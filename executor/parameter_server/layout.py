@@ -279,8 +279,8 @@ def _by_value(kind: type) -> str:
     if kind.__module__ != "__main__":
         return ""
     return (
-        "; the script's own classes are sent to Ray's processes without being registered as "
-        "pytrees there: define it in a module that the script imports"
+        "; if the script registers it as a pytree, that does not reach Ray's processes: define it "
+        "in a module that the script imports"
     )
 
 

@@ -77,8 +77,8 @@ def ray_at(address: str | None) -> Iterator[Any]:
     finally:
         if mine:
             with _OWN.lock:
-                ray.shutdown()
                 _OWN.running = False
+                ray.shutdown()
 
 
 def _start(ray: Any, address: str | None) -> None:
@@ -88,19 +88,27 @@ def _start(ray: Any, address: str | None) -> None:
         ray.init(address=address or "local", log_to_driver=True, include_dashboard=False, **system)
 
 
-def check_sent(what: str, value: Any, advice: str) -> None:
-    """Whether Ray can send a value to another process; arrays are not copied for this.
+@contextlib.contextmanager
+def _sending(job: Job) -> Iterator[None]:
+    """While it is open, a job is sent to other processes.
 
     Raises:
-        RequestError: it can't.
+        RequestError: it can't be.
     """
-    from ray import cloudpickle
-
-    buffers: list[Any] = []
     try:
-        cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    except Exception as error:
-        raise RequestError(f"{what} can't be sent to another process: {error}; {advice}") from error
+        yield
+    except Exception as error:  # Ray's own words are the whole job
+        from ray import cloudpickle
+
+        for what, value in (("the loop", job.loop), ("evaluate", job.evaluate)):
+            try:
+                cloudpickle.dumps(value)
+            except Exception as why:
+                raise RequestError(
+                    f"{what} can't be sent to another process: {why}; let it make its locks, files "
+                    "and connections itself"
+                ) from error
+        raise
 
 
 @dataclass
@@ -123,7 +131,8 @@ class Team:
         job = self.job
         once = self.ray.remote(max_calls=1)  # JAX is set up once in a process
         task = once(worker_process).options(max_retries=0, **SPREAD, **gpus_of(self.ray, job.on))
-        ref = task.remote(job, RayLinks(self.links.actors, rank), rank)
+        with _sending(job):
+            ref = task.remote(job, RayLinks(self.links.actors, rank), rank)
         self.running[ref] = rank
 
     def follow(self) -> None:
@@ -154,7 +163,13 @@ class Team:
                 self.returned[rank], own, self.left[rank] = self.ray.get(done[0])
                 self.shapes = self.shapes if own is None else own
             except self.ray.exceptions.RayTaskError as error:
-                raise (error.cause or error) from error
+                cause = error.cause or error
+                if isinstance(cause, TypeError) and "pickle" in str(cause):
+                    raise RequestError(
+                        f"worker {rank}: {cause}; what a loop returns is sent to this process: "
+                        "expected numbers, text, arrays, and what holds them"
+                    ) from error
+                raise cause from error
             except missing as error:
                 self.missing(rank, error)
         self.tell()
@@ -205,8 +220,6 @@ class Team:
 def worker_process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
     """A worker's life in a process of its own, which parts from those that it has joined."""
     found = worker_life(job, links, rank)
-    advice = "let it return numbers, text, arrays, and what holds them"
-    check_sent(f"what worker {rank}'s loop returned", found[0], advice)
     if is_joined():
         nobody = [None] * (links.count - 1)
         while links.call("members", [(), *nobody], job.wait_s)[0]:  # who fails ends the job
@@ -221,9 +234,6 @@ def worker_process(job: Job, links: RayLinks, rank: int) -> tuple[Any, Any, list
 
 def on_ray(job: Job) -> Served:
     """Run a job; see ``train``."""
-    advice = "let it make its locks, files and connections itself"
-    check_sent("the loop", job.loop, advice)
-    check_sent("evaluate", job.evaluate, advice)
     with ray_at(job.on.address) as ray:
         actors: list[Any] = []
         copies: list[Any] = []
@@ -235,7 +245,7 @@ def on_ray(job: Job) -> Served:
                 copies = [copy.remote(job.shard) for _ in range(job.servers)]
             lives = -1 if job.replicas or job.places is not None else 0
             serving = ray.remote(Serving).options(
-                max_concurrency=2 * job.workers + 4,
+                max_concurrency=4 * job.workers + 4,
                 max_restarts=lives,
                 runtime_env={"env_vars": {**CPU["env_vars"], **MEMORY_ENV}},
                 **SPREAD,
@@ -248,7 +258,8 @@ def on_ray(job: Job) -> Served:
             links = RayLinks(actors)
             if job.evaluate is not None:
                 reading = ray.remote(Reader).options(max_restarts=-1, **WHERE)
-                reader = reading.remote(links, job.evaluate, job.wait_s, **job.cut)
+                with _sending(job):
+                    reader = reading.remote(links, job.evaluate, job.wait_s, **job.cut)
                 copies.append(reader)
                 evaluator.start(lambda seen: ray.get(reader.once.remote(seen)))
             team = Team(job, links, ray)

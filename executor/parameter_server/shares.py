@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from executor.parameter_server.calls import Calls
 from executor.parameter_server.clock import is_whole
 from executor.parameter_server.queue import Taken, Wanted
 from executor.parameter_server.ray_links import AGAIN_S
+from executor.parameter_server.threads import alone
 from planner.errors import RequestError
 
 HOW = ("fixed", "queue")
@@ -144,12 +146,19 @@ class Shares:
         workers: how many there are.
         settle: waits for what the worker has under way; a queue is asked after that.
         wait_s: deadline of every wait, in seconds.
+        one: held while the queue is asked; a thread may do that beside the loop.
     """
 
     def __init__(
-        self, calls: Calls, workers: int, settle: Callable[[], None], wait_s: float
+        self,
+        calls: Calls,
+        workers: int,
+        settle: Callable[[], None],
+        wait_s: float,
+        one: threading.RLock,
     ) -> None:
         self._calls, self._workers, self._settle, self._wait_s = calls, workers, settle, wait_s
+        self.one = one
         self._queues = 0
 
     def of(
@@ -164,10 +173,18 @@ class Shares:
         self._queues += 1
         wanted = Wanted(self._queues, count, **asked)
         take = partial(self._take, wanted)
-        calls = self._calls
-        back = partial(calls.give_back, wanted.queue)
-        return queued(wanted, take, calls.away, calls.join, back, self._wait_s)
+        back = partial(self._calls.give_back, wanted.queue)
+        return queued(wanted, take, self._away, self._join, back, self._wait_s)
 
+    @alone
+    def _away(self) -> None:
+        self._calls.away()
+
+    @alone
+    def _join(self) -> None:
+        self._calls.join()
+
+    @alone
     def _take(self, wanted: Wanted, finished: int | None) -> Taken:
         self._settle()
         return self._calls.take(wanted, finished)

@@ -61,9 +61,10 @@ def together(life: Callable[[int], T], count: int, fail: Callable[[str], None]) 
 
     running = set(range(count))
     returned: dict[int, T] = {}
-    for number in range(count):
-        threading.Thread(target=live, args=(number,), name=f"worker-{number}", daemon=True).start()
     try:
+        for number in range(count):
+            name = f"worker-{number}"
+            threading.Thread(target=live, args=(number,), name=name, daemon=True).start()
         while running:
             number, value, failed = ended.get()
             running.remove(number)

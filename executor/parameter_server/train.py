@@ -157,7 +157,7 @@ def _local(job: Job) -> Served:
                 shard.load(*read(job.places.of(k), job.begin[k]))
                 shard.again(job.workers, job.number)
             writers.append(Writer(shard, job.places, k))
-    links = LocalLinks(shards, job.workers + 1)
+    links = LocalLinks(shards, 4 * job.workers + 1)  # a loop may have a few threads
     evaluator = Evaluator(job.evaluate_every)
     if job.evaluate is not None:
         evaluator.start(Reader(links, job.evaluate, job.wait_s, **job.cut).once)

@@ -89,9 +89,10 @@ class ParameterServer:
         self._adds = optimizer is None and not rule.lag_scaled
         self._seen: dict[int, int] = {}
         self._behind: Behind[Read] = Behind()
-        self._shares = Shares(self._calls, num_workers, self.settle, wait_s)
-        self.version = 0
         self.one = threading.RLock()
+        self._shares = Shares(self._calls, num_workers, self.settle, wait_s, self.one)
+        self._begun = False
+        self.version = 0
 
     @property
     def host(self) -> str:
@@ -156,7 +157,7 @@ class ParameterServer:
                 was called before.
             WaitError: the chief did not call it in time.
         """
-        if self._layout is not None:
+        if self._begun:
             raise RequestError(
                 "init was called before in this loop: expected one call, with one tree for all "
                 "parameters, such as init({'generator': ..., 'critic': ...})"
@@ -178,7 +179,9 @@ class ParameterServer:
         self._calls.join()
         if not self.is_chief:
             self._calls.agree(about)
-        return self.pull()
+        values = self.pull()
+        self._begun = True
+        return values
 
     @property
     def clock(self) -> int:
@@ -325,16 +328,23 @@ class ParameterServer:
         if self._cache is not None:
             self._cache.pushed(pushed, added)
 
-    @alone
     def leave(self) -> None:
-        """Say that this worker has finished; the others no longer wait for it."""
+        """Say that this worker has finished; the others no longer wait for it, nor it for a thread
+        of its own that is still in a call."""
         try:
-            self.settle()
-            if self._replica is not None and self._replica.version:
-                flats = self.layout.scatter(jax.device_get(self._replica.params))
-                self._calls.call("end", [(self._replica.version, flat) for flat in flats])
+            if self.one.acquire(blocking=False):
+                try:
+                    self._settle_all()
+                finally:
+                    self.one.release()
         finally:
             self._calls.call("leave", self.leaving)
+
+    def _settle_all(self) -> None:
+        self.settle()
+        if self._replica is not None and self._replica.version:
+            flats = self.layout.scatter(jax.device_get(self._replica.params))
+            self._calls.call("end", [(self._replica.version, flat) for flat in flats])
 
     @property
     def leaving(self) -> list[tuple[int, int | None]]:

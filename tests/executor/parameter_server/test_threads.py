@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import sys
 import threading
+import time
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +17,13 @@ import numpy as np
 import optax
 import pytest
 
-from executor.parameter_server import ParameterServer, WaitError, threads, train
+from executor.parameter_server import ParameterServer, Rule, WaitError, threads, train
+from executor.parameter_server.asked import Asked
+from executor.parameter_server.calls import Behind
+from executor.parameter_server.job import Job, worker_life
 from executor.parameter_server.layout import layout_of
+from executor.parameter_server.links import LocalLinks
+from executor.parameter_server.shard import Shard
 from planner.errors import RequestError
 
 ONES = np.ones(3, np.float32)
@@ -58,10 +68,119 @@ def test_all_pushes_of_several_threads_count(row_cache: int, often: None) -> Non
     assert done.tables["t"][1] == 400
 
 
+def test_a_thread_takes_the_share_ahead(often: None) -> None:
+    """While the loop pushes, with messages that travel meanwhile."""
+
+    def loop(server: ParameterServer) -> int:
+        params, ahead = server.init(0 * ONES), queue.Queue[int | None](3)
+
+        def take() -> None:
+            for item in server.shares(range(60), how="queue"):
+                ahead.put(item)
+            ahead.put(None)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        count = 0
+        while ahead.get() is not None:
+            params = server.push_pull(params + ONES - params, overlap=True)
+            count += 1
+        thread.join()
+        return count
+
+    done = train(loop, workers=3, servers=2, mode="async", backend="local", wait_s=20)
+    assert sum(done.returned) == 60
+    assert all(not c.duplicates and not c.lost for c in done.counts)
+    np.testing.assert_array_equal(done.params, 60 * ONES)
+
+
+def test_the_next_call_is_not_taken_for_the_last() -> None:
+    """Two threads wait for one call; the first begins another before the second has seen it."""
+    behind: Behind[int] = Behind()
+    first, seen, second = Future[int](), threading.Event(), Future[int]()
+    behind._under_way = first
+    real = first.result
+
+    def late(timeout: float | None = None) -> int:
+        found = real(timeout)
+        behind._under_way = second
+        seen.set()
+        return found
+
+    first.result = late  # type: ignore[method-assign]
+    first.set_result(1)
+    assert behind.arrived() == 1 and seen.is_set()
+    assert behind._under_way is second
+
+
+def test_a_barrier_beside_pushes() -> None:
+    """Calls that wait leave room for those that they wait for."""
+
+    errors: list[Exception] = []
+
+    def loop(server: ParameterServer) -> None:
+        params = server.init(0 * ONES)
+
+        def barrier() -> None:
+            try:
+                server.barrier()
+            except WaitError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=barrier)
+        if server.rank:
+            thread.start()
+            time.sleep(0.1)
+        for _ in range(3):
+            params = server.push_pull(ONES + 0 * params)
+        if server.rank:
+            thread.join()
+        else:
+            server.barrier()
+
+    done = train(loop, workers=3, servers=1, backend="local", wait_s=10)
+    assert not errors
+    np.testing.assert_array_equal(done.params, 3 * ONES)
+
+
+def test_who_fails_leaves_though_a_thread_of_it_waits() -> None:
+    begun, waiting = threading.Event(), list[threading.Thread]()
+
+    def loop(server: ParameterServer) -> None:
+        server.init(0 * ONES)
+        server.push(ONES)
+
+        def waits() -> None:
+            with contextlib.suppress(RequestError):
+                begun.set()
+                server.pull()
+
+        waiting.append(threading.Thread(target=waits))
+        waiting[0].start()
+        begun.wait()
+        while server.one.acquire(blocking=False):
+            server.one.release()
+        raise KeyError("a fault of the loop")
+
+    rule, options = Rule(), {"rule": Rule(), "on_lost": "leave", "wait_s": 60.0}
+    job = Job(loop, Asked(2, 1, "local"), rule, None, 60.0, {}, options)
+    shard = Shard(*job.shard)
+    links = LocalLinks([shard], 8)
+    other = ParameterServer(links, 1, 2, **options)
+    joining = threading.Thread(target=other.init, args=(0 * ONES,))
+    joining.start()
+    with pytest.raises(KeyError):
+        worker_life(job, links, 0)
+    assert waiting[0].is_alive() and shard.members() == (1,)
+    links.fail("the test is over")
+    waiting[0].join()
+    joining.join()
+
+
 def test_a_worker_that_never_ends_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(threads, "END_S", 0.2)
+    monkeypatch.setattr(threads, "END_S", 2.0)
     enough = threading.Event()
 
     def loop(server: ParameterServer) -> None:
@@ -72,8 +191,8 @@ def test_a_worker_that_never_ends_is_named(
 
     try:
         with pytest.raises(WaitError, match="to read: worker 1 did not push") as caught:
-            train(loop, workers=3, backend="local", wait_s=0.3)
-        note = "still at work 0.2 s later, and until this process ends: worker 1"
+            train(loop, workers=3, backend="local", wait_s=1.0)
+        note = "still at work 2 s later, and until this process ends: worker 1"
         assert caught.value.__notes__ == [note]
         assert note in caplog.text
     finally:
@@ -106,13 +225,20 @@ async def waits(server: ParameterServer) -> None:
     server.init(ONES)
 
 
-def yields(server: ParameterServer) -> Any:
+def yields(server: ParameterServer, more: int = 0) -> Any:
     yield server.init(ONES)
 
 
-@pytest.mark.parametrize(("loop", "text"), [(waits, "is async"), (yields, "yields")])
-def test_loops_that_have_not_run_are_refused(loop: Any, text: str) -> None:
-    with pytest.raises(RequestError, match=f"the loop {text}, so it has not run: expected a plain"):
+async def both(server: ParameterServer) -> Any:
+    yield server.init(ONES)
+
+
+@pytest.mark.parametrize(
+    ("loop", "text"),
+    [(waits, "is async"), (yields, "yields"), (partial(yields, more=1), "yields"), (both, "async")],
+)
+def test_loops_that_would_not_run_are_refused(loop: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=rf"the loop .*{text}: expected a plain function"):
         train(loop, workers=1, backend="local", wait_s=5)
 
 
@@ -173,7 +299,8 @@ def test_what_cannot_be_sent_is_told(part: str) -> None:
         lock = None  # type: ignore[assignment]
     held = threading.Lock()
     evaluate = (lambda params: held) if part == "evaluate" else None
-    with pytest.raises(RequestError, match=f"{part} can't be sent to another process: .*lock"):
+    words = "worker 0: .*" if "returned" in part else f"{part} can't be sent to another process: .*"
+    with pytest.raises(RequestError, match=words + "cannot pickle .*lock"):
         train(loop, workers=1, wait_s=30, evaluate=evaluate)
 
 
