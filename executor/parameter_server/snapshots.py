@@ -201,6 +201,7 @@ class Writer:
         self.shard, self.places, self.index = shard, places, index
         there = listed(places.of(index))  # a server that comes back may be ahead of them
         self.written = min(max(there, default=-1), shard.version)
+        self.queues = dict(shard.queues)
         self.thread: threading.Thread | None = None
         self.failed: Exception | None = None
         shard.on_update, shard.on_begun = self.updated, self.first
@@ -225,6 +226,7 @@ class Writer:
 
     def begin(self) -> None:
         """Copy what the server holds, and write it in a thread."""
+        self.queues = dict(self.shard.queues)
         dump = self.shard.dump()
         self.written = self.shard.version
         self.thread = threading.Thread(target=self._write, args=(dump,), daemon=True)
@@ -240,12 +242,14 @@ class Writer:
 
     def finish(self) -> str:
         """Write what is newer than the last snapshot, and wait for it; why it could not be written.
+        The last items of queues are finished after the last update.
 
         Who trained has the values: the log says it, and the end of the job.
         """
         if self.thread is not None:
             self.thread.join()
-        if self.shard.version > self.written or self.failed is not None:
+        newer = self.shard.version > self.written or self.shard.queues != self.queues
+        if newer or self.failed is not None:
             self.begin()
         if self.thread is not None:
             self.thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,22 @@ def test_a_job_goes_on_with_its_queue(tmp_path: Path, servers: int, workers: int
     # the snapshot is of the last update: who asked for the next item after it asked in vain
     assert set(had) == set(range(7)) and sum(had.values()) <= 14 + 2
     assert all(n >= 2 for n in had.values())
+
+
+def test_items_that_were_finished_after_the_last_snapshot_are_in_it(tmp_path: Path) -> None:
+    def loop(server: ParameterServer) -> list[int]:
+        server.init({"w": jnp.zeros(3)})
+        found = []
+        for item in server.shares(range(3), how="queue"):
+            server.push({"w": np.ones(3, np.float32)})
+            time.sleep(0.3)  # the snapshot is written
+            found.append(item)
+        return found
+
+    kept: dict[str, Any] = {"backend": "local", "snapshots": tmp_path, "snapshot_every": 1}
+    kept |= {"workers": 1, "wait_s": 30}
+    assert train(loop, **kept).returned == ([0, 1, 2],)
+    assert train(loop, **kept).returned == ([],)
 
 
 def test_numpys_numbers_are_written_with_a_job(tmp_path: Path) -> None:
