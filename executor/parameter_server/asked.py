@@ -101,7 +101,7 @@ def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
             own[name] = int(text)
         elif text is not None:
             own[name] = text
-    source = "planner launch (" + ", ".join(PREFIX + name.upper() for name in own) + ")"
+    source = f"planner launch ({', '.join(PREFIX + name.upper() for name in own)})" if own else ""
     role = None if {"workers", "servers"} <= own.keys() else ps_role((), environment)
     if role is None:
         return own, source

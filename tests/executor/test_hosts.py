@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from executor import HostError, initialize
+from executor import HostError, hosts, initialize
 from executor.hosts import check_here, check_own_name, resolve
 from executor.launch import Job, free_port, run_local
 
@@ -191,6 +191,18 @@ def test_what_is_under_way_ends_before_processes_part(
     for process in range(2):
         said = json.loads((tmp_path / str(process)).read_text())
         assert said == [*([[1.0, 2.0]] if devices > 1 else []), True], lines
+
+
+@pytest.mark.parametrize("error", [None, ValueError("bad batch")])
+def test_who_ends_by_an_error_waits_for_nothing(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has under way the others may never join."""
+    waited: list[bool] = []
+    monkeypatch.setattr(hosts, "settle", lambda: waited.append(True))
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    hosts._settle_at_exit()
+    assert waited == ([] if error else [True])
 
 
 def test_one_process_starts_nothing() -> None:
