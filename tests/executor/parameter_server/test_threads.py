@@ -144,22 +144,25 @@ def test_a_barrier_beside_pushes() -> None:
 
 
 def test_who_fails_leaves_though_a_thread_of_it_waits() -> None:
-    begun, waiting = threading.Event(), list[threading.Thread]()
+    begun, over, waiting = threading.Event(), threading.Event(), list[threading.Thread]()
 
     def loop(server: ParameterServer) -> None:
         server.init(0 * ONES)
         server.push(ONES)
 
+        def answers_late(ahead: int = 0) -> Any:
+            begun.set()
+            over.wait(60)
+            raise WaitError("the test is over")
+
         def waits() -> None:
-            with contextlib.suppress(RequestError):
-                begun.set()
+            with contextlib.suppress(WaitError):
                 server.pull()
 
+        server._calls.pull = answers_late  # type: ignore[method-assign]
         waiting.append(threading.Thread(target=waits))
         waiting[0].start()
         begun.wait()
-        while server.one.acquire(blocking=False):
-            server.one.release()
         raise KeyError("a fault of the loop")
 
     rule, options = Rule(), {"rule": Rule(), "on_lost": "leave", "wait_s": 60.0}
@@ -172,7 +175,7 @@ def test_who_fails_leaves_though_a_thread_of_it_waits() -> None:
     with pytest.raises(KeyError):
         worker_life(job, links, 0)
     assert waiting[0].is_alive() and shard.members() == (1,)
-    links.fail("the test is over")
+    over.set()
     waiting[0].join()
     joining.join()
 
