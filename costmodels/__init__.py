@@ -3,6 +3,7 @@
 Times are in seconds, sizes in bytes, rates in flop/s and bytes/s, all SI decimal.
 """
 
+from ._describe import MOST_DEVICES
 from .collectives import Collective, collective_coefficients
 from .compute import Kernel, attention_drag, op_time_s
 from .hardware import (
@@ -20,6 +21,7 @@ from .hardware import (
 from .model import AnalyticCostModel, CostModel
 
 __all__ = [
+    "MOST_DEVICES",
     "AnalyticCostModel",
     "Cluster",
     "ClusterError",

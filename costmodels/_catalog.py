@@ -29,14 +29,17 @@ _POSITIVE = {
     "host": ("bytes_per_s",),
     "peak_flops_per_s": DTYPES,
 }
-_INTEGER = (
-    "memory_bytes",
-    "devices_per_node",
-    "max_dims",
-    "wrap_multiple",
-    "tile_rows",
-    "tile_lanes",
-)
+_INTEGER = {
+    "memory_bytes": 2**53,
+    "devices_per_node": 2**20,
+    "max_dims": 16,
+    "wrap_multiple": 2**20,
+    "tile_rows": 2**16,
+    "tile_lanes": 2**16,
+}
+"""Whole numbers, and the most that each may be."""
+_LEAST, _MOST, _LONGEST_S = 1e-6, 1e24, 1e6
+"""Range of rates and sizes, and the longest latency in seconds: prices stay finite."""
 _NOT_NEGATIVE = (
     "kernel_latency_s",
     "step_latency_s",
@@ -52,6 +55,15 @@ _UNIT_INTERVAL = (
     "memory_efficiency",
     "efficiency",
 )
+
+
+def shown(value: object) -> str:
+    """A value of a file on one short line."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply, or thousands of digits
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ClusterError(ValueError):
@@ -130,19 +142,20 @@ def merge_overrides(entry: Table, overrides: Mapping[str, Any], where: str) -> T
     for table, values in overrides.items():
         if table not in merged:
             raise ClusterError(
-                f"{where}: unknown table [{table}]; this device has "
+                f"{where}: unknown table [{shown(table)[1:-1]}]; this device has "
                 f"[cluster], {', '.join(f'[{name}]' for name in merged)}; rename or drop it"
             )
         if not isinstance(values, dict):
             raise ClusterError(
-                f"{where}: {table} must be a table, got {values!r}; write [{table}] and its keys"
+                f"{where}: {table} must be a table, got {shown(values)}; write "
+                f"[{table}] and its keys"
             )
         fixed = ("kind", "aliases") if table == "device" else ()
         keys = set(DTYPES if table == "peak_flops_per_s" else merged[table]).difference(fixed)
         for key, value in values.items():
             if key not in keys:
                 raise ClusterError(
-                    f"{where}: unknown key {key!r} in [{table}]; "
+                    f"{where}: unknown key {shown(key)} in [{table}]; "
                     f"expected one of: {', '.join(sorted(keys))}; rename or drop it"
                 )
             merged[table][key] = value
@@ -163,7 +176,8 @@ def check_entry(entry: Table, where: str) -> None:
             problem = _problem(table, key, value)
             if problem:
                 raise ClusterError(
-                    f"{where}: [{table}] {key} must be {problem}, got {value!r}; correct the value"
+                    f"{where}: [{table}] {key} must be {problem}, got {shown(value)}; correct "
+                    "the value"
                 )
 
 
@@ -178,13 +192,18 @@ def _problem(table: str, key: str, value: object) -> str:
     if value != value or value in (float("inf"), float("-inf")):
         return "a finite number"
     if key in _POSITIVE.get(table, ()):
+        most = _INTEGER.get(key, _MOST)
         if value <= 0:
             return "positive"
         if key in _INTEGER and int(value) != value:
             return "a whole number"
-        return ""
+        return "" if _LEAST <= value <= most else f"from {_LEAST:g} to {most:g}"
     if key in _NOT_NEGATIVE:
-        return "" if value >= 0 else "zero or positive"
+        if value < 0:
+            return "zero or positive"
+        return "" if value <= _LONGEST_S else f"at most {_LONGEST_S:g}"
+    if key == "memory_reserve":
+        return "" if 0 <= value < 1 else "at least 0 and below 1"
     if key in _UNIT_INTERVAL:
         return "" if 0 < value <= 1 else "above 0 and at most 1"
     return "" if 0 <= value <= 1 else "between 0 and 1"
@@ -194,6 +213,6 @@ def _is_wiring(value: object) -> bool:
     """Whether a value is a symmetric square matrix of counts with a link in every row, or []."""
     if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
         return False
-    counts = all(type(count) is int and count >= 0 for row in value for count in row)
+    counts = all(type(count) is int and 0 <= count < 2**20 for row in value for count in row)
     square = all(len(row) == len(value) and any(row) for row in value)
     return counts and square and value == [list(column) for column in zip(*value, strict=True)]

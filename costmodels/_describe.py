@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import math
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides
+from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides, shown
 
 _FORMS = (
     "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'v5e:16x16+4' (4 slices of a "
     "torus), 'cpu:8', a .toml path, or one with a size, 'profile.toml:8x4'"
 )
+
+
+MOST_DEVICES = 2**20
+"""Devices of the largest cluster: planning lists the factorizations of this number."""
+_LARGEST_FILE = 2**20
+"""Bytes of the largest cluster file that is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +34,14 @@ class Description:
     entry: Table
     shape: tuple[int, ...]
     slices: int = 1
+
+    def __post_init__(self) -> None:
+        count = math.prod(self.shape) * self.slices
+        if count > MOST_DEVICES:
+            raise ClusterError(
+                f"{self.text}: {count} devices; a cluster has at most {MOST_DEVICES} here; give a "
+                "smaller size"
+            )
 
     def with_constants(self, constants: Mapping[str, Mapping[str, float]]) -> Description:
         """The same with some constants replaced; raises ClusterError for a bad one."""
@@ -80,7 +97,7 @@ def with_profile(profile: str, cluster: str | None = None) -> str:
 
 def _split(shape_text: str, text: str) -> list[int]:
     parts = shape_text.strip().lower().split("x")
-    if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
+    if not all(re.fullmatch(r"-?[0-9]{1,18}", part) for part in parts):
         raise ClusterError(
             f"bad shape {shape_text!r} in cluster {text!r}; expected whole numbers joined by x; "
             f"write {_FORMS}"
@@ -130,22 +147,41 @@ def _slices(count: int, entry: Table, where: str) -> int:
     return count
 
 
-def _read_file(path: str) -> Description:
-    """A file: [cluster] names device and size, [profile] says where the constants come from (it
-    is not read), other tables replace constants."""
+def _parsed(path: str) -> Table:
+    """The tables of a TOML file: a regular one of bounded size; raises ClusterError."""
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            with open(handle, "rb", closefd=False) as file:
+                raw = file.read(_LARGEST_FILE + 1)
+        finally:
+            os.close(handle)
+        if len(raw) > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"it is larger than {_LARGEST_FILE} bytes")
     except OSError as error:
         reason = error.strerror or "unreadable"
         raise ClusterError(f"cannot read cluster file {path!r}: {reason}; check the path") from None
-    except ValueError as error:
-        raise ClusterError(f"{path}: not valid TOML: {error}; correct the file") from None
+    except ValueError as error:  # a null byte
+        raise ClusterError(f"cannot read cluster file {path!r}: {error}; check the path") from None
+    try:
+        return tomllib.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ClusterError(f"{path}: not valid TOML: {reason}; correct the file") from None
+
+
+def _read_file(path: str) -> Description:
+    """A file: [cluster] names device and size, [profile] says where the constants come from (it
+    is not read), other tables replace constants."""
+    content = _parsed(path)
     head = content.pop("cluster", None)
     content.pop("profile", None)
     if not isinstance(head, dict) or not isinstance(head.get("device"), str):
         raise ClusterError(
             f"{path}: expected a [cluster] table with device = one of "
-            f"{', '.join(known_kinds())}; got {head!r}; add it"
+            f"{', '.join(known_kinds())}; got {shown(head)}; add it"
         )
     entry = merge_overrides(catalog_entry(head["device"]), content, where=path)
     allowed = (
@@ -156,7 +192,7 @@ def _read_file(path: str) -> Description:
     for key in head:
         if key not in allowed:
             raise ClusterError(
-                f"{path}: unknown key {key!r} in [cluster]; expected one of: "
+                f"{path}: unknown key {shown(key)} in [cluster]; expected one of: "
                 f"{', '.join(sorted(allowed))}; rename or drop it"
             )
     sizes: Any
@@ -168,9 +204,9 @@ def _read_file(path: str) -> Description:
     slices = head.get("slices", 1)
     if not isinstance(sizes, list) or not all(type(size) is int for size in (*sizes, slices)):
         raise ClusterError(
-            f"{path}: sizes in [cluster] must be whole numbers, got {sizes!r}"
-            f"{'' if slices == 1 else f' and slices = {slices!r}'}; write devices_per_node = 8 "
-            "and nodes = 4, or shape = [4, 4, 8] and slices = 2 for a torus"
+            f"{path}: sizes in [cluster] must be whole numbers, got {shown(sizes)}"
+            f"{'' if slices == 1 else f' and slices = {shown(slices)}'}; write "
+            "devices_per_node = 8 and nodes = 4, or shape = [4, 4, 8] and slices = 2 for a torus"
         )
     shape = _shape(sizes, entry, where=path)
     return Description(path, entry, shape, _slices(slices, entry, where=path))

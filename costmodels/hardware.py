@@ -48,7 +48,8 @@ class Device:
     gradients keeps when the compiler may combine it with others, all in [0, 1]; `fuses_operands`
     tells whether the compiler computes elementwise operands inside matrix products, which read
     them as bfloat16; the two minor dimensions of an array are padded to `tile_rows` and
-    `tile_lanes` elements.
+    `tile_lanes` elements; `memory_reserve` is the share of the memory that the runtime keeps from
+    programs, in [0, 1).
     """
 
     kind: str
@@ -70,6 +71,12 @@ class Device:
     fuses_operands: bool = False
     tile_rows: int = 1
     tile_lanes: int = 1
+    memory_reserve: float = 0.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that programs may use: all but the reserve."""
+        return int(self.memory_bytes * (1.0 - self.memory_reserve))
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Dense matmul peak in flop/s for a dtype name such as 'bfloat16' or 'float8_e4m3fn'.
@@ -238,6 +245,7 @@ def build_cluster(given: Description) -> Cluster:
         fuses_operands=bool(values["fuses_operands"]),
         tile_rows=int(values["tile_rows"]),
         tile_lanes=int(values["tile_lanes"]),
+        memory_reserve=float(values["memory_reserve"]),
     )
     if "torus" in entry:
         network = _link(entry["inter_slice"]) if slices > 1 else None

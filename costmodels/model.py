@@ -32,7 +32,7 @@ class CostModel(Protocol):
 
     @property
     def memory_limit_bytes(self) -> int:
-        """Memory of one device in bytes."""
+        """Memory of one device in bytes that programs may use."""
         ...
 
     @property
@@ -134,8 +134,8 @@ class AnalyticCostModel:
 
     @property
     def memory_limit_bytes(self) -> int:
-        """Memory of one device in bytes; nothing is set aside for the runtime."""
-        return self.cluster.device.memory_bytes
+        """Memory of one device in bytes, less what its runtime keeps (`memory_reserve`)."""
+        return self.cluster.device.usable_bytes
 
     @property
     def overlap(self) -> float:

@@ -15,6 +15,7 @@ from executor.data import (
 )
 from executor.hosts import HostError, agree, initialize, share
 from executor.measure import measure
+from executor.meet import ProcessMismatchError
 from executor.mesh import build_mesh, detect_cluster
 from executor.meter import NotFiniteError
 from executor.parallelize import Parallelized, parallelize
@@ -22,7 +23,7 @@ from executor.roles import Role, RoleError, read_role
 from executor.train import PreemptedError, Trained, mean_metrics, train
 
 if TYPE_CHECKING:
-    from executor.checkpoint import CheckpointError, Checkpoints
+    from executor.checkpoint import CheckpointError, Checkpoints, FencedError
 
 __all__ = [
     "Batches",
@@ -31,11 +32,13 @@ __all__ = [
     "Checkpoints",
     "CompiledStep",
     "DataError",
+    "FencedError",
     "HostError",
     "NotFiniteError",
     "Parallelized",
     "Position",
     "PreemptedError",
+    "ProcessMismatchError",
     "Role",
     "RoleError",
     "Streams",
@@ -57,7 +60,7 @@ __all__ = [
     "train",
 ]
 
-_CHECKPOINT = frozenset({"CheckpointError", "Checkpoints"})
+_CHECKPOINT = frozenset({"CheckpointError", "Checkpoints", "FencedError"})
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from executor.compile import compile_plan
+from planner.calls import bind
 from planner.plan import Plan
 
 HLO_NAMES = {
@@ -53,6 +54,8 @@ def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
         plan: its plan.
         *args: concrete arguments; they are not donated.
     """
+    bound = bind(function, args)
+    function, args = bound.function, bound.args
     step = compile_plan(function, plan)
     compiled = step.prepare(*args)
     placed = compiled.place(*args)

@@ -1,9 +1,10 @@
-"""``planner checkpoint info|convert|merge``: saved states, on one machine and without devices."""
+"""``planner checkpoint``: saved states, on one machine and without devices."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,17 @@ examples:
   planner checkpoint info run --step 300
 """
 
+_VERIFY = f"""\
+{_SOURCES}
+examples:
+  planner checkpoint verify run
+  planner checkpoint verify run --step 300
+  planner checkpoint verify weights.safetensors
+
+Every file is read and compared with the CRC-32 that was written with it. The exit code is 0 if all
+match, and 2 if a file is damaged or missing, or if there are no checksums.
+"""
+
 _CONVERT = f"""\
 {_SOURCES}
 examples:
@@ -59,11 +71,12 @@ def add_checkpoint(commands: Any) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "checkpoint",
-        help="look at checkpoints, convert and merge them, in and out of safetensors",
-        description="Look at checkpoints, convert and merge them; no devices are needed.",
+        help="look at checkpoints, verify, convert and merge them, in and out of safetensors",
+        description="Look at checkpoints, verify, convert and merge them; no devices are needed.",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_info(verbs)
+    _add_verify(verbs)
     _add_convert(verbs)
     _add_merge(verbs)
 
@@ -71,6 +84,7 @@ def add_checkpoint(commands: Any) -> None:
 def run_checkpoint(options: argparse.Namespace) -> int:
     """Do one of them; raises RequestError."""
     stay_on_cpu()
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # damage in several leaves at once
     with spinner("reading"):
         parts = _VERBS[options.verb](options)
     print_parts(parts, options.no_color)
@@ -94,6 +108,12 @@ def _add_info(verbs: Any) -> None:
     parser.add_argument("state", type=Path, metavar="STATE", help="see below").complete = shtab.FILE
     parser.add_argument("--step", type=int, metavar="N", help="default: the latest")
     _separator(parser)
+
+
+def _add_verify(verbs: Any) -> None:
+    parser = _parser(verbs, "verify", "compare files with their checksums", _VERIFY)
+    parser.add_argument("state", type=Path, metavar="STATE", help="see below").complete = shtab.FILE
+    parser.add_argument("--step", type=int, metavar="N", help="default: all steps of a run")
 
 
 def _add_convert(verbs: Any) -> None:
@@ -163,6 +183,8 @@ def _info(options: argparse.Namespace) -> list[RenderableType]:
         head.insert(0, ("step", str(saved.step)))
     if saved.plan is not None:
         head.append(("plan", f"mesh {saved.plan.mesh}, digest {saved.plan.digest[:16]}"))
+    if saved.owner:
+        head.append(("owner", saved.owner))
     if saved.extra is not None:
         head.append(("extra", json.dumps(saved.extra)))
     parts: list[RenderableType] = [Text(str(saved.where), style="bold"), pairs(head)]
@@ -176,6 +198,17 @@ def _info(options: argparse.Namespace) -> list[RenderableType]:
         shape = ",".join(map(str, leaf.shape))
         add_row(leaves, shown(path), leaf.dtype.name, f"[{shape}]", bytes_text(leaf.nbytes))
     return [*parts, *section("leaves", leaves)]
+
+
+def _verify(options: argparse.Namespace) -> list[RenderableType]:
+    from executor.checkpoint.saved import verify
+
+    parts: list[RenderableType] = []
+    for where, files, size, others in verify(options.state, options.step):
+        parts.append(Text(f"{where}: {files} files, {bytes_text(size)}, no damage"))
+        if others:
+            parts.append(Text(f"  without a checksum: {', '.join(others)}"))
+    return parts
 
 
 def _convert(options: argparse.Namespace) -> list[RenderableType]:
@@ -211,6 +244,7 @@ def _merge(options: argparse.Namespace) -> list[RenderableType]:
 def _write(saved: Saved, options: argparse.Namespace, form: str) -> list[RenderableType]:
     from executor.checkpoint.saved import write_state
 
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it logs the traceback of every thread
     if options.to.name.endswith(".safetensors"):
         form = "safetensors"
     try:
@@ -236,6 +270,6 @@ def _on_disk(where: Path) -> int:
     return sum(x.stat().st_size for x in where.rglob("*") if x.is_file())
 
 
-_VERBS = {"info": _info, "convert": _convert, "merge": _merge}
+_VERBS = {"info": _info, "verify": _verify, "convert": _convert, "merge": _merge}
 
 CHECKPOINT = Command("checkpoint", add_checkpoint, run_checkpoint)

@@ -68,7 +68,7 @@ def run_export(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         return EXPORTED
     try:
-        options.out.write_text(text)
+        options.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RequestError(f"cannot write {options.out}: {error.strerror}") from error
     return EXPORTED

@@ -169,11 +169,14 @@ def _tell(outcome: Outcome, logs: Path, left: int) -> None:
     how = f"ended by signal {code - 128}" if 128 < code < 255 else f"exited with {code}"
     if code == AGAIN:
         how += " (start it again)"
+    how = f"failed first, {how}"
+    if outcome.lost:
+        how = f"was lost: {outcome.lost}; the others exited with {code} (start it again)"
     if code == 255 and outcome.host:
         how += " (that is ssh's own code: no connection, or it was lost)"
     who = "the launching program" if outcome.process is None else f"process {outcome.process}"
     where = f" on {outcome.host}" if outcome.host else ""
-    _say(f"{who}{where} failed first, {how}:")
+    _say(f"{who}{where} {how}:")
     for line in outcome.tail:
         print(f"  {line}", file=sys.stderr)
     if outcome.process is not None:

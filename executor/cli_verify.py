@@ -93,7 +93,7 @@ def run_verify(options: argparse.Namespace) -> int:
         ModelError: the user's model failed.
     """
     stay_on_cpu()
-    target = parse_target(options.model)
+    target = parse_target(options.model, options.arguments)
     plan = None if options.plan is None else load_plan(options.plan)
     cluster = _cluster(asked_cluster(options) or (plan.cluster if plan else DEFAULT_CLUSTER))
     if cluster.device.kind == "cpu":
@@ -221,4 +221,4 @@ def _cells(row: Row) -> Sequence[str]:
     return row.quantity, text(row.predicted), text(row.found), percent, runs, verdict
 
 
-VERIFY = Command("verify", add_verify, run_verify)
+VERIFY = Command("verify", add_verify, run_verify, takes_arguments=True)

@@ -8,14 +8,13 @@ source copied, and a table of constraints by the number of the operation.
 from __future__ import annotations
 
 import inspect
-import json
 import textwrap
 from collections.abc import Iterable
 from types import ModuleType
 
 from executor import interpret
 from planner import compat
-from planner.export.text import heading, mapping_text, mesh_text, spec_text, specs_text
+from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_text, specs_text
 from planner.graph import trace
 from planner.groups import MARKS
 from planner.offload import DEVICE
@@ -26,7 +25,7 @@ WIDTH = 98
 _COMPAT = (
     *("make_jaxpr", "body", "consts", "is_literal", "shape_of", "rebuild", "as_struct"),
     *("provenance", "bind", "scan_counts", "is_ref", "to_memory"),
-    *("in_host_memory", "placed_struct", "marks_places", "computed_on"),
+    *("in_host_memory", "placed_struct", "marks_places", "computed_on", "row_major"),
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("inner_jaxpr", "inlined", "is_whole", "abstract")),
@@ -174,8 +173,9 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
 
     Args:
         plan: any plan.
-        name: of the module, for its usage note.
+        name: of the module, for its usage note; "sharded" stands for one that is no identifier.
     """
+    name = name if name.isidentifier() else "sharded"
     kinds = [plan.op_table[k].split("(", 1)[0] for k in plan.op_index]
     return "\n".join(
         [
@@ -219,11 +219,15 @@ def _docstring(plan: Plan, name: str, kinds: Iterable[str]) -> str:
 
 def _host(plan: Plan) -> str:
     """Literals: arguments in host memory with the operations that read each copy, and results."""
-    spans = {x.path: repr(x.fetched) for x in plan.inputs if x.memory != DEVICE}
-    rows = "".join(f"    {json.dumps(path)},\n" for path in _away(plan.outputs))
+    spans = {x.path: _whole_pairs(x.fetched) for x in plan.inputs if x.memory != DEVICE}
+    rows = "".join(f"    {quoted(path)},\n" for path in _away(plan.outputs))
     body = f"(\n{rows})" if rows else "()"
     kind = "dict[str, tuple[tuple[int, int], ...]]"
     return f"{mapping_text(f'HOST_IN: {kind}', spans)}HOST_OUT: tuple[str, ...] = {body}\n"
+
+
+def _whole_pairs(pairs: Iterable[tuple[int, int]]) -> str:
+    return repr(tuple((int(first), int(last)) for first, last in pairs))
 
 
 def _away(leaves: Iterable[Leaf]) -> list[str]:
@@ -234,7 +238,7 @@ def _inside(constraints: Iterable[Constraint]) -> str:
     """A literal: (spec, places "operation.slot.position"), places in the order of the plan."""
     places: dict[str, list[str]] = {}
     for c in constraints:
-        places.setdefault(spec_text(c.spec), []).append(f"{c.op}.{c.slot}.{c.position}")
+        places.setdefault(spec_text(c.spec), []).append(f"{int(c.op)}.{c.slot}.{int(c.position)}")
     rows = "".join(
         f"    (\n        {spec},\n{textwrap.indent(_quoted(at, ' ' * 8), ' ' * 8)},\n    ),\n"
         for spec, at in places.items()
@@ -250,7 +254,7 @@ def _quoted(words: list[str], indent: str) -> str:
     """Words as adjacent string literals, a line each."""
     lines = textwrap.wrap(" ".join(words), WIDTH - len(indent) - 3, break_on_hyphens=False) or [""]
     return "\n".join(
-        f'"{line} "' if k < len(lines) - 1 else f'"{line}"' for k, line in enumerate(lines)
+        quoted(f"{line} " if k < len(lines) - 1 else line) for k, line in enumerate(lines)
     )
 
 

@@ -4,6 +4,8 @@ What is counted, once per run of the step on one device:
 
 - a collective wherever it stands: at top level, in a called or fused computation, behind an
   ``async-start``, or as a ``-start`` / ``-done`` pair (counted at the start);
+- of XLA:TPU's chains once: it spreads an asynchronous collective over several fusions, and each of
+  them holds the whole collective again, with one ``chain_id`` (counted where it is started);
 - times the trips of the loops around it (`executor.hlo_text.trip_count`); a branch of a
   conditional counts one over the number of branches, as in a plan.
 
@@ -28,6 +30,7 @@ from executor.hlo_text import (
     Computation,
     Instruction,
     operand_bytes,
+    operand_names,
     parse_computations,
     trip_count,
 )
@@ -47,6 +50,9 @@ _LISTED = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _APPLIED = re.compile(r"to_apply=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CHAIN = re.compile(r'chain_id="?(\d+)')
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_STARTS_CHAIN = 'custom_call_target="AsyncCollectiveStart"'
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -142,12 +148,17 @@ class _Reader:
         self.collectives: list[HloCollective] = []
         self.cycles = 0.0
         self.notes: list[str] = []
+        self.chains = _chain_starts(computations)
 
     def visit(self, name: str, weight: float, *, fused: bool) -> None:
         computation = self.computations[name]
         for instruction in computation.instructions.values():
             kind = _collective_kind(instruction.opcode)
             if kind is not None:
+                chain = _chain(instruction)
+                here = (name, instruction.name)
+                if chain and self.chains.setdefault(chain, here) != here:
+                    continue
                 self.collectives.append(self._collective(computation, instruction, kind, weight))
                 continue
             if not fused:
@@ -205,6 +216,31 @@ class _Reader:
             wire_bytes(kind, payload, size),
             source.group(1) if source else "",
         )
+
+
+Chain = tuple[str, str]
+"""Numbers of a chain and of its channel."""
+
+
+def _chain(at: Instruction) -> Chain | None:
+    """The chain of fusions that runs a collective, if it is one of several."""
+    found, channel = _CHAIN.search(at.attributes), _CHANNEL.search(at.attributes)
+    return (found.group(1), channel.group(1) if channel else "") if found else None
+
+
+def _chain_starts(computations: Mapping[str, Computation]) -> dict[Chain, tuple[str, str]]:
+    """Where each chain is started: the computation, and the collective that the start reads."""
+    found: dict[Chain, tuple[str, str]] = {}
+    for name, computation in computations.items():
+        for start in computation.instructions.values():
+            if _STARTS_CHAIN not in start.attributes:
+                continue
+            for read in operand_names(start):
+                at = computation.instructions.get(read)
+                chain = _chain(at) if at is not None else None
+                if chain:
+                    found[chain] = (name, read)
+    return found
 
 
 def _collective_kind(opcode: str) -> str | None:

@@ -21,6 +21,8 @@ import jax
 import numpy as np
 
 from executor import preempt
+from executor.alike import compare_settings
+from executor.hello import SECRET, forget_secret, read_secret
 from executor.lines import HostError as HostError
 from executor.lines import listen
 from executor.peers import Watch, unseen_error, watch
@@ -49,9 +51,10 @@ def initialize(
         process: which one this is; None likewise.
         local_device_ids: the devices of this host that this process owns; None takes all.
         timeout_s: how long to wait for the others.
-        deadline_s: after how long a host that does not answer counts as lost. A process that ends
-            is noticed at once. Who notices names it and ends with code 75 (``peers.AGAIN``), which
-            launchers take as "start again".
+        deadline_s: after how long a host or a process that does not answer counts as lost. A
+            process that ends is noticed at once. Who notices names it and ends with code 75
+            (``peers.AGAIN``), which launchers take as "start again". Code that holds Python's
+            interpreter lock for longer than this needs a larger value.
 
     Returns:
         Who this process is. With one process nothing is started.
@@ -72,10 +75,17 @@ def initialize(
     begun = time.monotonic()
     addresses = resolve(role.coordinator)
     if role.process == 0:
-        check_free(role.coordinator)
         check_here(role.coordinator, addresses)
+    here = bind_address(role.coordinator, addresses)
+    port = int(role.coordinator.rpartition(":")[2])
+    if role.process == 0:
+        check_free(role.coordinator, here)
     check_own_name(role.coordinator)
-    watching = watch(role, deadline_s, timeout_s)
+    secret = read_secret(os.environ)
+    where = role.coordinator.rpartition(":")[0].strip("[]")
+    if not secret and role.process == 0 and not is_loopback(where):
+        log.warning("no %s: whoever reaches port %s of %s can join", SECRET, port + 1, where)
+    watching = watch(role, deadline_s, timeout_s, secret=secret, address=here)
     preempt.join(watching)
     _watching.append(watching)
     atexit.register(_settle_at_exit)
@@ -87,9 +97,11 @@ def initialize(
         role.processes,
         role.process,
         local_device_ids=local_device_ids,
+        coordinator_bind_address=_joined(here, port) if here and role.process == 0 else None,
         initialization_timeout=left,
-        heartbeat_timeout_seconds=max(1, round(deadline_s)),
+        heartbeat_timeout_seconds=max(10, round(2 * deadline_s)),
     )
+    forget_secret(os.environ)
     return role
 
 
@@ -164,14 +176,32 @@ def resolve(coordinator: str) -> tuple[Address, ...]:
     return tuple((family, (str(where[0]), int(where[1]))) for family, *_, where in found)
 
 
-def check_free(coordinator: str) -> None:
-    """Whether process 0 can listen at the coordinator's port.
+def bind_address(coordinator: str, addresses: Sequence[Address]) -> str:
+    """The address of this host at which process 0 listens: that of the coordinator's name, IPv4
+    first. Empty, which is every address, where the name means no address of this host (something
+    forwards it), or only this host itself though it is not written so, as in some /etc/hosts."""
+    written = is_loopback(coordinator.rpartition(":")[0].strip("[]"))
+    for family, (address, _) in sorted(addresses, key=lambda a: a[0] != socket.AF_INET):
+        if not written and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            continue
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((address, 0))
+            return address
+    return ""
+
+
+def _joined(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def check_free(coordinator: str, address: str = "") -> None:
+    """Whether process 0 can listen at the coordinator's port, at an address of this host.
 
     Raises:
         HostError: it is taken.
     """
     try:
-        listen(int(coordinator.rpartition(":")[2])).close()
+        listen(address, int(coordinator.rpartition(":")[2])).close()
     except OSError as error:
         raise HostError(
             f"coordinator {coordinator}: the port can't be used on {socket.gethostname()} "
@@ -237,6 +267,7 @@ def agree(plan: Plan) -> Plan:
         return plan
     from jax.experimental import multihost_utils
 
+    compare_settings()
     mine = np.frombuffer(bytes.fromhex(plan.digest), np.uint8)
     prints = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, mine.size)
     others = [k for k in range(len(prints)) if (prints[k] != prints[0]).any()]

@@ -173,6 +173,8 @@ class ConstrainedStep:
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
         ins = in_bounds(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)])
+        if name == "fft":  # XLA:CPU may give it the layout of a collective, and then refuses that
+            ins = [compat.row_major(x) for x in ins]
         made = [self.at(op, "made", k, x) for k, x in enumerate(compat.bind(eqn, ins))]
         return [self.at(op, "out", k, x) for k, x in enumerate(made)]
 

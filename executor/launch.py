@@ -73,7 +73,7 @@ def launch(
         outcome = supervise(job, start, show, stop=stop, append=restart > 0)
         if outcome.code == 0 or outcome.stopped:
             return outcome
-        failed.append("" if outcome.code == AGAIN else outcome.host)
+        failed.append("" if outcome.code == AGAIN and not outcome.lost else outcome.host)
         tell(outcome, left)
     return outcome
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,10 @@ class Peer:
         return f"process {self.process} (pid {self.pid} on {self.host})"
 
 
+LONGEST = 1 << 20
+"""Bytes of one message; a longer one breaks the connection."""
+
+
 class Line:
     """A connection that carries one JSON object a line.
 
@@ -41,7 +46,7 @@ class Line:
         self.connection = connection
         connection.settimeout(None)
         keep_alive(connection, deadline_s)
-        self.reader = connection.makefile("r", encoding="utf-8")
+        self.rest = b""
         self.lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -49,13 +54,35 @@ class Line:
         with self.lock, contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next message; None once the connection is broken."""
+    def receive(self, longest: int = LONGEST, until: float | None = None) -> dict[str, Any] | None:
+        """The next message; None once the connection is broken.
+
+        Args:
+            longest: bytes that the message may have.
+            until: time (``time.monotonic``) by which all of it must be there; None waits for ever.
+        """
         try:
-            text = self.reader.readline()
-            return dict(json.loads(text)) if text.endswith("\n") else None
-        except (OSError, ValueError, TypeError):
+            text = self._line(longest, until)
+            return dict(json.loads(text)) if text else None
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
+        finally:
+            if until is not None:
+                with contextlib.suppress(OSError):
+                    self.connection.settimeout(None)
+
+    def _line(self, longest: int, until: float | None) -> bytes:
+        while b"\n" not in self.rest:
+            if len(self.rest) > longest:
+                return b""
+            if until is not None:
+                self.connection.settimeout(max(0.001, until - time.monotonic()))
+            data = self.connection.recv(65536)
+            if not data:
+                return b""
+            self.rest += data
+        line, _, self.rest = self.rest.partition(b"\n")
+        return line if len(line) <= longest else b""
 
 
 def keep_alive(connection: socket.socket, deadline_s: float) -> None:
@@ -71,8 +98,11 @@ def keep_alive(connection: socket.socket, deadline_s: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def listen(port: int) -> socket.socket:
-    """Listen on every address of this host; raises OSError."""
+def listen(address: str, port: int) -> socket.socket:
+    """Listen at one address of this host, or at all if it is empty; raises OSError."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from costmodels import find_kind, known_kinds
+from costmodels import find_kind, known_kinds, parse_cluster
 from planner.errors import RequestError
 from planner.spec import MeshSpec, Sharding
+
+MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Variables that say which share of a GPU's memory JAX takes, the newer first."""
 
 
 def build_mesh(mesh: MeshSpec, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -77,3 +81,32 @@ def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:
         f"device kind {first.device_kind!r} is not in the catalog ({', '.join(known_kinds())}); "
         "pass cluster= (a .toml file can describe it)"
     )
+
+
+def detected_memory(cluster: str, devices: Sequence[jax.Device] | None = None) -> float | None:
+    """Bytes per GPU that JAX may take where its environment says so; None leaves the catalog's.
+
+    JAX takes the share ``XLA_CLIENT_MEM_FRACTION`` (formerly ``XLA_PYTHON_CLIENT_MEM_FRACTION``)
+    of a GPU's memory.
+
+    Args:
+        cluster: from ``detect_cluster``.
+        devices: as there.
+
+    Raises:
+        RequestError: the variable is no share between 0 and 1.
+    """
+    name = next((n for n in MEMORY_SHARES if os.environ.get(n)), None)
+    present = list(jax.devices() if devices is None else devices)
+    if name is None or present[0].platform not in ("gpu", "cuda", "rocm"):
+        return None
+    try:
+        share = float(os.environ[name])
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise RequestError(
+            f"{name}={os.environ[name]!r}: expected a share of the memory between 0 and 1, as 0.9; "
+            "correct it, or pass memory="
+        )
+    return share * parse_cluster(cluster).device.memory_bytes

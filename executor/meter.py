@@ -23,6 +23,8 @@ from planner.errors import RequestError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from executor.checkpoint.owner import Owner
+
 log = logging.getLogger("meshwright")
 FILE, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
@@ -40,6 +42,7 @@ class Meter:
         directory: of the file of metrics, one JSON object a step; None keeps none.
         on_metrics: told (step, metrics) of the latest step whenever metrics were fetched.
         show: whether to draw a bar (on a terminal) or print lines (elsewhere).
+        owner: the lock of ``directory``; checked before every write, and named in every line.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class Meter:
         directory: Path | None,
         on_metrics: Callable[[int, Mapping[str, float]], None] | None,
         show: bool,
+        owner: Owner | None = None,
     ) -> None:
+        self.owner = owner
         self.steps, self.done, self.on_metrics = steps, done, on_metrics
         first = jax.process_index() == 0
         self.path = directory / FILE if directory is not None and first else None
@@ -68,11 +73,11 @@ class Meter:
     def opened(self) -> Iterator[Meter]:
         """Draw the bar; drop lines of the file that are of steps which are made again."""
         if self.path is not None and self.evaluations is not None:
-            kept = [m for m in _keep_until(self.path, self.done) if _number(m.get("loss"))]
+            kept = [m for m in self._keep(self.path) if _number(m.get("loss"))]
             if kept:
                 self._first = float(kept[0]["loss"])
                 self._lowest = min(float(m["loss"]) for m in kept)
-            _keep_until(self.evaluations, self.done)
+            self._keep(self.evaluations)
         if not self.show:
             yield self
             return
@@ -121,8 +126,7 @@ class Meter:
         """Write and show the metrics of an evaluation."""
         found = {f"eval/{name}": float(value) for name, value in metrics.items()}
         if self.evaluations is not None:
-            with open(self.evaluations, "a", encoding="utf-8") as file:
-                file.write(_line(step, found))
+            self._append(self.evaluations, [(step, found)])
         if self.on_metrics is not None:
             self.on_metrics(step, found)
         if self.show:
@@ -131,8 +135,26 @@ class Meter:
 
     def _write(self, lines: list[tuple[int, dict[str, float]]]) -> None:
         if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(_line(s, m) for s, m in lines)
+            self._append(self.path, lines)
+
+    def _append(self, path: Path, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Opened before the check: whoever takes over puts another file in place of this one, so
+        that nothing written after the check is in it."""
+        with open(path, "a", encoding="utf-8") as file:
+            told = "" if self.owner is None else str(self.owner.me)
+            if self.owner is not None:
+                self.owner.check()
+            file.write("".join(_line(s, m, told) for s, m in lines))
+
+    def _keep(self, path: Path) -> list[dict[str, Any]]:
+        """Drop the lines of steps that are made again. An earlier owner's unfinished file goes
+        first, so that it can't put it in place."""
+        for other in path.parent.glob(f"{path.stem}.*.tmp"):
+            other.unlink(missing_ok=True)
+        if self.owner is None:
+            return _keep_until(path, self.done, path.with_suffix(".0.tmp"))
+        fresh = path.with_suffix(f".{self.owner.me.number}.tmp")
+        return _keep_until(path, self.done, fresh, self.owner.check)
 
     def _tell(self, step: int) -> None:
         now = time.perf_counter()
@@ -188,10 +210,10 @@ def _number(x: Any) -> bool:
     return isinstance(x, float) and math.isfinite(x)
 
 
-def _line(step: int, metrics: Mapping[str, float]) -> str:
+def _line(step: int, metrics: Mapping[str, float], owner: str) -> str:
     """One line of JSON, which knows no NaN: null stands for it."""
     told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    return json.dumps({"step": step, **told}) + "\n"
+    return json.dumps({"step": step, **({"owner": owner} if owner else {}), **told}) + "\n"
 
 
 def named(metrics: Any) -> dict[str, float]:
@@ -236,9 +258,11 @@ def _where(state: Any, step: int) -> str:
     )
 
 
-def _keep_until(path: Path, done: int) -> list[dict[str, Any]]:
+def _keep_until(
+    path: Path, done: int, fresh: Path, check: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """Drop the lines of steps after ``done``, and return the others; the file is put in place
-    whole."""
+    whole, by way of ``fresh``, after a check."""
     if not path.exists():
         return []
     kept = []
@@ -247,7 +271,7 @@ def _keep_until(path: Path, done: int) -> list[dict[str, Any]]:
             metrics = json.loads(line)
             if metrics["step"] <= done:
                 kept.append(metrics)
-    fresh = path.with_suffix(".tmp")
     fresh.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
+    check()
     fresh.replace(path)
     return kept

@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from executor.alike import compare, compare_settings
 from executor.data import Batches, Streams
+from executor.fingerprints import Entry
+from executor.meet import meet
 from executor.meter import Meter, NotFiniteError, named
 from executor.peers import AGAIN
 from executor.preempt import Stop
@@ -90,8 +93,11 @@ def train(
     Raises:
         NotFiniteError: the loss (or, if no metric is called loss, any) is NaN or infinite: the
             step, and the arrays that are too. Nothing is saved after the step.
+        ProcessMismatchError: the processes of the job have other settings, steps, states, data or
+            options of ``train``; in all of them.
         PreemptedError: SIGTERM came to any of the processes; all have saved after the same step.
         CheckpointError: a checkpoint can't be written, or does not fit the state.
+        FencedError: another job owns the directory, or took it over while this one was stopped.
         RequestError: ``steps``, ``save_every``, ``log_every`` or ``profile`` make no sense.
     """
     _check(steps, save_every, log_every, evaluate_every, profile, directory)
@@ -99,17 +105,26 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop(folder is not None))
         source = iter(batches)
+        _compare(
+            source,
+            steps=steps,
+            save_every=save_every,
+            evaluate_every=evaluate_every,
+            directory=folder is not None,
+            evaluate=evaluate is not None,
+        )
         source, shardings = _prepared(step, state, source)
-        checkpoints = None
+        checkpoints = owner = None
         if folder is not None:
             from executor.checkpoint import Checkpoints
 
             checkpoints = stack.enter_context(_open(Checkpoints(folder, keep=keep)))
+            owner = checkpoints.own()
         done = 0 if checkpoints is None else _done(checkpoints)
         if checkpoints is not None and done:
             state = _resumed(checkpoints, done, state, shardings, source)
             log.info("going on after step %d of %s", done, folder)
-        meter = Meter(steps, done, folder, on_metrics, progress)
+        meter = Meter(steps, done, folder, on_metrics, progress, owner)
         stack.enter_context(meter.opened())
         stack.callback(_close, source)
         trace = stack.enter_context(_Profile(profile, folder))
@@ -133,6 +148,8 @@ def train(
                 raise PreemptedError(AGAIN)
             if evaluate is not None and (last or made % evaluate_every == 0):
                 meter.evaluated(made, evaluate(state))
+        if made < steps and jax.process_count() > 1:
+            meet(f"end of the data after step {made}", None, len)
         meter.flush(state)
         if done < made < steps:  # the batches ended first
             if checkpoints is not None and made not in checkpoints.steps:
@@ -174,6 +191,21 @@ def _check(
         raise RequestError("profile= needs a directory to write to")
 
 
+def _compare(source: Iterator[Any], **options: Any) -> None:
+    """Compare the options of the loop, and the data, between all processes.
+
+    Raises:
+        ProcessMismatchError: they differ; in all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    compare_settings()
+    told = [Entry(f"{k}={v}", f"{k}={v} of train") for k, v in options.items()]
+    compare("train", {"train": told})
+    if isinstance(source, Batches | Streams):
+        source.compare()
+
+
 @contextlib.contextmanager
 def _open(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
     """Close in the end, which waits for the save under way; but not after an error that the other
@@ -186,6 +218,7 @@ def _open(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
     except BaseException:
         if jax.process_count() == 1:
             checkpoints.close()
+        checkpoints.disown()
         raise
     checkpoints.close()
 

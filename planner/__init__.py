@@ -6,7 +6,7 @@ cheapest that fits; ``Plan`` is plain data; ``shard`` marks values inside a mode
 
 from typing import TYPE_CHECKING, Any
 
-from planner.annotate import shard
+from planner.annotate import StoredAs, shard
 from planner.errors import (
     InternalError,
     MemoryLimitError,
@@ -43,6 +43,7 @@ __all__ = [
     "Planned",
     "RequestError",
     "Sharding",
+    "StoredAs",
     "get_parallel_mode",
     "load_plan",
     "make_placement",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from costmodels import CostModel, Device
+from planner.feeding import Fed, fed_of
 from planner.fused import find_fused
 from planner.graph.ir import Graph, Op
 from planner.graph.liveness import PASSES, materialised
@@ -83,6 +85,8 @@ class Analysis:
     """Per group of an input that operations see as ``used``: the input's bytes and layout."""
     hosted: tuple[tuple[Hosted, ...], ...]
     """Per group, its arrays that are, or may be, copied between device and host."""
+    fed: tuple[tuple[Fed, ...], ...]
+    """Per group, its arrays that the host feeds at every step."""
     counts: tuple[int, ...]
     """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
     bundles: tuple[int, ...]
@@ -156,6 +160,7 @@ def analyse(
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         _stored(graph, groups),
         hosted_of(graph, groups, live, hosted),
+        fed_of(graph, groups),
         (1,) * len(groups.groups),
         _bundles(groups.links),
     )
@@ -175,6 +180,7 @@ def _bundles(links: Sequence[Link]) -> tuple[int, ...]:
     return tuple(known.setdefault((min(x.a, x.b), max(x.a, x.b)), len(known)) for x in links)
 
 
+@lru_cache(maxsize=16)
 def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     """Seconds of a step whose work is split perfectly and that communicates nothing.
 
@@ -182,9 +188,9 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     kernel by more than that.
     """
     tally: dict[Work, int] = {}
-    for work in analysis.work:
+    for work, count in zip(analysis.work, analysis.counts, strict=True):
         for w in work:
-            tally[w] = tally.get(w, 0) + 1
+            tally[w] = tally.get(w, 0) + count
     return sum(
         times
         * (

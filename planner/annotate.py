@@ -5,6 +5,7 @@ A *pin* is a sharding that a plan must honour or refuse by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from planner.errors import PinError
-from planner.spec import Entry
+from planner.spec import Entry, Sharding
 
 MARK = "planner_shard"
 
@@ -35,6 +36,20 @@ def _batch_mark(args: Sequence[Any], dims: Sequence[int], *, entries: tuple[Entr
 batching.primitive_batchers[_mark] = _batch_mark
 
 
+@dataclass(frozen=True)
+class StoredAs:
+    """A value of ``shardings=`` for storage only: ``{"kernel": StoredAs(PartitionSpec("model"))}``.
+
+    Between steps the argument is sharded so; operations may gather it. A bare ``PartitionSpec``
+    holds for the use as well.
+
+    >>> tuple(StoredAs(jax.sharding.PartitionSpec("model")).spec)
+    ('model',)
+    """
+
+    spec: Any
+
+
 FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
 """In the entries of a mark: the planner may split this dimension as it likes."""
 
@@ -50,6 +65,10 @@ class Pin:
     value: int
     entries: tuple[Any, ...]
     origin: str
+    storage: bool = False
+    """Whether it says only how an argument is stored (``StoredAs``), not how it is used."""
+    rule: str = ""
+    """What it belongs to, without the argument's path: one rule may pin many arguments."""
 
     @property
     def fixed(self) -> tuple[Entry, ...]:
@@ -60,6 +79,14 @@ class Pin:
     def free(self) -> tuple[int, ...]:
         """The dimensions left to the planner."""
         return tuple(d for d, e in enumerate(self.entries) if e is FREE)
+
+    @property
+    def axes(self) -> tuple[frozenset[str] | None, ...]:
+        """Per entry, the mesh axes that it asks for; None where the planner is free."""
+        return tuple(
+            None if e is FREE else frozenset(d)
+            for e, d in zip(self.entries, Sharding.of(self.fixed).dims, strict=True)
+        )
 
     @property
     def text(self) -> str:
@@ -95,11 +122,35 @@ def shard(x: jax.Array, *entries: Any) -> jax.Array:
     return _mark.bind(x, entries=tuple(entries))  # type: ignore[no-any-return]
 
 
+LOGICAL = "planner_logical"
+"""A mesh axis that marks the mesh of logical axis rules: its sizes say nothing."""
+
+
 def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Entries of a mark or of ``jax.lax.with_sharding_constraint``; None for anything else."""
+    """Entries of a mark or of ``jax.lax.with_sharding_constraint``; None for anything else, and for
+    a constraint that says nothing."""
     if primitive == MARK:
         return tuple(params["entries"])
     if primitive == "sharding_constraint":
-        spec = getattr(params.get("sharding"), "spec", None)
-        return None if spec is None else tuple(spec)
+        sharding: Any = params.get("sharding")
+        named = isinstance(sharding, jax.sharding.NamedSharding)
+        return placed_entries(sharding) if named else None
     return None
+
+
+def placed_entries(sharding: jax.sharding.NamedSharding) -> tuple[Any, ...] | None:
+    """What a sharding on the user's mesh says: an axis of size 1 leaves its dimension free. None
+    when it says nothing: on a mesh of one device, or when it names axes of size 1 only."""
+    sizes, spec = dict(sharding.mesh.shape), tuple(sharding.spec)
+    if LOGICAL in sizes:
+        return spec
+    if math.prod(sizes.values()) == 1:
+        return None
+    dims = Sharding.of([None if e is FREE else e for e in spec]).dims
+    real = [tuple(a for a in dim if sizes.get(a) != 1) for dim in dims]
+    if any(dims) and not any(real):
+        return None
+    return tuple(
+        e if len(now) == len(dim) else (now if len(now) > 1 else now[0]) if now else FREE
+        for e, dim, now in zip(spec, dims, real, strict=True)
+    )

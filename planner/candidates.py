@@ -13,8 +13,9 @@ from planner.quotient import Quotient
 from planner.request import Request
 from planner.sequence import along_the_sequence
 from planner.spec import MeshSpec, enumerate_meshes, factorizations
-from planner.state import StateRequest, find_state, state_masks
+from planner.state import StateRequest, data_axes, find_state, state_masks
 from planner.tensor import along_parameters
+from planner.uses import use_masks
 
 
 def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
@@ -47,6 +48,11 @@ def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
     return out
 
 
+def batch_axes(request: Request, mesh: MeshSpec) -> tuple[str, ...]:
+    """The axes over which a mode splits the batch besides what is pinned."""
+    return data_axes(mesh) if request.mode == "SEMI_AUTO_PARALLEL" else ()
+
+
 def allowed_masks(
     quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec
 ) -> Mapping[int, Mask]:
@@ -58,9 +64,11 @@ def allowed_masks(
     except PinError:
         pin_masks(pins, graph, quotient.whole.groups, mesh)  # raises for the first of equal pins
         raise
-    if quotient.state is not None:
+    if quotient.state is not None and request.state:
         pinned = frozenset(pin.value for pin in pins)
         hard = state_masks(quotient.state, request.state, pinned, graph, groups, mesh, hard)
+    batch = batch_axes(request, mesh)
+    hard = use_masks(quotient.uses, quotient.color, groups, mesh, batch, hard)
     hard = host_masks(request.offload, groups, mesh, hard)
     if request.tensor in mesh.names:
         parameters = find_state(graph, StateRequest()).parameters

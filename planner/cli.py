@@ -39,10 +39,16 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> in
     """
     commands = {command.name: command for command in (INSPECT, COMPARE, EXPLAIN, SEARCH, *extra)}
     parser = _parser(commands.values())
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments: list[str] = []
+    if "--" in words and words[0] in commands and commands[words[0]].takes_arguments:
+        at = words.index("--")
+        words, arguments = words[:at], words[at + 1 :]
     try:
-        options = parser.parse_args(argv)
+        options = parser.parse_args(words)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else PLANNED
+    options.arguments = getattr(options, "arguments", arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
         return REFUSED

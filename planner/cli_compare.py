@@ -72,7 +72,7 @@ def run_compare(options: argparse.Namespace) -> int:
         parts = difference_parts(changed, before.name, after.name)
     else:
         stay_on_cpu()
-        found = _compared(parse_target(options.model), options)
+        found = _compared(parse_target(options.model, options.arguments), options)
         data = comparison_json(found) if options.json else {}
         parts = comparison_parts(found)
     if options.json:
@@ -94,4 +94,4 @@ def _compared(target: Target, options: argparse.Namespace) -> Comparison:
             return compare(call.function, *call.args, progress=progress, **merged)
 
 
-COMPARE = Command("compare", add_compare, run_compare)
+COMPARE = Command("compare", add_compare, run_compare, takes_arguments=True)

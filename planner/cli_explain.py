@@ -52,7 +52,7 @@ def add_explain(commands: Any) -> None:
 def run_explain(options: argparse.Namespace) -> int:
     """Plan, explain and print; raises RequestError and ModelError."""
     stay_on_cpu()
-    found = _explained(parse_target(options.model), options)
+    found = _explained(parse_target(options.model, options.arguments), options)
     if options.json:
         print(json.dumps(explanation_json(found)))
     else:
@@ -68,4 +68,4 @@ def _explained(target: Target, options: argparse.Namespace) -> Explanation:
             return explain(call.function, *call.args, target=options.what, **merged)
 
 
-EXPLAIN = Command("explain", add_explain, run_explain)
+EXPLAIN = Command("explain", add_explain, run_explain, takes_arguments=True)

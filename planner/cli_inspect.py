@@ -32,6 +32,7 @@ examples:
   planner inspect model.py --memory 16GB --save plan.json
   planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
   planner inspect train.py --html report.html       a page with the step drawn over time
+  planner inspect train.py -- --layers 4            what follows -- is for the script
   planner inspect model.py --placement auto         which tables to put on parameter servers
   planner inspect model.py --placement embed=ps,head=ps_whole
   planner explain train.py "['up']['kernel']"       why it is sharded so, and what else would cost
@@ -90,7 +91,7 @@ def add_inspect(commands: Any) -> None:
 def run_inspect(options: argparse.Namespace) -> int:
     """Plan and print; raises RequestError and ModelError."""
     stay_on_cpu()
-    target = parse_target(options.model)
+    target = parse_target(options.model, options.arguments)
     for path in (options.save, options.dump_problem, options.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise RequestError(f"cannot write {path}: its directory does not exist")
@@ -159,4 +160,4 @@ def _title(target: Target) -> str:
     return target.path.name + (f":{target.function}" if target.function else "")
 
 
-INSPECT = Command("inspect", add_inspect, run_inspect)
+INSPECT = Command("inspect", add_inspect, run_inspect, takes_arguments=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from planner.capture import Call
-from planner.commands import asked_options, spinner
+from planner.commands import asked_options, check_options, spinner
 from planner.errors import RequestError
 from planner.graph.lookups import find_lookups
 from planner.graph.trace import abstract
@@ -83,6 +83,7 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
     """
     placement = placement_from_text(options.placement)
     parse_placement(placement)  # before anything of the user's runs
+    check_options(options)
     loss = resolve_loss(target)
     merged = asked_options(options)
     request = parse_request(**merged)

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,15 @@ from planner.report.search import (
     search_text,
 )
 from planner.search import SEARCHES, Problem, Solution, read_iopddl
+from planner.search.leftover import THREAD
+from planner.search.progress import Progress
 from planner.watch import run_watched
 
 FOUND, NOTHING_FEASIBLE, INTERRUPTED = 0, 4, 130
+LEAVE_S = 1.0
+"""Seconds that a solver has to stop before the process ends without it."""
+LEAST_S = 0.1
+"""Seconds that the search has where reading took all of them."""
 
 _MORE = """\
 PROBLEM is an instance in the form of the IOPDDL contest, or what planner inspect --dump-problem
@@ -54,7 +61,12 @@ def add_search(commands: Any) -> None:
     add = parser.add_argument
     add("problem", metavar="PROBLEM", type=Path, help="a .json or .json.gz file")
     add("--search", default="auto", metavar="NAME", help=", ".join(SEARCHES) + " (default: auto)")
-    add("--time-limit", default="60", metavar="SECONDS", help="for the search (default: 60)")
+    add(
+        "--time-limit",
+        default="60",
+        metavar="SECONDS",
+        help="for reading the file and the search together (default: 60)",
+    )
     add("--out", metavar="FILE", type=Path, help="write the choice to FILE, as JSON")
     add("--seed", metavar="N", help="of the random numbers, for a search that draws some")
     add("--threads", metavar="N", help="processors to use, for a search that can use several")
@@ -80,7 +92,7 @@ def run_search(options: argparse.Namespace) -> int:
     begun = time.monotonic()
     problem = _read(options.problem)
     read_s = time.monotonic() - begun
-    solution, interrupted = _searched(options.search, problem, limit_s, extra)
+    solution, interrupted = _searched(options.search, problem, limit_s, read_s, extra)
     if options.out is not None:
         _write(options.out, solution)
     written = None if options.out is None else str(options.out)
@@ -91,22 +103,36 @@ def run_search(options: argparse.Namespace) -> int:
         render_search(found, Console())
     else:
         print(search_text(found))
+    code = FOUND if solution.feasible else NOTHING_FEASIBLE
+    return _left(INTERRUPTED if interrupted else code)
+
+
+def _left(code: int) -> int:
+    """The exit code. Where a solver still runs, which stops late in its presolve, the process ends
+    here: everything is written, and an interpreter that shut down would wait for the solver."""
     sys.stdout.flush()
-    if interrupted:
-        return INTERRUPTED
-    return FOUND if solution.feasible else NOTHING_FEASIBLE
+    sys.stderr.flush()
+    for thread in [t for t in threading.enumerate() if t.name == THREAD]:
+        thread.join(LEAVE_S)
+        if thread.is_alive():
+            os._exit(code)
+    return code
 
 
 def _searched(
-    name: str, problem: Problem, limit_s: float, extra: dict[str, int]
+    name: str, problem: Problem, limit_s: float, read_s: float, extra: dict[str, int]
 ) -> tuple[Solution, bool]:
-    """The solution, and whether Ctrl-C cut it short."""
+    """The solution, and whether Ctrl-C cut it short; what reading took is off the limit."""
+    left_s = max(LEAST_S, limit_s - read_s)
 
     def search() -> Solution:
-        return SEARCHES[name](problem, time_limit_s=limit_s, **extra)
+        return SEARCHES[name](problem, time_limit_s=left_s, **extra)
+
+    def line(last: Progress | None, now: float) -> str:
+        return progress_text(last, read_s + now, limit_s)
 
     try:
-        return run_watched(search, lambda last, now: progress_text(last, now, limit_s), limit_s)
+        return run_watched(search, line, left_s)
     except ValueError as error:
         raise RequestError(f"search {name}: {error}; choose another search") from error
     except KeyboardInterrupt:

@@ -25,6 +25,8 @@ from planner.errors import RequestError
 from planner.loading import Target, resolve
 from planner.modes import MODES
 from planner.report.layout import plain_text, show
+from planner.request import parse_request
+from planner.spec import parse_mesh
 
 DEFAULT_CLUSTER = "cpu:8"
 SPINNER_AFTER_S = 1.0
@@ -40,12 +42,14 @@ class Command:
     """A subcommand.
 
     ``add`` puts it into ``argparse``'s subparsers under ``name``; ``run`` does it and returns the
-    exit code, or raises RequestError or ModelError.
+    exit code, or raises RequestError or ModelError. ``takes_arguments``: words after ``--`` are the
+    model's, in ``options.arguments``.
     """
 
     name: str
     add: Callable[[Any], None]
     run: Callable[[argparse.Namespace], int]
+    takes_arguments: bool = False
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
@@ -108,8 +112,21 @@ def asked(target: Target, options: argparse.Namespace) -> tuple[Call, dict[str, 
     Raises:
         RequestError, ModelError: as ``planner.loading.resolve``.
     """
+    check_options(options)
     call = resolve(target)
     return call, {**call.options, **asked_options(options, call.options.get("cluster"))}
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what the command line alone shows to be wrong, before the user's code runs.
+
+    Raises:
+        RequestError: as ``planner.request.parse_request``.
+    """
+    given = asked_options(options)
+    if options.cluster is None and options.profile is None and "mesh" in given:
+        parse_mesh(given.pop("mesh"))  # its size is that of the cluster that the script asks for
+    parse_request(**given)
 
 
 def asked_options(

@@ -17,6 +17,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from costmodels import Cluster
+from planner.calls import bind
 from planner.difference import Difference, Exchange, Figure, Moved, Setting, difference
 from planner.errors import MemoryLimitError, PinError
 from planner.graph.ir import Graph
@@ -151,6 +152,13 @@ def compare(
             contradicts a mark, has a place in the result that says so.
     """
     common: dict[str, Any] = {"memory": memory, "time_limit_s": time_limit_s}
+    bound = bind(
+        function,
+        args,
+        static_argnums=options.pop("static_argnums", ()),
+        static_argnames=options.pop("static_argnames", ()),
+    )
+    function, args = bound.function, bound.args
     placed = options.get("mesh")
     options["mesh"] = placed_mesh(args, cluster) if placed is None else placed
     asked = parse_request(cluster, **common, **options)

@@ -132,6 +132,11 @@ def provenance(eqn: Any) -> AbstractContextManager[Any]:
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation comes from a transposition, as backward passes do."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def computed_on(eqn: Any) -> AbstractContextManager[Any]:
     """While it is open, new operations run where a ``compute_on`` around ``eqn`` says. In later
     versions that is an operation of its own, with a body, and nothing is to be done here."""
@@ -165,3 +170,13 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
     carries = len(eqn.outvars) - scanned(eqn.outvars, inner.outvars)
     return len(eqn.invars) - carries - scanned(eqn.invars, inner.invars), carries
+
+
+def row_major(x: Any) -> Any:
+    """``x`` in the default layout, whatever layout its neighbors would give it; ``x`` where this
+    jax can't say so."""
+    try:
+        from jax.experimental.layout import Layout, with_layout_constraint
+    except ImportError:
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -11,6 +11,10 @@ class RequestError(MeshwrightError):
     """The request can't be met: a mesh, pin, mode, cluster or memory limit that can't hold."""
 
 
+class NotPlannedError(RequestError, AttributeError):
+    """A step was asked for its plan before it has one; ``hasattr(step, "plan")`` is False then."""
+
+
 class PinError(RequestError):
     """A manual sharding that can't be honoured; names the value and the user's line."""
 

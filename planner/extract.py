@@ -12,7 +12,7 @@ from planner.graph.ir import SCALAR, Graph
 from planner.groups import Link
 from planner.offload import DEVICE, HOST
 from planner.peak import scheduled_peak
-from planner.plan import Activation, CollectiveRow, Constraint, Leaf, Prediction
+from planner.plan import LITERAL, Activation, CollectiveRow, Constraint, Leaf, Prediction
 from planner.pricing import Priced, Pricer
 from planner.reshard import Step, pattern_of, reshard_steps
 from planner.route import route
@@ -114,7 +114,7 @@ class Extraction:
         outputs = []
         for k, (index, path) in enumerate(zip(graph.outputs, graph.output_paths, strict=True)):
             if index == SCALAR:
-                outputs.append(Leaf(path, (), "literal", Sharding(()), 0, None, False))
+                outputs.append(Leaf(path, (), LITERAL, Sharding(()), 0, None, False))
                 continue
             v = graph.values[index]
             own = inputs[source[k]] if k in source else None
@@ -260,7 +260,7 @@ class Extraction:
             if (
                 op.kind == "loop_back"
                 and op.inputs[0] != SCALAR
-                and graph.values[op.inputs[1]].shape
+                and graph.values[op.inputs[1]].splits
             ):
                 add(op.index, "in", 0, self.value_sharding(op.inputs[1]))
         return tuple(out[k] for k in sorted(out))
@@ -341,7 +341,7 @@ class Extraction:
         its compute."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
-        compute = on_path = off_path = host = 0.0
+        compute = on_path = off_path = host = feed = 0.0
         for group, chosen, row in zip(
             priced.analysis.groups.groups, priced.sets, self.choice, strict=True
         ):
@@ -352,6 +352,7 @@ class Extraction:
                 off_path + parts[2],
             )
             host += pricer.host_of(group, chosen, row)
+            feed += pricer.feed_of(group, chosen, row)
         for link in priced.analysis.groups.links:
             seconds = link.weight * sum(s.time_s for s in self.link_steps(link))
             if link.off_path:
@@ -364,7 +365,7 @@ class Extraction:
         hidden = min(model.overlap * on_path + model.overlap_off_path * off_path, compute)
         comm = on_path + off_path
         scalars = priced.analysis.scalar_bytes
-        room = min(limit_bytes, model.memory_limit_bytes) - scalars
+        room = min(limit_bytes, model.cluster.device.memory_bytes) - scalars
         peak, holders = scheduled_peak(self, room)
         return Prediction(
             compute,
@@ -376,4 +377,5 @@ class Extraction:
             holders,
             host,
             sum(x.nbytes_per_device for x in self.leaves()[0] if x.memory != DEVICE),
+            feed,
         )

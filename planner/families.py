@@ -17,7 +17,7 @@ from costmodels import CostModel
 from planner.analysis import Analysis
 from planner.groups import Link
 from planner.pricing import Priced
-from planner.rates import Rates, exposed
+from planner.rates import Rates, exposed, weighted
 from planner.route import patterns
 from planner.search.family import Family, FamilyEdge
 from planner.spec import MeshSpec
@@ -184,7 +184,7 @@ def _seconds(analysis: Analysis, rates: Rates, link: Link, pairs: IntArray) -> A
     costs = rates.costs
     alpha = costs.combined_alpha_s if link.gradient else costs.alpha_s
     share = link.weight * exposed(rates.model, link.off_path)
-    return (share * (alpha + nbytes * costs.beta_s_per_byte)).take(pairs, axis=1)
+    return weighted(share, alpha + nbytes * costs.beta_s_per_byte).take(pairs, axis=1)
 
 
 def _frames(analysis: Analysis, sets: Sequence[StrategySet]) -> tuple[Frame, ...]:

@@ -10,7 +10,8 @@ combined. Inputs that such operations read keep a group of their own, so that a 
 can be stored under one sharding and used under another (ZeRO; Rajbhandari et al. 2020).
 
 A union is refused when it would put one factor on two dimensions of a value; the
-operation then stands alone.
+operation then stands alone. So is one that would give a single decision to two pins that ask for
+different shardings; the value then flows over a link, where it is resharded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.annotate import Pin
 from planner.graph.ir import SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
 from planner.unify import LAYOUT_NONE, Fusion, Layout
@@ -108,21 +110,30 @@ def is_fusable(op: Op, rule: FactorRule) -> bool:
     return op.kind.startswith("reduce_") or op.kind in ("argmax", "argmin")
 
 
-def build_groups(graph: Graph, rules: Sequence[FactorRule]) -> Groups:
+def build_groups(graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin] = ()) -> Groups:
     """Decide which values share a decision. Near-linear in operations.
 
     Args:
         graph: the traced step.
         rules: one factor rule per operation.
+        pins: values whose sharding is given.
     """
-    grouping = _Grouping(graph, rules)
+    grouping = _Grouping(graph, rules, pins)
     grouping.add_inputs()
     for op in graph.ops:
-        touched = (*op.inputs, *op.outputs)
-        if grouping.live[op.index] and any(v != SCALAR and graph.values[v].shape for v in touched):
+        if grouping.live[op.index] and _does_something(graph, op):
             grouping.add(op, rules[op.index])
     grouping.tie()
     return _freeze(graph, grouping)
+
+
+def _does_something(graph: Graph, op: Op) -> bool:
+    """Whether an operation has arrays to split; one whose results have no elements computes
+    nothing."""
+    results = [graph.values[v] for v in op.outputs]
+    if results and all(v.shape and not v.splits for v in results):
+        return False
+    return any(v != SCALAR and graph.values[v].splits for v in (*op.inputs, *op.outputs))
 
 
 _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
@@ -131,8 +142,9 @@ _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
 class _Grouping:
     """``build_groups`` in progress."""
 
-    def __init__(self, graph: Graph, rules: Sequence[FactorRule]) -> None:
+    def __init__(self, graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin]) -> None:
         self.graph = graph
+        self.pinned = {pin.value: pin for pin in pins}
         self.fusion = Fusion()
         self.live = graph.live_ops()
         known: dict[tuple[str, int], bool] = {}  # rules are shared between equal operations
@@ -159,11 +171,17 @@ class _Grouping:
     def add_inputs(self) -> None:
         """Groups of inputs and constants."""
         for value in self.graph.values:
-            if value.op != -1 or not value.shape:
+            if value.op != -1 or not value.splits:
                 continue
             own = len(value.shape) >= 2 and self.anchors_of(value.index) > 0
             group = self.fusion.new_group("input" if own else "fused", value.name)
-            self.fusion.home[value.index] = (group, self.fusion.fresh(group, value.shape))
+            self.place(value.index, group, self.fusion.fresh(group, value.shape))
+
+    def place(self, value: int, group: int, layout: Layout) -> None:
+        """Give a value its home in a group that no other value is in yet, under its pin."""
+        self.fusion.home[value] = (group, layout)
+        if value in self.pinned:
+            self.fusion.hold(group, layout, self.pinned[value].axes)
 
     def use(self, op: Op, position: int, value: int, group: int, layout: Layout) -> None:
         """Link ``value`` into an operand of a group that stands alone."""
@@ -197,7 +215,7 @@ class _Grouping:
         fusion, values = self.fusion, self.graph.values
         found, joins = None, -1
         for position, value in enumerate(op.inputs):
-            if value != SCALAR and values[value].shape:
+            if value != SCALAR and values[value].splits:
                 source, theirs = fusion.home[value]
                 if fusion.gkind[source] == "fused":
                     found = fusion.adopt(source, theirs, rule, position)
@@ -211,7 +229,7 @@ class _Grouping:
         fusion.gops[fusion.gfind(group)].append(op.index)
         self.op_layouts[op.index] = (group, ins, outs)
         for position, value in enumerate(op.inputs):
-            if value == SCALAR or not values[value].shape or position == joins:
+            if value == SCALAR or not values[value].splits or position == joins:
                 continue
             source, theirs = fusion.home[value]
             joined = (
@@ -225,7 +243,7 @@ class _Grouping:
                     (source, theirs, group, ins[position], value, weight, op.index, position, False)
                 )
         for k, value in enumerate(op.outputs):
-            if self.graph.values[value].shape:
+            if self.graph.values[value].splits:
                 self.fusion.home[value] = (group, outs[k])
 
     def stand_alone(self, op: Op, rule: FactorRule) -> None:
@@ -235,12 +253,12 @@ class _Grouping:
         self.fusion.gops[group].append(op.index)
         self.op_layouts[op.index] = (group, ins, outs)
         for position, value in enumerate(op.inputs):
-            if value != SCALAR and self.graph.values[value].shape:
+            if value != SCALAR and self.graph.values[value].splits:
                 self.use(op, position, value, group, ins[position])
         weight = self.graph.regions[op.region].weight
         for k, value in enumerate(op.outputs):
             shape = self.graph.values[value].shape
-            if not shape:
+            if not self.graph.values[value].splits:
                 continue
             hub = self.fusion.new_group("fused", f"{op.kind} result")
             made = self.fusion.fresh(hub, shape)
@@ -251,11 +269,11 @@ class _Grouping:
         """A value enters a region or passes a mark: same value, new decision."""
         for value, out in zip(op.inputs, op.outputs, strict=True):
             shape = self.graph.values[out].shape
-            if not shape:
+            if not self.graph.values[out].splits:
                 continue
             group = self.fusion.new_group("fused", op.kind)
             made = self.fusion.fresh(group, shape)
-            self.fusion.home[out] = (group, made)
+            self.place(out, group, made)
             self.fusion.gops[group].append(op.index)
             self.op_layouts[op.index] = (group, [made], [made])
             if value != SCALAR:
@@ -271,7 +289,7 @@ class _Grouping:
             self.border(op)
         elif op.kind == "loop_back":
             result, carry = op.inputs
-            if result != SCALAR and self.graph.values[carry].shape:
+            if result != SCALAR and self.graph.values[carry].splits:
                 weight = self.graph.regions[op.region].weight
                 home = self.fusion.home
                 self.links.append((*home[result], *home[carry], result, weight, op.index, 0, False))
@@ -285,7 +303,7 @@ class _Grouping:
         graph, home = self.graph, self.fusion.home
         for i, o in graph.ties:
             value, target = graph.outputs[o], graph.inputs[i]
-            if value != SCALAR and value != target and graph.values[target].shape:
+            if value != SCALAR and value != target and graph.values[target].splits:
                 at = graph.values[value].op
                 self.links.append((*home[value], *home[target], value, 1.0, at, -1, False))
 

@@ -9,13 +9,14 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from planner import capture
+from planner.calls import bind
 from planner.capture import Call
 from planner.errors import MeshwrightError, ModelError, RequestError
 from planner.loss import Loss
@@ -30,13 +31,20 @@ class Target:
 
     path: Path
     function: str | None
+    arguments: tuple[str, ...] = ()
+    """What the file finds in ``sys.argv`` after its own name."""
 
     def __str__(self) -> str:
         return str(self.path) + (f":{self.function}" if self.function else "")
 
 
-def parse_target(text: str) -> Target:
-    """Split ``model.py:function``; raises RequestError when there is no such file."""
+def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
+    """Split ``model.py:function``; raises RequestError when there is no such file.
+
+    Args:
+        text: the file, and perhaps a function in it.
+        arguments: of the file, as of a script.
+    """
     name, colon, function = text.rpartition(":")
     if not colon or not function.isidentifier():
         name, function = text, ""
@@ -44,7 +52,7 @@ def parse_target(text: str) -> Target:
     if not path.is_file():
         what = "is a directory, not a Python file" if path.is_dir() else "no such file"
         raise RequestError(f"{name}: {what}; expected MODEL.py or MODEL.py:FUNCTION")
-    return Target(path, function or None)
+    return Target(path, function or None, tuple(arguments))
 
 
 @contextlib.contextmanager
@@ -52,7 +60,7 @@ def user_environment(target: Target) -> Iterator[None]:
     """``sys.path`` and ``sys.argv`` as the user's script expects them; its prints to stderr."""
     path, argv = list(sys.path), sys.argv
     sys.path.insert(0, str(target.path.resolve().parent))
-    sys.argv = [str(target.path)]
+    sys.argv = [str(target.path), *target.arguments]
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -233,7 +241,8 @@ def _call(target: Target, function: Any, example_args: Any) -> Call:
                 prepare(*args)
         except capture.Captured as captured:
             return captured.call
-    return Call(function, tuple(args), {})
+    bound = bind(function, args)
+    return Call(bound.function, bound.args, {})
 
 
 def _captured(target: Target) -> Call:

@@ -6,6 +6,7 @@ an argument itself says how it is stored only if nothing else does.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 
 from costmodels import Cluster, ClusterError, parse_cluster
-from planner.annotate import Pin, mark_entries, told
+from planner.annotate import Pin, StoredAs, mark_entries, placed_entries, told
 from planner.errors import PinError
 from planner.graph.trace import Traced
 from planner.metadata import Rules, metadata_pins
@@ -44,8 +45,11 @@ def all_pins(
     inputs, paths = traced.graph.inputs, traced.graph.input_paths
     ruled = rule_pins(shardings, paths, inputs)
     taken = {pin.value for pin in ruled}
+    stored = {pin.value for pin in ruled if pin.storage}
     placed = [pin for pin in placed_pins(args, inputs, paths) if pin.value not in taken]
-    named = (*ruled, *placed, *metadata_pins(args, inputs, paths, rules))
+    boxed = metadata_pins(args, inputs, paths, rules)
+    boxed = tuple(dataclasses.replace(pin, storage=pin.value in stored) for pin in boxed)
+    named = (*ruled, *placed, *boxed)
     return (*marks(traced, {pin.value for pin in named}), *named)
 
 
@@ -69,8 +73,8 @@ def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
 def rule_pins(
     rules: Mapping[str, Any], paths: Sequence[str], inputs: Sequence[int]
 ) -> tuple[Pin, ...]:
-    """Pins of ``{"regex over path": PartitionSpec(...) or NamedSharding}``; the first matching
-    rule wins.
+    """Pins of ``{"regex over path": PartitionSpec(...) or NamedSharding}``, each of them bare or as
+    ``StoredAs``; the first matching rule wins.
 
     Raises:
         PinError: a rule that matches no input (with the first paths), or is no regular expression.
@@ -81,29 +85,36 @@ def rule_pins(
             wanted = re.compile(pattern)
         except re.error as error:
             raise PinError(f"shardings: {pattern!r} is no regular expression: {error}") from error
-        spec = getattr(spec, "spec", spec)
+        storage = isinstance(spec, StoredAs)
+        spec = spec.spec if storage else spec
+        spec = spec.spec if isinstance(spec, jax.sharding.NamedSharding) else spec
         hits = [(p, v) for p, v in zip(paths, inputs, strict=True) if wanted.search(p)]
         if not hits:
             raise PinError(
                 f"shardings: no argument path matches {pattern!r}; paths look like "
                 + ", ".join(repr(p) for p in paths[:3])
             )
+        rule = f"shardings[{pattern!r}]"
         for path, value in hits:
-            pins.setdefault(value, Pin(value, tuple(spec), f"shardings[{pattern!r}] at {path}"))
+            origin = f"{rule} at {path}"
+            pins.setdefault(value, Pin(value, tuple(spec), origin, storage, rule))
     return tuple(pins.values())
 
 
 def placed_pins(
     args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str]
 ) -> tuple[Pin, ...]:
-    """Pins of arguments that carry a ``jax.sharding.NamedSharding`` over some axis, as arrays put
-    on a mesh and ``ShapeDtypeStruct(..., sharding=...)`` do."""
+    """Pins of arguments that carry a ``jax.sharding.NamedSharding`` over some axis of more than one
+    device, as arrays put on a mesh and ``ShapeDtypeStruct(..., sharding=...)`` do."""
     pins = []
     for k, x in enumerate(jax.tree_util.tree_leaves(tuple(args))):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
-            origin = f"sharding of argument {paths[k]}"
-            pins.append(Pin(inputs[k], tuple(sharding.spec), origin))
+            entries = placed_entries(sharding)
+            if entries is not None:
+                origin = f"sharding of argument {paths[k]}"
+                rule = "sharding of the argument"
+                pins.append(Pin(inputs[k], entries, origin, rule=rule))
     return tuple(pins)
 
 

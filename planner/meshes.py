@@ -1,4 +1,4 @@
-"""Which logical mesh: try meshes, keep the simplest that no other clearly beats."""
+"""Which logical mesh: try meshes, take the simplest that no other clearly beats."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from planner.analysis import Analysis, ideal_s
 from planner.annotate import Pin
 from planner.candidates import allowed_masks, candidate_meshes
+from planner.devices import BUSY, devices_worth, idle_axes
 from planner.errors import PinError, RequestError
 from planner.modes import PROPAGATION
 from planner.pins import Mask
@@ -24,6 +25,8 @@ from planner.spec import MeshSpec
 SAME = 1.03
 """Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
 difference that the cost model can't resolve is no reason for another mesh axis."""
+LESS = 0.9
+"""Memory, relative to another mesh's, from which on a mesh that is no slower is preferred."""
 SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
 LEADERS = 4
@@ -38,7 +41,7 @@ QUICK = frozenset({"auto"})
 """Searches that take the fast search's answer: on a given mesh, where its bound proves it; where
 meshes are compared, where no plan can be faster by more than that comparison's own margin."""
 AUTO_S = 1.0
-"""Seconds for these to go on on the mesh that was picked where more than that is open."""
+"""Counted effort, in seconds, of these on the mesh that was picked where more than that is open."""
 FEW = 40
 """Groups up to which these run on every leader: an elimination is then a matter of moments."""
 FAILURES = 6
@@ -56,9 +59,9 @@ def _solve(name: str, problem: Problem, request: Request) -> Solution:
     if not problem.cost_s:
         return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
     name = FAST if name == PROPAGATION else name
-    slow_s = math.inf if name == FAST else request.slow_limit_s
+    counted = {} if math.isinf(request.effort_s) or name == FAST else {"effort_s": request.effort_s}
     try:
-        return SEARCHES[name](problem, time_limit_s=min(request.time_limit_s, slow_s))
+        return SEARCHES[name](problem, time_limit_s=request.time_limit_s, **counted)
     except ValueError as error:
         raise RequestError(f"search {name}: {error}; choose another search") from error
 
@@ -71,13 +74,36 @@ def _rank(tried: Tried) -> tuple[bool, float, int]:
 
 
 def choose(tried: Sequence[Tried]) -> Tried:
-    """The best mesh; of those within ``SAME`` of it the one with the fewest axes and the
-    longest first one, so that a tie never costs readability."""
+    """The best mesh, or one within ``SAME`` of it that ``preferred`` takes instead."""
     best = min(tried, key=_rank)
     if not best[1].feasible:
         return best
     level = [t for t in tried if t[1].feasible and t[1].cost_s <= SAME * best[1].cost_s]
-    return min(level, key=_simplicity)
+    return preferred([(t, t[1].cost_s) for t in level])
+
+
+def preferred(level: Sequence[tuple[Tried, float]]) -> Tried:
+    """Of meshes whose seconds the cost model can't tell apart: one that puts its devices to work,
+    that no other beats in time and clearly in memory, with the fewest axes and the longest first.
+
+    Args:
+        level: meshes with a choice, and their seconds.
+    """
+    if len(level) == 1:
+        return level[0][0]
+    idle = [bool(idle_axes(t[0], t[1].choice)) for t, _ in level]
+    if all(idle):
+        worth = [devices_worth(t[0], t[1].choice) for t, _ in level]
+        idle = [w < BUSY * max(worth) for w in worth]
+    busy = [one for one, bad in zip(level, idle, strict=True) if not bad]
+
+    def beaten(t: Tried, cost_s: float) -> bool:
+        return any(
+            other_s <= cost_s and other[1].peak_bytes <= LESS * t[1].peak_bytes
+            for other, other_s in busy
+        )
+
+    return min((t for t, cost_s in busy if not beaten(t, cost_s)), key=_simplicity)
 
 
 def _simplicity(tried: Tried) -> tuple[int, list[int]]:
@@ -106,7 +132,7 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
     quick, few = request, len(quotient.whole.groups.groups) <= FEW
     if request.search in QUICK:
         quick = dataclasses.replace(
-            request, search=request.search if few else FAST, slow_limit_s=AUTO_S
+            request, search=request.search if few else FAST, effort_s=AUTO_S
         )
     settled: set[MeshSpec] = set()
     failed = 0
@@ -125,8 +151,8 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
             better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
         tried[tried.index(best)] = _named(better, request)
     elif best[1].choice:
-        slow_s = AUTO_S if request.search in QUICK else math.inf
-        less = dataclasses.replace(request, slow_limit_s=slow_s)
+        effort_s = AUTO_S if request.search in QUICK else math.inf
+        less = dataclasses.replace(request, effort_s=effort_s)
         whole = not best[1].feasible
         found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
         tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
@@ -211,7 +237,7 @@ def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
     open_ = [t for t in tried if t[1].choice]
     best = min((hoped(t) for t in open_), default=math.inf)
     level = [t for t in open_ if hoped(t) <= SAME * best and math.isfinite(hoped(t))]
-    pick = min(level, key=_simplicity, default=None)
+    pick = preferred([(t, hoped(t)) for t in level]) if level else None
     return None if pick is None or pick[0].mesh in settled else pick
 
 

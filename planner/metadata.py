@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from planner.annotate import Pin
+from planner.annotate import LOGICAL, Pin
 from planner.errors import RequestError
 from planner.spec import Entry
 
@@ -78,14 +78,15 @@ def with_logical_axis_rules(
     if not names:
         return function
     # of sizes that divide anything: only the names matter before there is a plan
-    mesh = AbstractMesh((1,) * len(names), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+    every = (*names, LOGICAL)
+    mesh = AbstractMesh((1,) * len(every), every, axis_types=(AxisType.Auto,) * len(every))
 
     @functools.wraps(function)
-    def traced(*args: Any) -> Any:
+    def traced(*args: Any, **keywords: Any) -> Any:
         from flax.core import spmd
 
         with spmd.logical_axis_rules(checked), jax.sharding.use_abstract_mesh(mesh):
-            return function(*args)
+            return function(*args, **keywords)
 
     traced.logical_axis_rules = checked  # type: ignore[attr-defined]
     return traced
@@ -140,6 +141,7 @@ def metadata_pins(
         count = len(jax.tree_util.tree_leaves(node)) if _is_boxed(node) else 1
         entries = _box_entries(node, rules) if _is_boxed(node) and count == 1 else None
         if entries is not None:
-            pins.append(Pin(inputs[position], entries, f"Flax metadata at {paths[position]}"))
+            origin = f"Flax metadata at {paths[position]}"
+            pins.append(Pin(inputs[position], entries, origin, rule="Flax metadata"))
         position += count
     return tuple(pins)

@@ -114,7 +114,7 @@ def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) ->
     out = []
     for index, path in zip(graph.inputs, graph.input_paths, strict=True):
         value = graph.values[index]
-        if index in have or not value.shape:
+        if index in have or not value.splits:
             continue
         batch = (
             mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL")

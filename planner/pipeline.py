@@ -12,26 +12,35 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from costmodels import Cluster
-from planner.advice import Case, Retrace, Shapes, advise, least_plan, rescued
+from planner.advice import Again, Case, Shapes, advise, least_plan, rescued
+from planner.advice.recompute import recomputed
 from planner.analysis import Analysis, analyse
 from planner.annotate import Pin
+from planner.calls import Indices, Names, bind
+from planner.candidates import batch_axes
 from planner.collector import paused
+from planner.devices import devices_worth, idle_text
 from planner.errors import MemoryLimitError, RequestError
 from planner.extract import Extraction
 from planner.graph.blocks import repeated_blocks
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced, reshaped, trace
 from planner.groups import MARKS, build_groups
+from planner.honored import honored
+from planner.inert import inert_notes
 from planner.marks import all_pins, placed_mesh
 from planner.meshes import Tried, choose, search_meshes, unfold, untried
 from planner.metadata import rules_of, with_logical_axis_rules
 from planner.offload import hostable, with_host
+from planner.pins import axis_names
 from planner.plan import MeshRow, Plan, SearchReport, rounded
 from planner.pricing import Priced
 from planner.quotient import Quotient, fold_analysis
 from planner.report.shortage import shortage_text
+from planner.report.units import bytes_text
 from planner.report.verdict import pruned_text, unfit_text
 from planner.request import Request, parse_request
+from planner.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
@@ -40,6 +49,8 @@ from planner.search.iopddl import write_iopddl
 from planner.search.problem import Solution
 from planner.spec import MeshSpec
 from planner.state import find_state
+from planner.thrift import thrifty
+from planner.whole import held_whole
 
 _Asked = ParamSpec("_Asked")
 
@@ -70,14 +81,17 @@ def plan_step(
     never_fsdp: str | Sequence[str] = (),
     offload: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
     time_limit_s: float = 60.0,
     dump_problem: str | Path | None = None,
 ) -> Planned:
     """Plan a train step for a cluster; starts no backend.
 
     Args:
-        function: the step, any jit-able function of pytrees.
-        *args: arrays or ShapeDtypeStructs.
+        function: the step, any jit-able function of pytrees, Flax NNX objects and Equinox modules.
+        *args: arrays or ShapeDtypeStructs, and NNX objects that hold such (``nnx.eval_shape``
+            makes them); other leaves than arrays and numbers are static.
         cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster.
         mode: one of ``planner.modes.MODES``; None takes ``set_parallel_mode``'s.
         search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
@@ -95,6 +109,7 @@ def plan_step(
             host memory between their uses. ``"auto"``: the search decides which, by what fits.
         donate_argnums: arguments whose memory the results may take; None means every
             argument that comes back as a result.
+        static_argnums, static_argnames: as for ``jax.jit``.
         time_limit_s: for the search, per mesh.
         dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
             written also when no plan fits.
@@ -113,6 +128,8 @@ def plan_step(
     ('data',)
     """
     begun = time.perf_counter()
+    bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
+    function, args = with_logical_axis_rules(bound.function, logical_axis_rules), bound.args
     request = parse_request(
         cluster,
         mode=mode,
@@ -125,7 +142,6 @@ def plan_step(
         never_fsdp=never_fsdp,
         offload=offload,
     )
-    function = with_logical_axis_rules(function, logical_axis_rules)
     return plan_traced(
         trace(function, args),
         args,
@@ -180,7 +196,15 @@ def plan_traced(
             again = prepare(trace(function, reshaped(args, shapes)))
             return again.quotient, again.pins
 
-        return _planned(prepare(traced), request, begun, retrace, offloaded, dump_problem)
+        def recompute(on_host: bool) -> tuple[str, Quotient, Sequence[Pin]] | None:
+            found = recomputed(traced, on_host=on_host)
+            if found is None:
+                return None
+            again = prepare(trace(found.function, args))
+            return found.what, again.quotient, again.pins
+
+        again = Again(retrace, offloaded, recompute)
+        return _planned(prepare(traced), request, begun, again, dump_problem)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,10 +226,11 @@ def _prepared(
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
     hosted = hostable(graph, request.offload)
-    groups = with_host(build_groups(graph, rules), hosted)
+    groups = with_host(build_groups(graph, rules, pins), hosted)
     analysis = analyse(graph, rules, groups, donated, request.cluster.device, hosted)
-    state = find_state(graph, request.state) if request.state else None
-    differ = request.mode != "AUTO_PARALLEL"
+    along_axis = bool(request.tensor or request.sequence)
+    state = find_state(graph, request.state) if request.state or along_axis else None
+    differ = request.mode != "AUTO_PARALLEL" or along_axis
     quotient = fold_analysis(analysis, pins, inputs_differ=differ, state=state)
     return _Prepared(rules, quotient, pins)
 
@@ -214,8 +239,7 @@ def _planned(
     step: _Prepared,
     request: Request,
     begun: float,
-    retrace: Retrace,
-    offloaded: Callable[[Request], Quotient],
+    again: Again,
     dump_problem: str | Path | None,
 ) -> Planned:
     tried = search_meshes(step.quotient, step.pins, request)
@@ -223,7 +247,9 @@ def _planned(
     if not choose(tried)[1].feasible:
         least = least_plan(step.quotient, tried, request)
         tried = rescued(least, tried, request)
-    best = choose(tried)
+    picked = choose(tried)
+    best = thrifty(step.quotient, picked, request)
+    tried = tuple(best if t is picked else t for t in tried)
     priced, solution = unfold(step.quotient, best)
     if dump_problem is not None:
         write_problem(priced, dump_problem)
@@ -235,7 +261,7 @@ def _planned(
             limit_bytes=request.limit_bytes,
         )
     if least is not None and not solution.feasible:
-        shortage = advise(Case(step.quotient, step.pins, request, least, retrace, offloaded))
+        shortage = advise(Case(step.quotient, step.pins, request, least, again))
         raise MemoryLimitError(
             shortage_text(shortage),
             least_bytes=shortage.least_bytes,
@@ -244,9 +270,19 @@ def _planned(
         )
     notes = _apart_note(step.quotient.apart(solution.choice), len(step.quotient.part.groups.groups))
     extraction = Extraction(priced, solution.choice)
-    plan = _plan(extraction, solution, best, tried, request, step.rules, begun)
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    roles = roles_of(extraction)
+    if _names_are_ours(request):
+        mesh = renamed(priced.mesh, roles, frozenset(axis_names(step.pins)))
+        extraction = with_names(extraction, mesh)
+    plan = _plan(extraction, roles, solution, best, tried, request, step.rules, begun)
+    pins = honored(extraction, step.pins, step.quotient.uses, batch_axes(request, priced.mesh))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=pins)
     return Planned(plan, extraction, step.quotient, step.pins, request)
+
+
+def _names_are_ours(request: Request) -> bool:
+    """Whether the mesh axes have names that nobody gave or asked for."""
+    return request.mesh is None and request.mode == "AUTO_PARALLEL" and request.state.zero is None
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
@@ -291,6 +327,7 @@ def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tupl
 
 def _plan(
     extraction: Extraction,
+    roles: Roles,
     solution: Solution,
     best: Tried,
     tried: Sequence[Tried],
@@ -300,6 +337,7 @@ def _plan(
 ) -> Plan:
     priced, graph = extraction.priced, extraction.graph
     inputs, outputs = extraction.leaves()
+    devices, names = priced.mesh.num_devices, not _names_are_ours(request)
     plan = Plan(
         mode=request.mode,
         cluster=request.cluster.text,
@@ -310,21 +348,31 @@ def _plan(
         collectives=extraction.collectives(),
         activations=extraction.activations(),
         fallbacks=_fallbacks(priced.analysis, rules),
-        notes=(*_notes(graph), *untried(priced.analysis, tried, request)),
-        meshes=tuple(_mesh_row(p, s, best[1]) for p, s in tried),
-        prediction=extraction.prediction(request.limit_bytes),
+        notes=(*inert_notes(graph), *_notes(graph), *untried(priced.analysis, tried, request)),
+        meshes=tuple(
+            _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
+            for p, s in tried
+        ),
+        prediction=dataclasses.replace(
+            extraction.prediction(request.limit_bytes), device_bytes=request.device_bytes
+        ),
         search=SearchReport(
             solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
         ),
         op_table=tuple(graph.op_text(graph.ops[first]) for first in graph.firsts()),
         op_index=graph.codes,
         op_inputs=tuple(op.inputs for op in graph.ops),
+        strategy=strategy_text(priced.mesh.sizes, roles),
+        idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
         planning_s=time.perf_counter() - begun,
     )
     return rounded(plan)  # type: ignore[no-any-return]
 
 
-def _mesh_row(priced: Priced, solution: Solution, best: Solution) -> MeshRow:
+def _mesh_row(
+    priced: Priced, solution: Solution, best: Solution, mesh: MeshSpec, names: bool
+) -> MeshRow:
+    """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
     known = math.isfinite(solution.cost_s)
     if solution is best:
         verdict = "chosen"
@@ -336,7 +384,7 @@ def _mesh_row(priced: Priced, solution: Solution, best: Solution) -> MeshRow:
     else:
         verdict = f"{solution.cost_s / max(best.cost_s, 1e-300):.2f}x the chosen one's time"
     return MeshRow(
-        str(priced.mesh),
+        str(mesh) if names or solution is best else "x".join(map(str, mesh.sizes)),
         solution.cost_s if known else -1.0,
         solution.lower_bound_s,
         solution.peak_bytes if math.isfinite(solution.peak_bytes) else -1.0,
@@ -345,13 +393,13 @@ def _mesh_row(priced: Priced, solution: Solution, best: Solution) -> MeshRow:
 
 
 def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ...]:
-    live = analysis.graph.live_ops()
-    seen: dict[str, int] = {}
-    for op in analysis.graph.ops:
-        if live[op.index] and rules[op.index].origin == "opaque":
-            text = f"{op.kind} ({op.source or 'no line'}): no rule, replicated"
-            seen[text] = seen.get(text, 0) + 1
-    return tuple(f"{text} x{n}" if n > 1 else text for text, n in seen.items())
+    return tuple(
+        f"{w.name}: no rule, replicated"
+        + (f" x{w.count}" if w.count > 1 else "")
+        + f"; {bytes_text(w.nbytes)} of operands and results"
+        + (" each" if w.count > 1 else "")
+        for w in held_whole(analysis.graph, rules)
+    )
 
 
 def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:

@@ -17,12 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanFormatError, PlanMismatchError, RequestError
+from planner.errors import PlanFormatError, PlanMismatchError
 from planner.export.logical import LogicalAxes, logical_axes
-from planner.graph.ir import Graph
+from planner.files import MIB, parsed_json, read_text
+from planner.graph.ir import SCALAR, Graph
 from planner.spec import MeshSpec, Sharding
 
 FORMAT = "meshwright-plan-1"
+LARGEST = 256 * MIB
+LITERAL = "literal"
+"""The dtype that a plan writes for a result that is a constant of the program."""
+"""Bytes of the largest plan file that is read."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,18 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class PinRow:
+    """How a pin was honored: by its rule, what it asks, and ``how`` in words, with the number of
+    arrays it is true of and the ``first`` of them."""
+
+    pin: str
+    asked: str
+    how: str
+    arrays: int
+    first: str
+
+
+@dataclass(frozen=True)
 class MeshRow:
     """A logical mesh that was tried, and why it was kept or left."""
 
@@ -112,6 +129,10 @@ class Prediction:
     """Copies between the device and its host, part of ``step_s``."""
     host_bytes: float = 0.0
     """What the device keeps in its host's memory between steps."""
+    feed_s: float = 0.0
+    """What feeding the batch counts for in the search's cost; no part of ``step_s``."""
+    device_bytes: float = 0.0
+    """Memory of a device, where ``limit_bytes`` is that less a reserve; 0 where it was given."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,11 @@ class Plan:
     op_table: tuple[str, ...]
     op_index: tuple[int, ...]
     op_inputs: tuple[tuple[int, ...], ...]
+    pins: tuple[PinRow, ...] = ()
+    strategy: str = ""
+    """What the plan does, in the field's words; empty in plans of older versions."""
+    idle: str = ""
+    """Says so where devices repeat each other's work."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -232,6 +258,33 @@ class Plan:
                 f"this plan is for another step: got {len(graph.ops)} operations, expected "
                 f"{len(self.op_index)}"
             )
+        self._check_results(graph)
+
+    def _check_results(self, graph: Graph) -> None:
+        """As ``check_matches``, for the results and the places of constraints."""
+        got = [
+            (path, (), LITERAL)
+            if v == SCALAR
+            else (path, graph.values[v].shape, graph.values[v].dtype)
+            for path, v in zip(graph.output_paths, graph.outputs, strict=True)
+        ]
+        expected = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.outputs]
+        if got != expected:
+            unlike = [pair for pair in zip(got, expected, strict=False) if pair[0] != pair[1]]
+            here, there = unlike[0] if unlike else (f"{len(got)}", f"{len(expected)}")
+            raise PlanMismatchError(
+                f"this plan is for another step: results are {here}, in the plan {there}; plan "
+                "again for this step"
+            )
+        for c in self.constraints:
+            op = graph.ops[c.op]
+            values = op.inputs if c.slot in ("in", "from") else op.outputs
+            at = values[c.position] if c.position < len(values) else -1
+            if at < 0 or len(c.spec.dims) > len(graph.values[at].shape):
+                raise PlanMismatchError(
+                    f"this plan is for another step: it has {c.spec} for {c.slot!r} "
+                    f"{c.position} of operation {c.op}, {graph.op_text(op)}"
+                )
 
 
 def _plain(value: Any) -> Any:
@@ -257,6 +310,7 @@ def _plain(value: Any) -> Any:
 
 
 _UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "host_bytes": 0.0}
+_UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0}
 """Fields that stand in the text only where they differ from this."""
 
 _EXACT = frozenset(
@@ -296,76 +350,35 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan that ``Plan.save`` wrote.
 
     Raises:
-        PlanFormatError: not JSON, another format, or a missing field; says which.
+        PlanFormatError: the file can't be read or is larger than ``LARGEST``; or as
+            ``plan_from_json``.
     """
     try:
-        text = Path(path).read_text()
+        text = read_text(path, LARGEST)
     except OSError as error:
         raise PlanFormatError(f"cannot read plan {path}: {error.strerror}") from error
     return plan_from_json(text, str(path))
 
 
 def plan_from_json(text: str, where: str = "plan") -> Plan:
-    """Parse the text of ``Plan.to_json``; raises PlanFormatError."""
+    """Parse the text of ``Plan.to_json``.
+
+    Raises:
+        PlanFormatError: not JSON, another format, or not what ``planner.plan_schema`` allows; one
+            line that says where.
+    """
+    from planner.plan_schema import read_plan
+
     try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
+        raw = parsed_json(text)
+    except ValueError as error:
         raise PlanFormatError(f"{where} is not JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        got = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
-        raise PlanFormatError(f"{where}: got format {got!r}, expected {FORMAT!r}")
+    got = raw.pop("format", None) if isinstance(raw, dict) else type(raw).__name__
+    if got != FORMAT:
+        raise PlanFormatError(f"{where}: got format {ascii(got)[:60]}, expected {FORMAT!r}")
     try:
-        return _parse(raw)
-    except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
-        raise PlanFormatError(f"{where}: field missing or malformed: {error}") from error
-
-
-def _spec(entries: list[Any], rank: int | None = None) -> Sharding:
-    return Sharding.of([tuple(e) if isinstance(e, list) else e for e in entries], rank)
-
-
-def _leaf(raw: dict[str, Any]) -> Leaf:
-    shape = tuple(raw["shape"])
-    used = raw["used_as"]
-    return Leaf(
-        raw["path"],
-        shape,
-        raw["dtype"],
-        _spec(raw["spec"], len(shape)),
-        raw["nbytes_per_device"],
-        None if used is None else _spec(used, len(shape)),
-        raw["tied"],
-        raw.get("memory", "device"),
-        tuple((first, last) for first, last in raw.get("fetched", ())),
-    )
-
-
-def _parse(raw: dict[str, Any]) -> Plan:
-    prediction = dict(raw["prediction"], peak_holders=tuple(raw["prediction"]["peak_holders"]))
-    prediction = {k: math.inf if v is None else v for k, v in prediction.items()}
-    return Plan(
-        mode=raw["mode"],
-        cluster=raw["cluster"],
-        mesh=MeshSpec(tuple(raw["mesh"]), tuple(raw["mesh"].values())),
-        inputs=tuple(map(_leaf, raw["inputs"])),
-        outputs=tuple(map(_leaf, raw["outputs"])),
-        constraints=tuple(
-            Constraint(c["op"], c["slot"], c["position"], _spec(c["spec"]))
-            for c in raw["constraints"]
-        ),
-        collectives=tuple(
-            CollectiveRow(**dict(c, axes=tuple(c["axes"]))) for c in raw["collectives"]
-        ),
-        activations=tuple(
-            Activation(**dict(a, shape=tuple(a["shape"]), spec=_spec(a["spec"], len(a["shape"]))))
-            for a in raw["activations"]
-        ),
-        fallbacks=tuple(raw["fallbacks"]),
-        notes=tuple(raw["notes"]),
-        meshes=tuple(MeshRow(**m) for m in raw["meshes"]),
-        prediction=Prediction(**prediction),
-        search=SearchReport(**raw["search"]),
-        op_table=tuple(raw["op_table"]),
-        op_index=tuple(raw["op_index"]),
-        op_inputs=tuple(map(tuple, raw["op_inputs"])),
-    )
+        return read_plan(raw)
+    except ValueError as error:
+        raise PlanFormatError(
+            f"{where}: field missing or malformed: {error}; save the plan again"
+        ) from error

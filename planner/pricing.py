@@ -2,7 +2,8 @@
 
 Seconds of a node: roofline time of the group's operations on their local shard, plus the
 all-reduces of reductions inside the group, plus (inputs) the all-gather from store to
-use, plus copies of state that is kept in host memory. Seconds of an edge: the resharding of
+use, plus copies of state that is kept in host memory, plus what feeding the batch costs
+(``feeding``). Seconds of an edge: the resharding of
 the value that flows. Communication counts the share of its time that does not hide under
 compute (``rates.exposed``). Equal sub-problems share one
 array object, so a search can see that layers repeat.
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.analysis import Analysis
 from planner.groups import Group, Link
-from planner.rates import Rates, exposed
+from planner.rates import Rates, exposed, weighted
 from planner.reshard import reshard_table
 from planner.search.problem import Edge, Problem, Usage
 from planner.spec import MeshSpec
@@ -87,7 +88,8 @@ class Pricer:
         signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
         count = self.analysis.counts[group.index]
         hosted = self.analysis.hosted[group.index]
-        shape = (group.sizes, self.analysis.stored[group.index], count, hosted)
+        fed = self.analysis.fed[group.index]
+        shape = (group.sizes, self.analysis.stored[group.index], count, hosted, fed)
         key = ("node", id(chosen), work, signature, shape)
         if key not in self.cache:
             seconds = self.rates.node_s(self.analysis, group.index, chosen, self.change_s)
@@ -110,6 +112,13 @@ class Pricer:
         """Seconds of copies between device and host under one strategy."""
         one = chosen.take(slice(row, row + 1))
         return float(self.rates.host_s(self.analysis.hosted[group.index], one)[0, 0])
+
+    def feed_of(self, group: Group, chosen: StrategySet, row: int) -> float:
+        """What feeding the batch counts for under one strategy, in seconds."""
+        if not self.analysis.fed[group.index]:
+            return 0.0
+        one = chosen.take(slice(row, row + 1))
+        return float(self.rates.feed_s(self.analysis, group.index, one)[0, 0])
 
     def link_ends(self, link: Link, sets: Sequence[StrategySet]) -> tuple[Any, Any]:
         """Codes of the value at both ends, per strategy."""
@@ -144,7 +153,7 @@ class Pricer:
             if self.change_s:
                 seconds = seconds + self.change_s * table.changes[pick]
             share = exposed(self.model, link.off_path) * link.weight
-            self.cache[key] = (share * seconds, src, dst)
+            self.cache[key] = (weighted(share, seconds), src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
     def flipped(self, matrix: Array) -> Array:

@@ -18,20 +18,42 @@ So the size of what is priced and searched does not depend on the number of laye
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
-from planner.analysis import Analysis
+from planner.analysis import Analysis, Reduction
 from planner.annotate import Pin
-from planner.groups import Groups, Link
+from planner.groups import Group, Groups, Link
 from planner.moments import worst_moments
 from planner.pricing import Priced
 from planner.search.colors import IntArray, numbered, stable_colors
 from planner.state import State
 from planner.unify import Layout
 from planner.usages import UsageRow
+from planner.uses import NO_USES, Uses, find_uses
+
+IDENTITY: dict[type, frozenset[str]] = {
+    Group: frozenset({"index", "ops", "name"}),
+    Link: frozenset({"a", "b", "value", "op", "operand"}),
+    Reduction: frozenset({"op"}),
+    Pin: frozenset({"value", "origin", "rule"}),
+}
+"""Fields that say which group, link, reduction or pin it is. All other fields are facts: what
+differs in one of them is not folded."""
+
+
+def facts_of(kind: type) -> Callable[[Any], Hashable]:
+    """The facts of a ``Group``, ``Link``, ``Reduction`` or ``Pin``: every field that is not its
+    identity."""
+    names = [f.name for f in dataclasses.fields(kind) if f.name not in IDENTITY[kind]]
+    return attrgetter(*names)
+
+
+_group, _link, _reduction, _pin = map(facts_of, (Group, Link, Reduction, Pin))
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +61,8 @@ class Quotient:
     """``part`` has one group per class of ``whole``; ``color[g]`` is the class of group g.
 
     ``moments[t]`` is the operation index of moment t of the part's usages; ``state`` are the arrays
-    of the step's state where something is asked of them.
+    of the step's state where something is asked of them; ``uses`` where the whole reads pinned
+    arguments.
     """
 
     whole: Analysis
@@ -47,6 +70,7 @@ class Quotient:
     color: tuple[int, ...]
     moments: tuple[int, ...]
     state: State | None = None
+    uses: Uses = NO_USES
 
     def unfold_choice(self, choice: Sequence[int]) -> tuple[int, ...]:
         """One strategy per group, from one per class."""
@@ -81,8 +105,8 @@ def fold_analysis(
     Args:
         analysis: the step.
         pins: groups whose values are pinned differently are different.
-        inputs_differ: whether a mode treats carried inputs unlike others (all but
-            AUTO_PARALLEL do).
+        inputs_differ: whether the request treats some inputs unlike others: all modes but
+            AUTO_PARALLEL do, and so do masks along an axis (``Request.tensor``, ``sequence``).
         state: the arrays of the state, where something is asked of them.
     """
     links, nbytes = analysis.groups.links, [v.nbytes for v in analysis.graph.values]
@@ -97,17 +121,12 @@ def fold_analysis(
     pinned = _pinned(analysis, pins, inputs_differ, state)
     first = numbered(
         (
-            g.kind,
-            g.sizes,
-            g.shardable,
-            g.reduction,
+            _group(g),
             analysis.work[g.index],
-            tuple(
-                (r.over, r.kept, r.nbytes, r.weight, r.gradient)
-                for r in analysis.reductions[g.index]
-            ),
+            tuple(map(_reduction, analysis.reductions[g.index])),
             analysis.stored[g.index],
             analysis.hosted[g.index],
+            analysis.fed[g.index],
             tuple(loops.get(g.index, ())),
             pinned.get(g.index, frozenset()),
         )
@@ -119,21 +138,13 @@ def fold_analysis(
     edge_kinds = numbered(e[2] for e in edges)
     color = stable_colors(first, left, right, edge_kinds)
     made = _quotient(analysis, color.tolist(), list(bundled.values()), left, right, edge_kinds)
-    return dataclasses.replace(made, state=state)
+    uses = find_uses(pins, analysis.graph, analysis.groups)
+    return dataclasses.replace(made, state=state, uses=uses)
 
 
 def _link_kind(link: Link, nbytes: int) -> tuple[Hashable, ...]:
     """Everything about a link that its price is made of, besides the groups at its ends."""
-    return (
-        link.src,
-        link.dst,
-        nbytes,
-        link.weight,
-        link.partial,
-        link.a_use,
-        link.gradient,
-        link.off_path,
-    )
+    return _link(link), nbytes, link.off_path
 
 
 def _edge(
@@ -163,18 +174,23 @@ def _pinned(
 ) -> dict[int, frozenset[Hashable]]:
     """Per group, what pins and modes look at in its values."""
     graph, home = analysis.graph, analysis.groups.home
-    marks: list[tuple[int, Hashable]] = [(pin.value, pin.entries) for pin in pins]
+    marks: list[tuple[int, Hashable]] = [(pin.value, _pin(pin)) for pin in pins]
     if state is not None:
         marks += [(v, ("state", state.told(v))) for v in state.arrays]
     if inputs_differ:
         carried = {graph.inputs[i] for i, _ in graph.ties}
         taken = {pin.value for pin in pins}
-        marks += [(i, ("input", i in carried)) for i in graph.inputs if i not in taken]
+        marks += [
+            (i, ("input", i in carried, graph.values[i].dtype))
+            for i in graph.inputs
+            if i not in taken
+        ]
     out: dict[int, set[Hashable]] = {}
     for value, mark in marks:
         place = home[value]
         if place is not None:
-            out.setdefault(place[0], set()).add((place[1], graph.values[value].shape, mark))
+            v = graph.values[value]
+            out.setdefault(place[0], set()).add((place[1], v.shape, v.nbytes, mark))
     return {group: frozenset(found) for group, found in out.items()}
 
 
@@ -224,6 +240,7 @@ def _quotient(
         reductions=tuple(analysis.reductions[g] for g in one),
         stored=tuple(analysis.stored[g] for g in one),
         hosted=tuple(analysis.hosted[g] for g in one),
+        fed=tuple(analysis.fed[g] for g in one),
         usages=usages,
         usage_values=(),
         counts=tuple(counts),

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import CostModel
-from planner.analysis import Analysis, Reduction
+from planner.analysis import Analysis, Reduction, ideal_s
+from planner.feeding import SHARE
 from planner.offload import Hosted
 from planner.reshard import Transitions, coefficients, transition_costs
 from planner.route import patterns
@@ -162,8 +163,17 @@ class Rates:
         compute, on_path, off_path = self.node_parts(analysis, group, chosen, change_s)
         seconds = compute + exposed(self.model, False) * on_path
         seconds += exposed(self.model, True) * off_path
+        if analysis.fed[group]:
+            seconds += self.feed_s(analysis, group, chosen)
         hosted = analysis.hosted[group]
         return seconds + self.host_s(hosted, chosen) if hosted else seconds
+
+    def feed_s(self, analysis: Analysis, group: int, chosen: StrategySet) -> Array:
+        """[meshes, strategies] seconds that feeding a group's share of the batch counts for."""
+        share = np.zeros((len(self.size), chosen.count))
+        for array in analysis.fed[group]:
+            share += array.share / self.size[:, self.masks(chosen.store, array.factors)]
+        return share * (SHARE * ideal_s(analysis, self.model, int(self.size[0, -1])))
 
     def host_s(self, hosted: Sequence[Hosted], chosen: StrategySet) -> Array:
         """[meshes, strategies] seconds of copies between devices and their hosts; none hides."""
@@ -187,6 +197,11 @@ class Rates:
         if memory:
             local = np.where(chosen.host == (memory == "host"), local, 0.0)
         return local
+
+
+def weighted(share: float, seconds: Array) -> Array:
+    """``share`` of some seconds; what is impossible stays so in a loop that never runs."""
+    return share * seconds if share else np.where(np.isinf(seconds), seconds, 0.0)
 
 
 def exposed(model: CostModel, off_path: bool) -> float:

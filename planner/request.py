@@ -32,8 +32,9 @@ class Request:
     mesh: MeshSpec | None
     limit_bytes: float
     time_limit_s: float
-    slow_limit_s: float = math.inf
-    """For all searches but the fast one: its answer must not depend on how busy the machine is."""
+    effort_s: float = math.inf
+    """Counted work of the searches that take an effort, in seconds: a plan must not depend on how
+    busy the machine is."""
     state: StateRequest = field(default_factory=StateRequest)
     sequence: str = ""
     """A mesh axis over which the batch's second dimension stays split (sequence parallelism)."""
@@ -41,6 +42,8 @@ class Request:
     """What of the state lives in host memory."""
     tensor: str = ""
     """A mesh axis over which every parameter is split where it is read (tensor parallelism)."""
+    device_bytes: float = 0.0
+    """Memory of a device where the limit is that less a reserve; 0 where a limit was given."""
     advice: bool = True
     """Whether to try what would help when no plan fits."""
 
@@ -105,4 +108,5 @@ def parse_request(
         time_limit_s,
         state=check_state_request(zero, small, never_fsdp),
         offload=check_offload(offload),
+        device_bytes=float(parsed.device.memory_bytes) if limit is None else 0.0,
     )

@@ -8,7 +8,8 @@ question is left alone from there on:
 * after any sweep of messages (``search.family.relax``).
 
 Out of the question is a mesh whose bound is not below the cheapest choice found, or, if that has
-fewer axes, not below it by more than the margin that another axis must pay.
+fewer axes and puts all of them to work, not below it by more than the margin that another axis
+must pay.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from costmodels import CostModel
 from planner.analysis import Analysis
+from planner.devices import idle_axes
 from planner.families import Mask, PricedFamily, price_family
 from planner.pricing import Priced
 from planner.search.family import Family, node_bound, relax
@@ -68,8 +70,19 @@ class Field:
 
     def cheapest(self, scouts: Sequence[Scout]) -> float:
         """The cheapest choice that fits."""
-        fitting = [s.cost_s for s in scouts if s.choice and s.peak_bytes <= self.limit_bytes]
-        return min(fitting, default=math.inf)
+        return min((s.cost_s for s in self._fitting(scouts)), default=math.inf)
+
+    def simpler(self, scouts: Sequence[Scout]) -> float:
+        """What a mesh with more axes must beat: the cheapest choice, or less than that by the
+        margin where the choice puts all axes of its mesh to work."""
+        fitting = [
+            s for s in self._fitting(scouts) if s.cost_s <= self.margin * self.cheapest(scouts)
+        ]
+        busy = [s.cost_s for s in fitting if not idle_axes(s.priced, s.choice or ())]
+        return min(self.cheapest(scouts), min(busy, default=math.inf) / self.margin)
+
+    def _fitting(self, scouts: Sequence[Scout]) -> list[Scout]:
+        return [s for s in scouts if s.choice and s.peak_bytes <= self.limit_bytes]
 
 
 def scouted(field: Field) -> list[Scout]:
@@ -77,10 +90,10 @@ def scouted(field: Field) -> list[Scout]:
     done: list[Scout] = []
     for axes in (1, 2, 3):
         level = [m for m in field.meshes if max(1, sum(n > 1 for n in m[0].sizes)) == axes]
-        simpler = field.cheapest(done) / field.margin
+        simpler = field.simpler(done)
         for rank in sorted({len(mesh.sizes) for mesh, _ in level}):
             done += _family(field, [m for m in level if len(m[0].sizes) == rank], simpler)
-        if field.cheapest(done) <= field.margin * field.ideal_s:
+        if field.margin * field.simpler(done) <= field.margin * field.ideal_s:
             break
     return done
 

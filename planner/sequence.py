@@ -26,7 +26,7 @@ Place = tuple[int, int]
 def batch_inputs(graph: Graph) -> tuple[int, ...]:
     """Arguments that are not carried on and have dimensions."""
     carried = {graph.inputs[i] for i, _ in graph.ties}
-    return tuple(v for v in graph.inputs if v not in carried and graph.values[v].shape)
+    return tuple(v for v in graph.inputs if v not in carried and graph.values[v].splits)
 
 
 def sequences(graph: Graph) -> tuple[int, ...]:
@@ -43,6 +43,12 @@ def sequences(graph: Graph) -> tuple[int, ...]:
 
 def followed(groups: Groups, values: Iterable[int], dim: int) -> frozenset[Place]:
     """What a dimension of some values becomes. Linear in links."""
+    homes = [groups.home[v] for v in values]
+    return reached(groups, {(h[0], h[1][dim]) for h in homes if h is not None and h[1][dim] >= 0})
+
+
+def reached(groups: Groups, start: Iterable[Place]) -> frozenset[Place]:
+    """What some factors become along the links. Linear in links."""
     near: dict[Place, list[Place]] = {}
     for link in groups.links:
         if link.operand == -1:
@@ -50,8 +56,7 @@ def followed(groups: Groups, values: Iterable[int], dim: int) -> frozenset[Place
         for src, dst in zip(link.src, link.dst, strict=True):
             if src >= 0 and dst >= 0:
                 near.setdefault((link.a, src), []).append((link.b, dst))
-    homes = [groups.home[v] for v in values]
-    found = {(h[0], h[1][dim]) for h in homes if h is not None and h[1][dim] >= 0}
+    found = set(start)
     stack = list(found)
     while stack:
         for there in near.get(stack.pop(), ()):

@@ -11,10 +11,14 @@ divides that dimension.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.errors import RequestError
+
+AXIS_NAME = r"[^\W\d][\w.-]{0,99}"
+"""What names of mesh axes match; they stand in files, code and command lines."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,12 @@ class MeshSpec:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
             raise RequestError(f"mesh axes need distinct names, one per size: {self!r}")
+        odd = [name for name in self.names if not re.fullmatch(AXIS_NAME, name)]
+        if odd:
+            raise RequestError(
+                f"mesh axis {odd[0]!r}: expected letters, digits, _, - and dots, a letter or _ "
+                "first; give the axis another name"
+            )
         if any(size < 1 for size in self.sizes):
             raise RequestError(f"mesh axis sizes must be at least 1, got {self}")
 
@@ -53,12 +63,12 @@ def parse_mesh(text: str) -> MeshSpec:
     """
     names, sizes = [], []
     for part in text.split(","):
-        name, _, size = part.partition("=")
-        if not name.strip().isidentifier() or not size.strip().isdigit() or int(size) < 1:
+        name, _, size = (word.strip() for word in part.partition("="))
+        if not name.isidentifier() or not re.fullmatch("0*[1-9][0-9]{0,17}", size):
             raise RequestError(
                 f"mesh {text!r}: got {part!r}, expected name=size as in data=4,model=2"
             )
-        names.append(name.strip())
+        names.append(name)
         sizes.append(int(size))
     return MeshSpec(tuple(names), tuple(sizes))
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import RequestError
-from planner.graph.ir import SCALAR, Graph
+from planner.graph.ir import Graph
 from planner.groups import Group, Groups
 from planner.spec import MeshSpec
 from planner.strategies import digits, enumerate_strategies
@@ -69,7 +69,7 @@ def check_state_request(
 
 def data_axes(mesh: MeshSpec) -> tuple[str, ...]:
     """The axes that data parallelism lies on: by name, else the first."""
-    named = tuple(n for n in mesh.names if n in DATA_AXES)
+    named = tuple(n for n in mesh.names if n.rstrip("23456789") in DATA_AXES)
     return named or mesh.names[:1]
 
 
@@ -91,7 +91,7 @@ class State:
 
     def told(self, value: int) -> Hashable:
         """What tells a value apart from others of its shape."""
-        return value in self.parameters, value in self.bound
+        return value in self.parameters, value in self.others, value in self.bound
 
 
 def find_state(graph: Graph, request: StateRequest) -> State:
@@ -102,10 +102,7 @@ def find_state(graph: Graph, request: StateRequest) -> State:
     """
     carried = {graph.inputs[i] for i, _ in graph.ties}
     results = {o for _, o in graph.ties}
-    needed = {v for k, v in enumerate(graph.outputs) if k not in results and v != SCALAR}
-    for op in reversed(graph.ops):
-        if needed.intersection(op.outputs):
-            needed.update(v for v in op.inputs if v != SCALAR)
+    needed, _ = graph.needed_for(v for k, v in enumerate(graph.outputs) if k not in results)
     bound: set[int] = set()
     for pattern in request.never_fsdp:
         hits = [

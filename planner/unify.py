@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from planner.rules.factor import FactorRule
@@ -32,6 +32,8 @@ class Fusion:
     gatoms: list[list[int]] = field(default_factory=list)
     glayouts: list[set[Layout]] = field(default_factory=list)
     greduce: list[set[int]] = field(default_factory=list)
+    gheld: list[dict[int, frozenset[str]]] = field(default_factory=list)
+    """Per group and factor, the mesh axes that pins ask for; see ``hold``."""
     home: dict[int, tuple[int, Layout]] = field(default_factory=dict)
     adopted: dict[tuple[int, Layout, int, int], tuple[Placed, FactorRule]] = field(
         default_factory=dict
@@ -61,7 +63,28 @@ class Fusion:
         self.gatoms.append([])
         self.glayouts.append(set())
         self.greduce.append(set())
+        self.gheld.append({})
         return index
+
+    def hold(self, group: int, layout: Layout, axes: Sequence[frozenset[str] | None]) -> None:
+        """Note what a pin asks of a value's dimensions, those that it leaves out to be whole; None:
+        anything goes."""
+        whole: tuple[frozenset[str] | None, ...] = (frozenset(),) * (len(layout) - len(axes))
+        for atom, asked in zip(layout, (*axes, *whole), strict=False):
+            if atom != LAYOUT_NONE and asked is not None:
+                self.gheld[self.gfind(group)].setdefault(self.find(atom), asked)
+
+    def _held_together(
+        self, groups: Iterable[int], root: Callable[[int], int]
+    ) -> dict[int, frozenset[str]] | None:
+        """What pins ask of the factors of some groups once these are one; None: contradictions."""
+        out: dict[int, frozenset[str]] = {}
+        for group in groups:
+            for atom, asked in self.gheld[group].items():
+                if out.setdefault(root(atom), asked) != asked:
+                    return None
+        named = [axis for asked in out.values() for axis in asked]
+        return out if len(set(named)) == len(named) else None
 
     def new_atom(self, group: int, size: int, blocked: bool = False) -> int:
         """Open a factor in a group."""
@@ -156,8 +179,9 @@ class Fusion:
     def try_union(self, group: int, layout: Layout, other: int, theirs: Layout) -> bool:
         """Unify two groups along matching layouts.
 
-        False (nothing changed) when a value would clash, and when both groups span
-        further factors: a small value (a bias, a mean) is no reason to tie two large ones.
+        False (nothing changed) when a value would clash, when pins in the two ask for different
+        shardings, and when both groups span further factors: a small value (a bias, a mean) is no
+        reason to tie two large ones.
         """
         group, other = self.gfind(group), self.gfind(other)
         if group == other and layout == theirs:
@@ -187,6 +211,9 @@ class Fusion:
             shared = set(theirs) | set(layout)
             if all(self._has_more(g, shared) for g in (group, other)):
                 return False
+        held = self._held_together({group, other}, root)
+        if held is None:
+            return False
         renamed = set()
         for old in self.glayouts[group] | self.glayouts[other]:
             new = tuple(LAYOUT_NONE if a == LAYOUT_NONE else root(a) for a in old)
@@ -199,6 +226,7 @@ class Fusion:
             self.blocked[self.find(dst)] = self.blocked[self.find(dst)] or self.blocked[src]
         keep, gone = min(group, other), max(group, other)
         self.glayouts[keep] = renamed
+        self.gheld[keep] = held
         if keep != gone:
             self.gparent[gone] = keep
             self.gops[keep] += self.gops[gone]

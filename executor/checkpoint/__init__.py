@@ -6,5 +6,6 @@ on disk, on one machine and without devices: `planner checkpoint` is made of the
 
 from executor.checkpoint.common import CheckpointError
 from executor.checkpoint.manager import Checkpoints
+from executor.checkpoint.owner import FencedError
 
-__all__ = ["CheckpointError", "Checkpoints"]
+__all__ = ["CheckpointError", "Checkpoints", "FencedError"]

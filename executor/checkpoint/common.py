@@ -7,9 +7,8 @@ they are joined by "/", with "~" as "~0" and "/" as "~1" in a key (RFC 6901). Or
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -17,10 +16,19 @@ import jax
 from planner.errors import RequestError
 
 Path = tuple[str, ...]
+MAX_HOLES = 1_000_000
+"""Places of lists that may have no leaf, in a whole state: what a file says takes memory here."""
 
 
 class CheckpointError(RequestError):
     """No checkpoint, one that is damaged, or one of another state; names the leaf."""
+
+
+def brief(error: BaseException) -> str:
+    """An error's text as one line, without TensorStore's options; of a long one both ends."""
+    text = re.sub(r" \[tensorstore_spec=.*", "", " ".join(str(error).split()))
+    text = text or type(error).__name__
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-495:]}"
 
 
 def key_text(entry: Any) -> str:
@@ -99,33 +107,31 @@ def nested(leaves: Mapping[Path, Any], sequences: Iterable[Path] = ()) -> Any:
         if path[-1] in at:
             raise CheckpointError(f"{shown(path)} is a leaf, and has leaves in it")
         at[path[-1]] = leaf
-    for path in sorted(sequences, key=len, reverse=True):
-        root = _with_list(root, path)
-    return root
+    return _with_lists(root, sequences)
 
 
-def _with_list(tree: Any, path: Path) -> Any:
-    if path:
-        if isinstance(tree, dict) and path[0] in tree:
-            tree[path[0]] = _with_list(tree[path[0]], path[1:])
-        return tree
-    if not isinstance(tree, dict) or not all(_is_number(key) for key in tree):
-        return tree
-    return [tree.get(str(k)) for k in range(max(map(int, tree), default=-1) + 1)]
-
-
-def read_json(folder: File) -> dict[str, Any] | None:
-    """An item that Orbax wrote as JSON; None if it is not there. Asks no other process."""
-    file = folder / "metadata"
-    if not file.exists():
-        return None
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+def _with_lists(root: dict[str, Any], sequences: Iterable[Path]) -> Any:
+    above: dict[str, Any] = {"": root}
+    room = MAX_HOLES
+    for path in sorted(set(sequences), key=len, reverse=True):  # inner lists first
+        at: Any = above
+        for key in ("", *path[:-1]) if path else ():
+            at = at.get(key) if isinstance(at, dict) else None
+        last = path[-1] if path else ""
+        items = at.get(last) if isinstance(at, dict) else None
+        if not isinstance(items, dict) or not all(_is_number(key) for key in items):
+            continue
+        length = max(map(int, items), default=-1) + 1
+        room -= length - len(items)
+        if room < 0:
+            raise CheckpointError(
+                f"the list {shown(path)} has {length} places for {len(items)} leaves; the lists of "
+                f"a state may have {MAX_HOLES} empty places"
+            )
+        at[last] = [items.get(str(k)) for k in range(length)]
+    return above[""]
 
 
 def _is_number(key: str) -> bool:
     """Whether a key is what a sequence's would be: "4", not "04"."""
-    return key.isascii() and key.isdecimal() and str(int(key)) == key
+    return key.isascii() and key.isdecimal() and len(key) < 16 and str(int(key)) == key

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path as File
 from types import TracebackType
@@ -20,27 +19,41 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from executor.checkpoint.checksums import add_late, read_sums, seal
 from executor.checkpoint.common import (
     CheckpointError,
     Path,
+    brief,
     leaves_of,
     nested,
-    read_json,
     sequences_of,
     shown,
 )
+from executor.checkpoint.fields import MAX_STEP, plan_in, read_json, step_of
+from executor.checkpoint.guard import writer_of
 from executor.checkpoint.leaves import Wanted, arrays_to_save, shape_of, wanted
 from executor.checkpoint.orbax_files import (
     DATA_FILE_BYTES,
     Contents,
+    StateSave,
     contents,
     is_description,
     notes,
     state_handler,
     stored_tree,
 )
+from executor.checkpoint.owner import (
+    REMOVED,
+    FencedError,
+    Owner,
+    hold,
+    let_go,
+    remove,
+    workplace,
+)
 from executor.checkpoint.parts import PART_BYTES, Stored
-from planner.plan import Plan, plan_from_json
+from executor.data.agree import everyones_bytes
+from planner.plan import Plan
 
 STATE, PLAN, EXTRA = "state", "plan", "extra"
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -59,6 +72,8 @@ class Checkpoints:
         CheckpointError: the folder can't be made.
     """
 
+    _owns = True
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -67,6 +82,11 @@ class Checkpoints:
         asynchronous: bool = True,
     ) -> None:
         self.directory = File(directory).absolute()
+        self._keep, self._asynchronous = keep, asynchronous
+        self._saving: int | None = None
+        self._not_made: OSError | None = None
+        self._owner: Owner | None = None
+        self._owned_as = ""
         try:
             self._manager = ocp.CheckpointManager(
                 self.directory,
@@ -76,12 +96,13 @@ class Checkpoints:
                     EXTRA: ocp.JsonCheckpointHandler(),
                 },
                 options=ocp.CheckpointManagerOptions(
-                    max_to_keep=keep, enable_async_checkpointing=asynchronous
+                    max_to_keep=keep,
+                    temporary_path_class=self._temporary(),
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self._before_commit),
                 ),
             )
         except OSError as error:
-            raise CheckpointError(f"checkpoints in {directory}: {error}") from error
-        self._keep, self._swept = keep, False
+            raise CheckpointError(f"checkpoints in {directory}: {brief(error)}") from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -97,7 +118,7 @@ class Checkpoints:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps that have a whole checkpoint, in order."""
-        return tuple(sorted(self._manager.all_steps()))
+        return tuple(sorted(k for k in self._manager.all_steps() if k <= MAX_STEP))
 
     def save(
         self,
@@ -110,17 +131,22 @@ class Checkpoints:
         """Save a state.
 
         Args:
-            step: its number; one that is there already is refused.
+            step: its number, from 0; one that is there already is refused.
             state: a pytree of arrays and numbers; each process writes the shards that it holds. Of
                 typed PRNG keys the data is saved; None and empty containers are the form's affair.
             plan: what it was trained under, kept beside it.
             extra: anything else that is JSON, such as the position in the data.
 
         Raises:
-            CheckpointError: that step is there already, or would be removed at once since later
-                ones are there and ``keep`` is set; a leaf is no array, ``extra`` is no JSON, or the
-                last save failed; then no later than with ``wait``.
+            CheckpointError: ``step`` is no such number, or there already, or would be removed at
+                once since later ones are there and ``keep`` is set; a leaf is no array, ``extra``
+                is no JSON, or the last save failed; then no later than with ``wait``.
+            FencedError: another job owns the folder, see ``own``.
         """
+        step = step_of(step, self.directory)
+        self.own()
+        if self._owner is not None:
+            self._owner.check()
         leaves = arrays_to_save(leaves_of(state))
         full = {path: x for path, x in leaves.items() if np.prod(x.shape, dtype=np.int64)}
         if not full or () in full:
@@ -130,11 +156,11 @@ class Checkpoints:
         empty = {path: x for path, x in leaves.items() if path not in full}
         tree = stored_tree(full)
         items = {
-            STATE: ocp.args.PyTreeSave(
+            STATE: StateSave(
                 tree,
                 save_args=jax.tree.map(_how, tree),
                 ocdbt_target_data_file_size=DATA_FILE_BYTES,
-                custom_metadata=notes(empty, sequences_of(state)),
+                custom_metadata=notes(empty, sequences_of(state), self._owned_as),
             )
         }
         if plan is not None:
@@ -143,32 +169,89 @@ class Checkpoints:
             try:  # as it is now: it is written later
                 items[EXTRA] = ocp.args.JsonSave(json.loads(json.dumps(dict(extra))))
             except (TypeError, ValueError) as error:
-                raise CheckpointError(f"extra is no JSON: {error}; nothing was saved") from error
+                raise CheckpointError(
+                    f"extra is no JSON: {brief(error)}; nothing was saved"
+                ) from error
         latest = max(self.steps, default=step)
         if self._keep is not None and step < latest:
             raise CheckpointError(
                 f"step {step} was not saved: step {latest} is there, and with keep={self._keep} "
                 "the older one would make room by removing it; save under a later step"
             )
-        self._sweep()
+        self.wait()
+        self._saving, self._not_made = step, None
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
-            raise CheckpointError(f"step {step} was not saved: {error}") from error
+            if self._owner is not None:
+                self._owner.check()
+            raise CheckpointError(f"step {step} was not saved: {brief(error)}") from error
+        if not self._asynchronous:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the save that is under way is on disk; raises CheckpointError if it failed."""
         try:
             self._manager.wait_until_finished()
+        except FencedError:
+            raise
         except Exception as error:
-            raise CheckpointError(f"a save failed: {error}") from error
+            if self._owner is not None:
+                self._owner.check()
+            raise CheckpointError(f"a save failed: {brief(error)}") from error
+        step, self._saving = self._saving, None
+        if step is not None and jax.process_index() == 0:
+            if self._owner is not None:
+                self._owner.check()
+            try:
+                add_late(self.directory / str(step))
+            except OSError as error:
+                raise CheckpointError(f"checksums of step {step}: {brief(error)}") from error
 
     def close(self) -> None:
         """Wait, and let go of the folder."""
         try:
             self.wait()
         finally:
+            self.disown()
             self._manager.close()
+
+    def own(self) -> Owner | None:
+        """Become the owner of the folder, which ``save`` does too; all processes call it.
+
+        An owner that has ended, released the folder, or shown no sign of life for `LEASE_S` seconds
+        is taken over, and what it left unfinished is removed. Readers need not own the folder.
+
+        Returns:
+            The lock, in process 0; None in the others.
+
+        Raises:
+            FencedError: another job owns the folder; names its host, its process and since when.
+        """
+        if self._owned_as or not self._owns:
+            return self._owner
+        told, refused = "", ""
+        if jax.process_index() == 0:
+            try:
+                self._owner = hold(self.directory)
+                told = str(self._owner.me)
+                self._sweep()
+            except CheckpointError as error:
+                refused = str(error)
+        if jax.process_count() > 1:
+            told, refused = json.loads(everyones_bytes(json.dumps([told, refused]).encode())[0])
+        if refused:
+            raise FencedError(refused)
+        self._owned_as = told
+        self._manager.reload()
+        return self._owner
+
+    def disown(self) -> None:
+        """Release the folder; what is being saved is not put in place if another job owns it by
+        then."""
+        owner, self._owner, self._owned_as = self._owner, None, ""
+        if owner is not None:
+            let_go(self.directory)
 
     def shapes(self, step: int | None = None) -> Any:
         """The saved state as ShapeDtypeStructs; sequences are lists, containers are dicts."""
@@ -177,12 +260,11 @@ class Checkpoints:
 
     def plan(self, step: int | None = None) -> Plan | None:
         """The plan beside a checkpoint, if there is one."""
-        raw = read_json(self.directory / str(self._step(step)) / PLAN)
-        return None if raw is None else plan_from_json(raw["plan"], f"plan of {self.directory}")
+        return plan_in(self._checked(step, PLAN))
 
     def extra(self, step: int | None = None) -> dict[str, Any] | None:
         """What was saved as ``extra``, if anything was."""
-        return read_json(self.directory / str(self._step(step)) / EXTRA)
+        return read_json(self._checked(step, EXTRA))
 
     def restore(
         self,
@@ -205,8 +287,8 @@ class Checkpoints:
             partial: whether ``like`` may lack leaves that were saved (parameters only, say).
 
         Raises:
-            CheckpointError: there is none, it is damaged, or a leaf is missing or has another shape
-                or dtype; names the leaf.
+            CheckpointError: there is none, it is damaged (in all processes, if a file that one of
+                them compared is), or a leaf is missing or has another shape or dtype; names it.
         """
         at = self._step(step)
         asked = wanted(like, shardings)
@@ -229,6 +311,7 @@ class Checkpoints:
             jax.tree.unflatten(form, item), restore_args=jax.tree.unflatten(form, how)
         )
         folder = self._folder(step)
+        self._compare(found, [path for path in paths if path in asked])
         read: dict[Path, Any] = {}
         if any(x is not None for x in chosen):
             try:
@@ -236,9 +319,49 @@ class Checkpoints:
                     leaves = form.flatten_up_to(reader.restore(folder, args=args))
             except Exception as error:
                 self._name_damage(found, [p for p in paths if p in asked])
-                raise CheckpointError(f"{folder} can't be restored: {error}") from error
+                raise CheckpointError(f"{folder} can't be restored: {brief(error)}") from error
             read = dict(zip(paths, leaves, strict=True))
         return [x.made(read.get(path)) for path, x in asked.items()]
+
+    def _compare(self, found: Contents, paths: list[Path]) -> None:
+        """Compare the data files of leaves with their checksums. Each process takes a share, where
+        it can of files that it wrote; all raise CheckpointError if one finds damage."""
+        files = found.guard.files_of(found.names[path] for path in paths)
+        count, index = jax.process_count(), jax.process_index()
+        wrong = ""
+        try:
+            found.guard.check(x for x in files if writer_of(x) % count == index)
+        except CheckpointError as error:
+            wrong = str(error)
+            if count == 1:
+                self._name_damage(found, paths)
+                raise
+        if count > 1:
+            told = [text.decode() for text in everyones_bytes(wrong.encode())]
+            bad = next(((k, text) for k, text in enumerate(told) if text), None)
+            if bad is not None:
+                raise CheckpointError(f"{bad[1]} (compared by process {bad[0]})")
+
+    def _checked(self, step: int | None, item: str) -> File:
+        """The folder of an item, compared with its checksums."""
+        folder = self.directory / str(self._step(step))
+        sums = read_sums(folder)
+        if sums is not None:
+            sums.check(x for x in sums.files if x.startswith(f"{item}/"))
+        return folder / item
+
+    def _before_commit(self) -> None:
+        """In process 0, when all is written and the folder has not got its name."""
+        if self._not_made is not None:
+            raise self._not_made
+        if self._owns:
+            if self._owner is None:
+                raise FencedError(f"{self.directory} was released during a save")
+            self._owner.check()
+        there = self.directory / str(self._saving)  # where a commit is a file, not a name
+        for folder in (there, *self._place().glob(f"{self._saving}{UNFINISHED}*")):
+            if folder.is_dir():
+                seal(folder)
 
     def _name_damage(self, found: Contents, paths: list[Path]) -> None:
         """Raise CheckpointError for the first leaf that can't be read, if there is one."""
@@ -288,16 +411,49 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def _sweep(self) -> None:
-        """Before the first save, remove what interrupted ones left; readers remove nothing."""
-        if self._swept or jax.process_index():
-            return
-        self._swept = True
-        for folder in self.directory.glob(f"*{UNFINISHED}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Remove what earlier owners, and other programs, left unfinished."""
+        assert self._owner is not None
+        mine = workplace(self.directory, self._owner.me.number)
+        for pattern in (
+            f"{workplace(self.directory, '*').name}",
+            f"[0-9]*{UNFINISHED}*",
+            f"{REMOVED}*",
+        ):
+            for place in self.directory.glob(pattern):
+                if place != mine and place.is_dir() and not place.is_symlink():
+                    remove(place)
+
+    def _place(self) -> File:
+        """Where unfinished folders are made: each owner has its own place."""
+        number = self._owned_as.partition(" ")[0]
+        return workplace(self.directory, number) if number else self.directory
+
+    def _temporary(self) -> Any:
+        """Unfinished folders of steps lie in ``_place``, those of items in that of their step."""
+
+        class Temporary(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
+            @classmethod
+            def from_final(cls, final: Any, **options: Any) -> Any:
+                step = final.parent == self.directory
+                place = type(final)(self._place()) if step else final.parent
+                return cls(place / f"{final.name}{UNFINISHED}", final, **options)
+
+            async def create(inner) -> Any:
+                """An error here leaves other threads waiting for five minutes."""
+                try:
+                    return await super().create()
+                except OSError as error:
+                    self._not_made = error
+                    return inner.get()
+
+        return Temporary
 
 
 class FromDisk(Checkpoints):
-    """Checkpoints whose state has `Stored` leaves; they are written part by part."""
+    """Checkpoints whose state has `Stored` leaves; they are written part by part, to a new folder
+    that needs no owner."""
+
+    _owns = False
 
     def _handler(self) -> Any:
         return state_handler(from_disk=True)

@@ -10,12 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from executor.checkpoint.common import CheckpointError, Path, nested, read_json, shown, taken
+from executor.checkpoint.checksums import verified
+from executor.checkpoint.common import CheckpointError, Path, nested, shown, taken
+from executor.checkpoint.fields import (
+    keys_of,
+    object_of,
+    parsed,
+    paths_of,
+    plan_in,
+    plan_of,
+    read_json,
+    separator_of,
+    step_name,
+    step_of,
+)
 from executor.checkpoint.manager import EXTRA, PLAN, STATE, FromDisk
 from executor.checkpoint.orbax_files import contents
 from executor.checkpoint.parts import Stored
-from executor.checkpoint.tensor_files import NOTES, read_tensors, tensor_files, write_tensors
-from planner.plan import Plan, plan_from_json
+from executor.checkpoint.tensor_files import INDEX, NOTES, read_tensors, tensor_files, write_tensors
+from planner.plan import Plan
 
 _ITEMS = (STATE, "default", "params", "items")
 """Folders of a step in which a state may lie; all but the first are other programs' habits."""
@@ -34,6 +47,7 @@ class Saved:
         plan: what it was trained under, if that lies beside it.
         extra: what else was saved.
         form: "orbax" or "safetensors".
+        owner: of the run's folder when it was saved, in words.
     """
 
     where: File
@@ -44,6 +58,7 @@ class Saved:
     plan: Plan | None = None
     extra: dict[str, Any] | None = None
     form: str = "orbax"
+    owner: str = ""
 
 
 def open_state(where: File, step: int | None = None, separator: str | None = None) -> Saved:
@@ -70,7 +85,7 @@ def open_state(where: File, step: int | None = None, separator: str | None = Non
         return Saved(where, found.leaves, found.sequences)
     if _state_in(where) is not None:
         _no_step(where, step)
-        return _of_step(where, int(where.name) if where.name.isdecimal() else None, ())
+        return _of_step(where, step_name(where.name), ())
     steps = steps_in(where)
     if not steps:
         raise CheckpointError(
@@ -87,8 +102,46 @@ def steps_in(where: File) -> tuple[int, ...]:
     """The steps of a run that are whole, in order."""
     if not where.is_dir():
         return ()
-    found = [x for x in where.iterdir() if x.name.isdecimal() and _state_in(x) is not None]
-    return tuple(sorted(int(x.name) for x in found))
+    found = {step_name(x.name): x for x in where.iterdir()}
+    return tuple(sorted(k for k, x in found.items() if k is not None and _state_in(x) is not None))
+
+
+def verify(where: File, step: int | None = None) -> list[tuple[File, int, int, list[str]]]:
+    """Compare all files of a saved state, or of all states of a run, with their checksums.
+
+    Returns:
+        For each: where it is, how many files were compared, their bytes, and the files that have no
+        checksum.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or there are no checksums.
+    """
+    where = where.absolute()
+    files = tensor_files(where)
+    if files:
+        _no_step(where, step)
+        return [(where, *_verified_tensors(where, files))]
+    steps = steps_in(where)
+    if (where / "_METADATA").exists():
+        where = where.parent
+    if _state_in(where) is not None:
+        _no_step(where, step)
+        return [(where, *verified(where))]
+    if not steps:
+        open_state(where, step)  # raises
+    chosen = steps if step is None else [step]
+    for k in chosen:
+        if k not in steps:
+            open_state(where, k)  # raises
+    return [(where / str(k), *verified(where / str(k))) for k in chosen]
+
+
+def _verified_tensors(where: File, files: Sequence[File]) -> tuple[int, int, list[str]]:
+    for leaf in read_tensors(files, verify=True)[0].values():
+        leaf.read(tuple(slice(0, 0) for _ in leaf.shape))
+    indices = where.glob(f"*{INDEX}") if where.is_dir() else [where]
+    all_files = {*files, *indices}
+    return len(all_files), sum(x.stat().st_size for x in all_files), []
 
 
 def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes: int) -> list[File]:
@@ -108,6 +161,7 @@ def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes:
         CheckpointError: it is there already, can't be written, or a leaf can't be read or has no
             such form; nothing is left then.
     """
+    separator = separator_of(separator, "the names to write")
     if to.is_dir() and any(to.iterdir()):
         raise CheckpointError(f"{to} is there already, and not empty")
     if form == "safetensors":
@@ -119,7 +173,7 @@ def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes:
             "extra": saved.extra,
         }
         return write_tensors(saved.leaves, to, separator, max_bytes, {NOTES: json.dumps(own)})
-    step = saved.step or 0
+    step = 0 if saved.step is None else step_of(saved.step, saved.where)
     tree = nested(saved.leaves, saved.sequences)
     with FromDisk(to, keep=None, asynchronous=False) as out:
         out.save(step, tree, plan=saved.plan, extra=saved.extra)
@@ -202,39 +256,35 @@ def _of_step(folder: File, step: int | None, steps: tuple[int, ...]) -> Saved:
     state = _state_in(folder)
     assert state is not None
     found = contents(state)
-    plan = read_json(folder / PLAN)
     return Saved(
         folder,
         found.leaves,
         found.sequences,
         step,
         steps,
-        None if plan is None else plan_from_json(plan["plan"], f"plan of {folder}"),
+        plan_in(folder / PLAN),
         read_json(folder / EXTRA),
+        owner=found.owner,
     )
 
 
 def _from_tensors(where: File, files: Sequence[File], separator: str | None) -> Saved:
     named, metadata = read_tensors(files)
-    own: dict[str, Any] = {}
-    if NOTES in metadata:
-        try:
-            own = json.loads(metadata[NOTES])
-        except ValueError as error:
-            raise CheckpointError(f"{where}: its metadata is damaged: {error}") from error
-    separator = own.get("separator") or separator or "/"
+    notes = f"the notes of {where}"
+    own = object_of(parsed(metadata.get(NOTES, "{}"), notes), notes)
+    separator = separator_of(own.get("separator", separator or "/"), notes)
     leaves = {}
     for name, leaf in named.items():
-        path = taken(name, separator)
+        path = keys_of(taken(name, separator), where)
         leaves[path] = replace(leaf, path=path)
-    plan = own.get("plan")
+    step, extra = own.get("step"), own.get("extra")
     return Saved(
         where,
         leaves,
-        tuple(tuple(path) for path in own.get("sequences", ())),
-        own.get("step"),
+        paths_of(own.get("sequences", []), notes),
+        None if step is None else step_of(step, notes),
         (),
-        None if plan is None else plan_from_json(plan, f"plan of {where}"),
-        own.get("extra"),
+        plan_of(own.get("plan"), where),
+        None if extra is None else object_of(extra, f"extra of {where}"),
         "safetensors",
     )

@@ -8,10 +8,10 @@ a JSON header of types, shapes and places, then the elements, little end first.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any, BinaryIO
@@ -19,8 +19,16 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from executor.checkpoint.common import CheckpointError, Path, shown
+from executor.checkpoint.common import CheckpointError, Path, brief, shown
+from executor.checkpoint.fields import file_name, object_of, parsed
 from executor.checkpoint.parts import Index, Stored
+from executor.checkpoint.tensor_sums import (
+    check_header,
+    check_index,
+    check_tensor,
+    header_bytes,
+    index_bytes,
+)
 
 NOTES = "meshwright"
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
@@ -72,11 +80,13 @@ def tensor_files(where: File) -> tuple[File, ...]:
         return files
     if where.name.endswith(INDEX):
         try:
-            names = sorted(
-                set(json.loads(where.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{where} is no index of safetensors: {error!r}") from error
+            raw = where.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{where} can't be read: {brief(error)}") from error
+        index = object_of(parsed(raw, where), where)
+        check_index(raw, index, where)
+        files_of = object_of(index.get("weight_map"), f"weight_map of {where}")
+        names = sorted({file_name(name, where) for name in files_of.values()})
         gone = [name for name in names if not (where.parent / name).is_file()]
         if gone:
             raise CheckpointError(f"{where} names {gone[0]}, which is not there")
@@ -88,8 +98,15 @@ def tensor_files(where: File) -> tuple[File, ...]:
     return ()
 
 
-def read_tensors(files: Sequence[File]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Tensors by name, and the metadata of the files; reads no data.
+def read_tensors(
+    files: Sequence[File], *, verify: bool = False
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Tensors by name, and the metadata of the files; reads no data. Where a file has checksums,
+    its header is compared here, and a tensor before its first part is read.
+
+    Args:
+        files: what.
+        verify: whether a file without checksums is an error.
 
     Raises:
         CheckpointError: safetensors is not installed, a file is damaged or foreign, a type has no
@@ -98,16 +115,27 @@ def read_tensors(files: Sequence[File]) -> tuple[dict[str, Stored], dict[str, st
     leaves: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
     for file in files:
-        header, begin = _header(file)
-        for key, value in header.pop("__metadata__", {}).items():
+        header, begin, raw = _header(file)
+        own = header.pop("__metadata__", {})
+        sums = check_header(raw, own, file)
+        if sums is None and verify:
+            raise CheckpointError(
+                f"{file} has no checksums: it was written by an older version or another program"
+            )
+        for key, value in own.items():
             metadata.setdefault(key, value)
-        for name, told in header.items():
+        order = sorted(header, key=lambda name: header[name]["data_offsets"])
+        if sums is not None and len(sums) != len(order):
+            raise CheckpointError(f"{file} is damaged: {len(sums)} crc32 for {len(order)} tensors")
+        for k, name in enumerate(order):
+            told = header[name]
             if name in leaves:
                 raise CheckpointError(f"{file}: {name} is in another file as well")
             dtype = TYPES.get(told["dtype"])
             if dtype is None:
                 raise CheckpointError(f"{file}: {name} is of type {told['dtype']}, unknown here")
-            leaves[name] = _leaf(file, name, dtype, told, begin)
+            crc = None if sums is None else sums[k]
+            leaves[name] = _leaf(file, name, dtype, told, begin, crc)
     return leaves, metadata
 
 
@@ -161,19 +189,19 @@ def write_tensors(
                 },
             }
             with _in_place(index) as out:
-                out.write(json.dumps(told, indent=2).encode())
+                out.write(index_bytes(told))
             written.append(index)
     except BaseException as error:
         for file in written:
             file.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise CheckpointError(f"cannot write {to}: {error}") from error
+            raise CheckpointError(f"cannot write {to}: {brief(error)}") from error
         raise
     return written
 
 
-def _header(file: File) -> tuple[dict[str, Any], int]:
-    """The header, and where the data begins."""
+def _header(file: File) -> tuple[dict[str, Any], int, bytes]:
+    """The header, where the data begins, and the bytes before it."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -184,24 +212,32 @@ def _header(file: File) -> tuple[dict[str, Any], int]:
         with safe_open(file, framework="numpy"):  # checks length, places, overlaps
             pass
         with file.open("rb") as raw:
-            (length,) = struct.unpack("<Q", raw.read(8))
-            return json.loads(raw.read(length)), 8 + length
+            first = raw.read(8)
+            (length,) = struct.unpack("<Q", first)
+            text = raw.read(length)
+            return object_of(parsed(text, file), file), 8 + length, first + text
     except (SafetensorError, OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"{file} is damaged, or no safetensors: {error}") from error
+        raise CheckpointError(f"{file} is damaged, or no safetensors: {brief(error)}") from error
 
 
-def _leaf(file: File, name: str, dtype: np.dtype[Any], told: Any, begin: int) -> Stored:
+def _leaf(
+    file: File, name: str, dtype: np.dtype[Any], told: Any, begin: int, crc: int | None
+) -> Stored:
     shape = tuple(told["shape"])
     first, last = (begin + offset for offset in told["data_offsets"])
+    unchecked = [] if crc is None else [crc]
 
     def read(index: Index) -> np.ndarray:
+        if unchecked:  # the whole tensor, before its first part is read
+            check_tensor(file, name, first, last, unchecked[0])
+            unchecked.clear()
         if first == last:
             return np.empty(shape, dtype)[index]
         try:
             raw = np.memmap(file, np.uint8, "r", first, (last - first,))
             return np.array(raw.view(dtype).reshape(shape)[index])
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: {name} can't be read: {error}") from error
+            raise CheckpointError(f"{file}: {name} can't be read: {brief(error)}") from error
 
     return Stored((name,), shape, dtype, read)
 
@@ -222,8 +258,9 @@ def _groups(leaves: Mapping[Path, Stored], max_bytes: int) -> list[list[Path]]:
 def _in_place(file: File) -> Iterator[BinaryIO]:
     """A file that is there only once it is whole."""
     unfinished = file.with_name(f".{file.name}.unfinished")
+    unfinished.unlink(missing_ok=True)  # a link there would lead elsewhere
     try:
-        with unfinished.open("wb") as out:
+        with unfinished.open("xb") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())
@@ -245,11 +282,15 @@ def _write(out: BinaryIO, leaves: Mapping[str, Stored], metadata: Mapping[str, s
             "data_offsets": [at, at + leaf.nbytes],
         }
         at += leaf.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    out.write(struct.pack("<Q", len(text)) + text)
+    out.write(header_bytes(header, None, len(order)))
+    sums = dict.fromkeys(order, 0)
     for name in order:
         leaf = leaves[name]
         for index in leaf.parts() if leaf.size else ():
-            part = np.ascontiguousarray(leaf.read(index))
-            out.write(part.reshape(-1).view(np.uint8).data)
+            part = np.ascontiguousarray(leaf.read(index)).reshape(-1).view(np.uint8).data
+            sums[name] = zlib.crc32(part, sums[name])
+            out.write(part)
+    out.seek(0)
+    # tensors without elements share their place with others: as a reader sorts them
+    places = sorted(order, key=lambda name: header[name]["data_offsets"])
+    out.write(header_bytes(header, [sums[name] for name in places], len(order)))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.alike import compare_settings
 from executor.data.common import DataError
 
 
@@ -50,6 +51,7 @@ def everyones(mine: NDArray[Any]) -> NDArray[Any]:
         return mine[np.newaxis]
     from jax.experimental import multihost_utils
 
+    compare_settings()
     return np.asarray(multihost_utils.process_allgather(mine))
 
 

@@ -27,6 +27,7 @@ from executor.data.common import (
     position_of,
     sharding_list,
 )
+from executor.data.compare import compare_data
 from executor.data.files import Files
 from executor.data.sources import Arrays, Elements, Order
 
@@ -81,6 +82,7 @@ class Batches:
         self._in_lanes(lanes_of(self._shardings, self._shapes(batch_size)) if in_lanes else 1)
         self._next = (0, 0)
         self._reader: Reader | None = None
+        self._compared = False
 
     @property
     def batches_per_epoch(self) -> int:
@@ -109,6 +111,17 @@ class Batches:
         self._in_lanes(found.lanes)
         self._next = (found.epoch, found.batch)
 
+    def compare(self) -> None:
+        """Compare the data with that of the other processes, once; the first batch does, too.
+
+        Raises:
+            ProcessMismatchError: they differ; in all processes.
+        """
+        if not self._compared:
+            self._compared = True
+            options = {"policy": self._policy, "epochs": self._epochs}
+            compare_data(self.position, options, self._shardings, self._source.content)
+
     def close(self) -> None:
         """Stop reading ahead."""
         if self._reader is not None:
@@ -119,6 +132,7 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
+        self.compare()
         if self._epochs is not None and self._next[0] >= self._epochs:
             self.close()
             raise StopIteration

@@ -20,9 +20,12 @@ import numpy as np
 
 from executor.data.agree import everyones, everyones_bytes
 from executor.data.common import DataError, Leaf
-from executor.data.sources import Order, shuffled
+from executor.data.sources import Order, row_content, sample, shuffled
+from executor.fingerprints import Entry
 
 Read = Callable[[Any], Any]
+FIRST = 64
+"""Rows of the first file that processes compare."""
 
 
 def read_file(file: str | os.PathLike[str]) -> Any:
@@ -79,6 +82,10 @@ class Files:
             raise DataError(f"{len(files)} files with no rows in them")
         self.tree: Any
         leaves, self.tree = jax.tree_util.tree_flatten(read(self.files[first]))
+        self._first = row_content(
+            [np.array(x[:FIRST]) for x in leaves],
+            f"rows of {os.path.basename(str(self.files[first]))}",
+        )
         self.leaves: list[Leaf] = [
             jax.ShapeDtypeStruct((self._rows, *x.shape[1:]), x.dtype) for x in leaves
         ]
@@ -111,6 +118,11 @@ class Files:
 
     def done(self) -> None:
         """Files stay open: the next batch goes on in them."""
+
+    def content(self) -> tuple[Entry, ...]:
+        """The sizes of SAMPLE files, and the first rows of the first."""
+        chosen = [self.files[k] for k in sample(len(self.files))]
+        return (*(_size(file) for file in chosen), *self._first)
 
     def _counts(self, count: Callable[[Any], int] | None) -> list[int]:
         mine = np.full(len(self.files), -1)
@@ -163,3 +175,13 @@ class Files:
                 )
         self._open[k] = leaves
         return leaves
+
+
+def _size(file: Any) -> Entry:
+    """A file's name and size; no size where it is no file of this host."""
+    name = os.path.basename(str(file))
+    try:
+        size = os.path.getsize(file)
+    except (OSError, TypeError):
+        return Entry("", name)
+    return Entry(f"{name} {size}", f"{name} of {size} bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor.data.common import DataError, Leaf
+from executor.fingerprints import Entry, array_hash
 
 Order = NDArray[np.int64]
 
@@ -35,6 +37,29 @@ class Source(Protocol):
 
     def done(self) -> None:
         """A batch is made: what was held for it can go."""
+
+    def content(self) -> tuple[Entry, ...]:
+        """What the rows hold, to compare between processes: all of it, or a sample."""
+
+
+WHOLE = 1 << 32
+"""Bytes of an array in memory up to which all of it is compared."""
+SAMPLE = 256
+"""Rows of larger ones, and of files, that are."""
+
+
+def sample(rows: int, most: int = SAMPLE) -> Order:
+    """Some rows, evenly spaced, the first and the last among them.
+
+    >>> sample(1000, 3)
+    array([  0, 499, 999])
+    """
+    return np.unique(np.linspace(0, rows - 1, min(rows, most)).astype(np.int64))
+
+
+def row_content(leaves: Sequence[Any], what: str) -> tuple[Entry, ...]:
+    """The leaves of some rows."""
+    return tuple(Entry(f"{k} {array_hash(x)}", what, x) for k, x in enumerate(leaves))
 
 
 def shuffled(rows: int, seed: int | None, epoch: int) -> Order:
@@ -79,6 +104,24 @@ class Arrays:
     def done(self) -> None:
         """Nothing is held."""
 
+    def content(self) -> tuple[Entry, ...]:
+        """All of what is in memory and not very large; of the rest SAMPLE rows."""
+        found: list[Entry] = []
+        for k, leaf in enumerate(self.leaves):
+            whole = isinstance(leaf, np.ndarray) and not _is_mapped(leaf) and leaf.nbytes <= WHOLE
+            rows = leaf if whole else self.read(k, sample(self._rows))
+            found += row_content([rows], f"array {k} of the rows")
+        return tuple(found)
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether an array, or what it is a view of, is mapped from a file."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap):
+            return True
+        array = array.base
+    return array is not None
+
 
 class Elements:
     """A random-access source: ``len(source)`` rows, ``source[k]`` a pytree, one row; such as
@@ -118,6 +161,16 @@ class Elements:
     def done(self) -> None:
         """Forget the rows."""
         self._held.clear()
+
+    def content(self) -> tuple[Entry, ...]:
+        """The first row, one in the middle and the last."""
+        return tuple(
+            entry
+            for k in sample(self._rows, 3)
+            for entry in row_content(
+                jax.tree_util.tree_leaves(self._source[int(k)]), f"row {k} of the source"
+            )
+        )
 
     def _row(self, k: int) -> list[Any]:
         if k not in self._held:

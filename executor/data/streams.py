@@ -35,7 +35,9 @@ from executor.data.common import (
     position_of,
     sharding_list,
 )
-from executor.data.sources import same_form
+from executor.data.compare import compare_data
+from executor.data.sources import row_content, same_form
+from executor.fingerprints import Entry
 
 BLOCK = 16
 """Batches that are read before processes agree that all have them; two blocks are held on the
@@ -103,6 +105,7 @@ class Streams:
         self._at, self._over = 0, False
         self._pending: deque[Any] = deque()
         self._ready: deque[Any] = deque()
+        self._compared = False
 
     @property
     def position(self) -> Position:
@@ -125,6 +128,22 @@ class Streams:
         self.close()
         self._next, self._lanes, self._states = (found.epoch, found.batch), found.lanes, states
 
+    def compare(self) -> None:
+        """Compare the data with that of the other processes, once; the first batch does, too.
+
+        Raises:
+            ProcessMismatchError: they differ; in all processes.
+        """
+        if not self._compared:
+            self._compared = True
+            options = {"policy": self._policy, "epochs": self._epochs}
+            compare_data(self.position, options, self._shardings, self._content)
+
+    def _content(self) -> tuple[Entry, ...]:
+        """The first row of a single lane."""
+        row = next(iter(self._make(0, 1)), None)
+        return row_content(jax.tree_util.tree_leaves(row), "the first row")
+
     def close(self) -> None:
         """Stop reading ahead."""
         if self._reader is not None:
@@ -138,6 +157,7 @@ class Streams:
         return self
 
     def __next__(self) -> Any:
+        self.compare()
         while not self._ready:
             if self._epochs is not None and self._next[0] >= self._epochs:
                 self.close()

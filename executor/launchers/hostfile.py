@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.launchers.job import LaunchError
+from planner.files import MIB, read_text
 
+LARGEST = MIB
+"""Bytes of the largest file of hosts that is read."""
+USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+\\-]*"
+"""No option of ssh, nothing that a shell reads."""
 EXPECTED = "expected: HOST [slots=K] [port=P] [user=NAME]"
 
 
@@ -44,10 +49,9 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         LaunchError: it can't be read, a line is malformed (names the line), or it has no host.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise LaunchError(f"cannot read the hosts in {path}: {reason}") from error
+        text = read_text(path, LARGEST)
+    except OSError as error:
+        raise LaunchError(f"cannot read the hosts in {path}: {error.strerror}") from error
     return parse_hosts(text, str(path))
 
 
@@ -77,24 +81,27 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
 def _host(words: list[str]) -> Host:
     user, at, name = words[0].rpartition("@")
     if not re.fullmatch(r"[A-Za-z0-9_.:%\[\]][A-Za-z0-9_.:%\[\]-]*", name) or (at and not user):
-        raise ValueError(f"{words[0]!r} is no host")
+        raise ValueError(f"{words[0][:60]!r} is no host")
     found: dict[str, str] = {"user": user} if user else {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key not in ("slots", "port", "user") or not equals or not value:
-            raise ValueError(f"got {word!r}")
+            raise ValueError(f"got {word[:60]!r}")
         if key in found:
             raise ValueError(f"{key} is given twice")
         found[key] = value
-    return Host(name, _count(found, "slots"), _count(found, "port"), found.get("user"))
+    who = found.get("user")
+    if who is not None and not re.fullmatch(USER, who):
+        raise ValueError(f"user {who[:60]!r}")
+    return Host(name, _count(found, "slots"), _count(found, "port"), who)
 
 
 def _count(found: dict[str, str], key: str) -> int | None:
     if key not in found:
         return None
     top = 65535 if key == "port" else 100_000
-    if not found[key].isdecimal() or not 1 <= int(found[key]) <= top:
-        raise ValueError(f"{key}={found[key]}, a whole number from 1 to {top} is needed")
+    if not re.fullmatch("0*[0-9]{1,6}", found[key]) or not 1 <= int(found[key]) <= top:
+        raise ValueError(f"{key}={found[key][:60]}, a whole number from 1 to {top} is needed")
     return int(found[key])
 
 

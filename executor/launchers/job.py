@@ -105,6 +105,7 @@ class Outcome:
         codes: the exit codes of all tasks, in order.
         host: where that process ran; "" on this host.
         stopped: the signal that the launcher was told to stop by, 0 if it was not.
+        lost: what the others said of a process that did not end by itself; they ended with AGAIN.
     """
 
     code: int
@@ -113,6 +114,7 @@ class Outcome:
     codes: tuple[int, ...]
     host: str = ""
     stopped: int = 0
+    lost: str = ""
 
 
 @dataclass
@@ -179,7 +181,7 @@ def outer() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not re.fullmatch("MESHWRIGHT_(PROCESS|PROCESSES|LOCAL|COORDINATOR)", name)
+        if not re.fullmatch("MESHWRIGHT_(PROCESS|PROCESSES|LOCAL|COORDINATOR|SECRET_ONCE)", name)
     }
 
 

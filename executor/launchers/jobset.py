@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from executor.hello import SECRET
 from executor.launchers.job import AGAIN, Job, LaunchError, shared
 from executor.launchers.jobset_schema import SCHEMA
 from executor.launchers.manifests import Json, Kind, check_name
@@ -17,6 +18,8 @@ from executor.roles import PORT
 KIND = Kind("JobSet", "v1alpha2", "jobsets.jobset.x-k8s.io", SCHEMA, "JobSet")
 GROUP = "workers"
 ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+SECRET_KEY = "meshwright"
+"""In the Secret that has the job's name, if there is one: what all pods know."""
 LONGEST = 63
 """Of a host name."""
 QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+|[KMGTPE]i|[kMGTPE]{})?"
@@ -81,6 +84,8 @@ def manifest(job: Job, pods: Pods, max_restarts: int) -> Json:
     environment.append(
         {"name": "MESHWRIGHT_RESTART", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}
     )
+    key = {"name": pods.name, "key": SECRET_KEY, "optional": True}
+    environment.append({"name": SECRET, "valueFrom": {"secretKeyRef": key}})
     container: Json = {
         "name": "worker",
         "image": pods.image,

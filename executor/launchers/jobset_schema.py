@@ -39,7 +39,17 @@ VARIABLE = {
         "name",
         name={"type": "string", "pattern": "^[A-Za-z_.-][A-Za-z0-9_.-]*$"},
         value=TEXT,
-        valueFrom=object_of("fieldRef", fieldRef=object_of("fieldPath", fieldPath=TEXT)),
+        valueFrom={
+            "oneOf": [
+                object_of("fieldRef", fieldRef=object_of("fieldPath", fieldPath=TEXT)),
+                object_of(
+                    "secretKeyRef",
+                    secretKeyRef=object_of(
+                        "name key", name=TEXT, key=TEXT, optional={"type": "boolean"}
+                    ),
+                ),
+            ]
+        },
     ),
     "oneOf": [{"required": ["value"]}, {"required": ["valueFrom"]}],
 }

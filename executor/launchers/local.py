@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from executor.hello import new_secret
 from executor.launchers.job import Job, Start, Task, free_port, outer, roles, shared
 
 
@@ -20,10 +21,11 @@ class Local:
 def tasks(job: Job, restart: int, port: int) -> tuple[Task, ...]:
     """The tasks of one start, with the coordinator at a port of this host."""
     where = f"127.0.0.1:{port}"
+    secret = new_secret()
     return tuple(
         Task(
             job.command,
-            {**outer(), **shared(job, restart), **roles(job.processes, k, k, where)},
+            {**outer(), **secret, **shared(job, restart), **roles(job.processes, k, k, where)},
             process=k,
         )
         for k in range(job.processes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import subprocess
@@ -12,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from executor.launchers.job import LaunchError, need
+from planner.files import MIB, read_text
 
 Json = dict[str, Any]
+LARGEST = 16 * MIB
+"""Bytes of the largest schema that is read."""
+DEEPEST = 200
+MOST_PARTS = 1_000_000
 MISSING = "--launcher k8s needs {} ({}); pip install 'meshwright[k8s]'"
 
 
@@ -51,17 +55,25 @@ def check_name(name: str, longest: str, limit: int) -> None:
 
 def strict(schema: Mapping[str, Any]) -> Json:
     """A schema with unknown fields forbidden wherever it lists some, and with Kubernetes' words
-    for "a number or a text" put into JSON Schema's.
+    for "a number or a text" put into JSON Schema's. Raises ValueError for one that is too large.
 
     >>> strict({"type": "object", "properties": {"a": {}}})["additionalProperties"]
     False
     """
 
+    seen = 0
+
     def walk(part: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen > MOST_PARTS:  # aliases of YAML can stand for any number
+            raise ValueError(f"the schema has more than {MOST_PARTS} parts")
         if isinstance(part, list):
             return [walk(item) for item in part]
         if not isinstance(part, dict):
             return part
+        if "$ref" in part:  # may name a file or an address; Kubernetes has none in a schema
+            raise ValueError("the schema has a $ref, which Kubernetes does not allow")
         out = {key: walk(value) for key, value in part.items()}
         if out.get("x-kubernetes-int-or-string") is True:
             out.pop("type", None)
@@ -70,7 +82,7 @@ def strict(schema: Mapping[str, Any]) -> Json:
             out["additionalProperties"] = False
         return out
 
-    found: Json = walk(copy.deepcopy(dict(schema)))
+    found: Json = walk(dict(schema))
     return found
 
 
@@ -88,7 +100,8 @@ def schema_of(crd: Any, source: str, kind: Kind) -> Json:
             f"{source}: no CustomResourceDefinition with {kind.version}; expected what "
             f"kubectl get crd {kind.crd} -o yaml prints"
         ) from error
-    found = dict(found)
+    if not isinstance(found, dict) or not isinstance(found.get("properties"), dict):
+        raise LaunchError(f"{source}: {kind.version} has no object with properties as its schema")
     properties = dict(found["properties"])
     # Kubernetes itself knows what stands in metadata; a CRD says "object" only.
     properties["metadata"] = kind.schema["properties"]["metadata"]
@@ -105,10 +118,14 @@ def check(document: Json, schema: Json, source: str) -> None:
         from jsonschema import Draft202012Validator
     except ImportError as error:
         raise LaunchError(MISSING.format("jsonschema", error)) from error
-    wrong = sorted(Draft202012Validator(schema).iter_errors(document), key=lambda e: list(e.path))
+    try:
+        found = list(Draft202012Validator(schema).iter_errors(document))
+    except Exception as error:  # a library's, of any kind, where the schema itself is damaged
+        raise LaunchError(f"{source}: the schema can't be used: {_line(error)}") from error
+    wrong = sorted(found, key=lambda e: list(map(str, e.path)))
     if wrong:
         where = "/".join(str(part) for part in wrong[0].absolute_path) or "the manifest"
-        raise LaunchError(f"{source} does not allow {where}: {wrong[0].message}")
+        raise LaunchError(f"{source} does not allow {where}: {_line(wrong[0].message)}")
 
 
 def read_schema(path: Path | None, kind: Kind) -> tuple[Json, str]:
@@ -121,10 +138,32 @@ def read_schema(path: Path | None, kind: Kind) -> tuple[Json, str]:
         return kind.schema, f"the schema of {kind.name} {kind.version}"
     yaml = _yaml()
     try:
-        text = path.read_text(encoding="utf-8")
-        return schema_of(yaml.safe_load(text), str(path), kind), str(path)
-    except (OSError, yaml.YAMLError) as error:
-        raise LaunchError(f"cannot read {path}: {error}") from error
+        return schema_of(_loaded(yaml, read_text(path, LARGEST)), str(path), kind), str(path)
+    except OSError as error:
+        raise LaunchError(f"cannot read {path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise LaunchError(f"cannot read {path}: nested too deeply") from error
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise LaunchError(f"cannot read {path}: {_line(error)}") from error
+
+
+def _loaded(yaml: Any, text: str) -> Any:
+    """A YAML document as plain data; raises YAMLError where brackets are nested too deeply, since
+    PyYAML's time grows with the square of the depth."""
+
+    class Bounded(yaml.SafeLoader):  # type: ignore[misc]
+        def fetch_flow_collection_start(self, token: Any) -> None:
+            if self.flow_level >= DEEPEST:
+                raise yaml.YAMLError(f"brackets are nested more than {DEEPEST} deep")
+            super().fetch_flow_collection_start(token)
+
+    return yaml.load(text, Loader=Bounded)
+
+
+def _line(error: object) -> str:
+    """What a library says, on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def text_of(document: Json) -> str:

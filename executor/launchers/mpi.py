@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from executor.hello import new_secret
 from executor.launchers.hostfile import Host, room
 from executor.launchers.job import (
     Job,
@@ -41,7 +42,7 @@ class Mpi:
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: mpirun. A new job of OpenMPI has another port."""
         need("mpirun", "openmpi-bin")
-        told = shared(job, restart)
+        told = {**new_secret(), **shared(job, restart)}
         words = command(self, job, sorted(told), root=os.geteuid() == 0)
         return Start(
             job.processes, (Task(words, {**outer(), **told}, read=read, flags=("--usr1",)),)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from executor.hello import new_secret
 from executor.launchers import ray_driver
 from executor.launchers.job import Job, LaunchError, Start, Task, outer, sent, shared
 from executor.launchers.slurm import read
@@ -43,7 +44,7 @@ class Ray:
             "processes": job.processes,
             "gpus": self.gpus,
             "words": sent(job, self.python, "--report"),
-            "environment": shared(job, restart),
+            "environment": {**new_secret(), **shared(job, restart)},
             "folder": os.getcwd(),
         }
         words = (sys.executable, "-P", ray_driver.__file__)

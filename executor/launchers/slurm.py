@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from executor.hello import new_secret
 from executor.launchers.job import Job, Line, Start, Task, need, outer, reported, sent, shared
 from executor.launchers.ssh import SILENCE_S
 
@@ -30,7 +31,7 @@ class Slurm:
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: srun. Every step has another port."""
         need("srun", "slurm-client")
-        told = {**outer(), **shared(job, restart)}
+        told = {**outer(), **new_secret(), **shared(job, restart)}
         return Start(
             job.processes, (Task(command(self, job), told, read=read, flags=("--relay",)),)
         )

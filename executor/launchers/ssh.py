@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
+from executor.hello import ONCE, SECRET, new_secret
 from executor.launchers.hostfile import Host, Place, places, room
 from executor.launchers.job import Job, LaunchError, Start, Task, need, roles, sent, shared
 
@@ -74,9 +77,13 @@ class Ssh:
             used = {place.host: None for place in found}
             for host in used:
                 bring(host, self.sync, self.options)
+        told = new_secret()
+        if SECRET in told:
+            used = {place.host: None for place in found}
+            told = {ONCE: hand_secret(tuple(used), told[SECRET], self.options)}
         port = self._free_port(found[0].host)
         where = f"{address(found[0].host, [p.host for p in found], self.options)}:{port}"
-        return Start(len(found), tasks(self, job, restart, found, where))
+        return Start(len(found), tasks(self, job, restart, found, where, told))
 
     def _reachable(
         self, rooms: tuple[tuple[Host, int], ...], processes: int
@@ -143,12 +150,19 @@ def connection(host: Host, options: Sequence[str]) -> list[str]:
 
 
 def tasks(
-    ssh: Ssh, job: Job, restart: int, found: Sequence[Place], coordinator: str
+    ssh: Ssh,
+    job: Job,
+    restart: int,
+    found: Sequence[Place],
+    coordinator: str,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Task, ...]:
-    """One connection a process. All that a process is told stands in the command line there."""
+    """One connection a process. Its variables, those of ``more`` too, stand in the command line
+    there, for everybody on the host to see; a secret does not."""
     out = []
     for k, place in enumerate(found):
         told = {
+            **more,
             **shared(job, restart),
             **roles(len(found), k, place.local, coordinator),
             "TERM": "dumb",
@@ -162,6 +176,21 @@ def tasks(
             Task((*words, command), os.environ, process=k, host=place.host.name, flags=("--relay",))
         )
     return tuple(out)
+
+
+def hand_secret(hosts: Sequence[Host], secret: str, options: Sequence[str]) -> str:
+    """Write a secret to a file on every host that only its user reads; returns the file's name.
+
+    Raises:
+        LaunchError: it did not work; says on which host, and why.
+    """
+    name = f"~/.meshwright-{secrets.token_hex(8)}"
+    for host in hosts:
+        words = [*connection(host, options), f"umask 077 && cat > {name}"]
+        done = subprocess.run(words, input=secret, capture_output=True, text=True)
+        if done.returncode:
+            raise LaunchError(f"cannot write {name} on {host.name}: {_last(done.stderr)}")
+    return name
 
 
 def ask(host: Host, options: Sequence[str]) -> str | None:

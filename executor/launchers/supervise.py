@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,10 @@ POLL_S = 0.1
 HELD_S = 2.0
 LATE_S = 10.0
 """Seconds that a guard gets beyond those of its command before it is killed itself."""
+
+
+LOST = re.compile(r"meshwright: process (\d+) \(pid \d+ on (\S+)\) was lost: (.*)\. process \d+ ")
+"""How a process names another that is lost (``executor.peers``): number, host, how."""
 
 
 class _Failure(NamedTuple):
@@ -79,6 +84,7 @@ class _Watch:
         self.ended: dict[int, float] = {}
         self.failures: list[_Failure] = []
         self.first: _Failure | None = None
+        self.lost: re.Match[str] | None = None
         self.tails: dict[int, list[str]] = {}
         self.recent: collections.deque[str] = collections.deque(maxlen=TAIL)
 
@@ -138,6 +144,10 @@ class _Watch:
         if self.first is None:
             return Outcome(0, None, (), codes)
         code, process, host = self.first.code, self.first.process, self.first.host
+        if code == AGAIN and self.lost is not None:  # nobody failed: one is frozen, or out of reach
+            process, host, how = int(self.lost[1]), self.lost[2], self.lost[3]
+            host = next((t.host for t in self.tasks if t.process == process), host)
+            return Outcome(code, process, (self.lost.string,), codes, host, lost=how)
         tail = tuple(self.recent) if process is None else _tail(self.tails.get(process, []))
         return Outcome(code, process, tail, codes, host)
 
@@ -166,6 +176,7 @@ class _Watch:
             return True
         if what.failed is not None:
             self.failures.append(_Failure(*what.failed, self.tasks[place].host))
+        self.lost = self.lost or LOST.search(what.text)
         self.recent.append(what.text)
         if what.process is not None:
             tail = self.tails.setdefault(what.process, [])

@@ -108,7 +108,7 @@ def read(folder: Path, version: int, *, arrays: bool = True) -> Dump:
 
 def listed(folder: Path) -> list[int]:
     """The numbers of updates of a server's snapshots, the oldest first."""
-    found = (re.fullmatch(r"(\d{12})\.npz", p.name) for p in folder.glob("*.npz"))
+    found = (re.fullmatch(r"([0-9]{12})\.npz", p.name) for p in folder.glob("*.npz"))
     return sorted(int(m[1]) for m in found if m)
 
 
@@ -145,7 +145,8 @@ def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
         if not here.exists():
             before.rename(here)
     for folder in places.folder.glob("of-*"):
-        if (number := folder.name.removeprefix("of-")).isdigit():
+        number = folder.name.removeprefix("of-")
+        if re.fullmatch(r"[1-9][0-9]{0,5}", number):
             other = Places(places.folder, int(number), places.every)
             versions = chosen(other, mode)
             if versions is not None:

@@ -1,15 +1,16 @@
-"""A smaller batch: how much smaller, by an estimate; then planned at that size.
+"""A smaller batch: planned at a half, a quarter, ... until a plan fits.
 
 The batch is the first dimension of the arguments that are not carried from step to step.  Which
-values grow with it follows from the factor rules.  Their bytes are scaled to find the size at which
-a plan would fit; the step is then traced again with smaller arguments.  Where it can't be (its code
-may know the batch's size), the estimate stands.
+values grow with it follows from the factor rules.  A size is passed over when their scaled bytes
+would not fit even with every array split over all devices.  At any other size the step is traced
+and planned again.  Where it can't be (its code may know the batch's size), there is an estimate.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from planner.advice.trials import perfect_peak, relief, tried_out
@@ -31,8 +32,8 @@ Retrace = Callable[[Shapes], tuple[Quotient, Sequence[Pin]]]
 
 ESTIMATE_S = 2.0
 """Seconds for the least peak at one size."""
-RETRACED = 3
-"""Sizes planned anew at most."""
+ESTIMATES_S = 10.0
+"""Seconds after which no further size is estimated."""
 
 
 def batch_leaves(graph: Graph) -> tuple[int, ...]:
@@ -50,7 +51,12 @@ def batch_leaves(graph: Graph) -> tuple[int, ...]:
 
 
 def growing(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> frozenset[int]:
-    """The values that grow with the first dimension of some arguments.
+    """The values that grow with the first dimension of some arguments."""
+    return frozenset(growth(graph, rules, leaves))
+
+
+def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> Mapping[int, int]:
+    """How many dimensions of each value grow with the first one of some arguments; those that grow.
 
     A dimension that shares a factor with one that grows does so, too.  Carried arguments never do.
     """
@@ -79,29 +85,31 @@ def growing(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) ->
                     if own:
                         grows.setdefault(value, set()).update(own)
         if sum(map(len, grows.values())) == before:
-            return frozenset(grows)
+            return {value: len(dims) for value, dims in grows.items()}
 
 
-def scaled(priced: Priced, values: frozenset[int], share: float) -> Priced:
-    """The pricing with the memory of some values scaled; costs stay as they are."""
+def scaled(priced: Priced, grows: Mapping[int, int], share: float) -> Priced:
+    """The pricing with the memory of some values scaled, once for each dimension that grows; costs
+    stay as they are."""
     analysis = priced.analysis
     usages = tuple(
-        (*u[:3], u[3] * share, *u[4:]) if value in values else u
+        (*u[:3], u[3] * share ** grows[value], *u[4:]) if value in grows else u
         for u, value in zip(analysis.usages, analysis.usage_values, strict=True)
     )
     return dataclasses.replace(priced, analysis=dataclasses.replace(analysis, usages=usages))
 
 
 def smaller_batch(
-    analysis: Analysis, priced: Priced, request: Request, retrace: Retrace
+    analysis: Analysis, priced: Priced, request: Request, retrace: Retrace, deadline: float
 ) -> Relief | None:
-    """The largest power-of-two part of the batch at which a plan fits.
+    """The largest power-of-two part of the batch at which a plan fits, each planned in turn.
 
     Args:
         analysis: the whole step.
         priced: the same on the mesh of the least peak.
         request: what was asked for.
         retrace: traces the step with other shapes.
+        deadline: monotonic time after which no other size is planned.
     """
     graph = analysis.graph
     leaves = batch_leaves(graph)
@@ -109,42 +117,42 @@ def smaller_batch(
         return None
     shapes = {k: graph.values[graph.inputs[k]].shape for k in leaves}
     size = shapes[leaves[0]][0]
-    values = growing(graph, analysis.rules, leaves)
-    cuts = [k for k in range(1, size.bit_length()) if size % (1 << k) == 0]
-    guess, peak = _estimated(priced, values, cuts, request)
+    grows = growth(graph, analysis.rules, leaves)
     last = None
-    for cut in [k for k in cuts if k >= guess][:RETRACED]:
+    for cut in [k for k in range(1, size.bit_length()) if size % (1 << k) == 0]:
+        part = scaled(priced, grows, 1.0 / (1 << cut))
         what = f"1/{1 << cut} of the batch, {size >> cut} instead of {size}"
+        least = perfect_peak(part.analysis, part.mesh.num_devices)
+        if least > request.limit_bytes:
+            note = "at least, were every array split over all devices"
+            last = Relief(what, least, math.inf, False, note)
+            continue
+        if time.monotonic() >= deadline:
+            return Relief(what, least, math.inf, False, "out of time", tried=False)
         try:
             quotient, pins = retrace({k: (s[0] >> cut, *s[1:]) for k, s in shapes.items()})
             found = tried_out(quotient, pins, request)
         except MeshwrightError:
-            note = "an estimate of the memory: the step can't be traced with a smaller batch"
-            return Relief(what, peak, math.inf, peak <= request.limit_bytes, note)
+            return _estimated(priced, grows, size, cut, request)
         if found is not None:
             last = relief(what, quotient.whole, found)
             if last.fits:
                 return last
-    if not cuts or guess in cuts:
-        return last
-    note = "an estimate of the memory at the smallest batch that halving reaches"
-    what = f"1/{1 << cuts[-1]} of the batch, {size >> cuts[-1]} instead of {size}"
-    return Relief(what, peak, math.inf, False, note)
+    return last
 
 
 def _estimated(
-    priced: Priced, values: frozenset[int], cuts: Sequence[int], request: Request
-) -> tuple[int, float]:
-    """The first cut at which a plan would fit, else one past the last; the peak there."""
-    peak = math.inf
-    for cut in cuts:
-        part = scaled(priced, values, 1.0 / (1 << cut))
-        peak = perfect_peak(part.analysis, part.mesh.num_devices)
-        if peak > request.limit_bytes:
-            continue  # no plan can fit
-        problem = part.problem
-        found = least_memory(problem, time_limit_s=ESTIMATE_S)
-        peak = found.peak_bytes + priced.analysis.scalar_bytes
-        if peak <= request.limit_bytes:
-            return cut, peak
-    return (cuts[-1] + 1 if cuts else 0), peak
+    priced: Priced, grows: Mapping[int, int], size: int, first: int, request: Request
+) -> Relief:
+    """The first part of the batch, from a cut on, at which a plan would fit; else the smallest."""
+    deadline = time.monotonic() + ESTIMATES_S
+    note = "an estimate of the memory: the step can't be traced with a smaller batch"
+    for cut in [k for k in range(first, size.bit_length()) if size % (1 << k) == 0]:
+        part = scaled(priced, grows, 1.0 / (1 << cut))
+        peak = least_memory(part.problem, time_limit_s=ESTIMATE_S).peak_bytes
+        peak += priced.analysis.scalar_bytes
+        what = f"1/{1 << cut} of the batch, {size >> cut} instead of {size}"
+        found = Relief(what, peak, math.inf, peak <= request.limit_bytes, note)
+        if found.fits or time.monotonic() >= deadline:
+            break
+    return found

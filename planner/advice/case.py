@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.advice.batch import Retrace, smaller_batch
 from planner.advice.holders import holders, moment_text
 from planner.advice.least import Least
 from planner.advice.remat import remat
-from planner.advice.trials import host_memory, more_devices, other_mode
+from planner.advice.trials import host_memory, more_devices, other_mode, relief, tried_out
 from planner.annotate import Pin
+from planner.errors import MeshwrightError
 from planner.extract import Extraction
 from planner.quotient import Quotient
-from planner.report.shortage import Shortage
+from planner.report.shortage import Relief, Shortage
 from planner.request import Request
+from planner.whole import held_whole
+
+ADVICE_S = 60.0
+"""Seconds after which nothing more is tried; what has begun goes on."""
+WHOLE_SHARE = 0.01
+"""Share of the limit from which on an operation that holds its arrays whole is named."""
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """Other forms of the step.
+
+    Attributes:
+        retrace: with other shapes of its arguments.
+        offloaded: for another request about host memory.
+        recompute: with jax.checkpoint around its loop bodies and repeated blocks, what is left for
+            the backward pass in host memory or not; None where there are none. Also what it is.
+    """
+
+    retrace: Retrace
+    offloaded: Callable[[Request], Quotient]
+    recompute: Callable[[bool], tuple[str, Quotient, Sequence[Pin]] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,16 +50,14 @@ class Case:
         pins: what was pinned.
         request: what was asked for.
         least: the plan with the least peak.
-        retrace: traces the step again with other shapes of its arguments.
-        offloaded: the step as it is for another request about host memory.
+        again: other forms of the step.
     """
 
     quotient: Quotient
     pins: Sequence[Pin]
     request: Request
     least: Least
-    retrace: Retrace
-    offloaded: Callable[[Request], Quotient]
+    again: Again
 
 
 def advise(case: Case) -> Shortage:
@@ -43,12 +65,10 @@ def advise(case: Case) -> Shortage:
     request, least, whole = case.request, case.least, case.quotient.whole
     extraction = Extraction(least.priced, least.memory.choice)
     moment = least.memory.peak_moment
-    tried = (
-        other_mode(case.quotient, case.pins, request),
-        host_memory(case.offloaded, case.pins, request),
-        more_devices(case.quotient, case.pins, request),
-        smaller_batch(whole, least.priced, request, case.retrace),
-        remat(least.priced, least.memory, request),
+    large = (
+        w
+        for w in held_whole(whole.graph, whole.rules)
+        if w.nbytes >= WHOLE_SHARE * request.limit_bytes
     )
     return Shortage(
         cluster=request.cluster.text,
@@ -58,5 +78,59 @@ def advise(case: Case) -> Shortage:
         mesh=str(least.priced.mesh),
         moment=moment_text(extraction, moment),
         holders=holders(extraction, moment),
-        reliefs=tuple(relief for relief in tried if relief is not None),
+        reliefs=tuple(_reliefs(case)),
+        whole=tuple(sorted(large, key=lambda w: (-w.nbytes * w.count, w.name))),
     )
+
+
+def _reliefs(case: Case) -> Iterator[Relief]:
+    """What would help, tried in this order while there is time."""
+    request, deadline = case.request, time.monotonic() + ADVICE_S
+    again = case.again
+    trials: tuple[tuple[str, Callable[[], Iterator[Relief] | Relief | None]], ...] = (
+        ("", lambda: other_mode(case.quotient, case.pins, request)),
+        ("remat", lambda: _computed_again(case)),
+        ("host memory", lambda: host_memory(again.offloaded, case.pins, request)),
+        ("a smaller batch", lambda: _smaller(case, deadline)),
+        ("more devices", lambda: more_devices(case.quotient, case.pins, request)),
+    )
+    for what, trial in trials:
+        if what and time.monotonic() >= deadline:
+            yield Relief(what, 0.0, 0.0, False, "out of time", tried=False)
+            continue
+        found = trial()
+        if isinstance(found, Relief):
+            yield found
+        elif found is not None:
+            yield from found
+
+
+def _computed_again(case: Case) -> Iterator[Relief]:
+    """Loop bodies and repeated blocks computed again; then what is left in host memory; where there
+    are none, an estimate of single activations."""
+    last = None
+    for on_host in (False, True):
+        try:
+            found = case.again.recompute(on_host)
+        except MeshwrightError:
+            found = None
+        if found is None:
+            break
+        what, quotient, pins = found
+        tried = tried_out(quotient, pins, case.request)
+        if tried is None:
+            break
+        where = ", with what it keeps in host memory (an offload policy)" if on_host else ""
+        last = relief(f"remat (jax.checkpoint) of {what}{where}", quotient.whole, tried)
+        yield last
+        if last.fits:
+            return
+    if last is None:
+        guess = remat(case.least.priced, case.least.memory, case.request)
+        if guess is not None:
+            yield guess
+
+
+def _smaller(case: Case, deadline: float) -> Relief | None:
+    whole, least = case.quotient.whole, case.least
+    return smaller_batch(whole, least.priced, case.request, case.again.retrace, deadline)

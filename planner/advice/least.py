@@ -12,10 +12,12 @@ from planner.quotient import Quotient
 from planner.request import Request
 from planner.search import lower_bound
 from planner.search.memory_limit import LeastMemory, least_memory, polished_at
-from planner.search.problem import fits, make_solution
+from planner.search.problem import evaluate, fits, make_solution
 
 LEAST_S = 10.0
 """Seconds for the least peaks of all meshes together."""
+FOLDED_SHARE = 0.5
+"""Share of them with equal plans for equal parts, which is quick; then they may differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +44,38 @@ def least_plan(quotient: Quotient, tried: Sequence[Tried], request: Request) -> 
         priced, solution = unfold(quotient, choose(tried))
         peak, moment = solution.peak_bytes, solution.peak_moment
         return Least(priced, LeastMemory(solution.choice, peak, moment, 0.0), 0.0)
-    deadline = time.monotonic() + LEAST_S
-    found: list[tuple[Priced, LeastMemory]] = []
+    begun = time.monotonic()
+    folded: list[tuple[Priced, LeastMemory, Priced]] = []
     looked_at = [t for t in tried if t[0].sets]  # others were ruled out before they were priced
     for part, _ in sorted(looked_at, key=lambda t: t[1].peak_bytes):
-        left = deadline - time.monotonic()
-        if found and left <= 0:
+        left = begun + FOLDED_SHARE * LEAST_S - time.monotonic()
+        if folded and left <= 0:
             break
-        priced = part if part.analysis is quotient.whole else quotient.unfold(part)
-        found.append((priced, least_memory(priced.problem, time_limit_s=left)))
+        folded.append((*_folded(quotient, part, left), part))
+    folded.sort(key=lambda f: f[1].peak_bytes)
+    found = [(priced, memory) for priced, memory, _ in folded]
+    bounds: list[float] = []
+    for priced, memory, part in folded:
+        left = begun + LEAST_S - time.monotonic()
+        if part is priced:
+            bounds.append(memory.lower_bytes)
+        elif left > 0:
+            found.append((priced, least_memory(priced.problem, time_limit_s=left)))
+            bounds.append(found[-1][1].lower_bytes)
     priced, memory = min(found, key=lambda f: f[1].peak_bytes)
-    lower = min(m.lower_bytes for _, m in found) if len(found) == len(tried) else 0.0
-    return Least(priced, memory, lower)
+    lower = min(bounds) if len(bounds) == len(tried) else 0.0
+    return Least(priced, memory, min(lower, memory.peak_bytes))
+
+
+def _folded(quotient: Quotient, part: Priced, seconds: float) -> tuple[Priced, LeastMemory]:
+    """The least peak with equal plans for equal parts; its bound holds for such plans only, unless
+    nothing is folded."""
+    memory = least_memory(part.problem, time_limit_s=seconds)
+    if part.analysis is quotient.whole:
+        return part, memory
+    priced, choice = quotient.unfold(part), quotient.unfold_choice(memory.choice)
+    _, peak, moment = evaluate(priced.problem, choice)
+    return priced, LeastMemory(choice, peak, moment, 0.0)
 
 
 def rescued(least: Least, tried: Sequence[Tried], request: Request) -> tuple[Tried, ...]:

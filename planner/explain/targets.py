@@ -95,4 +95,4 @@ def _nearest(target: str, names: Sequence[str]) -> str:
 
 def values_of(graph: Graph, values: Sequence[int]) -> tuple[int, ...]:
     """Those that have dimensions to split."""
-    return tuple(v for v in values if v != SCALAR and graph.values[v].shape)
+    return tuple(v for v in values if v != SCALAR and graph.values[v].splits)

@@ -1,19 +1,37 @@
-"""Specs and logical rules as Python text that needs nothing but jax."""
+"""Specs and logical rules as Python text that needs nothing but jax.
+
+A plan's texts enter a module as literals alone (`quoted`), or escaped in its docstring
+(`in_docstring`), whatever stands in them.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 
 from planner.plan import Leaf, Plan
 from planner.spec import MeshSpec, Sharding
 
 
+def quoted(text: str) -> str:
+    """A text as a Python literal in ASCII.
+
+    >>> print(quoted('a"b'))
+    "a\\"b"
+    """
+    return f'"{in_docstring(text)}"'
+
+
+def in_docstring(text: str) -> str:
+    """A text as it stands between double quotes, single or triple: ASCII, on one line."""
+    return ascii(text)[1:-1].replace('"', '\\"')
+
+
 def heading(plan: Plan, what: str) -> str:
     """Where a file comes from, as the first lines of its docstring."""
     return (
-        f"{what} of a plan for {plan.cluster}.\n\n"
-        f"Plan {plan.digest[:16]}, mode {plan.mode}, mesh {plan.mesh}, "
+        f"{what} of a plan for {in_docstring(plan.cluster)}.\n\n"
+        f"Plan {plan.digest[:16]}, mode {in_docstring(plan.mode)}, "
+        f"mesh {in_docstring(str(plan.mesh))}, "
         f"{len(plan.inputs)} arguments."
     )
 
@@ -25,7 +43,8 @@ def spec_text(spec: Sharding, call: str = "P") -> str:
 
 def mesh_text(mesh: MeshSpec) -> str:
     """``{"data": 4, "model": 2}``."""
-    return json.dumps(dict(zip(mesh.names, mesh.sizes, strict=True)))
+    axes = zip(mesh.names, mesh.sizes, strict=True)
+    return "{" + ", ".join(f"{quoted(name)}: {int(size)}" for name, size in axes) + "}"
 
 
 def specs_text(name: str, leaves: Iterable[Leaf]) -> str:
@@ -35,7 +54,7 @@ def specs_text(name: str, leaves: Iterable[Leaf]) -> str:
 
 def mapping_text(name: str, rows: Mapping[str, str]) -> str:
     """A dict literal, one row a line; keys are quoted, values are code."""
-    body = "".join(f"    {json.dumps(key)}: {value},\n" for key, value in rows.items())
+    body = "".join(f"    {quoted(key)}: {value},\n" for key, value in rows.items())
     return f"{name} = {{\n{body}}}\n" if body else f"{name} = {{}}\n"
 
 
@@ -55,14 +74,14 @@ def partition_specs_text(plan: Plan) -> str:
 
 def _memory_text(plan: Plan) -> str:
     """A dict literal of the memory kinds of arguments by path, if any is not the device's."""
-    kinds = {leaf.path: json.dumps(leaf.memory) for leaf in plan.inputs if leaf.memory != "device"}
+    kinds = {leaf.path: quoted(leaf.memory) for leaf in plan.inputs if leaf.memory != "device"}
     return "\n" + mapping_text("MEMORY_KINDS", kinds) if kinds else ""
 
 
 def logical_rules_text(plan: Plan) -> str:
     """Python text: the mesh's axes, logical names by argument path, and the rules."""
     found = plan.as_logical_axis_rules()
-    rules = "".join(f"    ({json.dumps(name)}, {_plain(axes)}),\n" for name, axes in found.rules)
+    rules = "".join(f"    ({quoted(name)}, {_plain(axes)}),\n" for name, axes in found.rules)
     names = {path: _row(row) for path, row in found.names.items()}
     return (
         f'"""{heading(plan, "Logical axis rules")}\n\n'
@@ -83,4 +102,4 @@ def _row(entries: tuple[str | None, ...]) -> str:
 def _plain(entry: str | tuple[str, ...] | None) -> str:
     if entry is None:
         return "None"
-    return _row(entry) if isinstance(entry, tuple) else json.dumps(entry)
+    return _row(entry) if isinstance(entry, tuple) else quoted(entry)

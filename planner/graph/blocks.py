@@ -52,7 +52,11 @@ def repeated_blocks(graph: Graph) -> tuple[Block, ...]:
         Non-overlapping blocks of at least ``MIN_LENGTH`` operations and two repetitions, in
         program order.
     """
-    codes = np.asarray(graph.codes, np.int64)
+    return blocks_of(np.asarray(graph.codes, np.int64))
+
+
+def blocks_of(codes: Codes) -> tuple[Block, ...]:
+    """``repeated_blocks`` of operations that are equal where their codes are."""
     free: list[tuple[int, int, int, int]] = []  # (-coverage, period, start, stop)
     for period in periods(codes):
         for start, stop in _runs(codes, period):

@@ -7,7 +7,7 @@ operations stand in program order; an operation reads values that stand before i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -41,6 +41,11 @@ class Value:
         for n in self.shape:
             size *= n
         return size
+
+    @property
+    def splits(self) -> bool:
+        """Whether there is anything to shard: dimensions, and elements."""
+        return bool(self.shape) and 0 not in self.shape
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -157,9 +162,15 @@ class Graph:
 
     @cached_property
     def _live(self) -> tuple[bool, ...]:
-        live = [op.effect for op in self.ops]
-        wanted = {o for o in self.outputs if o != SCALAR}
-        wanted |= {i for op in self.ops if op.effect for i in op.inputs if i != SCALAR}
+        wanted = {i for op in self.ops if op.effect for i in op.inputs}
+        live = self.needed_for({*self.outputs, *wanted})[1]
+        return tuple(op.effect or live[op.index] for op in self.ops)
+
+    def needed_for(self, values: Iterable[int]) -> tuple[set[int], list[bool]]:
+        """All values that some values depend on, through loop carries too, and per operation
+        whether it is on the way. O(operations)."""
+        live = [False] * len(self.ops)
+        wanted = {v for v in values if v != SCALAR}
         backs: dict[int, list[Op]] = {}
         for op in self.ops:
             if op.kind in ("loop_back", "loop_test"):
@@ -176,7 +187,7 @@ class Graph:
                     fresh = [i for i in op.inputs if i != SCALAR and i not in wanted]
                     wanted.update(fresh)
                     stack.extend(fresh)
-        return tuple(live)
+        return wanted, live
 
     def to_networkx(self) -> nx.DiGraph:
         """A networkx view: a node per operation and input, an edge per value read.

@@ -14,15 +14,18 @@ import functools
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from planner import compat
+from planner.calls import name_of
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.ir import SCALAR, Graph, Op, Region, Value
+from planner.graph.ties import ties
+from planner.outcome import Outcome
 from planner.rules.key import EqnKey
 
 INLINED = frozenset(
@@ -102,9 +105,19 @@ _user_code: dict[Any, bool] = {}
 
 def user_line(eqn: Any) -> str:
     """``file.py:line`` of the innermost frame of the user's own code, or ``""``."""
+    return next(_user_frames(eqn), "")
+
+
+def user_lines(eqn: Any) -> list[str]:
+    """``file.py:line`` of all frames of the user's own code, outermost first."""
+    return list(_user_frames(eqn))[::-1]
+
+
+def _user_frames(eqn: Any) -> Iterator[str]:
+    """Frames of the user's own code, innermost first."""
     traceback = getattr(eqn.source_info, "traceback", None)
     if traceback is None:
-        return ""
+        return
     codes, offsets = traceback.raw_frames()
     for code, offset in zip(codes, offsets, strict=True):
         known = _user_code.get(code)
@@ -115,8 +128,7 @@ def user_line(eqn: Any) -> str:
             known = _user_code[code] = not library and not real.startswith(_OURS)
         if known:
             line = type(traceback).code_addr2line(code, offset)
-            return f"{os.path.basename(code.co_filename)}:{line}"
-    return ""
+            yield f"{os.path.basename(code.co_filename)}:{line}"
 
 
 def _attrs(params: Mapping[str, Any]) -> str:
@@ -279,35 +291,6 @@ class _Builder:
         return outs
 
 
-def _pair(
-    in_paths: Sequence[tuple[Any, ...]],
-    out_paths: Sequence[tuple[Any, ...]],
-    in_avals: Sequence[Any],
-    out_avals: Sequence[Any],
-) -> tuple[tuple[int, int], ...]:
-    """Inputs that come back as outputs: same place in the pytree, same shape and dtype."""
-
-    def key(path: tuple[Any, ...], aval: Any) -> tuple[Any, ...]:
-        return (tuple(map(str, path)), compat.shape_of(aval), compat.dtype_name(aval))
-
-    exact = {key(p, a): k for k, (p, a) in enumerate(zip(out_paths, out_avals, strict=True))}
-    tail: dict[Any, list[int]] = {}
-    for k, (p, a) in enumerate(zip(out_paths, out_avals, strict=True)):
-        tail.setdefault(key(p[1:], a), []).append(k)
-    pairs: list[tuple[int, int]] = []
-    used: set[int] = set()
-    for i, (path, aval) in enumerate(zip(in_paths, in_avals, strict=True)):
-        options = [exact.get(key(path, aval)), exact.get(key(path[1:], aval))]
-        if len(path) > 1:
-            options += tail.get(key(path[1:], aval), [])
-        for out in options:
-            if out is not None and out not in used:
-                used.add(out)
-                pairs.append((i, out))
-                break
-    return tuple(pairs)
-
-
 def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments with their arrays replaced by ShapeDtypeStructs (shape, dtype, weak type).
 
@@ -346,24 +329,37 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     except MeshwrightError:
         raise
     except Exception as error:
-        name = getattr(function, "__name__", repr(function))
+        name = name_of(function)
         raise ModelError(f"tracing {name} failed: {type(error).__name__}: {error}") from error
     ins, in_tree = jax.tree_util.tree_flatten_with_path(tuple(args))
     outs, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
-    graph, eqns = _graph_of(closed, [p for p, _ in ins], [p for p, _ in outs])
+    updates = out_shape.updates if isinstance(out_shape, Outcome) else ()
+    updated = len(jax.tree_util.tree_leaves(updates))
+    paths = [p for p, _ in outs]
+    if isinstance(out_shape, Outcome) and not updated:
+        paths = [p[1:] for p in paths]
+    graph, eqns = _graph_of(closed, [p for p, _ in ins], paths, updated)
     return Traced(graph, eqns, closed, in_tree, out_tree, out_shape)
 
 
 def _graph_of(
-    closed: Any, in_paths: list[tuple[Any, ...]], out_paths: list[tuple[Any, ...]]
+    closed: Any,
+    in_paths: list[tuple[Any, ...]],
+    out_paths: list[tuple[Any, ...]],
+    updated: int,
 ) -> tuple[Graph, tuple[EqnKey | None, ...]]:
+    """``updated``: how many of the outputs, the first ones, update arguments in place."""
     builder = _Builder()
     inner = compat.body(closed)
     names = [jax.tree_util.keystr(p) for p in in_paths]
     inputs = [builder.value(v.aval, -1, n) for v, n in zip(inner.invars, names, strict=True)]
     outputs = builder.walk(closed, inputs, 0)
-    ties = _pair(
-        in_paths, out_paths, [v.aval for v in inner.invars], [v.aval for v in inner.outvars]
+    found = ties(
+        in_paths,
+        out_paths,
+        [v.aval for v in inner.invars],
+        [v.aval for v in inner.outvars],
+        updated,
     )
     graph = Graph(
         values=tuple(builder.values),
@@ -373,6 +369,6 @@ def _graph_of(
         outputs=tuple(outputs),
         input_paths=tuple(names),
         output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths),
-        ties=ties,
+        ties=found,
     )
     return graph, tuple(builder.eqns)

@@ -10,7 +10,10 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file_
 _HIDDEN = tuple(
     os.path.realpath(path) + os.sep
     for path in (
-        *(os.path.join(_ROOT, room) for room in ("planner", "executor", "costmodels")),
+        *(
+            os.path.join(_ROOT, room)
+            for room in ("planner", "planner_command", "executor", "costmodels")
+        ),
         *(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")),
     )
 )

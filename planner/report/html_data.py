@@ -85,6 +85,8 @@ class ReportData:
     cluster: str
     mesh: str
     axes: tuple[str, ...]
+    strategy: str
+    idle: str
     choice: str
     proof: str
     search: dict[str, Any]
@@ -128,7 +130,7 @@ def gather(planned: Planned, title: str = "", comparison: Comparison | None = No
     texts = _Texts()
     seconds, sent = op_seconds(extraction), extraction.sent()
     scalars = priced.analysis.scalar_bytes
-    room = min(prediction.limit_bytes, priced.model.memory_limit_bytes) - scalars
+    room = min(prediction.limit_bytes, priced.model.cluster.device.memory_bytes) - scalars
     found = memory_over_time(extraction, room)
     search = plan.search
     return ReportData(
@@ -137,6 +139,8 @@ def gather(planned: Planned, title: str = "", comparison: Comparison | None = No
         cluster=plan.cluster,
         mesh=str(plan.mesh),
         axes=plan.mesh.names,
+        strategy=plan.strategy,
+        idle=plan.idle,
         choice=choice_text(plan.meshes),
         proof=proof_text(plan),
         search={

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.report.units import bytes_text, time_text
+from planner.whole import Whole
+
+WHOLE_SHOWN = 6
+"""Operations without a rule that are named."""
+WHOLE_HELP = (
+    "write them in plain JAX, which can be split (for shard_map: the body on whole arrays), or "
+    "declare a rule (jax.experimental.custom_partitioning, sharding_rule=)"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Relief:
         step_s: predicted seconds of a step then; infinite when it is not known.
         fits: whether that peak is within the limit.
         note: how the numbers were made, where they are less than a plan's.
+        tried: whether it was; if not, there are no numbers.
     """
 
     what: str
@@ -42,6 +52,7 @@ class Relief:
     step_s: float
     fits: bool
     note: str = ""
+    tried: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Shortage:
         moment: the operation and line at which it is reached.
         holders: what holds it, largest first.
         reliefs: what was tried.
+        whole: operations without a sharding rule, whose operands and results no device can share.
     """
 
     cluster: str
@@ -67,6 +79,7 @@ class Shortage:
     moment: str
     holders: tuple[Holder, ...]
     reliefs: tuple[Relief, ...]
+    whole: tuple[Whole, ...] = ()
 
 
 def shortage_text(shortage: Shortage) -> str:
@@ -78,6 +91,7 @@ def shortage_text(shortage: Shortage) -> str:
         f"many; {_bound_text(s)}",
         f"  that peak is on mesh {s.mesh}, at {s.moment}, and held by",
     ]
+    lines[1:1] = _whole_lines(s.whole)
     width = max((len(bytes_text(h.nbytes)) for h in s.holders), default=0)
     kinds = max((len(h.kind) for h in s.holders), default=0)
     for holder in s.holders:
@@ -88,6 +102,19 @@ def shortage_text(shortage: Shortage) -> str:
         lines.append("  what would help")
         lines += [f"    {_relief_text(relief)}" for relief in s.reliefs]
     return "\n".join(lines)
+
+
+def _whole_lines(whole: Sequence[Whole]) -> list[str]:
+    """What operations without a rule hold whole."""
+    if not whole:
+        return []
+    lines = ["  every device holds all operands and results of operations without a sharding rule"]
+    for w in whole[:WHOLE_SHOWN]:
+        times = f" x{w.count}, each" if w.count > 1 else ""
+        lines.append(f"    {w.name}{times}: {bytes_text(w.nbytes)}")
+    if len(whole) > WHOLE_SHOWN:
+        lines.append(f"    and {len(whole) - WHOLE_SHOWN} more")
+    return [*lines, "    " + WHOLE_HELP]
 
 
 def _bound_text(shortage: Shortage) -> str:
@@ -104,6 +131,8 @@ def _bound_text(shortage: Shortage) -> str:
 
 def _relief_text(relief: Relief) -> str:
     """One line: what, whether it suffices, at what price."""
+    if not relief.tried:
+        return f"{relief.what}: not tried ({relief.note})"
     verdict = "fits" if relief.fits else "does not suffice"
     known = relief.fits and math.isfinite(relief.step_s)
     step = f", step {time_text(relief.step_s)} predicted" if known else ""

@@ -28,7 +28,14 @@ from planner.report.layout import (
     show,
     text_lines,
 )
-from planner.report.units import array_text, bytes_text, count_text, percent_text, time_text
+from planner.report.units import (
+    array_text,
+    bytes_text,
+    count_text,
+    limit_text,
+    percent_text,
+    time_text,
+)
 from planner.report.verdict import UNFIT, choice_text, devices_text, proof_text
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
@@ -51,6 +58,8 @@ def _parts(plan: Plan) -> Iterable[RenderableType]:
     yield Padding(_summary(plan), (0, 0, 0, 2), expand=False)
     yield from section("meshes tried", _meshes(plan))
     yield from _inputs(plan)
+    if plan.pins:
+        yield from section("pins", _pins(plan))
     yield from section("largest activations", _activations(plan))
     yield from section(*_collectives(plan))
     yield from section("peak memory is held by", _holders(plan))
@@ -65,9 +74,12 @@ def _summary(plan: Plan) -> RenderableType:
     p, s = plan.prediction, plan.search
     memory = f"{bytes_text(p.peak_bytes)} per device at the peak"
     if p.limit_bytes > 0:
-        memory += f", {percent_text(p.peak_bytes / p.limit_bytes)} of {bytes_text(p.limit_bytes)}"
+        limit = limit_text(p.limit_bytes, p.device_bytes)
+        memory += f", {percent_text(p.peak_bytes / p.limit_bytes)} of {limit}"
     return pairs(
         (
+            *([("idle", plan.idle)] if plan.idle else []),
+            *([("strategy", plan.strategy)] if plan.strategy else []),
             (
                 "mesh",
                 f"{plan.mesh} ({devices_text(plan.mesh.num_devices)}): {choice_text(plan.meshes)}",
@@ -154,6 +166,13 @@ def _leaves(rows: Sequence[LeafRow], skip: int) -> Table:
             bytes_text(leaf.nbytes_per_device),
             f"x{row.count}",
         )
+    return table
+
+
+def _pins(plan: Plan) -> Table:
+    table = new_table("pin", "asked", "honored", ">arrays")
+    for row in plan.pins:
+        add_row(table, row.pin, row.asked, row.how, f"x{row.arrays}")
     return table
 
 

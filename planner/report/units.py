@@ -59,6 +59,14 @@ def array_text(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
+def limit_text(limit_bytes: float, device_bytes: float) -> str:
+    """``"60.0 GB (80.0 GB less a reserve of 25.0 %)"``; without a reserve the limit alone."""
+    if device_bytes <= limit_bytes:
+        return bytes_text(limit_bytes)
+    reserve = percent_text(1.0 - limit_bytes / device_bytes)
+    return f"{bytes_text(limit_bytes)} ({bytes_text(device_bytes)} less a reserve of {reserve})"
+
+
 def _sign(difference: float) -> str:
     return "-" if difference < 0 else "+"
 

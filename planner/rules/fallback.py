@@ -6,6 +6,7 @@ sometimes stricter.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -74,15 +75,37 @@ def fallback_rule(
     family = _FAMILIES.get(primitive_name)
     if rule is not None or family is None:
         return rule
-    if any(0 in shape for shape in (*in_shapes, *out_shapes)):
-        return None
+    empty = any(0 in shape for shape in (*in_shapes, *out_shapes))
     try:
-        rule = family(params, in_shapes, out_shapes)
+        rule = _of_what_is_left(primitive_name, in_shapes, out_shapes) if empty else None
+        rule = rule or family(params, in_shapes, out_shapes)
         if rule is not None:
             rule.verify(in_shapes, out_shapes)
     except (RuleError, KeyError, AttributeError, TypeError, ValueError, IndexError):
         return None  # parameters or shapes of a form unknown here
     return rule
+
+
+def _of_what_is_left(name: str, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """The rule of an operation on arrays without elements, where what is left of it passes one
+    array on or makes a constant; None for others."""
+    read = [k for k, s in enumerate(ins) if s and 0 not in s]
+    made = [k for k, s in enumerate(outs) if s and 0 not in s]
+    if len(made) != 1 or len(read) > 1:
+        return None
+    shape = outs[made[0]]
+    if read and (name not in ("concatenate", "split", "pad") or ins[read[0]] != shape):
+        return None
+
+    def labels(shapes: Shapes) -> list[list[Label]]:
+        rank = len(shape)
+        return [
+            [d if len(s) == rank and n == shape[d] else None for d, n in enumerate(s)]
+            for s in shapes
+        ]
+
+    rule = build(labels(ins), labels(outs), ins, outs)
+    return dataclasses.replace(rule, origin="elementwise")
 
 
 def _kept(rank: int, lost: Sequence[int]) -> list[Label]:

@@ -63,14 +63,19 @@ def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
 
     * The indexed dimensions of a scatter at one index: the partitioner merges the slice that
       shards the operand with the scatter's own and loses the clamp between them.
+    * The reduced dimensions of ``reduce_xor``, and of ``reduce_or`` and ``reduce_and`` of integers:
+      XLA has no all-reduce that combines the parts.
     * Dimensions that a pad changes (the gradient of a strided slice is one), and those that a
       slice steps through: wrong shards or a failed verification of the module.
     """
+    if rule.reduction and not _combines(item):
+        kept = rule.replicated | rule.reduction
+        return dataclasses.replace(rule, replicated=kept, reduction=frozenset())
     dims: list[int] = []
     if item.name.startswith("scatter") and math.prod(item.in_shapes[1][:-1]) == 1:
         numbers = item.params.get("dimension_numbers")
         dims = list(getattr(numbers, "scatter_dims_to_operand_dims", ()))
-    elif item.name == "pad":
+    elif item.name == "pad" and 0 not in item.in_shapes[0]:
         dims = [d for d, change in enumerate(item.params["padding_config"]) if any(change)]
     elif item.name == "slice" and item.params.get("strides"):
         dims = [d for d, step in enumerate(item.params["strides"]) if step != 1]
@@ -81,6 +86,13 @@ def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
     return dataclasses.replace(
         rule, replicated=rule.replicated | whole, reduction=rule.reduction - whole
     )
+
+
+def _combines(item: EqnKey) -> bool:
+    """Whether an all-reduce can combine the parts of a reduction."""
+    if item.name in ("reduce_or", "reduce_and"):
+        return str(item.in_avals[0].dtype) == "bool"
+    return item.name != "reduce_xor"
 
 
 _BOOK = RuleBook()

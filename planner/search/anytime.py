@@ -9,8 +9,8 @@
 4. *Integer program.*  Beside the rounds, on another processor, HiGHS solves what fixing left once
    that is small (`integer`); its bound and its choice count like any other.
 
-One seed and one thread give the same rounds in the same order; how many of them fit into the time
-limit depends on the machine.
+One seed and one thread give the same rounds in the same order; how many of them fit into a time
+limit depends on the machine. An effort is counted in passes over the tables instead.
 
 Complexity: O(table entries) per sweep; per round at most the capped work of one elimination.
 Papers: Lemarechal, Nemirovskii and Nesterov 1995 (bundles); Kolmogorov 2006 (sequential message
@@ -44,8 +44,18 @@ NEAR, FEW = 0.3, 1000
 """Excess, relative to the limit, up to which the dual's choices are repaired in problems of more
 nodes than this."""
 DUAL_ROUNDS, DUAL_PATIENCE = 100, 10
-IDLE = 10_000
-"""Rounds without gain after which the search stops."""
+FEW_IDLE, MANY_IDLE = 100, 10_000
+"""Rounds without gain after which a single thread goes on to the integer program: the first time,
+and after that."""
+PASS_S = 1e-7
+"""Seconds of effort that a round counts for each entry of the tables."""
+IDLE = 1000
+"""Rounds without gain after which rounds search more widely, and again after as many more."""
+WIDER = 5
+"""How often."""
+TIGHTER = (1.0, 1.0, 1.0, 0.98, 0.95, 0.9)
+"""Shares of the limit that a round's choice is brought under, before it descends within all of it:
+what a tighter limit leads to is a choice under a looser one, too."""
 CAPS = (1e3, 1e4, 1e4, 3e4, 1e5)
 """Entries of one join in a round, drawn at random."""
 
@@ -77,16 +87,22 @@ class Walker:
         buckets.eliminate(self.flat.sizes, *parts, found, held, float(cap), noise)
         return found
 
-    def settle(self, choice: Array, until: Callable[[], bool]) -> Array:
-        """Bring a choice under the limit, if it can be, and descend there."""
+    def settle(self, choice: Array, until: Callable[[], bool], share: float = 1.0) -> Array:
+        """Bring a choice under a share of the limit, if it can be, and descend within all of it."""
         flat, found = self.flat, choice.copy()
         profile = flat.memory.profile(found)
         graph, memory = flat.graph, flat.memory.arrays
-        while flat.memory.excess(profile) > 0:
+        aim = share * flat.memory.limit
+        tighter = (*memory[:-1], aim)
+        while profile.max(initial=0.0) > aim:
             before = found.copy()
-            walks.repair(graph, memory, flat.memory.node, found, profile, 200)
-            if until() or (before == found).all():
+            walks.repair(graph, tighter, flat.memory.node, found, profile, 200)
+            if until():
                 return found
+            if (before == found).all():
+                break
+        if flat.memory.excess(profile) > 0:
+            return found
         walks.descend(graph, memory, found, profile, self.rng.permutation(flat.nodes), 20)
         return found
 
@@ -116,9 +132,15 @@ def load() -> float:
 
 
 def anytime(
-    reduction: Reduction, deadline: float, begun: float, *, seed: int = 0, threads: int = 2
+    reduction: Reduction,
+    deadline: float,
+    begun: float,
+    *,
+    seed: int = 0,
+    threads: int = 2,
+    effort_s: float | None = None,
 ) -> Found:
-    """Search a reduced problem until the deadline, a proof, or many rounds without gain.
+    """Search a reduced problem until the deadline or a proof.
 
     Args:
         reduction: a problem reduced with ``keep_memory=True``.
@@ -126,6 +148,8 @@ def anytime(
         begun: monotonic time of the start, for progress reports.
         seed: of the random numbers.
         threads: processors to use; the second one runs the integer program.
+        effort_s: counted work to stop after, as much as takes so many seconds on one processor of
+            2020; there is no integer program then, and the answer does not depend on the machine.
 
     Returns:
         What was found.
@@ -143,19 +167,38 @@ def anytime(
         lower = flat.constant_s if fits else math.inf
         return Found(flat.whole(best.choice, count), lower, fits, "nothing to decide")
     walker, messages = Walker(flat, seed), Messages(flat)
-    dual = _ascend(best, messages, walker, deadline, over)
+    passes = _passes(flat, effort_s)
+    dual = _ascend(best, messages, walker, deadline, over, min(DUAL_ROUNDS, passes // 3))
+    if effort_s is not None:
+        reason = _rounds(best, walker, dual.prices, None, lambda: over(deadline), most=passes)
+        return _found(best, count, reason)
     program = Program(best, reduction, messages, dual, deadline)
     try:
         if threads == 1:
             half = (time.monotonic() + deadline) / 2
-            _rounds(best, walker, dual.prices, None, lambda: over(half), IDLE // 100)
+            _rounds(best, walker, dual.prices, None, lambda: over(half), FEW_IDLE)
             program.start()
             program.wait(lambda: over(deadline))
+            _rounds(best, walker, dual.prices, None, lambda: over(deadline), MANY_IDLE)
+            program.finish(lambda: over(deadline))
         beside = program if threads > 1 else None
         reason = _rounds(best, walker, dual.prices, beside, lambda: over(deadline))
         program.finish(lambda: over(deadline))
     finally:  # an interrupt, too, ends the integer program
         program.close()
+    return _found(best, count, reason)
+
+
+def _passes(flat: Flat, effort_s: float | None) -> int:
+    """How often the tables can be gone through for a share of an effort."""
+    if effort_s is None:
+        return 1 << 30
+    return max(6, int(effort_s / (PASS_S * (flat.table.size + flat.unary.size))))
+
+
+def _found(best: Incumbent, count: int, reason: str) -> Found:
+    """What a search leaves."""
+    flat = best.flat
     if best.proved:
         fits = best.cost < math.inf
         reason = "the bound meets the cost" if fits else "proved that nothing fits"
@@ -169,6 +212,7 @@ def _ascend(
     walker: Walker,
     deadline: float,
     over: Callable[[float], bool],
+    rounds: int,
 ) -> Dual:
     """Price memory for a share of the time; ``messages`` are left at the best prices."""
     flat, memory = best.flat, best.flat.memory
@@ -197,7 +241,7 @@ def _ascend(
         best.offer(given, "dual")
         calls[0] += 1
         near = memory.excess(memory.profile(given)) <= NEAR * memory.limit
-        if near or flat.nodes <= FEW or (math.isinf(best.cost) and calls[0] % 5 == 0):
+        if near or flat.nodes <= FEW or calls[0] % 5 == 0:
             best.offer(walker.settle(given, lambda: over(until)), "dual")
         return best.cost
 
@@ -214,7 +258,7 @@ def _ascend(
             memory.limit,
             start,
             until,
-            DUAL_ROUNDS,
+            rounds,
             DUAL_PATIENCE,
             lambda value: best.bound(value, "dual"),
         )
@@ -253,33 +297,39 @@ def _rounds(
     prices: Array,
     program: Program | None,
     over: Callable[[], bool],
-    patience: int = IDLE,
+    patience: float = math.inf,
+    most: float = math.inf,
 ) -> str:
-    """Hold some nodes, solve the others, settle; until ``patience`` rounds bring no gain."""
+    """Hold some nodes, solve the others, settle; until ``patience`` rounds bring no gain, or
+    ``most`` are done.
+
+    The longer nothing is gained, the larger are the joins, and the wider prices and limits vary.
+    """
     flat, rng = best.flat, walker.rng
     nobody = np.zeros(flat.nodes, np.bool_)
-    idle, choice = 0, best.choice
+    idle, done, choice = 0, 0, best.choice
     while not best.proved:
         if over():
             return "out of time"
+        if done >= most:
+            return f"{done} rounds done"
+        done += 1
+        wide = min(idle // IDLE, WIDER)
         if program is not None:
             program.start()
         if idle >= patience:
-            if program is None or not program.pending:
-                return f"{patience} rounds without gain"
-            program.finish(over)
-            continue
+            return f"{idle} rounds without gain"
         if idle % 20 == 0:
             choice = best.choice
         share = float(rng.choice((0.01, 0.03, 0.1, 0.3, 1.0)))
         held = nobody if share == 1.0 else walker.held(share)
-        now = prices * float(rng.choice((0.7, 0.9, 1.0, 1.0, 1.1, 1.4)))
-        now *= np.exp(rng.normal(0.0, 0.05, flat.nodes))[flat.owner]
-        found = walker.solve(choice, now, float(rng.choice(CAPS)), held)
+        now = prices * float(rng.choice((0.7, 0.9, 1.0, 1.0, 1.1, 1.4))) ** (1 + wide)
+        now *= np.exp(rng.normal(0.0, 0.05 * (1 + wide), flat.nodes))[flat.owner]
+        found = walker.solve(choice, now, float(rng.choice(CAPS)) * 2**wide, held)
         idle += 1
         if (found == choice).all():
             continue
-        found = walker.settle(found, over)
+        found = walker.settle(found, over, float(rng.choice(TIGHTER)))
         if best.offer(found, f"round of {share:.0%}"):
             idle = 0
             choice = best.choice

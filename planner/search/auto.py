@@ -21,7 +21,12 @@ FEW = 50_000
 
 
 def auto(
-    problem: Problem, *, time_limit_s: float = 10.0, seed: int = 0, threads: int = 2
+    problem: Problem,
+    *,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    threads: int = 2,
+    effort_s: float | None = None,
 ) -> Solution:
     """Solve a problem by the search that suits it.
 
@@ -30,6 +35,7 @@ def auto(
         time_limit_s: seconds to stop after.
         seed: of random numbers, where some are drawn.
         threads: processors to use, where several can be.
+        effort_s: counted work to stop after, as in `dynamic_programming`.
 
     Returns:
         The solution; ``search`` names the pick and ``reason`` says why it was picked.
@@ -44,7 +50,9 @@ def auto(
         found, why = brute(problem), f"{count} combinations"
     else:
         left = max(0.1, time_limit_s - (time.monotonic() - begun))
-        found = dynamic_programming(problem, time_limit_s=left, seed=seed, threads=threads)
+        found = dynamic_programming(
+            problem, time_limit_s=left, seed=seed, threads=threads, effort_s=effort_s
+        )
         why = f"more than {FEW} combinations"
     return dataclasses.replace(
         found,

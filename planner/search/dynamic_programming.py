@@ -49,6 +49,8 @@ FEW_NODES = 4000
 """Up to this many nodes an elimination is planned before anything else is tried."""
 FOLDED_SWEEPS = 48
 """Diffusion sweeps on the quotient, where repeated layers cost nothing more."""
+ROUNDS, FEW_ROUNDS = 40, 12
+"""Most eliminations that price the memory limit; those of a counted effort."""
 CLOSED = 1e-6
 """Relative gap at which a choice is taken for the optimum (the gap is still reported)."""
 
@@ -65,6 +67,7 @@ def dynamic_programming(
     share: bool = True,
     seed: int = 0,
     threads: int = 2,
+    effort_s: float | None = None,
 ) -> Solution:
     """Solve a problem by variable elimination, and by neighbourhoods where that is too wide.
 
@@ -75,6 +78,8 @@ def dynamic_programming(
         share: whether equal tables share their work (repeated layers).
         seed: of the random neighbourhoods.
         threads: processors to use; the second one runs an integer program.
+        effort_s: counted work to stop after, in seconds of one processor of 2020; the answer then
+            depends on the time limit only where that is reached first.
 
     Returns:
         The solution; ``proved`` when the elimination was exact and the memory limit does not bind
@@ -85,7 +90,8 @@ def dynamic_programming(
     """
     verify(problem)
     begun = time.monotonic()
-    deadline, work = begun + time_limit_s, work_for(time_limit_s)
+    deadline = begun + time_limit_s
+    work = work_for(time_limit_s if effort_s is None else effort_s)
     domains: list[Array] | None = None
     limited: Solution | None = None
     if len(problem.cost_s) <= FEW_NODES or problem.levels is not None:
@@ -101,7 +107,8 @@ def dynamic_programming(
             reduction, domains = shrunk.reduction, shrunk.domains
             route = choose_route(reduction, work=work)
         if route.plan.exact:
-            limited = _eliminated(problem, reduction, domains, work, begun, deadline)
+            most = ROUNDS if effort_s is None else FEW_ROUNDS
+            limited = _eliminated(problem, reduction, domains, work, begun, deadline, most)
             proved = limited.feasible and limited.gap <= CLOSED
             if proved or math.isinf(limited.lower_bound_s) or time_is_up(deadline - took):
                 return limited
@@ -112,7 +119,7 @@ def dynamic_programming(
 
     if not compiled.load.cache_info().currsize:
         deadline += compiled.load()
-    found = compiled.anytime(kept, deadline, begun, seed=seed, threads=threads)
+    found = compiled.anytime(kept, deadline, begun, seed=seed, threads=threads, effort_s=effort_s)
     reason = f"neighbourhoods and bounds: {found.reason}"
     choice = kept.decode(found.choice)
     solution = make_solution(problem, choice, found.lower_s, NAME, reason, begun)
@@ -126,6 +133,7 @@ def _eliminated(
     work: float,
     begun: float,
     deadline: float,
+    rounds: int,
 ) -> Solution:
     """The answer of an exact elimination, the memory limit priced where it binds."""
     lower, found = Eliminator(reduction, work=work).solve()
@@ -136,7 +144,7 @@ def _eliminated(
     if not fits(evaluate(problem, full)[1], problem.limit_bytes):
         share = bool(reduction.pool.share)
         kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
-        limited = solve_limited(kept, work, deadline)
+        limited = solve_limited(kept, work, deadline, rounds)
         full = kept.decode(limited.choice)
         lower, reason = max(lower, limited.lower_s), limited.reason
     return make_solution(problem, full, lower, NAME, reason, begun)

@@ -22,17 +22,21 @@ import dataclasses
 import gzip
 import json
 import math
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from planner.files import MIB, gunzipped, read_bytes, unique
 from planner.search.problem import FORBIDDEN, Array, Edge, Problem, Usage, verify
 
 _MARK = "\x01"
 """Begins the text that stands for a list that was cut out; no JSON string can hold it."""
+LARGEST = 512 * MIB
+"""Bytes of the largest file that is read, and of what a gzip file may hold."""
+_MOST = 1e300
+"""No limit is larger."""
 _FAR = 2**62
 """Moments must be nearer to zero than this, to fit into 64 bits."""
 _KINDS: dict[type, str] = {dict: "an object", list: "a list"}
@@ -48,14 +52,14 @@ def read_iopddl(path: str | Path) -> Problem:
         The problem; nodes are named n0, n1, ...  Equal tables are one array.
 
     Raises:
-        OSError: when the file can't be read.
+        OSError: when the file can't be read, is no regular file or is larger than ``LARGEST``.
         ValueError: when it holds no well-formed instance; one line that names the file, the node or
             edge, what was there and what was expected.
     """
     file = Path(path)
-    raw = file.read_bytes()
+    raw = read_bytes(file, LARGEST)
     try:
-        problem = _problem(_parsed(_decompressed(raw) if file.suffix == ".gz" else raw))
+        problem = _problem(_parsed(gunzipped(raw, LARGEST) if file.suffix == ".gz" else raw))
         verify(problem)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -146,14 +150,6 @@ class _Body:
         return array
 
 
-def _decompressed(raw: bytes) -> bytes:
-    """The contents of a gzip file."""
-    try:
-        return gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"not a gzip file: {error}") from error
-
-
 def _parsed(raw: bytes) -> _Body:
     """Parse an instance, its distinct innermost lists once each."""
     seen: dict[bytes, int] = {}
@@ -165,13 +161,16 @@ def _parsed(raw: bytes) -> _Body:
         else:
             kept.append(row + b"]")
     try:
-        frame = json.loads(b"".join(kept).removesuffix(b"]"), strict=False)
+        text = b"".join(kept).removesuffix(b"]")
+        frame = json.loads(text, strict=False, object_pairs_hook=unique)
         return _Body(frame, json.loads(b"[[" + b"],[".join(seen) + b"]]"))
     except (ValueError, RecursionError):
         pass  # a string with brackets in it, or no JSON at all
     try:
-        return _Body(json.loads(raw), ())
-    except (ValueError, RecursionError) as error:
+        return _Body(json.loads(raw, object_pairs_hook=unique), ())
+    except RecursionError as error:
+        raise ValueError("not JSON: nested too deeply") from error
+    except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
 
 
@@ -196,7 +195,7 @@ def _problem(body: _Body) -> Problem:
         usages.append(Usage(node, start, end, taken))
     edges = _edges(body, body.under(parts, "edges", dict), costs)
     limit = body.list(parts.get("usage_limit"))
-    if limit is not None and type(limit) not in (int, float):
+    if limit is not None and (type(limit) not in (int, float) or not abs(limit) <= _MOST):
         raise ValueError(f"'usage_limit' is {_got(limit)}, expected a number")
     return Problem(
         tuple(f"n{node}" for node in range(len(costs))),

@@ -34,12 +34,14 @@ SMALL = 400_000
 FIRST_SHARE = 0.4
 """Share of the time left that the integer program gets at first; cut off, it may start again on
 what a better choice leaves of the problem, or with all the time left."""
+THREAD = "integer program"
+"""Name of the thread."""
 PART_S = 1.5e-4
 """Seconds that a reduction takes for a node or an edge, before the first one was timed."""
 
 
 class Program:
-    """The integer program over what the bound leaves, in a thread of its own.
+    """The integer program over what the bound leaves, in a thread.
 
     Args:
         best: the incumbent.
@@ -108,7 +110,8 @@ class Program:
         self._cost = cost
         until = self.deadline if again else done + FIRST_SHARE * (self.deadline - done)
         arguments = (inner, small, cost, until)
-        self._thread = threading.Thread(target=self._run, args=arguments)
+        # an interpreter that ends while HiGHS runs aborts, so it has to wait for this thread
+        self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD, daemon=False)
         self._thread.start()
 
     def wait(self, over: Callable[[], bool]) -> None:

@@ -13,10 +13,14 @@ import numpy as np
 
 from planner.search.memory import Timeline
 from planner.search.moves import State, descend
-from planner.search.problem import Array, Problem
+from planner.search.problem import Array, Problem, fits
+from planner.search.progress import time_is_up
 from planner.search.reduction import Reduction, reduce_problem
 from planner.search.repair import pairs_are_cheap, polish, repair
 from planner.search.solver import Eliminator
+
+STEP, RUNGS, MOST = 0.95, 200, 12
+"""Ratio of the limits of the ladder; its rungs; and how many of them are taken."""
 
 
 def decide_levels(problem: Problem, cap: int, deadline: float) -> tuple[int, ...]:
@@ -99,6 +103,10 @@ def _descended(reduction: Reduction, found: Sequence[int], deadline: float) -> l
 def polished(whole: Reduction, choice: Sequence[int], deadline: float) -> tuple[int, ...]:
     """Moves over all strategies of a reduction, and memory repair.
 
+    Where the best choice passes the limit, it is brought under the limits of a fixed ladder below
+    that choice's peak, those that are within this limit. So the rungs of a tighter limit are among
+    those of a looser one, and what it finds is found there, too.
+
     Args:
         whole: a reduction that keeps memory.
         choice: a choice of the original problem.
@@ -107,14 +115,36 @@ def polished(whole: Reduction, choice: Sequence[int], deadline: float) -> tuple[
     Returns:
         A choice of the reduced problem.
     """
-    start = encode(whole, choice)
     problem = whole.problem
-    state = State(problem, Timeline(problem), start)
+    state, limit = State(problem, Timeline(problem), encode(whole, choice)), problem.limit_bytes
     if not np.isfinite(state.cost()):
         descend(state, deadline)
-    if repair(state, deadline):
-        polish(state, deadline, pairs=pairs_are_cheap(problem))
-    return tuple(int(s) for s in state.choice)
+    pairs = pairs_are_cheap(problem)
+    state.limit = math.inf
+    polish(state, deadline, pairs=pairs)
+    first, top = state.choice.copy(), state.peak()
+    if fits(top, limit):
+        return tuple(int(s) for s in first)
+    best, cost, rungs = first, math.inf, 0
+    for rung in range(1, RUNGS):
+        goal = top * STEP**rung
+        if goal > limit:
+            continue
+        state.reset(first)
+        state.limit = goal
+        if time_is_up(deadline) or rungs == MOST or not repair(state, deadline):
+            break
+        polish(state, deadline, pairs=pairs)
+        rungs += 1
+        if state.cost() < cost:
+            cost, best = state.cost(), state.choice.copy()
+    if math.isinf(cost):  # the rungs within the limit are out of reach
+        state.reset(first)
+        state.limit = limit
+        if repair(state, deadline):
+            polish(state, deadline, pairs=pairs)
+        best = state.choice.copy()
+    return tuple(int(s) for s in best)
 
 
 def encode(reduction: Reduction, choice: Sequence[int]) -> list[int]:

@@ -154,13 +154,14 @@ class _Best:
             self.choice = tuple(int(s) for s in state.choice)
 
 
-def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited:
+def solve_limited(reduction: Reduction, work: float, deadline: float, rounds: int = 40) -> Limited:
     """Minimise the cost under the memory limit.
 
     Args:
         reduction: a problem reduced with ``keep_memory=True``.
         work: joined entries one elimination may cost.
         deadline: monotonic time to stop at.
+        rounds: most eliminations that price memory.
 
     Returns:
         The choice of the reduced problem with what is known about it.
@@ -184,7 +185,8 @@ def solve_limited(reduction: Reduction, work: float, deadline: float) -> Limited
         state.reset(choice)
         return state.cost()
 
-    dual = ascend(solver.solve, cost_of, best.offer, timeline, problem.limit_bytes, start, deadline)
+    limit = problem.limit_bytes
+    dual = ascend(solver.solve, cost_of, best.offer, timeline, limit, start, deadline, rounds)
     assert best.choice is not None
     reason = dual.reason
     if time_is_up(deadline):

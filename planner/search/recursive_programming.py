@@ -15,16 +15,20 @@ partitioning" (Tofu), EuroSys 2019 (recursive partitioning).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
 from planner.search.bound import Diffusion
+from planner.search.brute import brute, combinations
 from planner.search.folding import fold
 from planner.search.levels import decide_levels, polished
 from planner.search.problem import Problem, Solution, evaluate, make_solution, verify
 from planner.search.reduction import reduce_problem
 
 NAME = "recursive_programming"
+FEW = 20_000
+"""Combinations up to which all are tried where memory is limited."""
 NARROW = 200_000
 """Entries of the largest table of a level."""
 
@@ -49,6 +53,9 @@ def recursive_programming(
     verify(problem)
     begun = time.monotonic()
     deadline = begun + time_limit_s
+    if combinations(problem) <= FEW and not math.isinf(problem.limit_bytes):
+        found = brute(problem, time_limit_s=time_limit_s)
+        return dataclasses.replace(found, search=NAME)
     folded = fold(problem)
     part = folded.problem
     choice = decide_levels(part, cap, deadline)

@@ -65,7 +65,7 @@ def pairs_are_cheap(problem: Problem) -> bool:
     return len(problem.edges) <= 3000 and sum(e.cost_s.size for e in problem.edges) <= 3_000_000
 
 
-def _live_bytes(state: State, moment: int) -> Array:
+def live_bytes(state: State, moment: int) -> Array:
     """Flat bytes of every strategy of every node at a moment."""
     line = state.timeline
     live = (line.low <= moment) & (moment < line.high)
@@ -77,7 +77,7 @@ def _single(state: State, goal: float) -> bool:
     """Take the cheapest single move that lowers the peak; False when there is none."""
     moment = int(np.argmax(state.profile))
     top = state.peak()
-    taken = _live_bytes(state, moment)
+    taken = live_bytes(state, moment)
     at = state.offsets[:-1] + state.choice
     sizes = np.diff(state.offsets)
     saved = np.repeat(taken[at], sizes) - taken
@@ -110,7 +110,7 @@ def _stays_below(state: State, node: int, strategy: int, top: float) -> bool:
 def _pair(state: State, goal: float, deadline: float) -> bool:
     """Take the cheapest move of two neighbours that lowers the peak; False when there is none."""
     moment, top = int(np.argmax(state.profile)), state.peak()
-    taken = _live_bytes(state, moment)
+    taken = live_bytes(state, moment)
     best: tuple[float, int, int, int, int] | None = None
     tried = 0
     for edge in state.problem.edges:

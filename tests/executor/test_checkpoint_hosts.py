@@ -152,11 +152,11 @@ checkpoints.wait()
 big = state(2)
 jax.block_until_ready(big)
 def written():
-    # the part of the save that is on disk; 2 once it is whole
+    # the part of step 2 that is on disk; 2 once it is whole
     if os.path.exists(f"{{folder}}/2"):
         return 2.0
     sizes = [0.0]
-    for top, _, names in os.walk(f"{{folder}}/2.orbax-checkpoint-tmp"):
+    for top, _, names in os.walk(f"{{folder}}/.unfinished-1"):
         sizes.append(1e-9)
         for name in names:
             try:

@@ -168,6 +168,8 @@ from tests.executor.test_data import Counted
 mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 x = Counted(np.arange(44 * 3.0, dtype="f4").reshape(44, 3))
 batches = Batches(x, NamedSharding(mesh, P("data")), batch_size=8, epochs=1, policy="pad")
+batches.compare()
+x.read.clear()  # the sample that processes compare
 total = jax.jit(lambda a: a.sum())
 sums = [float(total(b)) for b in batches]
 files = own_files([f"part-{{k}}" for k in range(5)])

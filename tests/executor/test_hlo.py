@@ -168,3 +168,88 @@ def test_a_scan_compiled_for_eight_devices() -> None:
     assert (kind, collective.count, collective.payload_bytes) == ("all_reduce", 5, 16 * 16 * 4)
     assert collective.groups == (tuple(range(8)),)
     assert module.notes == ()
+
+
+CHAIN = """\
+HloModule jit_step, is_scheduled=true, num_partitions=16
+
+%first (p.0: bf16[4,64]) -> (bf16[4,64], bf16[64,64], u32[]) {
+  %p.0 = bf16[4,64]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %ag.0 = bf16[64,64]{1,0:T(8,128)(2,1)} all-gather(%p.0), channel_id=72, replica_groups=mesh['axis_0'=16,'axis_1'=1] {'axis_0'}, dimensions={0}, use_global_device_ids=true, frontend_attributes={chain_id="0"}, metadata={op_name="jit(step)/dot_general"}
+  ROOT %start = (bf16[4,64]{1,0}, bf16[64,64]{1,0}, u32[]{:S(2)}) custom-call(%ag.0), custom_call_target="AsyncCollectiveStart"
+}
+
+%middle (p.1: bf16[4,64], q.1: bf16[8,8], r.1: bf16[2,16]) -> bf16[8,8] {
+  %p.1 = bf16[4,64]{1,0} parameter(0)
+  %ag.1 = bf16[64,64]{1,0} all-gather(%p.1), channel_id=72, replica_groups=[1,16]<=[16], dimensions={0}, frontend_attributes={chain_id="0"}
+  %r.1 = bf16[2,16]{1,0} parameter(2)
+  %other = bf16[32,16]{1,0} all-gather(%r.1), channel_id=73, replica_groups=[1,16]<=[16], dimensions={0}, frontend_attributes={chain_id="1"}
+  %start.1 = (bf16[2,16]{1,0}, bf16[32,16]{1,0}, u32[]{:S(2)}) custom-call(%other), custom_call_target="AsyncCollectiveStart"
+  %q.1 = bf16[8,8]{1,0} parameter(1)
+  ROOT %product = bf16[8,8]{1,0} convolution(%q.1, %q.1), dim_labels=bf_io->bf
+}
+
+%last (p.2: bf16[4,64], r.2: bf16[2,16]) -> bf16[64,64] {
+  %p.2 = bf16[4,64]{1,0} parameter(0)
+  %r.2 = bf16[2,16]{1,0} parameter(1)
+  %ag.2 = bf16[64,64]{1,0} all-gather(%p.2), channel_id=72, replica_groups=[1,16]<=[16], dimensions={0}, frontend_attributes={chain_id="0"}
+  %other.2 = bf16[32,16]{1,0} all-gather(%r.2), channel_id=73, replica_groups=[1,16]<=[16], dimensions={0}, frontend_attributes={chain_id="1"}
+  ROOT %done = bf16[64,64]{1,0} custom-call(%p.2, %ag.2, %other.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%lone (p.3: f32[8]) -> f32[8] {
+  %p.3 = f32[8]{0} parameter(0)
+  ROOT %sum = f32[8]{0} all-reduce(%p.3), channel_id=9, replica_groups={}, to_apply=%region, frontend_attributes={chain_id="7"}
+}
+
+%again (p.4: f32[8]) -> f32[8] {
+  %p.4 = f32[8]{0} parameter(0)
+  ROOT %sum.4 = f32[8]{0} all-reduce(%p.4), channel_id=9, replica_groups={}, to_apply=%region, frontend_attributes={chain_id="7"}
+}
+
+%region (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add = f32[] add(%x, %y)
+}
+
+%cond (s: (s32[], bf16[4,64])) -> pred[] {
+  %s = (s32[], bf16[4,64]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+%body (s.1: (s32[], bf16[4,64])) -> (s32[], bf16[4,64]) {
+  %s.1 = (s32[], bf16[4,64]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s.1), index=0
+  %v = bf16[4,64]{1,0} get-tuple-element(%s.1), index=1
+  %t = bf16[2,16]{1,0} constant({...})
+  %w = bf16[8,8]{1,0} constant({...})
+  %f.0 = (bf16[4,64]{1,0}, bf16[64,64]{1,0}, u32[]) fusion(%v), kind=kCustom, calls=%first
+  %f.1 = bf16[8,8]{1,0} fusion(%v, %w, %t), kind=kOutput, calls=%middle, backend_config={"estimated_cycles":"100"}
+  %f.2 = bf16[64,64]{1,0} fusion(%v, %t), kind=kCustom, calls=%last
+  ROOT %out = (s32[], bf16[4,64]{1,0}) tuple(%i, %v)
+}
+
+ENTRY %main (a: f32[8], b: (s32[], bf16[4,64])) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = (s32[], bf16[4,64]{1,0}) parameter(1)
+  %l = f32[8]{0} fusion(%a), kind=kCustom, calls=%lone
+  %loop = (s32[], bf16[4,64]{1,0}) while(%b), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %m = f32[8]{0} fusion(%l), kind=kCustom, calls=%again
+}
+"""  # noqa: E501
+
+
+def test_a_chain_of_fusions_is_one_collective() -> None:
+    """As XLA:TPU writes an asynchronous collective: whole in every fusion of its chain."""
+    module = read_module(CHAIN)
+    kinds = module.by_kind()
+    gathers = sorted((c.count, c.payload_bytes) for c in module.collectives if "gather" in c.kind)
+    assert gathers == [(3, 32 * 16 * 2), (3, 64 * 64 * 2)]
+    assert kinds["all_gather"].wire_bytes == 3 * (32 * 16 + 64 * 64) * 2 * 15 / 16
+    assert kinds["all_reduce"].count == 1  # nothing in the text starts this chain
+    assert module.cycles == 300
+    unlike = CHAIN.replace("channel_id=73, replica_groups=[1,16]<=[16], dimensions={0}, ", "")
+    assert read_module(unlike).by_kind()["all_gather"].count == 6
+    alone = re.sub(r', frontend_attributes=\{chain_id="\d"\}', "", CHAIN)
+    assert read_module(alone).by_kind()["all_gather"].count == 15

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from executor import HostError, hosts, initialize
-from executor.hosts import check_here, check_own_name, resolve
+from executor.hosts import bind_address, check_here, check_own_name, resolve
 from executor.launch import Job, free_port, run_local
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,6 +235,19 @@ def test_another_hosts_address_is_told(
 ) -> None:
     check_here(where, resolve(where))  # 192.0.2.0/24 is kept for documentation, RFC 5737
     assert ("does not have that address" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("where", "address"),
+    [("localhost:1", "127.0.0.1"), ("127.0.0.1:1", "127.0.0.1"), ("192.0.2.1:1", "")],
+)
+def test_process_0_listens_at_the_coordinators_address(where: str, address: str) -> None:
+    assert bind_address(where, resolve(where)) == address
+
+
+def test_a_name_that_resolves_to_loopback_is_listened_for_everywhere() -> None:
+    loopback = ((socket.AF_INET, ("127.0.1.1", 1)),)
+    assert bind_address("node1:1", loopback) == ""
 
 
 @pytest.mark.parametrize(("coordinator", "told"), [("node1:1", True), ("127.0.0.1:1", False)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from executor.hello import read_secret
+from executor.launchers import ssh
 from executor.launchers.hostfile import Host, parse_hosts, places, read_hosts, room
 from executor.launchers.job import Job, LaunchError
 from executor.launchers.ssh import Ssh, address, tasks
@@ -87,3 +90,17 @@ def test_a_first_host_that_means_each_host_itself_is_refused() -> None:
     assert address(other, [other, local], ()) == "10.0.0.1"
     with pytest.raises(LaunchError, match=r"process 0 would be on 127\.0\.0\.1"):
         address(local, [local, other], ())
+
+
+def test_a_secret_goes_by_a_file_that_only_its_user_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "ssh"
+    fake.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    fake.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = ssh.hand_secret([Host("a")], "abc", ())
+    file = Path(name).expanduser()
+    assert (file.read_text(), file.stat().st_mode & 0o077) == ("abc", 0)
+    assert read_secret({"MESHWRIGHT_SECRET_ONCE": name}) == b"abc"

@@ -113,6 +113,19 @@ def test_a_process_that_only_lost_a_peer_is_not_the_first_failure() -> None:
     assert outcome.codes == (75, 9)
 
 
+def test_a_process_that_the_others_lost_is_named() -> None:
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['MESHWRIGHT_PROCESS'] == '1': time.sleep(600)\n"
+        "print('meshwright: process 1 (pid 7 on b) was lost: it has not answered for 9 s. process '"
+        " '0 (pid 8 on a) ends with code 75: start the job again', file=sys.stderr)\n"
+        "sys.exit(75)\n"
+    )
+    ((outcome,), _) = outcomes(code)
+    assert (outcome.code, outcome.process) == (75, 1)
+    assert outcome.lost == "it has not answered for 9 s"
+
+
 def test_all_that_ask_for_it_are_started_again_with_another_port() -> None:
     code = (
         "import os, sys\n"

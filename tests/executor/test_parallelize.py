@@ -84,7 +84,7 @@ def test_mode_in_force_is_taken_at_the_first_call():
     assert step.plan.mesh.num_devices == 1
 
 
-def test_traces_once_and_compiles_once():
+def test_traces_once():
     traces = []
 
     def step(state, batch):
@@ -99,10 +99,6 @@ def test_traces_once_and_compiles_once():
         state, _ = run(state, batch_of(seed=k))
     assert len(traces) == first
     assert run.plan is plan and run.compiled is compiled
-    settled = compiled.jitted._cache_size()
-    for k in range(3):
-        state, _ = run(state, batch_of(seed=k))
-    assert compiled.jitted._cache_size() == settled <= 2
 
 
 def test_arrays_from_anywhere_are_placed():
@@ -203,12 +199,6 @@ def test_no_plan_before_the_first_call():
     for name in ("plan", "compiled"):
         with pytest.raises(RequestError, match="plain_step has not been called yet"):
             getattr(step, name)
-
-
-def test_keyword_arguments_are_refused():
-    step = parallelize(plain_step)
-    with pytest.raises(RequestError, match=r"positional arguments; got \['batch'\]"):
-        step(plain_state(), batch=batch_of())
 
 
 def test_missing_argument_is_the_users_error():
@@ -318,3 +308,22 @@ def test_plan_of_arrays_that_are_on_a_mesh():
     state, _ = step(plain_state(), batch_of())
     plan = make_plan(plain_step, state, batch_of(), cluster="cpu:8", donate_argnums=())
     assert plan == step.plan
+
+
+def test_large_operations_without_a_rule_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    from executor.parallelize import replicated
+    from planner import make_plan
+    from planner.graph.trace import trace
+
+    mesh = jax.sharding.AbstractMesh((1,), ("one",))
+    spec = jax.sharding.PartitionSpec()
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        body = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(body(w, x))))(w)
+
+    args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 4096), (16384, 4096)))
+    plan = make_plan(step, *args, cluster="h100:8")
+    lines = replicated(trace(step, args), plan)
+    assert lines and all("shard_map (test_parallelize.py:" in line for line in lines)
+    assert "604 MB of operands and results" in lines[0]

@@ -27,10 +27,11 @@ class Told:
 
     def __init__(self) -> None:
         self.text: str | None = None
+        self.code = 0
         self.event = threading.Event()
 
-    def __call__(self, text: str) -> None:
-        self.text = self.text or text
+    def __call__(self, text: str, code: int) -> None:
+        self.text, self.code = self.text or text, self.code or code
         self.event.set()
 
 
@@ -184,14 +185,29 @@ def test_another_job_on_the_next_port_is_passed_over() -> None:
         assert sorted(watches[0].peers) == [0, 1]
 
 
-def test_who_does_not_answer_is_named_only(caplog: pytest.LogCaptureFixture) -> None:
-    watches, told = job(2, deadline_s=0.8)
-    watches[1].leaving = True  # asks no more
-    watches[1].lines[0].send = lambda message: None  # type: ignore[method-assign]
-    until = time.monotonic() + 10
-    while "process 1 (" not in caplog.text and time.monotonic() < until:
-        time.sleep(0.05)
-    assert "has not answered for" in caplog.text and not told[0].event.is_set()
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_who_does_not_answer_is_named_then_lost(
+    frozen: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    watches, told = job(2, deadline_s=1.6)
+    watches[frozen].leaving = True  # asks no more
+    watches[frozen].lines[1 - frozen].send = lambda message: None  # type: ignore[method-assign]
+    assert told[1 - frozen].event.wait(10)
+    assert f"process {frozen} (" in caplog.text and "has not answered for" in caplog.text
+    text = told[1 - frozen].text or ""
+    assert text.startswith(f"process {frozen} (") and "it has not answered for 2 s" in text
+    assert told[1 - frozen].code == AGAIN
+
+
+def test_who_was_frozen_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    watches, told = job(2, deadline_s=4.0)
+    time.sleep(0.7)
+    real, shift = time.monotonic, 100.0
+    monkeypatch.setattr("executor.peers.time.monotonic", lambda: real() + shift)
+    assert not told[0].event.wait(1.5) and not told[1].event.is_set()
+    monkeypatch.undo()
+    for watch in watches:
+        watch.leave()
 
 
 LOOP = f"""
@@ -199,11 +215,11 @@ import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
 from executor import initialize
-role = initialize(timeout_s=60)
+role = initialize(timeout_s=60, deadline_s=float(sys.argv[2]))
 from jax.experimental import multihost_utils
 for k in range(10_000):
     multihost_utils.process_allgather(np.zeros(3))
-    if k == 5 and role.process == 1:
+    if k == 5 and role.process == int(sys.argv[3]):
         if sys.argv[1] == "error":
             raise ValueError("bad batch")
         os.kill(os.getpid(), int(sys.argv[1]))
@@ -213,9 +229,20 @@ for k in range(10_000):
 @pytest.mark.parametrize("how", ["error", str(int(signal.SIGKILL))])
 def test_no_process_hangs(how: str) -> None:
     lines: list[tuple[int, str]] = []
-    command = (sys.executable, "-c", LOOP, how)
+    command = (sys.executable, "-c", LOOP, how, "60", "1")
     outcome = run_local(Job(command, 2, 1, grace_s=60.0), lambda k, x: lines.append((k, x)))
     text = "\n".join(x for k, x in lines if k == 0)
     assert outcome.codes == (AGAIN, 1 if how == "error" else 137), json.dumps(lines)
     told = "it ended by ValueError: bad batch" if how == "error" else "its connection broke"
     assert "process 1 (pid" in text and told in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_process_is_named_by_the_others_and_the_launcher(frozen: int) -> None:
+    lines: list[tuple[int, str]] = []
+    command = (sys.executable, "-c", LOOP, str(int(signal.SIGSTOP)), "6", str(frozen))
+    outcome = run_local(Job(command, 2, 1, grace_s=1.0), lambda k, x: lines.append((k, x)))
+    assert outcome.codes[1 - frozen] == AGAIN, lines
+    assert (outcome.code, outcome.process) == (AGAIN, frozen), lines
+    assert "has not answered for" in outcome.lost

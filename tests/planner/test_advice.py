@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from costmodels import parse_cluster
 from planner import MemoryLimitError, make_plan, pipeline
+from planner.advice import least as least_module
 from planner.advice.batch import batch_leaves, growing
 from planner.advice.trials import grown
 from planner.graph.trace import trace
@@ -184,31 +189,166 @@ def test_what_is_offered_fits_at_the_price_that_is_said_and_half_of_it_does_not(
     refused(tanh_step, tanh_args(2 * batch), cluster="h100:8", **options)
 
 
-def test_remat_that_is_said_to_fit_fits_with_checkpoints() -> None:
+def uneven_step(params: Any, x: Any, y: Any, wrap: Callable[..., Any] = lambda f: f) -> Any:
+    """Layers of different widths, so that no block repeats; ``wrap`` goes around each two."""
+
+    def two(h: Any, ws: Any) -> Any:
+        for w in ws:
+            h = jnp.tanh(h @ w)
+        return h
+
+    def loss(p: Any) -> Any:
+        h = x
+        for k in range(0, 6, 2):
+            h = wrap(two)(h, p[k : k + 2])
+        return jnp.mean((h - y) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def uneven_args(batch: int = 16384) -> tuple[Any, ...]:
+    widths = [512, 528, 544, 560, 576, 592, 512]
+    layers = [struct(a, b) for a, b in itertools.pairwise(widths)]
+    return layers, struct(batch, 512), struct(batch, 512)
+
+
+def test_remat_of_single_activations_that_is_said_to_fit_fits_with_checkpoints() -> None:
     options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8"}
-    least = refused(tanh_step, tanh_args(), memory=1e6, **options).least_bytes
-    line = reliefs(refused(tanh_step, tanh_args(), memory=0.8 * least, **options))["remat"]
+    least = refused(uneven_step, uneven_args(), memory=1e6, **options).least_bytes
+    memory = 0.8 * least
+    line = reliefs(refused(uneven_step, uneven_args(), memory=memory, **options))["remat"]
     assert re.search(r"remat \(jax.checkpoint\) of \d+ activations? of test_advice.py:", line)
     assert ": fits, peak" in line and "estimate" in line
 
-    def step(params: Any, x: Any, y: Any) -> Any:
-        def two(h: Any, ws: Any) -> Any:
-            for w in ws:
-                h = jnp.tanh(h @ w)
-            return h
-
-        def loss(p: Any) -> Any:
-            h = x
-            for k in range(0, 6, 2):
-                h = jax.checkpoint(two)(h, p[k : k + 2])
-            return jnp.mean((h - y) ** 2)
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
-    plan = make_plan(step, *tanh_args(), memory=0.8 * least, **options)
-    free = make_plan(tanh_step, *tanh_args(), **options)
+    step = functools.partial(uneven_step, wrap=jax.checkpoint)
+    plan = make_plan(step, *uneven_args(), memory=memory, **options)
+    free = make_plan(uneven_step, *uneven_args(), **options)
     assert plan.prediction.compute_s > free.prediction.compute_s
     assert seconds(line) > free.search.cost_s
+
+
+def deep_step(params: Any, x: Any, wrap: Callable[..., Any] = lambda f: f) -> Any:
+    """Residual blocks, stacked and scanned, or unrolled; ``wrap`` is put around each."""
+
+    def block(h: Any, p: Any) -> Any:
+        y = jax.nn.softmax(h @ p["up"], axis=-1)
+        return h + jnp.tanh(y * jax.nn.sigmoid(y)) @ p["down"]
+
+    def loss(layers: Any) -> Any:
+        if isinstance(layers, dict):
+            h, _ = jax.lax.scan(lambda h, p: (wrap(block)(h, p), None), x, layers)
+        else:
+            h = x
+            for p in layers:
+                h = wrap(block)(h, p)
+        return jnp.mean(h**2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def deep_args(*, scan: bool, layers: int = 12, batch: int = 16384) -> tuple[Any, ...]:
+    first = (layers,) if scan else ()
+    layer = {"up": struct(*first, 256, 1024), "down": struct(*first, 1024, 256)}
+    return layer if scan else [layer] * layers, struct(batch, 256)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_checkpoint_of_loop_bodies_and_equal_blocks_is_tried(scan: bool) -> None:
+    args = deep_args(scan=scan)
+    options: dict[str, Any] = {"cluster": "h100:8", "memory": "120MB"}
+    text = str(refused(deep_step, args, **options))
+    first = text.split("what would help\n")[1].splitlines()[0]
+    what = "the body of the scan" if scan else "each of 12 equal blocks"
+    assert re.search(rf"remat \(jax.checkpoint\) of {what} at test_advice.py:\d+: fits", first)
+    line = int(re.search(r"test_advice.py:(\d+)", first)[1])
+    source = Path(__file__).read_text().splitlines()[line - 1]
+    assert ("jax.lax.scan" if scan else "h = wrap(block)(h, p)") in source
+
+    step = functools.partial(deep_step, wrap=jax.checkpoint)
+    plan = make_plan(step, *args, search="recursive_programming", **options)
+    assert plan.prediction.peak_bytes <= 120e6
+    assert seconds(first) == pytest.approx(plan.search.cost_s, rel=0.15)
+
+
+def test_what_remat_keeps_is_put_on_the_host_where_that_fits() -> None:
+    args = deep_args(scan=True, layers=48)
+    kept = 48 * 16384 * 256 * 4 / 8  # the inputs of the blocks, split over the devices
+    lines = str(refused(deep_step, args, cluster="h100:8", memory=kept)).splitlines()
+    remat = [line for line in lines if "remat (jax.checkpoint)" in line]
+    assert len(remat) == 2 and "does not suffice" in remat[0]
+    assert "with what it keeps in host memory" in remat[1] and ": fits" in remat[1]
+
+
+def test_no_batch_that_fits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of a step with many layers ends far above what planning finds."""
+
+    def poor(problem: Problem, *, time_limit_s: float) -> Any:
+        found = least_memory(problem, time_limit_s=time_limit_s)
+        return dataclasses.replace(found, peak_bytes=100 * found.peak_bytes)
+
+    monkeypatch.setattr("planner.advice.batch.least_memory", poor)
+    args = deep_args(scan=False)
+    options: dict[str, Any] = {"cluster": "h100:8", "search": "recursive_programming"}
+    half = make_plan(deep_step, *deep_args(scan=False, batch=8192), **options)
+    memory = 1.05 * half.prediction.peak_bytes
+    line = reliefs(refused(deep_step, args, memory=memory, **options))["batch"]
+    assert "1/2 of the batch, 8192 instead of 16384: fits" in line
+
+
+def test_equal_layers_do_not_hide_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time for a search over every layer, equal layers still get the plan that is found
+    for one of them."""
+    args = deep_args(scan=False)
+    options: dict[str, Any] = {"cluster": "h100:8", "memory": 1e6}
+    least = refused(deep_step, args, **options).least_bytes
+    kept, sizes = least_module.least_memory, set[int]()
+
+    def without_time(problem: Problem, *, time_limit_s: float) -> Any:
+        sizes.add(len(problem.names))
+        slow = len(problem.names) > min(sizes)
+        return kept(problem, time_limit_s=0.0 if slow else time_limit_s)
+
+    monkeypatch.setattr(least_module, "least_memory", without_time)
+    assert refused(deep_step, args, **options).least_bytes <= 1.01 * least
+    assert len(sizes) > 1
+
+
+def test_operations_without_a_rule_are_named_first() -> None:
+    mesh = AbstractMesh((8,), ("expert",))
+    spec = PartitionSpec("expert")
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            body = jax.shard_map(
+                lambda x, w: jnp.tanh(x @ w[0])[None],
+                mesh=mesh,
+                in_specs=(PartitionSpec(), spec),
+                out_specs=spec,
+            )
+            return jnp.mean(body(x, w))
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    args = (struct(8, 1024, 4096), struct(4096, 1024))
+    error = refused(step, args, cluster="h100:8", memory="300MB")
+    lines = str(error).splitlines()
+    assert "operations without a sharding rule" in lines[1]
+    line = step.__code__.co_firstlineno + 2
+    sizes = re.findall(r"^    shard_map \(test_advice.py:(\d+)\): ([\d.]+) GB$", str(error), re.M)
+    assert sizes and all(int(at) - line in range(8) for at, _ in sizes)
+    assert float(sizes[0][1]) > 0.5  # the result alone is 512 MiB
+    assert lines.index(next(x for x in lines if "write them in plain JAX" in x)) < lines.index(
+        next(x for x in lines if "that peak is on mesh" in x)
+    )
+    plan = make_plan(step, *args, cluster="h100:8")
+    assert plan.fallbacks and all("GB of operands and results" in f for f in plan.fallbacks)
+
+
+def test_advice_says_what_it_had_no_time_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.advice.case.ADVICE_S", 0.0)
+    text = str(refused(tanh_step, tanh_args(), cluster="h100:8", memory=20e6))
+    assert "a smaller batch: not tried (out of time)" in text
+    assert "peak 0" not in text and "does not suffice" not in text
 
 
 def test_a_step_that_knows_its_batch_gives_an_estimate() -> None:

@@ -343,3 +343,50 @@ def test_completion_scripts_know_the_commands(
     assert main(["--print-completion", shell]) == 0
     script = capsys.readouterr().out
     assert "inspect" in script and "--cluster" in script
+
+
+# ---- what is checked first, and what the script gets ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--cluster", "nosuch:8"], "unknown device 'nosuch'"),
+        (["--cluster", "h100:8", "--mesh", "data=3"], "needs 3 devices"),
+        (["--mesh", "data=x"], "expected name=size"),
+        (["--search", "best"], "unknown search 'best'"),
+        (["--memory", "much"], "cannot read size 'much'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify", "placement"])
+def test_the_command_line_is_checked_before_the_script_runs(
+    command: str, flags: list[str], told: str, write: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from executor.cli import main
+
+    path = write("raise SystemExit('the script ran')")
+    words = {"explain": ["explain", path, "x"], "placement": ["inspect", path, "--placement=auto"]}
+    assert main([*words.get(command, [command, path]), *flags]) == 2
+    said = capsys.readouterr().err
+    assert told in said and "the script ran" not in said
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify"])
+def test_words_after_two_dashes_are_the_scripts(
+    command: str, write: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from executor.cli import main
+
+    path = write(STEP + ARGS + "import sys; print('got', sys.argv[1:], len(sys.argv[0]) > 3)")
+    what = ["x"] if command == "explain" else []
+    before = list(sys.argv)
+    code = main([command, path, *what, "--mesh", "data=8", "--", "--layers", "3", "--json", "--"])
+    assert sys.argv == before
+    captured = capsys.readouterr()
+    assert "got ['--layers', '3', '--json', '--'] True" in captured.err + captured.out
+    assert code == (2 if command == "explain" else 0)  # nothing in the step is called x
+
+
+def test_two_dashes_stay_with_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", "--", "none.json"]) == 2
+    assert "cannot read none.json" in capsys.readouterr().err

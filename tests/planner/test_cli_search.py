@@ -19,7 +19,7 @@ import pytest
 from planner import watch
 from planner.cli import main
 from planner.report.search import progress_text
-from planner.search import SEARCHES, Problem, Solution, evaluate, read_iopddl, write_iopddl
+from planner.search import SEARCHES, Edge, Problem, Solution, evaluate, read_iopddl, write_iopddl
 from planner.search.problem import make_solution
 from planner.search.progress import Progress, current, time_is_up
 from tests.planner.search.search_cases import random_problem
@@ -100,7 +100,7 @@ def edge_to_nowhere(problem: Path) -> None:
 
 REFUSED = {
     "no such file": (["absent.json"], "cannot read absent.json: No such file"),
-    "a directory": (["/"], "cannot read /: Is a directory"),
+    "a directory": (["/"], "cannot read /: it is a directory, expected a regular file"),
     "search": (["P", "--search", "guess"], "unknown search 'guess'; one of auto, "),
     "no out": (["P", "--out", "no/choice.json"], "cannot write no/choice.json: No such file"),
     "out a directory": (["P", "--out", "/"], "cannot write /: Is a directory"),
@@ -161,13 +161,14 @@ def test_seed_and_threads_go_to_a_search_that_takes_them(
     problem: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def random(problem: Problem, *, time_limit_s: float, seed: int, threads: int) -> Solution:
-        reason = f"limit {time_limit_s}, seed {seed}, threads {threads}"
+        assert 3.0 < time_limit_s < 3.5  # reading is off the limit
+        reason = f"seed {seed}, threads {threads}"
         return make_solution(problem, [0, 0], -1.0, "random", reason, time.monotonic())
 
     monkeypatch.setitem(SEARCHES, "random", random)
     options = ["--search", "random", "--seed", "7", "--threads", "2", "--time-limit", "3.5"]
     assert main(["search", str(problem), "--json", *options]) == 0
-    assert json.loads(capsys.readouterr().out)["reason"] == "limit 3.5, seed 7, threads 2"
+    assert json.loads(capsys.readouterr().out)["reason"] == "seed 7, threads 2"
 
 
 @pytest.fixture
@@ -253,6 +254,88 @@ def test_second_interrupt_ends_at_once_and_writes_nothing(problem: Path, tmp_pat
     assert process.returncode == 130
     assert err == "planner: interrupted\n"
     assert not out.exists()
+
+
+def test_the_limit_counts_reading(
+    patient: threading.Event,
+    problem: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given: list[float] = []
+
+    def brief(problem: Problem, *, time_limit_s: float) -> Solution:
+        given.append(time_limit_s)
+        return make_solution(problem, [0, 0], 4.0, "brief", "", time.monotonic())
+
+    def slow(path: Path) -> Problem:
+        time.sleep(0.5)
+        return read_iopddl(path)
+
+    monkeypatch.setitem(SEARCHES, "brief", brief)
+    monkeypatch.setattr("planner.cli_search.read_iopddl", slow)
+    options = ["--search", "brief", "--json", "--time-limit"]
+    assert main(["search", str(problem), *options, "30"]) == 0
+    assert main(["search", str(problem), *options, "0.2"]) == 0
+    assert 20.0 < given[0] <= 29.5 and 0 < given[1] <= 0.1
+    capsys.readouterr()
+
+
+LINGERING = """
+import sys, threading, time
+from planner.cli import main
+from planner.search import SEARCHES, leftover
+from planner.search.problem import make_solution
+def lingering(problem, *, time_limit_s):
+    import numpy as np
+    from planner.search.anytime import Walker
+    from planner.search.dual import Dual
+    from planner.search.flat import flatten
+    from planner.search.incumbent import Incumbent
+    from planner.search.progress import current
+    from planner.search.reduction import reduce_problem
+    from planner.search.trws import Messages
+    solve = leftover.solve_integer
+    def deaf(*args, stopped, **more):  # as HiGHS is inside its presolve
+        begun.set()
+        return solve(*args, stopped=lambda: False, **more)
+    leftover.solve_integer, begun = deaf, threading.Event()
+    reduction = reduce_problem(problem, keep_memory=True)
+    flat = flatten(reduction.problem)
+    best, messages = Incumbent(flat, time.monotonic(), current()), Messages(flat)
+    messages.sweep(4)
+    dual = Dual(messages.bound(), np.zeros(flat.unary.size), 0.0, (), "")
+    program = leftover.Program(best, reduction, messages, dual, time.monotonic() + 20)
+    program.start()
+    assert begun.wait(20)
+    time.sleep(4)  # in its tree by now, where it calls back often
+    program.close()
+    return make_solution(problem, [0] * len(problem.names), dual.value, "lingering", "", 0.0)
+class Slow:  # shutting down takes a while, as it does with much in memory
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+kept = Slow()
+SEARCHES["lingering"] = lingering
+sys.exit(main(["search", sys.argv[1], "--search", "lingering", "--out", sys.argv[2]]))
+"""
+
+
+def test_a_solver_that_still_runs_does_not_abort_the_process(tmp_path: Path) -> None:
+    rng, count = np.random.default_rng(0), 60
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count) if rng.random() < 0.3]
+    edges = tuple(Edge(i, j, rng.random((6, 6))) for i, j in pairs)
+    costs = tuple(rng.random(6) for _ in range(count))
+    path, out = tmp_path / "hard.json", tmp_path / "choice.json"
+    write_iopddl(Problem(tuple(map(str, range(count))), costs, edges, (), 1e9), path)
+    run = subprocess.run(
+        [sys.executable, "-c", LINGERING, str(path), str(out)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads(out.read_text())) == count and "cost" in run.stdout
 
 
 @pytest.mark.parametrize(

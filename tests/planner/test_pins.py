@@ -14,9 +14,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from planner import MODES, PinError, Plan, RequestError, make_plan, shard
-from planner.annotate import MARK
+from planner.annotate import MARK, mark_entries
 from planner.graph.trace import trace
 from planner.modes import check_mode, get_parallel_mode, set_parallel_mode
+from planner.pipeline import plan_step
+from planner.spec import Sharding
 
 MESH = "data=4,model=2"
 
@@ -134,7 +136,7 @@ def test_nnx_metadata_is_honoured(key: str) -> None:
 
 def test_axis_names_of_pins_name_the_mesh() -> None:
     plan = make_plan(step, W, X, cluster="cpu:8", shardings={r"'a'": P(None, "expert")})
-    assert plan.mesh.names == ("data", "expert")
+    assert plan.mesh.names[1] == "expert"  # the other has one device, or splits the batch
     assert plan.mesh.num_devices == 8
     expected = (None, "expert") if plan.mesh.size("expert") > 1 else ()
     assert specs(plan)["[0]['a']"] == expected
@@ -165,10 +167,95 @@ def test_too_many_entries_and_one_axis_twice_are_refused() -> None:
     refused(r"must stand in mesh order", W, X, shardings={r"'a'": P(("model", "data"))})
 
 
-def test_two_contradicting_pins_are_refused_and_both_are_named() -> None:
+def test_two_arguments_of_one_operation_may_be_pinned_differently() -> None:
     rules = {r"^\[0\]": P(None, "model"), r"^\[1\]": P("data")}
-    text = r"\[1\] .*contradicts shardings.* at \[0\] \(float32\[32,16\]"
-    refused(text, struct(32, 16), struct(32, 16), function=lambda a, b: a + b, shardings=rules)
+    shape = struct(32, 16)
+    plan = make_plan(lambda a, b: a + b, shape, shape, cluster="cpu:8", mesh=MESH, shardings=rules)
+    assert list(specs(plan).values()) == [(None, "model"), ("data",)]
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+def sequence_parallel(mesh: Any, entries: tuple[Any, Any, Any]) -> Any:
+    """Megatron's marks around a norm and a product, forward and, by ``jax.grad``, backward."""
+
+    def mark(x: jax.Array, spec: Any) -> jax.Array:
+        if mesh is None:
+            return shard(x, *spec)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    around, inside, hidden = entries
+
+    def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            h = mark(norm(mark(x, around), w["scale"]), inside)
+            h = mark(jnp.tanh(h @ w["a"]), hidden)
+            x = x + mark(h @ w["b"], around)
+        return jnp.mean(x**2)
+
+    def step(w: dict[str, jax.Array], x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), value
+
+    return step
+
+
+SEQUENCE = (("data", "model", None), ("data", None, None), ("data", None, "model"))
+NORMED = {**W, "scale": struct(256)}
+
+
+@pytest.mark.parametrize("how", ["shard", "constraint"])
+def test_marks_on_both_sides_of_a_norm_split_its_group(how: str) -> None:
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    function = sequence_parallel(None if how == "shard" else mesh, SEQUENCE)
+    x = struct(8, 64, 256)
+    planned = plan_step(function, NORMED, x, cluster="cpu:8", mesh=MESH)
+    traced = trace(function, (NORMED, x))
+    seen = set()
+    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
+        asked = None if eqn is None else mark_entries(op.kind, eqn.params)
+        if asked is not None:
+            seen.add(asked)
+            assert planned.extraction.value_sharding(op.outputs[0]) == Sharding.of(asked, 3)
+    assert seen == set(SEQUENCE)
+
+
+# ---- axes of one device ------------------------------------------------------------------
+
+
+def one_device(names: tuple[str, ...]) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(names)), names)
+
+
+@pytest.mark.parametrize(
+    "entries", [SEQUENCE, ((),) * 3, (("rows",), (None, "rows"), ("columns",))]
+)
+def test_a_constraint_on_a_mesh_of_one_device_is_no_mark(entries: Any) -> None:
+    x, options = struct(64, 64, 256), {"cluster": "h100:8"}
+    names = ("data", "model") if entries is SEQUENCE else ("rows", "columns")
+    marked = make_plan(sequence_parallel(one_device(names), entries), NORMED, x, **options)
+    free = (P.UNCONSTRAINED,) * 3
+    bare = make_plan(sequence_parallel(None, (free,) * 3), NORMED, x, **options)
+    assert marked.mesh == bare.mesh and not marked.pins
+    assert marked.prediction == bare.prediction
+
+
+def test_an_axis_of_size_one_leaves_its_dimension_free() -> None:
+    mesh = AbstractMesh((8, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def entries(*spec: Any) -> Any:
+        return mark_entries("sharding_constraint", {"sharding": NamedSharding(mesh, P(*spec))})
+
+    assert entries("data", "model") == ("data", P.UNCONSTRAINED)
+    assert entries(("data", "model"), None) == ("data", None)
+    assert entries(None, "model") is None and entries(("model",)) is None
+    assert entries() == () and entries(None, "data") == (None, "data")
+    placed = jax.ShapeDtypeStruct((256, 1024), "float32", sharding=NamedSharding(mesh, P("model")))
+    plan = make_plan(step, {"a": placed, "b": W["b"]}, X, cluster="cpu:8")
+    assert not plan.pins
 
 
 def test_a_rule_and_metadata_that_disagree_are_refused() -> None:

@@ -221,7 +221,8 @@ def test_more_devices_are_never_slower(cluster: str, devices: int) -> None:
 
 def test_a_prime_count_that_divides_nothing_replicates() -> None:
     plan = make_plan(step, W, X, cluster="cpu:7")
-    assert str(plan.mesh) == "data=7"
+    assert str(plan.mesh) == "idle=7"  # named after what the axis does
+    assert plan.idle.startswith("uses 1 of 7 devices' worth of work")
     assert all(leaf.spec.entries == () for leaf in plan.inputs)
     assert not plan.collectives
 
@@ -234,9 +235,14 @@ def test_fixed_meshes_of_twelve(mesh: str) -> None:
     assert_legal(plan, 12)
 
 
+def _sizes(plan: Plan) -> str:
+    """The chosen mesh as one that was not chosen is listed: without names."""
+    return "x".join(map(str, plan.mesh.sizes))
+
+
 def test_the_chosen_mesh_is_close_to_the_best_tried() -> None:
     plan = make_plan(step, W, X, cluster="cpu:8")
-    assert {row.mesh for row in plan.meshes} >= {"data=8", "data=4,model=2", "data=2,model=4"}
+    assert {row.mesh for row in plan.meshes} >= {"8", "4x2", "2x4"} - {_sizes(plan)}
     assert plan.search.cost_s <= 1.03 * min(r.cost_s for r in plan.meshes if r.cost_s >= 0)
     # and to what the meshes could cost on which no plan was looked for
     assert plan.search.cost_s <= 1.03 * min(row.lower_bound_s for row in plan.meshes)
@@ -322,7 +328,7 @@ def test_less_memory_never_makes_a_proved_plan_faster() -> None:
 
 def test_the_memory_limit_is_the_devices_unless_given() -> None:
     default = make_plan(step, W, X, cluster="h100:8").prediction.limit_bytes
-    assert 60e9 < default <= 80e9
+    assert default == 60e9  # 80 GB less a reserve of 25 %
     assert make_plan(step, W, X, cluster="h100:8", memory="1GB").prediction.limit_bytes == 1e9
     assert make_plan(step, W, X, cluster="h100:8", memory=2e9).prediction.limit_bytes == 2e9
 

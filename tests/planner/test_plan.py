@@ -196,7 +196,7 @@ def test_format_errors_say_what_is_wrong(plan: Plan, tmp_path: Path) -> None:
     refused("{}", r"got format None")
     raw = json.loads(plan.to_json())
     for key in raw:
-        if key != "format":
+        if key not in ("format", "pins", "strategy", "idle"):  # older plans lack the last three
             less = {k: v for k, v in raw.items() if k != key}
             refused(json.dumps(less), f"field missing or malformed.*{key}")
     refused(json.dumps({**raw, "mesh": 3}), "malformed")
@@ -206,7 +206,9 @@ def test_format_errors_say_what_is_wrong(plan: Plan, tmp_path: Path) -> None:
 
 def test_a_mesh_that_cannot_be_is_a_format_error(plan: Plan) -> None:
     raw = json.loads(plan.to_json())
-    with pytest.raises(PlanFormatError, match="at least 1"):
+    with pytest.raises(
+        PlanFormatError, match="mesh, an axis, is 0, expected a whole number from 1"
+    ):
         plan_from_json(json.dumps({**raw, "mesh": {"data": 0}}))
 
 

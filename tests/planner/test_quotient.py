@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,11 +19,13 @@ from hypothesis import strategies as st
 
 from costmodels import AnalyticCostModel, parse_cluster
 from costmodels.collectives import _counted_per_node, _members_per_node
-from planner.analysis import Analysis, analyse
+from planner.analysis import Analysis, Reduction, analyse
+from planner.annotate import Pin
 from planner.families import price_family
 from planner.graph.trace import trace
-from planner.groups import build_groups
+from planner.groups import Group, Link, build_groups
 from planner.moments import worst_moments
+from planner.offload import Hosted
 from planner.pipeline import graph_rules, make_plan
 from planner.pricing import price
 from planner.quotient import Quotient, fold_analysis
@@ -28,6 +33,7 @@ from planner.search import SEARCHES, evaluate, lower_bound
 from planner.search.family import Family, node_bound, relax
 from planner.search.folding import fold
 from planner.spec import enumerate_meshes, parse_mesh
+from planner.work import Work
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("mlp", "gpt", "gpt_linen_scan", "moe", "lstm", "resnet", "llama")
@@ -151,7 +157,8 @@ def test_no_mesh_that_was_pruned_holds_a_better_plan() -> None:
     plan = make_plan(function, *args, cluster="h100:8x8", search="recursive_programming")
     pruned = [row.mesh for row in plan.meshes if row.verdict.startswith("pruned")]
     assert pruned and len(plan.meshes) == len(enumerate_meshes(64))
-    for mesh in pruned[:6]:
+    for row in pruned[:6]:
+        mesh = dict(zip("abc", map(int, row.split("x")), strict=False))
         one = make_plan(
             function, *args, cluster="h100:8x8", mesh=mesh, search="recursive_programming"
         )
@@ -200,3 +207,152 @@ def test_classes_taken_apart_are_counted() -> None:
     first = quotient.color.index(several)
     choice[first] = 1
     assert quotient.apart(choice) == 1
+
+
+# ---- facts: what differs is not folded ---------------------------------------------------
+
+
+def two_layers(p: Any, x: jax.Array) -> Any:
+    """Two equal layers, side by side, and two equal arrays that only pass through."""
+
+    def loss(w: Any) -> jax.Array:
+        return jnp.mean(jnp.max(x @ w["a"], 0) ** 2) + jnp.mean(jnp.max(x @ w["b"], 0) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(p["w"])
+    return {"w": jax.tree.map(lambda p, g: p - 0.1 * g, p["w"], grads), "s": p["s"]}, value
+
+
+def two_layers_analysis() -> Analysis:
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    pair = {"a": square, "b": square}
+    traced = trace(two_layers, ({"w": pair, "s": pair}, jax.ShapeDtypeStruct((32, 64), "float32")))
+    rules = graph_rules(traced)
+    donated = [True] * len(traced.graph.inputs)
+    return analyse(traced.graph, rules, build_groups(traced.graph, rules), donated)
+
+
+def classes(analysis: Analysis, pins: Sequence[Pin] = ()) -> int:
+    return len(fold_analysis(analysis, pins, inputs_differ=False).part.groups.groups)
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, str):
+        return f"other {value}"
+    if isinstance(value, tuple):
+        return tuple(map(changed, value)) if value else (1,)
+    if isinstance(value, frozenset):
+        return value ^ {0}
+    raise NotImplementedError(f"a field of type {type(value).__name__}: say how to change it")
+
+
+def swapped(items: Sequence[Any], at: int, **fields: Any) -> tuple[Any, ...]:
+    new = dataclasses.replace(items[at], **fields)
+    return (*items[:at], new, *items[at + 1 :])
+
+
+def fields_of(kind: type, names_only: set[str]) -> list[str]:
+    """The fields but those that only name the thing, which must exist."""
+    every = [f.name for f in dataclasses.fields(kind)]
+    assert names_only <= set(every)
+    return [name for name in every if name not in names_only]
+
+
+GROUP_FACTS = fields_of(Group, {"index", "ops", "name"})
+LINK_FACTS = fields_of(Link, {"a", "b", "value", "op", "operand"})
+REDUCTION_FACTS = fields_of(Reduction, {"op"})
+PIN_FACTS = fields_of(Pin, {"value", "origin", "rule"})
+
+
+@pytest.mark.parametrize("name", GROUP_FACTS)
+def test_groups_that_differ_in_a_fact_are_not_folded(name: str) -> None:
+    found = two_layers_analysis()
+    home = found.groups.home[found.graph.inputs[0]]  # passes through: no neighbor differs
+    assert home is not None
+    group = found.groups.groups[home[0]]
+    groups = swapped(found.groups.groups, home[0], **{name: changed(getattr(group, name))})
+    other = dataclasses.replace(found, groups=dataclasses.replace(found.groups, groups=groups))
+    assert classes(other) > classes(found)
+
+
+@pytest.mark.parametrize("name", LINK_FACTS)
+def test_links_that_differ_in_a_fact_are_not_folded(name: str) -> None:
+    found = two_layers_analysis()
+    at = next(k for k, x in enumerate(found.groups.links) if x.a_use)
+    value = changed(getattr(found.groups.links[at], name))
+    links = swapped(found.groups.links, at, **{name: value})
+    other = dataclasses.replace(found, groups=dataclasses.replace(found.groups, links=links))
+    assert classes(other) > classes(found)
+
+
+@pytest.mark.parametrize("name", REDUCTION_FACTS)
+def test_reductions_that_differ_in_a_fact_are_not_folded(name: str) -> None:
+    found = two_layers_analysis()
+    at = next(k for k, x in enumerate(found.reductions) if x)
+    (first, *_) = found.reductions[at]
+    mine = swapped(found.reductions[at], 0, **{name: changed(getattr(first, name))})
+    reductions = (*found.reductions[:at], mine, *found.reductions[at + 1 :])
+    assert classes(dataclasses.replace(found, reductions=reductions)) > classes(found)
+
+
+@pytest.mark.parametrize("name", PIN_FACTS)
+def test_pins_that_differ_in_a_fact_are_not_folded(name: str) -> None:
+    found = two_layers_analysis()
+    pins = [Pin(v, ("data",), "here") for v in found.graph.inputs[:2]]
+    other = swapped(pins, 0, **{name: changed(getattr(pins[0], name))})
+    assert classes(found, other) > classes(found, pins)
+
+
+@pytest.mark.parametrize("name", ["work", "reductions", "stored", "hosted"])
+def test_groups_with_other_facts_in_the_analysis_are_not_folded(name: str) -> None:
+    found = two_layers_analysis()
+    home = found.groups.home[found.graph.inputs[0]]
+    assert home is not None
+    of_group = {
+        "work": (Work((), 1.0, (), "float32", "vector", 1.0),),
+        "reductions": (Reduction(frozenset({0}), frozenset(), 4.0, 1.0, 0),),
+        "stored": (4.0, (0, 1)),
+        "hosted": (Hosted(4.0, frozenset(), 1.0),),
+    }
+    every = list(getattr(found, name))
+    every[home[0]] = of_group[name]
+    assert classes(dataclasses.replace(found, **{name: tuple(every)})) > classes(found)
+
+
+def test_every_field_of_the_analysis_is_known_to_be_a_fact_or_not() -> None:
+    per_group = {"work", "reductions", "stored", "hosted", "fed"}
+    not_of_groups = set(
+        "graph rules groups usages usage_values reads scheduled scalar_bytes counts bundles".split()
+    )
+    assert {f.name for f in dataclasses.fields(Analysis)} == per_group | not_of_groups
+
+
+def test_each_of_two_equal_arrays_can_be_offloaded() -> None:
+    square = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    for name in "ab":
+        plan = make_plan(
+            lambda p, x: (p, jnp.mean(x)),
+            {"a": square, "b": square},
+            jax.ShapeDtypeStruct((256, 1024), jnp.float32),
+            cluster="h100:8",
+            offload=f"'{name}'",
+        )
+        away = [leaf.path for leaf in plan.inputs if leaf.memory == "pinned_host"]
+        assert away == [f"[0]['{name}']"]
+
+
+def test_whole_below_tells_arrays_of_one_shape_by_their_bytes() -> None:
+    state = {n: jax.ShapeDtypeStruct((64, 64), t) for n, t in (("a", "float32"), ("b", "int8"))}
+    plan = make_plan(
+        lambda p, x: (p, jnp.mean(x)),
+        state,
+        jax.ShapeDtypeStruct((256, 64), jnp.float32),
+        cluster="h100:8",
+        zero=3,
+        whole_below=10_000,
+    )
+    assert [bool(leaf.spec.axes) for leaf in plan.inputs[:2]] == [True, False]

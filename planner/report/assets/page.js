@@ -25,6 +25,7 @@ function summary() {
       el("div", { class: "soft small", text: `${bytesText(sumOf("parameter"))} parameters, ${bytesText(sumOf("optimizer state"))} optimizer state, ${bytesText(sumOf("batch or other input"))} batch and other inputs` })),
     tile("mesh", D.mesh.replaceAll(",", ", "), "", true,
       el("div", {}, D.axes.map((name) => [axisChip(name), " "]), el("span", { class: "soft small", text: `${many(devices, "device")} of ${D.cluster}` })),
+      D.idle && el("div", { class: "small", text: `${D.idle}.` }), D.strategy && el("div", { class: "small", text: `${D.strategy}.` }),
       el("div", { class: "soft small", text: micro(`${D.choice}.`) })),
     tile("gap to the lower bound", percentText(D.search.gap), "", true,
       el("div", { class: "small", text: micro(`${D.proof}.`) }),

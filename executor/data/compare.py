@@ -1,0 +1,64 @@
+"""Whether all processes read the same data, compared before the first batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from executor.alike import compare, compare_settings
+from executor.data.common import Position
+from executor.fingerprints import Entry
+from executor.meet import ProcessMismatchError, meet
+
+log = logging.getLogger("meshwright")
+
+
+def compare_data(
+    position: Position,
+    options: dict[str, Any],
+    shardings: Sequence[jax.sharding.Sharding],
+    content: Callable[[], tuple[Entry, ...]],
+) -> None:
+    """Compare rows, seed, options and content of the data between all processes, where its batches
+    go to devices of several.
+
+    Args:
+        position: of the batch that comes next.
+        options: what else the batches depend on, by name.
+        shardings: of the leaves of a batch.
+        content: reads the rows, or a sample of them.
+
+    Raises:
+        ProcessMismatchError: in all processes; names who differs, and in what. Rows that are
+            not the same each time they are read are not compared, with a warning.
+    """
+    devices: set[Any] = {device for sharding in shardings for device in sharding.device_set}
+    processes = {device.process_index for device in devices}
+    if len(processes) == 1 or jax.process_count() == 1:
+        return
+    compare_settings()
+    told = {
+        "rows": position.rows or "an unknown number of",
+        "batch_size": position.batch_size,
+        "seed": position.seed,
+        "lanes": position.lanes,
+        "epoch": position.epoch,
+        "batch": position.batch,
+        **options,
+    }
+    entries = [Entry(f"{k}={v}", _shown(k, v)) for k, v in told.items()]
+    compare("first batch", {"data": entries})
+    rows = content()
+    try:
+        compare("rows of the data", {"data": rows})
+    except ProcessMismatchError:
+        if meet("rows read again", content() == rows, all):
+            raise
+        log.warning("the rows of the data are not the same when they are read again; not compared")
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{value} rows" if name == "rows" else f"{name}={value} of the data"

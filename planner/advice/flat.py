@@ -1,0 +1,151 @@
+"""A jaxpr as a flat list of calls over numbered values, for programs made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner import compat
+from planner.graph.trace import inlined
+
+Run = Callable[[Sequence[Any]], list[Any]]
+"""Computes the results of a call from its operands."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One operation.
+
+    Attributes:
+        eqn: the equation that it comes from.
+        ins: its operands: numbers of values, or literals.
+        outs: the numbers of its results.
+        run: computes them.
+        backward: whether it belongs to a backward pass that JAX made by transposition.
+    """
+
+    eqn: Any
+    ins: tuple[Any, ...]
+    outs: tuple[int, ...]
+    run: Run
+    backward: bool
+
+    @property
+    def kind(self) -> str:
+        """The primitive."""
+        return str(self.eqn.primitive.name)
+
+    def running(self, run: Run) -> Call:
+        """The call with another way to compute it."""
+        return dataclasses.replace(self, run=run)
+
+    def reading(self, names: Mapping[int, int]) -> Call:
+        """The call with some operands replaced."""
+        ins = tuple(names.get(v, v) if isinstance(v, int) else v for v in self.ins)
+        return dataclasses.replace(self, ins=ins)
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A program.
+
+    Attributes:
+        calls: in order.
+        inputs: the numbers of its arguments.
+        outputs: the numbers of its results, or literals.
+        consts: arrays by number.
+        values: how many numbers are taken.
+    """
+
+    calls: tuple[Call, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Any, ...]
+    consts: Mapping[int, Any]
+    values: int
+
+    def readers(self) -> list[list[int]]:
+        """Per value, the calls that read it, in order."""
+        out: list[list[int]] = [[] for _ in range(self.values)]
+        for at, call in enumerate(self.calls):
+            for value in {v for v in call.ins if isinstance(v, int)}:
+                out[value].append(at)
+        return out
+
+    def codes(self) -> list[int]:
+        """One number per call, equal where the primitives and the types are."""
+        known: dict[object, int] = {}
+        out = []
+        for call in self.calls:
+            avals = [v.aval for v in (*call.eqn.invars, *call.eqn.outvars)]
+            types = tuple((compat.shape_of(a), compat.dtype_name(a)) for a in avals)
+            key = (call.kind, types, call.backward)
+            out.append(known.setdefault(key, len(known)))
+        return out
+
+
+def flatten(jaxpr: Any) -> Flat:
+    """Number the values of a jaxpr and put the bodies of its calls in their places."""
+    calls: list[Call] = []
+    consts: dict[int, Any] = {}
+    count = 0
+
+    def number() -> int:
+        nonlocal count
+        count += 1
+        return count - 1
+
+    def walk(jaxpr: Any, args: Sequence[Any], backward: bool) -> list[Any]:
+        inner = compat.body(jaxpr)
+        env: dict[Any, Any] = dict(zip(inner.invars, args, strict=True))
+        for var, value in zip(inner.constvars, compat.consts(jaxpr), strict=True):
+            env[var] = number()
+            consts[env[var]] = value
+
+        def read(atom: Any) -> Any:
+            return atom if compat.is_literal(atom) else env[atom]
+
+        for eqn in inner.eqns:
+            ins = [read(v) for v in eqn.invars]
+            behind = backward or compat.is_transposed(eqn)
+            found = inlined(eqn, ins)
+            if found is not None:
+                env.update(zip(eqn.outvars, walk(*found, behind), strict=True))
+                continue
+            outs = tuple(number() for _ in eqn.outvars)
+            calls.append(Call(eqn, tuple(ins), outs, _binding(eqn), behind))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    inputs = tuple(number() for _ in compat.body(jaxpr).invars)
+    outputs = tuple(walk(jaxpr, inputs, False))
+    return Flat(tuple(calls), inputs, outputs, consts, count)
+
+
+def _binding(eqn: Any) -> Run:
+    return lambda values: compat.bind(eqn, values)
+
+
+def execute(flat: Flat, leaves: Sequence[Any]) -> list[Any]:
+    """The results of a program for its arguments (or tracers)."""
+    env: list[Any] = [None] * flat.values
+    for value, leaf in zip(flat.inputs, leaves, strict=True):
+        env[value] = leaf
+    for value, const in flat.consts.items():
+        env[value] = const
+
+    def read(atom: Any) -> Any:
+        return env[atom] if isinstance(atom, int) else atom.val
+
+    for call in flat.calls:
+        results = call.run([read(v) for v in call.ins])
+        for value, result in zip(call.outs, results, strict=True):
+            env[value] = result
+    return [read(v) for v in flat.outputs]
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of a value."""
+    return compat.itemsize(aval) * math.prod(compat.shape_of(aval))

@@ -1,0 +1,61 @@
+"""The entry of the ``planner`` command: Ctrl-C ends it with 130 at any moment, without a traceback.
+
+Nothing is imported here that takes long, so that an interrupt during the other imports is met too.
+While JAX is imported there is nothing to clean up, and extensions drop exceptions or crash on them,
+so the process ends at once. Later the first Ctrl-C is a ``KeyboardInterrupt``, and the second one
+ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the command; see ``executor.cli.main``."""
+    signal.signal(signal.SIGINT, _end)
+    sys.unraisablehook = _unraisable
+    from executor.cli import main as run
+
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        code = run()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if signal.signal(signal.SIGINT, _end) is _end and code == INTERRUPTED:
+        # Python itself would exit by the signal if the interrupt came out of an exec()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """End the process at once."""
+    os.write(2, b"planner: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Raise in the main thread; the next one ends the process."""
+    signal.signal(signal.SIGINT, _end)
+    raise KeyboardInterrupt
+
+
+_report = sys.unraisablehook
+
+
+def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Python drops what a destructor or a callback raises: not an interrupt."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        _end(signal.SIGINT, None)
+    _report(unraisable)

@@ -1,0 +1,170 @@
+"""Axes are named after what they do, and the plan says its strategy and its idle devices first."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from planner import make_plan
+from planner.devices import devices_worth, idle_axes, idle_text
+from planner.graph.trace import trace
+from planner.meshes import preferred
+from planner.pipeline import plan_step
+from planner.plan import plan_from_json
+from planner.report.table import plan_text
+from planner.roles import Roles, renamed, strategy_text
+from planner.search.problem import Solution
+from planner.spec import MeshSpec
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+def of(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def train(loss, params, batch):
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state["p"], batch)
+        updates, opt = OPTIMIZER.update(grads, state["o"], state["p"])
+        return {"p": optax.apply_updates(state["p"], updates), "o": opt}, value
+
+    return step, ({"p": params, "o": jax.eval_shape(OPTIMIZER.init, params)}, batch)
+
+
+def deep(width, rows, layers=3):
+    """Products of a batch with square matrices."""
+
+    def loss(p, batch):
+        x = batch["x"]
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    return train(loss, [of(width, width)] * layers, {"x": of(rows, width), "y": of(rows, width)})
+
+
+def experts(count=8, width=1024, rows=8192):
+    def loss(p, batch):
+        x = jnp.einsum("tec,td->ecd", batch["route"], batch["x"])
+        y = jnp.einsum("ecf,efd->ecd", jax.nn.silu(jnp.einsum("ecd,edf->ecf", x, p[0])), p[1])
+        return jnp.mean(y**2)
+
+    params = [of(count, width, 8 * width), of(count, 8 * width, width)]
+    batch = {"x": of(rows, width), "route": of(rows, count, rows // count)}
+    return train(loss, params, batch)
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "names", "said"),
+    [
+        (deep(256, 1 << 20), {}, ("data",), "data parallel over 8"),
+        (deep(16384, 65536, 6), {"memory": "30GB"}, ("fsdp",), "FSDP over 8; batch split 8 ways"),
+        (deep(16384, 2, 2), {}, None, "tensor parallel over"),
+        (experts(), {"shardings": {r"\['p'\]": jax.P("e")}}, None, "expert parallel over"),
+    ],
+    ids=["data", "fsdp", "tensor", "expert"],
+)
+def test_the_strategy_is_read_off_the_plan(program, options, names, said):
+    step, args = program
+    plan = make_plan(step, *args, cluster="h100:8", **options)
+    assert said in plan.strategy
+    assert names is None or plan.mesh.names == names
+    used = {a for leaf in plan.inputs for a in leaf.spec.axes}
+    assert used <= set(plan.mesh.names)
+    assert {a for row in plan.collectives for a in row.axes} <= set(plan.mesh.names)
+
+
+@pytest.mark.parametrize("axis", ["rows", "fsdp"])
+def test_axes_that_the_user_named_stay(axis):
+    step, args = deep(1024, 65536)
+    mesh = make_plan(step, *args, cluster="h100:8", mesh=f"{axis}=8").mesh
+    assert mesh.names == (axis,)
+    pinned = make_plan(step, *args, cluster="h100:8", shardings={r"\['x'\]": jax.P(axis)})
+    assert axis in pinned.mesh.names
+    assert pinned.as_partition_specs()["[1]['x']"][0] == axis
+
+
+def test_two_axes_that_do_the_same_have_two_names():
+    mesh = MeshSpec(("data", "fsdp", "model"), (2, 4, 2))
+    roles = Roles(("model", "data", "data"), frozenset(), 8)
+    assert renamed(mesh, roles, frozenset()).names == ("model", "data", "data2")
+    assert renamed(mesh, roles, frozenset({"model"})).names == ("model2", "data", "model")
+
+
+def test_the_line_in_the_words_of_the_field():
+    def said(sizes, roles, batch, zero=()):
+        return strategy_text(sizes, Roles(roles, frozenset(zero), batch))
+
+    assert said((16, 4), ("fsdp", "model"), 64) == (
+        "FSDP over 16 x tensor parallel over 4; batch split 64 ways"
+    )
+    assert said((8,), ("data",), 8, [0]) == "data parallel over 8 (ZeRO-1); batch split 8 ways"
+    assert said((8, 4), ("idle", "model"), 1) == (
+        "tensor parallel over 4 x 8 groups that repeat the same work; batch whole on every device"
+    )
+    assert said((1,), ("idle",), 1) == "one device"
+
+
+def test_strategy_and_idle_devices_come_first_and_are_stored():
+    step, args = deep(64, 6)
+    plan = make_plan(step, *args, cluster="h100:8x4")
+    assert "of 32 devices' worth of work; batch 6 does not divide by 32" in plan.idle
+    lines = [line.split()[0] for line in plan_text(plan).splitlines() if line.strip()]
+    assert lines[:2] == ["plan:", "idle"] and "strategy" in lines[:5]
+    assert plan_from_json(plan.to_json()) == plan
+
+
+def test_plans_of_older_versions_load():
+    step, args = deep(64, 64)
+    text = make_plan(step, *args, cluster="cpu:8").to_json()
+    raw = json.loads(text)
+    del raw["strategy"], raw["idle"]
+    old = plan_from_json(json.dumps(raw))
+    assert (old.strategy, old.idle) == ("", "")
+    assert "strategy" not in plan_text(old).split("meshes tried")[0]
+
+
+def test_a_full_mesh_says_nothing_of_idle_devices():
+    step, args = deep(1024, 65536)
+    assert make_plan(step, *args, cluster="h100:8x4").idle == ""
+
+
+def test_the_cause_is_named_only_where_it_is_one():
+    step, args = deep(64, 64)
+    graph = trace(step, args).graph
+    assert idle_text(graph, 32, 31.9) == ""
+    assert "does not divide" not in idle_text(graph, 32, 4.0)
+    assert idle_text(graph, 48, 4.0).startswith(
+        "uses 4 of 48 devices' worth of work; batch 64 does"
+    )
+
+
+def test_a_mesh_that_another_beats_in_time_and_memory_is_not_taken():
+    step, args = deep(64, 6)
+    planned = plan_step(step, *args, cluster="h100:8", mesh="data=8")
+    split = tuple(planned.extraction.choice)
+
+    def tried(sizes, cost_s, peak):
+        names = ("data", "model")[: len(sizes)]
+        priced = dataclasses.replace(planned.extraction.priced, mesh=MeshSpec(names, sizes))
+        return (priced, Solution(split, cost_s, cost_s, peak, 0, True, "", "", 0.0)), cost_s
+
+    simple, fast = tried((8,), 1.02, 2.0), tried((8,), 1.0, 1.0)
+    assert preferred([simple, fast]) is fast[0]
+    assert preferred([tried((8,), 1.02, 1.05), fast][::-1]) is fast[0]
+
+
+def test_an_axis_along_which_nothing_is_split_is_found():
+    step, args = deep(64, 6)
+    priced = plan_step(step, *args, cluster="h100:8", mesh="data=8").extraction.priced
+    whole = [0] * len(priced.sets)  # row 0 of every set: nothing is split
+    assert idle_axes(priced, whole) == (0,)
+    assert devices_worth(priced, whole) == pytest.approx(1.0)
+    step, args = deep(1024, 65536)
+    found = plan_step(step, *args, cluster="h100:8x4", mesh="data=32").extraction
+    assert idle_axes(found.priced, found.choice) == ()
+    assert devices_worth(found.priced, found.choice) == pytest.approx(32, rel=0.01)
