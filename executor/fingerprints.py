@@ -315,8 +315,8 @@ def _bounds(index: tuple[slice, ...], whole: Any) -> str:
 
 
 def _cut(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """An index with its bounds written out."""
-    return tuple(slice(*p.indices(n)[:2]) for p, n in zip(index, shape, strict=True))
+    """An index with its bounds written out. JAX adds the words of a random key to a shard's index."""
+    return tuple(slice(*p.indices(n)[:2]) for p, n in zip(index, shape, strict=False))
 
 
 @functools.lru_cache(4096)
