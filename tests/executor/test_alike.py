@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -309,14 +310,21 @@ def test_who_waits_for_a_step_that_another_never_calls_ends_all(
     monkeypatch.setattr("executor.progress.SURE_S", 0.1)
     watches, told = job(2)
     watches[1 - who].progress.begin()
-    threading.Thread(
-        target=lambda: watches[who].meetings.meet("planning again", 0, len), daemon=True
-    ).start()
+
+    def waits() -> None:
+        with contextlib.suppress(HostError):
+            watches[who].meetings.meet("planning again", 0, len)
+
+    waiting = threading.Thread(target=waits, daemon=True)
+    waiting.start()
     for k in range(2):
         assert told[k].event.wait(10)
         assert told[k].code == 1
         text = told[k].text or ""
         assert f"process {who} (" in text and "waits for all (planning again)" in text
+    watches[1 - who].leave()
+    waiting.join(20)
+    assert not waiting.is_alive()
 
 
 def test_a_step_that_is_refused_was_not_begun() -> None:
