@@ -18,11 +18,16 @@ def quoted(text: str) -> str:
     >>> print(quoted('a"b'))
     "a\\"b"
     """
-    return f'"{in_docstring(text)}"'
+    return f'"{_escaped(text)}"'
 
 
 def in_docstring(text: str) -> str:
-    """A text as it stands between double quotes, single or triple: ASCII, on one line."""
+    """A text as it stands in a docstring: ASCII, on one line, no halves of surrogate pairs."""
+    return _escaped(text.encode("utf-8", "replace").decode())  # Python 3.13 encodes docstrings
+
+
+def _escaped(text: str) -> str:
+    """A text between double quotes, single or triple."""
     return ascii(text)[1:-1].replace('"', '\\"')
 
 

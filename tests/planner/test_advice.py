@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from costmodels import parse_cluster
 from planner import MemoryLimitError, make_plan, pipeline
@@ -314,7 +314,7 @@ def test_equal_layers_do_not_hide_the_least_peak(monkeypatch: pytest.MonkeyPatch
 
 
 def test_operations_without_a_rule_are_named_first() -> None:
-    mesh = AbstractMesh((8,), ("expert",))
+    mesh = AbstractMesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("expert")
 
     def step(params: Any, x: Any) -> Any:

@@ -104,7 +104,7 @@ def test_numbers_are_those_of_the_step(name: str, on_host: bool) -> None:
     again = jax.jit(found.function)(*args)
     expected = jax.jit(STEPS[name])(*args)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     assert products(trace(found.function, args).graph) > products(traced.graph)
 
 
