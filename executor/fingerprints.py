@@ -315,7 +315,8 @@ def _bounds(index: tuple[slice, ...], whole: Any) -> str:
 
 
 def _cut(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """An index with its bounds written out. JAX adds the words of a random key to a shard's index."""
+    """An index with its bounds written out. A shard of random keys has more slices than keys have
+    dimensions: JAX adds one for the words of a key."""
     return tuple(slice(*p.indices(n)[:2]) for p, n in zip(index, shape, strict=False))
 
 
