@@ -31,11 +31,11 @@ from rich.table import Table
 from costmodels import parse_cluster
 from costmodels.calibrate import fit
 from costmodels.profile import Origin, profile_text, write_whole
-from executor.compile import CompiledStep
-from executor.sampling import sample
+from executor.calibrate.sampling import run_probes
+from executor.run.compile import CompiledStep
 from planner import make_plan
 from planner.graph.trace import abstract, trace
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 MODES = ("AUTO_PARALLEL", "DATA_PARALLEL")
 CLUSTER = "cpu:8"
@@ -103,7 +103,7 @@ def processor_seconds() -> float:
 
 def calibrated(clock: Clock, rounds: int) -> str:
     """Path of a profile, measured with a clock; prints its residuals."""
-    sampled = sample(parse_cluster(CLUSTER), rounds=rounds, clock=clock)
+    sampled = run_probes(parse_cluster(CLUSTER), rounds=rounds, clock=clock)
     found = fit(CLUSTER, sampled.samples)
     for r in found.residuals:
         print(f"{r.kind:15} {r.samples:3} median {r.median:.0%} worst {r.worst:.0%} {r.worst_name}")

@@ -86,7 +86,7 @@ def bases(folder: Path) -> Path:
     import numpy as np
 
     from executor import Checkpoints
-    from executor.cli import main
+    from executor.cli.main import main
 
     state = {
         "params": {"layers": [jnp.arange(64.0), jnp.ones((4, 4), jnp.bfloat16)], "b": jnp.ones(3)},
@@ -130,7 +130,7 @@ def checked(kind: str, seed: int, base: Path, sandbox: Path) -> Case:
 
 
 def _run(words: list[str]) -> tuple[int | None, str, str]:
-    from executor.cli import main
+    from executor.cli.main import main
 
     error = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):

@@ -19,11 +19,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from pinned import kinds_for, pinned
 
-from executor.export import python_text
-from executor.shardy import lower_abstractly, shardy_collectives
+from executor.run.export import python_text
+from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import make_plan
 from planner.graph.trace import abstract, trace
-from planner.plan import Plan, plan_from_json
+from planner.plan.plan import Plan, plan_from_json
 
 CHOSEN = ("cpu:8", "h100:8")
 

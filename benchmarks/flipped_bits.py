@@ -49,7 +49,7 @@ def make_state() -> Any:
 def saved(folder: Path) -> Path:
     """The state in each of `FORMS`."""
     from executor import Checkpoints
-    from executor.cli import main
+    from executor.cli.main import main
 
     with Checkpoints(folder / "run") as checkpoints:
         checkpoints.save(5, make_state(), extra={"position": {"batch": 3}})
@@ -63,7 +63,7 @@ def saved(folder: Path) -> Path:
 
 def flipped(folder: Path, seed: int) -> Flip:
     """Flip one bit, look, and flip it back."""
-    from executor.cli import main
+    from executor.cli.main import main
 
     draw = random.Random(seed)
     form = FORMS[seed % len(FORMS)]

@@ -30,11 +30,11 @@ from larger import larger
 from pinned import pinned
 
 from costmodels import parse_cluster
-from executor.aot import CompilerAbsentError, compile_step, devices_of
+from executor.verify.aot import CompilerAbsentError, compile_step, devices_of
 from planner import make_plan
 from planner.errors import RequestError
 from planner.graph.trace import trace
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 MODELS = (*common.EXAMPLES, "llama")
 TARGETS = ("v5p:2x2x2", "h100:8")

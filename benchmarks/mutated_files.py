@@ -34,8 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from executor import cli  # noqa: E402
-from executor.launchers import hostfile, jobset, mpi, ssh  # noqa: E402
+from executor.cli import main as cli  # noqa: E402
+from executor.launch.hosts import hostfile, mpi, ssh  # noqa: E402
+from executor.launch.kubernetes import jobset  # noqa: E402
 from planner.errors import RequestError  # noqa: E402
 
 LIMIT_S = 60

@@ -16,7 +16,7 @@ import common
 import jax
 
 from costmodels import parse_cluster
-from executor.aot import CompilerAbsentError, compile_step
+from executor.verify.aot import CompilerAbsentError, compile_step
 from planner import make_plan
 from planner.graph.trace import trace
 

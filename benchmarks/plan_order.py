@@ -9,10 +9,11 @@ priced by the planner and compiled for the TPU; the compiled module's time is
             + sum over collectives of wire bytes / (link bytes/s * links)
 
 with the compiler's own ``estimated_cycles`` (loops multiplied out), the clock of
-`executor.aot.TPU_CLOCK_HZ`, wire bytes as in `executor.hlo`, and for ``links`` one link, one way,
-per torus dimension that the group spans (two where it wraps around), one for a permute. Nothing
-overlaps in this figure and a collective has no latency. Printed: both times, Kendall's tau between
-the two orders (tau-b, Kendall 1945), and the chosen plan's compiled time over the best one's.
+`executor.verify.aot.TPU_CLOCK_HZ`, wire bytes as in `executor.verify.hlo`, and for ``links`` one
+link, one way, per torus dimension that the group spans (two where it wraps around), one for a
+permute. Nothing overlaps in this figure and a collective has no latency. Printed: both times,
+Kendall's tau between the two orders (tau-b, Kendall 1945), and the chosen plan's compiled time
+over the best one's.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from rich.table import Table
 from scipy.stats import kendalltau
 
 from costmodels import parse_cluster
-from executor.aot import compile_step, link_seconds, tpu_seconds
+from executor.verify.aot import compile_step, link_seconds, tpu_seconds
 from planner import make_plan
 from planner.graph.trace import abstract, trace
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 CLUSTER = "v5p:2x2x2"
 LARGE = "-large"

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.graph.trace import trace
-from planner.pipeline import parse_request, plan_traced
+from planner.planning import parse_request, plan_traced
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ import numpy as np
 import optax
 
 from executor.parameter_server import ParameterServer, Rule, WaitError
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.tables import joined
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.tables import joined
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -51,7 +51,7 @@ RULES = {
 
 
 class Direct:
-    """Servers that are called at once, in this thread; see ``executor.parameter_server.links``."""
+    """Servers called directly in this thread; see ``parameter_server.transport.links``."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.parameter_server import SIZES, Found, Host, mxnet
-from executor.parameter_server.wire import SYSTEM
+from executor.parameter_server.transport.wire import SYSTEM
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS, ADDRESSES, PORT = ("mwpa", "mwpb"), ("10.77.41.1", "10.77.41.2"), 6399

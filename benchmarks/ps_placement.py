@@ -1,7 +1,7 @@
 """Mixed placement: predicted and measured seconds a step with a table on servers and without.
 
 A next-word model as in ``examples/embedding_hybrid.py``, with tables of several sizes: once with
-the table on two servers, by rows (``executor.parameter_server.hybrid``, one worker), once with
+the table on two servers, by rows (``executor.parameter_server.jobs.hybrid``, one worker), once with
 everything under SPMD (``executor.parallelize``), both on 8 virtual CPU devices of one worker
 process, in turns. ``planner.placement`` predicts both and chooses one.
 
@@ -25,11 +25,11 @@ import optax
 
 from executor import parallelize
 from executor.parameter_server import hybrid, train
-from planner.graph.lookups import find_lookups
-from planner.graph.rows import unique_rows
-from planner.loss import Loss
-from planner.placement import Placed, place_and_plan
-from planner.request import parse_request
+from planner.frontend.loss import Loss
+from planner.graph.lookups.rows import unique_rows
+from planner.graph.lookups.tables import find_lookups
+from planner.placement.choice import Placed, place_and_plan
+from planner.request.options import parse_request
 
 DEVICES, SERVERS, WIDTH, HIDDEN, CLASSES = 8, 2, 64, 256, 512
 DRAWS, TURNS, BLOCK_S, BLOCK_STEPS = 8, 3, 2.5, 60

@@ -21,11 +21,11 @@ from published_tables import Run
 from costmodels import Cluster, Kernel
 from costmodels.collectives import collective_coefficients
 from planner import make_plan
-from planner.analysis import analyse
 from planner.graph.trace import trace
-from planner.groups import build_groups
-from planner.pipeline import graph_rules
-from planner.plan import CollectiveRow
+from planner.plan.plan import CollectiveRow
+from planner.planning import graph_rules
+from planner.space.groups import build_groups
+from planner.step.analysis import analyse
 
 HOST_S = {"matmul": 5.5e-5, "attention": 5.5e-5, "vector": 3.9e-5}
 """Host seconds of one kernel of PyTorch run eagerly, by kind. Lin et al. 2022, "Building a

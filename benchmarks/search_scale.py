@@ -95,7 +95,7 @@ def measure(case: Case) -> dict[str, Any]:
     import jax
 
     from planner.graph.trace import trace
-    from planner.pipeline import parse_request, plan_traced
+    from planner.planning import parse_request, plan_traced
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -19,13 +19,13 @@ from common import EXAMPLES, example
 from rich.console import Console
 from rich.table import Table
 
-from planner.analysis import analyse
+from planner.cost.pricing import price
 from planner.graph.trace import Traced, trace
-from planner.groups import build_groups
-from planner.pipeline import graph_rules, parse_request, plan_traced
-from planner.pricing import price
+from planner.planning import graph_rules, parse_request, plan_traced
 from planner.search import SEARCHES, Problem, Solution
+from planner.space.groups import build_groups
 from planner.spec import parse_mesh
+from planner.step.analysis import analyse
 
 
 def problem_of(traced: Traced, arguments: tuple[Any, ...], cluster: str) -> tuple[str, Problem]:

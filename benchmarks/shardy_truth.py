@@ -17,7 +17,7 @@ import common
 import decoders
 from pinned import pinned
 
-from executor.shardy import lower_abstractly, shardy_collectives
+from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import make_plan
 from planner.graph.trace import abstract, trace
 

@@ -278,8 +278,8 @@ def _fate(text: str, code: int) -> str:
 
 def _broken(run: Path, jobs: list[Job], calm: Calm) -> Iterator[str]:
     """What differs from the directory of an undisturbed job."""
-    from executor.checkpoint.checksums import verified
     from executor.checkpoint.common import CheckpointError
+    from executor.checkpoint.files.checksums import verified
 
     yield from (
         f"the job in {job.folder} did not end in {TIMEOUT_S:g} s" for job in jobs if job.hangs

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from executor.check import CheckReport, check
-from executor.compile import CompiledStep, compile_plan
+from executor.calibrate.measure import measure
 from executor.data import (
     Batches,
     DataError,
@@ -13,14 +12,15 @@ from executor.data import (
     own_files,
     shard,
 )
-from executor.hosts import HostError, agree, initialize, share
-from executor.measure import measure
-from executor.meet import ProcessMismatchError
-from executor.mesh import build_mesh, detect_cluster
-from executor.meter import NotFiniteError
-from executor.parallelize import Parallelized, parallelize
-from executor.roles import Role, RoleError, read_role
-from executor.train import PreemptedError, Trained, mean_metrics, train
+from executor.processes.bootstrap import HostError, agree, initialize, share
+from executor.processes.meet import ProcessMismatchError
+from executor.processes.roles import Role, RoleError, read_role
+from executor.run.compile import CompiledStep, compile_plan
+from executor.run.mesh import build_mesh, detect_cluster
+from executor.run.parallelize import Parallelized, parallelize
+from executor.train.loop import PreemptedError, Trained, mean_metrics, train
+from executor.train.metrics import NotFiniteError
+from executor.verify.check import CheckReport, check
 
 if TYPE_CHECKING:
     from executor.checkpoint import CheckpointError, Checkpoints, FencedError

@@ -7,6 +7,7 @@ cheapest that fits; ``Plan`` is plain data; ``shard`` marks values inside a mode
 from typing import TYPE_CHECKING, Any
 
 from planner.annotate import StoredAs, shard
+from planner.arguments.metadata import with_logical_axis_rules
 from planner.errors import (
     InternalError,
     MemoryLimitError,
@@ -17,14 +18,13 @@ from planner.errors import (
     PlanMismatchError,
     RequestError,
 )
-from planner.metadata import with_logical_axis_rules
 from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
-from planner.plan import Plan, load_plan
+from planner.plan.plan import Plan, load_plan
 from planner.spec import MeshSpec, Sharding
 
 if TYPE_CHECKING:
-    from planner.pipeline import Planned, make_plan, plan_step
-    from planner.placement import Placed, Placement, make_placement
+    from planner.placement.choice import Placed, Placement, make_placement
+    from planner.planning import Planned, make_plan, plan_step
 
 __all__ = [
     "MODES",
@@ -55,18 +55,18 @@ __all__ = [
 ]
 
 
-_PIPELINE = frozenset({"Planned", "make_plan", "plan_step"})
+_PLANNING = frozenset({"Planned", "make_plan", "plan_step"})
 _PLACEMENT = frozenset({"Placed", "Placement", "make_placement"})
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the pipeline when one is asked for: the searches are most of an import."""
-    if name in _PIPELINE:
-        from planner import pipeline
+    """The names of the door when one is asked for: the searches are most of an import."""
+    if name in _PLANNING:
+        from planner import planning
 
-        return getattr(pipeline, name)
+        return getattr(planning, name)
     if name in _PLACEMENT:
-        from planner import placement
+        from planner.placement import choice
 
-        return getattr(placement, name)
+        return getattr(choice, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

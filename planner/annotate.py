@@ -18,6 +18,8 @@ from planner.errors import PinError
 from planner.spec import Entry, Sharding
 
 MARK = "planner_shard"
+MARKS = frozenset({MARK, "sharding_constraint"})
+"""Operations that mark a value: identities where its sharding may change."""
 
 _mark = jex_core.Primitive(MARK)
 _mark.def_impl(lambda x, *, entries: x)

@@ -56,7 +56,7 @@ def dtype_name(aval: Any) -> str:
     return str(getattr(aval, "dtype", "token"))
 
 
-def shape_of(aval: Any) -> tuple[int, ...]:
+def aval_shape(aval: Any) -> tuple[int, ...]:
     """Shape of an abstract value, ``()`` for tokens and the like."""
     return tuple(int(n) for n in getattr(aval, "shape", ()))
 
@@ -147,7 +147,7 @@ def computed_on(eqn: Any) -> AbstractContextManager[Any]:
     return marked
 
 
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def evaluate_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
@@ -166,7 +166,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
     def scanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:
         pairs = zip(outside, inside, strict=True)
-        return sum(len(shape_of(a.aval)) > len(shape_of(b.aval)) for a, b in pairs)
+        return sum(len(aval_shape(a.aval)) > len(aval_shape(b.aval)) for a, b in pairs)
 
     carries = len(eqn.outvars) - scanned(eqn.outvars, inner.outvars)
     return len(eqn.invars) - carries - scanned(eqn.invars, inner.invars), carries

@@ -19,10 +19,10 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the command; see ``executor.cli.main``."""
+    """Run the command; see ``executor.cli.main.main``."""
     signal.signal(signal.SIGINT, _end)
     sys.unraisablehook = _unraisable
-    from executor.cli import main as run
+    from executor.cli.main import main as run
 
     signal.signal(signal.SIGINT, _interrupt)
     try:

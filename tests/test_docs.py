@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from executor import cli as executor_cli
-from executor import cli_verify
-from planner import cli, cli_search
-from planner.plan import FORMAT, Plan
+from executor.cli import main as executor_cli
+from executor.cli import verify as cli_verify
+from planner.cli import main as cli
+from planner.cli import search as cli_search
+from planner.plan.plan import FORMAT, Plan
 from planner.search import SEARCHES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -52,7 +52,7 @@ def leaves_of(tree: Any) -> list[tuple[Path, Any]]:
     seen: set[Path] = set()
     for path, _ in found:
         if path in seen:
-            raise CheckpointError(f"two leaves are called {shown(path)}; give them other keys")
+            raise CheckpointError(f"two leaves are called {path_text(path)}; give them other keys")
         seen.add(path)
     return found
 
@@ -68,7 +68,7 @@ def sequences_of(tree: Any) -> tuple[Path, ...]:
     return tuple(sorted(found))
 
 
-def shown(path: Path, separator: str = "/") -> str:
+def path_text(path: Path, separator: str = "/") -> str:
     """A path as one text; ``taken`` gives it back."""
     return separator.join(k.replace("~", "~0").replace(separator, "~1") for k in path)
 
@@ -102,10 +102,10 @@ def nested(leaves: Mapping[Path, Any], sequences: Iterable[Path] = ()) -> Any:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
                 raise CheckpointError(
-                    f"{shown(path[: k + 1])} is a leaf, so {shown(path)} can't be in it"
+                    f"{path_text(path[: k + 1])} is a leaf, so {path_text(path)} can't be in it"
                 )
         if path[-1] in at:
-            raise CheckpointError(f"{shown(path)} is a leaf, and has leaves in it")
+            raise CheckpointError(f"{path_text(path)} is a leaf, and has leaves in it")
         at[path[-1]] = leaf
     return _with_lists(root, sequences)
 
@@ -125,8 +125,8 @@ def _with_lists(root: dict[str, Any], sequences: Iterable[Path]) -> Any:
         room -= length - len(items)
         if room < 0:
             raise CheckpointError(
-                f"the list {shown(path)} has {length} places for {len(items)} leaves; the lists of "
-                f"a state may have {MAX_HOLES} empty places"
+                f"the list {path_text(path)} has {length} places for {len(items)} leaves; the "
+                f"lists of a state may have {MAX_HOLES} empty places"
             )
         at[last] = [items.get(str(k)) for k in range(length)]
     return above[""]

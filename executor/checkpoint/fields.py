@@ -13,7 +13,7 @@ from pathlib import Path as File
 from typing import Any
 
 from executor.checkpoint.common import CheckpointError, Path, brief
-from planner.plan import Plan, plan_from_json
+from planner.plan.plan import Plan, plan_from_json
 
 MAX_STEP = 2**53 - 1
 """The largest step: JSON has no exact integers above it."""

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from executor.checkpoint.common import CheckpointError, Path, leaves_of, shown
+from executor.checkpoint.common import CheckpointError, Path, leaves_of, path_text
 from executor.checkpoint.parts import Stored
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedLeaf:
     """A leaf that is wanted back.
 
     Attributes:
@@ -72,13 +72,13 @@ def arrays_to_save(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Any]:
             leaf = np.asarray(leaf)
         if not isinstance(leaf, jax.Array | np.ndarray | Stored) or leaf.dtype.kind in "OSUMm":
             raise CheckpointError(
-                f"{shown(path)} is no array but {type(leaf).__name__}; nothing was saved"
+                f"{path_text(path)} is no array but {type(leaf).__name__}; nothing was saved"
             )
         out[path] = leaf
     return out
 
 
-def wanted(like: Any, shardings: Any) -> dict[Path, Wanted]:
+def wanted(like: Any, shardings: Any) -> dict[Path, RequestedLeaf]:
     """What is asked for, by path, in JAX's order.
 
     Raises:
@@ -98,16 +98,18 @@ def wanted(like: Any, shardings: Any) -> dict[Path, Wanted]:
     }
 
 
-def shape_of(leaf: Stored) -> jax.ShapeDtypeStruct:
+def stored_struct(leaf: Stored) -> jax.ShapeDtypeStruct:
     """Shape and dtype alone."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _wanted(path: Path, leaf: Any, sharding: Any) -> Wanted:
+def _wanted(path: Path, leaf: Any, sharding: Any) -> RequestedLeaf:
     if isinstance(leaf, _NUMBERS):
-        return Wanted(leaf, jax.ShapeDtypeStruct((), np.asarray(leaf).dtype))
+        return RequestedLeaf(leaf, jax.ShapeDtypeStruct((), np.asarray(leaf).dtype))
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise CheckpointError(f"{shown(path)} is asked for as {type(leaf).__name__}, not an array")
+        raise CheckpointError(
+            f"{path_text(path)} is asked for as {type(leaf).__name__}, not an array"
+        )
     sharding = sharding or getattr(leaf, "sharding", None)
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shape, dtype = leaf.shape, leaf.dtype
@@ -115,8 +117,8 @@ def _wanted(path: Path, leaf: Any, sharding: Any) -> Wanted:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         shape, dtype = data.shape, data.dtype
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:  # JAX would round it
-        return Wanted(leaf, jax.ShapeDtypeStruct(shape, dtype))
-    return Wanted(leaf, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+        return RequestedLeaf(leaf, jax.ShapeDtypeStruct(shape, dtype))
+    return RequestedLeaf(leaf, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
 
 
 def _empty(struct: jax.ShapeDtypeStruct) -> Any:

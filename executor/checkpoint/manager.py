@@ -19,20 +19,19 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from executor.checkpoint.checksums import add_late, read_sums, seal
 from executor.checkpoint.common import (
     CheckpointError,
     Path,
     brief,
     leaves_of,
     nested,
+    path_text,
     sequences_of,
-    shown,
 )
 from executor.checkpoint.fields import MAX_STEP, plan_in, read_json, step_of
-from executor.checkpoint.guard import writer_of
-from executor.checkpoint.leaves import Wanted, arrays_to_save, shape_of, wanted
-from executor.checkpoint.orbax_files import (
+from executor.checkpoint.files.checksums import add_late, read_sums, seal
+from executor.checkpoint.files.guard import writer_of
+from executor.checkpoint.files.orbax_files import (
     DATA_FILE_BYTES,
     Contents,
     StateSave,
@@ -42,6 +41,7 @@ from executor.checkpoint.orbax_files import (
     state_handler,
     stored_tree,
 )
+from executor.checkpoint.leaves import RequestedLeaf, arrays_to_save, stored_struct, wanted
 from executor.checkpoint.owner import (
     REMOVED,
     FencedError,
@@ -53,7 +53,7 @@ from executor.checkpoint.owner import (
 )
 from executor.checkpoint.parts import PART_BYTES, Stored
 from executor.data.agree import everyones_bytes
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 STATE, PLAN, EXTRA = "state", "plan", "extra"
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -256,7 +256,7 @@ class Checkpoints:
     def shapes(self, step: int | None = None) -> Any:
         """The saved state as ShapeDtypeStructs; sequences are lists, containers are dicts."""
         found = self._contents(self._step(step))
-        return nested({p: shape_of(x) for p, x in found.leaves.items()}, found.sequences)
+        return nested({p: stored_struct(x) for p, x in found.leaves.items()}, found.sequences)
 
     def plan(self, step: int | None = None) -> Plan | None:
         """The plan beside a checkpoint, if there is one."""
@@ -299,7 +299,7 @@ class Checkpoints:
     def _handler(self) -> Any:
         return state_handler()
 
-    def _read(self, asked: Mapping[Path, Wanted], found: Contents, step: int) -> list[Any]:
+    def _read(self, asked: Mapping[Path, RequestedLeaf], found: Contents, step: int) -> list[Any]:
         """The leaves that are asked for, in their order."""
         flat, form = _flat(found.tree)
         paths = [path for path, x in found.leaves.items() if x.size]  # in the order of the tree
@@ -370,23 +370,23 @@ class Checkpoints:
                 found.leaves[path].read(index)
 
     def _check(
-        self, asked: Mapping[Path, Wanted], found: Contents, step: int, partial: bool
+        self, asked: Mapping[Path, RequestedLeaf], found: Contents, step: int, partial: bool
     ) -> None:
         """Compare leaves with what was saved."""
         where = self.directory / str(step)
         for path, leaf in asked.items():
             if path not in found.leaves:
-                near = ", ".join(sorted(shown(p) for p in found.leaves)[:3])
+                near = ", ".join(sorted(path_text(p) for p in found.leaves)[:3])
                 raise CheckpointError(
-                    f"{where} has no {shown(path)}; it has {len(found.leaves)} leaves: {near}"
+                    f"{where} has no {path_text(path)}; it has {len(found.leaves)} leaves: {near}"
                 )
             got, want = found.leaves[path], leaf.struct
             if (got.shape, got.dtype) != (want.shape, want.dtype) and not leaf.fits(got):
                 raise CheckpointError(
-                    f"{where}: {shown(path)} was saved as {got.dtype}{list(got.shape)}, expected "
-                    f"{want.dtype}{list(want.shape)}"
+                    f"{where}: {path_text(path)} was saved as {got.dtype}{list(got.shape)}, "
+                    f"expected {want.dtype}{list(want.shape)}"
                 )
-        left = sorted(shown(p) for p in found.leaves.keys() - asked.keys())
+        left = sorted(path_text(p) for p in found.leaves.keys() - asked.keys())
         if left and not partial:
             raise CheckpointError(
                 f"{where} has {len(left)} leaves that were not asked for, the first {left[0]}; "

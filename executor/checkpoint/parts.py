@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from executor.checkpoint.common import CheckpointError, Path, shown
+from executor.checkpoint.common import CheckpointError, Path, path_text
 
 PART_BYTES = 64 * 2**20
 """Bytes of a part, and of a chunk of what is written."""
@@ -88,8 +88,8 @@ class Stored:
             lost = np.isfinite(before.astype(np.float64)) & ~np.isfinite(after.astype(np.float64))
             if lost.any():
                 raise CheckpointError(
-                    f"{shown(self.path)} has {before[lost].flat[0]}, too large for {dtype}; choose "
-                    "another type, or leave this leaf out"
+                    f"{path_text(self.path)} has {before[lost].flat[0]}, too large for {dtype}; "
+                    "choose another type, or leave this leaf out"
                 )
             return after
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from executor.checkpoint.checksums import verified
-from executor.checkpoint.common import CheckpointError, Path, nested, shown, taken
+from executor.checkpoint.common import CheckpointError, Path, nested, path_text, taken
 from executor.checkpoint.fields import (
     keys_of,
     object_of,
@@ -24,11 +23,18 @@ from executor.checkpoint.fields import (
     step_name,
     step_of,
 )
+from executor.checkpoint.files.checksums import verified
+from executor.checkpoint.files.orbax_files import contents
+from executor.checkpoint.files.tensor_files import (
+    INDEX,
+    NOTES,
+    read_tensors,
+    tensor_files,
+    write_tensors,
+)
 from executor.checkpoint.manager import EXTRA, PLAN, STATE, FromDisk
-from executor.checkpoint.orbax_files import contents
 from executor.checkpoint.parts import Stored
-from executor.checkpoint.tensor_files import INDEX, NOTES, read_tensors, tensor_files, write_tensors
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 _ITEMS = (STATE, "default", "params", "items")
 """Folders of a step in which a state may lie; all but the first are other programs' habits."""
@@ -106,7 +112,7 @@ def steps_in(where: File) -> tuple[int, ...]:
     return tuple(sorted(k for k, x in found.items() if k is not None and _state_in(x) is not None))
 
 
-def verify(where: File, step: int | None = None) -> list[tuple[File, int, int, list[str]]]:
+def verify_saved(where: File, step: int | None = None) -> list[tuple[File, int, int, list[str]]]:
     """Compare all files of a saved state, or of all states of a run, with their checksums.
 
     Returns:
@@ -190,7 +196,9 @@ def only(saved: Saved, prefixes: Sequence[Path]) -> Saved:
     for prefix in prefixes:
         if not any(path[: len(prefix)] == prefix for path in saved.leaves):
             tops = ", ".join(sorted({path[0] for path in saved.leaves})[:5])
-            raise CheckpointError(f"{saved.where} has nothing below {shown(prefix)}; it has {tops}")
+            raise CheckpointError(
+                f"{saved.where} has nothing below {path_text(prefix)}; it has {tops}"
+            )
 
     def wanted(path: Path) -> bool:
         return any(path[: len(prefix)] == prefix for prefix in prefixes)
@@ -227,8 +235,8 @@ def merged(parts: Sequence[Saved]) -> Saved:
         for path, leaf in part.leaves.items():
             if path in leaves:
                 raise CheckpointError(
-                    f"{shown(path)} is in {of[path]} and in {part.where}; choose what is taken of "
-                    "each, as in RUN:params"
+                    f"{path_text(path)} is in {of[path]} and in {part.where}; choose what is taken "
+                    "of each, as in RUN:params"
                 )
             leaves[path], of[path] = leaf, part.where
     nested(leaves)

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.alike import compare_settings
 from executor.data.common import DataError
+from executor.processes.agreement.alike import compare_settings
 
 
 def own_files(files: Sequence[Any]) -> tuple[Any, ...]:

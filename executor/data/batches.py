@@ -18,12 +18,12 @@ import numpy as np
 from executor.data.common import (
     DataError,
     Position,
-    Reader,
+    RowReader,
     check_divides,
     check_request,
+    global_array,
     lanes_of,
     own_lanes,
-    placed,
     position_of,
     sharding_list,
 )
@@ -81,7 +81,7 @@ class Batches:
         in_lanes = isinstance(source, Files) and seed is not None
         self._in_lanes(lanes_of(self._shardings, self._shapes(batch_size)) if in_lanes else 1)
         self._next = (0, 0)
-        self._reader: Reader | None = None
+        self._reader: RowReader | None = None
         self._compared = False
 
     @property
@@ -137,7 +137,7 @@ class Batches:
             self.close()
             raise StopIteration
         if self._reader is None:
-            self._reader = Reader(self._made(self._next), self._ahead)
+            self._reader = RowReader(self._made(self._next), self._ahead)
         batch = self._reader.take()
         epoch, number = self._next
         self._next = (epoch, number + 1) if number + 1 < self.batches_per_epoch else (epoch + 1, 0)
@@ -173,7 +173,7 @@ class Batches:
         def leaf(k: int) -> jax.Array:
             like, sharding = source.leaves[k], self._shardings[k]
             shape = (count, *like.shape[1:])
-            return placed(shape, like.dtype, sharding, lambda i, j: source.read(k, rows[i:j]))
+            return global_array(shape, like.dtype, sharding, lambda i, j: source.read(k, rows[i:j]))
 
         made = [leaf(k) for k in range(len(source.leaves))]
         source.done()

@@ -20,7 +20,7 @@ class DataError(RequestError):
     """Data that can't be split as asked; says what was got, expected, and what to do."""
 
 
-class Leaf(Protocol):
+class RowLeaf(Protocol):
     """What is known of one leaf of a row, or of a whole source: arrays have it."""
 
     @property
@@ -129,7 +129,7 @@ def own_lanes(
     return tuple(sorted(found))
 
 
-def placed(
+def global_array(
     shape: tuple[int, ...],
     dtype: Any,
     sharding: jax.sharding.Sharding,
@@ -157,7 +157,7 @@ def placed(
     return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
 
-class Reader:
+class RowReader:
     """Makes items ahead in a thread; an error there is raised where the item is taken."""
 
     def __init__(self, items: Iterator[Any], ahead: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from executor.alike import compare, compare_settings
 from executor.data.common import Position
-from executor.fingerprints import Entry
-from executor.meet import ProcessMismatchError, meet
+from executor.processes.agreement.alike import compare_parts, compare_settings
+from executor.processes.agreement.fingerprints import Fingerprint
+from executor.processes.meet import ProcessMismatchError, meet
 
 log = logging.getLogger("meshwright")
 
@@ -20,7 +20,7 @@ def compare_data(
     position: Position,
     options: dict[str, Any],
     shardings: Sequence[jax.sharding.Sharding],
-    content: Callable[[], tuple[Entry, ...]],
+    content: Callable[[], tuple[Fingerprint, ...]],
 ) -> None:
     """Compare rows, seed, options and content of the data between all processes, where its batches
     go to devices of several.
@@ -49,11 +49,11 @@ def compare_data(
         "batch": position.batch,
         **options,
     }
-    entries = [Entry(f"{k}={v}", _shown(k, v)) for k, v in told.items()]
-    compare("first batch", {"data": entries})
+    entries = [Fingerprint(f"{k}={v}", _shown(k, v)) for k, v in told.items()]
+    compare_parts("first batch", {"data": entries})
     rows = content()
     try:
-        compare("rows of the data", {"data": rows})
+        compare_parts("rows of the data", {"data": rows})
     except ProcessMismatchError:
         if meet("rows read again", content() == rows, all):
             raise

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 from executor.data.agree import everyones, everyones_bytes
-from executor.data.common import DataError, Leaf
-from executor.data.sources import Order, row_content, sample, shuffled
-from executor.fingerprints import Entry
+from executor.data.common import DataError, RowLeaf
+from executor.data.sources import Order, row_content, sample_rows, shuffled
+from executor.processes.agreement.fingerprints import Fingerprint
 
 Read = Callable[[Any], Any]
 FIRST = 64
@@ -86,7 +86,7 @@ class Files:
             [np.array(x[:FIRST]) for x in leaves],
             f"rows of {os.path.basename(str(self.files[first]))}",
         )
-        self.leaves: list[Leaf] = [
+        self.leaves: list[RowLeaf] = [
             jax.ShapeDtypeStruct((self._rows, *x.shape[1:]), x.dtype) for x in leaves
         ]
 
@@ -119,9 +119,9 @@ class Files:
     def done(self) -> None:
         """Files stay open: the next batch goes on in them."""
 
-    def content(self) -> tuple[Entry, ...]:
+    def content(self) -> tuple[Fingerprint, ...]:
         """The sizes of SAMPLE files, and the first rows of the first."""
-        chosen = [self.files[k] for k in sample(len(self.files))]
+        chosen = [self.files[k] for k in sample_rows(len(self.files))]
         return (*(_size(file) for file in chosen), *self._first)
 
     def _counts(self, count: Callable[[Any], int] | None) -> list[int]:
@@ -177,11 +177,11 @@ class Files:
         return leaves
 
 
-def _size(file: Any) -> Entry:
+def _size(file: Any) -> Fingerprint:
     """A file's name and size; no size where it is no file of this host."""
     name = os.path.basename(str(file))
     try:
         size = os.path.getsize(file)
     except (OSError, TypeError):
-        return Entry("", name)
-    return Entry(f"{name} {size}", f"{name} of {size} bytes")
+        return Fingerprint("", name)
+    return Fingerprint(f"{name} {size}", f"{name} of {size} bytes")

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.data.common import DataError, Leaf
-from executor.fingerprints import Entry, array_hash
+from executor.data.common import DataError, RowLeaf
+from executor.processes.agreement.fingerprints import Fingerprint, array_hash
 
 Order = NDArray[np.int64]
 
@@ -23,7 +23,7 @@ class Source(Protocol):
         tree: their form.
     """
 
-    leaves: list[Leaf]
+    leaves: list[RowLeaf]
     tree: Any
 
     def order(self, seed: int | None, epoch: int) -> Order:
@@ -38,7 +38,7 @@ class Source(Protocol):
     def done(self) -> None:
         """A batch is made: what was held for it can go."""
 
-    def content(self) -> tuple[Entry, ...]:
+    def content(self) -> tuple[Fingerprint, ...]:
         """What the rows hold, to compare between processes: all of it, or a sample."""
 
 
@@ -48,18 +48,18 @@ SAMPLE = 256
 """Rows of larger ones, and of files, that are."""
 
 
-def sample(rows: int, most: int = SAMPLE) -> Order:
+def sample_rows(rows: int, most: int = SAMPLE) -> Order:
     """Some rows, evenly spaced, the first and the last among them.
 
-    >>> sample(1000, 3)
+    >>> sample_rows(1000, 3)
     array([  0, 499, 999])
     """
     return np.unique(np.linspace(0, rows - 1, min(rows, most)).astype(np.int64))
 
 
-def row_content(leaves: Sequence[Any], what: str) -> tuple[Entry, ...]:
+def row_content(leaves: Sequence[Any], what: str) -> tuple[Fingerprint, ...]:
     """The leaves of some rows."""
-    return tuple(Entry(f"{k} {array_hash(x)}", what, x) for k, x in enumerate(leaves))
+    return tuple(Fingerprint(f"{k} {array_hash(x)}", what, x) for k, x in enumerate(leaves))
 
 
 def shuffled(rows: int, seed: int | None, epoch: int) -> Order:
@@ -104,12 +104,12 @@ class Arrays:
     def done(self) -> None:
         """Nothing is held."""
 
-    def content(self) -> tuple[Entry, ...]:
+    def content(self) -> tuple[Fingerprint, ...]:
         """All of what is in memory and not very large; of the rest SAMPLE rows."""
-        found: list[Entry] = []
+        found: list[Fingerprint] = []
         for k, leaf in enumerate(self.leaves):
             whole = isinstance(leaf, np.ndarray) and not _is_mapped(leaf) and leaf.nbytes <= WHOLE
-            rows = leaf if whole else self.read(k, sample(self._rows))
+            rows = leaf if whole else self.read(k, sample_rows(self._rows))
             found += row_content([rows], f"array {k} of the rows")
         return tuple(found)
 
@@ -142,7 +142,7 @@ class Elements:
         if not first:
             raise DataError(f"row 0 of {type(source).__name__} is empty: expected arrays")
         self._form = [np.asarray(x) for x in first]
-        self.leaves: list[Leaf] = [
+        self.leaves: list[RowLeaf] = [
             jax.ShapeDtypeStruct((self._rows, *x.shape), x.dtype) for x in self._form
         ]
         self._held: dict[int, list[Any]] = {}
@@ -162,11 +162,11 @@ class Elements:
         """Forget the rows."""
         self._held.clear()
 
-    def content(self) -> tuple[Entry, ...]:
+    def content(self) -> tuple[Fingerprint, ...]:
         """The first row, one in the middle and the last."""
         return tuple(
             entry
-            for k in sample(self._rows, 3)
+            for k in sample_rows(self._rows, 3)
             for entry in row_content(
                 jax.tree_util.tree_leaves(self._source[int(k)]), f"row {k} of the source"
             )

@@ -24,20 +24,20 @@ import numpy as np
 from executor.data.agree import everyones_bytes
 from executor.data.common import (
     DataError,
-    Leaf,
     Position,
-    Reader,
+    RowLeaf,
+    RowReader,
     check_divides,
     check_request,
+    global_array,
     lanes_of,
     own_lanes,
-    placed,
     position_of,
     sharding_list,
 )
 from executor.data.compare import compare_data
 from executor.data.sources import row_content, same_form
-from executor.fingerprints import Entry
+from executor.processes.agreement.fingerprints import Fingerprint
 
 BLOCK = 16
 """Batches that are read before processes agree that all have them; two blocks are held on the
@@ -101,7 +101,7 @@ class Streams:
         self._lanes = lanes or lanes_of(self._shardings, self._shapes)
         self._next = (0, 0)
         self._states: tuple[str, ...] = ()
-        self._reader: Reader | None = None
+        self._reader: RowReader | None = None
         self._at, self._over = 0, False
         self._pending: deque[Any] = deque()
         self._ready: deque[Any] = deque()
@@ -139,7 +139,7 @@ class Streams:
             options = {"policy": self._policy, "epochs": self._epochs}
             compare_data(self.position, options, self._shardings, self._content)
 
-    def _content(self) -> tuple[Entry, ...]:
+    def _content(self) -> tuple[Fingerprint, ...]:
         """The first row of a single lane."""
         row = next(iter(self._make(0, 1)), None)
         return row_content(jax.tree_util.tree_leaves(row), "the first row")
@@ -192,7 +192,7 @@ class Streams:
         """Take the next block and agree on it, a collective; one that is not full is the last."""
         if self._reader is None:
             self._at = max(0, self._next[1] - 1) // BLOCK * BLOCK
-            self._reader = Reader(self._blocks(), 1)
+            self._reader = RowReader(self._blocks(), 1)
         states, lanes, error = _taken(self._reader)
         told = _exchange(
             states=states,
@@ -255,15 +255,15 @@ class Streams:
             return np.concatenate(parts)
 
         def leaf(k: int) -> jax.Array:
-            like: Leaf = self._form[k]
-            return placed(
+            like: RowLeaf = self._form[k]
+            return global_array(
                 self._shapes[k], like.dtype, self._shardings[k], lambda i, j: rows(k, i, j)
             )
 
         return jax.tree_util.tree_unflatten(self._tree, [leaf(k) for k in range(len(self._form))])
 
 
-def _taken(reader: Reader) -> tuple[States, Lanes, Exception | None]:
+def _taken(reader: RowReader) -> tuple[States, Lanes, Exception | None]:
     """The next block, or what went wrong: the others have to be told, or would wait for ever."""
     try:
         states, lanes = reader.take()

@@ -1,21 +1,21 @@
 """Training with parameter servers: synchronous, bounded-stale and asynchronous."""
 
-from executor.parameter_server.answers import Counts, LostError, WaitError
-from executor.parameter_server.clock import Rule
-from executor.parameter_server.hybrid import Hybrid, hybrid
-from executor.parameter_server.job import Served
-from executor.parameter_server.joined import join_devices
-from executor.parameter_server.layout import Layout, Piece, layout_of
-from executor.parameter_server.local_steps import LocalSteps
-from executor.parameter_server.partition import (
+from executor.parameter_server.jobs.hybrid import Hybrid, hybrid
+from executor.parameter_server.jobs.job import Served
+from executor.parameter_server.jobs.joined import join_devices
+from executor.parameter_server.jobs.train import train
+from executor.parameter_server.launch.roles import PsRole, ps_role
+from executor.parameter_server.placement.layout import Layout, Piece, layout_of
+from executor.parameter_server.placement.partition import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
     Partitioner,
 )
-from executor.parameter_server.train import train
-from executor.parameter_server.worker import ParameterServer
-from executor.ps_roles import PsRole, ps_role
+from executor.parameter_server.server.answers import Counts, LostError, WaitError
+from executor.parameter_server.server.clock import Rule
+from executor.parameter_server.worker.local_steps import LocalSteps
+from executor.parameter_server.worker.worker import ParameterServer
 
 __all__ = [
     "Counts",

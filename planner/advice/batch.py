@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from planner.advice.trials import perfect_peak, relief, tried_out
-from planner.analysis import Analysis
 from planner.annotate import Pin
+from planner.cost.pricing import Priced
 from planner.errors import MeshwrightError
 from planner.graph.ir import Graph
-from planner.pricing import Priced
-from planner.quotient import Quotient
 from planner.report.shortage import Relief
-from planner.request import Request
+from planner.request.options import Request
 from planner.rules.factor import FactorRule
-from planner.search.memory_limit import least_memory
+from planner.search.local.memory_limit import least_memory
+from planner.step.analysis import Analysis
+from planner.step.classes import Quotient
 
 Shapes = Mapping[int, tuple[int, ...]]
 """New shapes by position of the argument's leaf."""
@@ -88,7 +88,7 @@ def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> 
             return {value: len(dims) for value, dims in grows.items()}
 
 
-def scaled(priced: Priced, grows: Mapping[int, int], share: float) -> Priced:
+def scaled_memory(priced: Priced, grows: Mapping[int, int], share: float) -> Priced:
     """The pricing with the memory of some values scaled, once for each dimension that grows; costs
     stay as they are."""
     analysis = priced.analysis
@@ -120,7 +120,7 @@ def smaller_batch(
     grows = growth(graph, analysis.rules, leaves)
     last = None
     for cut in [k for k in range(1, size.bit_length()) if size % (1 << k) == 0]:
-        part = scaled(priced, grows, 1.0 / (1 << cut))
+        part = scaled_memory(priced, grows, 1.0 / (1 << cut))
         what = f"1/{1 << cut} of the batch, {size >> cut} instead of {size}"
         least = perfect_peak(part.analysis, part.mesh.num_devices)
         if least > request.limit_bytes:
@@ -148,7 +148,7 @@ def _estimated(
     deadline = time.monotonic() + ESTIMATES_S
     note = "an estimate of the memory: the step can't be traced with a smaller batch"
     for cut in [k for k in range(first, size.bit_length()) if size % (1 << k) == 0]:
-        part = scaled(priced, grows, 1.0 / (1 << cut))
+        part = scaled_memory(priced, grows, 1.0 / (1 << cut))
         peak = least_memory(part.problem, time_limit_s=ESTIMATE_S).peak_bytes
         peak += priced.analysis.scalar_bytes
         what = f"1/{1 << cut} of the batch, {size >> cut} instead of {size}"

@@ -13,11 +13,11 @@ from planner.advice.remat import remat
 from planner.advice.trials import host_memory, more_devices, other_mode, relief, tried_out
 from planner.annotate import Pin
 from planner.errors import MeshwrightError
-from planner.extract import Extraction
-from planner.quotient import Quotient
+from planner.plan.extract import Extraction
 from planner.report.shortage import Relief, Shortage
-from planner.request import Request
-from planner.whole import held_whole
+from planner.request.options import Request
+from planner.space.replicated import held_whole
+from planner.step.classes import Quotient
 
 ADVICE_S = 60.0
 """Seconds after which nothing more is tried; what has begun goes on."""

@@ -49,7 +49,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Flat:
+class FlatJaxpr:
     """A program.
 
     Attributes:
@@ -80,13 +80,13 @@ class Flat:
         out = []
         for call in self.calls:
             avals = [v.aval for v in (*call.eqn.invars, *call.eqn.outvars)]
-            types = tuple((compat.shape_of(a), compat.dtype_name(a)) for a in avals)
+            types = tuple((compat.aval_shape(a), compat.dtype_name(a)) for a in avals)
             key = (call.kind, types, call.backward)
             out.append(known.setdefault(key, len(known)))
         return out
 
 
-def flatten(jaxpr: Any) -> Flat:
+def flatten(jaxpr: Any) -> FlatJaxpr:
     """Number the values of a jaxpr and put the bodies of its calls in their places."""
     calls: list[Call] = []
     consts: dict[int, Any] = {}
@@ -121,14 +121,14 @@ def flatten(jaxpr: Any) -> Flat:
 
     inputs = tuple(number() for _ in compat.body(jaxpr).invars)
     outputs = tuple(walk(jaxpr, inputs, False))
-    return Flat(tuple(calls), inputs, outputs, consts, count)
+    return FlatJaxpr(tuple(calls), inputs, outputs, consts, count)
 
 
 def _binding(eqn: Any) -> Run:
-    return lambda values: compat.bind(eqn, values)
+    return lambda values: compat.evaluate_equation(eqn, values)
 
 
-def execute(flat: Flat, leaves: Sequence[Any]) -> list[Any]:
+def execute(flat: FlatJaxpr, leaves: Sequence[Any]) -> list[Any]:
     """The results of a program for its arguments (or tracers)."""
     env: list[Any] = [None] * flat.values
     for value, leaf in zip(flat.inputs, leaves, strict=True):
@@ -148,4 +148,4 @@ def execute(flat: Flat, leaves: Sequence[Any]) -> list[Any]:
 
 def nbytes(aval: Any) -> int:
     """Bytes of a value."""
-    return compat.itemsize(aval) * math.prod(compat.shape_of(aval))
+    return compat.itemsize(aval) * math.prod(compat.aval_shape(aval))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.extract import Extraction
-from planner.peak import usage_bytes
+from planner.cost.peak import usage_bytes
+from planner.plan.extract import Extraction
 from planner.report.fold import common_path, is_optimizer_state, pattern
 from planner.report.shortage import Holder
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.meshes import Tried, choose, unfold
-from planner.pricing import Priced
-from planner.quotient import Quotient
-from planner.request import Request
+from planner.choose.meshes import Tried, choose, unfold
+from planner.cost.pricing import Priced, unfolded
+from planner.request.options import Request
 from planner.search import lower_bound
-from planner.search.memory_limit import LeastMemory, least_memory, polished_at
+from planner.search.local.memory_limit import LeastMemory, least_memory, polished_at
 from planner.search.problem import evaluate, fits, make_solution
+from planner.step.classes import Quotient
 
 LEAST_S = 10.0
 """Seconds for the least peaks of all meshes together."""
@@ -73,7 +73,7 @@ def _folded(quotient: Quotient, part: Priced, seconds: float) -> tuple[Priced, L
     memory = least_memory(part.problem, time_limit_s=seconds)
     if part.analysis is quotient.whole:
         return part, memory
-    priced, choice = quotient.unfold(part), quotient.unfold_choice(memory.choice)
+    priced, choice = unfolded(quotient, part), quotient.unfold_choice(memory.choice)
     _, peak, moment = evaluate(priced.problem, choice)
     return priced, LeastMemory(choice, peak, moment, 0.0)
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from planner import compat
-from planner.advice.flat import Call, Flat, execute, flatten, nbytes
+from planner.advice.flat import Call, FlatJaxpr, execute, flatten, nbytes
 from planner.graph.blocks import blocks_of
 from planner.graph.trace import Traced, user_line, user_lines
 
@@ -81,7 +81,7 @@ def _rewritten(jaxpr: Any, names: list[str], on_host: bool) -> Leaves | None:
 # ---- loops ----------------------------------------------------------------------------------
 
 
-def _scans(flat: Flat, names: list[str], on_host: bool) -> Flat:
+def _scans(flat: FlatJaxpr, names: list[str], on_host: bool) -> FlatJaxpr:
     """Forward and backward scans in pairs; scans that hold such pairs inside."""
     calls = list(flat.calls)
     readers = flat.readers()
@@ -103,11 +103,11 @@ def _scans(flat: Flat, names: list[str], on_host: bool) -> Flat:
         calls[partner] = _backward(call, calls[partner], dropped, stacks, on_host)
         paired |= {at, partner}
         names.append(f"the body of the scan at {user_line(call.eqn) or 'an unknown line'}")
-    return Flat(tuple(calls), flat.inputs, flat.outputs, flat.consts, made)
+    return FlatJaxpr(tuple(calls), flat.inputs, flat.outputs, flat.consts, made)
 
 
 def _partner(
-    flat: Flat, at: int, readers: Sequence[Sequence[int]]
+    flat: FlatJaxpr, at: int, readers: Sequence[Sequence[int]]
 ) -> tuple[int | None, frozenset[int]]:
     """The scan that reads the stacked results of another, and those that only it reads, position by
     position; no scan where the carries would take as many bytes."""
@@ -227,7 +227,7 @@ def _closed(jaxpr: Any) -> Any:
 # ---- repeated blocks ------------------------------------------------------------------------
 
 
-def _blocks(flat: Flat, names: list[str], on_host: bool) -> Flat:
+def _blocks(flat: FlatJaxpr, names: list[str], on_host: bool) -> FlatJaxpr:
     """Equal blocks of the forward pass, computed again for the backward pass."""
     readers = flat.readers()
     segments: list[range] = []
@@ -256,10 +256,10 @@ def _blocks(flat: Flat, names: list[str], on_host: bool) -> Flat:
         out += again.get(at, [])
         out.append(call.reading(renamed[at]) if at in renamed else call)
     kept = {v for s in segments for v in _crossing(flat, s, readers)} if on_host else set()
-    return _on_host(Flat(tuple(out), flat.inputs, flat.outputs, flat.consts, fresh), kept)
+    return _on_host(FlatJaxpr(tuple(out), flat.inputs, flat.outputs, flat.consts, fresh), kept)
 
 
-def _dropped(flat: Flat, segment: range, readers: Sequence[Sequence[int]]) -> frozenset[int]:
+def _dropped(flat: FlatJaxpr, segment: range, readers: Sequence[Sequence[int]]) -> frozenset[int]:
     """What a block makes and only the backward pass reads outside of it."""
     outputs = {v for v in flat.outputs if isinstance(v, int)}
     return frozenset(
@@ -272,7 +272,7 @@ def _dropped(flat: Flat, segment: range, readers: Sequence[Sequence[int]]) -> fr
     )
 
 
-def _crossing(flat: Flat, segment: range, readers: Sequence[Sequence[int]]) -> frozenset[int]:
+def _crossing(flat: FlatJaxpr, segment: range, readers: Sequence[Sequence[int]]) -> frozenset[int]:
     """What a block makes and the forward pass reads outside of it."""
     return frozenset(
         value
@@ -283,7 +283,7 @@ def _crossing(flat: Flat, segment: range, readers: Sequence[Sequence[int]]) -> f
 
 
 def _copies(
-    flat: Flat, segment: range, readers: Sequence[Sequence[int]], fresh: int
+    flat: FlatJaxpr, segment: range, readers: Sequence[Sequence[int]], fresh: int
 ) -> tuple[list[Call], dict[int, int], int]:
     """The operations of a block that make what is dropped, with results of new names; the names;
     and how many numbers are taken then."""
@@ -305,7 +305,7 @@ def _copies(
     return copies, names, fresh
 
 
-def _on_host(flat: Flat, kept: Set[int]) -> Flat:
+def _on_host(flat: FlatJaxpr, kept: Set[int]) -> FlatJaxpr:
     """Values that wait in host memory between the forward and the backward pass."""
     first: dict[int, int] = {}
     for at, call in enumerate(flat.calls):
@@ -329,7 +329,7 @@ def _on_host(flat: Flat, kept: Set[int]) -> Flat:
 
 
 def _cuts(
-    flat: Flat, start: int, length: int, count: int, readers: Sequence[Sequence[int]]
+    flat: FlatJaxpr, start: int, length: int, count: int, readers: Sequence[Sequence[int]]
 ) -> list[int]:
     """Where to cut equal blocks, once in each: where fewest bytes cross in the forward pass."""
     end = start + length * count

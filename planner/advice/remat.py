@@ -19,17 +19,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.advice.batch import batch_leaves, growing
-from planner.extract import Extraction
+from planner.cost.peak import usage_bytes
+from planner.cost.pricing import Priced, Pricer
 from planner.graph.ir import SCALAR
-from planner.peak import usage_bytes
-from planner.pricing import Priced, Pricer
+from planner.plan.extract import Extraction
 from planner.report.shortage import Relief
-from planner.request import Request
+from planner.request.options import Request
 from planner.search import recursive_programming
-from planner.search.memory_limit import LeastMemory
+from planner.search.local.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
-from planner.usages import UsageRow
-from planner.work import PRODUCTS
+from planner.step.buffers import UsageRow
+from planner.step.kernel_costs import PRODUCTS
 
 SEARCH_S = 3.0
 """Seconds for a plan without what is dropped."""

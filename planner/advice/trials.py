@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from costmodels import AnalyticCostModel, Cluster
-from planner.analysis import Analysis
 from planner.annotate import Pin
+from planner.choose.meshes import Tried, choose, search_meshes
 from planner.errors import PinError
-from planner.meshes import Tried, choose, search_meshes
-from planner.offload import Offload
-from planner.quotient import Quotient
 from planner.report.shortage import Relief
-from planner.request import Request
+from planner.request.options import Request
 from planner.search.problem import profile_of
+from planner.space.host_memory import Offload
+from planner.step.analysis import Analysis
+from planner.step.classes import Quotient
 
 TRIAL_S = 3.0
 """Seconds for one search of a trial."""

@@ -16,11 +16,11 @@ from planner.explain.model import (
     Explanation,
     Price,
 )
-from planner.explain.setting import Setting, setting_of, value_text
+from planner.explain.setting import PlanSetting, setting_of, value_text
 from planner.explain.targets import find_values, values_of
-from planner.pins import mode_pins
-from planner.pipeline import Planned, plan_step
+from planner.planning import Planned, plan_step
 from planner.report.fold import is_optimizer_state
+from planner.request.pins import mode_pins
 
 __all__ = [
     "Alternative",
@@ -93,7 +93,7 @@ def explain_planned(planned: Planned, target: str) -> Explanation:
     )
 
 
-def _decision(planned: Planned, setting: Setting, node: int, value: int) -> Decision:
+def _decision(planned: Planned, setting: PlanSetting, node: int, value: int) -> Decision:
     plan, graph = planned.extraction, planned.extraction.graph
     groups = plan.priced.analysis.groups
     group, layout = groups.home[value]  # type: ignore[misc]
@@ -123,7 +123,7 @@ def _decision(planned: Planned, setting: Setting, node: int, value: int) -> Deci
 
 
 def _forced(
-    planned: Planned, setting: Setting, node: int, group: int, layout: tuple[int, ...]
+    planned: Planned, setting: PlanSetting, node: int, group: int, layout: tuple[int, ...]
 ) -> tuple[str, ...]:
     """Pins, mode and memory; what forbids dimensions is said with them."""
     plan, mode = planned.extraction, planned.plan.mode

@@ -16,10 +16,10 @@ import networkx as nx
 import numpy as np
 
 from planner.explain.model import Alternative, Change, Price
-from planner.explain.setting import Setting, shardings
+from planner.explain.setting import PlanSetting, shardings
 from planner.report.units import sharding_text
 from planner.search import SEARCHES
-from planner.search.moves import State, descend, descend_pairs
+from planner.search.local.moves import MoveState, descend, descend_pairs
 from planner.search.problem import Array, Problem, evaluate, fits
 from planner.spec import Sharding
 
@@ -37,7 +37,7 @@ SAME = 1e-9
 Ways = dict[tuple[Sharding, Sharding], list[int]]
 
 
-def ways(setting: Setting, node: int, layout: Sequence[int]) -> Ways:
+def ways(setting: PlanSetting, node: int, layout: Sequence[int]) -> Ways:
     """The strategies of a decision by how they store and use a value of this layout."""
     out: Ways = {}
     for strategy in range(setting.priced.sets[node].count):
@@ -46,10 +46,10 @@ def ways(setting: Setting, node: int, layout: Sequence[int]) -> Ways:
 
 
 def alternatives(
-    setting: Setting, node: int, layout: Sequence[int]
+    setting: PlanSetting, node: int, layout: Sequence[int]
 ) -> tuple[tuple[Alternative, ...], int]:
     """Other shardings of a value, cheapest completion first, and how many have no row."""
-    state = State(setting.problem, setting.timeline, setting.choice)
+    state = MoveState(setting.problem, setting.timeline, setting.choice)
     now = shardings(setting, node, setting.choice[node], layout)
     found: list[tuple[float, tuple[Sharding, Sharding], list[int], int]] = []
     for way, strategies in ways(setting, node, layout).items():
@@ -69,8 +69,8 @@ def alternatives(
 
 
 def _alternative(
-    setting: Setting,
-    state: State,
+    setting: PlanSetting,
+    state: MoveState,
     node: int,
     way: tuple[Sharding, Sharding],
     strategies: list[int],
@@ -94,7 +94,7 @@ def _alternative(
 
 
 def completed(
-    setting: Setting, node: int, strategies: Sequence[int], one: int
+    setting: PlanSetting, node: int, strategies: Sequence[int], one: int
 ) -> tuple[int, ...] | None:
     """The best choice found with a decision held to some strategies; None if none fits.
 
@@ -104,7 +104,7 @@ def completed(
     start = list(setting.choice)
     start[node] = one
     tried = []
-    state = State(held, setting.timeline, start)
+    state = MoveState(held, setting.timeline, start)
     if state.feasible():
         _descend(state)
         tried.append(tuple(state.choice.tolist()))
@@ -127,7 +127,7 @@ def _held(problem: Problem, node: int, strategies: Sequence[int]) -> Problem:
     return dataclasses.replace(problem, cost_s=tuple(costs))
 
 
-def _descend(state: State) -> None:
+def _descend(state: MoveState) -> None:
     """Local moves until nothing gains."""
     deadline = time.monotonic() + TRIAL_S
     for _ in range(ROUNDS):
@@ -136,10 +136,10 @@ def _descend(state: State) -> None:
             break
 
 
-def _put_back(held: Problem, setting: Setting, choice: Sequence[int]) -> tuple[int, ...]:
+def _put_back(held: Problem, setting: PlanSetting, choice: Sequence[int]) -> tuple[int, ...]:
     """The choice with what gains nothing as the plan has it: first whole pieces of connected
     decisions that differ from the plan's, then single ones."""
-    state = State(held, setting.timeline, choice)
+    state = MoveState(held, setting.timeline, choice)
     small = SAME * abs(setting.base[0])
     for piece in _pieces(held, setting.choice, choice):
         before, now = state.cost(), {k: int(state.choice[k]) for k in piece}
@@ -174,7 +174,7 @@ def _pieces(problem: Problem, plan: Sequence[int], choice: Sequence[int]) -> lis
 
 
 def _changes(
-    setting: Setting, around: Sequence[int], changed: Sequence[int]
+    setting: PlanSetting, around: Sequence[int], changed: Sequence[int]
 ) -> tuple[tuple[Change, ...], int]:
     """The largest changes, arguments first, equal texts once; and how many there are."""
     graph = setting.plan.graph
@@ -202,10 +202,10 @@ def _changes(
     return tuple(rows[:CHANGES]), total
 
 
-def without_limit(setting: Setting, node: int, layout: Sequence[int]) -> str:
+def without_limit(setting: PlanSetting, node: int, layout: Sequence[int]) -> str:
     """What the sharding would be if memory were no matter; empty when it would be the same."""
     free = dataclasses.replace(setting.searched, limit_bytes=np.inf)
-    state = State(free, setting.timeline, setting.choice)
+    state = MoveState(free, setting.timeline, setting.choice)
     _descend(state)
     cost = evaluate(free, state.choice.tolist())[0]
     choice = tuple(state.choice.tolist())

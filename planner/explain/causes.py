@@ -11,11 +11,11 @@ from planner.annotate import Pin
 from planner.errors import PinError
 from planner.explain.model import Dimension
 from planner.explain.setting import op_text
-from planner.extract import Extraction
-from planner.pins import pin_masks
-from planner.pipeline import Planned
-from planner.state import StateRequest, state_masks
-from planner.strategies import MAX_STRATEGIES, enumerate_strategies, usable_factors
+from planner.plan.extract import Extraction
+from planner.planning import Planned
+from planner.request.pins import pin_masks
+from planner.request.state import StateRequest, state_masks
+from planner.space.strategies import MAX_STRATEGIES, enumerate_strategies, usable_factors
 
 NAMED = 3
 """Operations named as a reason."""

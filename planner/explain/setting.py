@@ -10,21 +10,21 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.analysis import ideal_s
-from planner.extract import Extraction
-from planner.meshes import SPREAD
-from planner.pipeline import Planned
-from planner.pricing import Priced
+from planner.choose.meshes import SPREAD
+from planner.cost.pricing import Priced
+from planner.plan.extract import Extraction
+from planner.planning import Planned
 from planner.report.fold import common_path, is_optimizer_state, pattern
 from planner.report.units import array_text, sharding_text
-from planner.search.memory import Timeline
+from planner.search.local.memory import MemoryTimeline
 from planner.search.problem import Problem, evaluate
+from planner.space.factors import Layout
 from planner.spec import Sharding
-from planner.unify import Layout
+from planner.step.analysis import ideal_s
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class PlanSetting:
     """A planned step.
 
     Attributes:
@@ -55,9 +55,9 @@ class Setting:
         return dataclasses.replace(self.priced, change_s=self.spread_s).problem
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> MemoryTimeline:
         """Memory over time."""
-        return Timeline(self.problem)
+        return MemoryTimeline(self.problem)
 
     @cached_property
     def base(self) -> tuple[float, float]:
@@ -136,7 +136,7 @@ class Setting:
         row = self.priced.sets[node].use[strategy].tolist()
         ops = groups.groups[first].ops
         entry = groups.op_layouts[ops[0]] if ops else None
-        made = sharding(self, row, entry[2][0] if entry is not None and entry[2] else ())
+        made = row_sharding(self, row, entry[2][0] if entry is not None and entry[2] else ())
         mesh = self.priced.mesh
         summed = [
             name
@@ -162,7 +162,7 @@ def value_text(plan: Extraction, value: int) -> str:
     return f"{op.kind} {array_text(found.shape, found.dtype)}{where}"
 
 
-def sharding(setting: Setting, row: Sequence[int], layout: Sequence[int]) -> Sharding:
+def row_sharding(setting: PlanSetting, row: Sequence[int], layout: Sequence[int]) -> Sharding:
     """Sharding of a value with ``layout`` when mesh axis k splits factor ``row[k]``; axes of one
     device split nothing."""
     mesh = setting.priced.mesh
@@ -176,17 +176,17 @@ def sharding(setting: Setting, row: Sequence[int], layout: Sequence[int]) -> Sha
 
 
 def shardings(
-    setting: Setting, node: int, strategy: int, layout: Sequence[int]
+    setting: PlanSetting, node: int, strategy: int, layout: Sequence[int]
 ) -> tuple[Sharding, Sharding]:
     """How a value of a decision is stored and used under a strategy."""
     chosen = setting.priced.sets[node]
     return (
-        sharding(setting, chosen.store[strategy].tolist(), layout),
-        sharding(setting, chosen.use[strategy].tolist(), layout),
+        row_sharding(setting, chosen.store[strategy].tolist(), layout),
+        row_sharding(setting, chosen.use[strategy].tolist(), layout),
     )
 
 
-def setting_of(planned: Planned) -> Setting:
+def setting_of(planned: Planned) -> PlanSetting:
     """The decisions of a plan."""
     quotient, whole = planned.quotient, planned.extraction.priced
     choice = tuple(planned.extraction.choice)
@@ -198,4 +198,6 @@ def setting_of(planned: Planned) -> Setting:
     spread = 0.0
     if planned.request.spreads:
         spread = SPREAD * ideal_s(part, whole.model, 1) + 1e-9
-    return Setting(planned.extraction, priced, tuple(choice[g] for g in first), tuple(node), spread)
+    return PlanSetting(
+        planned.extraction, priced, tuple(choice[g] for g in first), tuple(node), spread
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from planner.plan import Leaf, Plan
+from planner.plan.plan import Leaf, Plan
 from planner.spec import MeshSpec, Sharding
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from planner.graph.fetches import fetches, on_device
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.written import MATMULS, Written, extents, writes
+from planner.graph.materialized import MATMULS, Written, extents, writes
 
 PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""

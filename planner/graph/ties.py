@@ -63,4 +63,4 @@ def ties(
 
 
 def _kind(aval: Any) -> tuple[Any, ...]:
-    return compat.shape_of(aval), compat.dtype_name(aval)
+    return compat.aval_shape(aval), compat.dtype_name(aval)

@@ -21,11 +21,11 @@ from typing import Any
 import jax
 
 from planner import compat
-from planner.calls import name_of
+from planner.arguments.calls import name_of
+from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.ir import SCALAR, Graph, Op, Region, Value
 from planner.graph.ties import ties
-from planner.outcome import Outcome
 from planner.rules.key import EqnKey
 
 INLINED = frozenset(
@@ -34,7 +34,7 @@ INLINED = frozenset(
 )
 
 FUSED = "flash_attention"
-"""Start of the name of a jitted function that stands for one kernel (see ``planner.fused``)."""
+"""Start of the name of a jitted function that is one kernel (see ``planner.step.fused``)."""
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))
@@ -86,7 +86,7 @@ def inlined(eqn: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]] | None:
         start = lengths.matvec + lengths.vecmat
         consts = operands[start : start + lengths.solve]
         return eqn.params["jaxprs"].solve, [*consts, *operands[sum(lengths) :]]
-    if name not in INLINED or is_whole(eqn):
+    if name not in INLINED or is_opaque_region(eqn):
         return None
     inner = inner_jaxpr(eqn)
     if inner is None or len(compat.body(inner).invars) != len(operands):
@@ -94,7 +94,7 @@ def inlined(eqn: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]] | None:
     return inner, list(operands)
 
 
-def is_whole(eqn: Any) -> bool:
+def is_opaque_region(eqn: Any) -> bool:
     """Whether a region is taken as one operation: it uses references (``jax.new_ref``) of the
     program around it, and a body that is built anew could not."""
     return eqn.primitive.name in REGIONS and any(compat.is_ref(v.aval) for v in eqn.invars)
@@ -155,7 +155,7 @@ class _Builder:
         self.values.append(
             Value(
                 index,
-                compat.shape_of(aval),
+                compat.aval_shape(aval),
                 compat.dtype_name(aval),
                 compat.itemsize(aval),
                 op,
@@ -221,7 +221,7 @@ class _Builder:
             self.fused = outer
             return results
         build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
-        if build is not None and not is_whole(eqn):
+        if build is not None and not is_opaque_region(eqn):
             return build(eqn, ins, region, source)
         avals = tuple(v.aval for v in eqn.outvars)
         record = EqnKey(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars), avals)
@@ -333,10 +333,10 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
         raise ModelError(f"tracing {name} failed: {type(error).__name__}: {error}") from error
     ins, in_tree = jax.tree_util.tree_flatten_with_path(tuple(args))
     outs, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
-    updates = out_shape.updates if isinstance(out_shape, Outcome) else ()
+    updates = out_shape.updates if isinstance(out_shape, StepOutcome) else ()
     updated = len(jax.tree_util.tree_leaves(updates))
     paths = [p for p, _ in outs]
-    if isinstance(out_shape, Outcome) and not updated:
+    if isinstance(out_shape, StepOutcome) and not updated:
         paths = [p[1:] for p in paths]
     graph, eqns = _graph_of(closed, [p for p, _ in ins], paths, updated)
     return Traced(graph, eqns, closed, in_tree, out_tree, out_shape)

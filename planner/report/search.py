@@ -12,7 +12,7 @@ from rich.text import Text
 
 from planner.report.units import bytes_text, count_text, percent_text, time_text
 from planner.search.problem import Problem, Solution
-from planner.search.progress import Progress
+from planner.search.progress import SearchProgress
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def search_json(found: Searched) -> Mapping[str, object]:
     }
 
 
-def progress_text(progress: Progress | None, elapsed_s: float, limit_s: float) -> str:
+def progress_text(progress: SearchProgress | None, elapsed_s: float, limit_s: float) -> str:
     """One line on where a search stands.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.report.units import bytes_text, time_text
-from planner.whole import Whole
+from planner.space.replicated import Whole
 
 WHOLE_SHOWN = 6
 """Operations without a rule that are named."""

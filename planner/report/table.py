@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.report.fold import (
     LeafRow,
     common_start,
@@ -47,7 +47,7 @@ def plan_text(plan: Plan, width: int = 100) -> str:
     return plain_text(_parts(plan), width)
 
 
-def render(plan: Plan, console: Console) -> None:
+def render_plan(plan: Plan, console: Console) -> None:
     """Print the report on a console."""
     show(_parts(plan), console)
 

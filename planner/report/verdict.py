@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.plan import MeshRow, Plan
+from planner.plan.plan import MeshRow, Plan
 from planner.report.units import bytes_text, time_text
 
 UNFIT = "does not fit"

@@ -15,7 +15,7 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Step:
+class RuleStep:
     """An operation on the way from arguments to results, with its rule.
 
     Values are any hashable objects that compare equal when they are the same value.
@@ -64,7 +64,7 @@ class _Factors:
 def compose(
     args: Sequence[Any],
     outs: Sequence[Any],
-    step_of: Callable[[Any], Step | None],
+    step_of: Callable[[Any], RuleStep | None],
     shape_of: Callable[[Any], Shape],
 ) -> FactorRule:
     """The rule between arguments and results that are some operations apart.

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 
-from planner.rules.declared import declared_rule
 from planner.rules.factor import FactorRule, opaque_rule
-from planner.rules.fallback import ELEMENTWISE, LINALG, fallback_rule, pointwise_rule
 from planner.rules.key import EqnKey
-from planner.rules.shardy import read_rules
+from planner.rules.sources.declared import declared_rule
+from planner.rules.sources.fallback import ELEMENTWISE, LINALG, fallback_rule, pointwise_rule
+from planner.rules.sources.shardy import read_rules
 
 __all__ = ["ELEMENTWISE", "RuleBook", "rules_for"]
 

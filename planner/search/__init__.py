@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from planner.search.auto import auto
-from planner.search.bound import lower_bound
 from planner.search.brute import brute
 from planner.search.dynamic_programming import dynamic_programming
 from planner.search.ilp import ilp
@@ -18,6 +17,7 @@ from planner.search.problem import (
     verify,
 )
 from planner.search.recursive_programming import recursive_programming
+from planner.search.relax.bound import lower_bound
 
 SEARCHES: dict[str, Callable[..., Solution]] = {
     "auto": auto,

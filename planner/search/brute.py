@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 
-from planner.search.memory import Timeline
+from planner.search.local.memory import MemoryTimeline
 from planner.search.problem import Array, Problem, Solution, is_forbidden, make_solution, verify
-from planner.search.progress import Progress, current, time_is_up
+from planner.search.progress import SearchProgress, current, time_is_up
 
 MOST = 2_000_000
 """Combinations above which the search refuses."""
@@ -46,7 +46,7 @@ def brute(problem: Problem, *, time_limit_s: float = math.inf, block: int = 1 <<
     begun, total = time.monotonic(), combinations(problem)
     if total > MOST:
         raise ValueError(f"{total} combinations, more than the {MOST} that brute force takes")
-    timeline = Timeline(problem)
+    timeline = MemoryTimeline(problem)
     best, best_key, stopped = 0, (math.inf, math.inf), False
     for first in range(0, total, block):
         if time_is_up(begun + time_limit_s):
@@ -55,7 +55,7 @@ def brute(problem: Problem, *, time_limit_s: float = math.inf, block: int = 1 <<
         known = best_key[1] if best_key[0] == 0 else math.inf
         note = f"{first} of {total} combinations"
         elapsed = time.monotonic() - begun
-        current().report(Progress(elapsed, known, -math.inf, math.isfinite(known), note))
+        current().report(SearchProgress(elapsed, known, -math.inf, math.isfinite(known), note))
         numbers = np.arange(first, min(first + block, total))
         cost, peak = _block(problem, timeline, numbers)
         over = np.maximum(peak - problem.limit_bytes * (1 + 1e-12), 0.0)
@@ -85,7 +85,7 @@ def _digits(problem: Problem, numbers: Array) -> list[Array]:
     return digits[::-1]
 
 
-def _block(problem: Problem, timeline: Timeline, numbers: Array) -> tuple[Array, Array]:
+def _block(problem: Problem, timeline: MemoryTimeline, numbers: Array) -> tuple[Array, Array]:
     """Costs and peaks of numbered combinations."""
     digits = _digits(problem, numbers)
     cost = np.zeros(numbers.size)

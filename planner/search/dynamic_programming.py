@@ -26,9 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.fixing import fix_by_bound
-from planner.search.memory import Timeline
-from planner.search.memory_limit import (
+from planner.search.exact.fixing import fix_by_bound
+from planner.search.exact.reduction import ReducedProblem, reduce_problem
+from planner.search.exact.solver import Eliminator, choose_route
+from planner.search.local.memory import MemoryTimeline
+from planner.search.local.memory_limit import (
     least_memory,
     polished_at,
     proved_infeasible,
@@ -37,8 +39,6 @@ from planner.search.memory_limit import (
 from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
 from planner.search.progress import time_is_up
 from planner.search.recursive_programming import recursive_programming
-from planner.search.reduction import Reduction, reduce_problem
-from planner.search.solver import Eliminator, choose_route
 
 NAME = "dynamic_programming"
 EASY_WORK = 3e7
@@ -115,11 +115,11 @@ def dynamic_programming(
     kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
     if kept.dead is not None:
         return forbidden_solution(problem, kept.dead, NAME, begun)
-    from planner.search import anytime as compiled  # loaded when it is needed
+    from planner.search.anytime import rounds  # loaded when it is needed
 
-    if not compiled.load.cache_info().currsize:
-        deadline += compiled.load()
-    found = compiled.anytime(kept, deadline, begun, seed=seed, threads=threads, effort_s=effort_s)
+    if not rounds.load.cache_info().currsize:
+        deadline += rounds.load()
+    found = rounds.anytime(kept, deadline, begun, seed=seed, threads=threads, effort_s=effort_s)
     reason = f"neighbourhoods and bounds: {found.reason}"
     choice = kept.decode(found.choice)
     solution = make_solution(problem, choice, found.lower_s, NAME, reason, begun)
@@ -128,7 +128,7 @@ def dynamic_programming(
 
 def _eliminated(
     problem: Problem,
-    reduction: Reduction,
+    reduction: ReducedProblem,
     domains: list[Array] | None,
     work: float,
     begun: float,
@@ -167,12 +167,14 @@ def better(first: Solution, second: Solution) -> Solution:
 class _Shrunk:
     """What fixing left: a smaller problem, or already the answer."""
 
-    reduction: Reduction
+    reduction: ReducedProblem
     domains: list[Array] | None
     solution: Solution | None
 
 
-def _shrunk(problem: Problem, reduction: Reduction, deadline: float, *, share: bool) -> _Shrunk:
+def _shrunk(
+    problem: Problem, reduction: ReducedProblem, deadline: float, *, share: bool
+) -> _Shrunk:
     """Fix strategies by the bound until an exact elimination is easy or the gap is closed.
 
     The upper bound is a feasible choice found axis by axis; each round of fixing starts from
@@ -191,7 +193,7 @@ def _shrunk(problem: Problem, reduction: Reduction, deadline: float, *, share: b
     choice, upper = start.choice, start.cost_s
     if upper - start.lower_bound_s <= CLOSED * abs(upper):
         return _Shrunk(reduction, None, _closed(problem, choice, start.lower_bound_s))
-    binds = float(Timeline(problem).envelope().max(initial=0.0)) > problem.limit_bytes
+    binds = float(MemoryTimeline(problem).envelope().max(initial=0.0)) > problem.limit_bytes
     if binds:
         reduction = reduce_problem(problem, keep_memory=True, share=share)
     domains: list[Array] | None = None

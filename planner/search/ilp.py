@@ -15,14 +15,14 @@ import time
 
 import numpy as np
 
+from planner.search.anytime.incumbent import Incumbent
+from planner.search.anytime.integer import solve_integer
 from planner.search.dynamic_programming import forbidden_solution
-from planner.search.flat import flatten
-from planner.search.incumbent import Incumbent
-from planner.search.integer import solve_integer
-from planner.search.memory import Timeline
+from planner.search.exact.reduction import reduce_problem
+from planner.search.local.memory import MemoryTimeline
 from planner.search.problem import Array, Problem, Solution, make_solution, verify
 from planner.search.progress import current
-from planner.search.reduction import reduce_problem
+from planner.search.relax.flat import flatten
 
 NAME = "ilp"
 
@@ -63,7 +63,7 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
         least = [int(cost.argmin()) for cost in part.cost_s]
         reason = f"no choice found; {answer.message}"
         if math.isinf(lower):
-            reason += _shortage(Timeline(part), part.limit_bytes)
+            reason += _shortage(MemoryTimeline(part), part.limit_bytes)
         return make_solution(problem, reduction.decode(least), lower, NAME, reason, begun)
     full = reduction.decode(flat.whole(best.choice, len(part.cost_s)))
     if answer.finished and best.cost - lower <= 1e-7 * abs(best.cost):
@@ -71,7 +71,7 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
     return make_solution(problem, full, lower, NAME, reason, begun)
 
 
-def _shortage(line: Timeline, limit: float) -> str:
+def _shortage(line: MemoryTimeline, limit: float) -> str:
     """How much memory is missing even when every usage takes its least."""
     if not line.node.size:
         return ""

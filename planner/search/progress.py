@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Progress:
+class SearchProgress:
     """Where a search stands.
 
     Attributes:
@@ -56,12 +56,12 @@ class Monitor:
             return at once.  None: reports are dropped.
     """
 
-    def __init__(self, on_report: Callable[[Progress], None] | None = None) -> None:
+    def __init__(self, on_report: Callable[[SearchProgress], None] | None = None) -> None:
         self._on_report = on_report
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: SearchProgress) -> None:
         """Tell where the search stands; cheap enough for a few hundred calls a second."""
         if self._on_report is not None:
             with self._lock:

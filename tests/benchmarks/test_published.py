@@ -20,10 +20,10 @@ from published_case import Case, Decoder, Degrees, Kernels, count_parameters  # 
 from published_models import microbatch  # noqa: E402
 
 from costmodels import parse_cluster  # noqa: E402
-from planner.analysis import analyse  # noqa: E402
 from planner.graph.trace import trace  # noqa: E402
-from planner.groups import build_groups  # noqa: E402
-from planner.pipeline import graph_rules  # noqa: E402
+from planner.planning import graph_rules  # noqa: E402
+from planner.space.groups import build_groups  # noqa: E402
+from planner.step.analysis import analyse  # noqa: E402
 
 GPT = Decoder(24, 1024, 4096, 16, 16, 64, 50257, 1024, gated=False, bias=True)
 LLAMA = Decoder(32, 4096, 14336, 32, 8, 128, 128256, 8192, gated=True, positions=False, tied=False)

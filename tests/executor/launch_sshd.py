@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch import free_port
+from executor.launch.start import free_port
 
 CONFIG = """\
 {listen}

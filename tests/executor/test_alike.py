@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from executor import alike, fingerprints
-from executor.alike import _differences, _named
-from executor.data.sources import Arrays, Elements, sample
-from executor.fingerprints import Entry, arguments, program, value_text
-from executor.launch import Job, run_local
-from executor.lines import HostError, Peer
-from executor.meet import ProcessMismatchError
-from executor.progress import ENDED, Progress
-from executor.settings import settings
+from executor.data.sources import Arrays, Elements, sample_rows
+from executor.launch.start import Job, run_local
+from executor.processes.agreement import alike, fingerprints
+from executor.processes.agreement.alike import _differences, _named
+from executor.processes.agreement.fingerprints import Fingerprint, arguments, program, stable_text
+from executor.processes.agreement.settings import settings
+from executor.processes.meet import ProcessMismatchError
+from executor.processes.progress import ENDED, StepProgress
+from executor.processes.sockets import HostError, Peer
 from tests.executor.test_peers import job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +105,7 @@ def test_a_process_that_differs_is_named_by_all(kind: str, tmp_path: Path) -> No
     assert kind == "loop" or not any("TRAINED" in x for _, x in lines)
 
 
-def traced(function: Callable[..., Any], *args: Any) -> tuple[Entry, ...]:
+def traced(function: Callable[..., Any], *args: Any) -> tuple[Fingerprint, ...]:
     return program(jax.make_jaxpr(function)(*args))
 
 
@@ -168,12 +168,12 @@ def test_texts_do_not_depend_on_the_process() -> None:
 
 
 def test_values_as_text() -> None:
-    assert value_text({"b", "a"}) == value_text({"a", "b"}) == "{str 'a', str 'b'}"
-    assert value_text(functools.partial(max, 3)) == value_text(functools.partial(max, 3))
-    assert value_text(object()) == "builtins.object"
-    assert value_text(jax.devices()[0]) == value_text(jax.devices()[1])
-    assert value_text(np.float32(1)) != value_text(np.float64(1))
-    assert value_text(jax.random.key(1)) != value_text(jax.random.key(2))
+    assert stable_text({"b", "a"}) == stable_text({"a", "b"}) == "{str 'a', str 'b'}"
+    assert stable_text(functools.partial(max, 3)) == stable_text(functools.partial(max, 3))
+    assert stable_text(object()) == "builtins.object"
+    assert stable_text(jax.devices()[0]) == stable_text(jax.devices()[1])
+    assert stable_text(np.float32(1)) != stable_text(np.float64(1))
+    assert stable_text(jax.random.key(1)) != stable_text(jax.random.key(2))
 
 
 def test_differences_are_those_from_most_processes() -> None:
@@ -240,7 +240,7 @@ def test_rows_are_compared_by_content(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", rows)
     mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
     assert Arrays(mapped[:]).content() == Arrays(mapped).content() != Arrays(rows).content()
-    assert sample(5, 3).tolist() == [0, 2, 4] and sample(2, 9).tolist() == [0, 1]
+    assert sample_rows(5, 3).tolist() == [0, 2, 4] and sample_rows(2, 9).tolist() == [0, 1]
     assert Elements(list_like(rows)).content() != Elements(list_like(rows + 1)).content()
 
 
@@ -307,7 +307,7 @@ def test_who_does_not_come_is_named() -> None:
 def test_who_waits_for_a_step_that_another_never_calls_ends_all(
     who: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executor.progress.SURE_S", 0.1)
+    monkeypatch.setattr("executor.processes.progress.SURE_S", 0.1)
     watches, told = job(2)
     watches[1 - who].progress.begin()
 
@@ -329,7 +329,7 @@ def test_who_waits_for_a_step_that_another_never_calls_ends_all(
 
 def test_a_step_that_is_refused_was_not_begun() -> None:
     ends: list[str] = []
-    progress = Progress(Peer(0, "a", 1), ends.append)
+    progress = StepProgress(Peer(0, "a", 1), ends.append)
     progress.begin()
     progress.hear(Peer(1, "b", 2), 0, "waits")
     assert "process 1 (pid 2 on b) waits after 0 steps" in (progress.waits_in_vain() or "")

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from costmodels import Cluster, parse_cluster
-from executor import aot
-from executor.aot import Compiled, CompilerAbsentError, compile_step, devices_of
-from executor.gpu_targets import GPU_TARGETS, target_config
+from executor.verify import aot
+from executor.verify.aot import Compiled, CompilerAbsentError, compile_step, devices_of
+from executor.verify.gpu_targets import GPU_TARGETS, target_config
 from planner import make_plan
 from planner.errors import RequestError
 from planner.graph.trace import trace
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 
 def installed(package: str) -> bool:

@@ -12,11 +12,12 @@ import pytest
 
 from costmodels import parse_cluster
 from costmodels.calibrate import KernelCount
-from executor import cli_calibrate, sampling
-from executor.cli import main
-from executor.collective_probes import CHAIN, TOGETHER, collective_probes
-from executor.probes import probes
-from executor.sampling import Sampled, kernel_counts, sample
+from executor.calibrate import sampling
+from executor.calibrate.collective_probes import CHAIN, TOGETHER, collective_probes
+from executor.calibrate.probes import probes
+from executor.calibrate.sampling import Sampled, kernel_counts, run_probes
+from executor.cli import calibrate as cli_calibrate
+from executor.cli.main import main
 from planner import load_plan, make_plan
 from planner.errors import RequestError
 
@@ -49,14 +50,14 @@ def measured() -> Sampled:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "probes", lambda *a: few(probes(*a)))
         patch.setattr(sampling, "collective_probes", lambda *a: few(collective_probes(*a)))
-        return sample(parse_cluster("cpu:8"), ("float32",), rounds=2, scale=TINY)
+        return run_probes(parse_cluster("cpu:8"), ("float32",), rounds=2, scale=TINY)
 
 
 @pytest.fixture
 def profile(tmp_path: Path, measured: Sampled, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the command writes, of the quick look."""
     path = tmp_path / "profile.toml"
-    monkeypatch.setattr(cli_calibrate, "sample", lambda *args, **kwargs: measured)
+    monkeypatch.setattr(cli_calibrate, "run_probes", lambda *args, **kwargs: measured)
     assert main(["calibrate", "--cluster", "cpu:8", "--out", str(path), "--rounds", "2"]) == 0
     return path
 
@@ -71,7 +72,7 @@ def test_samples_are_of_every_family(measured: Sampled) -> None:
 def test_samples_are_medians_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "probes", lambda *a: probes(*a)[-4:-2])
     ticks = itertools.accumulate(itertools.cycle([0.0, 3.0]))  # a run takes 3 s, always
-    found = sample(
+    found = run_probes(
         parse_cluster("cpu:1"), ("float32",), rounds=3, scale=TINY, clock=lambda: next(ticks)
     )
     assert {s.seconds for s in found.samples} == {3.0}
@@ -183,7 +184,7 @@ def test_an_interrupt_leaves_no_file(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_calibrate, "sample", interrupted)
+    monkeypatch.setattr(cli_calibrate, "run_probes", interrupted)
     out = tmp_path / "profile.toml"
     assert main(["calibrate", "--cluster", "cpu:8", "--out", str(out)]) == 130
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from executor import check, compile_plan, measure, parallelize
-from executor.check import compiled_collectives
+from executor.verify.check import compiled_collectives
 from planner import make_plan
 from tests.executor.executor_steps import batch_of, large_args, plain_state, plain_step
 
@@ -101,7 +101,7 @@ def spoilt(monkeypatch):
     """Makes the sharded run return something else."""
 
     def spoil(change):
-        from executor.interpret import ConstrainedStep
+        from executor.run.interpret import ConstrainedStep
 
         right = ConstrainedStep.run
         depth = []

@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from executor import CheckpointError, Checkpoints
 from executor.checkpoint import parts
-from executor.checkpoint.common import shown
+from executor.checkpoint.common import path_text
 from executor.checkpoint.saved import cast, merged, only, open_state, steps_in, write_state
-from executor.cli import main
+from executor.cli.main import main
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
 pytestmark = pytest.mark.devices
@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def contents(where: Path, **options: Any) -> dict[str, tuple[str, bytes]]:
     return {
-        shown(p): (f"{x.dtype}{x.shape}", np.asarray(x).tobytes())
+        path_text(p): (f"{x.dtype}{x.shape}", np.asarray(x).tobytes())
         for p, x in open_state(where, **options).leaves.items()
     }
 
@@ -133,7 +133,7 @@ def test_parameters_alone_and_rounded(run: Path, tmp_path: Path) -> None:
     assert planner("convert", run, there, "--params-only", "--dtype", "bfloat16") == 0
     found = open_state(there)
     assert {p[0] for p in found.leaves} == {"params"}
-    types = {shown(p): x.dtype.name for p, x in found.leaves.items()}
+    types = {path_text(p): x.dtype.name for p, x in found.leaves.items()}
     assert types["params/layers/0/w"] == types["params/f8"] == "bfloat16"
     assert types["params/n"] == "int8"
     w = np.asarray(state()["params"]["layers"][0]["w"])
@@ -300,7 +300,7 @@ def test_parts_make_up_the_leaf(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_
 
 BOUNDED = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from executor.cli import main
+from executor.cli.main import main
 def peak():
     fields = dict(x.split(":", 1) for x in open("/proc/self/status").read().splitlines())
     return int(fields["RssAnon"].split()[0]) / 1000

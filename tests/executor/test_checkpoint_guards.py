@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from executor import CheckpointError, Checkpoints, DataError
-from executor.cli import main
+from executor.cli.main import main
 from executor.data import shard
 
 pytestmark = pytest.mark.devices

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from executor.launch import Job, Outcome, run_local
+from executor.launch.start import Job, Outcome, run_local
 
 pytestmark = [pytest.mark.devices, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from executor import CheckpointError, Checkpoints
-from executor.checkpoint.common import nested, shown, stored, taken, unstored
+from executor.checkpoint.common import nested, path_text, stored, taken, unstored
 
 pytestmark = pytest.mark.devices
 
@@ -134,7 +134,7 @@ KEYS = st.text(st.sampled_from("ab~/.01"), min_size=1, max_size=4)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(KEYS, min_size=1, max_size=4), st.sampled_from("/."))
 def test_names_are_taken_apart_as_they_were_joined(path: list[str], separator: str) -> None:
-    assert taken(shown(tuple(path), separator), separator) == tuple(path)
+    assert taken(path_text(tuple(path), separator), separator) == tuple(path)
     given = [stored(k) for k in path]
     assert [unstored(k) for k in given] == path
     assert not any("." in k or "/" in k for k in given)

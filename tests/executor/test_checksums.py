@@ -13,8 +13,8 @@ import pytest
 import tensorstore as ts
 
 from executor import CheckpointError, Checkpoints
-from executor.checkpoint import checksums, guard
-from executor.cli import main
+from executor.checkpoint.files import checksums, guard
+from executor.cli.main import main
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.numpy import load_file, save_file

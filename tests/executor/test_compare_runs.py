@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from executor import compile_plan
-from planner.compare import compare
+from planner.compare.manual_plans import compare
 
 pytestmark = pytest.mark.devices
 

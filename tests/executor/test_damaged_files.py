@@ -16,7 +16,7 @@ import pytest
 
 from executor import CheckpointError, Checkpoints
 from executor.checkpoint.common import nested
-from executor.cli import main
+from executor.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from executor import Batches, DataError, agreed_steps, own_files, parallelize
-from executor.launch import Job, run_local
+from executor.launch.start import Job, run_local
 
 pytestmark = pytest.mark.devices
 ROOT = Path(__file__).resolve().parents[2]

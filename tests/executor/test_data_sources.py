@@ -20,7 +20,7 @@ from executor import DataError
 from executor.data import Batches, Streams, shard
 from executor.data.batches import side_by_side
 from executor.data.streams import BLOCK
-from executor.launch import Job, run_local
+from executor.launch.start import Job, run_local
 
 pytestmark = pytest.mark.devices
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,13 +20,14 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from executor import cli, compile_plan
-from executor.export import python_text
-from executor.hlo import read_module
-from executor.shardy import lower_abstractly, shardy_collectives
+from executor import compile_plan
+from executor.cli import main as cli
+from executor.run.export import python_text
+from executor.verify.hlo import read_module
+from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import make_plan, shard
 from planner.graph.trace import abstract, trace
-from planner.plan import Plan, plan_from_json
+from planner.plan.plan import Plan, plan_from_json
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALL = ("mlp", "gpt", "gpt_linen_scan", "resnet", "moe", "lstm")

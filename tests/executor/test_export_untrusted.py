@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from executor import cli
-from executor.cli_export import FORMS
-from executor.export import python_text
+from executor.cli import main as cli
+from executor.cli.export import FORMS
+from executor.run.export import python_text
 from planner import PlanFormatError, make_plan
 from planner.export.text import in_docstring, quoted
-from planner.pipeline import plan_step
-from planner.plan import Plan, load_plan, plan_from_json
-from planner.report.html import html
-from planner.report.html_data import gather
+from planner.html.data import report_data
+from planner.html.page import html
+from planner.plan.plan import Plan, load_plan, plan_from_json
+from planner.planning import plan_step
 
 RUN = "__import__('builtins').ran.append(1)"
 PAYLOADS = (
@@ -193,7 +193,9 @@ class Elements(HTMLParser):
 
 def test_no_text_of_a_plan_becomes_markup_or_script(plan: Plan) -> None:
     args = {"a": struct(64, 128), "b": struct(128, 64)}, struct(32, 64)
-    data = gather(plan_step(step, *args, cluster="cpu:8", mesh="data=4,model=2"), "title", None)
+    data = report_data(
+        plan_step(step, *args, cluster="cpu:8", mesh="data=4,model=2"), "title", None
+    )
     usual = Elements(html(data)).found
     for old in ("title", "cpu:8", "data", "float32", "dot_general"):
         for payload in (

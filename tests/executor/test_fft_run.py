@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from executor import compile_plan
-from executor.export import python_text
+from executor.run.export import python_text
 from planner import make_plan
 from tests.executor.executor_steps import assert_same
 

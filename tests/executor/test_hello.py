@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from executor import hello
-from executor.launch import free_port
-from executor.lines import LONGEST, HostError, Line, listen
-from executor.peers import Watch
-from executor.roles import Role
+from executor.launch.start import free_port
+from executor.processes import hello
+from executor.processes.failure_detection import Watch
+from executor.processes.roles import Role
+from executor.processes.sockets import LONGEST, Connection, HostError, listen
 from tests.executor.test_peers import Told
 
 
@@ -45,7 +45,7 @@ def stranger(first: Watch, words: bytes) -> dict[str, Any] | None:
             assert time.monotonic() < until
     with connection:
         connection.sendall(words)
-        return Line(connection, 30.0).receive(until=time.monotonic() + 10)
+        return Connection(connection, 30.0).receive(until=time.monotonic() + 10)
 
 
 def test_who_does_not_know_the_secret_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +108,7 @@ def test_a_long_hello_and_a_slow_one_are_cut_off(monkeypatch: pytest.MonkeyPatch
     first, starting = started()
     assert stranger(first, b"x" * (hello.LONGEST + 70_000)) is None
     assert stranger(first, b"[" * 3000 + b"\n") is None
-    monkeypatch.setattr("executor.peers.ANSWER_S", 0.2)
+    monkeypatch.setattr("executor.processes.failure_detection.ANSWER_S", 0.2)
     assert stranger(first, b'{"job": ') is None  # and no more
     monkeypatch.undo()
     Watch(Role(2, 1, first.role.coordinator), 30.0, end=Told()).start(20.0)
@@ -119,7 +119,7 @@ def test_a_line_does_not_grow_without_end() -> None:
     with listen("127.0.0.1", 0) as server:
         there = socket.create_connection(server.getsockname())
         here, _ = server.accept()
-    line = Line(here, 30.0)
+    line = Connection(here, 30.0)
     there.sendall(b'{"a": 1}\n{"b"')
     assert line.receive() == {"a": 1}
     there.sendall(b": 2}\n" + b"x" * 100)

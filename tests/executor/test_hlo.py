@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from executor.hlo import read_module, replica_groups, wire_bytes
-from executor.hlo_text import parse_computations, trip_count, type_bytes
+from executor.verify.hlo import read_module, replica_groups, wire_bytes
+from executor.verify.hlo_text import parse_computations, trip_count, type_bytes
 
 LOOP = re.sub(
     r"CYCLES\((\d+)\)",

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from executor import HostError, hosts, initialize
-from executor.hosts import bind_address, check_here, check_own_name, resolve
-from executor.launch import Job, free_port, run_local
+from executor import HostError, initialize
+from executor.launch.start import Job, free_port, run_local
+from executor.processes import bootstrap as hosts
+from executor.processes.bootstrap import addresses_of, bind_address, check_here, check_own_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,7 +131,7 @@ def write():  # registered before those of initialize, so it runs after them
 
 before = jax.config.jax_num_cpu_devices
 assert not compat.knows_devices() and jax.config.jax_num_cpu_devices == before
-from executor.hosts import finalize, initialize
+from executor.processes.bootstrap import finalize, initialize
 role = initialize(timeout_s=60)
 here = jax.local_device_count()
 assert compat.knows_devices() and jax.config.jax_num_cpu_devices == before
@@ -233,7 +234,7 @@ def test_a_port_in_use_is_said() -> None:
 def test_another_hosts_address_is_told(
     where: str, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_here(where, resolve(where))  # 192.0.2.0/24 is kept for documentation, RFC 5737
+    check_here(where, addresses_of(where))  # 192.0.2.0/24 is kept for documentation, RFC 5737
     assert ("does not have that address" in caplog.text) == told
 
 
@@ -242,7 +243,7 @@ def test_another_hosts_address_is_told(
     [("localhost:1", "127.0.0.1"), ("127.0.0.1:1", "127.0.0.1"), ("192.0.2.1:1", "")],
 )
 def test_process_0_listens_at_the_coordinators_address(where: str, address: str) -> None:
-    assert bind_address(where, resolve(where)) == address
+    assert bind_address(where, addresses_of(where)) == address
 
 
 def test_a_name_that_resolves_to_loopback_is_listened_for_everywhere() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.cli import main
-from executor.launch import Job, Outcome, run_local
+from executor.cli.main import main
+from executor.launch.start import Job, Outcome, run_local
 from tests.executor.launching import gone
 
 SAY = "import os; print('I am', os.environ['MESHWRIGHT_PROCESS'])"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from executor.hello import read_secret
-from executor.launchers import ssh
-from executor.launchers.hostfile import Host, parse_hosts, places, read_hosts, room
-from executor.launchers.job import Job, LaunchError
-from executor.launchers.ssh import Ssh, address, tasks
+from executor.launch.hosts import ssh
+from executor.launch.hosts.hostfile import Host, parse_hosts, places, read_hosts, room
+from executor.launch.hosts.ssh import Ssh, address, tasks
+from executor.launch.job import Job, LaunchError
+from executor.processes.hello import read_secret
 
 
 def test_a_file_of_hosts(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from executor.cli import main
-from executor.launchers.job import Job, LaunchError
-from executor.roles import Role, read_role
+from executor.cli.main import main
+from executor.launch.job import Job, LaunchError
+from executor.processes.roles import Role, read_role
 
 pytest.importorskip("jsonschema", reason="needs jsonschema: pip install 'meshwright[k8s]'")
 yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install 'meshwright[k8s]'")
 
-from executor.launchers import jobset, manifests  # noqa: E402
+from executor.launch.kubernetes import jobset, manifests  # noqa: E402
 
 JOB = Job(("python", "train.py", "--x"), 4, 2, {"A": "b"}, stop_s=90)
 PODS = jobset.Pods("train", "registry/image:1", 8)
@@ -45,7 +45,7 @@ def test_the_pods_know_who_they_are() -> None:
 def test_what_pods_ask_for() -> None:
     asked = jobset.Pods("train", "i", 8, "500m", "32Gi")
     found = jobset.manifest(JOB, asked, 0)
-    manifests.check(found, *manifests.read_schema(None, jobset.KIND))
+    manifests.check_manifest(found, *manifests.read_schema(None, jobset.KIND))
     assert pod(found)["containers"][0]["resources"] == {
         "requests": {"cpu": "500m", "memory": "32Gi"},
         "limits": {"nvidia.com/gpu": 8, "memory": "32Gi"},
@@ -105,7 +105,7 @@ def refused_by(schema: Any) -> list[str]:
     out = []
     for path, value in WRONG:
         try:
-            manifests.check(change_at(document(), path, value), schema, "it")
+            manifests.check_manifest(change_at(document(), path, value), schema, "it")
         except LaunchError:
             out.append(path)
     return out
@@ -113,10 +113,12 @@ def refused_by(schema: Any) -> list[str]:
 
 def test_the_built_in_schema_takes_it_and_refuses_wrong_ones() -> None:
     schema, name = manifests.read_schema(None, jobset.KIND)
-    manifests.check(document(), schema, name)
+    manifests.check_manifest(document(), schema, name)
     assert refused_by(schema) == [path for path, _ in WRONG]
     with pytest.raises(LaunchError, match=r"does not allow spec/failurePolicy/maxRestarts: '3'"):
-        manifests.check(change_at(document(), "spec/failurePolicy/maxRestarts", "3"), schema, name)
+        manifests.check_manifest(
+            change_at(document(), "spec/failurePolicy/maxRestarts", "3"), schema, name
+        )
 
 
 def test_the_clusters_schema_takes_it_and_refuses_wrong_ones() -> None:
@@ -124,7 +126,7 @@ def test_the_clusters_schema_takes_it_and_refuses_wrong_ones() -> None:
     if path is None:
         pytest.skip("MESHWRIGHT_JOBSET_CRD does not name the JobSet CRD (a YAML file)")
     schema, name = manifests.read_schema(Path(path), jobset.KIND)
-    manifests.check(document(), schema, name)
+    manifests.check_manifest(document(), schema, name)
     assert refused_by(schema) == [path for path, _ in WRONG]
 
 

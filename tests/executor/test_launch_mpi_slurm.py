@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from executor.cli import main
-from executor.launchers import guard
-from executor.launchers.hostfile import Host
-from executor.launchers.job import Job, LaunchError, Line
-from executor.launchers.mpi import Mpi, command, where
-from executor.launchers.mpi import read as read_mpirun
-from executor.launchers.slurm import Slurm
-from executor.launchers.slurm import command as srun_command
-from executor.launchers.slurm import read as read_srun
+from executor.cli.main import main
+from executor.launch import guard
+from executor.launch.hosts.hostfile import Host
+from executor.launch.hosts.mpi import Mpi, command, where
+from executor.launch.hosts.mpi import read as read_mpirun
+from executor.launch.hosts.slurm import Slurm
+from executor.launch.hosts.slurm import command as srun_command
+from executor.launch.hosts.slurm import read as read_srun
+from executor.launch.job import Job, LaunchError, OutputLine
 from tests.executor.launch_slurm import running_slurm
 from tests.executor.launching import alive, gone, launcher_process, wait_for
 
@@ -46,7 +46,7 @@ def test_hosts_that_mpirun_can_not_be_told() -> None:
 
 
 def test_what_mpirun_says() -> None:
-    assert read_mpirun("[1,12]<stdout>:[1,2] x") == Line(12, "[1,2] x")
+    assert read_mpirun("[1,12]<stdout>:[1,2] x") == OutputLine(12, "[1,2] x")
     assert read_mpirun("[1,3]<stdout>:\x1eexit code 75").failed == (3, 75)
     assert read_mpirun("mpirun noticed something").process is None
 
@@ -66,17 +66,17 @@ def test_the_words_of_srun() -> None:
 
 
 def test_what_srun_says() -> None:
-    assert read_srun("3: text: more") == Line(3, "text: more")
-    assert read_srun(" 3: ") == Line(3, "")
+    assert read_srun("3: text: more") == OutputLine(3, "text: more")
+    assert read_srun(" 3: ") == OutputLine(3, "")
     assert read_srun("11: \x1eexit code 137").failed == (11, 137)
-    assert read_srun("srun: job 7 queued and waiting") == Line(
+    assert read_srun("srun: job 7 queued and waiting") == OutputLine(
         None, "srun: job 7 queued and waiting"
     )
 
 
 SAY = """
 import os, sys
-from executor.roles import read_role
+from executor.processes.roles import read_role
 role = read_role(os.environ)
 print(role.process, role.processes, role.source, role.coordinator, end=" ")
 print(os.environ["EXTRA"], sys.argv[1:])
@@ -181,7 +181,7 @@ def test_a_step_of_slurm_is_not_taken_for_lost(
     slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
-    monkeypatch.setattr("executor.launchers.slurm.SILENCE_S", guard.BEAT_S + 2)
+    monkeypatch.setattr("executor.launch.hosts.slurm.SILENCE_S", guard.BEAT_S + 2)
     (tmp_path / "long.py").write_text("import time; time.sleep(14)")
     assert launch("slurm", "long.py") == 0
 

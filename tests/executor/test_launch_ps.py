@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from executor.cli import main
-from executor.launchers import manifests, rayjob
-from executor.launchers.job import Job, LaunchError
-from executor.launchers.jobset import Pods
-from executor.launchers.ps import Servers
-from executor.ps_roles import SYSTEMS
+from executor.cli.main import main
+from executor.launch.job import Job, LaunchError
+from executor.launch.kubernetes import manifests
+from executor.launch.kubernetes.jobset import Pods
+from executor.parameter_server.launch import rayjob
+from executor.parameter_server.launch.job import Servers
+from executor.parameter_server.launch.roles import SYSTEMS
 from tests.executor.launching import alive, gone, launcher_process, wait_for
 from tests.executor.test_launch_ray import needs_ray, ours
 
@@ -366,7 +367,7 @@ def test_the_manifest() -> None:
 def test_what_pods_ask_for() -> None:
     document()
     found = rayjob.manifest(JOB, Pods("t", "i", 2, "4", "16Gi"), SERVERS, 0)
-    manifests.check(found, *manifests.read_schema(None, rayjob.KIND))
+    manifests.check_manifest(found, *manifests.read_schema(None, rayjob.KIND))
     spec = found["spec"]["rayClusterSpec"]
     parts = [spec["headGroupSpec"], spec["workerGroupSpecs"][0]]
     head, worker = (x["template"]["spec"]["containers"][0]["resources"] for x in parts)
@@ -409,7 +410,7 @@ def refused_by(schema: Any) -> list[str]:
     out = []
     for path, value in WRONG:
         try:
-            manifests.check(change_at(document(), path, value), schema, "it")
+            manifests.check_manifest(change_at(document(), path, value), schema, "it")
         except LaunchError:
             out.append(path)
     return out
@@ -418,7 +419,7 @@ def refused_by(schema: Any) -> list[str]:
 def test_the_built_in_schema_takes_it_and_refuses_wrong_ones() -> None:
     schema, name = manifests.read_schema(None, rayjob.KIND)
     assert name == "the schema of RayJob v1"
-    manifests.check(document(), schema, name)
+    manifests.check_manifest(document(), schema, name)
     assert refused_by(schema) == [path for path, _ in WRONG]
 
 
@@ -428,7 +429,7 @@ def test_the_clusters_schema_takes_it_and_refuses_wrong_ones() -> None:
         pytest.skip("MESHWRIGHT_RAYJOB_CRD does not name KubeRay's RayJob CRD (a YAML file)")
     found = document()
     schema, name = manifests.read_schema(Path(path), rayjob.KIND)
-    manifests.check(found, schema, name)
+    manifests.check_manifest(found, schema, name)
     assert refused_by(schema) == [path for path, _ in WRONG]
 
 

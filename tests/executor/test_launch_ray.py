@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from executor.cli import main
-from executor.launchers import ray_driver
-from executor.launchers.job import Job, LaunchError
-from executor.launchers.rays import Ray
+from executor.cli.main import main
+from executor.launch.job import Job, LaunchError
+from executor.launch.ray import driver as ray_driver
+from executor.launch.ray.actors import Ray
 from tests.executor.launching import alive, gone, launcher_process, wait_for
 from tests.executor.test_launch_ssh import SLEEP
 

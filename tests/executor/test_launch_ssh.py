@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from executor.cli import main
-from executor.launch import Job, free_port
-from executor.launchers import guard, ssh
-from executor.launchers.hostfile import Host
-from executor.launchers.ssh import Ssh
+from executor.cli.main import main
+from executor.launch import guard
+from executor.launch.hosts import ssh
+from executor.launch.hosts.hostfile import Host
+from executor.launch.hosts.ssh import Ssh
+from executor.launch.start import Job, free_port
 from tests.executor.launch_sshd import Sshd, running_sshd
 from tests.executor.launching import alive, gone, launcher_process, wait_for
 
@@ -224,7 +225,7 @@ def test_hosts_that_do_not_answer_at_a_restart_are_asked_again(
     sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A host that is away for one restart: its name in the file leads nowhere meanwhile."""
-    from executor import launch
+    from executor.launch import start as launch
 
     real, answers = ssh.ask, iter([None, "it is off", "it is off", None])
     monkeypatch.setattr(ssh, "ask", lambda host, options: next(answers) or real(host, options))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from executor.cli import main
-from executor.launch import Job, Outcome, launch
-from executor.launchers.job import Stop
-from executor.launchers.local import Local
+from executor.cli.main import main
+from executor.launch.job import JobStop
+from executor.launch.local import Local
+from executor.launch.start import Job, Outcome, launch
 from tests.executor.launching import alive, gone, launcher_process, wait_for
 from tests.executor.test_launch_ssh import SLEEP
 
@@ -162,7 +162,7 @@ def test_logs_of_all_starts_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
-    stop = Stop()
+    stop = JobStop()
     stop.ask(signal.SIGTERM)
     job = Job((sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"), 1)
     outcome = launch(job, Local(), lambda *_: None, max_restarts=3, stop=stop)

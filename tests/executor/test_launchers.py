@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from executor.cli import main
+from executor.cli.main import main
 from tests.executor.launch_slurm import running_slurm
 from tests.executor.launch_sshd import running_sshd
 from tests.executor.test_hosts import TRAIN, launched, results

@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import mutated_files as mutated  # noqa: E402
 
 from costmodels import MOST_DEVICES, ClusterError, parse_cluster  # noqa: E402
-from executor import cli  # noqa: E402
-from executor.launchers import jobset, manifests  # noqa: E402
-from executor.launchers.hostfile import parse_hosts  # noqa: E402
-from executor.launchers.job import LaunchError  # noqa: E402
+from executor.cli import main as cli  # noqa: E402
+from executor.launch.hosts.hostfile import parse_hosts  # noqa: E402
+from executor.launch.job import LaunchError  # noqa: E402
+from executor.launch.kubernetes import jobset, manifests  # noqa: E402
 from planner import PlanFormatError, load_plan  # noqa: E402
 from planner.files import MIB, gunzipped, read_bytes  # noqa: E402
 from planner.search import iopddl, read_iopddl  # noqa: E402

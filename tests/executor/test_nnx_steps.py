@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from executor import compile_plan, parallelize
-from executor.check import check
+from executor.verify.check import check
 from planner import ModelError, make_plan
 
 pytestmark = pytest.mark.devices

@@ -15,11 +15,11 @@ import pytest
 
 from costmodels import parse_cluster
 from executor import Checkpoints, parallelize
-from executor.aot import compile_step
-from executor.export import python_text
+from executor.run.export import python_text
+from executor.verify.aot import compile_step
 from planner import make_plan
 from planner.graph.trace import trace
-from planner.plan import plan_from_json
+from planner.plan.plan import plan_from_json
 
 pytestmark = pytest.mark.devices
 OPTIMIZER = optax.adamw(1e-2)
@@ -105,7 +105,7 @@ def test_a_checkpoint_keeps_the_memory(tmp_path: Path) -> None:
 def test_where_there_is_no_such_memory_it_says_so_once_and_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("executor.compile.lacks_memory", lambda devices, kind: True)
+    monkeypatch.setattr("executor.run.compile.lacks_memory", lambda devices, kind: True)
     step = parallelize(train_step, mesh="data=8", offload="opt")
     with caplog.at_level(logging.WARNING, "meshwright"):
         state, losses = run(step)

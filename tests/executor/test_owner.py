@@ -20,7 +20,7 @@ import pytest
 from executor import CheckpointError, Checkpoints
 from executor.checkpoint import FencedError, owner
 from executor.checkpoint.manager import UNFINISHED
-from executor.meter import Meter
+from executor.train.metrics import Meter
 
 pytestmark = pytest.mark.devices
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,7 +325,7 @@ def test_what_a_fenced_owner_had_opened_is_not_the_file_of_the_next(tmp_path: Pa
 
 
 def test_checkpoints_say_their_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from executor.cli import main
+    from executor.cli.main import main
 
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(3)})

@@ -311,7 +311,7 @@ def test_plan_of_arrays_that_are_on_a_mesh():
 
 
 def test_large_operations_without_a_rule_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    from executor.parallelize import replicated
+    from executor.run.parallelize import replicated
     from planner import make_plan
     from planner.graph.trace import trace
 

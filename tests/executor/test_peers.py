@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch import Job, free_port, run_local
-from executor.lines import HostError
-from executor.peers import AGAIN, Watch
-from executor.roles import Role
+from executor.launch.start import Job, free_port, run_local
+from executor.processes.failure_detection import AGAIN, Watch
+from executor.processes.roles import Role
+from executor.processes.sockets import HostError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -203,7 +203,9 @@ def test_who_was_frozen_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) ->
     watches, told = job(2, deadline_s=4.0)
     time.sleep(0.7)
     real, shift = time.monotonic, 100.0
-    monkeypatch.setattr("executor.peers.time.monotonic", lambda: real() + shift)
+    monkeypatch.setattr(
+        "executor.processes.failure_detection.time.monotonic", lambda: real() + shift
+    )
     assert not told[0].event.wait(1.5) and not told[1].event.is_set()
     monkeypatch.undo()
     for watch in watches:

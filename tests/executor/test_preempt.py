@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from executor.preempt import Agreement, Place
+from executor.processes.preemption import Agreement, Place
 from tests.executor.test_peers import job
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from executor.roles import Role, RoleError, first_host, read_role
+from executor.processes.roles import Role, RoleError, first_host, read_role
 
 TF = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "ps": ["d:4"]}
 

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from costmodels import AnalyticCostModel, parse_cluster
-from executor.shardy import lower_abstractly, shardy_collectives
+from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import make_plan
+from planner.cost.reshard import reshard_steps
 from planner.graph.trace import abstract, trace
-from planner.reshard import reshard_steps
 
 SIDE = 64
 

@@ -26,8 +26,8 @@ from executor import (
     parallelize,
     train,
 )
-from executor.meter import named
-from executor.peers import AGAIN
+from executor.processes.failure_detection import AGAIN
+from executor.train.metrics import named_scalars
 from planner.errors import RequestError
 
 pytestmark = pytest.mark.devices
@@ -384,7 +384,7 @@ def test_steps_of_another_form(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="metric x: it is complex"):
         train(jax.jit(lambda s, b: (s, {"x": jnp.complex64(1)})), fresh(), plain(), steps=1)
     with pytest.raises(RequestError, match="metric a/b: there is another of that name"):
-        named({"a/b": 1.0, "a": {"b": 2.0}})
+        named_scalars({"a/b": 1.0, "a": {"b": 2.0}})
     with pytest.raises(RequestError, match="no batches to plan"):
         train(parallelize(fit, cluster="cpu:8"), fresh(), [], steps=1, progress=False)
     with pytest.raises(RequestError, match="no batches to evaluate on"):

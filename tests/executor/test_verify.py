@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from executor import aot
-from executor.cli import main
-from executor.climb import carried_argnums
-from executor.verify import Row, communication_rows, planned_wire
+from executor.cli.main import main
+from executor.verify import aot
+from executor.verify.compiled import carried_argnums
+from executor.verify.predictions import Row, communication_rows, planned_wire
 from planner import load_plan
-from planner.cli import main as planner_main
+from planner.cli.main import main as planner_main
 
 pytestmark = pytest.mark.devices
 

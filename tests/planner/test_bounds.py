@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import AnalyticCostModel, parse_cluster
-from planner.analysis import analyse, ideal_s
+from planner.choose.bounds import Field, scouted
+from planner.choose.meshes import SAME
+from planner.cost.pricing import price
+from planner.cost.rates import Rates
 from planner.graph.trace import trace
-from planner.groups import build_groups
-from planner.meshes import SAME
-from planner.pipeline import graph_rules
-from planner.pricing import price
-from planner.quotient import Quotient, fold_analysis
-from planner.rates import Rates
-from planner.scout import Field, scouted
+from planner.planning import graph_rules
 from planner.search import recursive_programming
+from planner.space.groups import build_groups
 from planner.spec import enumerate_meshes
-from planner.work import Work
+from planner.step.analysis import analyse, ideal_s
+from planner.step.classes import Quotient, fold_analysis
+from planner.step.kernel_costs import Work
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("mlp", "gpt", "gpt_linen_scan", "resnet", "moe", "lstm")

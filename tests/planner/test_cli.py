@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from planner import load_plan
-from planner.cli import main
-from planner.loading import module_names, parse_target
+from planner.cli.main import main
+from planner.frontend.loading import module_names, parse_target
 from planner.modes import get_parallel_mode, set_parallel_mode
 from planner.report.failure import failure_text
 
@@ -362,7 +362,7 @@ def test_completion_scripts_know_the_commands(
 def test_the_command_line_is_checked_before_the_script_runs(
     command: str, flags: list[str], told: str, write: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from executor.cli import main
+    from executor.cli.main import main
 
     path = write("raise SystemExit('the script ran')")
     words = {"explain": ["explain", path, "x"], "placement": ["inspect", path, "--placement=auto"]}
@@ -375,7 +375,7 @@ def test_the_command_line_is_checked_before_the_script_runs(
 def test_words_after_two_dashes_are_the_scripts(
     command: str, write: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from executor.cli import main
+    from executor.cli.main import main
 
     path = write(STEP + ARGS + "import sys; print('got', sys.argv[1:], len(sys.argv[0]) > 3)")
     what = ["x"] if command == "explain" else []

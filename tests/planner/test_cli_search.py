@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner import watch
-from planner.cli import main
+from planner.cli import progress as watch
+from planner.cli.main import main
 from planner.report.search import progress_text
 from planner.search import SEARCHES, Edge, Problem, Solution, evaluate, read_iopddl, write_iopddl
 from planner.search.problem import make_solution
-from planner.search.progress import Progress, current, time_is_up
+from planner.search.progress import SearchProgress, current, time_is_up
 from tests.planner.search.search_cases import random_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +178,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def patient(problem: Problem, *, time_limit_s: float) -> Solution:
         begun = time.monotonic()
-        current().report(Progress(0.0, 13.0, 4.0, True, "waiting"))
+        current().report(SearchProgress(0.0, 13.0, 4.0, True, "waiting"))
         waiting.set()
         while not time_is_up(begun + 60):
             time.sleep(0.01)
@@ -222,7 +222,7 @@ def test_limit_asks_to_stop_and_lines_come_now_and_then(
 
 STUBBORN = """
 import sys, time
-from planner.cli import main
+from planner.cli.main import main
 from planner.search import SEARCHES
 def stubborn(problem, *, time_limit_s):
     print("begun", flush=True)
@@ -273,7 +273,7 @@ def test_the_limit_counts_reading(
         return read_iopddl(path)
 
     monkeypatch.setitem(SEARCHES, "brief", brief)
-    monkeypatch.setattr("planner.cli_search.read_iopddl", slow)
+    monkeypatch.setattr("planner.cli.search.read_iopddl", slow)
     options = ["--search", "brief", "--json", "--time-limit"]
     assert main(["search", str(problem), *options, "30"]) == 0
     assert main(["search", str(problem), *options, "0.2"]) == 0
@@ -283,18 +283,19 @@ def test_the_limit_counts_reading(
 
 LINGERING = """
 import sys, threading, time
-from planner.cli import main
-from planner.search import SEARCHES, leftover
+from planner.cli.main import main
+from planner.search import SEARCHES
+from planner.search.anytime import leftover
 from planner.search.problem import make_solution
 def lingering(problem, *, time_limit_s):
     import numpy as np
-    from planner.search.anytime import Walker
-    from planner.search.dual import Dual
-    from planner.search.flat import flatten
-    from planner.search.incumbent import Incumbent
+    from planner.search.anytime.rounds import Walker
+    from planner.search.relax.dual import Dual
+    from planner.search.relax.flat import flatten
+    from planner.search.anytime.incumbent import Incumbent
     from planner.search.progress import current
-    from planner.search.reduction import reduce_problem
-    from planner.search.trws import Messages
+    from planner.search.exact.reduction import reduce_problem
+    from planner.search.relax.trws import Messages
     solve = leftover.solve_integer
     def deaf(*args, stopped, **more):  # as HiGHS is inside its presolve
         begun.set()
@@ -343,20 +344,20 @@ def test_a_solver_that_still_runs_does_not_abort_the_process(tmp_path: Path) -> 
     [
         (None, "3 s of 60 s"),
         (
-            Progress(3.0, float("inf"), -float("inf"), False, ""),
+            SearchProgress(3.0, float("inf"), -float("inf"), False, ""),
             "3 s of 60 s, best -, bound -, gap unknown",
         ),
         (
-            Progress(3.0, 49928460991.0, 4.9e10, True, "block 3"),
+            SearchProgress(3.0, 49928460991.0, 4.9e10, True, "block 3"),
             "3 s of 60 s, best 49928460991, bound 49000000000, gap 1.86 %, block 3",
         ),
         (
-            Progress(3.0, 0.0123456789012, 0.0, False, ""),
+            SearchProgress(3.0, 0.0123456789012, 0.0, False, ""),
             "3 s of 60 s, best 0.0123456789 (infeasible), bound 0, gap 100 %",
         ),
     ],
 )
-def test_progress_line(progress: Progress | None, text: str) -> None:
+def test_progress_line(progress: SearchProgress | None, text: str) -> None:
     assert progress_text(progress, 3.2, 60.0) == text
 
 

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from planner import cli, make_plan, shard
-from planner.compare import Candidate, Comparison, compare
+from planner import make_plan, shard
+from planner.cli import main as cli
+from planner.compare.manual_plans import Candidate, Comparison, compare
+from planner.compare.text import comparison_json, comparison_parts
 from planner.graph.trace import trace
-from planner.plan import Plan
-from planner.report.compare_text import comparison_json, comparison_parts
+from planner.plan.plan import Plan
 from planner.report.layout import plain_text
-from planner.sequence import sequences
+from planner.request.sequence_parallel import sequences
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from planner import make_plan
-from planner.difference import difference
-from planner.plan import Plan
-from planner.report.compare_text import difference_json, difference_parts
+from planner.compare.difference import difference
+from planner.compare.text import difference_json, difference_parts
+from planner.plan.plan import Plan
 from planner.report.layout import plain_text
 
 

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from planner import RequestError, cli
+from planner import RequestError
+from planner.cli import main as cli
 from planner.explain import explain, explain_planned
 from planner.explain.alternatives import ways
 from planner.explain.setting import setting_of
 from planner.explain.targets import find_values
-from planner.extract import Extraction
+from planner.explain.text import explanation_json, explanation_parts
 from planner.graph.trace import trace
-from planner.pipeline import Planned, plan_step
-from planner.report.explain_text import explanation_json, explanation_parts
+from planner.plan.extract import Extraction
+from planner.planning import Planned, plan_step
 from planner.report.layout import plain_text
 from planner.search import evaluate, ilp
 from planner.spec import Sharding

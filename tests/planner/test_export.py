@@ -12,9 +12,9 @@ from flax.linen import logical_to_mesh_axes
 from jax.sharding import PartitionSpec as P
 
 from planner import PlanMismatchError, make_plan
-from planner.export.logical import logical_axes
 from planner.export.text import logical_rules_text, partition_specs_text
-from planner.plan import Leaf, Plan
+from planner.plan.logical_rules import logical_axes
+from planner.plan.plan import Leaf, Plan
 from planner.spec import Sharding
 
 

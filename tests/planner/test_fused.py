@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from costmodels import attention_drag
-from planner.analysis import Analysis, analyse
 from planner.graph.trace import trace
-from planner.groups import build_groups
-from planner.pipeline import graph_rules
+from planner.planning import graph_rules
+from planner.space.groups import build_groups
+from planner.step.analysis import Analysis, analyse
 
 B, S, H, D = 2, 64, 4, 16
 Q = jax.ShapeDtypeStruct((B, S, H, D), jnp.bfloat16)

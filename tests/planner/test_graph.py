@@ -13,8 +13,8 @@ import pytest
 from planner.errors import InternalError, ModelError
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.liveness import Interval, intervals, materialised
+from planner.graph.materialized import extents, written
 from planner.graph.trace import trace
-from planner.graph.written import extents, written
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

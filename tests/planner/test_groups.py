@@ -11,11 +11,11 @@ import pytest
 from jax.extend.core import Primitive
 
 from planner import make_plan
-from planner.analysis import analyse
 from planner.graph.ir import Graph
 from planner.graph.trace import trace
-from planner.groups import Group, Groups, build_groups, gradient_shapes
-from planner.pipeline import graph_rules
+from planner.planning import graph_rules
+from planner.space.groups import Group, Groups, build_groups, gradient_shapes
+from planner.step.analysis import analyse
 
 mystery = Primitive("mystery_of_groups")
 mystery.def_abstract_eval(lambda x: x)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from costmodels import AnalyticCostModel, ClusterError, known_kinds, parse_cluster
-from executor.mesh import detected_memory
+from executor.run.mesh import detected_memory
 from planner import make_plan
 from planner.errors import RequestError
-from planner.plan import plan_from_json
+from planner.plan.plan import plan_from_json
 
 SHAPES = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1024, 1024), (4096, 1024))]
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from planner.analysis import analyse
 from planner.graph.trace import trace
-from planner.groups import build_groups
-from planner.pipeline import graph_rules
+from planner.planning import graph_rules
+from planner.space.groups import build_groups
+from planner.step.analysis import analyse
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((32, 32), jnp.float32)

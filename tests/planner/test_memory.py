@@ -12,14 +12,14 @@ import pytest
 
 from costmodels import parse_cluster
 from planner import make_plan
-from planner.analysis import Analysis, analyse
+from planner.cost.peak import PACKING
 from planner.graph.liveness import intervals
+from planner.graph.materialized import extents, written
 from planner.graph.trace import trace
-from planner.graph.written import extents, written
-from planner.groups import Link, build_groups
-from planner.peak import PACKING
-from planner.pipeline import graph_rules
-from planner.usages import Usages, padding, pads_unevenly
+from planner.planning import graph_rules
+from planner.space.groups import GroupLink, build_groups
+from planner.step.analysis import Analysis, analyse
+from planner.step.buffers import Usages, padding, pads_unevenly
 
 TILE = (8, 128)
 
@@ -37,7 +37,7 @@ def analysis_of(function: Callable[..., Any], *args: Any, cluster: str = "h100:8
     return analyse(traced.graph, rules, build_groups(traced.graph, rules), donated, device)
 
 
-def told(found: Analysis, moves: Callable[[Link], bool]) -> Usages:
+def told(found: Analysis, moves: Callable[[GroupLink], bool]) -> Usages:
     return found.scheduled.usages(found.graph, found.groups, moves)
 
 
@@ -113,7 +113,7 @@ def test_an_operand_that_is_sent_is_there_twice_until_the_source_has_no_reader()
     first, second = [op.index for op in found.graph.ops if op.kind == "dot_general"]
     assert spans(told(found, lambda _: False), act) == [(2 * first + 2, 2 * second + 1)]
 
-    def sent(link: Link) -> bool:
+    def sent(link: GroupLink) -> bool:
         return link.value == act and link.operand >= 0
 
     assert spans(told(found, sent), act) == [

@@ -11,11 +11,11 @@ import pytest
 
 from costmodels import AnalyticCostModel, parse_cluster
 from planner import make_plan
-from planner.difference import difference
+from planner.compare.difference import difference
 from planner.errors import RequestError
 from planner.graph.fetches import fetches
 from planner.graph.trace import trace
-from planner.plan import plan_from_json
+from planner.plan.plan import plan_from_json
 
 D, LAYERS, MESH = 2048, 3, "data=8"
 W = [jax.ShapeDtypeStruct((D, D), jnp.float32)] * LAYERS

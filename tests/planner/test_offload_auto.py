@@ -12,7 +12,7 @@ import pytest
 
 from planner import make_plan
 from planner.errors import MemoryLimitError
-from planner.pipeline import plan_step
+from planner.planning import plan_step
 from planner.search.problem import evaluate
 
 WIDTHS = (1024, 2048, 512, 1536)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from planner.op_seconds import op_seconds
-from planner.pipeline import Planned, plan_step
-from planner.timeline import timeline
+from planner.cost.op_seconds import op_seconds
+from planner.html.timeline import timeline
+from planner.planning import Planned, plan_step
 
 
 def step(state, batch):

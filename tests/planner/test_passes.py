@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from planner import shard
-from planner.analysis import analyse
 from planner.graph.trace import trace
-from planner.groups import build_groups
-from planner.pipeline import graph_rules
+from planner.planning import graph_rules
+from planner.space.groups import build_groups
+from planner.step.analysis import analyse
 
 MATRIX = 4.0 * 64 * 64
 

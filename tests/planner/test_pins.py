@@ -17,7 +17,7 @@ from planner import MODES, PinError, Plan, RequestError, make_plan, shard
 from planner.annotate import MARK, mark_entries
 from planner.graph.trace import trace
 from planner.modes import check_mode, get_parallel_mode, set_parallel_mode
-from planner.pipeline import plan_step
+from planner.planning import plan_step
 from planner.spec import Sharding
 
 MESH = "data=4,model=2"

@@ -12,8 +12,8 @@ import pytest
 
 from costmodels import parse_cluster
 from planner.errors import MemoryLimitError, RequestError
-from planner.graph.lookups import find_lookups
-from planner.placement import (
+from planner.graph.lookups.tables import find_lookups
+from planner.placement.choice import (
     CALL_S,
     SERVER_BYTES_PER_S,
     Placement,
@@ -23,7 +23,7 @@ from planner.placement import (
     place_and_plan,
     served_seconds,
 )
-from planner.request import parse_request
+from planner.request.options import parse_request
 
 
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -23,7 +23,7 @@ from planner import (
 )
 from planner.graph.ir import Graph
 from planner.graph.trace import trace
-from planner.plan import FORMAT, Plan, plan_from_json
+from planner.plan.plan import FORMAT, Plan, plan_from_json
 from planner.spec import MeshSpec, Sharding, enumerate_meshes, parse_mesh
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,17 +15,17 @@ import pytest
 
 from costmodels import AnalyticCostModel, parse_cluster
 from planner import make_plan
-from planner.analysis import Analysis, analyse
-from planner.extract import Extraction
+from planner.cost.peak import traced_peak
+from planner.cost.pricing import Priced, price
 from planner.graph.trace import trace
-from planner.groups import build_groups
-from planner.peak import traced_peak
-from planner.pipeline import graph_rules
-from planner.plan import Plan
-from planner.pricing import Priced, price
+from planner.plan.extract import Extraction
+from planner.plan.plan import Plan
+from planner.planning import graph_rules
 from planner.search import SEARCHES, evaluate, verify
 from planner.search.brute import MOST, combinations
+from planner.space.groups import build_groups
 from planner.spec import parse_mesh
+from planner.step.analysis import Analysis, analyse
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -19,21 +19,21 @@ from hypothesis import strategies as st
 
 from costmodels import AnalyticCostModel, parse_cluster
 from costmodels.collectives import _counted_per_node, _members_per_node
-from planner.analysis import Analysis, Reduction, analyse
 from planner.annotate import Pin
-from planner.families import price_family
+from planner.cost.batched import price_family
+from planner.cost.pricing import price, unfolded
 from planner.graph.trace import trace
-from planner.groups import Group, Link, build_groups
-from planner.moments import worst_moments
-from planner.offload import Hosted
-from planner.pipeline import graph_rules, make_plan
-from planner.pricing import price
-from planner.quotient import Quotient, fold_analysis
+from planner.planning import graph_rules, make_plan
 from planner.search import SEARCHES, evaluate, lower_bound
-from planner.search.family import Family, node_bound, relax
-from planner.search.folding import fold
+from planner.search.folding.folding import fold
+from planner.search.relax.family import Family, node_bound, relax
+from planner.space.groups import Group, GroupLink, build_groups
+from planner.space.host_memory import Hosted
 from planner.spec import enumerate_meshes, parse_mesh
-from planner.work import Work
+from planner.step.analysis import Analysis, Reduction, analyse
+from planner.step.classes import Quotient, fold_analysis
+from planner.step.kernel_costs import Work
+from planner.step.peak_moments import worst_moments
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("mlp", "gpt", "gpt_linen_scan", "moe", "lstm", "resnet", "llama")
@@ -70,7 +70,7 @@ def test_a_choice_costs_the_same_and_peaks_alike(name: str, mesh: str) -> None:
     quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster("h100:8"))
     part = price(quotient.part, parse_mesh(mesh), model, 8e10)
     whole = price(quotient.whole, parse_mesh(mesh), model, 8e10)
-    same = quotient.unfold(part)
+    same = unfolded(quotient, part)
     assert all(
         np.array_equal(a, b) for a, b in zip(same.problem.cost_s, whole.problem.cost_s, strict=True)
     )
@@ -120,7 +120,7 @@ def test_bounds_of_the_quotient_hold_for_the_whole(name: str) -> None:
     for mesh in ("data=4", "data=2,model=2"):
         part = price(quotient.part, parse_mesh(mesh), model, math.inf)
         found = SEARCHES["dynamic_programming"](
-            dataclasses.replace(quotient.unfold(part).problem, levels=None), time_limit_s=5.0
+            dataclasses.replace(unfolded(quotient, part).problem, levels=None), time_limit_s=5.0
         )
         assert lower_bound(part.problem, sweeps=12) <= found.cost_s * (1 + 1e-9)
 
@@ -263,7 +263,7 @@ def fields_of(kind: type, names_only: set[str]) -> list[str]:
 
 
 GROUP_FACTS = fields_of(Group, {"index", "ops", "name"})
-LINK_FACTS = fields_of(Link, {"a", "b", "value", "op", "operand"})
+LINK_FACTS = fields_of(GroupLink, {"a", "b", "value", "op", "operand"})
 REDUCTION_FACTS = fields_of(Reduction, {"op"})
 PIN_FACTS = fields_of(Pin, {"value", "origin", "rule"})
 

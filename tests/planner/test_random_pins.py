@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from planner import PinError, shard
 from planner.annotate import FREE, MARK
 from planner.graph.trace import trace
-from planner.pipeline import plan_step
+from planner.planning import plan_step
 from planner.spec import MeshSpec, Sharding, parse_mesh
 
 MESHES = ("data=8", "data=4,model=2", "data=2,fsdp=2,model=2")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from costmodels import AnalyticCostModel, parse_cluster
-from planner.rates import Rates
-from planner.strategies import StrategySet
+from planner.cost.rates import Rates
+from planner.space.strategies import StrategySet
 
 
 def test_masks_and_sizes_multiply_the_axes_that_split_the_factors() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import AnalyticCostModel, parse_cluster
-from planner.reshard import digits_of, encode, reshard_steps, reshard_table
+from planner.cost.reshard import digits_of, encode, reshard_steps, reshard_table
 
 MODELS = {
     n: [AnalyticCostModel(parse_cluster(text)) for text in texts]

@@ -9,13 +9,13 @@ import optax
 import pytest
 
 from planner import make_plan
-from planner.devices import devices_worth, idle_axes, idle_text
+from planner.choose.devices import devices_worth, idle_axes, idle_text
+from planner.choose.meshes import preferred
 from planner.graph.trace import trace
-from planner.meshes import preferred
-from planner.pipeline import plan_step
-from planner.plan import plan_from_json
+from planner.plan.plan import plan_from_json
+from planner.plan.roles import Roles, renamed, strategy_text
+from planner.planning import plan_step
 from planner.report.table import plan_text
-from planner.roles import Roles, renamed, strategy_text
 from planner.search.problem import Solution
 from planner.spec import MeshSpec
 

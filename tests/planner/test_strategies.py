@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.reshard import encode
-from planner.spec import enumerate_meshes
-from planner.strategies import (
+from planner.cost.reshard import encode
+from planner.space.strategies import (
     MAX_STRATEGIES,
     codes,
     digits,
     enumerate_strategies,
     joint_strategies,
 )
+from planner.spec import enumerate_meshes
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 96]
 MESHES = [m.sizes for n in (2, 4, 6, 7, 8, 12) for m in enumerate_meshes(n)]

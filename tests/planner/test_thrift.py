@@ -11,9 +11,9 @@ import pytest
 
 from planner.explain.alternatives import alternatives
 from planner.explain.setting import setting_of
-from planner.pipeline import plan_step
+from planner.planning import plan_step
+from planner.search.local.ties import less_memory
 from planner.search.problem import Edge, Problem, Usage
-from planner.search.ties import less_memory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -115,8 +115,8 @@ def test_token_numbers_are_fed_in_shards_though_a_lookup_reads_all_of_them():
 
 
 def test_frozen_parameters_beside_the_state_are_not_fed():
-    from planner.feeding import fed_inputs
     from planner.graph.trace import trace
+    from planner.step.feeding import fed_inputs
 
     def step(state, batch):
         y = batch @ state["frozen"] @ state["w"]
@@ -132,8 +132,8 @@ def test_frozen_parameters_beside_the_state_are_not_fed():
 
 
 def test_a_step_without_state_is_fed_nothing_that_has_a_price():
-    from planner.feeding import fed_inputs
     from planner.graph.trace import trace
+    from planner.step.feeding import fed_inputs
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 4), (16, 8)))
     assert fed_inputs(trace(lambda w, x: x @ w, (w, x)).graph) == ()

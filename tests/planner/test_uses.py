@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from planner import Plan, StoredAs, make_plan
 from planner.graph.trace import trace
-from planner.plan import plan_from_json
-from planner.state import StateRequest, find_state
+from planner.plan.plan import plan_from_json
+from planner.request.state import StateRequest, find_state
 
 D, HEADS, WIDE = 256, 8, 1024
 OPTIONS: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=2,model=4"}

@@ -18,9 +18,9 @@ import jax
 
 from planner import compat
 from planner.graph.trace import INLINED, REGIONS, trace
-from planner.groups import MARKS
-from planner.pipeline import graph_rules
-from planner.rules.fallback import ELEMENTWISE, HAND_WRITTEN, IDENTITY
+from planner.planning import graph_rules
+from planner.rules.sources.fallback import ELEMENTWISE, HAND_WRITTEN, IDENTITY
+from planner.space.groups import MARKS
 from tests.zoo.program import Program
 from tests.zoo.running import load
 

@@ -23,7 +23,7 @@ import numpy as np
 from costmodels import Cluster, Link, parse_cluster
 from executor import compile_plan
 from planner import make_plan
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.zoo.program import PROGRAMS, Program
 
 MODULES = (

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from executor.parameter_server import ParameterServer, Rule, WaitError, train
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.store import Pushed
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.store import Pushed
 
 ONE = Pushed({"float32": np.ones(1, np.float32)})
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.parameter_server import Counts, ParameterServer, Rule, train
-from executor.parameter_server.codec import BLOCK, KINDS, PIECE, coded, decode, encode
-from executor.parameter_server.shard import Shard
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.transport.codec import BLOCK, KINDS, PIECE, coded, decode, encode
 from planner.errors import RequestError
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")

@@ -11,7 +11,11 @@ import optax
 import pytest
 
 from executor.parameter_server import ParameterServer, train
-from executor.parameter_server.elementwise import check_elementwise, check_form, is_elementwise
+from executor.parameter_server.placement.elementwise import (
+    check_elementwise,
+    check_form,
+    runs_elementwise,
+)
 from planner.errors import RequestError
 
 TREE = {
@@ -83,7 +87,7 @@ OF_NAMES = {
 def test_what_runs_on_servers(name: str) -> None:
     check_elementwise(SAME[name])
     check_form(SAME[name], TREE, {"rows": np.ones((7, 2), np.float32)})
-    assert is_elementwise(SAME[name], TREE)
+    assert runs_elementwise(SAME[name], TREE)
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -98,7 +102,7 @@ def test_what_looks_at_names_is_refused(name: str) -> None:
         check_elementwise(OF_NAMES[name])
     with pytest.raises(RequestError, match=r"names or shapes of arrays|can't take what servers"):
         check_form(OF_NAMES[name], TREE, {})
-    assert not is_elementwise(OF_NAMES[name], TREE)
+    assert not runs_elementwise(OF_NAMES[name], TREE)
 
 
 def of_float32(across: bool) -> optax.GradientTransformation:

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.ps_faults import descendants
 from executor.parameter_server import LostError, ParameterServer, WaitError, train
-from executor.parameter_server.snapshots import listed
+from executor.parameter_server.server.snapshots import listed
 
 PUSHES = 30
 pytestmark = pytest.mark.slow

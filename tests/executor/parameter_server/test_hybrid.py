@@ -16,9 +16,9 @@ import pytest
 
 from executor.parameter_server import ParameterServer, hybrid, train
 from planner.errors import ModelError, RequestError
-from planner.graph.lookups import find_lookups
-from planner.hybrid_step import looks_across, split_of
-from planner.placement import _moments
+from planner.graph.lookups.tables import find_lookups
+from planner.placement.choice import _moments
+from planner.placement.hybrid_step import looks_across, split_of
 
 pytestmark = pytest.mark.devices
 ROWS, WIDTH, BATCH, STEPS = 5000, 64, 32, 5

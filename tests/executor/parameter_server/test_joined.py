@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 
-from executor.launch import Job, run_local
+from executor.launch.start import Job, run_local
 from executor.parameter_server import ParameterServer, Rule, WaitError, join_devices, train
-from executor.parameter_server.joined import check_rule, needed
+from executor.parameter_server.jobs.joined import check_rule, needed
 from planner.errors import RequestError
 
 HERE = Path(__file__).resolve().parent

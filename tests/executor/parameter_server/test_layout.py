@@ -18,7 +18,7 @@ from executor.parameter_server import (
     MinSizePartitioner,
     layout_of,
 )
-from executor.parameter_server.layout import layout_from
+from executor.parameter_server.placement.layout import layout_from
 from planner.errors import RequestError
 
 DTYPES = ("float32", "bfloat16", "int8", "float16")

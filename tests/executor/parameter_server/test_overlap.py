@@ -14,9 +14,9 @@ import optax
 import pytest
 
 from executor.parameter_server import ParameterServer, Rule, WaitError, train
-from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.store import Pushed
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.store import Pushed
+from executor.parameter_server.transport.links import LocalLinks
 from planner.errors import RequestError
 
 ONE = np.ones(4, np.float32)

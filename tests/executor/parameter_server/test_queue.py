@@ -23,10 +23,10 @@ from executor.parameter_server import (
     WaitError,
     train,
 )
-from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.queue import Queue, Wanted
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.shares import fixed, index_at
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.transport.links import LocalLinks
+from executor.parameter_server.worker.queue import ItemRequest, Queue
+from executor.parameter_server.worker.shares import fixed, index_at
 from planner.errors import RequestError
 
 COUNTS, WORKERS = st.integers(1, 12), st.integers(1, 5)
@@ -91,7 +91,7 @@ class Model:
     """Workers that take from server 0 of a job, which may be lost and dumped between any two
     calls; what they finished."""
 
-    def __init__(self, workers: int, wanted: Wanted) -> None:
+    def __init__(self, workers: int, wanted: ItemRequest) -> None:
         self.made = (Rule(), workers, None, 1.0)
         self.workers, self.wanted = workers, wanted
         self.shard, self.copy = Shard(*self.made), Shard(*self.made)
@@ -151,7 +151,7 @@ STEPS = st.lists(
 @given(STEPS, COUNTS, WORKERS, st.integers(1, 2))
 def test_every_item_is_done(steps: list[Any], count: int, workers: int, epochs: int) -> None:
     """Whatever happens, once to its end, and no worker waits for nobody."""
-    model = Model(workers, Wanted(1, count, epochs, None))
+    model = Model(workers, ItemRequest(1, count, epochs, None))
     for what, who in steps:
         worker = who % workers
         if what.startswith("take"):
@@ -193,10 +193,10 @@ def test_an_item_comes_back_from_who_is_not_there_any_more() -> None:
     """A call of a lost worker that arrives late, or one that was away when it was lost."""
     shard = Shard(Rule(), 2, None, 1.0)
     shard.leave(0)
-    assert shard.take(0, Wanted(1, 1, 1, None)).place == 0
-    assert shard.take(1, Wanted(1, 1, 1, None)).held == {0: 0}
+    assert shard.take(0, ItemRequest(1, 1, 1, None)).place == 0
+    assert shard.take(1, ItemRequest(1, 1, 1, None)).held == {0: 0}
     shard.leave(0)
-    assert shard.take(1, Wanted(1, 1, 1, None)).place == 0
+    assert shard.take(1, ItemRequest(1, 1, 1, None)).place == 0
 
 
 def test_other_items_are_refused() -> None:

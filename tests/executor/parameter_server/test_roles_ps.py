@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from executor.parameter_server import PsRole, Rule, ps_role, train
-from executor.parameter_server.asked import Asked, asked, gpus_of, rule_of
-from executor.ps_roles import SYSTEMS
-from executor.roles import RoleError
+from executor.parameter_server.jobs.asked import JobRequest, gpus_of, job_request, rule_of
+from executor.parameter_server.launch.roles import SYSTEMS
+from executor.processes.roles import RoleError
 from planner import set_parallel_mode
 from planner.errors import RequestError
 
@@ -259,23 +259,27 @@ NOTHING = {"workers": None, "servers": None, "backend": None, "address": None}
 
 
 def test_what_is_asked_for() -> None:
-    assert asked({}, **NOTHING) == Asked(1, 1, "ray", None)
-    assert asked({}, **{**NOTHING, "workers": 3}) == Asked(3, 1, "ray", None)
-    assert asked(LAUNCHED, **NOTHING) == Asked(4, 2, "local", None)
-    assert asked(LAUNCHED, **{**NOTHING, "workers": 4}) == Asked(4, 2, "local", None)
+    assert job_request({}, **NOTHING) == JobRequest(1, 1, "ray", None)
+    assert job_request({}, **{**NOTHING, "workers": 3}) == JobRequest(3, 1, "ray", None)
+    assert job_request(LAUNCHED, **NOTHING) == JobRequest(4, 2, "local", None)
+    assert job_request(LAUNCHED, **{**NOTHING, "workers": 4}) == JobRequest(4, 2, "local", None)
     numbers = {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "2"}
-    assert asked(numbers, **{**NOTHING, "backend": "local"}) == Asked(3, 2, "local", None)
+    assert job_request(numbers, **{**NOTHING, "backend": "local"}) == JobRequest(
+        3, 2, "local", None
+    )
     part = {"MESHWRIGHT_PS_BACKEND": "local", "MESHWRIGHT_PS_SERVERS": "1"}
-    assert asked({**numbers, **part}, **NOTHING) == Asked(3, 1, "local", None)
-    assert asked({**numbers, **LAUNCHED}, **NOTHING) == Asked(4, 2, "local", None)
-    found = asked({}, workers=np.int64(3), servers=np.int32(2), gpus=np.int8(1), backend="ray")
-    assert found == Asked(3, 2, "ray", None, 1)
+    assert job_request({**numbers, **part}, **NOTHING) == JobRequest(3, 1, "local", None)
+    assert job_request({**numbers, **LAUNCHED}, **NOTHING) == JobRequest(4, 2, "local", None)
+    found = job_request(
+        {}, workers=np.int64(3), servers=np.int32(2), gpus=np.int8(1), backend="ray"
+    )
+    assert found == JobRequest(3, 2, "ray", None, 1)
     assert {type(x) for x in (found.workers, found.servers, found.gpus)} == {int}
 
 
 def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
     variables = {"MS_WORKER_NUM": "3", "MS_SERVER_NUM": "2", "MS_INTERFACE": "eth0"}
-    assert asked(variables, **NOTHING).workers == 3
+    assert job_request(variables, **NOTHING).workers == 3
     assert "workers and servers: as MindSpore (MS_WORKER_NUM, MS_SERVER_NUM) says" in caplog.text
     assert "MS_INTERFACE: no meaning here" in caplog.text
 
@@ -304,7 +308,7 @@ def test_older_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_contradictions(variables: dict[str, str], given: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
-        asked(variables, **{**NOTHING, **given})
+        job_request(variables, **{**NOTHING, **given})
 
 
 @pytest.mark.parametrize("name", ["staleness", "aggregate", "discard_lag"])
@@ -336,10 +340,10 @@ class FakeRay:
 
 
 def test_what_ray_is_asked_for() -> None:
-    assert gpus_of(FakeRay, Asked(4))["runtime_env"]["env_vars"]["JAX_PLATFORMS"] == "cpu"
-    assert gpus_of(FakeRay, Asked(3, gpus=1)) == {"num_gpus": 1}
+    assert gpus_of(FakeRay, JobRequest(4))["runtime_env"]["env_vars"]["JAX_PLATFORMS"] == "cpu"
+    assert gpus_of(FakeRay, JobRequest(3, gpus=1)) == {"num_gpus": 1}
     with pytest.raises(RequestError, match="2 workers with gpus=2 each need 4 GPUs, the Ray clust"):
-        gpus_of(FakeRay, Asked(2, gpus=2))
+        gpus_of(FakeRay, JobRequest(2, gpus=2))
 
 
 def test_a_run_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

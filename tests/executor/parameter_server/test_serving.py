@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from executor.parameter_server import LostError, Rule
-from executor.parameter_server import serving as module
-from executor.parameter_server.serving import Copy, Serving
-from executor.parameter_server.snapshots import Places, listed
-from executor.parameter_server.store import Pushed
+from executor.parameter_server.server.snapshots import Places, listed
+from executor.parameter_server.server.store import Pushed
+from executor.parameter_server.transport import serving as module
+from executor.parameter_server.transport.serving import Copy, Serving
 
 MADE = (Rule("async"), 1, None, 0.3)
 ONE = Pushed({"float32": np.ones(2, np.float32)})

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from executor.parameter_server import LostError, Rule, WaitError
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.store import Pushed
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.store import Pushed
 from planner.errors import RequestError
 
 

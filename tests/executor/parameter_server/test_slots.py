@@ -13,10 +13,18 @@ import numpy as np
 import pytest
 
 from executor.parameter_server import LostError, ParameterServer, Rule, layout_of, train
-from executor.parameter_server.serving import Serving
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.slots import ALIGN, FOLDER, REPLY, SPARE, Slot, attach, made
-from executor.parameter_server.store import Pushed
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.store import Pushed
+from executor.parameter_server.transport.serving import Serving
+from executor.parameter_server.transport.slots import (
+    ALIGN,
+    FOLDER,
+    REPLY,
+    SPARE,
+    Slot,
+    attach,
+    made,
+)
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="no memory file system")
 

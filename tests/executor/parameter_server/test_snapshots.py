@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.parameter_server import Counts, ParameterServer, Rule, layout_of, train
-from executor.parameter_server.layout import layout_from
-from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.reshard import reshard, respread
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.snapshots import (
+from executor.parameter_server.placement.layout import layout_from
+from executor.parameter_server.placement.reshard import reshard, respread
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.snapshots import (
     Places,
     Writer,
     chosen,
@@ -32,7 +31,8 @@ from executor.parameter_server.snapshots import (
     replace_all,
     write,
 )
-from executor.parameter_server.store import Pushed
+from executor.parameter_server.server.store import Pushed
+from executor.parameter_server.transport.links import LocalLinks
 from planner.errors import RequestError
 
 OPTIMIZER = optax.adam(0.05)

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from executor.parameter_server import layout_of
-from executor.parameter_server.elementwise import EXACT
-from executor.parameter_server.store import Pushed, Store
+from executor.parameter_server.placement.elementwise import EXACT
+from executor.parameter_server.server.store import Pushed, Store
 
 OPTIMIZERS = {
     "adam": optax.adam(0.05),

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.parameter_server import ParameterServer, Rule, train
-from executor.parameter_server.elementwise import EXACT
-from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.rows import table_layout
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.store import Pushed, Store
-from executor.parameter_server.tables import joined, reshard, summed
+from executor.parameter_server.placement.elementwise import EXACT
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.store import Pushed, Store
+from executor.parameter_server.server.tables import joined, reshard_tables, summed
+from executor.parameter_server.transport.links import LocalLinks
+from executor.parameter_server.worker.rows import table_layout
 from planner.errors import RequestError
 
 ROWS, WIDTH, STEPS = 37, 5, 12
@@ -333,13 +333,13 @@ def test_resharding_goes_there_and_back(old: int, new: int, rows: int) -> None:
         "rows/1/a/b": RNG.normal(size=(rows, 3)),
         "shared/0/a/b": np.array(7),
     }
-    dumps = reshard([whole], old)
-    there = reshard(dumps, new)
+    dumps = reshard_tables([whole], old)
+    there = reshard_tables(dumps, new)
     for key, x in whole.items():
         for server in range(new):
             expected = x if key.startswith("shared") else x[server::new]
             np.testing.assert_array_equal(there[server][key], expected)
-    for one, two in zip(dumps, reshard(there, old), strict=True):
+    for one, two in zip(dumps, reshard_tables(there, old), strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
@@ -367,9 +367,9 @@ def test_tables_move_to_other_servers_with_their_state(old: int, new: int) -> No
         push(first, number)
     dumps = [store.tables.dump() for store in first]
     second = stores(new)
-    for store, dumped in zip(second, reshard(dumps, new), strict=True):
+    for store, dumped in zip(second, reshard_tables(dumps, new), strict=True):
         store.tables.load(dumped)
-    back = reshard([store.tables.dump() for store in second], old)
+    back = reshard_tables([store.tables.dump() for store in second], old)
     for one, two in zip(dumps, back, strict=True):
         assert one.keys() == two.keys()
         for key in one:

@@ -17,13 +17,14 @@ import numpy as np
 import optax
 import pytest
 
-from executor.parameter_server import ParameterServer, Rule, WaitError, threads, train
-from executor.parameter_server.asked import Asked
-from executor.parameter_server.calls import Behind
-from executor.parameter_server.job import Job, worker_life
-from executor.parameter_server.layout import layout_of
-from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.shard import Shard
+from executor.parameter_server import ParameterServer, Rule, WaitError, train
+from executor.parameter_server.jobs import threads
+from executor.parameter_server.jobs.asked import JobRequest
+from executor.parameter_server.jobs.job import TrainingJob, worker_life
+from executor.parameter_server.placement.layout import layout_of
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.transport.calls import Behind
+from executor.parameter_server.transport.links import LocalLinks
 from planner.errors import RequestError
 
 ONES = np.ones(3, np.float32)
@@ -166,7 +167,7 @@ def test_who_fails_leaves_though_a_thread_of_it_waits() -> None:
         raise KeyError("a fault of the loop")
 
     rule, options = Rule(), {"rule": Rule(), "on_lost": "leave", "wait_s": 60.0}
-    job = Job(loop, Asked(2, 1, "local"), rule, None, 60.0, {}, options)
+    job = TrainingJob(loop, JobRequest(2, 1, "local"), rule, None, 60.0, {}, options)
     shard = Shard(*job.shard)
     links = LocalLinks([shard], 8)
     other = ParameterServer(links, 1, 2, **options)
@@ -317,7 +318,7 @@ def test_of_two_jobs_at_once_neither_ends_the_others_ray() -> None:
             server.push(np.ones(2, np.float32))
         return float(jax.device_get(server.pull()).sum())
 
-    from executor.parameter_server.on_ray import ray_at
+    from executor.parameter_server.jobs.on_ray import ray_at
 
     with ray_at(None):
         with pytest.raises(RequestError, match="another training in this process has started Ray"):

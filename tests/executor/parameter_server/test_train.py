@@ -22,11 +22,11 @@ from executor.parameter_server import (
     WaitError,
     train,
 )
-from executor.parameter_server.asked import Asked
-from executor.parameter_server.elementwise import EXACT
-from executor.parameter_server.job import Job, worker_life
-from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.shard import Shard
+from executor.parameter_server.jobs.asked import JobRequest
+from executor.parameter_server.jobs.job import TrainingJob, worker_life
+from executor.parameter_server.placement.elementwise import EXACT
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.transport.links import LocalLinks
 from planner.errors import RequestError
 
 RNG = np.random.default_rng(0)
@@ -252,7 +252,7 @@ def test_a_process_that_fails_leaves_unless_that_ends_the_job(on_lost: str, left
 
     rule = Rule()
     options = {"rule": rule, "on_lost": on_lost}
-    job = Job(loop, Asked(2, 1, "ray"), rule, None, 5.0, {}, options, on_lost=on_lost)
+    job = TrainingJob(loop, JobRequest(2, 1, "ray"), rule, None, 5.0, {}, options, on_lost=on_lost)
     shard = Shard(*job.shard)
     with pytest.raises(ValueError):
         worker_life(job, LocalLinks([shard], 2), 1)

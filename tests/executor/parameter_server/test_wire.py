@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from executor.parameter_server import ParameterServer, Rule, layout_of, train, wire
-from executor.parameter_server.answers import Values
-from executor.parameter_server.links import LocalLinks
-from executor.parameter_server.shard import Shard
-from executor.parameter_server.store import Pushed
+from executor.parameter_server import ParameterServer, Rule, layout_of, train
+from executor.parameter_server.server.answers import Values
+from executor.parameter_server.server.shard import Shard
+from executor.parameter_server.server.store import Pushed
+from executor.parameter_server.transport import wire
+from executor.parameter_server.transport.links import LocalLinks
 from planner.errors import RequestError
 
 PARAMS = {"w": np.ones((8, 4), np.float32), "b": np.zeros(3, np.float32)}
@@ -69,7 +70,7 @@ def test_values_are_published_once_for_each_version(monkeypatch: pytest.MonkeyPa
         made.append(flat)
         return flat
 
-    monkeypatch.setattr("executor.parameter_server.shard.publish", publish)
+    monkeypatch.setattr("executor.parameter_server.server.shard.publish", publish)
     shard = Shard(Rule("async"), 3, None, 1.0)
     shard.init({"float32": np.zeros(4, np.float32)})
     found = [shard.pull(worker).values for worker in range(3)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from planner import shard
 from planner.errors import RequestError
-from planner.graph.lookups import find_lookups
-from planner.graph.rows import on_rows, padded, unique_rows
+from planner.graph.lookups.rows import on_rows, padded, unique_rows
+from planner.graph.lookups.tables import find_lookups
 
 ROWS, WIDTH = 50, 6
 RNG = np.random.default_rng(0)

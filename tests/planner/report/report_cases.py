@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planner.compare import Candidate, Comparison, compare
-from planner.pipeline import Planned, plan_step
+from planner.compare.manual_plans import Candidate, Comparison, compare
+from planner.planning import Planned, plan_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from report_cases import NASTY, Page, compared, deep, small
 
 from costmodels import parse_cluster
-from planner.cli import main
-from planner.pipeline import Planned, plan_step
-from planner.report.html import html, write_report
-from planner.report.html_data import MOST_DEVICES, ReportData, gather
-from planner.report.html_time import BINS, CATEGORIES, PIECES, reach
+from planner.cli.main import main
+from planner.html.data import MOST_DEVICES, ReportData, report_data
+from planner.html.page import html, write_report
+from planner.html.time import BINS, CATEGORIES, PIECES, reach
+from planner.planning import Planned, plan_step
 from planner.spec import parse_mesh
 from tests.zoo.running import MODULES, load
 
@@ -35,7 +35,7 @@ def planned() -> Planned:
 
 @pytest.fixture(scope="module")
 def data(planned: Planned) -> ReportData:
-    return gather(planned, "<lambda> & " + NASTY)
+    return report_data(planned, "<lambda> & " + NASTY)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_limit_that_is_just_met_draws_the_order_of_the_trace(planned: Planned)
         planned.plan.prediction, limit_bytes=planned.plan.prediction.peak_bytes * 0.98
     )
     tight = dataclasses.replace(planned.plan, prediction=prediction)
-    assert gather(dataclasses.replace(planned, plan=tight)).step.memory.traced_order
+    assert report_data(dataclasses.replace(planned, plan=tight)).step.memory.traced_order
 
 
 def test_the_graph_holds_all_of_the_step(data: ReportData, planned: Planned) -> None:
@@ -144,7 +144,7 @@ def test_the_graph_holds_all_of_the_step(data: ReportData, planned: Planned) -> 
 def test_reports_of_the_zoo_add_up(name: str) -> None:
     step, arguments = PROGRAMS[name].build()
     planned = plan_step(step, *arguments, cluster="h100:4x2", search="recursive_programming")
-    found, prediction = gather(planned, name), planned.plan.prediction
+    found, prediction = report_data(planned, name), planned.plan.prediction
     start = planned.extraction.priced.model.step_latency_s
     compute = sum(s.compute_s for s in found.segments)
     assert compute + start == pytest.approx(prediction.compute_s, rel=1e-6)
@@ -162,7 +162,7 @@ def test_reports_of_the_zoo_add_up(name: str) -> None:
 
 def test_96_layers_are_folded_into_a_small_file() -> None:
     planned = deep()
-    found = gather(planned, "96 layers")
+    found = report_data(planned, "96 layers")
     assert any(s.count == 96 and s.alike for s in found.segments)
     assert sum(len(s.nodes) for s in found.segments) < 500
     for lane in found.step.lanes:
@@ -175,7 +175,7 @@ def test_96_layers_are_folded_into_a_small_file() -> None:
 def test_plans_by_hand_stand_beside_the_chosen_one(data: ReportData) -> None:
     assert data.rivals == ()
     planned, comparison = compared()
-    rivals = Page(html(gather(planned, "", comparison))).data["rivals"]
+    rivals = Page(html(report_data(planned, "", comparison))).data["rivals"]
     assert [r["name"] for r in rivals] == [c.name for c in comparison.candidates]
     assert rivals[0]["step_s"] == pytest.approx(planned.plan.prediction.step_s, rel=1e-5)
     assert [r["fits"] for r in rivals] == [c.fits for c in comparison.candidates]

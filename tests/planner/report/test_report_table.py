@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from planner.plan import (
+from planner.plan.plan import (
     Activation,
     CollectiveRow,
     Leaf,
@@ -26,7 +26,7 @@ from planner.report.fold import (
     fold_leaves,
     is_optimizer_state,
 )
-from planner.report.table import plan_text, render
+from planner.report.table import plan_text, render_plan
 from planner.report.units import array_text, bytes_text, count_text, percent_text, time_text
 from planner.spec import MeshSpec, Sharding
 
@@ -177,7 +177,9 @@ def test_unknown_cost_and_gap() -> None:
 
 def test_render_in_colour_keeps_brackets() -> None:
     out = io.StringIO()
-    render(small_plan(), Console(file=out, width=140, force_terminal=True, color_system="standard"))
+    render_plan(
+        small_plan(), Console(file=out, width=140, force_terminal=True, color_system="standard")
+    )
     assert "\x1b[" in out.getvalue()
     assert "['blocks'][*]['up']['kernel']" in out.getvalue()
 

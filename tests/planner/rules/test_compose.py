@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.rules.compose import Step, Unsupported, compose
+from planner.rules.compose import RuleStep, Unsupported, compose
 from planner.rules.factor import FactorRule, canonical_rule, elementwise_rule
 from planner.rules.key import Shape
 
@@ -21,11 +21,11 @@ SHAPES: dict[str, Shape] = {
 def run(steps: dict[str, tuple[list[str], FactorRule]], args: list[str], outs: list[str]) -> str:
     """The text of the rule composed from steps given by the value they make."""
 
-    def step_of(value: str) -> Step | None:
+    def step_of(value: str) -> RuleStep | None:
         if value not in steps:
             return None
         operands, rule = steps[value]
-        return Step(operands, [value], rule)
+        return RuleStep(operands, [value], rule)
 
     rule = compose(args, outs, step_of, SHAPES.__getitem__)
     rule.verify([SHAPES[a] for a in args], [SHAPES[o] for o in outs])

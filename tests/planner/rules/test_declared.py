@@ -16,9 +16,9 @@ from jax.experimental.custom_partitioning import (
 )
 
 from planner import make_plan
-from planner.rules.declared import declared_rule
 from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
+from planner.rules.sources.declared import declared_rule
 
 
 def f32(*shape: int) -> Any:

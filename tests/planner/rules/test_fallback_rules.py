@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from planner.rules.fallback import ELEMENTWISE, fallback_rule
 from planner.rules.key import EqnKey
-from planner.rules.shardy import read_rules
+from planner.rules.sources.fallback import ELEMENTWISE, fallback_rule
+from planner.rules.sources.shardy import read_rules
 
 SIZES = (1, 2, 3, 4, 6, 8, 12)
 shapes = st.lists(st.sampled_from(SIZES), min_size=1, max_size=4).map(tuple)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from planner.rules.key import EqnKey
-from planner.rules.shardy import read_rules
+from planner.rules.sources.shardy import read_rules
 
 
 def f32(*shape: int) -> Any:

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from planner.search import SEARCHES, brute, evaluate, read_iopddl
-from planner.search.anytime import Walker, anytime
-from planner.search.flat import Flat, flatten
-from planner.search.integer import solve_integer
+from planner.search.anytime.integer import solve_integer
+from planner.search.anytime.rounds import Walker, anytime
+from planner.search.exact.reduction import ReducedProblem, reduce_problem
 from planner.search.problem import Problem, make_solution
 from planner.search.progress import Monitor, monitored
-from planner.search.reduction import Reduction, reduce_problem
-from planner.search.trws import Messages
+from planner.search.relax.flat import FlatProblem, flatten
+from planner.search.relax.trws import Messages
 from tests.planner.search.search_cases import layered_problem, random_problem
 
 INSTANCES = Path(__file__).parents[4] / "shared" / "iopddl"
 
 
-def cases(count: int, *, tight: bool) -> list[tuple[int, Reduction, Flat]]:
+def cases(count: int, *, tight: bool) -> list[tuple[int, ReducedProblem, FlatProblem]]:
     """Reduced random problems that still have something to decide."""
     found = []
     for seed in range(count):
@@ -33,7 +33,7 @@ def cases(count: int, *, tight: bool) -> list[tuple[int, Reduction, Flat]]:
     return found
 
 
-def choices(flat: Flat) -> list[np.ndarray]:
+def choices(flat: FlatProblem) -> list[np.ndarray]:
     """Every choice of a flat problem."""
     return [np.array(at) for at in np.ndindex(*flat.sizes.tolist())]
 

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.search import SEARCHES, Edge, Problem, Usage, brute, leftover
-from planner.search.anytime import Walker, anytime
-from planner.search.dual import Choice, Dual, ascend
-from planner.search.flat import Flat, flatten
-from planner.search.incumbent import Incumbent
-from planner.search.integer import Answer, solve_integer
-from planner.search.leftover import Program
+from planner.search import SEARCHES, Edge, Problem, Usage, brute
+from planner.search.anytime import leftover
+from planner.search.anytime.incumbent import Incumbent
+from planner.search.anytime.integer import Answer, solve_integer
+from planner.search.anytime.leftover import Program
+from planner.search.anytime.rounds import Walker, anytime
+from planner.search.exact.reduction import ReducedProblem, reduce_problem
 from planner.search.progress import Monitor, monitored
-from planner.search.reduction import Reduction, reduce_problem
-from planner.search.trws import Messages
+from planner.search.relax.dual import Choice, Dual, ascend
+from planner.search.relax.flat import FlatProblem, flatten
+from planner.search.relax.trws import Messages
 from tests.planner.search.search_cases import layered_problem
 
 
@@ -156,7 +157,7 @@ def program_of(problem: Problem, seconds: float) -> tuple[Program, Incumbent]:
 def test_what_fixing_left_is_reduced_once_per_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[int]()
 
-    def slow(*arguments: Problem, **options: list[np.ndarray]) -> Reduction:
+    def slow(*arguments: Problem, **options: list[np.ndarray]) -> ReducedProblem:
         calls.append(1)
         time.sleep(0.3)
         return reduce_problem(arguments[0], keep_memory=True, domains=options["domains"])
@@ -188,7 +189,7 @@ def test_an_interrupt_ends_the_integer_program(monkeypatch: pytest.MonkeyPatch) 
 
     closed = list[bool]()
     monkeypatch.setattr(Program, "close", lambda _: closed.append(True))
-    monkeypatch.setattr("planner.search.anytime._ascend", ascended)
+    monkeypatch.setattr("planner.search.anytime.rounds._ascend", ascended)
     reduction, begun = reduce_problem(layered_problem(8, 5, 10), keep_memory=True), time.monotonic()
     with pytest.raises(KeyboardInterrupt), monitored(Interrupting()):
         anytime(reduction, begun + 60, begun)
@@ -235,7 +236,7 @@ def test_an_integer_program_that_was_cut_off_starts_again(
 ) -> None:
     calls = list[float]()
 
-    def cut_off(flat: Flat, deadline: float, *arguments: Any, **options: Any) -> Answer:
+    def cut_off(flat: FlatProblem, deadline: float, *arguments: Any, **options: Any) -> Answer:
         calls.append(deadline)
         if len(calls) == 1:
             return Answer(None, -math.inf, False, "cut off")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner.search import Edge, Problem, Usage, brute, evaluate
-from planner.search.memory_limit import least_memory
+from planner.search.local.memory_limit import least_memory
 from tests.planner.search.search_cases import random_problem
 
 

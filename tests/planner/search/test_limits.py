@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from planner.search import SEARCHES, Edge, Problem, Usage, anytime
-from planner.search.reduction import reduce_problem
+from planner.search import SEARCHES, Edge, Problem, Usage
+from planner.search.anytime import rounds as anytime
+from planner.search.exact.reduction import reduce_problem
 from tests.planner.search.search_cases import random_problem
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)

@@ -20,8 +20,8 @@ from planner.search import (
     verify,
     write_iopddl,
 )
-from planner.search.memory import Timeline
-from planner.search.reduction import reduce_problem
+from planner.search.exact.reduction import reduce_problem
+from planner.search.local.memory import MemoryTimeline
 from tests.planner.search.search_cases import random_problem
 
 
@@ -51,7 +51,7 @@ def test_evaluate_is_the_definition(seed: int, random: object) -> None:
     assert (peak, moment) == expected[1:]
     profile = memory_profile(problem, choice)[1]
     assert profile.max() == peak
-    assert Timeline(problem).profile(choice).max(initial=0.0) == peak
+    assert MemoryTimeline(problem).profile(choice).max(initial=0.0) == peak
 
 
 def test_reduction_keeps_the_optimum_and_decodes_to_its_cost() -> None:

@@ -9,10 +9,17 @@ import time
 import pytest
 
 from planner.search import SEARCHES, evaluate
-from planner.search.progress import Monitor, Progress, current, monitored, silenced, time_is_up
+from planner.search.progress import (
+    Monitor,
+    SearchProgress,
+    current,
+    monitored,
+    silenced,
+    time_is_up,
+)
 from tests.planner.search.search_cases import layered_problem
 
-BEGUN = Progress(0.0, math.inf, -math.inf, False, "begun")
+BEGUN = SearchProgress(0.0, math.inf, -math.inf, False, "begun")
 
 
 def test_without_a_monitor_nothing_is_heard_and_nothing_stops() -> None:
@@ -22,7 +29,7 @@ def test_without_a_monitor_nothing_is_heard_and_nothing_stops() -> None:
 
 
 def test_a_monitor_hears_and_stops_only_inside_its_block() -> None:
-    heard: list[Progress] = []
+    heard: list[SearchProgress] = []
     with monitored(Monitor(heard.append)) as monitor:
         current().report(BEGUN)
         assert current() is monitor
@@ -36,7 +43,7 @@ def test_a_monitor_hears_and_stops_only_inside_its_block() -> None:
 
 
 def test_silenced_drops_reports_and_still_stops() -> None:
-    heard: list[Progress] = []
+    heard: list[SearchProgress] = []
     with monitored(Monitor(heard.append)) as monitor, silenced():
         current().report(BEGUN)
         assert not current().should_stop()
@@ -48,7 +55,7 @@ def test_silenced_drops_reports_and_still_stops() -> None:
 def test_reports_of_several_threads_come_one_at_a_time() -> None:
     inside, heard = threading.Lock(), list[bool]()
 
-    def hear(progress: Progress) -> None:
+    def hear(progress: SearchProgress) -> None:
         heard.append(inside.acquire(blocking=False))
         inside.release()
 

@@ -1,0 +1,1 @@
+"""Measures the devices present: small programs, their times, and samples for the cost model."""

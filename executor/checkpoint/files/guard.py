@@ -1,0 +1,119 @@
+"""Compares the files of a state with their checksums before they are read, each once.
+
+The files that describe a state are compared when it is opened. The data files of an array are
+compared before it is read: OCDBT's tree, in which Orbax writes, says which they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path as File
+from typing import Any
+
+import tensorstore as ts
+
+from executor.checkpoint.common import CheckpointError, brief
+from executor.checkpoint.files.checksums import read_sums
+
+log = logging.getLogger("meshwright")
+_DATA = re.compile(r"ocdbt\.process_[^/]*/d/")
+_warned: set[str] = set()
+
+
+class ChecksumGuard:
+    """The checksums of the folder of a state.
+
+    Args:
+        state: the folder; its step's folder has the checksums. Without them nothing is compared,
+            and the log says so once.
+
+    Raises:
+        CheckpointError: the checksums or the files that describe the state are damaged.
+    """
+
+    def __init__(self, state: File) -> None:
+        self._state = state
+        self._sums = read_sums(state.parent)
+        self._passed: set[str] = set()
+        self._of_arrays: dict[str, set[str]] | None = None
+        if self._sums is None:
+            _warn(state)
+        else:
+            inside = [x for x in self._sums.files if x.startswith(f"{state.name}/")]
+            self._data = {x for x in inside if _DATA.match(x.removeprefix(f"{state.name}/"))}
+            self.check(x for x in inside if x not in self._data)
+
+    def files_of(self, arrays: Iterable[str]) -> list[str]:
+        """The data files of arrays, by Orbax's names, that have checksums; sorted."""
+        if self._sums is None:
+            return []
+        if self._of_arrays is None:
+            self._of_arrays = data_files(self._state)
+        found: set[str] = set()
+        for array in arrays:
+            found |= {f"{self._state.name}/{x}" for x in self._of_arrays.get(array, ())}
+        return sorted(found & self._sums.files.keys())
+
+    def check(self, files: Iterable[str]) -> None:
+        """Compare files that were not compared yet; raises CheckpointError, naming them."""
+        left = [x for x in files if x not in self._passed]
+        if self._sums is not None and left:
+            self._sums.check(left)
+            self._passed.update(left)
+
+
+def data_files(state: File) -> dict[str, set[str]]:
+    """The files that hold an array's elements, by Orbax's name of the array; paths below the
+    folder. Small arrays lie in the tree itself and have none.
+
+    Raises:
+        CheckpointError: the tree can't be read, or refers to a file outside of the folder.
+    """
+    if not (state / "manifest.ocdbt").exists():
+        return {}
+    found: dict[str, set[str]] = {}
+    try:
+        store = ts.KvStore.open(f"file://{state}/").result()
+        root = ts.ocdbt.dump(store).result()["versions"][-1]["root"]
+        for key, value in _values(store, root.get("location"), b""):
+            name = "/".join(value.split(":")[1:3]).replace("//", "/").lstrip("/")
+            if ".." in name.split("/"):
+                raise CheckpointError(f"{state} refers to {name!r}, outside of the folder")
+            array = key.rpartition(b"/")[0].decode(errors="replace")
+            found.setdefault(array, set()).add(name)
+    except (ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(f"{state} is damaged, or not a checkpoint: {brief(error)}") from error
+    return found
+
+
+def writer_of(file: str) -> int:
+    """The process that wrote a data file; 0 if its name does not say."""
+    found = re.search(r"ocdbt\.process_([0-9]{1,9})/", file)
+    return int(found[1]) if found else 0
+
+
+def _values(store: Any, node: str | None, prefix: bytes) -> Iterator[tuple[bytes, str]]:
+    """Keys and places of the values that lie in files, below a node of the tree."""
+    if node is None:
+        return
+    for entry in ts.ocdbt.dump(store, node).result()["entries"]:
+        key = prefix + entry["key"]
+        if "indirect_value" in entry:
+            yield key, entry["indirect_value"]
+        elif "location" in entry:
+            below = prefix + entry.get("subtree_common_prefix", b"")
+            yield from _values(store, entry["location"], below)
+
+
+def _warn(state: File) -> None:
+    """Once for a folder of checkpoints."""
+    run = str(state.parent.parent)
+    if run not in _warned:
+        _warned.add(run)
+        log.warning(
+            "%s has no checksums (written by an older version or another program): bits that "
+            "changed inside its arrays are not noticed",
+            state.parent,
+        )

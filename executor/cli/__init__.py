@@ -1,0 +1,1 @@
+"""The ``planner`` command with the subcommands that need a compiler, devices or this package."""

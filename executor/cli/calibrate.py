@@ -1,0 +1,195 @@
+"""``planner calibrate --cluster cpu:8 --out profile.toml``: measure the devices present."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from costmodels import Cluster, ClusterError, find_kind, parse_cluster
+from costmodels.calibrate import Calibration, fit
+from costmodels.profile import Origin, profile_text, write_whole
+from executor.calibrate.sampling import Progress as Told
+from executor.calibrate.sampling import Sampled, run_probes
+from executor.run.mesh import detect_cluster, make_cpu_devices
+from planner.cli.commands import DEFAULT_CLUSTER, Command, stay_on_cpu
+from planner.cli.main import version
+from planner.errors import RequestError
+
+MEASURED = 0
+DTYPES = ("float32", "bfloat16")
+NOISY = 0.25
+"""From this noise on the report says that the machine was not quiet."""
+
+_MORE = """\
+Runs small programs on all devices present: products, elementwise work, convolutions, loops, and
+collectives of several sizes in several groups. Fits the constants of the cost model to their times
+and writes them as a cluster file. Close what else runs: other work on the devices, or on the cores
+of a CPU, ends up in the constants.
+
+examples:
+  planner calibrate --cluster cpu:8 --out profile.toml
+  planner inspect train.py --profile profile.toml
+  planner inspect train.py --profile profile.toml --cluster cpu:4
+
+exit codes: 0 measured and written, 2 the request can't be met, 130 interrupted (nothing is written)
+"""
+
+
+def add_calibrate(commands: Any) -> None:
+    """Add the subcommand to ``argparse``'s subparsers."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure the devices present and write the cost model's constants",
+        description="Measure the devices present and write the cost model's constants to a file.",
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--cluster",
+        help="what the devices present are, such as cpu:8 or h100:8 (default: found out; 8 virtual "
+        "devices on a CPU)",
+    )
+    add("--out", metavar="FILE", type=Path, default=Path("profile.toml"), help="the file to write")
+    add(
+        "--rounds", metavar="N", type=_rounds, default=15, help="runs of each program (default: 15)"
+    )
+
+
+def run_calibrate(options: argparse.Namespace) -> int:
+    """Measure, fit, write, print.
+
+    Args:
+        options: what ``add_calibrate``'s parser made.
+
+    Returns:
+        0 when the profile is written.
+
+    Raises:
+        RequestError: the cluster can't be read or is not what is present, or the file can't be
+            written.
+    """
+    out: Path = options.out
+    if out.suffix.lower() != ".toml":
+        raise RequestError(
+            f"--out {out}: a profile is a .toml file; give a name that ends in .toml"
+        )
+    if not out.parent.is_dir():
+        raise RequestError(f"--out {out}: no folder {out.parent}; make it or name another")
+    text = options.cluster or _present()
+    try:
+        cluster = parse_cluster(text)
+    except ClusterError as error:
+        raise RequestError(f"--cluster: {error}") from error
+    if cluster.device.kind == "cpu":
+        stay_on_cpu()
+        make_cpu_devices(cluster.num_devices)
+    check_present(cluster)
+    with _progress() as told:
+        sampled = run_probes(cluster, DTYPES, rounds=options.rounds, progress=told)
+    found = fit(text, sampled.samples)
+    origin = Origin(
+        device_name=jax.devices()[0].device_kind,
+        host_name=platform.processor() or platform.machine(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={
+            "meshwright": version(),
+            "jax": jax.__version__,
+            "jaxlib": metadata.version("jaxlib"),
+            "python": platform.python_version(),
+        },
+        rounds=options.rounds,
+        noise=sampled.noise,
+    )
+    try:
+        write_whole(out, profile_text(text, found, origin, out.name))
+    except OSError as error:
+        raise RequestError(f"--out {out}: {error.strerror or error}; name another file") from error
+    render_calibration(found, sampled, out, Console())
+    sys.stdout.flush()
+    return MEASURED
+
+
+def check_present(cluster: Cluster) -> None:
+    """Raise RequestError unless jax sees the devices that a cluster has."""
+    devices = jax.devices()
+    kind, count = cluster.device.kind, cluster.num_devices
+    platform_name, name = devices[0].platform, devices[0].device_kind
+    seen = "cpu" if platform_name == "cpu" else find_kind(name)
+    if seen is not None and seen != kind:
+        raise RequestError(
+            f"the devices present are {name!r} ({seen}), the cluster {cluster.text} is of {kind}; "
+            f"name them: --cluster {seen}:{len(devices)}"
+        )
+    if len(devices) < count:
+        hint = (
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            if platform_name == "cpu"
+            else f"measure those that are there: --cluster {kind}:{len(devices)}, and name another "
+            "size when planning: --profile FILE --cluster SIZE"
+        )
+        raise RequestError(
+            f"cluster {cluster.text} has {count} devices, {len(devices)} are present "
+            f"({platform_name}); {hint}"
+        )
+
+
+def render_calibration(found: Calibration, sampled: Sampled, out: Path, console: Console) -> None:
+    """Print the residuals of each family, the constants and how noisy the machine was."""
+    table = Table(title="what the fit leaves: |predicted / measured - 1|")
+    for column in ("programs", "count", "median", "worst", "of"):
+        table.add_column(column, justify="left" if column in ("programs", "of") else "right")
+    for r in found.residuals:
+        table.add_row(r.kind, str(r.samples), f"{r.median:.0%}", f"{r.worst:.0%}", r.worst_name)
+    console.print(table)
+    constants = Table(title="constants (achieved rates, SI)")
+    for column in ("table", "constant", "value"):
+        constants.add_column(column, justify="right" if column == "value" else "left")
+    for name, key, value in found.constants:
+        constants.add_row(name, key, f"{value:.4g}")
+    console.print(constants)
+    console.print(f"noise: half of a program's runs lie within {sampled.noise:.0%} of its median")
+    if sampled.noise > NOISY:
+        console.print("the machine was not quiet; measure again when it is")
+    console.print(f"written: {out}", soft_wrap=True)
+
+
+def _present() -> str:
+    """The cluster text of what jax sees; of a CPU as many virtual devices as clusters have by
+    default, unless jax was told how many."""
+    make_cpu_devices(parse_cluster(DEFAULT_CLUSTER).num_devices)
+    return detect_cluster()
+
+
+@contextmanager
+def _progress() -> Iterator[Told]:
+    """A bar on stderr if people watch."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda doing, share: bar.update(task, description=doing, completed=share)
+
+
+def _rounds(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise ValueError(text)
+    return value
+
+
+CALIBRATE = Command("calibrate", add_calibrate, run_calibrate)

@@ -1,0 +1,1 @@
+"""Launchers that reach hosts: ssh, OpenMPI, Slurm, and files of hosts."""

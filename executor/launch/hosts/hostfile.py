@@ -1,0 +1,129 @@
+"""A file of hosts, as OpenMPI writes them, and which process goes where."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from executor.launch.job import LaunchError
+from planner.files import MIB, read_text
+
+LARGEST = MIB
+"""Bytes of the largest file of hosts that is read."""
+USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+\\-]*"
+"""No option of ssh, nothing that a shell reads."""
+EXPECTED = "expected: HOST [slots=K] [port=P] [user=NAME]"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of the file.
+
+    Attributes:
+        name: as ssh is told it.
+        slots: how many processes it takes; None is not said.
+        port: of its sshd; None leaves it to ssh.
+        user: who to be there; None likewise.
+    """
+
+    name: str
+    slots: int | None = None
+    port: int | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process goes: its host, and its number there."""
+
+    host: Host
+    local: int
+
+
+def read_hosts(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file.
+
+    Raises:
+        LaunchError: it can't be read, a line is malformed (names the line), or it has no host.
+    """
+    try:
+        text = read_text(path, LARGEST)
+    except OSError as error:
+        raise LaunchError(f"cannot read the hosts in {path}: {error.strerror}") from error
+    return parse_hosts(text, str(path))
+
+
+def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
+    """The hosts of a text; ``#`` starts a comment.
+
+    Raises:
+        LaunchError: a line is malformed, or there is no host; names ``source`` and the line.
+
+    >>> parse_hosts("node0 slots=2  # the fast one\\nnode1 port=2222", "hosts")[1]
+    Host(name='node1', slots=None, port=2222, user=None)
+    """
+    hosts: list[Host] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            hosts.append(_host(words))
+        except ValueError as error:
+            raise LaunchError(f"{source}, line {number}: {error}; {EXPECTED}") from error
+    if not hosts:
+        raise LaunchError(f"{source} names no host; {EXPECTED}, one a line")
+    return tuple(hosts)
+
+
+def _host(words: list[str]) -> Host:
+    user, at, name = words[0].rpartition("@")
+    if not re.fullmatch(r"[A-Za-z0-9_.:%\[\]][A-Za-z0-9_.:%\[\]-]*", name) or (at and not user):
+        raise ValueError(f"{words[0][:60]!r} is no host")
+    found: dict[str, str] = {"user": user} if user else {}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if key not in ("slots", "port", "user") or not equals or not value:
+            raise ValueError(f"got {word[:60]!r}")
+        if key in found:
+            raise ValueError(f"{key} is given twice")
+        found[key] = value
+    who = found.get("user")
+    if who is not None and not re.fullmatch(USER, who):
+        raise ValueError(f"user {who[:60]!r}")
+    return Host(name, _count(found, "slots"), _count(found, "port"), who)
+
+
+def _count(found: dict[str, str], key: str) -> int | None:
+    if key not in found:
+        return None
+    top = 65535 if key == "port" else 100_000
+    if not re.fullmatch("0*[0-9]{1,6}", found[key]) or not 1 <= int(found[key]) <= top:
+        raise ValueError(f"{key}={found[key][:60]}, a whole number from 1 to {top} is needed")
+    return int(found[key])
+
+
+def room(hosts: tuple[Host, ...], processes: int) -> tuple[tuple[Host, int], ...]:
+    """How many processes each host takes: its slots (1 where others say theirs); if no host says,
+    equal parts of ``processes``, the first hosts one more.
+
+    >>> [n for _, n in room((Host("a"), Host("b")), 3)]
+    [2, 1]
+    """
+    if any(host.slots is not None for host in hosts):
+        return tuple((host, host.slots or 1) for host in hosts)
+    each, more = divmod(processes, len(hosts))
+    return tuple((host, each + (k < more)) for k, host in enumerate(hosts))
+
+
+def places(rooms: tuple[tuple[Host, int], ...], processes: int) -> tuple[Place, ...]:
+    """Host after host filled, for at most ``processes``; fewer if there is no more room."""
+    here: Counter[str] = Counter()
+    out: list[Place] = []
+    for host, count in rooms:
+        for _ in range(min(count, processes - len(out))):
+            out.append(Place(host, here[host.name]))
+            here[host.name] += 1
+    return tuple(out)

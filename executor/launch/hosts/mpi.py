@@ -1,0 +1,96 @@
+"""Processes that OpenMPI's mpirun starts; ``executor.processes.roles`` reads its variables."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from executor.launch.hosts.hostfile import Host, room
+from executor.launch.job import (
+    Job,
+    LaunchError,
+    OutputLine,
+    Start,
+    Task,
+    need,
+    outer,
+    reported,
+    sent,
+    shared,
+)
+from executor.processes.hello import new_secret
+
+TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>:(.*)", re.S)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """Starts processes by mpirun.
+
+    Attributes:
+        hosts: where; empty leaves it to OpenMPI (this host, or the batch system's).
+        python: the interpreter, on every host.
+        options: more words for mpirun.
+    """
+
+    hosts: tuple[Host, ...]
+    python: str
+    options: tuple[str, ...] = ()
+
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
+        """One task: mpirun. A new job of OpenMPI has another port."""
+        need("mpirun", "openmpi-bin")
+        told = {**new_secret(), **shared(job, restart)}
+        words = command(self, job, sorted(told), root=os.geteuid() == 0)
+        return Start(
+            job.processes, (Task(words, {**outer(), **told}, read=read, flags=("--usr1",)),)
+        )
+
+
+def where(hosts: Sequence[Host], processes: int) -> str:
+    """The hosts in mpirun's form, with their slots.
+
+    Raises:
+        LaunchError: a host has a port or a user, for which mpirun has no place.
+
+    >>> where([Host("a", 2), Host("b")], 3)
+    'a:2,b:1'
+    """
+    for host in hosts:
+        if host.port is not None or host.user is not None:
+            raise LaunchError(
+                f"{host.name}: mpirun takes no port= and user=; put them into ~/.ssh/config"
+            )
+    return ",".join(f"{host.name}:{n}" for host, n in room(tuple(hosts), processes) if n)
+
+
+def command(mpi: Mpi, job: Job, names: Sequence[str], *, root: bool) -> tuple[str, ...]:
+    """The words of mpirun. It is told not to end the others after a failure: it would give them one
+    second.
+
+    Args:
+        mpi, job: what to run.
+        names: variables to hand to other hosts.
+        root: this is root, which mpirun wants to be told that it may.
+    """
+    return (
+        *("mpirun", "-n", str(job.processes), "--tag-output", "--bind-to", "none"),
+        *("--mca", "orte_abort_on_non_zero_status", "0"),
+        *(["--allow-run-as-root"] if root else []),
+        *(["--host", where(mpi.hosts, job.processes)] if mpi.hosts else ["--oversubscribe"]),
+        *(word for name in names for word in ("-x", name)),
+        *mpi.options,
+        *sent(job, mpi.python, "--deaf", "--report"),
+    )
+
+
+def read(text: str) -> OutputLine:
+    """Whose a line of mpirun is, and whether it tells of a failure.
+
+    >>> read("[1,3]<stderr>:oh")
+    OutputLine(process=3, text='oh', failed=None)
+    """
+    match = TAG.match(text)
+    return reported(int(match[1]), match[2]) if match else OutputLine(None, text)

@@ -1,0 +1,1 @@
+"""Manifests of jobs for Kubernetes, and their schemas."""

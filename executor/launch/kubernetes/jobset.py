@@ -1,0 +1,154 @@
+"""A job for Kubernetes: the manifest of a JobSet (jobset.sigs.k8s.io), checked against a schema.
+
+One indexed Job whose pods know each other by name (a headless service); the pod's index is the
+process's number. When a pod fails, the whole JobSet is started again, as often as it may be.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from executor.launch.job import AGAIN, Job, LaunchError, shared
+from executor.launch.kubernetes.jobset_schema import SCHEMA
+from executor.launch.kubernetes.manifests import Json, Kind, check_name
+from executor.processes.hello import SECRET
+from executor.processes.roles import PORT
+
+KIND = Kind("JobSet", "v1alpha2", "jobsets.jobset.x-k8s.io", SCHEMA, "JobSet")
+GROUP = "workers"
+ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+SECRET_KEY = "meshwright"
+"""In the Secret that has the job's name, if there is one: what all pods know."""
+LONGEST = 63
+"""Of a host name."""
+QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+|[KMGTPE]i|[kMGTPE]{})?"
+"""What Kubernetes reads; of CPUs thousandths and less too."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What the pods of a job are.
+
+    Attributes:
+        name: of the JobSet.
+        image: of the container; it has the script and Python.
+        gpus: of each pod; None asks for none.
+        cpu, memory: of each pod, as Kubernetes writes quantities ("8", "500m"; "32Gi"); None says
+            nothing. Both are asked for, and memory is also the most.
+    """
+
+    name: str
+    image: str
+    gpus: int | None = None
+    cpu: str | None = None
+    memory: str | None = None
+
+    def resources(self, *, gpus: bool = True) -> Json:
+        """What a container asks for; empty for nothing.
+
+        Raises:
+            LaunchError: a quantity that is none.
+        """
+        requests: Json = {}
+        limits: Json = {"nvidia.com/gpu": self.gpus} if gpus and self.gpus is not None else {}
+        for name, asked in (("cpu", self.cpu), ("memory", self.memory)):
+            if asked is None:
+                continue
+            if not re.fullmatch(QUANTITY.format("|[num]" if name == "cpu" else ""), asked):
+                raise LaunchError(
+                    f"--pod-{name} {asked}: expected a quantity of Kubernetes, such as "
+                    f"{'8 or 500m' if name == 'cpu' else '32Gi'}"
+                )
+            requests[name] = asked
+            if name == "memory":
+                limits[name] = asked
+        parts = {"requests": requests, "limits": limits}
+        return {name: part for name, part in parts.items() if part}
+
+
+def manifest(job: Job, pods: Pods, max_restarts: int) -> Json:
+    """The JobSet.
+
+    Raises:
+        LaunchError: the name is none that Kubernetes takes.
+    """
+    told = shared(job, 0)
+    del told["MESHWRIGHT_RESTART"]
+    told |= {
+        "MESHWRIGHT_PROCESSES": str(job.processes),
+        "MESHWRIGHT_COORDINATOR": f"{_host(pods.name, 0)}.{pods.name}:{PORT}",
+    }
+    check_name(pods.name, _host(pods.name, job.processes - 1), LONGEST)
+    environment: list[Json] = [{"name": name, "value": value} for name, value in told.items()]
+    environment.append(
+        {"name": "MESHWRIGHT_RESTART", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}
+    )
+    key = {"name": pods.name, "key": SECRET_KEY, "optional": True}
+    environment.append({"name": SECRET, "valueFrom": {"secretKeyRef": key}})
+    container: Json = {
+        "name": "worker",
+        "image": pods.image,
+        "command": list(job.command),
+        "env": environment,
+        "ports": [{"containerPort": PORT}],
+    }
+    if resources := pods.resources():
+        container["resources"] = resources
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": pods.name},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": _failures(max_restarts),
+            "replicatedJobs": [
+                {
+                    "name": GROUP,
+                    "replicas": 1,
+                    "template": {"spec": _indexed(job, container)},
+                }
+            ],
+        },
+    }
+
+
+def _host(name: str, process: int) -> str:
+    """The host name that JobSet gives a pod: set, group, Job of the group, index."""
+    return f"{name}-{GROUP}-0-{process}"
+
+
+def _failures(max_restarts: int) -> Json:
+    """All over again, whatever failed; what asked for it is named apart."""
+    asked = {
+        "name": "asked",
+        "action": "RestartJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {"maxRestarts": max_restarts, "rules": [asked]}
+
+
+def _indexed(job: Job, container: Json) -> Json:
+    """A Job that fails with its first pod: the others can't go on without it."""
+    asked = {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "worker", "operator": "In", "values": [AGAIN]},
+    }
+    evicted = {
+        "action": "FailJob",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    return {
+        "parallelism": job.processes,
+        "completions": job.processes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [asked, evicted]},
+        "template": {
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": round(job.stop_s),
+                "containers": [container],
+            }
+        },
+    }

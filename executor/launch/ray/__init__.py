@@ -1,0 +1,1 @@
+"""Processes of a job in actors of Ray."""

@@ -1,1 +1,0 @@
-"""The launchers, one a file, and what they share: the guard, the supervisor, files of hosts."""

@@ -1,0 +1,1 @@
+"""Runs training with parameter servers: in threads, on Ray, and beside SPMD."""

@@ -1,0 +1,142 @@
+"""How many workers and servers a job has, and on what: from the call, the launcher or the words of
+older systems."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from executor.launch.ray.actors import look_for
+from executor.parameter_server.launch.roles import PREFIX, ps_role
+from executor.parameter_server.server.clock import is_integer
+from executor.parameter_server.transport.wire import MEMORY_ENV
+from planner.errors import RequestError
+from planner.modes import get_parallel_mode
+
+CPU = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
+log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What a job runs on.
+
+    Attributes:
+        workers, servers: how many.
+        backend: "ray" or "local".
+        address: of a Ray cluster; None starts one on this host.
+        gpus: of each worker; with 0 it computes on CPUs.
+    """
+
+    workers: int = 1
+    servers: int = 1
+    backend: str = "ray"
+    address: str | None = None
+    gpus: int = 0
+
+
+def job_request(environment: Mapping[str, str], **given: Any) -> JobRequest:
+    """What the call gives, completed by the environment.
+
+    Args:
+        environment: ``os.environ``, say: the variables of ``planner launch``, else those of older
+            systems (``ps_role``).
+        given: the fields of ``JobRequest``; None where the call says nothing.
+
+    Raises:
+        RequestError: the call and the environment contradict each other, a value is malformed, an
+            older system would run something else in this process, or no cluster answers.
+    """
+    for name in ("workers", "servers", "gpus"):
+        value = given.get(name)
+        if value is None:
+            continue
+        if not is_integer(value):
+            raise RequestError(f"{name}={value!r}: got {_kind(value)}, expected a whole number")
+        given[name] = int(value)  # Ray and JSON take none of NumPy's
+    address = given.get("address")
+    if not isinstance(address, str | None):
+        raise RequestError(
+            f"address={address!r}: got {_kind(address)}, expected text such as 'head:6379'"
+        )
+    told, source = _told(environment)
+    for name, value in given.items():
+        if value is not None and told.get(name) not in (None, value):
+            raise RequestError(
+                f"train({name}={value!r}), but {source} says {name}={told[name]!r}; leave {name} "
+                "out of the script, or make them agree"
+            )
+    words = {name: value for name, value in {**told, **given}.items() if value is not None}
+    words |= {name: value for name, value in told.items() if value is not None}
+    found = JobRequest(**words)
+    for name in ("workers", "servers"):
+        if getattr(found, name) < 1:
+            raise RequestError(f"{name}={getattr(found, name)}: expected at least 1")
+    if found.backend not in ("ray", "local"):
+        raise RequestError(f"backend {found.backend!r}: expected 'ray' or 'local'")
+    if found.gpus < 0 or (found.gpus and found.backend == "local"):
+        raise RequestError(
+            f"gpus={found.gpus} with backend {found.backend!r}: expected a number from 0 on, with "
+            "'ray' only; threads share what their process has"
+        )
+    if found.backend == "ray" and found.address is not None:
+        look_for(found.address)
+    return found
+
+
+def _kind(x: object) -> str:
+    return type(x).__name__
+
+
+def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """What the environment says, and who that was."""
+    own: dict[str, Any] = {}
+    for name in (field.name for field in fields(JobRequest)):
+        text = environment.get(PREFIX + name.upper())
+        if text is not None and name in ("workers", "servers", "gpus"):
+            if not text.isdecimal():
+                raise RequestError(f"{PREFIX}{name.upper()}={text!r}: expected a whole number")
+            own[name] = int(text)
+        elif text is not None:
+            own[name] = text
+    source = f"planner launch ({', '.join(PREFIX + name.upper() for name in own)})" if own else ""
+    role = None if {"workers", "servers"} <= own.keys() else ps_role((), environment)
+    if role is None:
+        return own, source
+    if role.instead:
+        who = role.role if role.rank is None else f"{role.role} {role.rank}"
+        raise RequestError(f"{role.source} makes this process the {who}: {role.instead}")
+    older = {"workers": role.workers, "servers": role.servers, "address": role.address}
+    taken = [name for name, value in older.items() if value is not None and name not in own]
+    log.warning("%s: as %s says", " and ".join(taken), role.source)
+    for note in role.notes:
+        log.warning("%s", note)
+    return {**older, **own}, f"{source} with {role.source}" if own else role.source
+
+
+def gpus_of(ray: Any, job: JobRequest) -> dict[str, Any]:
+    """What Ray is asked for each worker, and what it computes on.
+
+    Raises:
+        RequestError: the cluster has not that many; Ray itself would wait for more without a word.
+    """
+    if not job.gpus:
+        return {"runtime_env": {"env_vars": {**CPU["env_vars"], **MEMORY_ENV}}}
+    there = ray.cluster_resources().get("GPU", 0)
+    if there < job.gpus * job.workers:
+        raise RequestError(
+            f"{job.workers} workers with gpus={job.gpus} each need {job.gpus * job.workers} GPUs, "
+            f"the Ray cluster has {there:g}; use fewer workers, or a larger cluster"
+        )
+    return {"num_gpus": job.gpus}
+
+
+def rule_of(mode: str | None, staleness: int | None) -> tuple[str, int]:
+    """Mode and staleness; what is None is taken from ``set_parallel_mode``, a staleness where the
+    mode is the one that was set there."""
+    current = get_parallel_mode()
+    if staleness is None:
+        staleness = current.staleness if mode in (None, current.update) else 0
+    return current.update if mode is None else mode, staleness

@@ -1,0 +1,1 @@
+"""Parameter-server jobs under ``planner launch``: options, roles, the launcher."""

@@ -1,0 +1,55 @@
+"""A parameter-server job: the script runs once, here; its ``train`` starts workers and servers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from executor.launch.job import Job, LaunchError, Start, Task, outer, shared
+from executor.launch.ray.actors import look_for
+from executor.parameter_server.launch.roles import PREFIX
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Starts the script with the numbers that its ``train`` takes.
+
+    Attributes:
+        workers, servers: how many.
+        backend: "ray", or "local": threads of the script's process.
+        address: of a Ray cluster; None leaves it to the script, which starts one on this host.
+        gpus: of each worker; None leaves it to the script.
+    """
+
+    workers: int
+    servers: int
+    backend: str
+    address: str | None = None
+    gpus: int | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the script is told."""
+        told = {
+            "WORKERS": str(self.workers),
+            "SERVERS": str(self.servers),
+            "BACKEND": self.backend,
+            "ADDRESS": self.address,
+            "GPUS": None if self.gpus is None else str(self.gpus),
+        }
+        return {PREFIX + name: value for name, value in told.items() if value is not None}
+
+    def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
+        """One task: the script. What it started on this host ends with its guard; on a cluster,
+        Ray ends what belongs to a script that is gone."""
+        if self.backend == "ray" and importlib.util.find_spec("ray") is None:
+            raise LaunchError(
+                "--launcher ray needs Ray; pip install 'meshwright[ray]', or use --launcher local: "
+                "workers and servers are threads then"
+            )
+        if self.address is not None:
+            look_for(self.address)
+        here = {name: value for name, value in outer().items() if not name.startswith(PREFIX)}
+        environment = {**here, **shared(job, restart), **self.variables}
+        return Start(1, (Task(job.command, environment, process=0),))

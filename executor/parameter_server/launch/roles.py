@@ -1,0 +1,389 @@
+"""Who a process was in a job of an older parameter-server system, in the words used here. No jax.
+
+Flags and variables of PaddlePaddle, MXNet, MindSpore and TensorFlow say how many workers and
+servers a job has, where its scheduler is and what this process is. Here one process runs the
+script, workers and servers are placed by Ray, and the scheduler is Ray's head: so of the numbers
+only how many there are counts, and where the head is. One table, `SYSTEMS`, says what becomes of
+each name; what has no meaning here is told in ``PsRole.notes``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from executor.processes.roles import RoleError
+
+Environment = Mapping[str, str]
+Found = dict[str, str]
+"""What was said, by meaning: role, workers, servers, hosts (of servers, with commas), host and port
+(of the scheduler, or of the first server), own_host and own_port, and rank: a worker's, a server's
+(worker_rank, server_rank) or either's."""
+
+PREFIX = "MESHWRIGHT_PS_"
+"""Of the variables by which ``planner launch`` tells a script: WORKERS, SERVERS, BACKEND, ADDRESS
+and GPUS."""
+PLACED = "Ray places workers and servers; their addresses are not given"
+PYTHON = re.compile(r"(^|/)python[\d.]*$")
+INTERFACE = "the interface is that of `ray start --node-ip-address`"
+
+
+@dataclass(frozen=True)
+class PsRole:
+    """Who a process is in a parameter-server job.
+
+    Attributes:
+        role: "chief" (worker 0, or who starts the job), "worker", "server", "scheduler" or
+            "evaluator".
+        rank: among the workers, or among the servers; None where nothing says it.
+        workers, servers: how many there are; None where nothing says it.
+        address: ``"host:port"`` of the scheduler, which is Ray's head here; where a system has
+            none, of its first server.
+        source: the system whose words these were, and the names that were read.
+        port: of the scheduler, where its host is not said.
+        notes: names that were given and have no meaning here, each with the reason.
+    """
+
+    role: str
+    rank: int | None = None
+    workers: int | None = None
+    servers: int | None = None
+    address: str | None = None
+    source: str = ""
+    notes: tuple[str, ...] = ()
+    port: str | None = None
+
+    @property
+    def instead(self) -> str:
+        """What to do where this process would have been started; "" for the chief, who runs the
+        script."""
+        address = self.address or f"HEAD:{self.port or '6379'}"
+        port = self.port or (self.address or "").rpartition(":")[2]
+        join = f"`ray start --address={address}`"
+        if self.role == "scheduler":
+            head = "`ray start --head" + (f" --port={port}`" if port else "`")
+            return f"the scheduler is Ray's head here: run {head} on this host, not the script"
+        if self.role == "server":
+            return f"servers are Ray actors here: run {join} on this host, not the script"
+        if self.role == "evaluator":
+            return (
+                "an evaluator is a function here: pass it to train(..., evaluate=), and run "
+                f"{join} on this host, not the script"
+            )
+        if self.role == "worker":
+            return (
+                f"workers are Ray tasks here: run {join} on this host; the script runs once, on "
+                f"any host: planner launch --launcher ray --workers {self.workers or 'W'} "
+                f"--servers {self.servers or 'S'} --ray-address {address} train.py"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class System:
+    """The words of one system: what each name means, or why it means nothing here."""
+
+    name: str
+    roles: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    """First words of a command line that say the role."""
+    unused: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[str], Found] | None = None
+    """Takes apart the only variable, where that is one text for all."""
+
+
+def _tf_config(text: str) -> Found:
+    expected = (
+        'expected {"cluster": {"worker": ["host:port", ..], "ps": [..]}, "task": {"type": .., '
+        '"index": 0}}'
+    )
+    try:
+        told = json.loads(text)
+        cluster, task = dict(told.get("cluster", {})), dict(told.get("task", {}))
+        for kind, hosts in cluster.items():
+            if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+                raise TypeError(f"{kind!r} is {json.dumps(hosts)}")
+        lead = cluster.get("chief") or cluster.get("master") or []
+        servers = cluster.get("ps", [])
+        workers = len(lead) + len(cluster.get("worker", []))
+        index = int(task.get("index", 0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RoleError(f"TF_CONFIG: {error}; {expected}") from error
+    found: Found = {"hosts": ",".join(servers), "workers": str(workers)} if servers else {}
+    if "type" in task:
+        kind = str(task["type"])
+        found |= {"role": kind, "rank": str(index + len(lead) * (kind == "worker"))}
+    return found
+
+
+SYSTEMS = (
+    System(
+        "PaddlePaddle",
+        roles={"TRAINER": "worker", "PSERVER": "server"},
+        variables={
+            "TRAINING_ROLE": "role",
+            "PADDLE_TRAINING_ROLE": "role",
+            "PADDLE_PSERVERS_IP_PORT_LIST": "hosts",
+            "PADDLE_TRAINERS_NUM": "workers",
+            "PADDLE_TRAINER_ID": "worker_rank",
+            "PADDLE_PORT": "own_port",
+            "POD_IP": "own_host",
+            "PADDLE_INIT_PSERVERS": "hosts",
+            "PADDLE_INIT_PORT": "port",
+            "PADDLE_INIT_NUM_GRADIENT_SERVERS": "workers",
+            "PADDLE_INIT_TRAINER_ID": "worker_rank",
+        },
+        flags={
+            "--pservers": "hosts",
+            "--port": "port",
+            "--num_gradient_servers": "workers",
+            "--trainer_id": "worker_rank",
+            "--worker_num": "workers",
+            "--server_num": "servers",
+        },
+        words={"pserver": "PSERVER", "train": "TRAINER"},
+        unused={
+            "--ports_num": "a server is one actor; Ray opens its own connections",
+            "--ports_num_for_sparse": "dense and row-sparse arrays share servers and connections",
+            "--trainer_count": "threads of one trainer; a worker has all devices that it sees",
+            "--use_gpu": "JAX_PLATFORMS says what a worker computes on",
+            "--nics": INTERFACE,
+            "PADDLE_INIT_PORTS_NUM": "a server is one actor; Ray opens its own connections",
+            "PADDLE_INIT_PORTS_NUM_FOR_SPARSE": "dense and row-sparse arrays share connections",
+            "PADDLE_INIT_TRAINER_COUNT": "threads of one trainer; a worker has all its devices",
+            "PADDLE_INIT_USE_GPU": "JAX_PLATFORMS says what a worker computes on",
+            "PADDLE_TRAINER_ENDPOINTS": PLACED,
+            "PADDLE_CURRENT_ENDPOINT": PLACED,
+        },
+    ),
+    System(
+        "MXNet",
+        roles={"worker": "worker", "server": "server", "scheduler": "scheduler"},
+        variables={
+            "DMLC_ROLE": "role",
+            "DMLC_NUM_WORKER": "workers",
+            "DMLC_NUM_SERVER": "servers",
+            "DMLC_PS_ROOT_URI": "host",
+            "DMLC_PS_ROOT_PORT": "port",
+            "DMLC_WORKER_ID": "worker_rank",
+            "DMLC_SERVER_ID": "server_rank",
+        },
+        flags={
+            "-n": "workers",
+            "--num-workers": "workers",
+            "-s": "servers",
+            "--num-servers": "servers",
+        },
+        unused={
+            "-H": "hosts join by `ray start`",
+            "--hostfile": "hosts join by `ray start`",
+            "--launcher": "planner launch has its own",
+            "--cluster": "planner launch has its own",
+            "--sync-dst-dir": "Ray's runtime environment carries files",
+            "DMLC_INTERFACE": INTERFACE,
+            "DMLC_NODE_HOST": INTERFACE,
+            "PS_HEARTBEAT_INTERVAL": "Ray notices lost processes",
+            "PS_HEARTBEAT_TIMEOUT": "Ray notices lost processes; train(wait_s=) bounds each wait",
+            "PS_RESEND": "pushes carry numbers and count once",
+            "PS_VERBOSE": "Served.counts says what servers did",
+            "MXNET_KVSTORE_BIGARRAY_BOUND": "train(split_bytes=) is that bound, in bytes",
+        },
+    ),
+    System(
+        "MindSpore",
+        roles={"MS_WORKER": "worker", "MS_PSERVER": "server", "MS_SCHED": "scheduler"},
+        variables={
+            "MS_ROLE": "role",
+            "MS_WORKER_NUM": "workers",
+            "MS_SERVER_NUM": "servers",
+            "MS_SCHED_HOST": "host",
+            "MS_SCHED_PORT": "port",
+            "MS_NODE_ID": "rank",
+        },
+        unused={
+            "MS_INTERFACE": INTERFACE,
+            "MS_TOPO_TIMEOUT": "train(wait_s=) bounds each wait",
+        },
+    ),
+    System(
+        "TensorFlow",
+        roles={
+            "chief": "chief",
+            "master": "chief",
+            "worker": "worker",
+            "ps": "server",
+            "evaluator": "evaluator",
+        },
+        variables={"TF_CONFIG": "all"},
+        read=_tf_config,
+    ),
+)
+"""Read in order; the first whose words speak of servers counts."""
+
+
+def ps_role(argv: Sequence[str], environ: Environment) -> PsRole | None:
+    """Who this process would have been in an older system's parameter-server job.
+
+    Args:
+        argv: words such as ``pserver --port=7164 --num_gradient_servers=4``, or those of MXNet's
+            ``tools/launch.py`` up to the program that it starts; or all in one text, as a shell
+            takes it; may be empty.
+        environ: ``os.environ``, say. Flags win over variables.
+
+    Returns:
+        The role; None where nothing speaks of servers, such as in a job of workers only.
+
+    Raises:
+        RoleError: a value is malformed, or the parts contradict each other.
+
+    >>> ps_role((), {"DMLC_ROLE": "server", "DMLC_NUM_WORKER": "4", "DMLC_NUM_SERVER": "2"}).role
+    'server'
+    """
+    flags, unknown = _flags(argv)
+    for system in SYSTEMS:
+        role = _role_in(system, flags, unknown, environ)
+        if role is not None:
+            return role
+    return None
+
+
+def _flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Flags with their values, a first word that says the role as "", and flags nobody knows."""
+    flags: dict[str, str] = {}
+    try:
+        words = shlex.split(argv) if isinstance(argv, str) else list(argv)
+    except ValueError as error:
+        raise RoleError(f"{argv!r}: {error}") from error
+    known = {name for system in SYSTEMS for name in (*system.flags, *system.unused, "")}
+    if len(words) > 1 and PYTHON.search(words[0]) and words[1].endswith("launch.py"):
+        words.pop(0)
+    if words and (words[0] == "paddle" or words[0].endswith("launch.py")):
+        words.pop(0)
+    if words and any(words[0] in system.words for system in SYSTEMS):
+        flags[""] = words.pop(0)
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if word[:2] in known and word[2:3] not in ("", "="):
+            name, equals, value = word[:2], "=", word[2:]
+        if not equals and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        flags[name] = value
+    return flags, [name for name in flags if name not in known]
+
+
+def _role_in(
+    system: System, flags: Mapping[str, str], unknown: Sequence[str], environ: Environment
+) -> PsRole | None:
+    """What one system's words say; None if they do not speak of servers."""
+    found, names = _said(system, flags, environ)
+    role = found.get("role")
+    if role is not None and role not in system.roles:
+        name = names["role"]
+        raise RoleError(f"{name}={role!r}: expected one of {', '.join(system.roles)}")
+    kind = None if role is None else system.roles[role]
+    hosts = [host.strip() for host in found.get("hosts", "").split(",") if host.strip()]
+    servers = _count(found, names, "servers")
+    if hosts and servers not in (None, len(hosts)):
+        raise RoleError(
+            f"{system.name}: {names['servers']} says {servers} servers, {names['hosts']} lists "
+            f"{len(hosts)}; make them agree"
+        )
+    servers = len(hosts) if hosts else servers
+    workers = _count(found, names, "workers")
+    notes = [
+        f"{name}: no meaning here: {why}"
+        for name, why in system.unused.items()
+        if name in flags or (name in environ and not name.startswith("-"))
+    ]
+    notes += [f"{name}: not known here" for name in unknown]
+    if system.name == "MXNet" and servers is None and workers is not None and flags:
+        servers = workers
+        notes.append("no -s: as many servers as workers, as MXNet's launch.py does")
+    if not servers and kind not in ("server", "scheduler"):
+        return None
+    rank = _rank(found, names, kind, hosts)
+    if kind in (None, "worker") and workers == 1:
+        rank = 0
+    if kind is None and rank is None:  # who says numbers only is who starts the job
+        kind, rank = "chief", 0
+    if kind in (None, "worker"):
+        kind = "chief" if rank == 0 else "worker"
+    _within(system.name, kind, rank, workers, servers)
+    read = ", ".join(dict.fromkeys(names.values()))
+    source = f"{system.name} ({read})"
+    address = _address(found, hosts)
+    port = None if address else found.get("port")
+    return PsRole(kind, rank, workers, servers, address, source, tuple(notes), port)
+
+
+def _said(
+    system: System, flags: Mapping[str, str], environ: Environment
+) -> tuple[Found, dict[str, str]]:
+    """What was said by meaning, and under which name; the first name in the table counts."""
+    found: Found = {}
+    names: dict[str, str] = {}
+    if "" in flags and flags[""] in system.words:
+        found["role"], names["role"] = system.words[flags[""]], flags[""]
+    told = [(name, meaning, flags) for name, meaning in system.flags.items()]
+    told += [(name, meaning, environ) for name, meaning in system.variables.items()]
+    for name, meaning, given in told:
+        if name in given and system.read is not None:
+            found = system.read(given[name])
+            names = dict.fromkeys(found, name)
+        elif name in given and meaning not in found:
+            found[meaning], names[meaning] = given[name], name
+    return found, names
+
+
+def _count(found: Found, names: Mapping[str, str], meaning: str) -> int | None:
+    if meaning not in found:
+        return None
+    try:
+        number = int(found[meaning])
+    except ValueError:
+        number = -1
+    least = int(meaning == "workers")
+    if number < least:
+        raise RoleError(
+            f"{names[meaning]}={found[meaning]!r}: expected a whole number from {least} on"
+        )
+    return number
+
+
+def _rank(
+    found: Found, names: Mapping[str, str], kind: str | None, hosts: Sequence[str]
+) -> int | None:
+    if kind == "scheduler":
+        return None
+    own_rank = "server_rank" if kind == "server" else "worker_rank"
+    rank = _count(found, names, own_rank if own_rank in found else "rank")
+    own = f"{found.get('own_host', '')}:{found.get('own_port', '')}"
+    if kind == "server" and rank is None and own in hosts:
+        return hosts.index(own)
+    return rank
+
+
+def _within(
+    system: str, kind: str, rank: int | None, workers: int | None, servers: int | None
+) -> None:
+    """Whether a number is one that there is; raises RoleError."""
+    of = {"worker": workers, "chief": workers, "server": servers}.get(kind)
+    if rank is not None and of is not None and rank >= of:
+        raise RoleError(f"{system}: {kind} {rank} of {of}, expected a number from 0 to {of - 1}")
+
+
+def _address(found: Found, hosts: Sequence[str]) -> str | None:
+    """Where Ray's head is to be: at the scheduler's place, else the first server's."""
+    place = found.get("host") or (hosts[0] if hosts else "")
+    if not place:
+        return None
+    if place.count(":") > 1 and "]" not in place:  # an IPv6 address
+        place = f"[{place}]"
+    has_port = ":" in place.rpartition("]")[2]
+    return place if has_port else f"{place}:{found.get('port', '6379')}"

@@ -1,0 +1,1 @@
+"""A parameter server: values, optimizer state, clocks, members, snapshots."""

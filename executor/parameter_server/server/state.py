@@ -1,0 +1,104 @@
+"""What a server holds beside its store, as names and arrays that can be kept in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from executor.parameter_server.placement.layout import Array
+from executor.parameter_server.server.answers import Counts
+from executor.parameter_server.server.store import Pushed
+from executor.parameter_server.worker.queue import Queue
+
+if TYPE_CHECKING:
+    from executor.parameter_server.server.shard import Shard
+
+
+def laid_aside(waiting: Mapping[int, Pushed]) -> dict[str, Array]:
+    """Pushes that wait for others, copied, by name; ``take_up`` reads them."""
+    arrays: dict[str, Array] = {}
+    for worker, pushed in waiting.items():
+        for dtype, x in pushed.dense.items():
+            arrays[f"waiting/{worker}/dense/{dtype}"] = np.array(x)
+        for name, (ids, x) in pushed.rows.items():
+            arrays[f"waiting/{worker}/ids/{name}"] = np.array(ids)
+            arrays[f"waiting/{worker}/rows/{name}"] = np.array(x)
+    return arrays
+
+
+def differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
+    """What differs in two descriptions of parameters, the first of it."""
+    mine, theirs = (
+        dict(zip(x["paths"], zip(x["dtypes"], x["shapes"], strict=True), strict=True))
+        | x.get("tables", {})
+        for x in (got, held)
+    )
+    for path in sorted({*mine, *theirs}):
+        one, other = mine.get(path), theirs.get(path)
+        if one is None or other is None or list(one) != list(other):
+            return f"{path}: got {one}, they have {other}"
+    return "cut in another way"
+
+
+def shard_facts(shard: Shard) -> dict[str, Any]:
+    """What is no array, as JSON has it; ``take_up`` reads it."""
+    facts = {
+        "begun": shard.store.values is not None,
+        "about": shard.about,
+        "workers": shard.workers,
+        "version": shard.version,
+        "last": {w: list(pair) for w, pair in shard.last.items()},
+        "clocks": shard.clocks.at,
+        "aside": shard.clocks.aside,
+        "barriers": shard.at_barrier,
+        "left": sorted(shard.left),
+        "queues": {n: queue.to_facts() for n, queue in shard.queues.items()},
+        "counts": asdict(shard.counts),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(facts))
+    return found
+
+
+def take_up(shard: Shard, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+    """Make of a new server one that goes on from these."""
+    shard.published = (None, None)
+    if facts["begun"]:
+        shard.store.load(arrays)
+    shard.about = facts["about"]
+    shard.version = shard.seen = facts["version"]
+    shard.last = {int(w): (n, took) for w, (n, took) in facts["last"].items()}
+    shard.clocks.at = _by_rank(facts["clocks"])
+    shard.clocks.aside = _by_rank(facts.get("aside", {}))  # older snapshots have none
+    shard.at_barrier = _by_rank(facts["barriers"])
+    shard.left = set(facts["left"])
+    shard.queues = {int(n): Queue.from_facts(q) for n, q in facts["queues"].items()}
+    counts: dict[str, Any] = facts["counts"]
+    told: dict[str, Any] = {k: _by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()}
+    shard.counts = Counts(**told)
+    shard.read_at.clear()
+    shard.waiting = _waiting_from(arrays)
+
+
+def _by_rank(found: Mapping[str, Any]) -> dict[int, Any]:
+    """With numbers for names, which JSON has not."""
+    return {int(k): v for k, v in found.items()}
+
+
+def _waiting_from(arrays: Mapping[str, Array]) -> dict[int, Pushed]:
+    """Pushes laid aside, from dumped arrays."""
+    found: dict[int, Pushed] = {}
+    for name, x in arrays.items():
+        if not name.startswith("waiting/"):
+            continue
+        _, worker, kind, key = name.split("/", 3)
+        pushed = found.setdefault(int(worker), Pushed({}, {}))
+        if kind == "dense":
+            found[int(worker)] = replace(pushed, dense={**pushed.dense, key: x})
+        elif kind == "ids":
+            rows = (x, arrays[f"waiting/{worker}/rows/{key}"])
+            found[int(worker)] = replace(pushed, rows={**pushed.rows, key: rows})
+    return found

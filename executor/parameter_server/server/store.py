@@ -1,0 +1,282 @@
+"""What a server keeps: values and optimizer state, without clocks or waits.
+
+The optimizer runs on flat arrays. In synchronous training the same sums give the same bits however
+parameters are cut: nothing is compiled that joins products and sums (an FMA rounds once where the
+two operations round twice, and the compiler joins them as the form of the arrays suggests), and
+there are always two arrays, since what only one array needs, such as the power in Adam's bias
+correction, is computed within its loop, by another approximation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from executor.parameter_server.placement.elementwise import EXACT
+from executor.parameter_server.placement.layout import Array, Flat
+from executor.parameter_server.server.tables import Tables, scaled_update, summed
+from executor.parameter_server.transport.codec import Coded, decode
+from executor.parameter_server.transport.wire import rounded_to
+from executor.parameter_server.worker.replica import MEANS
+from planner.errors import RequestError
+
+VALUES, STATE, TABLES = "values/", "state/", "tables/"
+"""How the names of dumped arrays begin."""
+BLOCK = 2**16
+"""Elements that are summed at a time."""
+ROUNDED = frozenset({"float32", "float64"})
+"""Dtypes whose sums XLA rounds after each addition; narrower ones it may add up in wider ones."""
+
+OTHER = "what was kept is of another optimizer: go on with that of the run, or in another folder"
+
+SECOND = "second"
+"""Name of an array of one element that is there to be the second."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a worker sends to one server.
+
+    Attributes:
+        dense: gradients of what the server holds flat, by dtype.
+        rows: for each table, numbers of its rows on this server, and their gradients; a table that
+            is named without rows counts as updated.
+        coded: gradients that are not in ``dense``, in fewer bytes, by dtype.
+        seen: updates in the values that the gradients are of; None: in those that were read last.
+        ahead: pushes that come before the one that is computed from what is read with this one.
+        dtype: that the values travel in which are read with this one, where theirs is wider.
+    """
+
+    dense: Mapping[str, Array] = field(default_factory=dict)
+    rows: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+    coded: Mapping[str, Coded] = field(default_factory=dict)
+    seen: int | None = None
+    ahead: int = 0
+    dtype: str | None = None
+
+    def decoded(self) -> Pushed:
+        """The same with nothing coded."""
+        if not self.coded:
+            return self
+        dense = {**self.dense, **{d: decode(x) for d, x in self.coded.items()}}
+        return replace(self, dense=dense, coded={})
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts", "count"], meta_fields=[])
+@dataclass(frozen=True)
+class Mean:
+    """Flat arrays to be summed from the first on, and divided, within the update: in one pass over
+    them, and over the values, where three would wait for memory."""
+
+    parts: Sequence[Any]
+    count: Any
+
+
+def _dense(pushes: Sequence[Pushed]) -> dict[str, Any]:
+    """Flat gradients of one push, or what makes the mean of several; what a push leaves out counts
+    as zero."""
+    if len(pushes) == 1:
+        return dict(pushes[0].dense)
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for push in pushes for name in push.dense):
+        parts = [push.dense[name] for push in pushes if name in push.dense]
+        if name in ROUNDED and len(pushes).bit_count() == 1:
+            found[name] = Mean(parts, parts[0].dtype.type(len(pushes)))
+        else:  # XLA would multiply by the reciprocal
+            found[name] = _mean(parts, len(pushes))
+    return found
+
+
+def _mean(parts: Sequence[Array], count: int) -> Array:
+    """The sum of flat arrays, divided, block by block: a block stays in the processor's cache."""
+    room = np.empty(parts[0].nbytes + 64, np.uint8)  # XLA:CPU reads multiples of 64 where they lie
+    begin = -room.ctypes.data % 64
+    made: Array = room[begin : begin + parts[0].nbytes].view(parts[0].dtype)
+    for begin in range(0, made.size, BLOCK):
+        out = made[begin : begin + BLOCK]
+        out[...] = parts[0][begin : begin + BLOCK]
+        for part in parts[1:]:
+            out += part[begin : begin + BLOCK]
+        np.divide(out, count, out=out, casting="unsafe")
+    return made
+
+
+def _rows(pushes: Sequence[Pushed]) -> Mapping[str, tuple[Array, Array]]:
+    """Rows of one push, or the mean of several."""
+    if len(pushes) == 1:
+        return pushes[0].rows
+    rows: dict[str, tuple[Array, Array]] = {}
+    for name in sorted({name for push in pushes for name in push.rows}):
+        parts = [push.rows[name] for push in pushes if name in push.rows]
+        ids, total = summed(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+        rows[name] = (ids, (total / len(pushes)).astype(total.dtype))
+    return rows
+
+
+def _form(leaf: Any) -> tuple[Any, ...]:
+    """What a leaf of optimizer state is, but for its precision."""
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.shape, "floating" if floating else leaf.dtype
+
+
+def _forms(optimizer: optax.GradientTransformation | None, values: Any) -> list[set[Any]]:
+    """What the leaves of optimizer state are at first and after an update: momentum of integers is
+    floating then, and under ``inject_hyperparams`` that of bfloat16 is float32."""
+    if optimizer is None:
+        return []
+    first = jax.eval_shape(optimizer.init, values)
+    _, then = jax.eval_shape(optimizer.update, values, first, values)
+    leaves, later = jax.tree.leaves(first), jax.tree.leaves(then)
+    if len(leaves) != len(later):
+        raise RequestError(
+            f"the optimizer's state has {len(leaves)} arrays at first and {len(later)} after an "
+            "update: it can't be kept in snapshots or copies"
+        )
+    return [{_form(x), _form(y)} for x, y in zip(leaves, later, strict=True)]
+
+
+def without_prefix(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    """Of dumped arrays those whose names begin so, without that."""
+    return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
+
+
+def states(arrays: Mapping[str, Array]) -> list[str]:
+    """The names of dumped leaves of optimizer state, in their order."""
+    return [f"{STATE}{k}" for k in sorted(map(int, without_prefix(arrays, STATE)))]
+
+
+@functools.lru_cache(maxsize=64)
+def _update(
+    optimizer: optax.GradientTransformation | None, *, exact: bool, donate: bool
+) -> Callable[..., Any]:
+    """The compiled update; one for all stores of an optimizer, so that it is compiled once."""
+
+    def mean(found: Any) -> Any:
+        if not isinstance(found, Mean):
+            return found
+        return functools.reduce(jnp.add, found.parts) / found.count
+
+    def updated(values: Any, state: Any, pushed: Any, scale: Any) -> Any:
+        pushed = {name: mean(x) for name, x in pushed.items()}
+        if optimizer is None:
+            updates = pushed
+        else:
+            updates, state = optimizer.update(pushed, state, values)
+        updates = jax.tree.map(lambda u: scaled_update(u, scale, jnp), updates)
+        return optax.apply_updates(values, updates), state
+
+    return jax.jit(
+        updated,
+        donate_argnums=(0, 1) if donate else (),
+        compiler_options=EXACT if exact else None,
+    )
+
+
+def _made(
+    optimizer: optax.GradientTransformation | None, *, exact: bool, donate: bool
+) -> Callable[..., Any]:
+    try:
+        return _update(optimizer, exact=exact, donate=donate)
+    except TypeError:  # one that can't be a key
+        return _update.__wrapped__(optimizer, exact=exact, donate=donate)
+
+
+class Store:
+    """Values and optimizer state of one server; the caller sees to it that one thread is in it.
+
+    Args:
+        optimizer: applied to what is pushed; None adds it to the values.
+        exact: updates do not depend on how arrays are cut, to the last bit.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation | None, *, exact: bool) -> None:
+        self.optimizer = optimizer
+        self.values: dict[str, jax.Array] | None = None
+        self.state: Any = None
+        self.exact = exact
+        self._update = _made(optimizer, exact=exact, donate=True)
+        second = {SECOND: np.zeros(1, np.float32)} if exact else {}
+        self.tables = Tables(optimizer, _made(optimizer, exact=exact, donate=False), second)
+
+    def init(self, values: Mapping[str, Array], tables: Mapping[str, Array] | None = None) -> None:
+        """Begin with these values, and these rows of tables."""
+        self.tables.init(tables or {})
+        self.values = {d: jnp.array(x) for d, x in values.items()}
+        if self.exact:
+            self.values[SECOND] = jnp.zeros(1)
+        state = None if self.optimizer is None else self.optimizer.init(self.values)
+        self.state = jax.tree.map(jnp.array, state)  # it may be the values themselves
+
+    @property
+    def averages(self) -> bool:
+        """Whether workers make the updates, of the means that they read here."""
+        return bool(self.optimizer == MEANS)
+
+    def check(self, pushed: Pushed) -> None:
+        """Raises RequestError for gradients that are not in the form of the values."""
+        for dtype, x in pushed.dense.items():
+            held = (self.values or {}).get(dtype)
+            if held is None or held.shape != x.shape:
+                raise RequestError(
+                    f"push: got {dtype}{list(x.shape)}, the server holds "
+                    f"{'none' if held is None else list(held.shape)}"
+                )
+
+    def apply(self, *pushes: Pushed, scale: float = 1.0) -> None:
+        """One update, by the mean of the pushes, summed from the first on: the caller fixes the
+        order. What the optimizer makes of it is taken times ``scale``."""
+        dense = _dense(pushes)
+        if dense:
+            if self.exact:
+                dense[SECOND] = np.zeros(1, np.float32)
+            self.values, self.state = self._update(self.values, self.state, dense, scale)
+        self.tables.apply(_rows(pushes), scale)
+
+    def read(self, dtype: str | None = None) -> Flat:
+        """What workers pull: the flat values, or the last mean where these only come by it; rounded
+        to ``dtype`` where theirs is wider. While someone has them the next update takes other
+        memory."""
+        held = self.state if self.averages else self.values
+        if dtype is None:
+            return self._flat(held)
+        return rounded_to({d: x for d, x in (held or {}).items() if d != SECOND}, dtype)
+
+    def last(self) -> Flat:
+        """The flat values, for who is no worker."""
+        return self._flat(self.values)
+
+    def end(self, values: Flat) -> None:
+        """The values that workers came to, where these made the updates."""
+        self.values = {**(self.values or {}), **{d: jnp.array(x) for d, x in values.items()}}
+
+    def _flat(self, held: Mapping[str, Any] | None) -> Flat:
+        return {d: np.asarray(x) for d, x in (held or {}).items() if d != SECOND}
+
+    def dump(self) -> dict[str, Array]:
+        """Everything, in memory of its own, by name; ``load`` takes it back."""
+        leaves = jax.tree.leaves(self.state)
+        found = {f"{VALUES}{d}": np.array(x) for d, x in (self.values or {}).items()}
+        found |= {f"{STATE}{k}": np.array(x) for k, x in enumerate(leaves)}
+        return found | {f"{TABLES}{name}": x for name, x in self.tables.dump().items()}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Begin with what ``dump`` gave.
+
+        Raises:
+            RequestError: it is of another optimizer.
+        """
+        self.tables.load(without_prefix(arrays, TABLES))
+        self.values = {name: jnp.array(x) for name, x in without_prefix(arrays, VALUES).items()}
+        kept = [jnp.array(arrays[key]) for key in states(arrays)]
+        forms = _forms(self.optimizer, self.values)
+        if len(kept) != len(forms) or any(_form(x) not in f for x, f in zip(kept, forms)):  # noqa: B905
+            raise RequestError(OTHER)
+        form = None if self.optimizer is None else jax.eval_shape(self.optimizer.init, self.values)
+        self.state = jax.tree.unflatten(jax.tree.structure(form), kept)

@@ -1,0 +1,1 @@
+"""How workers and servers exchange values: threads, Ray, shared memory, fewer bits."""

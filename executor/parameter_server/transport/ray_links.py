@@ -1,0 +1,226 @@
+"""How a worker reaches servers that are Ray actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from executor.parameter_server.placement.layout import Flat
+from executor.parameter_server.server.answers import LostError, WaitError
+from executor.parameter_server.transport.links import First
+from executor.parameter_server.transport.slots import Letter, Slot, aligned, made
+from executor.parameter_server.transport.wire import fetch
+
+AGAIN_S = 0.2
+"""How long it is waited before a server that is away is asked again."""
+
+SLOTTED = frozenset({"push", "push_pull", "pull", "pull_rows"})
+"""Methods whose arrays lie in slots."""
+SHARE_S = 10.0
+"""How long a server has to look at a new slot."""
+
+
+class RayLinks:
+    """Servers as Ray actors; arrays lie in slots where a server is on this host, else Ray has them.
+
+    Args:
+        actors: the servers.
+        rank: of the worker; None for who is none, and has no slots.
+    """
+
+    def __init__(self, actors: Sequence[Any], rank: int | None = None) -> None:
+        self.actors, self.rank = tuple(actors), rank
+        self._slots: dict[int, Slot] = {}
+        self._far: set[int] = set() if rank is not None else set(range(self.count))
+        self._rooms = [0] * self.count
+        self._own: dict[int, Flat] = {}
+
+    @property
+    def count(self) -> int:
+        """How many servers there are."""
+        return len(self.actors)
+
+    @property
+    def host(self) -> str:
+        """See ``Links``."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def room(self, sizes: Sequence[Mapping[str, int]]) -> list[Flat]:
+        """See ``Links``."""
+        return [self._room(server, size) for server, size in enumerate(sizes)]
+
+    def _room(self, server: int, sizes: Mapping[str, int]) -> Flat:
+        if not sizes:
+            return {}
+        nbytes = sum(aligned(n * np.dtype(d).itemsize) for d, n in sizes.items())
+        if nbytes > self._rooms[server]:
+            self._rooms[server] = nbytes
+            self._slots.pop(server, None)
+        slot = self._slot(server)
+        if slot is not None:
+            return slot.flats(sizes)
+        if server not in self._own:
+            self._own[server] = {d: np.empty(n, np.dtype(d)) for d, n in sizes.items()}
+        return self._own[server]
+
+    def _slot(self, server: int) -> Slot | None:
+        """Memory shared with a server; None with one that is elsewhere, or away."""
+        import ray
+
+        if server in self._far or server in self._slots:
+            return self._slots.get(server)
+        room = self._rooms[server]
+        with made(ray.get_runtime_context().get_node_id(), room, self._reserved) as found:
+            try:
+                if found is not None and ray.get(
+                    self.actors[server].share.remote(self.rank, found[1], room), timeout=SHARE_S
+                ):
+                    self._slots[server] = found[0]
+                else:
+                    self._far.add(server)
+            except ray.exceptions.GetTimeoutError:  # it has not the time
+                self._far.add(server)
+            except ray.exceptions.RayActorError:
+                pass  # who asks it something will see
+        return self._slots.get(server)
+
+    @cached_property
+    def _reserved(self) -> int:
+        """Bytes that Ray's own store may take on this host."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        stores = [n["Resources"] for n in ray.nodes() if n["NodeID"] == here]
+        return int(sum(store.get("object_store_memory", 0) for store in stores))
+
+    def _ask(self, server: int, method: str, args: tuple[Any, ...]) -> tuple[Any, Slot | None]:
+        """What will be the answer, and the slot that it may lie in."""
+        actor = self.actors[server]
+        slot = self._slot(server) if method in SLOTTED else None
+        letter = None if slot is None else slot.write(args)
+        if letter is None:
+            return getattr(actor, method).remote(*args), None
+        return actor.answer.remote(self.rank, method, letter), slot
+
+    def call(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...] | None],
+        wait_s: float,
+        first: First = lambda server: (),
+    ) -> list[Any]:
+        """See ``Links``."""
+        import ray
+
+        found: list[Any] = [None] * self.count
+        try:
+            asked = {k: self._ask(k, method, a) for k, a in enumerate(args) if a is not None}
+            until = time.monotonic() + wait_s
+            refs = [ref for ref, _ in asked.values()]
+            answers = ray.get(refs, timeout=_left(until))
+            opened = [
+                _opened(x, slot) for x, (_, slot) in zip(answers, asked.values(), strict=True)
+            ]
+            for server, answer in zip(asked, fetch(opened, _left(until)), strict=True):
+                found[server] = answer
+            return found
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
+            self._slots.clear()  # one of them is lost; below it is seen which
+        except ray.exceptions.GetTimeoutError as error:
+            self._slots.clear()  # a server may still look at what is there
+            raise _late(dict(zip(asked, refs, strict=True)), method, wait_s) from error
+        except ray.exceptions.RayTaskError as error:
+            self._slots.clear()
+            raise (error.cause or error) from error
+        except BaseException:
+            self._slots.clear()
+            raise
+        for server, under_way in asked.items():
+            what = args[server] or ()
+            found[server] = self._one(server, method, what, under_way, until, first)
+        return found
+
+    def _one(
+        self,
+        server: int,
+        method: str,
+        args: tuple[Any, ...],
+        asked: tuple[Any, Slot | None] | None,
+        until: float,
+        first: First,
+    ) -> Any:
+        """The answer of one server, asked again as long as it is away."""
+        import ray
+
+        actor = self.actors[server]
+        while True:
+            try:
+                if asked is None:
+                    for name, what in first(server):
+                        ray.get(getattr(actor, name).remote(*what), timeout=_left(until))
+                    asked = getattr(actor, method).remote(*args), None
+                answer = _opened(ray.get(asked[0], timeout=_left(until)), asked[1])
+                return fetch([answer], _left(until))[0]
+            except ray.exceptions.ActorDiedError as error:
+                raise gone(server, method, error) from error
+            except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+                if time.monotonic() > until:
+                    raise WaitError(
+                        f"server {server} was lost and did not come back in time, while asked to "
+                        f"{method}"
+                    ) from error
+                time.sleep(AGAIN_S)
+                asked = None
+            except ray.exceptions.GetTimeoutError as error:
+                raise WaitError(f"server {server} did not answer {method} in time") from error
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause or error) from error
+
+
+def _opened(answer: Any, slot: Slot | None) -> Any:
+    """What a server said, in memory of its own.
+
+    Raises:
+        ActorUnavailableError: the server has come back and knows of no slot.
+    """
+    if slot is None:
+        return answer
+    if answer is None:
+        import ray
+
+        raise ray.exceptions.ActorUnavailableError("it has come back", None)
+    return slot.read(answer, copy=True) if isinstance(answer, Letter) else answer
+
+
+def gone(server: int, method: str, error: Exception) -> LostError:
+    """What is said of a server that does not come back."""
+    return LostError(
+        f"server {server} is gone, while asked to {method}: nothing keeps what it held; give "
+        f"train(replicas=True) or snapshots= ({_word(error)})"
+    )
+
+
+def _word(error: Exception) -> str:
+    """The last line of an error of Ray's, where it says why."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+
+
+def _left(until: float) -> float:
+    return max(0.1, until - time.monotonic())
+
+
+def _late(refs: Mapping[int, Any], method: str, wait_s: float) -> WaitError:
+    import ray
+
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+    late = [server for server, ref in refs.items() if ref not in ready]
+    return WaitError(
+        f"server{'s' * (len(late) > 1)} {', '.join(map(str, late))} did not answer {method} in "
+        f"{wait_s:g} s"
+    )

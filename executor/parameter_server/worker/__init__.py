@@ -1,0 +1,1 @@
+"""A worker: pulls and pushes parameters, takes its share of the items."""

@@ -1,0 +1,1 @@
+"""Several processes as one job: who they are, how they join, and which one failed."""

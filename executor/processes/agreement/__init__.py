@@ -1,0 +1,1 @@
+"""Whether all processes of a job do the same; compared before the first step."""

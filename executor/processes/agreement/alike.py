@@ -1,0 +1,158 @@
+"""Whether all processes of a job do the same: their settings, program, state and data.
+
+A program over several processes is one program only if each process runs it alike. What differs
+trains to wrong numbers, or waits for ever, so it is compared first: hashes go to process 0, which
+answers who differs and in what, and all processes raise the same error.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from executor.processes.agreement.fingerprints import Fingerprint, arguments, hash_of, program
+from executor.processes.agreement.settings import settings
+from executor.processes.meet import ProcessMismatchError, meet
+from planner import compat
+from planner.graph.trace import abstract
+
+Parts = Mapping[str, Sequence[Fingerprint]]
+MOST = 3
+"""Differences of one process that are named."""
+NAMED = 8
+"""Differences of all processes that are named."""
+ADVICE = {
+    "settings": "start every process with the same packages, settings, variables and devices",
+    "program": "run the same script with the same arguments everywhere; what a process draws or "
+    "reads for itself must not reach the step",
+    "state": "what several processes hold must be equal: use the same seed everywhere or restore a "
+    "checkpoint, and pass whole batches or those of executor.shard",
+    "data": "give every process the same source, seed and options; each reads its own rows",
+    "train": "call train with the same options everywhere",
+}
+_settings_compared = False
+
+
+def compare_parts(name: str, parts: Parts) -> None:
+    """Compare parts, each a list of things in order, between all processes.
+
+    Args:
+        name: what this process is about to do, for a process that is about to do something else.
+        parts: by name. An entry without a value is not compared.
+
+    Raises:
+        ProcessMismatchError: in all processes; names up to MOST differences of each process.
+        HostError: a process did not come.
+    """
+    if jax.process_count() == 1:
+        return
+    hashes = {part: [_short(entry) for entry in entries] for part, entries in parts.items()}
+    totals = {
+        part: found if "" in found else [hash_of(" ".join(found))] for part, found in hashes.items()
+    }
+    if not meet(name, totals, _differences):
+        return
+    where = meet(f"{name}, compared", hashes, _differences)
+    mine = {
+        part: {k: parts[part][int(k)].text if int(k) < len(parts[part]) else "nothing" for k in ks}
+        for part, ks in _asked(where).items()
+    }
+    shown = {"host": socket.gethostname(), "has": mine}
+    text = meet(f"{name}, named", shown, lambda told: _named(where, told))
+    raise ProcessMismatchError(f"processes differ: {text}")
+
+
+def _short(entry: Fingerprint) -> str:
+    return hash_of(entry.value)[:16] if entry.value else ""
+
+
+Differences = list[tuple[str, int, int, int]]
+"""Part, entry, process, and the process that it differs from."""
+
+
+def _differences(told: list[dict[str, list[str]]]) -> Differences:
+    """Whose entries differ from those of most processes (of the first, among equally many)."""
+    found: Differences = []
+    for part in told[0]:
+        lists = [values.get(part, []) for values in told]
+        named: Counter[int] = Counter()
+        for k in range(max(map(len, lists))):
+            column = [x[k] if k < len(x) else "-" for x in lists]
+            counts = Counter(x for x in column if x)
+            if len(counts) < 2:
+                continue
+            usual = counts.most_common(1)[0][0]
+            for process, x in enumerate(column):
+                if x not in ("", usual) and named[process] < (1 if part == "program" else MOST):
+                    named[process] += 1
+                    found.append((part, k, process, column.index(usual)))
+    return found
+
+
+def _asked(where: Differences) -> dict[str, list[str]]:
+    return {part: sorted({str(k) for p, k, _, _ in where if p == part}) for part, *_ in where}
+
+
+def _named(where: Differences, told: list[dict[str, Any]]) -> str:
+    texts = []
+    for part, k, process, first in where[:NAMED]:
+        has, other = (told[p]["has"][part][str(k)] for p in (process, first))
+        texts.append(
+            f"process {process} ({told[process]['host']}) has {has}, "
+            f"process {first} ({told[first]['host']}) has {other}"
+        )
+    if len(where) > NAMED:
+        texts.append(f"{len(where) - NAMED} differences more")
+    advice = dict.fromkeys(ADVICE[part] for part, *_ in where if part in ADVICE)
+    return "; ".join([*texts, *advice])
+
+
+def compare_settings() -> None:
+    """Compare versions, settings and devices, once in a job.
+
+    Raises:
+        ProcessMismatchError: as ``compare_parts``.
+    """
+    global _settings_compared
+    if jax.process_count() > 1 and not _settings_compared:
+        compare_parts("starting", {"settings": settings()})
+        _settings_compared = True
+
+
+def compare_program(function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Compare settings and the traced step, with its literals and constants, before it is planned.
+
+    Args:
+        function: the step.
+        args: its arguments, arrays or ShapeDtypeStructs.
+
+    Raises:
+        ProcessMismatchError: as ``compare_parts``.
+    """
+    if jax.process_count() == 1:
+        return
+    compare_settings()
+    name = getattr(function, "__name__", "the step")
+    try:
+        jaxpr, _ = compat.make_jaxpr(function, abstract(args))
+    except Exception:  # planning traces again, and says what is wrong
+        return
+    compare_parts(f"planning {name}", {"program": program(jaxpr)})
+
+
+def compare_arguments(name: str, args: Any, shardings: Any, whole: Callable[[int], bool]) -> None:
+    """Compare what a step is given first, before it is put on the devices.
+
+    Args:
+        name: of the step.
+        args, shardings, whole: as for ``fingerprints.arguments``.
+
+    Raises:
+        ProcessMismatchError: as ``compare_parts``.
+    """
+    if jax.process_count() > 1:
+        compare_parts(f"first call of {name}", {"state": arguments(args, shardings, whole)})

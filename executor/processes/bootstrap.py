@@ -1,0 +1,322 @@
+"""Several processes as one: joining, and agreeing on a plan.
+
+``initialize`` is ``jax.distributed.initialize`` that knows every launcher's variables (``roles``),
+meets all processes first, says what is wrong where it can't, and watches over them (``peers``).
+What runs across processes must be the same program in each: ``agree`` proves that all have the same
+plan, ``share`` gives all the plan of process 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from executor.processes import preemption
+from executor.processes.agreement.alike import compare_settings
+from executor.processes.failure_detection import Watch, unseen_error, watch
+from executor.processes.hello import SECRET, forget_secret, read_secret
+from executor.processes.roles import Role, read_role
+from executor.processes.sockets import HostError as HostError
+from executor.processes.sockets import listen
+from planner import compat
+from planner.errors import PlanMismatchError
+from planner.plan.plan import Plan, plan_from_json
+
+log = logging.getLogger("meshwright")
+
+
+def initialize(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    timeout_s: float = 300.0,
+    deadline_s: float = 60.0,
+) -> Role:
+    """Join this process to its job. Call it before anything else of JAX.
+
+    Args:
+        coordinator: ``"host:port"`` of process 0; None reads the environment.
+        processes: how many there are; None likewise.
+        process: which one this is; None likewise.
+        local_device_ids: the devices of this host that this process owns; None takes all.
+        timeout_s: how long to wait for the others.
+        deadline_s: after how long a host or a process that does not answer counts as lost. A
+            process that ends is noticed at once. Who notices names it and ends with code 75
+            (``peers.AGAIN``), which launchers take as "start again". Code that holds Python's
+            interpreter lock for longer than this needs a larger value.
+
+    Returns:
+        Who this process is. With one process nothing is started.
+
+    Raises:
+        RoleError: the environment is missing something, or contradicts itself.
+        HostError: the coordinator's name has no address, its port can't be used by process 0, or it
+            was not reached in time; processes did not join in time, by number; or this process says
+            another number of processes, or a number that is there already.
+    """
+    role = read_role(os.environ, coordinator=coordinator, processes=processes, process=process)
+    if role.job not in ("worker", "chief"):
+        raise HostError(
+            f"{role.source}: this process is a {role.job}; only workers compute under a plan"
+        )
+    if role.processes == 1 or role.coordinator is None:
+        return role
+    begun = time.monotonic()
+    addresses = addresses_of(role.coordinator)
+    if role.process == 0:
+        check_here(role.coordinator, addresses)
+    here = bind_address(role.coordinator, addresses)
+    port = int(role.coordinator.rpartition(":")[2])
+    if role.process == 0:
+        check_free(role.coordinator, here)
+    check_own_name(role.coordinator)
+    secret = read_secret(os.environ)
+    where = role.coordinator.rpartition(":")[0].strip("[]")
+    if not secret and role.process == 0 and not is_loopback(where):
+        log.warning("no %s: whoever reaches port %s of %s can join", SECRET, port + 1, where)
+    watching = watch(role, deadline_s, timeout_s, secret=secret, address=here)
+    preemption.join(watching)
+    _watching.append(watching)
+    atexit.register(_settle_at_exit)
+    # its SIGTERM handler would take the signal from programs that do not ask it
+    jax.config.update("jax_enable_preemption_service", False)
+    left = max(1, round(timeout_s - (time.monotonic() - begun)))
+    jax.distributed.initialize(
+        role.coordinator,
+        role.processes,
+        role.process,
+        local_device_ids=local_device_ids,
+        coordinator_bind_address=_joined(here, port) if here and role.process == 0 else None,
+        initialization_timeout=left,
+        heartbeat_timeout_seconds=max(10, round(2 * deadline_s)),
+    )
+    forget_secret(os.environ)
+    return role
+
+
+_watching: list[Watch] = []
+
+
+def finalize() -> None:
+    """Part from the job that ``initialize`` joined, once all have come here, which JAX wants within
+    five minutes; nothing of JAX over several processes runs after it. A process that ends does so
+    by itself."""
+    if _watching:
+        with contextlib.ExitStack() as then:
+            then.callback(lambda: _watching.pop().leave())
+            then.callback(jax.distributed.shutdown)
+            settle()
+
+
+def _settle_at_exit() -> None:
+    if unseen_error() is None:
+        settle()
+
+
+def settle() -> None:
+    """Wait for what this process has under way, before it parts from the others.
+
+    Who fetches a result has waited for one device. On others the program may still be on its way to
+    a first collective, which finds its partners by way of the coordinator: once all have parted it
+    never will, and JAX waits for it as the process ends.
+
+    Waits for all arrays that are there, and for programs whose results are not: JAX runs those over
+    several devices of a process one after another, so a last one is done when all others are. What
+    another thread has started on one device, and whose results are dropped, it does not see.
+    """
+    if not _watching or not compat.knows_devices():
+        return
+    for array in jax.live_arrays():
+        with contextlib.suppress(RuntimeError):  # deleted, or an error that nobody will read
+            array.block_until_ready()
+    here = jax.sharding.Mesh(np.array(jax.local_devices()), ("device",))
+    each = jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec("device"))
+    try:
+        with jax.set_mesh(here), jax.transfer_guard("allow"):
+            last = jax.device_put(np.zeros(here.size, np.float32), each)
+            jax.block_until_ready(jax.jit(jax.numpy.negative, out_shardings=each)(last))
+    except RuntimeError as error:
+        log.warning("parting without waiting for what is under way: %s", error)
+
+
+def is_joined() -> bool:
+    """Whether this process has joined others by ``initialize``."""
+    return bool(_watching)
+
+
+Address = tuple[int, tuple[str, int]]
+"""Address family and (address, port)."""
+
+
+def addresses_of(coordinator: str) -> tuple[Address, ...]:
+    """The addresses of ``host:port``.
+
+    Raises:
+        HostError: the name has none.
+    """
+    host, _, port = coordinator.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise HostError(
+            f"the coordinator's name {host!r} has no address on {socket.gethostname()}: "
+            f"{error.strerror}; use an address, or a name that every host resolves"
+        ) from error
+    return tuple((family, (str(where[0]), int(where[1]))) for family, *_, where in found)
+
+
+def bind_address(coordinator: str, addresses: Sequence[Address]) -> str:
+    """The address of this host at which process 0 listens: that of the coordinator's name, IPv4
+    first. Empty, which is every address, where the name means no address of this host (something
+    forwards it), or only this host itself though it is not written so, as in some /etc/hosts."""
+    written = is_loopback(coordinator.rpartition(":")[0].strip("[]"))
+    for family, (address, _) in sorted(addresses, key=lambda a: a[0] != socket.AF_INET):
+        if not written and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            continue
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((address, 0))
+            return address
+    return ""
+
+
+def _joined(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def check_free(coordinator: str, address: str = "") -> None:
+    """Whether process 0 can listen at the coordinator's port, at an address of this host.
+
+    Raises:
+        HostError: it is taken.
+    """
+    try:
+        listen(address, int(coordinator.rpartition(":")[2])).close()
+    except OSError as error:
+        raise HostError(
+            f"coordinator {coordinator}: the port can't be used on {socket.gethostname()} "
+            f"({error.strerror}); choose another, or stop the job that has it"
+        ) from error
+
+
+def check_here(coordinator: str, addresses: Sequence[Address]) -> None:
+    """Warn process 0 where the coordinator's address is none of its host's: a wrong order of hosts,
+    unless something forwards it here."""
+    for family, where in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((where[0], 0))
+            return
+    log.warning(
+        "coordinator %s: process 0 runs on %s, which does not have that address; unless it is "
+        "forwarded here, the coordinator must be the host of process 0",
+        coordinator,
+        socket.gethostname(),
+    )
+
+
+def check_own_name(coordinator: str) -> None:
+    """Warn where this host's own name means itself only, though others must reach it: JAX's CPU
+    collectives listen at the address of the host's name (accelerators do not care)."""
+    host, name = coordinator.rpartition(":")[0].strip("[]"), socket.gethostname()
+    try:
+        own = socket.gethostbyname(name)
+    except OSError:
+        return
+    if ipaddress.ip_address(own).is_loopback and not is_loopback(host):
+        log.warning(
+            "this host's name %s resolves to %s: other hosts will not reach its CPU devices; give "
+            "the name the host's address in /etc/hosts",
+            name,
+            own,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is written as this one, and no other.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("node1")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def agree(plan: Plan) -> Plan:
+    """Prove that all processes have the same plan; with one process that is so.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanMismatchError: this process, or another, has a plan that differs from process 0's;
+            names the processes, and here the first line that differs.
+    """
+    if jax.process_count() == 1:
+        return plan
+    from jax.experimental import multihost_utils
+
+    compare_settings()
+    mine = np.frombuffer(bytes.fromhex(plan.digest), np.uint8)
+    prints = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, mine.size)
+    others = [k for k in range(len(prints)) if (prints[k] != prints[0]).any()]
+    if not others:
+        return plan
+    first = _broadcast(plan.to_json())
+    raise PlanMismatchError(
+        f"plans differ: process 0 has {bytes(prints[0]).hex()[:12]}, "
+        + ", ".join(f"process {k} has {bytes(prints[k]).hex()[:12]}" for k in others)
+        + f"; {_difference(first, plan.to_json())}; plan once, save the plan, and let every "
+        "process load it (compile_plan), or give all of them the plan of process 0 (share)"
+    )
+
+
+def share(plan: Plan | None) -> Plan:
+    """The plan of process 0, in every process.
+
+    Args:
+        plan: in process 0 the plan; in the others what they have is not looked at.
+
+    Raises:
+        PlanMismatchError: process 0 has none.
+    """
+    mine = "" if plan is None or jax.process_index() else plan.to_json()
+    text = mine if jax.process_count() == 1 else _broadcast(mine)
+    if not text:
+        raise PlanMismatchError("share: process 0 has no plan; make or load one there")
+    return plan_from_json(text, "the plan of process 0")
+
+
+def _broadcast(text: str) -> str:
+    """A text of process 0, in every process."""
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(text.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.asarray(mine.size)))
+    padded = np.zeros(length, np.uint8)
+    if jax.process_index() == 0:
+        padded[:] = mine
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
+
+
+def _difference(first: str, mine: str) -> str:
+    """The first line in which two plans differ, for people."""
+    number = jax.process_index()
+    for left, right in zip(first.splitlines(), mine.splitlines(), strict=False):
+        if left != right:
+            return (
+                f"first difference: process 0 {left.strip()[:120]}, "
+                f"process {number} {right.strip()[:120]}"
+            )
+    return f"process {number} has process 0's plan"

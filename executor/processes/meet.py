@@ -1,0 +1,204 @@
+"""One value of every process goes to process 0, and its answer to all: what comparing is made of.
+
+Processes that joined by ``initialize`` use the connections of the watch, with time limits: a
+process that has ended, or that goes on with its steps instead, is named. Others (JAX's own
+``jax.distributed.initialize``) use one collective over the first device of every process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from executor.processes.progress import StepProgress
+from executor.processes.sockets import HostError, Peer
+from planner.errors import RequestError
+
+log = logging.getLogger("meshwright")
+
+Judge = Callable[[list[Any]], Any]
+"""The values of all processes, in order -> the answer; both JSON."""
+PIECE = 1 << 18
+"""Characters of a value in one message."""
+TELL_S = 30.0
+"""How often a process that waits says for whom."""
+
+
+class ProcessMismatchError(RequestError):
+    """The processes of a job differ in what must be equal; names who differs, and in what."""
+
+
+class Room(Protocol):
+    """What a meeting needs of the watch over the processes."""
+
+    me: Peer
+    peers: dict[int, Peer]
+    gone: set[int]
+
+    def tell(self, process: int, message: dict[str, Any]) -> None:
+        """Send a message."""
+
+
+class Meetings:
+    """The meetings of one process with all others. They are numbered: the first of one process
+    is the first of all.
+
+    Args:
+        room: who is there, and the connections.
+        progress: of this process; a process that waits in a meeting takes part in no step.
+        timeout_s: how long to wait for the others.
+    """
+
+    def __init__(self, room: Room, progress: StepProgress, timeout_s: float = 300.0) -> None:
+        self.room, self.progress, self.timeout_s = room, progress, timeout_s
+        self.changed = threading.Condition()
+        self.count = 0
+        self.pieces: dict[tuple[int, int], list[str]] = defaultdict(list)
+        self.came: dict[int, dict[int, Any]] = defaultdict(dict)
+
+    def meet(self, name: str, mine: Any, judge: Judge) -> Any:
+        """What ``judge`` answers in process 0, in every process.
+
+        Args:
+            name: what this process is about to do.
+            mine: this process's value, JSON.
+            judge: run in process 0 only.
+
+        Raises:
+            ProcessMismatchError: other processes are about to do something else.
+            HostError: others did not come in time, or have ended; says which.
+        """
+        number, self.count = self.count, self.count + 1
+        others = self.room.peers.keys() - {self.room.me.process}
+        if self.room.me.process:
+            self._send(0, number, name, {"name": name, "value": mine})
+            answer = self._wait(number, {0}, name)[0]
+        else:
+            for process in others:
+                self.room.tell(process, {"meet": number, **self._halts(name)})
+            came = self._wait(number, set(others), name)
+            answer = self._judged({0: {"name": name, "value": mine}, **came}, judge)
+            self.progress.clear()
+            for process in others:
+                self._send(process, number, name, answer)
+        if "differ" in answer:
+            raise ProcessMismatchError(answer["differ"])
+        return answer["value"]
+
+    def hear(self, peer: Peer, message: dict[str, Any]) -> None:
+        """A piece of what another process says; from any thread."""
+        if "after" in message:
+            self.progress.hear(peer, int(message["after"]), f"waits for all ({message['why']})")
+        if "piece" not in message:
+            return
+        key = (peer.process, int(message["meet"]))
+        with self.changed:
+            self.pieces[key].append(str(message["piece"]))
+            if message["more"]:
+                return
+            if self.room.me.process:
+                self.progress.clear()
+            self.came[key[1]][peer.process] = json.loads("".join(self.pieces.pop(key)))
+            self.changed.notify_all()
+
+    def _halts(self, name: str) -> dict[str, Any]:
+        return {"after": self.progress.begun, "why": name}
+
+    def wake(self) -> None:
+        """Somebody has ended."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def _judged(self, told: dict[int, Any], judge: Judge) -> dict[str, Any]:
+        values = [told[k] for k in sorted(told)]
+        others = [k for k, v in enumerate(values) if v["name"] != values[0]["name"]]
+        if others:
+            return {
+                "differ": "processes do different things: "
+                + ", ".join(f"{self.room.peers[k]}: {values[k]['name']}" for k in (0, *others))
+            }
+        return {"value": judge([v["value"] for v in values])}
+
+    def _send(self, process: int, number: int, name: str, value: Any) -> None:
+        text = json.dumps(value)
+        first = self._halts(name) if self.room.me.process else {}
+        for k in range(0, len(text), PIECE):
+            piece = {"piece": text[k : k + PIECE], "more": k + PIECE < len(text)}
+            self.room.tell(process, {"meet": number, **piece, **({} if k else first)})
+
+    def _wait(self, number: int, who: set[int], name: str) -> dict[int, Any]:
+        begun = time.monotonic()
+        tell_at = begun + TELL_S
+        with self.changed:
+            while who - self.came[number].keys():
+                missing = who - self.came[number].keys()
+                ended = missing & self.room.gone
+                now = time.monotonic()
+                names = ", ".join(str(self.room.peers[k]) for k in sorted(ended or missing))
+                if ended:
+                    raise HostError(f"{name}: {names} has ended and does not come")
+                if now > begun + self.timeout_s:
+                    raise HostError(f"{name}: {names} did not come in {self.timeout_s:g} s")
+                if now > tell_at:
+                    tell_at = now + TELL_S
+                    log.warning("%s: waiting %.0f s for %s", name, now - begun, names)
+                self.changed.wait(1.0)
+            return self.came.pop(number)
+
+
+_meetings: Meetings | None = None
+
+
+def open_meetings(meetings: Meetings | None) -> None:
+    """Meet over these connections from now on; None goes back to collectives."""
+    global _meetings
+    _meetings = meetings
+
+
+def meet(name: str, mine: Any, judge: Judge) -> Any:
+    """As ``Meetings.meet``, over what connects the processes of this job. With one process the
+    answer is that of ``judge``."""
+    if jax.process_count() == 1:
+        return judge([mine])
+    if _meetings is not None:
+        return _meetings.meet(name, mine, judge)
+    told = [json.loads(x) for x in gathered(json.dumps({"name": name, "value": mine}).encode())]
+    names = [x["name"] for x in told]
+    if len(set(names)) > 1:
+        raise ProcessMismatchError(
+            "processes do different things: "
+            + ", ".join(f"process {k}: {text}" for k, text in enumerate(names))
+        )
+    return judge([x["value"] for x in told])
+
+
+def gathered(mine: bytes) -> list[bytes]:
+    """The bytes of every process, by a collective over one device of each: processes may have
+    different numbers of devices."""
+    lengths = _gather(np.asarray([len(mine)], np.int32))[:, 0]
+    padded = np.zeros(max(1, int(lengths.max())), np.uint8)
+    padded[: len(mine)] = np.frombuffer(mine, np.uint8)
+    found = _gather(padded)
+    return [found[k, :n].tobytes() for k, n in enumerate(lengths)]
+
+
+def _gather(mine: Any) -> Any:
+    first: dict[int, jax.Device] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    mesh = jax.sharding.Mesh(np.asarray([first[k] for k in sorted(first)]), ("process",))
+    each = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("process"))
+    alike = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with jax.set_mesh(mesh), jax.transfer_guard("allow"):
+        spread = jax.make_array_from_callback(
+            (len(first), *mine.shape), each, lambda _: mine[np.newaxis]
+        )
+        return np.asarray(jax.jit(lambda x: x, out_shardings=alike)(spread).addressable_data(0))

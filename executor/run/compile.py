@@ -1,0 +1,360 @@
+"""Plan + the same step -> one jitted function."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from executor.processes.agreement.alike import compare_arguments, compare_program
+from executor.processes.progress import begin_step, refuse_step
+from executor.run.interpret import ConstrainedStep, Kept, returned
+from executor.run.mesh import build_mesh, lacks_memory, named_sharding
+from planner import compat
+from planner.arguments.calls import Bound, Calls, Indices, Names
+from planner.arguments.metadata import with_logical_axis_rules
+from planner.arguments.outcome import kept_leaves
+from planner.graph.trace import Traced, abstract, trace
+from planner.plan.plan import Plan
+from planner.space.host_memory import DEVICE
+
+log = logging.getLogger("meshwright")
+
+
+class ShapesChangedError(Exception):
+    """The arguments no longer have the shapes that the step was compiled for."""
+
+
+class CompiledStep:
+    """A step that runs under a plan. Calls cost what a hand-written ``jax.jit`` call costs.
+
+    Attributes:
+        plan: the plan.
+        mesh: the jax mesh.
+        in_shardings: pytree of NamedShardings of the arguments.
+        jitted: the jitted function (``.lower`` works as usual).
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        plan: Plan,
+        *,
+        donate_argnums: int | Sequence[int] = (),
+        devices: Sequence[jax.Device] | None = None,
+        abstract_mesh: bool = False,
+    ) -> None:
+        plan.check_matches(traced.graph)
+        self.plan = plan
+        self.traced = traced
+        self.mesh = (
+            jax.sharding.AbstractMesh(
+                plan.mesh.sizes,
+                plan.mesh.names,
+                axis_types=(jax.sharding.AxisType.Auto,) * len(plan.mesh.sizes),
+            )
+            if abstract_mesh
+            else build_mesh(plan.mesh, devices)
+        )
+        sharding = {
+            (c.op, c.slot, c.position): named_sharding(self.mesh, c.spec) for c in plan.constraints
+        }
+        away = self._away(plan)
+        ins = [named_sharding(self.mesh, leaf.spec, away.get(leaf.memory)) for leaf in plan.inputs]
+        outs = [
+            named_sharding(self.mesh, leaf.spec, away.get(leaf.memory)) for leaf in plan.outputs
+        ]
+        kept = [
+            (named_sharding(self.mesh, leaf.spec), leaf.fetched) if leaf.memory in away else None
+            for leaf in plan.inputs
+        ]
+        left = [
+            named_sharding(self.mesh, leaf.spec) if leaf.memory in away else None
+            for leaf in plan.outputs
+        ]
+        self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
+        out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
+        expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
+        kinds = [op.kind for op in traced.graph.ops]
+
+        self._donated = _donated(traced, donate_argnums)
+        self._back = back = tuple(
+            k for k in kept_leaves(traced.out_shape) if k in frozenset(self._donated)
+        )
+        self._weak = [
+            (k, aval.weak_type)
+            for k, aval in enumerate(traced.jaxpr.in_avals)
+            if getattr(aval, "weak_type", False) or not compat.aval_shape(aval)
+        ]
+
+        def step(*args: Any) -> Any:
+            leaves, tree = jax.tree_util.tree_flatten(args)
+            got = [
+                (compat.aval_shape(x.aval if hasattr(x, "aval") else x), compat.dtype_name(x))
+                for x in leaves
+            ]
+            if tree != traced.in_tree or got != expected:
+                raise ShapesChangedError
+            given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
+            flat = ConstrainedStep(kinds, sharding).run(traced.jaxpr, given)
+            result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
+            return (result, [leaves[k] for k in back]) if back else result
+
+        self.jitted = jax.jit(
+            step,
+            in_shardings=self.in_shardings,
+            out_shardings=(out_shardings, [ins[k] for k in back]) if back else out_shardings,
+            donate_argnums=donate_argnums,
+        )
+        self._program: Any = None
+        self._foreign = self._compared = False
+        self._many = not abstract_mesh and jax.process_count() > 1
+        self._spans = self._many and len({d.process_index for d in self.mesh.devices.flat}) > 1
+
+    def _away(self, plan: Plan) -> dict[str, str]:
+        """The memory kinds besides the device's that the plan uses and the devices have."""
+        kinds = {leaf.memory for leaf in plan.inputs} - {DEVICE}
+        if isinstance(self.mesh, jax.sharding.AbstractMesh):  # of no interest to who asks for it
+            return {}
+        for kind in sorted(kinds):
+            if lacks_memory(list(self.mesh.devices.flat), kind):
+                kinds.discard(kind)
+                log.warning(
+                    "%s devices have no memory kind %r: what the plan keeps there stays in device "
+                    "memory, which takes %s bytes more on each than the plan says",
+                    self.mesh.devices.flat[0].platform,
+                    kind,
+                    f"{plan.prediction.host_bytes:.3g}",
+                )
+        return {kind: kind for kind in kinds}
+
+    def place(self, *args: Any) -> tuple[Any, ...]:
+        """Put arguments where the plan wants them (host arrays, or arrays placed otherwise). Of a
+        host array, which must be the same in every process, each process takes its own part."""
+        if jax.process_count() > 1:
+            args = self._parted(args)
+        return tuple(jax.device_put(args, self.in_shardings))
+
+    def _parted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments without the arrays that only this process has; asks no other process."""
+        if not any(_is_local(x) for x in jax.tree_util.tree_leaves(args)):
+            return args
+
+        parted: tuple[Any, ...] = jax.tree.map(spread, args, self.in_shardings)
+        return parted
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether ``args`` have the structure, shapes and dtypes that the step was made for."""
+        leaves, tree = jax.tree_util.tree_flatten(abstract(args))
+        got = [(compat.aval_shape(x), compat.dtype_name(x)) for x in leaves]
+        return bool(tree == self.traced.in_tree and got == self._expected)
+
+    def weak_as_traced(self, args: Sequence[Any]) -> bool:
+        """Whether scalars and weakly typed arrays have the weak types that the step was traced
+        with, which decide the dtypes of what is computed from them."""
+        leaves = jax.tree_util.tree_leaves(args) if self._weak else []
+        if self._weak and len(leaves) != len(self._expected):
+            return True  # another structure, which ``run`` refuses
+        return all(_is_weak(leaves[k]) == weak for k, weak in self._weak)
+
+    def _unshared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments in which an array that is donated stands once; its other places get copies,
+        for memory can be given away only once."""
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        count = len(leaves)
+        if len(set(map(id, leaves))) == count or count != len(self._expected) or is_inside(args):
+            return args
+        donated = {id(leaves[k]) for k in self._donated if isinstance(leaves[k], jax.Array)}
+        seen: set[int] = set()
+        for k, x in enumerate(leaves):
+            if id(x) not in donated:
+                continue
+            leaves[k] = jax.numpy.copy(x) if id(x) in seen else x
+            seen.add(id(x))
+        unshared: tuple[Any, ...] = jax.tree_util.tree_unflatten(tree, leaves)
+        return unshared
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one step; the first call places the arguments."""
+        return self.run(*args)[0]
+
+    def run(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run one step; returns its result, and the arguments as they are now: where the plan wants
+        them, and with arrays in place of those that were given away but are not updated."""
+        result, args = self._run(*(self._unshared(args) if self._donated else args))
+        if not self._back:
+            return result, args
+        result, returned = result
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        for k, x in zip(self._back, returned, strict=True):
+            leaves[k] = x
+        return result, jax.tree_util.tree_unflatten(tree, leaves)
+
+    def _run(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        program = self._program
+        if program is None:
+            if not self.fits(args):
+                raise ShapesChangedError
+            if is_inside(args):
+                return self.jitted(*args), args
+            if self._spans and not self._compared:
+                self._compare(args)
+            args = self.place(*args)
+            program = self._program = self.jitted.lower(*args).compile()
+            return self._dispatch(program, args), args
+        if not self._foreign:
+            try:
+                return self._dispatch(program, self._parted(args) if self._many else args), args
+            except (TypeError, ValueError) as error:
+                self._check(args, error)
+        if is_inside(args):
+            return self.jitted(*args), args
+        if self._foreign and not self.fits(args):
+            raise ShapesChangedError
+        args = self.place(*args)
+        return self._dispatch(program, args), args
+
+    def _check(self, args: Sequence[Any], error: Exception) -> None:
+        """Whether arguments that the program refuses only have to be placed; raises if not."""
+        if is_inside(args):
+            return
+        if not self.fits(args):
+            raise ShapesChangedError from error
+        said = str(error)
+        self._foreign = "not found in mesh" in said  # of a mesh with explicit axes
+        if not any(word in said for word in ("sharding", "device", "memory", "not found in mesh")):
+            raise error
+
+    def _dispatch(self, program: Any, args: Sequence[Any]) -> Any:
+        """Run the compiled step; counted where other processes wait for it."""
+        if not self._spans:
+            return program(*args)
+        begin_step()
+        try:
+            return program(*args)
+        except Exception:
+            refuse_step()
+            raise
+
+    def _compare(self, args: Sequence[Any]) -> None:
+        """Compare the first arguments with those of the other processes. Of an argument that comes
+        back as a result, all has to be equal; of others, what several processes hold."""
+        self._compared = True
+        paths = [path.partition("]")[0] for path in self.traced.graph.input_paths]
+        states = {paths[k] for k, _ in self.traced.graph.ties}
+        shardings = self.in_shardings
+        compare_arguments("the step", args, shardings, lambda k: paths[k] in states)
+
+
+def _donated(traced: Traced, donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """Numbers of the arguments' arrays that are donated."""
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    roots = tuple(f"[{n}]" for n in numbers)
+    return tuple(k for k, path in enumerate(traced.graph.input_paths) if path.startswith(roots))
+
+
+def _is_weak(x: Any) -> bool:
+    """Whether an argument is weakly typed, as Python numbers are."""
+    return type(x) in (int, float, complex) or bool(getattr(x, "weak_type", False))
+
+
+def spread(x: Any, sharding: jax.sharding.Sharding) -> Any:
+    """An array that only this process has, or every process for itself, laid out over the devices;
+    others as they are. Asks no other process."""
+    if not _is_local(x):
+        return x
+    if jax.numpy.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key):
+        keys = spread(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def is_inside(args: Any) -> bool:
+    """Whether a transformation, such as ``jax.jit``, is tracing a call with these arguments."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(args))
+
+
+def _is_local(x: Any) -> bool:
+    """Whether only this process has it: a host array, or one on devices of this process alone."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+class _Unplanned:
+    """What ``compile_plan`` returns: compiles at the first call, when arguments are known."""
+
+    def __init__(self, calls: Calls, plan: Plan) -> None:
+        self.calls, self.plan = calls, plan
+        self.compiled: CompiledStep | None = None
+        self._key: Hashable = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the step has been built."""
+        return self.compiled is not None
+
+    def prepare(self, *args: Any, **keywords: Any) -> CompiledStep:
+        """Trace, check that the plan fits, build the jitted step; runs nothing."""
+        return self._prepared(self.calls.bind(args, keywords))
+
+    def _prepared(self, bound: Bound) -> CompiledStep:
+        function = with_logical_axis_rules(bound.function)
+        compare_program(function, bound.args)
+        traced = trace(function, abstract(bound.args))
+        self.compiled = CompiledStep(traced, self.plan, donate_argnums=bound.donated)
+        self._key = bound.key
+        return self.compiled
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Run one step under the plan."""
+        bound = self.calls.bind(args, keywords)
+        before = step = self.compiled
+        if step is None or self._key != bound.key or not step.weak_as_traced(bound.args):
+            step = self._prepared(bound)
+        try:
+            result, used = step.run(*bound.args)
+        except ShapesChangedError:
+            again = trace(with_logical_axis_rules(bound.function), abstract(bound.args))
+            self.plan.check_matches(again.graph)
+            raise
+        result = bound.finish(result, used)
+        if step is not before:
+            self.calls.check_cached(bound, args, keywords)
+        return result
+
+
+def compile_plan(
+    function: Callable[..., Any],
+    plan: Plan,
+    *,
+    donate_argnums: Indices = (),
+    donate_argnames: Names = (),
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+) -> _Unplanned:
+    """A callable that runs ``function`` under ``plan``.
+
+    Args:
+        function: the step that the plan was made for; if that was under logical axis rules, under
+            them again (``planner.with_logical_axis_rules``, or those in force in Flax).
+        plan: from ``planner.make_plan`` or ``planner.load_plan``.
+        donate_argnums, donate_argnames: as for ``jax.jit``.
+        static_argnums, static_argnames: likewise.
+
+    Raises (at the first call):
+        PlanMismatchError: the plan is for another step; names the first differing operation.
+        RequestError: fewer devices are present than the plan's mesh needs.
+    """
+    calls = Calls(
+        function,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+    )
+    return _Unplanned(calls, plan)

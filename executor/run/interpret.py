@@ -1,0 +1,272 @@
+"""Re-evaluates a traced step with the plan's sharding constraints put in.
+
+Walks the jaxpr in the order of ``planner.graph.trace``: the n-th operation here is
+operation n of the graph. Loops, branches and rematerialised bodies are rebuilt with the
+constraints inside and bound again with their own parameters; calls are inlined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from planner import compat
+from planner.annotate import MARKS
+from planner.errors import InternalError
+from planner.graph.trace import inlined, inner_jaxpr, is_opaque_region
+
+Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
+
+STAGES = {"in": ("from", "in"), "out": ("after", "out")}
+"""The slots that follow each other where a value enters, and where it leaves, an operation."""
+
+REMAT = frozenset({"remat", "remat2", "checkpoint"})
+
+
+def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
+    """Operands of an equation, with the starts of slices where these end up.
+
+    A slice that would reach past the end starts earlier. XLA's simplifier forgets that where the
+    result is sharded along a sliced dimension: it adds up the starts of the two slices. With starts
+    in bounds the sum is right.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dynamic_slice":
+        starts, dims = ins[1:], range(len(ins) - 1)
+    elif name == "gather" and params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        dims = params["dimension_numbers"].start_index_map
+        if not dims or ins[1].size != len(dims):
+            return ins  # more than one slice: stays a gather
+        starts = list(ins[1].reshape(-1))
+    else:
+        return ins
+    room = [ins[0].shape[d] - params["slice_sizes"][d] for d in dims]
+    held = [
+        jax.lax.clamp(x.dtype.type(0), x, x.dtype.type(min(most, np.iinfo(x.dtype).max)))
+        for x, most in zip(map(jax.numpy.asarray, starts), room, strict=True)
+    ]
+    if name == "dynamic_slice":
+        return [ins[0], *held]
+    return [ins[0], jax.numpy.stack(held).reshape(ins[1].shape)]
+
+
+class Kept:
+    """An argument that lives in host memory, and its copies on the device, in its own ``sharding``:
+    ``spans`` has the first and the last operation that read each."""
+
+    def __init__(
+        self, value: Any, sharding: jax.sharding.NamedSharding, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        self.value, self.sharding, self.spans = value, sharding, spans
+        self.copies: dict[int, Any] = {}
+
+    def at(self, op: int) -> Any:
+        """The copy that operation ``op``, or one behind it, reads."""
+        number = sum(last < op for _, last in self.spans)
+        if number not in self.copies:
+            self.copies[number] = compat.to_memory(self.value, self.sharding, host=False)
+        return self.copies[number]
+
+
+def returned(
+    results: Sequence[Any], host: Sequence[jax.sharding.NamedSharding | None]
+) -> list[Any]:
+    """Results of a step; those with a sharding in ``host`` in host memory, sharded so."""
+    out = []
+    for x, sharding in zip(results, host, strict=True):
+        if isinstance(x, Kept):
+            out.append(x.value if sharding is not None else x.at(0))
+        else:
+            out.append(x if sharding is None else compat.to_memory(x, sharding, host=True))
+    return out
+
+
+class ConstrainedStep:
+    """Evaluates one traced step; a new one for every evaluation.
+
+    ``kinds`` are those of the step's operations in the order of the walk; ``shardings`` says
+    where a value is held to which sharding: (operation, slot, position).
+    """
+
+    def __init__(self, kinds: Sequence[str], shardings: Shardings) -> None:
+        self.kinds = kinds
+        self.shardings = shardings
+        self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
+        self.held: dict[int, tuple[Any, jax.sharding.NamedSharding]] = {}
+        self.next = 0
+
+    def step(self, kind: str) -> int:
+        """The index of the operation that comes next, which must be of ``kind``."""
+        index = self.next
+        expected = self.kinds[index] if index < len(self.kinds) else "none"
+        if expected != kind and not {expected, kind} <= MARKS:
+            raise InternalError(f"operation {index} is {kind}, expected {expected}")
+        self.next += 1
+        return index
+
+    def at(self, op: int, slot: str, position: int, value: Any) -> Any:
+        """``value`` under the plan's constraints for that place, if there are any."""
+        if compat.is_ref(jax.typeof(value)):
+            return value
+        for name in STAGES.get(slot, (slot,)):
+            sharding = self.shardings.get((op, name, position))
+            if sharding is not None:
+                value = self.constrained(value, sharding)
+        return value
+
+    def constrained(self, value: Any, sharding: jax.sharding.NamedSharding) -> Any:
+        """``value`` under ``sharding``; asked again it is the same value, resharded once."""
+        known = self.known.get((id(value), sharding))
+        if known is None:
+            made = jax.lax.with_sharding_constraint(value, sharding)
+            known = self.known[id(value), sharding] = (value, made)
+            self.held[id(made)] = (made, sharding)
+        return known[1]
+
+    def held_as(self, values: Sequence[Any]) -> list[jax.sharding.NamedSharding | None]:
+        """The sharding that each of ``values`` was last constrained to."""
+        return [self.held.get(id(x), (x, None))[1] for x in values]
+
+    def entered(
+        self, args: Sequence[Any], held: Sequence[jax.sharding.NamedSharding | None]
+    ) -> list[Any]:
+        """What enters a rematerialised body, sharded as it is outside: the barrier around the body
+        hides that, and Shardy would let a later reader's sharding take its place."""
+        return [
+            x if s is None else jax.lax.with_sharding_constraint(x, s)
+            for x, s in zip(args, held, strict=True)
+        ]
+
+    def fetched(self, values: Sequence[Any]) -> list[Any]:
+        """``values``, of those in host memory the copies that the next operation reads."""
+        return [x.at(self.next) if isinstance(x, Kept) else x for x in values]
+
+    def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Evaluate ``jaxpr`` on tracers or arrays, or what is ``Kept``; that comes back as such."""
+        inner = compat.body(jaxpr)
+        env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
+        env.update(zip(inner.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if compat.is_literal(atom) else env[atom]
+
+        for eqn in inner.eqns:
+            outs = self.equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    def equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate one equation."""
+        name = eqn.primitive.name
+        found = inlined(eqn, ins)
+        if found is not None:
+            with compat.computed_on(eqn):
+                return self.remat(eqn, self.fetched(ins)) if name in REMAT else self.run(*found)
+        ins = self.fetched(ins)
+        build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
+        if build is not None and not is_opaque_region(eqn):
+            return build(eqn, ins)
+        op = self.step(name)
+        if name in MARKS:
+            return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
+        ins = in_bounds(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)])
+        if name == "fft":  # XLA:CPU may give it the layout of a collective, and then refuses that
+            ins = [compat.row_major(x) for x in ins]
+        made = [self.at(op, "made", k, x) for k, x in enumerate(compat.evaluate_equation(eqn, ins))]
+        return [self.at(op, "out", k, x) for k, x in enumerate(made)]
+
+    def remat(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a rematerialised body with constraints inside; what leaves it is held outside
+        as it was inside."""
+        inner = inner_jaxpr(eqn)
+        held = self.held_as(ins)
+        left: list[jax.sharding.NamedSharding | None] = []
+
+        def body(args: Sequence[Any]) -> list[Any]:
+            outs = self.run(inner, self.entered(args, held))
+            left[:] = self.held_as(outs)
+            return outs
+
+        new = self.rebuilt(inner, body)
+        outs = eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": new})
+        self.held.update((id(x), (x, s)) for x, s in zip(outs, left, strict=True) if s is not None)
+        return outs  # type: ignore[no-any-return]
+
+    def rebuilt(self, like: Any, body: Callable[[Sequence[Any]], list[Any]]) -> Any:
+        """A jaxpr of the form of ``like`` that computes ``body``."""
+        avals = [v.aval for v in compat.body(like).invars]
+        structs = [compat.placed_struct(a) for a in avals]
+        closed, _ = compat.make_jaxpr(lambda *args: body(args), structs)
+        return compat.rebuild(like, closed)
+
+    def scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a scan with constraints inside."""
+        p = eqn.params
+        n_const, n_carry = compat.scan_counts(eqn)
+        ops = []
+        for k, value in enumerate(ins):
+            kind = (
+                "loop_const"
+                if k < n_const
+                else "loop_carry"
+                if k < n_const + n_carry
+                else "loop_xs"
+            )
+            ops.append(self.step(kind))
+            ins[k] = self.at(ops[k], "in", 0, value)
+
+        def body(args: Sequence[Any]) -> list[Any]:
+            args = [self.at(op, "out", 0, x) for op, x in zip(ops, args, strict=True)]
+            outs = self.run(p["jaxpr"], args)
+            for k in range(n_carry):
+                outs[k] = self.at(self.step("loop_back"), "in", 0, outs[k])
+            return outs
+
+        new = self.rebuilt(p["jaxpr"], body)
+        kinds = ["loop_out" if k < n_carry else "loop_ys" for k in range(len(eqn.outvars))]
+        for kind in kinds:
+            self.step(kind)
+        return eqn.primitive.bind(*ins, **{**p, "jaxpr": new})  # type: ignore[no-any-return]
+
+    def while_loop(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a while loop with constraints inside."""
+        p = eqn.params
+        n_cond, n_body = int(p["cond_nconsts"]), int(p["body_nconsts"])
+        ops = []
+        for k, value in enumerate(ins):
+            ops.append(self.step("loop_const" if k < n_cond + n_body else "loop_carry"))
+            ins[k] = self.at(ops[k], "in", 0, value)
+        carries = ops[n_cond + n_body :]
+
+        def enter(args: Sequence[Any], n: int) -> list[Any]:
+            pinned = [self.at(o, "out", 0, x) for o, x in zip(carries, args[n:], strict=True)]
+            return [*args[:n], *pinned]
+
+        def body(args: Sequence[Any]) -> list[Any]:
+            outs = self.run(p["body_jaxpr"], enter(args, n_body))
+            return [self.at(self.step("loop_back"), "in", 0, x) for x in outs]
+
+        cond = self.rebuilt(p["cond_jaxpr"], lambda a: self.run(p["cond_jaxpr"], enter(a, n_cond)))
+        self.step("loop_test")
+        new = self.rebuilt(p["body_jaxpr"], body)
+        for _ in eqn.outvars:
+            self.step("loop_out")
+        return eqn.primitive.bind(*ins, **{**p, "cond_jaxpr": cond, "body_jaxpr": new})  # type: ignore[no-any-return]
+
+    def cond(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a conditional with constraints inside its branches."""
+        branches = []
+        for branch in eqn.params["branches"]:
+            ops = [self.step("branch_in") for _ in ins[1:]]
+
+            def body(args: Sequence[Any], branch: Any = branch, ops: list[int] = ops) -> list[Any]:
+                args = [self.at(o, "in", 0, x) for o, x in zip(ops, args, strict=True)]
+                return self.run(branch, args)
+
+            branches.append(self.rebuilt(branch, body))
+        for _ in eqn.outvars:
+            self.step("branch_out")
+        return eqn.primitive.bind(*ins, **{**eqn.params, "branches": tuple(branches)})  # type: ignore[no-any-return]

@@ -1,0 +1,308 @@
+"""``parallelize``: plan at the first call, then just run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from executor.processes.agreement.alike import compare_program
+from executor.processes.bootstrap import agree
+from executor.run.compile import CompiledStep, ShapesChangedError, is_inside
+from executor.run.follow import follow
+from executor.run.mesh import detect_cluster, detected_memory
+from planner.arguments.calls import Bound, Calls, Indices, Names, captured_objects, name_of
+from planner.arguments.metadata import check_rules, with_logical_axis_rules
+from planner.arguments.outcome import unwrapped
+from planner.errors import NotPlannedError, PlanMismatchError, RequestError
+from planner.frontend import capture
+from planner.frontend.inert import inert_notes
+from planner.graph.trace import Traced, abstract, trace
+from planner.plan.plan import Plan
+from planner.planning import graph_rules, make_plan
+from planner.report.units import bytes_text
+from planner.space.replicated import held_whole
+
+log = logging.getLogger("meshwright")
+
+PLANS_KEPT = 16
+"""How many planned and compiled steps ``parallelize`` keeps by default."""
+LARGE, LARGE_SHARE = 256_000_000, 0.01
+"""Bytes, or the share of a device's memory, from which on an operation that runs whole is named."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A step that is planned, and the calls that it is for."""
+
+    step: CompiledStep
+    key: Hashable
+    is_plain: bool
+
+
+class Parallelized:
+    """A train step that plans itself; behaves like the function it wraps.
+
+    New shapes and new static values plan again (and say so through the ``meshwright`` logger,
+    level WARNING); the last ``max_plans`` plans are kept.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: dict[str, Any], calls: Calls, max_plans: int
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.__name__ = name_of(function)
+        self.__wrapped__ = self.function = function
+        if options["logical_axis_rules"] is not None:
+            check_rules(options["logical_axis_rules"])
+        if max_plans < 1:
+            raise RequestError(f"max_plans={max_plans}: expected at least 1")
+        self.options = options
+        self.like: Parallelized | None = options.pop("like", None)
+        self._calls, self._max_plans = calls, max_plans
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._current: _Entry | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan."""
+        return self._current is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use; raises NotPlannedError before the first call."""
+        return self.compiled.plan
+
+    @property
+    def compiled(self) -> CompiledStep:
+        """The compiled step in use; raises NotPlannedError before the first call."""
+        if self._current is None:
+            raise NotPlannedError(
+                f"{self.__name__} has not been called yet, so it "
+                "has no plan; call it once, or use planner.make_plan(step, *args, cluster=...)"
+            )
+        return self._current.step
+
+    def prepare(self, *args: Any, **keywords: Any) -> CompiledStep:
+        """Trace and plan for these arguments (arrays or ShapeDtypeStructs); runs nothing."""
+        return self._planned(self._calls.bind(args, keywords)).step
+
+    def lower(self, *args: Any, **keywords: Any) -> jax.stages.Lowered:
+        """Lower the planned step for these arguments, as ``jax.jit(step).lower`` does."""
+        bound = self._calls.bind(args, keywords)
+        return self._planned(bound).step.jitted.lower(*abstract(bound.args))
+
+    def _planned(self, bound: Bound) -> _Entry:
+        """The step for a call: one that is planned already, or a new one."""
+        shapes = abstract(bound.args)
+        leaves, tree = jax.tree_util.tree_flatten(shapes)
+        key = (bound.key, tree, tuple((x.shape, str(x.dtype), x.weak_type) for x in leaves))
+        if key not in self._entries:
+            step = self._retraced(bound, shapes)
+            if step is None:
+                if self._entries:
+                    log.warning(
+                        "%s: arguments of %s, planning again", self.__name__, self._news(bound)
+                    )
+                step = self._built(bound, shapes)
+            self._entries[key] = _Entry(step, bound.key, bound.is_plain)
+            self._evict()
+        self._entries.move_to_end(key)
+        self._current = self._entries[key]
+        return self._current
+
+    def _retraced(self, bound: Bound, shapes: tuple[Any, ...]) -> CompiledStep | None:
+        """The step under the plan of a call that differs in weak types only, if that fits."""
+        for entry in reversed(self._entries.values()):
+            if entry.key != bound.key or not entry.step.fits(shapes):
+                continue
+            traced = trace(
+                with_logical_axis_rules(bound.function, self.options["logical_axis_rules"]), shapes
+            )
+            try:
+                return CompiledStep(traced, entry.step.plan, donate_argnums=bound.donated)
+            except PlanMismatchError:
+                return None
+        return None
+
+    def _news(self, bound: Bound) -> str:
+        """What is new about a call, in words."""
+        if self._current is None or self._current.key == bound.key:
+            return "new shapes"
+        return "new static values or structure" + bound.difference(self._current.key)
+
+    def _evict(self) -> None:
+        if len(self._entries) <= self._max_plans:
+            return
+        self._entries.popitem(last=False)
+        log.warning(
+            "%s: more than %d planned steps, dropped the one used longest ago; pad batches to "
+            "fewer shapes, or pass max_plans=",
+            self.__name__,
+            self._max_plans,
+        )
+
+    def _built(self, bound: Bound, shapes: tuple[Any, ...]) -> CompiledStep:
+        rules = self.options["logical_axis_rules"]
+        # without any given, those in force in Flax
+        function = with_logical_axis_rules(bound.function, rules)
+        offered = shapes if is_inside(bound.args) else bound.args
+        capture.offer(function, offered, {**self.options, "donate_argnums": bound.donated})
+        compare_program(function, shapes)
+        options, given = dict(self.options), bound.args
+        if self.like is not None:
+            given, options = follow(self.like.compiled, self.like.options, given, options)
+        if not options["cluster"]:
+            options["cluster"] = detect_cluster()
+            options["memory"] = options["memory"] or detected_memory(options["cluster"])
+        # where arrays lie is a mark the first time; later it is our own doing
+        if (self._entries and self.like is None) or is_inside(given):
+            given = shapes
+        traced = trace(function, shapes)
+        for line in inert_notes(traced.graph) if self.like is None else ():
+            log.warning("%s: %s", self.__name__, line)
+        for name in captured_objects(bound.function):
+            log.warning(
+                "%s reads the NNX object %r from around it: its arrays are constants of the "
+                "compiled step, later changes are not seen; pass it as an argument",
+                self.__name__,
+                name,
+            )
+        plan = agree(make_plan(function, *given, donate_argnums=bound.donated, **options))
+        for line in replicated(traced, plan):
+            log.warning("%s: %s", self.__name__, line)
+        return CompiledStep(traced, plan, donate_argnums=bound.donated)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Run one step; plans first when these shapes or static values are new."""
+        entry = self._current
+        if entry and entry.is_plain and not keywords and entry.step.weak_as_traced(args):
+            try:
+                return unwrapped(*entry.step.run(*args))
+            except (ShapesChangedError, TypeError):  # JAX refuses what is no array by TypeError
+                pass
+        bound = self._calls.bind(args, keywords)
+        result = self._call(bound)
+        if self._current is not entry:
+            self._calls.check_cached(bound, args, keywords)
+        return result
+
+    def _call(self, bound: Bound) -> Any:
+        entry = self._current
+        if entry is None or entry.key != bound.key or not entry.step.weak_as_traced(bound.args):
+            entry = self._planned(bound)
+        try:
+            result, used = entry.step.run(*bound.args)
+        except ShapesChangedError:
+            result, used = self._planned(bound).step.run(*bound.args)
+        return bound.finish(result, used)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the object is the first argument, as for ``jax.jit``."""
+        return self if instance is None else Method(self, instance)
+
+
+class Method:
+    """A parallelized method of an object; its other attributes are those of the step."""
+
+    def __init__(self, step: Parallelized, instance: Any) -> None:
+        self.__func__, self.__self__ = step, instance
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Run one step of the object."""
+        return self.__func__(self.__self__, *args, **keywords)
+
+    def prepare(self, *args: Any, **keywords: Any) -> CompiledStep:
+        """As ``Parallelized.prepare``."""
+        return self.__func__.prepare(self.__self__, *args, **keywords)
+
+    def lower(self, *args: Any, **keywords: Any) -> jax.stages.Lowered:
+        """As ``Parallelized.lower``."""
+        return self.__func__.lower(self.__self__, *args, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+
+def replicated(traced: Traced, plan: Plan) -> list[str]:
+    """A line for each large operation that has no sharding rule and runs whole on every device."""
+    if not plan.fallbacks:
+        return []
+    return [
+        f"{w.name}{f' x{w.count}' if w.count > 1 else ''} has no sharding rule: every device holds "
+        f"its {bytes_text(w.nbytes)} of operands and results and does all of its work"
+        for w in held_whole(traced.graph, graph_rules(traced))
+        if w.nbytes >= min(LARGE, LARGE_SHARE * plan.prediction.limit_bytes)
+    ]
+
+
+def parallelize(
+    function: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: Indices = (),
+    donate_argnames: Names = (),
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+    cluster: str | None = None,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    memory: str | float | None = None,
+    shardings: Mapping[str, Any] | None = None,
+    logical_axis_rules: Sequence[Any] | None = None,
+    zero: int | None = None,
+    whole_below: str | float = 0.0,
+    never_fsdp: str | Sequence[str] = (),
+    offload: str | Sequence[str] = (),
+    like: Parallelized | None = None,
+    max_plans: int = PLANS_KEPT,
+) -> Any:
+    """Run a train step in parallel: the first call traces, plans and compiles.
+
+    Args:
+        function: a jit-able step of pytrees, Flax NNX objects (updated in place, as by ``nnx.jit``)
+            or Equinox modules; None makes this a decorator with options.
+        donate_argnums, donate_argnames, static_argnums, static_argnames: as for ``jax.jit``.
+        cluster: what to plan for; None describes the devices present.
+        mode, search: None takes what ``set_parallel_mode`` set.
+        mesh, memory, shardings, logical_axis_rules: as for ``planner.make_plan``.
+        zero, whole_below, never_fsdp, offload: likewise.
+        like: a step that is planned already, such as the train step for an evaluation step: the
+            same mesh, and the arrays that both have stay where that plan keeps them.
+        max_plans: how many plans to keep, each with its compiled program; one per set of shapes and
+            static values. The one used longest ago goes first.
+
+    Returns:
+        A ``Parallelized``: call it like ``function``; ``.plan`` is the Plan.
+    """
+    options = {
+        "cluster": cluster,
+        "mode": mode,
+        "search": search,
+        "mesh": mesh,
+        "memory": memory,
+        "shardings": shardings,
+        "logical_axis_rules": logical_axis_rules,
+        "zero": zero,
+        "whole_below": whole_below,
+        "never_fsdp": never_fsdp,
+        "offload": offload,
+        "like": like,
+    }
+
+    def wrapped(function: Callable[..., Any]) -> Parallelized:
+        calls = Calls(
+            function,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+        )
+        return Parallelized(function, options.copy(), calls, max_plans)
+
+    return wrapped if function is None else wrapped(function)

@@ -1,0 +1,1 @@
+"""A training loop: checkpoints, resume, metrics, preemption."""

@@ -1,0 +1,329 @@
+"""A training loop to take or leave: checkpoints, resume, metrics, preemption.
+
+It adds nothing to the step: metrics are fetched now and then, checkpoints are written while the
+next steps run, and a run that was stopped goes on at the very batch where it stopped, under
+whatever plan the devices that are there now have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from executor.data import Batches, Streams
+from executor.processes.agreement.alike import compare_parts, compare_settings
+from executor.processes.agreement.fingerprints import Fingerprint
+from executor.processes.failure_detection import AGAIN
+from executor.processes.meet import meet
+from executor.processes.preemption import Stop
+from executor.train.metrics import Meter, NotFiniteError, named_scalars
+from planner.errors import RequestError
+
+if TYPE_CHECKING:
+    from executor.checkpoint import Checkpoints
+
+log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What ``train`` returns.
+
+    Attributes:
+        state: the last.
+        step: how many steps it has had.
+        metrics: of the last step, by name; empty if none was made.
+    """
+
+    state: Any
+    step: int
+    metrics: Mapping[str, float]
+
+
+class PreemptedError(SystemExit):
+    """SIGTERM came, and the state is saved. Uncaught, it ends the process with ``peers.AGAIN``,
+    which launchers take as "start again"."""
+
+
+def train(
+    step: Callable[..., Any],
+    state: Any,
+    batches: Iterable[Any],
+    *,
+    steps: int,
+    directory: str | Path | None = None,
+    save_every: int = 100,
+    keep: int | None = 3,
+    log_every: int = 10,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    evaluate_every: int = 100,
+    on_metrics: Callable[[int, Mapping[str, float]], None] | None = None,
+    profile: tuple[int, int] | None = None,
+    progress: bool = True,
+) -> Trained:
+    """Train until ``steps`` steps are made, going on from the last checkpoint if there is one.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``, metrics a pytree of scalars; from
+            ``parallelize``, ``compile_plan`` or ``jax.jit``.
+        state: to begin with; where there is a checkpoint, of its form only.
+        batches: from ``shard``, which find their place again; of any other iterable the
+            batches of steps that were made before are drawn and dropped.
+        steps: in all, those before included; fewer if the batches end.
+        directory: of checkpoints (by step), ``metrics.jsonl`` and profiles, the same for all
+            processes; None keeps nothing, and SIGTERM then ends the process as ever.
+        save_every: steps between checkpoints; the last step has one too.
+        keep: how many checkpoints to keep; None keeps all.
+        log_every: steps between looks at the metrics.
+        evaluate: state -> metrics, as ``lambda s: mean_metrics(eval_step, s, held_out())``.
+        evaluate_every: steps between; the last step has one too.
+        on_metrics: told (step, metrics), in every process, of training and of evaluation (there
+            the names begin with ``eval/``).
+        profile: first and last step to trace by ``jax.profiler``, into ``directory/profile``.
+        progress: whether process 0 shows how it goes.
+
+    Raises:
+        NotFiniteError: the loss (or, if no metric is called loss, any) is NaN or infinite: the
+            step, and the arrays that are too. Nothing is saved after the step.
+        ProcessMismatchError: the processes of the job have other settings, steps, states, data or
+            options of ``train``; in all of them.
+        PreemptedError: SIGTERM came to any of the processes; all have saved after the same step.
+        CheckpointError: a checkpoint can't be written, or does not fit the state.
+        FencedError: another job owns the directory, or took it over while this one was stopped.
+        RequestError: ``steps``, ``save_every``, ``log_every`` or ``profile`` make no sense.
+    """
+    _check(steps, save_every, log_every, evaluate_every, profile, directory)
+    folder = None if directory is None else Path(directory).absolute()
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(Stop(folder is not None))
+        source = iter(batches)
+        _compare(
+            source,
+            steps=steps,
+            save_every=save_every,
+            evaluate_every=evaluate_every,
+            directory=folder is not None,
+            evaluate=evaluate is not None,
+        )
+        source, shardings = _prepared(step, state, source)
+        checkpoints = owner = None
+        if folder is not None:
+            from executor.checkpoint import Checkpoints
+
+            checkpoints = stack.enter_context(_open(Checkpoints(folder, keep=keep)))
+            owner = checkpoints.own()
+        done = 0 if checkpoints is None else _done(checkpoints)
+        if checkpoints is not None and done:
+            state = _resumed(checkpoints, done, state, shardings, source)
+            log.info("going on after step %d of %s", done, folder)
+        meter = Meter(steps, done, folder, on_metrics, progress, owner)
+        stack.enter_context(meter.opened())
+        stack.callback(_close, source)
+        trace = stack.enter_context(_Profile(profile, folder))
+        made = done
+        if made < steps and stop.reached(made):
+            raise PreemptedError(AGAIN)
+        for made, batch in enumerate(itertools.islice(source, max(0, steps - done)), done + 1):
+            trace.before(made, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=made):
+                state, metrics = _pair(step(state, batch))
+            trace.after(made, state)
+            meter.add(made, metrics, state)
+            last = made == steps
+            stopped = not last and stop.reached(made)
+            saves = stopped or last or made % save_every == 0
+            if saves or made % log_every == 0:
+                meter.flush(state)
+            if checkpoints is not None and saves:
+                _save(checkpoints, made, state, step, source)
+            if stopped:
+                raise PreemptedError(AGAIN)
+            if evaluate is not None and (last or made % evaluate_every == 0):
+                meter.evaluated(made, evaluate(state))
+        if made < steps and jax.process_count() > 1:
+            meet(f"end of the data after step {made}", None, len)
+        meter.flush(state)
+        if done < made < steps:  # the batches ended first
+            if checkpoints is not None and made not in checkpoints.steps:
+                _save(checkpoints, made, state, step, source)
+            if evaluate is not None and made % evaluate_every:
+                meter.evaluated(made, evaluate(state))
+        return Trained(state, made, meter.latest)
+
+
+def mean_metrics(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -> dict[str, float]:
+    """The mean of the metrics of ``step(state, batch)`` over batches, by name.
+
+    Raises:
+        RequestError: there are no batches, or a metric is no scalar.
+    """
+    found = [named_scalars(m) for m in jax.device_get([step(state, batch) for batch in batches])]
+    if not found:
+        raise RequestError("no batches to evaluate on")
+    return {name: float(np.mean([m[name] for m in found])) for name in found[0]}
+
+
+def _check(
+    steps: int,
+    save_every: int,
+    log_every: int,
+    evaluate_every: int,
+    profile: tuple[int, int] | None,
+    directory: Any,
+) -> None:
+    told = {"save_every": save_every, "log_every": log_every, "evaluate_every": evaluate_every}
+    for name, value in told.items():
+        if value < 1:
+            raise RequestError(f"{name}={value}: expected at least 1")
+    if steps < 0:
+        raise RequestError(f"steps={steps}: expected at least 0")
+    if profile is not None and not 1 <= profile[0] <= profile[1]:
+        raise RequestError(f"profile={profile}: expected (first, last), counted from 1")
+    if profile is not None and directory is None:
+        raise RequestError("profile= needs a directory to write to")
+
+
+def _compare(source: Iterator[Any], **options: Any) -> None:
+    """Compare the options of the loop, and the data, between all processes.
+
+    Raises:
+        ProcessMismatchError: they differ; in all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    compare_settings()
+    told = [Fingerprint(f"{k}={v}", f"{k}={v} of train") for k, v in options.items()]
+    compare_parts("train", {"train": told})
+    if isinstance(source, Batches | Streams):
+        source.compare()
+
+
+@contextlib.contextmanager
+def _open(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
+    """Close in the end, which waits for the save under way; but not after an error that the other
+    processes do not have: the save waits for them, and they wait for this one."""
+    try:
+        yield checkpoints
+    except (NotFiniteError, PreemptedError):
+        checkpoints.close()
+        raise
+    except BaseException:
+        if jax.process_count() == 1:
+            checkpoints.close()
+        checkpoints.disown()
+        raise
+    checkpoints.close()
+
+
+def _prepared(step: Any, state: Any, source: Iterator[Any]) -> tuple[Iterator[Any], Any]:
+    """Plan the step if it is not planned, with the first batch; where its state is to lie."""
+    if not hasattr(step, "is_planned"):
+        return source, None
+    if not step.is_planned:
+        if isinstance(source, Batches | Streams):
+            position = source.position
+            first = next(source, None)
+            source.seek(position)
+        else:
+            first = next(source, None)
+            source = itertools.chain([] if first is None else [first], source)
+        if first is None:
+            raise RequestError("there are no batches to plan the step with")
+        step.prepare(state, first)
+    return source, step.compiled.in_shardings[0]
+
+
+def _done(checkpoints: Checkpoints) -> int:
+    """The step of the last checkpoint, 0 if there is none; the same in every process."""
+    mine = checkpoints.steps[-1] if checkpoints.steps else 0
+    if jax.process_count() == 1:
+        return mine
+    from jax.experimental import multihost_utils
+
+    from executor.checkpoint import CheckpointError
+
+    found = np.asarray(multihost_utils.process_allgather(np.asarray(mine))).reshape(-1)
+    if len(set(found.tolist())) > 1:
+        told = ", ".join(f"process {k}: {step}" for k, step in enumerate(found.tolist()))
+        raise CheckpointError(
+            f"processes see different last checkpoints in {checkpoints.directory} ({told}); the "
+            "folder must be the same for all, on a file system that they share"
+        )
+    return mine
+
+
+def _resumed(
+    checkpoints: Checkpoints, done: int, state: Any, shardings: Any, source: Iterator[Any]
+) -> Any:
+    restored = checkpoints.restore(state, shardings=shardings, step=done)
+    position = (checkpoints.extra(done) or {}).get("position")
+    if isinstance(source, Batches | Streams):
+        if position is None:
+            raise RequestError(
+                f"the checkpoint of step {done} in {checkpoints.directory} has no position in the "
+                "data: they were not from ``shard``; pass an iterator that begins anew"
+            )
+        source.seek(position)
+    else:
+        for _ in itertools.islice(source, done):
+            pass
+    return restored
+
+
+def _save(
+    checkpoints: Checkpoints, made: int, state: Any, step: Any, source: Iterator[Any]
+) -> None:
+    extra = {"position": asdict(source.position)} if isinstance(source, Batches | Streams) else {}
+    plan = getattr(step, "plan", None)
+    checkpoints.save(made, state, plan=plan, extra=extra)
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RequestError(
+            f"the step returned {type(result).__name__}, expected (state, metrics); wrap it"
+        )
+    return result
+
+
+class _Profile:
+    """Traces some steps."""
+
+    def __init__(self, wanted: tuple[int, int] | None, folder: Path | None) -> None:
+        self.first, self.last = wanted or (0, 0)
+        self.folder = folder
+        self.running = False
+
+    def before(self, made: int, state: Any) -> None:
+        """Begin, if this is the first step to trace."""
+        if made == self.first and self.folder is not None:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self.folder / "profile"))
+            self.running = True
+
+    def after(self, made: int, state: Any) -> None:
+        """End, if this was the last."""
+        if self.running and made == self.last:
+            jax.block_until_ready(state)
+            self.__exit__()
+
+    def __enter__(self) -> _Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.running:
+            self.running = False
+            jax.profiler.stop_trace()
+
+
+def _close(source: Any) -> None:
+    if isinstance(source, Batches | Streams):
+        source.close()

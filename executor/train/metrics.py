@@ -1,0 +1,277 @@
+"""What a run says of itself: metrics of every step, in a file, on a bar, and when they go wrong.
+
+Metrics stay on the devices until they are asked for, so that steps in between are not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planner.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from executor.checkpoint.owner import Owner
+
+log = logging.getLogger("meshwright")
+FILE, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+
+
+class NotFiniteError(RequestError):
+    """A metric became NaN or infinite; says which, at which step, and which arrays are too."""
+
+
+class Meter:
+    """The metrics of a run.
+
+    Args:
+        steps: how many the run has in all.
+        done: how many were made before.
+        directory: of the file of metrics, one JSON object a step; None keeps none.
+        on_metrics: told (step, metrics) of the latest step whenever metrics were fetched.
+        show: whether to draw a bar (on a terminal) or print lines (elsewhere).
+        owner: the lock of ``directory``; checked before every write, and named in every line.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        done: int,
+        directory: Path | None,
+        on_metrics: Callable[[int, Mapping[str, float]], None] | None,
+        show: bool,
+        owner: Owner | None = None,
+    ) -> None:
+        self.owner = owner
+        self.steps, self.done, self.on_metrics = steps, done, on_metrics
+        first = jax.process_index() == 0
+        self.path = directory / FILE if directory is not None and first else None
+        self.show = show and first
+        self.latest: dict[str, float] = {}
+        self.bar: Progress | None = None
+        self.evaluations = None if self.path is None else self.path.with_name(EVALUATIONS)
+        self._warned: set[str] = set()
+        self._pending: list[tuple[int, Any]] = []
+        self._first: float | None = None
+        self._lowest = math.inf
+        self._worse = False
+        self._clock = (time.perf_counter(), done)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Meter]:
+        """Draw the bar; drop lines of the file that are of steps which are made again."""
+        if self.path is not None and self.evaluations is not None:
+            kept = [m for m in self._keep(self.path) if _number(m.get("loss"))]
+            if kept:
+                self._first = float(kept[0]["loss"])
+                self._lowest = min(float(m["loss"]) for m in kept)
+            self._keep(self.evaluations)
+        if not self.show:
+            yield self
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        console = Console()
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[note]}")
+        if not console.is_terminal:
+            yield self
+            return
+        with Progress(*columns, console=console) as self.bar:
+            self.bar.add_task("train", total=self.steps, completed=self.done, note="")
+            yield self
+
+    def add(self, step: int, metrics: Any, state: Any) -> None:
+        """Note the metrics of a step, a pytree of scalars; waits for nothing. Those that are arrays
+        of the state too are copied: the next step may take the state's memory."""
+        held = {id(x) for x in jax.tree_util.tree_leaves(state)}
+        copied = jax.tree.map(lambda x: jnp.copy(x) if id(x) in held else x, metrics)
+        self._pending.append((step, copied))
+
+    def flush(self, state: Any) -> None:
+        """Fetch what was noted, write and show it.
+
+        Raises:
+            NotFiniteError: some metric of some step is NaN or infinite.
+        """
+        pending, self._pending = jax.device_get(self._pending), []
+        if not pending:
+            return
+        lines = [(step, named_scalars(metrics)) for step, metrics in pending]
+        bad = next(((s, n) for s, m in lines for n in _guarded(m) if not math.isfinite(m[n])), None)
+        self._write([line for line in lines if bad is None or line[0] <= bad[0]])
+        if bad is not None:
+            step, name = bad
+            value = dict(lines)[step][name]
+            raise NotFiniteError(
+                f"{name} became {value:g} at step {step}" + _where(state, pending[-1][0])
+            )
+        step, self.latest = lines[-1]
+        self._look(lines)
+        self._tell(step)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show the metrics of an evaluation."""
+        found = {f"eval/{name}": float(value) for name, value in metrics.items()}
+        if self.evaluations is not None:
+            self._append(self.evaluations, [(step, found)])
+        if self.on_metrics is not None:
+            self.on_metrics(step, found)
+        if self.show:
+            told = "  ".join(f"{n} {v:.5g}" for n, v in found.items())
+            print(f"step {step}  {told}", flush=True)
+
+    def _write(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        if self.path is not None:
+            self._append(self.path, lines)
+
+    def _append(self, path: Path, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Opened before the check: whoever takes over puts another file in place of this one, so
+        that nothing written after the check is in it."""
+        with open(path, "a", encoding="utf-8") as file:
+            told = "" if self.owner is None else str(self.owner.me)
+            if self.owner is not None:
+                self.owner.check()
+            file.write("".join(_line(s, m, told) for s, m in lines))
+
+    def _keep(self, path: Path) -> list[dict[str, Any]]:
+        """Drop the lines of steps that are made again. An earlier owner's unfinished file goes
+        first, so that it can't put it in place."""
+        for other in path.parent.glob(f"{path.stem}.*.tmp"):
+            other.unlink(missing_ok=True)
+        if self.owner is None:
+            return _keep_until(path, self.done, path.with_suffix(".0.tmp"))
+        fresh = path.with_suffix(f".{self.owner.me.number}.tmp")
+        return _keep_until(path, self.done, fresh, self.owner.check)
+
+    def _tell(self, step: int) -> None:
+        now = time.perf_counter()
+        rate = (step - self._clock[1]) / max(now - self._clock[0], 1e-9)
+        self._clock = (now, step)
+        if self.on_metrics is not None:
+            self.on_metrics(step, self.latest)
+        if not self.show:
+            return
+        note = "  ".join(f"{n} {v:.5g}" for n, v in self.latest.items())
+        note += f"  {rate:.3g} steps/s"
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=step, note=note)
+        else:
+            print(f"step {step}/{self.steps}  {note}", flush=True)
+
+    def _look(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Warn, in process 0 and once each, of metrics that are not finite, and of a loss that had
+        fallen and is by as much above where it began."""
+        if jax.process_index():
+            return
+        for step, metrics in lines:
+            for name in metrics.keys() - self._warned:
+                if not math.isfinite(metrics[name]):
+                    self._warned.add(name)
+                    log.warning("%s is %g at step %d", name, metrics[name], step)
+        losses = [m["loss"] for _, m in lines if "loss" in m]
+        if not losses:
+            return
+        mean = float(np.mean(losses))
+        if self._first is None:
+            self._first = losses[0]
+        self._lowest = min(self._lowest, mean)
+        worse = self._lowest < self._first and mean > 2 * self._first - self._lowest
+        if worse and not self._worse:
+            log.warning(
+                "the loss diverges: %.5g at step %d; it began at %.5g and was %.5g at its lowest",
+                mean,
+                lines[-1][0],
+                self._first,
+                self._lowest,
+            )
+        self._worse = worse
+
+
+def _guarded(metrics: Mapping[str, float]) -> list[str]:
+    """What must be finite: the loss, and if none is called so, all."""
+    losses = [name for name in metrics if name.rpartition("/")[2] == "loss"]
+    return losses or list(metrics)
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, float) and math.isfinite(x)
+
+
+def _line(step: int, metrics: Mapping[str, float], owner: str) -> str:
+    """One line of JSON, which knows no NaN: null stands for it."""
+    told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps({"step": step, **({"owner": owner} if owner else {}), **told}) + "\n"
+
+
+def named_scalars(metrics: Any) -> dict[str, float]:
+    """A pytree of scalars as numbers by name; one alone is the loss.
+
+    >>> named_scalars((1.5, {"accuracy": np.float32(0.5)}))
+    {'0': 1.5, '1/accuracy': 0.5}
+
+    Raises:
+        RequestError: a leaf is no scalar, no real number, or has the name of another.
+    """
+    found: dict[str, float] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "loss"
+        if np.size(leaf) != 1:
+            raise RequestError(
+                f"metric {name} has shape {np.shape(leaf)}, expected a scalar; let the step return "
+                "(state, metrics) with metrics a pytree of scalars"
+            )
+        if name in found or np.iscomplexobj(leaf):
+            why = "there is another of that name" if name in found else "it is complex"
+            raise RequestError(f"metric {name}: {why}; expected real scalars of different names")
+        found[name] = float(np.asarray(leaf, np.float64).reshape(()))
+    return found
+
+
+def _where(state: Any, step: int) -> str:
+    """Which arrays of a state are not finite, in words."""
+    leaves = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if jnp.issubdtype(getattr(leaf, "dtype", np.int32), jnp.inexact)
+    ]
+    fine = jax.device_get([jnp.isfinite(leaf).all() for _, leaf in leaves])
+    bad = [name for (name, _), is_fine in zip(leaves, fine, strict=True) if not is_fine]
+    if not bad:
+        return f"; all {len(leaves)} arrays of the state are finite (looked at after step {step})"
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return (
+        f"; not finite in the state after step {step}: {len(bad)} of {len(leaves)} arrays, "
+        f"{', '.join(bad[:3])}{more}"
+    )
+
+
+def _keep_until(
+    path: Path, done: int, fresh: Path, check: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Drop the lines of steps after ``done``, and return the others; the file is put in place
+    whole, by way of ``fresh``, after a check."""
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
+            metrics = json.loads(line)
+            if metrics["step"] <= done:
+                kept.append(metrics)
+    fresh.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
+    check()
+    fresh.replace(path)
+    return kept

@@ -1,0 +1,1 @@
+"""Compares a plan with the unsharded run, with Shardy, and with what compilers make of it."""

@@ -1,0 +1,298 @@
+"""Compile ahead of time: the production compilers, without their devices in the machine.
+
+TPU: libtpu's compiler and its description of a slice (``jax.experimental.topologies``). GPU: the
+compiler in jax's CUDA plugin and our description of the GPU (`executor.verify.gpu_targets`). Both
+are extras of the package; without them `devices_of` says what to install.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from costmodels import Cluster
+from executor.run.compile import CompiledStep
+from executor.verify.gpu_targets import GPU_TARGETS, target_config
+from executor.verify.hlo import Module, read_module
+from planner import compat
+from planner.errors import RequestError
+from planner.graph.trace import Traced
+from planner.plan.plan import Plan
+
+_TPU_NAMES = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked what machine this is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no device is opened, so none needs a lock
+}
+
+
+# TensorCore clock. Sources: peak bfloat16 flop/s of Google Cloud's TPU pages over the flops of the
+# matrix units in a cycle (jax-ml scaling book, "How to Think About TPUs": four 128x128 a core, two
+# cores on v4 and v5p; v6e four of 256x256, and as many in each half of a tpu7x).
+TPU_CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+
+
+class CompilerAbsentError(RequestError):
+    """The compiler for a cluster is not installed; the text says how to install it."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A step as the compiler left it; bytes are of one device.
+
+    ``argument_bytes`` and ``output_bytes`` are the step's arguments and results, ``alias_bytes``
+    what results take over from donated arguments, ``temp_bytes`` everything else that is live at
+    the worst moment, ``code_bytes`` the program. ``host_argument_bytes`` and ``host_temp_bytes``
+    lie in the host's memory; the others count device memory alone.
+    """
+
+    module: Module
+    text: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int
+    host_argument_bytes: int
+    host_temp_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """argument + output + temp - alias: what a plan's ``prediction.peak_bytes`` predicts."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
+
+def compile_step(
+    traced: Traced,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+) -> Compiled:
+    """Compile a step under a plan for ``cluster``; runs nothing.
+
+    Args:
+        traced: the step, as ``planner.graph.trace.trace`` returns it.
+        plan: its plan.
+        cluster: whose compiler and devices; `devices_of` says which are known.
+        donate_argnums: as for ``jax.jit``.
+
+    Raises:
+        CompilerAbsentError: the compiler's package is not installed.
+        RequestError: the cluster's devices can't be described, or the compiler refused the step
+            (out of memory, for one); its own words are in the text.
+    """
+    step = CompiledStep(traced, plan, donate_argnums=donate_argnums, devices=devices_of(cluster))
+    shapes = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]
+    args = jax.tree_util.tree_unflatten(traced.in_tree, shapes)
+    with _quiet():
+        try:
+            compiled = step.jitted.lower(*args).compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise RequestError(
+                f"the compiler for {cluster.text} refused the step: {first_lines(str(error))}"
+            ) from error
+        return read_compiled(compiled)
+
+
+def read_compiled(compiled: Any) -> Compiled:
+    """What a ``jax.stages.Compiled`` says of itself; ``temp_bytes`` and so on are of one device."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    return Compiled(
+        module=read_module(text),
+        text=text,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        host_argument_bytes=memory.host_argument_size_in_bytes,
+        host_temp_bytes=memory.host_temp_size_in_bytes,
+    )
+
+
+def tpu_seconds(cycles: float, cluster: Cluster) -> float:
+    """Seconds of a TPU compiler's ``estimated_cycles``; raises KeyError for other kinds."""
+    return cycles / TPU_CLOCK_HZ[cluster.device.kind]
+
+
+def link_seconds(module: Module, cluster: Cluster) -> float:
+    """Wire bytes of a module over the links of a torus; no latency, nothing at the same time.
+
+    A group uses one link, one way, per torus dimension in which its members differ, two where it
+    spans a dimension that wraps around (``cluster.wrap_multiple``); a permute uses one. For one
+    slice only.
+    """
+    seconds = 0.0
+    for collective in module.collectives:
+        links = 1
+        if collective.groups:
+            inside = np.asarray(collective.groups[0]) % math.prod(cluster.shape)
+            at = np.unravel_index(inside, cluster.shape)
+            spans = [len(set(place.tolist())) for place in at]
+            links = sum(
+                2 if span == size and size % cluster.wrap_multiple == 0 else 1
+                for span, size in zip(spans, cluster.shape, strict=True)
+                if span > 1
+            )
+        share = collective.wire_bytes / (max(1, links) * cluster.link.bytes_per_s)
+        seconds += collective.count * share
+    return seconds
+
+
+def devices_of(cluster: Cluster) -> list[Any]:
+    """jax devices of a cluster that a step can be compiled for, in the cost model's numbering.
+
+    Devices of TPUs and GPUs are descriptions: nothing can run on them. Number i of a torus stands
+    at the coordinates that i has in row-major order over ``cluster.shape``, slice after slice;
+    number i of GPU nodes stands in node i // devices per node. ``cpu`` gives the (virtual) CPU
+    devices of the process.
+
+    Raises:
+        CompilerAbsentError: the compiler's package is not installed.
+        RequestError: an unknown kind, a shape the compiler does not know, or too few CPU devices.
+    """
+    kind = cluster.device.kind
+    if kind == "cpu":
+        return _cpu_devices(cluster)
+    if kind in _TPU_NAMES:
+        return _tpu_devices(cluster)
+    if kind in GPU_TARGETS:
+        return _gpu_devices(cluster)
+    known = ", ".join(("cpu", *_TPU_NAMES, *GPU_TARGETS))
+    raise RequestError(f"no compiler is known for device kind {kind!r}; there is one for: {known}")
+
+
+def _cpu_devices(cluster: Cluster) -> list[Any]:
+    devices = jax.devices("cpu")
+    if len(devices) < cluster.num_devices:
+        raise RequestError(
+            f"compiling for {cluster.text} needs {cluster.num_devices} virtual CPU devices, this "
+            f"process has {len(devices)}; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={cluster.num_devices}"
+        )
+    return list(devices[: cluster.num_devices])
+
+
+def _tpu_devices(cluster: Cluster) -> list[Any]:
+    wanted = _asked_by_jax("libtpu")
+    _need("libtpu", lambda version: _fits(version, wanted), wanted, "aot-tpu", cluster)
+    for name, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    chips = cluster.shape
+    if cluster.device.kind == "tpu7x":  # a device is half a chip, the last dimension
+        *most, halves = cluster.shape
+        chips = tuple(most)
+        if halves != 2 or not chips:
+            raise RequestError(
+                f"{cluster.text}: the last dimension of a tpu7x is the two halves of a chip, got "
+                f"{halves}; write a shape such as tpu7x:2x2x1x2"
+            )
+    shape = (*chips, 1, 1)[: max(3, len(chips))]
+    host = [2, 2, 1] if shape[0] % 2 == shape[1] % 2 == 0 else [1, 1, 1]
+    devices = _described(
+        cluster,
+        platform="tpu",
+        topology_name=f"{_TPU_NAMES[cluster.device.kind]}:{'x'.join(map(str, shape))}",
+        chips_per_host_bounds=host,
+        **({"num_slices": cluster.slices} if cluster.slices > 1 else {}),
+    )
+    return sorted(devices, key=_place)
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    """Slice, coordinates and core of a TPU."""
+    return (getattr(device, "slice_index", None) or 0, *device.coords, device.core_on_chip)
+
+
+def _gpu_devices(cluster: Cluster) -> list[Any]:
+    for package in ("jax-cuda12-plugin", "jax-cuda12-pjrt"):
+        wanted = jax.__version__
+        _need(package, lambda version, w=wanted: version == w, wanted, "aot-gpu", cluster)  # type: ignore[misc]
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no CUDA libraries are needed
+    per_node, nodes = cluster.shape
+    devices = _described(
+        cluster,
+        platform="cuda",
+        topology_name=cluster.device.kind,
+        target_config=target_config(cluster.device),
+        topology=f"1x{nodes}x{per_node}",
+    )
+    return sorted(devices, key=lambda d: d.id)
+
+
+def _described(cluster: Cluster, **description: Any) -> list[Any]:
+    with _quiet():
+        try:
+            devices = list(topologies.get_topology_desc(**description).devices)
+        except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+            raise RequestError(
+                f"the compiler knows no {cluster.text}: {first_lines(str(error))}; "
+                "choose another shape"
+            ) from error
+    if len(devices) != cluster.num_devices:
+        raise RequestError(
+            f"{cluster.text} has {cluster.num_devices} devices, the compiler's description of it "
+            f"{len(devices)}; choose another device kind"
+        )
+    return devices
+
+
+def _need(
+    package: str, fits: Callable[[str], bool], wanted: str, extra: str, cluster: Cluster
+) -> None:
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if not fits(version):
+        raise CompilerAbsentError(
+            f"compiling for {cluster.text} needs {package} {wanted} beside jax {jax.__version__}, "
+            f"found {version}; run: pip install 'meshwright[{extra}]'"
+        )
+
+
+def _asked_by_jax(package: str) -> str:
+    """The version of a package that the installed jax names in its extras, such as ``0.0.42.*``."""
+    for text in metadata.requires("jax") or ():
+        found = re.match(rf"{package}==([\w.*]+)", text)
+        if found:
+            return found.group(1)
+    return "as its extra says"
+
+
+def _fits(version: str, wanted: str) -> bool:
+    return f"{version}.".startswith(wanted.removesuffix("*"))
+
+
+def first_lines(text: str, most: int = 400) -> str:
+    """The beginning of a compiler's message, without its dumps."""
+    head = text.strip().split("\n\n")[0]
+    return head if len(head) <= most else head[:most] + " ..."
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what native libraries write to stderr (their logs) off it; shown if this fails."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)

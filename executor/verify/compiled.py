@@ -1,0 +1,72 @@
+"""Climb the rungs: lower and compile a plan's step, compare with its predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from costmodels import Cluster
+from executor.verify.aot import CompilerAbsentError, compile_step
+from executor.verify.predictions import Rung, Tolerances, Verification, compiled_rung, shardy_rung
+from executor.verify.shardy import lower_abstractly, shardy_collectives
+from planner.errors import RequestError
+from planner.graph.trace import Traced
+from planner.plan.plan import Plan
+
+
+def climb(
+    traced: Traced,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    donate_argnums: int | Sequence[int] | None = None,
+    tolerances: Tolerances | None = None,
+    require_compiled: bool = False,
+) -> Verification:
+    """What compilers make of a step under a plan, beside what the plan predicts.
+
+    Args:
+        traced: the step, as ``planner.graph.trace.trace`` returns it.
+        plan: its plan.
+        cluster: whose compiler is asked; as many devices as the plan's.
+        donate_argnums: as for ``jax.jit``; None donates what the plan takes to be donated, the
+            arguments that come back as results.
+        tolerances: what is judged; None: nothing.
+        require_compiled: whether an absent compiler is an error.
+
+    Raises:
+        PlanMismatchError: the plan is for another step.
+        RequestError: the cluster has another number of devices, the compiler refused the step, or
+            it is required and absent (CompilerAbsentError).
+    """
+    tolerances = tolerances or Tolerances()
+    if cluster.num_devices < plan.mesh.num_devices:
+        raise RequestError(
+            f"the plan is for {plan.mesh.num_devices} devices, {cluster.text} has "
+            f"{cluster.num_devices}; name the cluster that it was made for"
+        )
+    donated = carried_argnums(plan) if donate_argnums is None else donate_argnums
+    lowered = lower_abstractly(traced, plan, donate_argnums=donated)
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    shardy = shardy_rung(
+        plan,
+        [
+            (x.kind, x.count, x.payload_bytes, math.prod(sizes[a] for a in x.axes if a in sizes))
+            for x in shardy_collectives(lowered)
+        ],
+        tolerances,
+    )
+    try:
+        compiled = compile_step(traced, plan, cluster, donate_argnums=donated)
+    except CompilerAbsentError as error:
+        if require_compiled:
+            raise
+        return Verification(plan, (shardy, Rung("compiled", absent=str(error))))
+    return Verification(plan, (shardy, compiled_rung(plan, compiled, cluster, tolerances)))
+
+
+def carried_argnums(plan: Plan) -> tuple[int, ...]:
+    """Numbers of the arguments of which a part comes back as a result."""
+    return tuple(
+        sorted({int(leaf.path[1:].partition("]")[0]) for leaf in plan.inputs if leaf.tied})
+    )

@@ -1,0 +1,1 @@
+"""Arguments and results of a step: what is traced, what is static, what is updated in place."""

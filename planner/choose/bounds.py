@@ -1,0 +1,152 @@
+"""All meshes at once: what each can cost at least, and a first choice for each.
+
+Meshes of one, two, three axes are families (``families``), taken in this order. Within a family
+the meshes with the least node costs come first, and every mesh that a bound puts out of the
+question is left alone from there on:
+
+* by ``node_bound`` alone, before its communication is looked at;
+* after any sweep of messages (``search.family.relax``).
+
+Out of the question is a mesh whose bound is not below the cheapest choice found, or, if that has
+fewer axes and puts all of them to work, not below it by more than the margin that another axis
+must pay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels import CostModel
+from planner.choose.devices import idle_axes
+from planner.cost.batched import Mask, PricedFamily, price_family
+from planner.cost.pricing import Priced
+from planner.search.relax.family import Family, node_bound, relax
+from planner.spec import MeshSpec
+from planner.step.analysis import Analysis
+
+SWEEPS = 3
+"""Sweeps of messages over every mesh that is in question."""
+DEEP = 24
+"""Sweeps over one mesh that leads."""
+ENTRIES = 12_000_000
+"""Table entries (of 8 bytes) held at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scout:
+    """What is known of a mesh: no plan on it is cheaper than ``bound_s``.
+
+    ``choice`` (one strategy per class, in ``priced.sets``) costs ``cost_s`` and takes
+    ``peak_bytes``; None where the bound put the mesh out of the question first (its ``priced``
+    has no sets then).
+    """
+
+    priced: Priced
+    bound_s: float
+    choice: tuple[int, ...] | None = None
+    cost_s: float = math.inf
+    peak_bytes: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """What is scouted: a quotient, the meshes with the strategies that pins leave (a mask per
+    class where they take any), and the rules of the comparison.
+
+    ``margin``: how many times cheaper a mesh with more axes must be. ``ideal_s``: no mesh can cost
+    less; once a choice is within the margin of it, meshes with more axes are not looked at.
+    """
+
+    analysis: Analysis
+    model: CostModel
+    meshes: Sequence[tuple[MeshSpec, Mapping[int, Mask]]]
+    limit_bytes: float
+    margin: float
+    ideal_s: float
+
+    def cheapest(self, scouts: Sequence[Scout]) -> float:
+        """The cheapest choice that fits."""
+        return min((s.cost_s for s in self._fitting(scouts)), default=math.inf)
+
+    def simpler(self, scouts: Sequence[Scout]) -> float:
+        """What a mesh with more axes must beat: the cheapest choice, or less than that by the
+        margin where the choice puts all axes of its mesh to work."""
+        fitting = [
+            s for s in self._fitting(scouts) if s.cost_s <= self.margin * self.cheapest(scouts)
+        ]
+        busy = [s.cost_s for s in fitting if not idle_axes(s.priced, s.choice or ())]
+        return min(self.cheapest(scouts), min(busy, default=math.inf) / self.margin)
+
+    def _fitting(self, scouts: Sequence[Scout]) -> list[Scout]:
+        return [s for s in scouts if s.choice and s.peak_bytes <= self.limit_bytes]
+
+
+def scouted(field: Field) -> list[Scout]:
+    """Bound every mesh in question and find choices."""
+    done: list[Scout] = []
+    for axes in (1, 2, 3):
+        level = [m for m in field.meshes if max(1, sum(n > 1 for n in m[0].sizes)) == axes]
+        simpler = field.simpler(done)
+        for rank in sorted({len(mesh.sizes) for mesh, _ in level}):
+            done += _family(field, [m for m in level if len(m[0].sizes) == rank], simpler)
+        if field.margin * field.simpler(done) <= field.margin * field.ideal_s:
+            break
+    return done
+
+
+def deepened(field: Field) -> Scout:
+    """What more messages tell of a single mesh (the only one of ``field``)."""
+    (mesh, masks), *_ = field.meshes
+    family = price_family(field.analysis, [mesh], field.model, [masks])
+    return next(iter(_relaxed(field, family, math.inf, DEEP)))
+
+
+def _family(
+    field: Field, meshes: Sequence[tuple[MeshSpec, Mapping[int, Mask]]], simpler_s: float
+) -> list[Scout]:
+    """Meshes of one number of axes; ``simpler_s``: what one with fewer axes makes them beat."""
+    masks = [mask for _, mask in meshes]
+    family = price_family(field.analysis, [mesh for mesh, _ in meshes], field.model, masks)
+    least = node_bound(Family(family.unary, ()))
+    queue = np.argsort(least, kind="stable").tolist()
+    size = max(1, ENTRIES // max(1, family.entries()))
+    done: list[Scout] = []
+    while queue:
+        enough = min(field.cheapest(done), simpler_s)
+        batch, queue = queue[:size], queue[size:]
+        for k in batch:
+            if least[k] >= enough:
+                done.append(Scout(_bare(field, meshes[k][0]), float(least[k])))
+        batch = [k for k in batch if least[k] < enough]
+        if batch:
+            done += _relaxed(field, family.take(batch), enough)
+    return done
+
+
+def _relaxed(
+    field: Field, family: PricedFamily, enough_s: float, sweeps: int = SWEEPS
+) -> Iterator[Scout]:
+    """Scouts of a family after passing messages."""
+    found = relax(family.problems(), sweeps, enough_s)
+    peaks = family.peaks(found.choice)
+    for m, mesh in enumerate(family.meshes):
+        bound, cost = float(found.bound_s[m]), float(found.cost_s[m])
+        if math.isinf(cost):
+            yield Scout(_bare(field, mesh), bound)
+        else:
+            yield Scout(
+                family.own(m, field.limit_bytes),
+                bound,
+                family.own_choice(m, found.choice[m]),
+                cost,
+                float(peaks[m]),
+            )
+
+
+def _bare(field: Field, mesh: MeshSpec) -> Priced:
+    """A mesh whose strategies are of no interest any more."""
+    return Priced(field.analysis, mesh, field.model, (), field.limit_bytes)

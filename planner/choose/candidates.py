@@ -1,0 +1,78 @@
+"""What a request leaves open: which meshes, and on each the strategies of every group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from planner.annotate import Pin
+from planner.errors import PinError
+from planner.request.options import Request
+from planner.request.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
+from planner.request.sequence_parallel import along_the_sequence
+from planner.request.state import StateRequest, data_axes, find_state, state_masks
+from planner.request.tensor_parallel import along_parameters
+from planner.request.uses import use_masks
+from planner.space.host_memory import host_masks
+from planner.spec import MeshSpec, enumerate_meshes, factorizations
+from planner.step.classes import Quotient
+
+
+def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
+    """The meshes that a request leaves open: axes that pins name exist and split something."""
+    n = request.cluster.num_devices
+    if request.mesh is not None:
+        return (request.mesh,)
+    names = axis_names(pins)
+    if request.mode == "DATA_PARALLEL":
+        return (MeshSpec(("data",), (n,)),)
+    if not names:
+        return enumerate_meshes(n)
+    if "data" not in names and len(names) < 3:
+        names = ("data", *names)
+    splits = {sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)}
+    pinned = [names.index(name) for name in axis_names(pins)]
+    real = {s for s in splits if all(s[k] > 1 for k in pinned)}
+    return tuple(MeshSpec(names, s) for s in sorted(real or splits, reverse=True))
+
+
+def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
+    """Factorizations into ``parts`` factors, placed on ``width`` axes with ones elsewhere."""
+    out = []
+    for sizes in factorizations(n, parts):
+        for places in itertools.combinations(range(width), parts):
+            row = [1] * width
+            for place, size in zip(places, sizes, strict=True):
+                row[place] = size
+            out.append(tuple(row))
+    return out
+
+
+def batch_axes(request: Request, mesh: MeshSpec) -> tuple[str, ...]:
+    """The axes over which a mode splits the batch besides what is pinned."""
+    return data_axes(mesh) if request.mode == "SEMI_AUTO_PARALLEL" else ()
+
+
+def allowed_masks(
+    quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec
+) -> Mapping[int, Mask]:
+    """What the pins, the requests about the state and the mode leave of every class's
+    strategies."""
+    graph, groups = quotient.part.graph, quotient.part.groups
+    try:
+        hard = pin_masks(pins, graph, groups, mesh)
+    except PinError:
+        pin_masks(pins, graph, quotient.whole.groups, mesh)  # raises for the first of equal pins
+        raise
+    if quotient.state is not None and request.state:
+        pinned = frozenset(pin.value for pin in pins)
+        hard = state_masks(quotient.state, request.state, pinned, graph, groups, mesh, hard)
+    batch = batch_axes(request, mesh)
+    hard = use_masks(quotient.uses, quotient.color, groups, mesh, batch, hard)
+    hard = host_masks(request.offload, groups, mesh, hard)
+    if request.tensor in mesh.names:
+        parameters = find_state(graph, StateRequest()).parameters
+        hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)
+    if request.sequence in mesh.names:
+        hard = along_the_sequence(request.sequence, graph, groups, mesh, hard)
+    return soft_masks(mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)

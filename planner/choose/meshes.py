@@ -1,0 +1,358 @@
+"""Which logical mesh: try meshes, take the simplest that no other clearly beats."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence, Set
+
+from planner.annotate import Pin
+from planner.choose.bounds import Field, Scout, deepened, scouted
+from planner.choose.candidates import allowed_masks, candidate_meshes
+from planner.choose.devices import BUSY, devices_worth, idle_axes
+from planner.cost.pricing import Priced, price, unfolded
+from planner.errors import PinError, RequestError
+from planner.modes import PROPAGATION
+from planner.request.options import Request
+from planner.request.pins import Mask
+from planner.search import SEARCHES, lower_bound
+from planner.search.problem import Problem, Solution, evaluate, fits, make_solution
+from planner.spec import MeshSpec
+from planner.step.analysis import Analysis, ideal_s
+from planner.step.classes import Quotient
+
+SAME = 1.03
+"""Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
+difference that the cost model can't resolve is no reason for another mesh axis."""
+LESS = 0.9
+"""Memory, relative to another mesh's, from which on a mesh that is no slower is preferred."""
+SPREAD = 10.0
+"""Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
+LEADERS = 4
+"""Meshes on which the requested search is run at most, after scouting."""
+CLOSED = 1e-6
+"""Relative gap at which a choice on the quotient is taken for the optimum."""
+SWEEPS = 48
+"""Diffusion sweeps on the quotient to get there."""
+FAST = "recursive_programming"
+"""The search that compares meshes."""
+QUICK = frozenset({"auto"})
+"""Searches that take the fast search's answer: on a given mesh, where its bound proves it; where
+meshes are compared, where no plan can be faster by more than that comparison's own margin."""
+AUTO_S = 1.0
+"""Counted effort, in seconds, of these on the mesh that was picked where more than that is open."""
+FEW = 40
+"""Groups up to which these run on every leader: an elimination is then a matter of moments."""
+FAILURES = 6
+"""Meshes that may fail for memory without counting as leaders."""
+WHOLE = frozenset({"ilp", "brute"})
+"""Searches that prove optima in ways that say nothing about the whole step when run on its
+quotient; they get the whole step."""
+
+
+Tried = tuple[Priced, Solution]
+
+
+def _solve(name: str, problem: Problem, request: Request) -> Solution:
+    """Run a search; what it refuses (too many combinations for brute) is a RequestError."""
+    if not problem.cost_s:
+        return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
+    name = FAST if name == PROPAGATION else name
+    counted = {} if math.isinf(request.effort_s) or name == FAST else {"effort_s": request.effort_s}
+    try:
+        return SEARCHES[name](problem, time_limit_s=request.time_limit_s, **counted)
+    except ValueError as error:
+        raise RequestError(f"search {name}: {error}; choose another search") from error
+
+
+def _rank(tried: Tried) -> tuple[bool, float, int]:
+    """Feasible first, then cheapest (else least memory), then the fewest mesh axes."""
+    priced, solution = tried
+    value = solution.cost_s if solution.feasible else solution.peak_bytes
+    return not solution.feasible, value, len(priced.mesh.sizes)
+
+
+def choose(tried: Sequence[Tried]) -> Tried:
+    """The best mesh, or one within ``SAME`` of it that ``preferred`` takes instead."""
+    best = min(tried, key=_rank)
+    if not best[1].feasible:
+        return best
+    level = [t for t in tried if t[1].feasible and t[1].cost_s <= SAME * best[1].cost_s]
+    return preferred([(t, t[1].cost_s) for t in level])
+
+
+def preferred(level: Sequence[tuple[Tried, float]]) -> Tried:
+    """Of meshes whose seconds the cost model can't tell apart: one that puts its devices to work,
+    that no other beats in time and clearly in memory, with the fewest axes and the longest first.
+
+    Args:
+        level: meshes with a choice, and their seconds.
+    """
+    if len(level) == 1:
+        return level[0][0]
+    idle = [bool(idle_axes(t[0], t[1].choice)) for t, _ in level]
+    if all(idle):
+        worth = [devices_worth(t[0], t[1].choice) for t, _ in level]
+        idle = [w < BUSY * max(worth) for w in worth]
+    busy = [one for one, bad in zip(level, idle, strict=True) if not bad]
+
+    def beaten(t: Tried, cost_s: float) -> bool:
+        return any(
+            other_s <= cost_s and other[1].peak_bytes <= LESS * t[1].peak_bytes
+            for other, other_s in busy
+        )
+
+    return min((t for t, cost_s in busy if not beaten(t, cost_s)), key=_simplicity)
+
+
+def _simplicity(tried: Tried) -> tuple[int, list[int]]:
+    """Fewest axes first, then the longest first axis."""
+    sizes = tried[0].mesh.sizes
+    return len(sizes), [-n for n in sizes]
+
+
+def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
+    """Try meshes: all of them at once for a bound and a first choice each (``scout``), then one
+    by one where a bound leaves hope for more.
+
+    Returns:
+        What is known of every mesh. One that its bound put out of the question has no choice.
+    """
+    meshes = candidate_meshes(request, pins)
+    if len(meshes) == 1 or not quotient.part.groups.groups:
+        return (_settle(quotient, pins, request, meshes[0]),)
+    allowed = _allowed(quotient, pins, request, meshes)
+    if not request.spreads:
+        ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
+        field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal)
+        tried = [_of_scout(s, request) for s in scouted(field)]
+    else:
+        tried = [_attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
+    quick, few = request, len(quotient.whole.groups.groups) <= FEW
+    if request.search in QUICK:
+        quick = dataclasses.replace(
+            request, search=request.search if few else FAST, effort_s=AUTO_S
+        )
+    settled: set[MeshSpec] = set()
+    failed = 0
+    while len(settled) - failed < LEADERS and (pick := _next(tried, settled)) is not None:
+        settled.add(pick[0].mesh)
+        found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few), pick)
+        failed += not found[1].feasible and failed < FAILURES
+        tried[tried.index(pick)] = found
+    best = choose(tried)
+    enough = {FAST: math.inf, PROPAGATION: math.inf}.get(
+        request.search, SAME - 1 if request.search in QUICK else CLOSED
+    )
+    if best[1].feasible and best[1].gap <= enough:
+        better = best
+        if not request.spreads and request.search in QUICK and best[1].gap > CLOSED:
+            better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
+        tried[tried.index(best)] = _named(better, request)
+    elif best[1].choice:
+        effort_s = AUTO_S if request.search in QUICK else math.inf
+        less = dataclasses.replace(request, effort_s=effort_s)
+        whole = not best[1].feasible
+        found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
+        tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
+    return tuple(tried)
+
+
+def _named(tried: Tried, request: Request) -> Tried:
+    """A proved answer of the fast search under the name of the search that was asked for."""
+    priced, solution = tried
+    if request.search not in QUICK or ":" in solution.search:
+        return tried
+    why = f"{solution.search} is enough, its own bound leaves {100 * max(solution.gap, 0.0):.2g} %"
+    return priced, dataclasses.replace(
+        solution,
+        search=f"{request.search}:{solution.search}",
+        reason=f"{why}; {solution.reason}",
+    )
+
+
+def _better(found: Tried, scout: Tried) -> Tried:
+    """What the search found, or what the scouts had where that is cheaper; the higher bound."""
+    lower = max(found[1].lower_bound_s, scout[1].lower_bound_s)
+    if scout[1].feasible:
+        problem, search, reason = scout[0].problem, scout[1].search, scout[1].reason
+        mine = make_solution(problem, scout[1].choice, lower, search, reason, time.monotonic())
+        close = found[1].feasible and found[1].cost_s <= mine.cost_s * (1.0 + CLOSED)
+        if mine.feasible and not close:
+            return scout[0], mine
+    lower = min(lower, found[1].cost_s)
+    return found[0], dataclasses.replace(found[1], lower_bound_s=lower)
+
+
+def _allowed(
+    quotient: Quotient, pins: Sequence[Pin], request: Request, meshes: Sequence[MeshSpec]
+) -> list[tuple[MeshSpec, Mapping[int, Mask]]]:
+    """The meshes on which all pins hold, with what is left of their strategies.
+
+    Raises:
+        PinError: there is none; the first mesh's reason.
+    """
+    out: list[tuple[MeshSpec, Mapping[int, Mask]]] = []
+    refused: list[PinError] = []
+    for mesh in meshes:
+        try:
+            out.append((mesh, allowed_masks(quotient, pins, request, mesh)))
+        except PinError as error:
+            refused.append(error)
+    if not out:
+        raise refused[0]
+    return out
+
+
+def _of_scout(found: Scout, request: Request) -> Tried:
+    """A scouted mesh as one that was tried; without a choice it counts as infeasible."""
+    scalars = found.priced.analysis.scalar_bytes
+    peak = found.peak_bytes - scalars if found.choice else math.inf
+    feasible = found.choice is not None and fits(peak, request.limit_bytes - scalars)
+    return found.priced, Solution(
+        found.choice or (),
+        found.cost_s,
+        min(found.bound_s, found.cost_s),
+        peak,
+        0,  # the moment is not known here; who picks the mesh evaluates the choice again
+        feasible,
+        FAST,
+        "messages over all meshes at once, then single moves",
+        0.0,
+    )
+
+
+def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
+    """The mesh to run the search on next; None when that can hardly change the pick.
+
+    A mesh is hoped to cost its bound until the search has been there.
+    """
+
+    def hoped(one: Tried) -> float:
+        if one[0].mesh in settled:
+            return one[1].cost_s if one[1].feasible else math.inf
+        return one[1].lower_bound_s
+
+    open_ = [t for t in tried if t[1].choice]
+    best = min((hoped(t) for t in open_), default=math.inf)
+    level = [t for t in open_ if hoped(t) <= SAME * best and math.isfinite(hoped(t))]
+    pick = preferred([(t, hoped(t)) for t in level]) if level else None
+    return None if pick is None or pick[0].mesh in settled else pick
+
+
+def unfold(quotient: Quotient, tried: Tried) -> Tried:
+    """The pricing and the choice of the whole step."""
+    priced, solution = tried
+    if priced.analysis is quotient.whole:
+        return tried
+    choice = quotient.unfold_choice(solution.choice)
+    moment = quotient.moment(solution.peak_moment)
+    return unfolded(quotient, priced), dataclasses.replace(
+        solution, choice=choice, peak_moment=moment
+    )
+
+
+def _settle(
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    mesh: MeshSpec,
+    *,
+    whole: bool = True,
+) -> Tried:
+    """Run the requested search on one mesh: on the quotient, and, if ``whole``, on the whole step
+    where that leaves a gap to an exact search, or does not fit: equal layers may have to differ."""
+    name = FAST if request.search == PROPAGATION else request.search
+    if name in WHOLE:
+        return _attempt(quotient, pins, request, mesh, name, whole=True)
+    found = _attempt(quotient, pins, request, mesh, FAST)
+    enough = SAME - 1 if name == FAST else CLOSED
+    if not request.spreads and found[1].gap > enough and found[1].choice:
+        found = _better(found, _deeper(quotient, pins, request, mesh))
+    if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
+        return _named(found, request)
+    if name != FAST:
+        other = _attempt(quotient, pins, request, mesh, name)
+        found = min(_with_bound(other, found), _with_bound(found, other), key=_rank)
+    solution = found[1]
+    exact = name != FAST and solution.gap > CLOSED
+    if not whole or found[0].problem.counts is None or (solution.feasible and not exact):
+        return found
+    other = _attempt(quotient, pins, request, mesh, name, whole=True)
+    return min(_with_bound(other, found), _with_bound(found, other), key=_rank)
+
+
+def _deeper(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:
+    """What more messages find on one mesh."""
+    masks = allowed_masks(quotient, pins, request, mesh)
+    one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
+    return _of_scout(deepened(one), request)
+
+
+def _with_bound(tried: Tried, other: Tried) -> Tried:
+    """A solution with the higher of two bounds."""
+    lower = max(tried[1].lower_bound_s, other[1].lower_bound_s)
+    return tried[0], dataclasses.replace(tried[1], lower_bound_s=min(lower, tried[1].cost_s))
+
+
+def _attempt(
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    mesh: MeshSpec,
+    search: str,
+    *,
+    whole: bool = False,
+) -> Tried:
+    """Price one mesh under the pins and the mode, and run one search on it.
+
+    Outside AUTO_PARALLEL, and in sharding_propagation, the given shardings are spread: every other
+    change of layout costs more than the whole step, so that the search only completes what was
+    given.
+    """
+    analysis, model = quotient.part, request.model
+    masks = allowed_masks(quotient, pins, request, mesh)
+    priced = price(analysis, mesh, model, request.limit_bytes, masks)
+    if whole:
+        priced = unfolded(quotient, priced)
+    if not request.spreads:
+        solution = _solve(search, priced.problem, request)
+        return priced, _bounded(priced.problem, solution)
+    asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
+    surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
+    spread = dataclasses.replace(priced, change_s=surcharge)
+    found = _solve(search, spread.problem, request)
+    cost, peak, moment = evaluate(priced.problem, found.choice)
+    lower = min(cost, lower_bound(priced.problem))
+    return priced, dataclasses.replace(
+        found,
+        cost_s=cost,
+        peak_bytes=peak,
+        peak_moment=moment,
+        lower_bound_s=lower,
+        search=PROPAGATION if request.search == PROPAGATION else found.search,
+        reason=f"{asked}: given shardings spread, nothing else resharded; "
+        "the bound is that of any sharding with the same inputs",
+    )
+
+
+def _bounded(problem: Problem, solution: Solution) -> Solution:
+    """The solution with a bound that holds for the whole step: on a quotient, only diffusion's."""
+    if problem.counts is None or solution.search == FAST or not solution.feasible:
+        return solution
+    enough = solution.cost_s * (1.0 - 0.1 * CLOSED)
+    lower = lower_bound(problem, sweeps=SWEEPS, enough=enough)
+    return dataclasses.replace(solution, lower_bound_s=min(lower, solution.cost_s))
+
+
+def untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tuple[str, ...]:
+    """A line when meshes were left out because none of them can be much better."""
+    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
+    best = min(tried, key=_rank)[1].cost_s
+    if best <= 0 or (len(tried) == 1 and request.mesh is not None) or best > SAME * ideal:
+        return ()
+    return (
+        f"other meshes can't be more than {100 * (1 - ideal / best):.2g} % faster: "
+        f"a perfect split of the work would take {ideal:.4g} s",
+    )

@@ -1,0 +1,65 @@
+"""The last step of a search: what is dominated gives way (see ``search.ties``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.choose.meshes import SPREAD, Tried
+from planner.cost.pricing import Priced, Pricer
+from planner.request.options import Request
+from planner.search.local.ties import less_memory
+from planner.search.problem import evaluate
+from planner.step.analysis import ideal_s
+from planner.step.classes import Quotient
+
+Array = NDArray[np.float64]
+
+
+def thrifty(quotient: Quotient, tried: Tried, request: Request) -> Tried:
+    """The plan of a mesh with every choice replaced that another dominates: one that takes no more
+    time and less memory, in what is stored between steps or in what the step makes."""
+    priced, solution = tried
+    if not solution.feasible or not solution.choice or priced.mesh.num_devices == 1:
+        return tried
+    searched = priced
+    if request.spreads:
+        surcharge = SPREAD * ideal_s(quotient.part, request.model, 1) + 1e-9
+        searched = dataclasses.replace(priced, change_s=surcharge)
+    stored = stored_bytes(quotient, priced)
+    found = tuple(less_memory(searched.problem, solution.choice, stored).tolist())
+    if found == solution.choice:
+        return tried
+    cost, peak, moment = evaluate(priced.problem, found)
+    return priced, dataclasses.replace(
+        solution,
+        choice=found,
+        cost_s=cost,
+        peak_bytes=peak,
+        peak_moment=moment,
+        lower_bound_s=min(solution.lower_bound_s, cost),
+    )
+
+
+def stored_bytes(quotient: Quotient, priced: Priced) -> Sequence[Array]:
+    """Per decision, the bytes per device of the step's arguments and results under every
+    strategy. A result that is tied to an argument is that argument."""
+    whole = quotient.whole
+    graph, homes = whole.graph, whole.groups.home
+    tied = {o for _, o in graph.ties}
+    results = [v for k, v in enumerate(graph.outputs) if k not in tied and v >= 0]
+    part = priced.analysis is not whole
+    pricer = Pricer(priced.analysis, priced.mesh, priced.model)
+    out = [np.zeros(chosen.count) for chosen in priced.sets]
+    for value in dict.fromkeys((*graph.inputs, *results)):
+        home = homes[value]
+        if home is None:
+            continue
+        group, layout = home
+        node = quotient.color[group] if part else group
+        own, nbytes = priced.analysis.groups.groups[node], float(graph.values[value].nbytes)
+        out[node] += pricer.usage_bytes(own, priced.sets[node], nbytes, layout, "store")
+    return out

@@ -1,0 +1,1 @@
+"""The ``planner`` command: subcommands that need no devices."""

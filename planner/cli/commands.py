@@ -1,0 +1,213 @@
+"""What the subcommands of ``planner`` share: their form, and the options that name a step to plan.
+
+A subcommand is a `Command`. `planner.cli` has those that need no devices, `executor.cli` adds more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import shtab
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+
+from costmodels import ClusterError, with_profile
+from planner.errors import RequestError
+from planner.frontend.capture import CapturedCall
+from planner.frontend.loading import Target, find_step
+from planner.modes import MODES
+from planner.report.layout import plain_text, show
+from planner.request.options import parse_request
+from planner.spec import parse_mesh
+
+DEFAULT_CLUSTER = "cpu:8"
+SPINNER_AFTER_S = 1.0
+PLAIN_WIDTH = 80
+_OVERRIDES = (
+    *("cluster", "mesh", "mode", "search", "memory", "zero", "whole_below", "never_fsdp"),
+    "offload",
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    ``add`` puts it into ``argparse``'s subparsers under ``name``; ``run`` does it and returns the
+    exit code, or raises RequestError or ModelError. ``takes_arguments``: words after ``--`` are the
+    model's, in ``options.arguments``.
+    """
+
+    name: str
+    add: Callable[[Any], None]
+    run: Callable[[argparse.Namespace], int]
+    takes_arguments: bool = False
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
+    """The arguments that name a step (``needed``: it must be named) and say how to plan it."""
+    add = parser.add_argument
+    model: Any = add(
+        "model",
+        metavar="MODEL[:FUNCTION]",
+        nargs=None if needed else "?",
+        help="a Python file, or a function in it",
+    )
+    model.complete = shtab.FILE
+    add(
+        "--cluster",
+        help=f"such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the "
+        f"script asks for, else {DEFAULT_CLUSTER})",
+    )
+    add(
+        "--profile",
+        metavar="FILE",
+        help="constants that planner calibrate measured; with --cluster for a cluster of that size",
+    )
+    add("--mesh", help="a fixed logical mesh, such as data=4,model=2 (default: try them all)")
+    add("--mode", choices=MODES, type=str.upper, metavar="MODE", help=", ".join(MODES))
+    add("--search", help="search algorithm (default: auto)")
+    add("--zero", type=int, metavar="LEVEL", help="ZeRO level 0 to 3 along the data axes")
+    add(
+        "--whole-below",
+        metavar="BYTES",
+        help="arrays of the training state that are smaller are stored whole, such as 64KB",
+    )
+    add(
+        "--never-fsdp",
+        action="append",
+        metavar="REGEX",
+        help="arguments whose path matches are stored as they are used; may be repeated",
+    )
+    add(
+        "--offload",
+        action="append",
+        metavar="REGEX",
+        help="arrays of the training state whose path matches live in host memory between their "
+        "uses; may be repeated; 'auto' lets the search decide",
+    )
+    add("--memory", help="memory per device that the plan may use, such as 80GB")
+    add(
+        "--time-limit",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="for the search, per mesh (default: 60)",
+    )
+
+
+def requested_call(
+    target: Target, options: argparse.Namespace
+) -> tuple[CapturedCall, dict[str, Any]]:
+    """The call of the step, and the options of ``make_plan``; the command line's win.
+
+    Call it within ``planner.frontend.loading.user_environment``.
+
+    Raises:
+        RequestError, ModelError: as ``planner.frontend.loading.find_step``.
+    """
+    check_options(options)
+    call = find_step(target)
+    return call, {**call.options, **asked_options(options, call.options.get("cluster"))}
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what the command line alone shows to be wrong, before the user's code runs.
+
+    Raises:
+        RequestError: as ``planner.request.options.parse_request``.
+    """
+    given = asked_options(options)
+    if options.cluster is None and options.profile is None and "mesh" in given:
+        parse_mesh(given.pop("mesh"))  # its size is that of the cluster that the script asks for
+    parse_request(**given)
+
+
+def asked_options(
+    options: argparse.Namespace, default_cluster: str | None = None
+) -> dict[str, Any]:
+    """The options of ``make_plan`` that are given on the command line, a cluster among them.
+
+    Raises:
+        RequestError: as ``asked_cluster``.
+    """
+    given = {name: getattr(options, name) for name in _OVERRIDES}
+    given["cluster"] = asked_cluster(options) or default_cluster or DEFAULT_CLUSTER
+    given["time_limit_s"] = options.time_limit
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def asked_cluster(options: argparse.Namespace) -> str | None:
+    """The cluster text that ``--cluster`` and ``--profile`` ask for; None when neither is given.
+
+    Raises:
+        RequestError: the profile can't be read, or is of another kind than the cluster.
+    """
+    cluster: str | None = options.cluster
+    if options.profile is None:
+        return cluster
+    try:
+        return with_profile(options.profile, cluster)
+    except ClusterError as error:
+        raise RequestError(str(error)) from error
+
+
+def stay_on_cpu() -> None:
+    """Keep jax from looking for accelerators: planning needs none."""
+    if os.environ.setdefault("JAX_PLATFORMS", "cpu") != "cpu":
+        return
+    import jax
+
+    if not getattr(jax.config, "jax_platforms", None):  # read before it was set here
+        jax.config.update("jax_platforms", "cpu")
+
+
+def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:
+    """Print a report: coloured and as wide as the window on a terminal, else plain and 80 columns
+    wide."""
+    if sys.stdout.isatty():
+        show(parts, Console(no_color=no_color or None))
+    else:
+        print(plain_text(parts, PLAIN_WIDTH))
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr once the work takes longer than a second, if people watch; yields what
+    changes its text."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    turning = Spinner("line", text)
+    live = Live(
+        turning,
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    timer = threading.Timer(SPINNER_AFTER_S, live.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda text: turning.update(text=text)
+    finally:
+        timer.cancel()
+        timer.join()
+        live.stop()
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value

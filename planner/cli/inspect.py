@@ -1,0 +1,163 @@
+"""``planner inspect model.py --cluster h100:8x4``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from planner.cli.commands import Command, add_model_options, requested_call, spinner, stay_on_cpu
+from planner.cli.placement import PlacedTarget, place_target
+from planner.compare.manual_plans import Comparison, compare
+from planner.errors import RequestError
+from planner.frontend.loading import Target, parse_target, user_environment
+from planner.placement.text import placement_json, placement_parts, without_placement
+from planner.plan.plan import Plan
+from planner.planning import Planned, plan_step, write_problem
+from planner.report.layout import plain_text, show
+from planner.report.table import plan_text, render_plan
+
+PLANNED = 0
+WIDTH = 100
+"""Columns of plain text."""
+
+EXAMPLES = """\
+examples:
+  planner inspect train.py                          plan the step that the script parallelizes
+  planner inspect train.py --cluster h100:8x4       the same for four nodes of eight H100
+  planner inspect model.py:train_step --mesh data=4,model=2
+  planner inspect model.py --memory 16GB --save plan.json
+  planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
+  planner inspect train.py --html report.html       a page with the step drawn over time
+  planner inspect train.py -- --layers 4            what follows -- is for the script
+  planner inspect model.py --placement auto         which tables to put on parameter servers
+  planner inspect model.py --placement embed=ps,head=ps_whole
+  planner explain train.py "['up']['kernel']"       why it is sharded so, and what else would cost
+  planner compare train.py --cluster h100:8x4       beside data parallel, FSDP, tensor parallel, ...
+  planner compare --plan before.json after.json     two saved plans in words
+  planner search problem.json.gz --out choice.json  run a search on a bare problem
+
+MODEL is a Python file that is one of
+  a script that calls a function wrapped in executor.parallelize; it is run up to that call
+  a file with train_step (or FUNCTION) and example_args(), the tuple of its arguments
+  a file with loss(params, *batch), example_params(), example_batch() and optimizer, an optax
+  transformation (or MODEL.py:FUNCTION, another loss of that file)
+  a file with a Flax model (model, or make_model()) and example_inputs(); a loss(outputs,
+  inputs) is optional
+--placement needs one of the last two
+
+exit codes: 0 planned, 2 the request can't be met, 3 the model itself failed
+"""
+
+
+def add_inspect(commands: Any) -> None:
+    """Add the subcommand to ``argparse``'s subparsers."""
+    parser = commands.add_parser(
+        "inspect",
+        help="plan a step and print the plan; runs nothing on devices",
+        description="Plan a step and print the plan.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    add = parser.add_argument
+    add(
+        "--placement",
+        metavar="RULES",
+        help="say which parameters lie on parameter servers, and plan the rest: auto (tables by "
+        "price), or REGEX=PLACE,... over parameter paths, the first that matches; PLACE is ps (by "
+        "rows), ps_whole, spmd or auto",
+    )
+    add("--json", action="store_true", help="print the plan as JSON, nothing else")
+    add("--save", metavar="FILE", type=Path, help="write the plan as JSON to FILE as well")
+    add(
+        "--dump-problem",
+        metavar="FILE",
+        type=Path,
+        help="write the chosen mesh's problem to FILE (.json or .json.gz), for planner search",
+    )
+    add("--html", metavar="FILE", type=Path, help="write a report with pictures to FILE as well")
+    add(
+        "--compare",
+        action="store_true",
+        help="add to that report the plans that people write by hand; plans some dozen times",
+    )
+    add("--no-color", action="store_true", help="plain text")
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Plan and print; raises RequestError and ModelError."""
+    stay_on_cpu()
+    target = parse_target(options.model, options.arguments)
+    for path in (options.save, options.dump_problem, options.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise RequestError(f"cannot write {path}: its directory does not exist")
+    if options.compare and options.html is None:
+        raise RequestError("--compare adds to a report: give --html FILE, or run planner compare")
+    placed, planned, comparison = _planned(target, options)
+    if options.html is not None:
+        from planner.html.page import write_report
+
+        write_report(planned, options.html, _title(target), comparison)
+    if options.save is not None:
+        try:
+            planned.plan.save(options.save)
+        except OSError as error:
+            raise RequestError(f"cannot write {options.save}: {error.strerror}") from error
+    _print(placed, planned.plan, options)
+    sys.stdout.flush()
+    return PLANNED
+
+
+def _print(placed: PlacedTarget | None, plan: Plan, options: argparse.Namespace) -> None:
+    """The plan, after the placement if there is one."""
+    if options.json:
+        text = plan.to_json() if placed is None else placement_json(placed.placement, plan)
+        sys.stdout.write(text)
+        return
+    parts: list[RenderableType] = []
+    if placed is not None:
+        parts = [*placement_parts(placed.placement, placed.others), ""]
+        plan = without_placement(plan, placed.placement)
+    if sys.stdout.isatty():
+        console = Console(no_color=options.no_color or None)
+        show(parts, console)
+        render_plan(plan, console)
+    else:
+        if parts:
+            print(plain_text(parts, WIDTH))
+        print(plan_text(plan, WIDTH))
+
+
+def _planned(
+    target: Target, options: argparse.Namespace
+) -> tuple[PlacedTarget | None, Planned, Comparison | None]:
+    """Find the step, place its parameters if asked, plan it, and, if asked, compare."""
+    with user_environment(target):
+        if options.placement is not None:
+            placed = place_target(target, options)
+            call, merged, planned = placed.call, placed.options, placed.planned
+            if options.dump_problem is not None:
+                write_problem(planned.extraction.priced, options.dump_problem)
+        else:
+            placed = None
+            call, merged = requested_call(target, options)
+            with spinner(f"planning {target} for {merged['cluster']} ..."):
+                planned = plan_step(
+                    call.function, *call.args, **merged, dump_problem=options.dump_problem
+                )
+        if not options.compare:
+            return placed, planned, None
+        with spinner(f"comparing {target} on {merged['cluster']} ..."):
+            return placed, planned, compare(call.function, *call.args, **merged)
+
+
+def _title(target: Target) -> str:
+    """A report's title: the file and the function, without the directories."""
+    return target.path.name + (f":{target.function}" if target.function else "")
+
+
+INSPECT = Command("inspect", add_inspect, run_inspect, takes_arguments=True)

@@ -1,0 +1,113 @@
+"""The ``planner`` command: what needs no devices, and what is added to it.
+
+Each subcommand is a `planner.cli.commands.Command`; `executor.cli` adds those that need a compiler
+or devices, which nothing in this package may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+import shtab
+
+from planner.cli.commands import Command
+from planner.cli.compare import COMPARE
+from planner.cli.explain import EXPLAIN
+from planner.cli.inspect import EXAMPLES, INSPECT, PLANNED
+from planner.cli.search import INTERRUPTED, SEARCH
+from planner.errors import ModelError, RequestError
+from planner.frontend.loading import parse_target
+from planner.report.failure import failure_text
+
+REFUSED, MODEL_FAILED = 2, 3
+
+
+def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> int:
+    """Run the command.
+
+    Args:
+        argv: the arguments after the program's name; None takes ``sys.argv``.
+        extra: further subcommands.
+
+    Returns:
+        0 done, 2 the request can't be met, 3 the user's model failed, 130 interrupted; others as
+        the subcommand says.
+    """
+    commands = {command.name: command for command in (INSPECT, COMPARE, EXPLAIN, SEARCH, *extra)}
+    parser = _parser(commands.values())
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments: list[str] = []
+    if "--" in words and words[0] in commands and commands[words[0]].takes_arguments:
+        at = words.index("--")
+        words, arguments = words[:at], words[at + 1 :]
+    try:
+        options = parser.parse_args(words)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else PLANNED
+    options.arguments = getattr(options, "arguments", arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return REFUSED
+    try:
+        return commands[options.command].run(options)
+    except RequestError as error:
+        return _refuse(error)
+    except ModelError as error:
+        if isinstance(error.__cause__, RequestError):  # ours, raised inside the model
+            return _refuse(error.__cause__)
+        _report_failure(error, options.model)
+        return MODEL_FAILED
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PLANNED
+    except KeyboardInterrupt:
+        print("planner: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def version() -> str:
+    """The installed version, or ``0+unknown`` when running from a checkout."""
+    try:
+        return metadata.version("meshwright")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="planner",
+        description="Plan how a JAX train step runs on a cluster.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"planner {version()}")
+    shtab.add_argument_to(
+        parser,
+        "--print-completion",
+        help="print the completion script of a shell; in bash: "
+        'eval "$(planner --print-completion bash)"',
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in commands:
+        command.add(subparsers)
+    return parser
+
+
+def _refuse(error: RequestError) -> int:
+    print(f"planner: error: {error}", file=sys.stderr)
+    return REFUSED
+
+
+def _report_failure(error: ModelError, model: str) -> None:
+    cause = error.__cause__
+    print(f"planner: {error}", file=sys.stderr)
+    if cause is not None:
+        print(failure_text(cause, str(parse_target(model).path)), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""``planner inspect model.py --placement auto``: which parameters would lie on servers, and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from planner.cli.commands import asked_options, check_options, spinner
+from planner.errors import RequestError
+from planner.frontend.capture import CapturedCall
+from planner.frontend.loading import Target, resolve_loss
+from planner.frontend.loss import Loss, check_scalar
+from planner.graph.lookups.tables import find_lookups
+from planner.graph.trace import abstract
+from planner.placement.choice import AUTO, Placement, parse_placement, place_and_plan
+from planner.planning import Planned
+from planner.request.options import parse_request
+
+_RULE = re.compile(r"(.*?)=(\w+)(?:,|$)", re.DOTALL)
+
+
+def placement_from_text(text: str) -> str | dict[str, str]:
+    """What ``parse_placement`` takes, from ``auto`` or rules such as ``embed=ps,head=ps_whole``.
+
+    A rule ends with the first ``=place`` that a comma or the end follows, so that commas and equals
+    signs may be in its regular expression.
+
+    Raises:
+        RequestError: it is neither.
+
+    >>> placement_from_text("embed_[0-9]{1,2}=ps,=ps_whole")
+    {'embed_[0-9]{1,2}': 'ps', '': 'ps_whole'}
+    """
+    if text == AUTO:
+        return text
+    found = list(_RULE.finditer(text))
+    if not found or found[-1].end() != len(text) or text.endswith(","):
+        left = text[found[-1].end() :] if found else text
+        raise RequestError(
+            f"placement {text!r}: can't read {left!r}; expected auto, or REGEX=PLACE with commas "
+            "between, such as embed=ps,head=ps_whole; PLACE is ps, ps_whole, spmd or auto"
+        )
+    rules: dict[str, str] = {}
+    for pattern, place in (rule.groups() for rule in found):
+        if pattern in rules:
+            raise RequestError(f"placement {text!r}: two rules for {pattern!r}; keep one")
+        rules[pattern] = place
+    return rules
+
+
+@dataclass(frozen=True)
+class PlacedTarget:
+    """What ``--placement`` finds.
+
+    Attributes:
+        placement: where parameters lie.
+        others: of the parameters that it does not name, all under SPMD, (path, bytes).
+        planned: the step of what is under SPMD.
+        call: that step.
+        options: of ``make_plan`` with which it was planned.
+    """
+
+    placement: Placement
+    others: tuple[tuple[str, int], ...]
+    planned: Planned
+    call: CapturedCall
+    options: dict[str, Any]
+
+
+def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
+    """Place the parameters of the loss that a file gives; call it within ``user_environment``.
+
+    Raises:
+        RequestError: the file offers no loss; or the request can't be met.
+        ModelError: the user's code failed.
+    """
+    placement = placement_from_text(options.placement)
+    parse_placement(placement)  # before anything of the user's runs
+    check_options(options)
+    loss = resolve_loss(target)
+    merged = asked_options(options)
+    request = parse_request(**merged)
+    with spinner(f"placing the parameters of {target} for {merged['cluster']} ..."):
+        lookups = find_lookups(loss.function, loss.params, loss.batch)
+        name = getattr(loss.function, "__name__", "loss")
+        check_scalar(lookups, f"{target.path}: {name}")  # so that the error names the file
+        with _says_what_is_state():
+            found, planned, call = place_and_plan(
+                lookups, loss.params, loss.batch, loss.optimizer, placement, request
+            )
+    return PlacedTarget(found, _others(loss, found), planned, call, merged)
+
+
+@contextlib.contextmanager
+def _says_what_is_state() -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        if not str(error).startswith("offload"):
+            raise
+        raise RequestError(
+            f"{error} (with --placement, a table on servers is no state of the step: place it as "
+            "spmd, or leave it out here)"
+        ) from error
+
+
+def _others(loss: Loss, found: Placement) -> tuple[tuple[str, int], ...]:
+    named, _ = jax.tree_util.tree_flatten_with_path(abstract((loss.params,))[0])
+    listed = {leaf.path for leaf in found.leaves}
+    sizes = ((jax.tree_util.keystr(p), math.prod(x.shape) * x.dtype.itemsize) for p, x in named)
+    return tuple((path, nbytes) for path, nbytes in sizes if path not in listed)

@@ -1,0 +1,194 @@
+"""Two plans side by side: what differs, folded so that repeated layers are one line. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.plan.plan import CollectiveRow, Leaf, Plan, Prediction
+from planner.report.fold import common_path, pattern
+from planner.report.units import sharding_text
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Something that plans are made for, or the mesh, that differs."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A predicted figure of one device; ``unit`` is "s" or "bytes"."""
+
+    name: str
+    unit: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Moved:
+    """``count`` arguments of one pattern that are sharded otherwise.
+
+    ``before`` and ``after`` are shardings in words; empty where a plan has no such argument.
+    """
+
+    path: str
+    count: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind, axes, source line and cause, in both plans.
+
+    Counts, seconds and bytes are of all runs in a step on one device, (before, after).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    source: str
+    cause: str
+    count: tuple[float, float]
+    time_s: tuple[float, float]
+    payload_bytes: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two plans.
+
+    ``same_step``: whether both are for one step with the same shapes. ``figures`` has all,
+    changed or not. ``exchanges``: collectives that differ, the largest change of time first.
+    """
+
+    same_step: bool
+    settings: tuple[Setting, ...]
+    figures: tuple[Figure, ...]
+    arguments: int
+    moved: tuple[Moved, ...]
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def gained(self) -> tuple[Exchange, ...]:
+        """Collectives that only the second plan has."""
+        return tuple(e for e in self.exchanges if not e.count[0])
+
+    @property
+    def lost(self) -> tuple[Exchange, ...]:
+        """Collectives that only the first plan has."""
+        return tuple(e for e in self.exchanges if not e.count[1])
+
+    @property
+    def changed(self) -> tuple[Exchange, ...]:
+        """Collectives of both plans that run more often or less, or with other sizes."""
+        return tuple(e for e in self.exchanges if all(e.count))
+
+
+def difference(before: Plan, after: Plan) -> Difference:
+    """Compare two plans, of one step or of two."""
+    a, b = before.prediction, after.prediction
+    told = (
+        ("cluster", before.cluster, after.cluster),
+        ("mode", before.mode, after.mode),
+        ("mesh", str(before.mesh), str(after.mesh)),
+        ("search", before.search.name, after.search.name),
+        ("fallbacks", str(len(before.fallbacks)), str(len(after.fallbacks))),
+    )
+    same = (before.op_table, before.op_index, before.op_inputs) == (
+        after.op_table,
+        after.op_index,
+        after.op_inputs,
+    ) and _shapes(before) == _shapes(after)
+    return Difference(
+        same,
+        tuple(Setting(*row) for row in told if row[1] != row[2]),
+        (
+            Figure("step time", "s", a.step_s, b.step_s),
+            Figure("compute", "s", a.compute_s, b.compute_s),
+            Figure("communication", "s", a.communication_s, b.communication_s),
+            Figure("overlapped", "s", a.overlapped_s, b.overlapped_s),
+            *_of_host(a, b),
+            Figure("peak memory", "bytes", a.peak_bytes, b.peak_bytes),
+            Figure("memory limit", "bytes", a.limit_bytes, b.limit_bytes),
+        ),
+        len({leaf.path for plan in (before, after) for leaf in plan.inputs}),
+        _moved(before.inputs, after.inputs),
+        _exchanges(before.collectives, after.collectives),
+    )
+
+
+def _of_host(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
+    """Figures of host memory, where one of the plans uses it."""
+    if not (a.host_bytes or b.host_bytes):
+        return ()
+    return (
+        Figure("host copies", "s", a.host_s, b.host_s),
+        Figure("host memory", "bytes", a.host_bytes, b.host_bytes),
+    )
+
+
+def _shapes(plan: Plan) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(leaf.path, leaf.shape, leaf.dtype) for leaf in plan.inputs]
+
+
+def _told(leaf: Leaf | None) -> str:
+    if leaf is None:
+        return ""
+    text = sharding_text(leaf.spec, leaf.spec if leaf.used_as is None else leaf.used_as)
+    return text if leaf.memory == "device" else f"{text}, in {leaf.memory}"
+
+
+def _moved(before: Sequence[Leaf], after: Sequence[Leaf]) -> tuple[Moved, ...]:
+    """Arguments whose sharding differs, folded by pattern, in order of first appearance."""
+    first = {leaf.path: leaf for leaf in before}
+    then = {leaf.path: leaf for leaf in after}
+    folded: dict[tuple[object, ...], list[str]] = {}
+    for path in dict.fromkeys((*first, *then)):
+        texts = _told(first.get(path)), _told(then.get(path))
+        if texts[0] != texts[1]:
+            folded.setdefault((pattern(path), *texts), []).append(path)
+    return tuple(
+        Moved(common_path(paths), len(paths), str(key[1]), str(key[2]))
+        for key, paths in folded.items()
+    )
+
+
+Key = tuple[str, tuple[str, ...], str, tuple[str, ...]]
+
+
+def _sums(rows: Iterable[CollectiveRow]) -> dict[Key, tuple[float, float, float, list[str]]]:
+    """Runs, seconds and bytes of collectives that are one line, and their causes."""
+    out: dict[Key, tuple[float, float, float, list[str]]] = {}
+    for row in rows:
+        key = (row.kind, row.axes, row.source, pattern(row.cause))
+        count, time_s, nbytes, causes = out.get(key, (0.0, 0.0, 0.0, []))
+        out[key] = (
+            count + row.count,
+            time_s + row.count * row.time_s,
+            nbytes + row.count * row.payload_bytes,
+            [*causes, row.cause],
+        )
+    return out
+
+
+def _exchanges(
+    before: Iterable[CollectiveRow], after: Iterable[CollectiveRow]
+) -> tuple[Exchange, ...]:
+    first, then = _sums(before), _sums(after)
+    out = []
+    for key in dict.fromkeys((*first, *then)):
+        a = first.get(key, (0.0, 0.0, 0.0, []))
+        b = then.get(key, (0.0, 0.0, 0.0, []))
+        if a[:3] != b[:3]:
+            kind, axes, source, _ = key
+            cause = common_path([*a[3], *b[3]])
+            runs, seconds, nbytes = (a[0], b[0]), (a[1], b[1]), (a[2], b[2])
+            out.append(Exchange(kind, axes, source, cause, runs, seconds, nbytes))
+    return tuple(
+        sorted(out, key=lambda e: (-abs(e.time_s[1] - e.time_s[0]), e.kind, e.axes, e.source))
+    )

@@ -1,0 +1,332 @@
+"""A step under the plans that people write by hand, beside the one that is chosen.
+
+Every kind is planned, not imitated: what it is made of is required (mesh, batch, how the state is
+stored) and the search completes it as cheaply as it can, with the same prices for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from costmodels import Cluster
+from planner.arguments.calls import bind
+from planner.arguments.metadata import with_logical_axis_rules
+from planner.choose.meshes import FAST
+from planner.compare.difference import Difference, Exchange, Figure, Moved, Setting, difference
+from planner.errors import MemoryLimitError, PinError
+from planner.graph.ir import Graph
+from planner.graph.trace import Traced, trace
+from planner.plan.plan import Plan
+from planner.planning import plan_traced
+from planner.request.marks import marks, placed_mesh
+from planner.request.options import Request, parse_request
+from planner.request.pins import axis_names
+from planner.request.sequence_parallel import batch_inputs, sequences
+from planner.request.state import StateRequest, find_state
+from planner.spec import MeshSpec
+
+__all__ = [
+    "Candidate",
+    "Collectives",
+    "Comparison",
+    "Difference",
+    "Exchange",
+    "Figure",
+    "Moved",
+    "Setting",
+    "compare",
+    "difference",
+]
+
+CHOSEN = "chosen"
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """All collectives of one kind in a step: runs, seconds and payload bytes of one device."""
+
+    kind: str
+    count: float
+    time_s: float
+    payload_bytes: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the step.
+
+    Attributes:
+        name: such as ``"FSDP"`` or ``"tensor 4"``; the first is ``CHOSEN``.
+        what: the same in words.
+        plan: None when the step can't be run so; ``refused`` says why.
+        fits: whether ``plan`` keeps to the memory limit.
+        refused: empty when there is a plan.
+        note: how far the plan is from what it is called; empty when it is just that.
+    """
+
+    name: str
+    what: str
+    plan: Plan | None
+    fits: bool
+    refused: str = ""
+    note: str = ""
+
+    @property
+    def collectives(self) -> tuple[Collectives, ...]:
+        """What its devices say to each other, by kind, dearest first."""
+        sums: dict[str, list[float]] = {}
+        for row in self.plan.collectives if self.plan is not None else ():
+            sums.setdefault(row.kind, [0.0, 0.0, 0.0])
+            for k, part in enumerate((1.0, row.time_s, row.payload_bytes)):
+                sums[row.kind][k] += row.count * part
+        found = [Collectives(kind, *parts) for kind, parts in sums.items()]
+        return tuple(sorted(found, key=lambda c: (-c.time_s, c.kind)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The chosen plan and the others, in the order in which they are named in ``compare``."""
+
+    cluster: str
+    limit_bytes: float
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        """The plan that ``make_plan`` makes."""
+        return self.candidates[0]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of plan as a request."""
+
+    name: str
+    what: str
+    batch: int
+    """Devices that the batch is split over."""
+    options: dict[str, Any]
+    axes: tuple[str, ...] = ()
+    """Mesh axes of the batch's dimensions, by position; nothing is said where it is empty."""
+    tensor: str = ""
+    sequence: str = ""
+
+
+def compare(
+    function: Callable[..., Any],
+    *args: Any,
+    cluster: str | Cluster,
+    memory: str | float | None = None,
+    time_limit_s: float = 60.0,
+    donate_argnums: int | Sequence[int] | None = None,
+    logical_axis_rules: Sequence[Any] | None = None,
+    shardings: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+    **options: Any,
+) -> Comparison:
+    """Plan a step as asked, and as people plan it by hand.
+
+    The kinds are: data parallel; ZeRO-1; FSDP (ZeRO-3); tensor parallel over every degree that
+    divides the devices, data parallel over the rest; the same with FSDP over the rest; and the
+    second dimension of the batch split over every such degree (sequence).
+
+    Args:
+        function: the step.
+        *args: its arguments, arrays or ShapeDtypeStructs.
+        cluster, memory, time_limit_s, donate_argnums, logical_axis_rules: as for ``make_plan``,
+            for all kinds.
+        shardings: as for ``make_plan``, for the chosen plan alone.
+        progress: called with the name of every kind before it is planned.
+        **options: of ``make_plan`` (mode, search, mesh, zero, ...), for the chosen plan alone.
+
+    Raises:
+        ModelError, RequestError: as ``make_plan``, but for memory and pins: what does not fit, or
+            contradicts a mark, has a place in the result that says so.
+    """
+    common: dict[str, Any] = {"memory": memory, "time_limit_s": time_limit_s}
+    bound = bind(
+        function,
+        args,
+        static_argnums=options.pop("static_argnums", ()),
+        static_argnames=options.pop("static_argnames", ()),
+    )
+    function, args = bound.function, bound.args
+    placed = options.get("mesh")
+    options["mesh"] = placed_mesh(args, cluster) if placed is None else placed
+    asked = parse_request(cluster, **common, **options)
+    function = with_logical_axis_rules(function, logical_axis_rules)
+    traced = trace(function, args)
+    step = _Step(function, args, traced, donate_argnums)
+    progress(CHOSEN)
+    what = f"the plan of mode {asked.mode}"
+    out = [_candidate(step, CHOSEN, what, asked, shardings or {})]
+    for kind in _kinds(traced.graph, asked.cluster.num_devices):
+        if not _divides(traced.graph, kind.batch):
+            why = f"no argument has a first dimension that {kind.batch} devices divide"
+            out.append(Candidate(kind.name, kind.what, None, False, why))
+            continue
+        progress(kind.name)
+        request = parse_request(cluster, **common, **kind.options)
+        request = dataclasses.replace(request, mesh=_with_marked(request.mesh, traced))
+        request = dataclasses.replace(request, tensor=kind.tensor, sequence=kind.sequence)
+        rules = _batch_rules(traced.graph, request.mesh, kind.axes)
+        if kind.sequence:
+            rules |= _whole_rules(traced.graph)
+        made = _candidate(step, kind.name, kind.what, request, rules)
+        out.append(dataclasses.replace(made, note=_note(traced.graph, kind, made.plan)))
+    return Comparison(asked.cluster.text, asked.limit_bytes, tuple(out))
+
+
+@dataclass(frozen=True)
+class _Step:
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    traced: Traced
+    donate_argnums: int | Sequence[int] | None
+
+    def planned(self, request: Request, shardings: Mapping[str, Any]) -> Plan:
+        begun = time.perf_counter()
+        return plan_traced(
+            self.traced,
+            self.args,
+            request,
+            shardings,
+            self.donate_argnums,
+            begun,
+            function=self.function,
+        ).plan
+
+
+def _candidate(
+    step: _Step, name: str, what: str, request: Request, shardings: Mapping[str, Any]
+) -> Candidate:
+    """Plan one kind; where it does not fit, as if there were memory enough."""
+    request = dataclasses.replace(request, advice=False)
+    try:
+        return Candidate(name, what, step.planned(request, shardings), True)
+    except PinError as error:
+        return Candidate(name, what, None, False, str(error))
+    except MemoryLimitError:
+        free = dataclasses.replace(request, limit_bytes=math.inf)
+        plan = step.planned(free, shardings)
+        told = dataclasses.replace(plan.prediction, limit_bytes=request.limit_bytes)
+        return Candidate(name, what, dataclasses.replace(plan, prediction=told), False)
+
+
+def _kinds(graph: Graph, devices: int) -> Iterator[_Kind]:
+    """The plans by hand that a number of devices allows."""
+    data = {"mode": "DATA_PARALLEL", "search": FAST}
+    search = {"mode": "AUTO_PARALLEL", "search": FAST}
+    yield _Kind("data parallel", "batch split, everything else whole", devices, {**data, "zero": 0})
+    if devices == 1:
+        return
+    for name, what, level in (
+        ("ZeRO-1", "data parallel, optimizer state split", 1),
+        ("FSDP", "data parallel, parameters and state split", 3),
+    ):
+        mesh = MeshSpec(("data",), (devices,))
+        yield _Kind(name, what, devices, {**search, "mesh": mesh, "zero": level}, ("data",))
+    degrees = [t for t in range(2, devices + 1) if devices % t == 0]
+    for t in degrees:
+        mesh = MeshSpec(("data", "model"), (devices // t, t))
+        yield _Kind(
+            f"tensor {t}",
+            f"every matrix split over {t}, batch over {devices // t}",
+            devices // t,
+            {**search, "mesh": mesh, "zero": 0},
+            ("data",),
+            tensor="model",
+        )
+    for t in degrees[:-1]:
+        mesh = MeshSpec(("data", "model"), (devices // t, t))
+        yield _Kind(
+            f"FSDP {devices // t} x tensor {t}",
+            f"every matrix split over {t}, batch and state over {devices // t}",
+            devices // t,
+            {**search, "mesh": mesh, "zero": 3},
+            ("data",),
+            tensor="model",
+        )
+    shapes = [graph.values[v].shape for v in sequences(graph)]
+    for t in degrees:
+        if shapes and all(s[1] % t == 0 for s in shapes):
+            yield _Kind(
+                f"sequence {t}",
+                f"second dimension of the batch over {t}, the first over {devices // t}",
+                devices // t,
+                {**search, "mesh": MeshSpec(("data", "sequence"), (devices // t, t))},
+                ("data", "sequence"),
+                sequence="sequence",
+            )
+
+
+MOST = 0.9
+"""Share of the bytes that has to be as a kind says for it to have no note."""
+
+
+def _with_marked(mesh: MeshSpec | None, traced: Traced) -> MeshSpec | None:
+    """The mesh with the axes that marks in the model name besides its own, of one device each."""
+    if mesh is None:
+        return None
+    more = [name for name in axis_names(marks(traced, set())) if name not in mesh.names]
+    return MeshSpec((*mesh.names, *more), (*mesh.sizes, *[1] * len(more)))
+
+
+def _note(graph: Graph, kind: _Kind, plan: Plan | None) -> str:
+    """What is not as the kind says: how much of the parameters or the state is split otherwise."""
+    if plan is None:
+        return ""
+    parameters = find_state(graph, StateRequest()).parameters
+    leaves = dict(zip(graph.inputs, plan.inputs, strict=True))
+    sizes = {v: graph.values[v].nbytes for v, leaf in leaves.items() if leaf.tied}
+
+    def share(values: frozenset[int], axes: Sequence[str]) -> float:
+        whole = sum(sizes[v] for v in values)
+        split = sum(sizes[v] for v in values if set(leaves[v].spec.axes) & set(axes))
+        return split / whole if whole else 1.0
+
+    if kind.tensor and (part := share(parameters, (kind.tensor,))) < MOST:
+        return f"{part:.0%} of the parameters' bytes are split over {kind.tensor}"
+    level = kind.options.get("zero")
+    if level == 1 and (part := share(parameters, ("data",))) > 1 - MOST:
+        return f"{part:.0%} of the parameters' bytes are split, too: one decision with their state"
+    if level == 3 and (part := share(frozenset(sizes), ("data",))) < MOST and kind.batch > 1:
+        return f"{part:.0%} of the state's bytes are split over data"
+    return ""
+
+
+def _divides(graph: Graph, devices: int) -> bool:
+    """Whether some of the batch can be split over so many devices."""
+    shapes = [graph.values[v].shape for v in batch_inputs(graph)]
+    return devices == 1 or any(shape[0] % devices == 0 for shape in shapes)
+
+
+def _batch_rules(
+    graph: Graph, mesh: MeshSpec | None, axes: Sequence[str]
+) -> dict[str, PartitionSpec]:
+    """Path rules that put the batch's dimensions on mesh axes, where they divide."""
+    if mesh is None or not axes:
+        return {}
+    out = {}
+    paths = dict(zip(graph.inputs, graph.input_paths, strict=True))
+    for value in batch_inputs(graph):
+        shape = graph.values[value].shape
+        entries = [
+            axis if n % mesh.size(axis) == 0 else None for n, axis in zip(shape, axes, strict=False)
+        ]
+        out[f"^{re.escape(paths[value])}$"] = PartitionSpec(*entries)
+    return out
+
+
+def _whole_rules(graph: Graph) -> dict[str, PartitionSpec]:
+    """Path rules that leave the state whole."""
+    paths = [graph.input_paths[i] for i, _ in graph.ties]
+    return {f"^{re.escape(path)}$": PartitionSpec() for path in paths}

@@ -1,0 +1,220 @@
+"""Comparisons of plans as text for people and as plain data. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from planner.compare.difference import Difference, Exchange, Figure
+from planner.report.layout import add_row, new_table, pairs, section
+from planner.report.units import (
+    bytes_text,
+    count_text,
+    more_bytes,
+    more_time,
+    percent_text,
+    time_text,
+)
+
+if TYPE_CHECKING:
+    from planner.compare.manual_plans import Candidate, Comparison
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+SHOWN = 12
+"""Rows of a list of collectives or arguments."""
+
+
+def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
+    """The parts of a report: times and memory, then what the devices say to each other."""
+    yield Text(f"ways to run the step on {found.cluster}", style="bold")
+    yield ""
+    rows = [("limit", f"{bytes_text(found.limit_bytes)} per device")]
+    if found.chosen.plan is not None:
+        rows.append(("chosen", f"mesh {found.chosen.plan.mesh}, {found.chosen.what}"))
+    rows.append(("fastest", _fastest(found)))
+    yield _under(pairs(rows))
+    yield ""
+    table = new_table("", ">step", ">relative", ">compute", ">communication", ">memory", "fits")
+    for one in found.candidates:
+        if one.plan is None:
+            add_row(table, one.name, *["-"] * 5, "refused", style="dim")
+            continue
+        p = one.plan.prediction
+        add_row(
+            table,
+            one.name,
+            time_text(p.step_s),
+            _ratio(found, one),
+            time_text(p.compute_s),
+            time_text(p.communication_s),
+            bytes_text(p.peak_bytes),
+            "yes" if one.fits else "no",
+            style="green" if one is found.chosen else "" if one.fits else "red",
+        )
+    yield _under(table)
+    yield from section("collectives: runs a step and their time", _kinds(found.candidates))
+    notes = [(c.name, c.note) for c in found.candidates if c.note]
+    if notes:
+        yield from section("not quite what they are called", pairs(notes))
+    refused = [(c.name, c.refused) for c in found.candidates if c.refused]
+    if refused:
+        yield from section("refused", pairs(refused))
+
+
+def _under(body: RenderableType) -> RenderableType:
+    return Padding(body, (0, 0, 0, 2), expand=False)
+
+
+def _fastest(found: Comparison) -> str:
+    fitting = [c for c in found.candidates if c.plan is not None and c.fits]
+    if not fitting:
+        return "none fits"
+    best = min(fitting, key=lambda c: c.plan.prediction.step_s if c.plan else math.inf)
+    return best.name
+
+
+def _ratio(found: Comparison, one: Candidate) -> str:
+    """The step's time over the chosen one's."""
+    if one.plan is None or found.chosen.plan is None:
+        return "-"
+    base = found.chosen.plan.prediction.step_s
+    return f"{one.plan.prediction.step_s / base:.2f}x" if base > 0 else "-"
+
+
+def _kinds(candidates: Sequence[Candidate]) -> RenderableType:
+    planned = [c for c in candidates if c.plan is not None]
+    present = {x.kind for c in planned for x in c.collectives}
+    kinds = [k for k in KINDS if k in present]
+    if not kinds:
+        return Text("none: the devices never talk")
+    table = new_table("", *(f">{kind}" for kind in kinds))
+    for one in planned:
+        by_kind = {x.kind: x for x in one.collectives}
+        cells = [
+            f"{count_text(by_kind[k].count)}  {time_text(by_kind[k].time_s)}"
+            if k in by_kind
+            else "-"
+            for k in kinds
+        ]
+        add_row(table, one.name, *cells)
+    return table
+
+
+def comparison_json(found: Comparison) -> dict[str, Any]:
+    """The comparison as plain data; without the plans, which are named by their digests."""
+
+    def one(c: Candidate) -> dict[str, Any]:
+        out: dict[str, Any] = {"name": c.name, "what": c.what, "fits": c.fits}
+        if c.plan is None:
+            return {**out, "refused": c.refused}
+        out["note"] = c.note
+        p = c.plan.prediction
+        return {
+            **out,
+            "plan": c.plan.digest,
+            "mesh": str(c.plan.mesh),
+            "step_s": p.step_s,
+            "compute_s": p.compute_s,
+            "communication_s": p.communication_s,
+            "overlapped_s": p.overlapped_s,
+            "peak_bytes": p.peak_bytes,
+            "collectives": [dataclasses.asdict(x) for x in c.collectives],
+        }
+
+    return {
+        "cluster": found.cluster,
+        "limit_bytes": found.limit_bytes,
+        "candidates": [one(c) for c in found.candidates],
+    }
+
+
+def difference_parts(found: Difference, before: str, after: str) -> Iterable[RenderableType]:
+    """The parts of a report on two plans, which are called ``before`` and ``after``."""
+    yield Text(f"{before} -> {after}", style="bold")
+    yield ""
+    if not found.same_step:
+        yield _under(Text("the plans are for different steps or shapes"))
+        yield ""
+    rows = [(s.name, f"{s.before} -> {s.after}") for s in found.settings]
+    rows += [(f.name, _figure(f)) for f in found.figures if f.name != "overlapped"]
+    yield _under(pairs(rows))
+    yield from _moved(found)
+    for title, rows_ in (
+        ("collectives gained", found.gained),
+        ("collectives lost", found.lost),
+        ("collectives changed", found.changed),
+    ):
+        if rows_:
+            yield from section(title, _exchanges(rows_))
+    if not found.exchanges:
+        yield from section("collectives", Text("the same"))
+
+
+def _figure(found: Figure) -> str:
+    """``190 ms -> 210 ms, 20.0 ms (10.5 %) more``."""
+    text = time_text if found.unit == "s" else bytes_text
+    change = found.after - found.before
+    if text(found.before) == text(found.after):
+        return f"{text(found.after)}, the same"
+    share = f" ({percent_text(abs(change) / found.before)})" if found.before > 0 else ""
+    if found.name == "step time":
+        word = "slower" if change > 0 else "faster"
+    else:
+        word = "more" if change > 0 else "less"
+    both = f"{text(found.before)} -> {text(found.after)}"
+    return f"{both}, {text(abs(change))}{share} {word}"
+
+
+def _moved(found: Difference) -> Iterable[RenderableType]:
+    count = sum(m.count for m in found.moved)
+    title = f"arguments sharded otherwise: {count} of {found.arguments}"
+    if not found.moved:
+        yield from section(title, Text("none"))
+        return
+    table = new_table("path", "before", "after", ">count")
+    for row in found.moved[:SHOWN]:
+        add_row(table, row.path, row.before or "-", row.after or "-", f"x{row.count}")
+    if len(found.moved) > SHOWN:
+        rest = found.moved[SHOWN:]
+        add_row(table, f"{len(rest)} more", "", "", f"x{sum(m.count for m in rest)}", style="dim")
+    yield from section(title, table)
+
+
+def _exchanges(rows: Sequence[Exchange]) -> RenderableType:
+    table = new_table("collective", "over", ">runs", ">bytes", ">time", "caused by")
+    for row in rows[:SHOWN]:
+        where = f"{row.cause} ({row.source})" if row.source else row.cause
+        add_row(
+            table,
+            row.kind,
+            ",".join(row.axes),
+            _change(row.count, count_text),
+            more_bytes(row.payload_bytes[1] - row.payload_bytes[0]),
+            more_time(row.time_s[1] - row.time_s[0]),
+            where,
+        )
+    if len(rows) > SHOWN:
+        rest = rows[SHOWN:]
+        nbytes = sum(r.payload_bytes[1] - r.payload_bytes[0] for r in rest)
+        seconds = sum(r.time_s[1] - r.time_s[0] for r in rest)
+        cells = ("", "", more_bytes(nbytes), more_time(seconds), "")
+        add_row(table, f"{len(rest)} more", *cells, style="dim")
+    return table
+
+
+def _change(pair: tuple[float, float], text: Any) -> str:
+    """Runs: of the plan that has them, or both where they differ."""
+    if not all(pair) or pair[0] == pair[1]:
+        return str(text(max(pair)))
+    return f"{text(pair[0])} -> {text(pair[1])}"
+
+
+def difference_json(found: Difference) -> dict[str, Any]:
+    """The difference as plain data."""
+    return dataclasses.asdict(found)

@@ -1,0 +1,1 @@
+"""Prices: a step on a mesh becomes a `Problem`."""

@@ -1,0 +1,254 @@
+"""(Groups, mesh, CostModel) -> Problem: the only adapter between graph and cost model.
+
+Seconds of a node: roofline time of the group's operations on their local shard, plus the
+all-reduces of reductions inside the group, plus (inputs) the all-gather from store to
+use, plus copies of state that is kept in host memory, plus what feeding the batch costs
+(``feeding``). Seconds of an edge: the resharding of
+the value that flows. Communication counts the share of its time that does not hide under
+compute (``rates.exposed``). Equal sub-problems share one
+array object, so a search can see that layers repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels import CostModel
+from planner.cost.rates import Rates, exposed, weighted
+from planner.cost.reshard import reshard_table
+from planner.search.problem import Edge, Problem, Usage
+from planner.space.factors import Layout
+from planner.space.groups import Group, GroupLink
+from planner.space.strategies import StrategySet, codes, enumerate_strategies
+from planner.spec import MeshSpec
+from planner.step.analysis import Analysis
+from planner.step.classes import Quotient
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """The legal strategies of every group on one mesh, and the Problem of choosing among them.
+
+    ``change_s``: surcharge in seconds for a change of layout (see ``price``).
+    """
+
+    analysis: Analysis
+    mesh: MeshSpec
+    model: CostModel
+    sets: tuple[StrategySet, ...]
+    limit_bytes: float
+    change_s: float = 0.0
+
+    @cached_property
+    def problem(self) -> Problem:
+        """One node per group and one edge per linked pair; built when first asked for."""
+        return _problem(self)
+
+
+def unfolded(quotient: Quotient, priced: Priced) -> Priced:
+    """The pricing of the whole step that a pricing of its classes stands for."""
+    sets = tuple(priced.sets[c] for c in quotient.color)
+    return replace(priced, analysis=quotient.whole, sets=sets)
+
+
+@lru_cache(maxsize=64)
+def _rates(sizes: tuple[int, ...], model: CostModel) -> Rates:
+    return Rates.of((sizes,), model)
+
+
+class Pricer:
+    """Builds the arrays of one Problem; equal inputs give the same array object."""
+
+    def __init__(
+        self, analysis: Analysis, mesh: MeshSpec, model: CostModel, change_s: float = 0.0
+    ) -> None:
+        self.analysis, self.mesh, self.model = analysis, mesh, model
+        self.change_s = change_s
+        self.sizes = mesh.sizes
+        self.rates = _rates(mesh.sizes, model)
+        self.cache: dict[Any, Any] = {}
+
+    def strategies(self, group: Group, allowed: NDArray[np.bool_] | None) -> StrategySet:
+        """The strategies of a group that pins and modes allow."""
+        full = enumerate_strategies(
+            group.sizes, group.shardable, self.sizes, group.kind, group.host
+        )
+        if allowed is None or allowed.all():
+            return full
+        key = ("set", id(full), allowed.tobytes())
+        if key not in self.cache:
+            self.cache[key] = full.take(allowed)
+        return self.cache[key]  # type: ignore[no-any-return]
+
+    def node_cost(self, group: Group, chosen: StrategySet) -> Array:
+        """Seconds per strategy, communication weighted by what does not overlap."""
+        work = self.analysis.work[group.index]
+        reductions = self.analysis.reductions[group.index]
+        signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
+        count = self.analysis.counts[group.index]
+        hosted = self.analysis.hosted[group.index]
+        fed = self.analysis.fed[group.index]
+        shape = (group.sizes, self.analysis.stored[group.index], count, hosted, fed)
+        key = ("node", id(chosen), work, signature, shape)
+        if key not in self.cache:
+            seconds = self.rates.node_s(self.analysis, group.index, chosen, self.change_s)
+            self.cache[key] = (count * seconds[0], chosen)
+        return self.cache[key][0]  # type: ignore[no-any-return]
+
+    def parts_of(self, group: Group, chosen: StrategySet, row: int) -> tuple[float, float, float]:
+        """``Rates.node_parts`` of one strategy."""
+        work = self.analysis.work[group.index]
+        reductions = self.analysis.reductions[group.index]
+        signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
+        key = ("parts", id(chosen), row, work, signature, self.analysis.stored[group.index])
+        if key not in self.cache:
+            one = chosen.take(slice(row, row + 1))
+            parts = self.rates.node_parts(self.analysis, group.index, one, self.change_s)
+            self.cache[key] = (*(float(part[0, 0]) for part in parts), chosen)
+        return self.cache[key][:3]  # type: ignore[no-any-return]
+
+    def host_of(self, group: Group, chosen: StrategySet, row: int) -> float:
+        """Seconds of copies between device and host under one strategy."""
+        one = chosen.take(slice(row, row + 1))
+        return float(self.rates.host_s(self.analysis.hosted[group.index], one)[0, 0])
+
+    def feed_of(self, group: Group, chosen: StrategySet, row: int) -> float:
+        """What feeding the batch counts for under one strategy, in seconds."""
+        if not self.analysis.fed[group.index]:
+            return 0.0
+        one = chosen.take(slice(row, row + 1))
+        return float(self.rates.feed_s(self.analysis, group.index, one)[0, 0])
+
+    def link_ends(self, link: GroupLink, sets: Sequence[StrategySet]) -> tuple[Any, Any]:
+        """Codes of the value at both ends, per strategy."""
+        groups = self.analysis.groups.groups
+        rank = len(link.src)
+        partial = groups[link.a].reduction if link.partial else frozenset()
+        a, b = sets[link.a], sets[link.b]
+        source = a.use if link.a_use or groups[link.a].kind != "input" else a.store
+        target = b.use if groups[link.b].kind != "input" else b.store
+        none: frozenset[int] = frozenset()
+        key_a = ("codes", id(source), link.src, partial)
+        key_b = ("codes", id(target), link.dst, none)
+        for key, assign, layout, part in (
+            (key_a, source, link.src, partial),
+            (key_b, target, link.dst, none),
+        ):
+            if key not in self.cache:
+                self.cache[key] = (codes(assign, layout, part, rank), assign)
+        return self.cache[key_a][0], self.cache[key_b][0]
+
+    def link_cost(self, link: GroupLink, sets: Sequence[StrategySet]) -> Array:
+        """[S_a, S_b] seconds (communication weight included)."""
+        src, dst = self.link_ends(link, sets)
+        nbytes = self.analysis.graph.values[link.value].nbytes
+        rank = len(link.src)
+        key = ("edge", id(src), id(dst), nbytes, link.weight, rank, link.gradient, link.off_path)
+        if key not in self.cache:
+            table = reshard_table(rank, self.sizes, self.model)
+            pick = np.ix_(src, dst)
+            alpha = table.combined_alpha_s if link.gradient else table.alpha_s
+            seconds = alpha[pick] + nbytes * table.beta_s_per_byte[pick]
+            if self.change_s:
+                seconds = seconds + self.change_s * table.changes[pick]
+            share = exposed(self.model, link.off_path) * link.weight
+            self.cache[key] = (weighted(share, seconds), src, dst)
+        return self.cache[key][0]  # type: ignore[no-any-return]
+
+    def flipped(self, matrix: Array) -> Array:
+        """The transpose, one array object per matrix."""
+        key = ("flipped", id(matrix))
+        if key not in self.cache:
+            self.cache[key] = (np.ascontiguousarray(matrix.T), matrix)
+        return self.cache[key][0]  # type: ignore[no-any-return]
+
+    def total(self, parts: Sequence[Array]) -> Array:
+        """The sum of matrices; equal sums are one array object."""
+        if len(parts) == 1:
+            return parts[0]
+        key = ("total", *sorted(map(id, parts)))
+        if key not in self.cache:
+            self.cache[key] = (np.sum(parts, axis=0), parts)
+        return self.cache[key][0]  # type: ignore[no-any-return]
+
+    def usage_bytes(
+        self, group: Group, chosen: StrategySet, nbytes: float, layout: Layout, port: str
+    ) -> Array:
+        """Bytes per device under every strategy; "gathered": of a copy made for use."""
+        key = ("bytes", id(chosen), nbytes, layout, port)
+        if key not in self.cache:
+            factors = frozenset(f for f in layout if f >= 0)
+            local = self.rates.bytes_of(chosen, nbytes, factors, port)[0]
+            self.cache[key] = (local, chosen)
+        return self.cache[key][0]  # type: ignore[no-any-return]
+
+
+def price(
+    analysis: Analysis,
+    mesh: MeshSpec,
+    model: CostModel,
+    limit_bytes: float,
+    allowed: Mapping[int, NDArray[np.bool_]] | None = None,
+    change_s: float = 0.0,
+) -> Priced:
+    """Build the Problem of ``analysis`` on ``mesh``.
+
+    Args:
+        analysis: the mesh-free facts.
+        mesh: logical mesh; its device count is the cluster's.
+        model: prices compute and collectives.
+        limit_bytes: memory per device.
+        allowed: per group, a mask over its full strategy set (pins and modes).
+        change_s: surcharge for every change of layout along a mesh axis that is not an
+            all-reduce; a large one makes any search spread the given shardings
+            instead of looking for better ones.
+
+    Returns:
+        The strategies; its ``problem`` has their costs.
+    """
+    pricer = Pricer(analysis, mesh, model)
+    masks = allowed or {}
+    sets = tuple(pricer.strategies(g, masks.get(g.index)) for g in analysis.groups.groups)
+    return Priced(analysis, mesh, model, sets, limit_bytes, change_s)
+
+
+def _problem(priced: Priced) -> Problem:
+    """The numbers of ``priced``."""
+    analysis, sets = priced.analysis, priced.sets
+    pricer = Pricer(analysis, priced.mesh, priced.model, priced.change_s)
+    groups = analysis.groups.groups
+    cost = [pricer.node_cost(g, s) for g, s in zip(groups, sets, strict=True)]
+    bundled: dict[int, list[Array]] = {}
+    ends: dict[int, tuple[int, int]] = {}
+    for link, bundle in zip(analysis.groups.links, analysis.bundles, strict=True):
+        matrix = pricer.link_cost(link, sets)
+        if link.a == link.b:
+            cost[link.a] = cost[link.a] + np.diagonal(matrix)
+            continue
+        ends[bundle] = (min(link.a, link.b), max(link.a, link.b))
+        bundled.setdefault(bundle, []).append(matrix if link.a < link.b else pricer.flipped(matrix))
+    usages = [
+        Usage(g, start, end, pricer.usage_bytes(groups[g], sets[g], nbytes, layout, port))
+        for g, start, end, nbytes, layout, port in analysis.usages
+    ]
+    folded = any(n > 1 for n in analysis.counts)
+    return Problem(
+        names=tuple(
+            f"{g.index}:{g.name}" + (f" x{n}" if n > 1 else "")
+            for g, n in zip(groups, analysis.counts, strict=True)
+        ),
+        cost_s=tuple(cost),
+        edges=tuple(Edge(*ends[k], pricer.total(parts)) for k, parts in bundled.items()),
+        usages=tuple(usages),
+        limit_bytes=priced.limit_bytes - analysis.scalar_bytes,
+        levels=tuple(s.store + 1 for s in sets),
+        counts=analysis.counts if folded else None,
+    )

@@ -1,0 +1,209 @@
+"""What strategies cost on some meshes at once: tables by *mask*, the set of mesh axes in use.
+
+Into how many pieces a strategy cuts something, and over which axes it communicates, depends on
+the strategy only through a set of mesh axes, written as a bit mask. So seconds are worked out
+once per mask (8 of them on three axes) and picked per strategy. Arrays with a leading dimension
+[meshes] hold meshes of one number of axes; strategies that a mesh lacks are priced all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels import CostModel
+from planner.cost.reshard import Transitions, coefficients, transition_costs
+from planner.cost.routes import patterns
+from planner.space.host_memory import Hosted
+from planner.space.strategies import IntArray, StrategySet, digits
+from planner.step.analysis import Analysis, Reduction, ideal_s
+from planner.step.feeding import SHARE
+from planner.step.kernel_costs import Work
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rates:
+    """Tables for meshes of ``num_axes`` axes.
+
+    Attributes:
+        size: [meshes, masks] devices along the axes of a mask.
+        alpha_s, beta_s_per_byte: [meshes, masks] of an all-reduce along them.
+        costs: see ``Transitions``.
+    """
+
+    model: CostModel
+    num_axes: int
+    size: Array
+    alpha_s: Array
+    beta_s_per_byte: Array
+    costs: Transitions
+    splits: dict[tuple[int, tuple[int, ...]], Array] = field(default_factory=dict)
+
+    @staticmethod
+    def of(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Rates:
+        """The tables of meshes of one number of axes."""
+        n = len(meshes[0])
+        size = np.ones((len(meshes), 1 << n))
+        for mask in range(1, 1 << n):
+            axes = [k for k in range(n) if mask >> k & 1]
+            size[:, mask] = [math.prod(sizes[k] for k in axes) for sizes in meshes]
+        found = [coefficients("all_reduce", sizes, model) for sizes in meshes]
+        alpha, beta = (np.stack(column) for column in zip(*found, strict=True))
+        return Rates(model, n, size, alpha, beta, transition_costs(meshes, model))
+
+    def take(self, rows: IntArray) -> Rates:
+        """The tables of some of the meshes."""
+        costs = self.costs
+        kept = Transitions(
+            costs.alpha_s[rows],
+            costs.combined_alpha_s[rows],
+            costs.beta_s_per_byte[rows],
+            costs.changes,
+        )
+        return dataclasses.replace(
+            self,
+            size=self.size[rows],
+            alpha_s=self.alpha_s[rows],
+            beta_s_per_byte=self.beta_s_per_byte[rows],
+            costs=kept,
+            splits={},
+        )
+
+    def masks(self, assign: IntArray, factors: frozenset[int]) -> IntArray:
+        """[strategies] the axes that split any of ``factors``."""
+        hit = np.zeros(int(assign.max(initial=-1)) + 2, np.int64)
+        for f in factors:
+            if f + 1 < hit.size:
+                hit[f + 1] = 1
+        found: IntArray = hit[assign + 1] @ (1 << np.arange(self.num_axes))
+        return found
+
+    def codes(self, assign: IntArray, classes: Sequence[frozenset[int]]) -> IntArray:
+        """[strategies] which class of factors every axis splits, as a number (see ``split``)."""
+        digit = np.zeros(int(assign.max(initial=-1)) + 2, np.int64)
+        for c, factors in enumerate(classes):
+            for f in factors:
+                if f + 1 < digit.size:
+                    digit[f + 1] = c + 1
+        found: IntArray = digit[assign + 1] @ (len(classes) + 1) ** np.arange(self.num_axes)
+        return found
+
+    def split(self, classes: int, which: tuple[int, ...]) -> Array:
+        """[meshes, codes] into how many pieces the classes ``which`` are cut, of so many."""
+        known = self.splits.get((classes, which))
+        if known is None:
+            base, n = classes + 1, self.num_axes
+            code = np.arange(base**n)[:, None] // base ** np.arange(n) % base
+            hit = np.isin(code, [c + 1 for c in which])
+            known = self.splits[classes, which] = self.size[:, hit @ (1 << np.arange(n))]
+        return known
+
+    def compute_s(self, item: Work, assign: IntArray) -> Array:
+        """[meshes, strategies] seconds of a share of the work, starts of its kernels included."""
+        count = len(item.classes)
+        moved: Array = np.zeros(1)
+        for nbytes, which in item.traffic:
+            moved = moved + nbytes / self.split(count, which)
+        seconds = item.kernels * self.model.op_overhead_s + self.model.compute_s(
+            item.flops / self.split(count, tuple(range(count))),
+            moved,
+            item.dtype,
+            item.kind,
+            item.result_bytes / self.split(count, item.result) if item.result_bytes else 0.0,
+        )
+        return seconds[:, self.codes(assign, item.classes)]
+
+    def all_reduce_s(self, r: Reduction, assign: IntArray) -> Array:
+        """[meshes, strategies] seconds of the all-reduces of a reduction inside a group."""
+        over, kept = self.masks(assign, r.over), self.masks(assign, r.kept)
+        alpha = (self.model.combined_latency if r.gradient else 1.0) * self.alpha_s[:, over]
+        local = r.nbytes / self.size[:, kept]
+        return r.weight * np.where(over > 0, alpha + self.beta_s_per_byte[:, over] * local, 0.0)
+
+    def gather_s(
+        self, nbytes: float, layout: tuple[int, ...], chosen: StrategySet, change_s: float
+    ) -> Array:
+        """[meshes, strategies] seconds from how an input is stored to how it is used."""
+        rank = len(layout)
+        src = digits(chosen.store, layout, frozenset(), rank)
+        dst = digits(chosen.use, layout, frozenset(), rank)
+        pairs = patterns(src, dst, rank)
+        costs = self.costs
+        seconds = costs.combined_alpha_s[:, pairs] + nbytes * costs.beta_s_per_byte[:, pairs]
+        return seconds + change_s * costs.changes[pairs] if change_s else seconds
+
+    def node_parts(
+        self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
+    ) -> tuple[Array, Array, Array]:
+        """Seconds of a group: compute, communication on and off the critical path; each
+        [meshes, strategies]."""
+        shape = (len(self.size), chosen.count)
+        compute, on_path, off_path = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for item in analysis.work[group]:
+            compute += self.compute_s(item, chosen.use)
+        for r in analysis.reductions[group]:
+            part = off_path if r.gradient else on_path
+            part += self.all_reduce_s(r, chosen.use)
+        stored = analysis.stored[group]
+        if stored is not None:
+            off_path += self.gather_s(*stored, chosen, change_s)
+        return compute, on_path, off_path
+
+    def node_s(
+        self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
+    ) -> Array:
+        """[meshes, strategies] seconds of a group, communication by what does not hide."""
+        compute, on_path, off_path = self.node_parts(analysis, group, chosen, change_s)
+        seconds = compute + exposed(self.model, False) * on_path
+        seconds += exposed(self.model, True) * off_path
+        if analysis.fed[group]:
+            seconds += self.feed_s(analysis, group, chosen)
+        hosted = analysis.hosted[group]
+        return seconds + self.host_s(hosted, chosen) if hosted else seconds
+
+    def feed_s(self, analysis: Analysis, group: int, chosen: StrategySet) -> Array:
+        """[meshes, strategies] seconds that feeding a group's share of the batch counts for."""
+        share = np.zeros((len(self.size), chosen.count))
+        for array in analysis.fed[group]:
+            share += array.share / self.size[:, self.masks(chosen.store, array.factors)]
+        return share * (SHARE * ideal_s(analysis, self.model, int(self.size[0, -1])))
+
+    def host_s(self, hosted: Sequence[Hosted], chosen: StrategySet) -> Array:
+        """[meshes, strategies] seconds of copies between devices and their hosts; none hides."""
+        seconds = np.zeros((len(self.size), chosen.count))
+        for array in hosted:
+            assign = chosen.use if array.always else chosen.store
+            local = array.nbytes / self.size[:, self.masks(assign, array.factors)]
+            one = self.model.host_latency_s + self.model.host_s_per_byte * local
+            seconds += np.where(chosen.host | array.always, array.copies * one, 0.0)
+        return seconds
+
+    def bytes_of(
+        self, chosen: StrategySet, nbytes: float, factors: frozenset[int], port: str
+    ) -> Array:
+        """[meshes, strategies] bytes per device of a value; see ``Analysis.usages`` for ports."""
+        port, _, memory = port.partition("@")
+        assign = chosen.store if port == "store" else chosen.use
+        local = nbytes / self.size[:, self.masks(assign, factors)]
+        if port == "gathered":
+            local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
+        if memory:
+            local = np.where(chosen.host == (memory == "host"), local, 0.0)
+        return local
+
+
+def weighted(share: float, seconds: Array) -> Array:
+    """``share`` of some seconds; what is impossible stays so in a loop that never runs."""
+    return share * seconds if share else np.where(np.isinf(seconds), seconds, 0.0)
+
+
+def exposed(model: CostModel, off_path: bool) -> float:
+    """Share of a collective that does not hide under compute."""
+    return 1.0 - (model.overlap_off_path if off_path else model.overlap)

@@ -1,0 +1,46 @@
+"""How ``planner inspect script.py`` gets at a step: the first call of a parallelized function
+inside ``capturing`` is handed over instead of being run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """A parallelized function, its arguments and the options given to ``parallelize``."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Captured(BaseException):
+    """Ends the script once its first parallelized call is known; carries the call."""
+
+    def __init__(self, call: CapturedCall) -> None:
+        super().__init__("captured")
+        self.call = call
+
+
+_active = False
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Within this context ``offer`` raises ``Captured``."""
+    global _active
+    before, _active = _active, True
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def offer(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Called by ``parallelize`` before it plans; raises Captured while capturing."""
+    if _active:
+        raise Captured(CapturedCall(function, args, options))

@@ -1,0 +1,1 @@
+"""Tables that a step only looks up by rows."""

@@ -1,0 +1,239 @@
+"""A function of parameters on a few rows of its tables, instead of the whole tables.
+
+The function's jaxpr is evaluated again with ``Rows`` where the tables were; every look-up finds its
+rows among them. Nothing else changes, so that values and gradients are those of the function: a
+gradient of the rows is what the whole table's would have in these rows, and elsewhere it is zero.
+
+Indices are computed once to say which rows are sent for, and again in the function. Those from
+floating-point arithmetic may differ by its rounding, which is not the same in two programs, so each
+look-up tells whether its rows are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from planner import compat
+from planner.annotate import MARKS
+from planner.errors import InternalError, RequestError
+from planner.graph.lookups.tables import (
+    CALLS,
+    FILL,
+    PROMISE,
+    SAME,
+    LookUps,
+    LookupTable,
+    bounds_of,
+    looked_up,
+    row_column,
+)
+from planner.graph.trace import inner_jaxpr
+
+Ids = NDArray[np.int32]
+Missing = dict[str, list[Any]]
+"""By path of a table, bool arrays of its look-ups: where a row is not there."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "ids"], meta_fields=["rows", "path"]
+)
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table.
+
+    Attributes:
+        values: [n, *width].
+        ids: int32 [n], their numbers, ascending; ``rows`` behind the last that counts.
+        rows: of the table.
+        path: of the table.
+    """
+
+    values: Any
+    ids: Any
+    rows: int
+    path: str
+
+
+def on_rows(lookups: LookUps, params_tree: Any) -> Callable[..., Any]:
+    """The function that ``lookups`` was made from, on rows.
+
+    Args:
+        lookups: of the function; those of its tables are taken whose path the call names.
+        params_tree: the form of its parameters.
+
+    Returns:
+        ``small(params, ids, *batch)``: ``params`` in the form of the parameters, tables replaced by
+        their rows [n, *width]; ``ids`` their numbers, int32 [n] ascending, by path. A path that is
+        not in ``ids`` has its whole table. Gives the function's result, and by the paths of ``ids``
+        whether a look-up asked for a row that is not there (bool []); the result is wrong then.
+    """
+    tables = {t.path: t for t in (*lookups.tables, *lookups.unused)}
+
+    def small(params: Any, ids: Mapping[str, Any], *batch: Any) -> Any:
+        leaves, form = jax.tree_util.tree_flatten(params)
+        if form != params_tree:
+            raise RequestError(f"got parameters of the form {form}, expected {params_tree}")
+        for path, numbers in ids.items():
+            table = tables[path]
+            leaves[table.leaf] = Rows(leaves[table.leaf], jnp.asarray(numbers), table.rows, path)
+        outs, missing = _run(lookups.jaxpr, [*leaves, *jax.tree_util.tree_leaves(batch)])
+        found = {path: _any(missing.get(path, [])) for path in ids}
+        return jax.tree_util.tree_unflatten(lookups.out_tree, outs), found
+
+    return small
+
+
+def unique_rows(table: LookupTable, indices: Sequence[NDArray[Any]]) -> Ids:
+    """The rows that a batch asks for: ascending, each once.
+
+    Args:
+        table: the table.
+        indices: of its look-ups, as ``LookUps.indices`` gives them.
+
+    Raises:
+        RequestError: an index is outside where the look-up promises that none is
+            (``table[ids]``); JAX leaves open what is read then.
+    """
+    for index, bounds, source in zip(indices, table.bounds, table.sources, strict=True):
+        if bounds == PROMISE and index.size and (index.min() < 0 or index.max() >= table.rows):
+            side = f"from {table.rows} on" if index.max() >= table.rows else "below the first row"
+            raise RequestError(
+                f"{table.path}: a look-up{f' at {source}' if source else ''} has an index {side}, "
+                f"outside its {table.rows} rows, and promises, as JAX takes x[ids], that it has "
+                "none; look up by jnp.take(table, ids, axis=0, mode='clip' or 'fill')"
+            )
+    none = np.zeros(0, np.int32)
+    found = np.unique(np.concatenate([none, *(np.asarray(x).reshape(-1) for x in indices)]))
+    return found[(found >= 0) & (found < table.rows)].astype(np.int32)
+
+
+def padded(ids: Ids, rows: int, size: int = 1) -> Ids:
+    """``ids`` with ``rows`` behind them up to a power of two, at least ``size``: few shapes, so few
+    programs are compiled.
+
+    >>> padded(np.array([2, 5, 7], np.int32), 10)
+    array([ 2,  5,  7, 10], dtype=int32)
+    """
+    length = max(size, 1 << max(0, len(ids) - 1).bit_length())
+    return np.concatenate([ids, np.full(length - len(ids), rows, np.int32)])
+
+
+def _any(flags: Sequence[Any]) -> jax.Array:
+    return functools.reduce(jnp.logical_or, map(jnp.any, flags), jnp.zeros((), bool))
+
+
+def _run(jaxpr: Any, args: Sequence[Any]) -> tuple[list[Any], Missing]:
+    inner = compat.body(jaxpr)
+    env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
+    env.update(zip(inner.invars, args, strict=True))
+    missing: Missing = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else env[atom]
+
+    for eqn in inner.eqns:
+        outs, lost = _equation(eqn, [read(v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for path, flags in lost.items():
+            missing.setdefault(path, []).extend(flags)
+    return [read(v) for v in inner.outvars], missing
+
+
+def _equation(eqn: Any, ins: list[Any]) -> tuple[Sequence[Any], Missing]:
+    name = eqn.primitive.name
+    if not any(isinstance(x, Rows) for x in ins):
+        return compat.evaluate_equation(eqn, ins), {}
+    if name in ("remat", "remat2", "checkpoint"):
+        return _remat(eqn, ins)
+    if name in CALLS:
+        return _run(inner_jaxpr(eqn), ins)
+    if name == "scan":
+        return _scan(eqn, ins)
+    if name == "cond":
+        paths = sorted({x.path for x in ins if isinstance(x, Rows)})
+        branches = [functools.partial(_branch, paths, x) for x in eqn.params["branches"]]
+        found: tuple[Sequence[Any], Missing] = jax.lax.switch(ins[0], branches, *ins[1:])
+        return found
+    if name in MARKS:
+        return [ins[0]], {}
+    if name in SAME:
+        (values,) = compat.evaluate_equation(eqn, [ins[0].values])
+        return [dataclasses.replace(ins[0], values=values)], {}
+    return _look_up(eqn, ins)
+
+
+def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
+    """A look-up among the rows that are there."""
+    rows: Rows = ins[0]
+    column = row_column(eqn, (rows.rows, *rows.values.shape[1:]))
+    if column is None:
+        raise InternalError(f"{eqn.primitive.name} is no look-up of rows")
+    index = looked_up(eqn, column, ins[1:], rows.rows)
+    place = jnp.searchsorted(rows.ids, index).astype(jnp.int32)
+    inside = (index >= 0) & (index < rows.rows)
+    missing = rows.ids.at[place].get(mode="clip") != index
+    if bounds_of(eqn) == FILL:  # what was outside the table is outside the rows
+        place = jnp.where(inside, place, len(rows.ids))
+        missing = inside & missing
+    else:
+        missing = ~inside | missing
+    told = {rows.path: [missing]}
+    if eqn.primitive.name == "dynamic_slice":
+        others = [jnp.asarray(x).astype(jnp.int32) for x in ins[1:]]
+        starts = [*others[:column], place, *others[column + 1 :]]
+        return [jax.lax.dynamic_slice(rows.values, starts, eqn.params["slice_sizes"])], told
+    p, given = eqn.params, ins[1].astype(jnp.int32)
+    parts = [given[..., :column], place[..., None], given[..., column + 1 :]]
+    out = jax.lax.gather(
+        rows.values,
+        jnp.concatenate(parts, axis=-1) if given.shape[-1] > 1 else parts[1],
+        p["dimension_numbers"],
+        p["slice_sizes"],
+        unique_indices=p["unique_indices"],
+        mode=p["mode"],
+        fill_value=p["fill_value"],
+    )
+    return [out], told
+
+
+def _branch(paths: Sequence[str], jaxpr: Any, *operands: Any) -> tuple[list[Any], Missing]:
+    """All branches have to give the same: one flag for each table."""
+    outs, missing = _run(jaxpr, operands)
+    return outs, {path: [_any(missing.get(path, []))] for path in paths}
+
+
+def _remat(eqn: Any, ins: list[Any]) -> tuple[Sequence[Any], Missing]:
+    p = eqn.params
+    again = jax.checkpoint(
+        lambda *args: _run(p["jaxpr"], args), policy=p["policy"], prevent_cse=p["prevent_cse"]
+    )
+    found: tuple[Sequence[Any], Missing] = again(*ins)
+    return found
+
+
+def _scan(eqn: Any, ins: list[Any]) -> tuple[Sequence[Any], Missing]:
+    p = eqn.params
+    n_const, n_carry = compat.scan_counts(eqn)
+
+    def body(carry: list[Any], xs: list[Any]) -> Any:
+        outs, missing = _run(p["jaxpr"], [*ins[:n_const], *carry, *xs])
+        return outs[:n_carry], (outs[n_carry:], missing)
+
+    carry, (ys, missing) = jax.lax.scan(
+        body,
+        ins[n_const : n_const + n_carry],
+        ins[n_const + n_carry :],
+        length=int(p["length"]),
+        reverse=p["reverse"],
+        unroll=p["unroll"],
+    )
+    return [*carry, *ys], missing

@@ -1,0 +1,394 @@
+"""Which parameters are only looked up by rows, and what the indices are.
+
+A table is served by rows when every use of it is a look-up of whole rows (``table[ids]``,
+``jnp.take(table, ids, axis=0)``, ``nn.Embed``) whose indices follow from the batch alone. The walk
+goes through the jaxpr of ``function(params, *batch)``: what depends on a parameter is *unknown*,
+what does not is computed, and with it the indices. ``lookups.rows`` evaluates the
+same function on the requested rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import compat
+from planner.annotate import MARKS
+from planner.errors import MeshwrightError, ModelError
+from planner.graph.trace import abstract, inlined, is_opaque_region, user_line
+
+PROMISE, CLIP, FILL = "promise_in_bounds", "clip", "fill"
+"""What a look-up does with an index outside the table: the caller promised that there is none, the
+nearest row, or a row of the fill value (which has no gradient)."""
+
+SAME = frozenset("convert_element_type copy copy_p stop_gradient name reduce_precision".split())
+"""Operations that treat every element of a table by itself, before its look-up."""
+
+CALLS = frozenset("jit pjit closed_call core_call remat remat2 checkpoint".split())
+"""Calls that a table may be handed to: they have no derivative of their own."""
+
+MOST_ROWS = 2**31 - 2
+"""Rows are counted in int32, the one behind the last included."""
+
+
+@dataclass(frozen=True)
+class LookupTable:
+    """A parameter that is read by rows.
+
+    Attributes:
+        leaf: its number among the arrays of the parameters.
+        path: its place in them, as ``jax.tree_util.keystr`` writes it.
+        rows: how many it has.
+        width: shape of one row.
+        dtype: name of its dtype.
+        itemsize: bytes of one element.
+        looked_up: how many rows one call looks up, repeated ones included.
+        bounds: of each look-up, what it does with an index outside (``PROMISE``, ``CLIP``,
+            ``FILL``).
+        sources: of each look-up, the user's line.
+    """
+
+    leaf: int
+    path: str
+    rows: int
+    width: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    looked_up: int
+    bounds: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return math.prod(self.width) * self.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class LookUps:
+    """What ``find_lookups`` found.
+
+    Attributes:
+        tables: the parameters that can be served by rows.
+        refused: why others can't, by path.
+        unused: those of them that the function does not read at all: where they are served, no row
+            of theirs is asked for.
+        mixed: those of them that are looked up as well, by path.
+        jaxpr: of the function.
+        out_tree: form of its results.
+        indices: batch -> for each table, an int32 array [looks-ups' size] for each of its
+            look-ups; -1 and ``rows`` stand for what lies outside. Traceable.
+    """
+
+    tables: tuple[LookupTable, ...]
+    refused: Mapping[str, str]
+    unused: tuple[LookupTable, ...]
+    mixed: tuple[str, ...]
+    jaxpr: Any
+    out_tree: Any
+    indices: Callable[..., list[list[jax.Array]]]
+
+
+def find_lookups(
+    function: Callable[..., Any],
+    params: Any,
+    batch: Sequence[Any],
+    leaves: frozenset[int] | None = None,
+) -> LookUps:
+    """See which parameters of ``function(params, *batch)`` are only looked up by rows.
+
+    Args:
+        function: traceable; not run.
+        params: pytree of arrays or ShapeDtypeStructs.
+        batch: the other arguments.
+        leaves: numbers of the arrays of ``params`` to look at; None takes all.
+
+    Raises:
+        ModelError: the function failed while traced.
+    """
+    shapes = abstract((params, *batch))
+    try:
+        closed, out_shape = compat.make_jaxpr(function, shapes)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ModelError(f"tracing {name} failed: {type(error).__name__}: {error}") from error
+    named, _ = jax.tree_util.tree_flatten_with_path(shapes[0])
+    paths = [jax.tree_util.keystr(path) for path, _ in named]
+    asked = frozenset(range(len(named))) if leaves is None else leaves
+    refused: dict[int, str] = {}
+    seen: list[_Found] = []
+
+    def indices(*batch: Any) -> Any:
+        walk = _Walk(refused)
+        given: list[Any] = [
+            _Whole(k, compat.aval_shape(x)) if k in asked else UNKNOWN
+            for k, (_, x) in enumerate(named)
+        ]
+        rest = jax.tree_util.tree_leaves(batch)
+        for out in walk.run(closed, [*given, *rest], ""):
+            if isinstance(out, _Whole):
+                walk.refuse(out, "it is a result of the function")
+        seen[:], flat = walk.found, walk.indices
+        return flat
+
+    sizes = [x.size for x in jax.eval_shape(indices, *shapes[1:])]
+    every = list(zip(seen, sizes, strict=True))
+    tables, unused = list[LookupTable](), list[LookupTable]()
+    for leaf in sorted(asked):
+        mine = [(found, size) for found, size in every if found.leaf == leaf]
+        aval = named[leaf][1]
+        if mine and not jnp.issubdtype(aval.dtype, jnp.floating):
+            refused.setdefault(leaf, f"it is of {aval.dtype}, which has no gradient")
+        if leaf not in refused and aval.shape:
+            (tables if mine else unused).append(
+                LookupTable(
+                    leaf,
+                    paths[leaf],
+                    int(aval.shape[0]),
+                    tuple(map(int, aval.shape[1:])),
+                    compat.dtype_name(aval),
+                    compat.itemsize(aval),
+                    sum(size for _, size in mine),
+                    tuple(found.bounds for found, _ in mine),
+                    tuple(found.source for found, _ in mine),
+                )
+            )
+        if not mine:
+            refused.setdefault(leaf, "the function does not look up rows of it")
+
+    def by_table(*batch: Any) -> list[list[jax.Array]]:
+        flat = indices(*batch)
+        return [
+            [x for (found, _), x in zip(every, flat, strict=True) if found.leaf == t.leaf]
+            for t in tables
+        ]
+
+    why = {paths[leaf]: reason for leaf, reason in sorted(refused.items())}
+    mixed = tuple(paths[leaf] for leaf in sorted(refused) if leaf in {f.leaf for f in seen})
+    out_tree = jax.tree_util.tree_structure(out_shape)
+    return LookUps(tuple(tables), why, tuple(unused), mixed, closed, out_tree, by_table)
+
+
+def row_column(eqn: Any, shape: tuple[int, ...]) -> int | None:
+    """Whether an equation looks up whole rows of its first operand, an array of ``shape``, and if
+    so which column of the indices (``gather``) or which operand after the first
+    (``dynamic_slice``) says which row."""
+    params = eqn.params
+    if eqn.primitive.name not in ("gather", "dynamic_slice"):
+        return None
+    if tuple(params["slice_sizes"]) != (1, *shape[1:]):
+        return None
+    if eqn.primitive.name == "dynamic_slice":
+        return 0
+    numbers = params["dimension_numbers"]
+    if tuple(numbers.operand_batching_dims) or 0 not in numbers.start_index_map:
+        return None
+    return int(tuple(numbers.start_index_map).index(0))
+
+
+def bounds_of(eqn: Any) -> str:
+    """What a look-up does with an index outside the table."""
+    if eqn.primitive.name == "dynamic_slice":
+        return CLIP
+    return {
+        jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS: PROMISE,
+        jax.lax.GatherScatterMode.CLIP: CLIP,
+    }.get(eqn.params["mode"], FILL)
+
+
+def looked_up(eqn: Any, column: int, operands: Sequence[Any], rows: int) -> jax.Array:
+    """int32 row numbers of a look-up, in the order of its indices; -1 and ``rows`` are outside.
+
+    Args:
+        eqn: the look-up.
+        column: as ``row_column`` says.
+        operands: of the equation, without the table.
+        rows: of the table.
+    """
+    is_slice = eqn.primitive.name == "dynamic_slice"
+    index = jnp.asarray(operands[column]) if is_slice else operands[0][..., column]
+    kind = jnp.iinfo(index.dtype)
+    least = 0 if bounds_of(eqn) == CLIP else -1
+    most = rows - 1 if bounds_of(eqn) == CLIP else rows
+    lower, upper = max(int(kind.min), least), min(int(kind.max), most)
+    return jnp.clip(index, index.dtype.type(lower), index.dtype.type(upper)).astype(jnp.int32)
+
+
+class _Unknown:
+    def __repr__(self) -> str:
+        return "unknown"
+
+
+UNKNOWN = _Unknown()
+"""A value that depends on parameters."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A table, all of it, somewhere in the function."""
+
+    leaf: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One look-up."""
+
+    leaf: int
+    bounds: str
+    source: str
+
+
+@dataclass
+class _Walk:
+    """Computes what is known, and collects look-ups; of tables that are used otherwise, why."""
+
+    refused: dict[int, str]
+    found: list[_Found] = field(default_factory=list)
+    indices: list[Any] = field(default_factory=list)
+    taken: bool = True
+    """Whether what is walked through runs for certain."""
+
+    def refuse(self, table: _Whole, reason: str) -> None:
+        """The first reason is kept."""
+        self.refused.setdefault(table.leaf, reason)
+
+    def run(self, jaxpr: Any, args: Sequence[Any], source: str) -> list[Any]:
+        """Walk through a jaxpr; ``args`` are arrays, tables or ``UNKNOWN``."""
+        inner = compat.body(jaxpr)
+        env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
+        env.update(zip(inner.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if compat.is_literal(atom) else env[atom]
+
+        for eqn in inner.eqns:
+            ins = [read(v) for v in eqn.invars]
+            outs = self.equation(eqn, ins, user_line(eqn) or source)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    def equation(self, eqn: Any, ins: list[Any], source: str) -> Sequence[Any]:
+        """The results of one equation."""
+        name, none = eqn.primitive.name, [UNKNOWN] * len(eqn.outvars)
+        tables = [x for x in ins if isinstance(x, _Whole)]
+        if not tables and not any(x is UNKNOWN for x in ins):
+            return none if eqn.effects else compat.evaluate_equation(eqn, ins)
+        found = inlined(eqn, ins)
+        if found is not None and (not tables or name in CALLS):
+            return self.run(*found, source)
+        if name == "scan" and not is_opaque_region(eqn):
+            return self.scan(eqn, ins, source)
+        if name == "cond" and not is_opaque_region(eqn):
+            return self.cond(eqn, ins, source)
+        if tables and ins[0] is tables[0] and len(tables) == 1:
+            if name in SAME | MARKS:
+                return [tables[0]]
+            column = row_column(eqn, tables[0].shape)
+            if column is not None:
+                self.look_up(eqn, column, ins, source)
+                return none
+        for table in tables:
+            self.refuse(table, _other_use(name, source))
+        return none
+
+    def look_up(self, eqn: Any, column: int, ins: list[Any], source: str) -> None:
+        """Keep the indices of a look-up."""
+        table, rows = ins[0], ins[0].shape[0]
+        at = f" at {source}" if source else ""
+        if any(x is UNKNOWN for x in ins[1:]):
+            self.refuse(
+                table,
+                f"the indices of its look-up{at} can't be computed from the batch alone: they "
+                "depend on parameters",
+            )
+        elif rows > MOST_ROWS:
+            self.refuse(table, f"it has {rows} rows, more than {MOST_ROWS}")
+        else:
+            index = looked_up(eqn, column, ins[1:], rows).reshape(-1)
+            bounds = bounds_of(eqn)
+            if bounds == PROMISE and not self.taken:
+                bounds = CLIP  # nobody promised for a branch that is not taken
+                index = jnp.clip(index, 0, rows - 1)
+            self.found.append(_Found(table.leaf, bounds, source))
+            self.indices.append(index)
+
+    def cond(self, eqn: Any, ins: list[Any], source: str) -> Sequence[Any]:
+        """Look-ups of all branches: more rows than needed are no error."""
+        taken, self.taken = self.taken, False
+        for branch in eqn.params["branches"]:
+            for out in self.run(branch, ins[1:], source):
+                if isinstance(out, _Whole):
+                    self.refuse(out, f"a branch{f' at {source}' if source else ''} returns it")
+        self.taken = taken
+        return [UNKNOWN] * len(eqn.outvars)
+
+    def scan(self, eqn: Any, ins: list[Any], source: str) -> Sequence[Any]:
+        """A scan of what is known; look-ups give one array of indices an iteration."""
+        p = eqn.params
+        n_const, n_carry = compat.scan_counts(eqn)
+        at = f" at {source}" if source else ""
+        for x in ins[n_const:]:
+            if isinstance(x, _Whole):
+                self.refuse(x, f"a loop{at} carries it or goes over it, row by row")
+        ins = [*ins[:n_const], *(UNKNOWN if isinstance(x, _Whole) else x for x in ins[n_const:])]
+        consts, start, over = (
+            ins[:n_const],
+            ins[n_const : n_const + n_carry],
+            ins[n_const:][n_carry:],
+        )
+        known = [x is not UNKNOWN for x in start]
+        seen, told = list[_Found](), list[bool]()  # its look-ups; which results are known
+
+        def body(carry: list[Any], xs: list[Any]) -> Any:
+            walk = _Walk(self.refused, taken=self.taken)
+            carried, sliced = iter(carry), iter(xs)
+            args = [next(carried) if k else UNKNOWN for k in known]
+            args += [UNKNOWN if x is UNKNOWN else next(sliced) for x in over]
+            outs = walk.run(p["jaxpr"], [*consts, *args], source)
+            for x in outs:
+                if isinstance(x, _Whole):
+                    self.refuse(x, f"a loop{at} returns it")
+            outs = [UNKNOWN if isinstance(x, _Whole) else x for x in outs]
+            seen[:], told[:] = walk.found, [x is not UNKNOWN for x in outs]
+            kept = [x for x, k in zip(outs, known, strict=False) if k]
+            left = [c if x is UNKNOWN else x for x, c in zip(kept, carry, strict=True)]
+            ys = [x for x in outs[n_carry:] if x is not UNKNOWN]
+            return left, (ys, walk.indices)
+
+        def whole() -> Any:
+            begin = [x for x, k in zip(start, known, strict=True) if k]
+            xs = [x for x in over if x is not UNKNOWN]
+            return jax.lax.scan(body, begin, xs, length=int(p["length"]), reverse=p["reverse"])
+
+        while True:
+            jax.eval_shape(whole)
+            still = [k and t for k, t in zip(known, told, strict=False)]
+            if still == known:
+                break
+            known = still
+        carry, (ys, indices) = whole()
+        self.found += seen
+        self.indices += [index.reshape(-1) for index in indices]
+        last, stacked = iter(carry), iter(ys)
+        results = [next(last) if k else UNKNOWN for k in known]
+        return results + [next(stacked) if t else UNKNOWN for t in told[n_carry:]]
+
+
+def _other_use(name: str, source: str) -> str:
+    at = f" at {source}" if source else ""
+    if name == "while":
+        return f"a loop of unknown length (while{at}) reads it; a scan may"
+    if name.startswith("custom_"):
+        return f"a function with a derivative of its own ({name}{at}) reads it"
+    if name in ("gather", "slice", "dynamic_slice"):
+        return f"{name}{at} reads something else of it than whole rows by index"
+    return f"{name}{at} reads all of it"

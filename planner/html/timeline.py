@@ -1,0 +1,104 @@
+"""When things happen in a planned step, as far as the cost model says.
+
+The cost model adds up compute and what does not hide of communication; it has no clock. A clock is
+put to it here: operations run one after another in the order that memory is predicted in; what
+does not hide of a collective is a pause of compute, what hides runs under it. Copies between
+device and host stand at the end, all of them. The end is the predicted step time. Of a loop, all
+trips of an operation are told as one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.plan.extract import Extraction, Sent
+from planner.plan.plan import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A collective (``sent``: its number) in [start_s, end_s); ``pause_s``: compute waits."""
+
+    sent: int
+    start_s: float
+    end_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Per place in the order of operations, when the operation starts and ends; the collectives
+    lane by lane (a lane: the mesh axes they run over), and the step's end; all in seconds."""
+
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+    lanes: tuple[tuple[tuple[int, ...], tuple[Bar, ...]], ...]
+    step_s: float
+
+
+def timeline(
+    plan: Extraction,
+    prediction: Prediction,
+    order: Sequence[int],
+    seconds: Sequence[float],
+    sent: Sequence[Sent],
+) -> Timeline:
+    """Lay out a step. O(operations + collectives).
+
+    Args:
+        plan: the chosen plan.
+        prediction: its predicted figures.
+        order: operation indices in the order in which they run.
+        seconds: per operation, compute seconds of all its runs.
+        sent: the collectives.
+
+    A collective starts when its lane is free: before its reader by the part that hides, or behind
+    the operation that makes the value. Lanes do not slow each other down, as in the cost model.
+    """
+    model = plan.priced.model
+    hides = [model.overlap_off_path if s.off_path else model.overlap for s in sent]
+    most = sum(h * s.time_s for h, s in zip(hides, sent, strict=True))
+    kept = prediction.overlapped_s / most if most > 0 else 0.0
+    before: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {}
+    for k, s in enumerate(sent):
+        (before if s.before else after).setdefault(s.op, []).append(k)
+    free: dict[tuple[int, ...], float] = {}
+    lanes: dict[tuple[int, ...], list[Bar]] = {}
+    now = model.step_latency_s
+
+    def place(k: int, lead: bool) -> float:
+        """Put a collective on its lane; returns the pause."""
+        axes, length = sent[k].step.axes, sent[k].time_s
+        hidden = hides[k] * kept * length
+        start = max(free.get(axes, 0.0), now - (hidden if lead else 0.0))
+        free[axes] = start + length
+        lanes.setdefault(axes, []).append(Bar(k, start, start + length, length - hidden))
+        return length - hidden
+
+    starts, ends = [], []
+    for k in after.pop(-1, ()):  # of inputs that come back as they are
+        now += place(k, lead=False)
+    for op in order:
+        for k in before.get(op, ()):
+            now += place(k, lead=True)
+        starts.append(now)
+        now += seconds[op]
+        ends.append(now)
+        for k in after.get(op, ()):
+            now += place(k, lead=False)
+    now += prediction.host_s  # nothing is known to hide it
+    packed = tuple((axes, _within(bars, now)) for axes, bars in sorted(lanes.items()))
+    return Timeline(tuple(starts), tuple(ends), packed, now)
+
+
+def _within(bars: Sequence[Bar], stop: float) -> tuple[Bar, ...]:
+    """The bars of a lane, those that pass the end of the step moved up to it."""
+    out = []
+    for bar in reversed(bars):
+        end = min(bar.end_s, stop)
+        start = max(end - (bar.end_s - bar.start_s), 0.0)
+        out.append(Bar(bar.sent, start, end, bar.pause_s))
+        stop = start
+    return tuple(reversed(out))

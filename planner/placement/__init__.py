@@ -1,0 +1,1 @@
+"""Which parameters lie on parameter servers, and which under SPMD."""

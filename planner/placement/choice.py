@@ -1,0 +1,406 @@
+"""Which parameters lie on parameter servers, and which under SPMD: asked for, or by price.
+
+A table's price under SPMD is what the step's plan costs more with it than without it: gradients
+summed over all its rows, the optimizer's pass over them, collectives. Its price on servers is the
+rows that a batch asks for, there and back, and their update. Both come from the same catalog.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from costmodels import Cluster
+from planner.arguments.metadata import with_logical_axis_rules
+from planner.errors import MemoryLimitError, ModelError, RequestError
+from planner.frontend.capture import CapturedCall
+from planner.frontend.loss import check_scalar
+from planner.graph.lookups.tables import LookUps, LookupTable, find_lookups
+from planner.graph.trace import Traced, abstract, trace
+from planner.placement.hybrid_step import (
+    Split,
+    check_across,
+    hybrid_step,
+    looks_across,
+    split_of,
+    step_args,
+)
+from planner.plan.plan import Plan
+from planner.planning import Planned, plan_traced
+from planner.report.units import time_text
+from planner.request.options import Request, parse_request
+from planner.space.host_memory import WORTH
+
+SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
+"""Where a parameter lies: sharded over the devices; on servers, by rows; on servers, pulled and
+pushed whole; one of the first two, by price."""
+
+CALL_S = 2e-3
+"""Seconds of a call to the servers besides its bytes; a step makes two. Measured: of 1,500 calls to
+two Ray actors the fastest pull of one row took 2.0 ms and the fastest push 2.4 ms, on a 2-core host
+that was busy with other work (threads in place of actors: 0.2 and 0.6 ms); with nothing beside them
+the medians are 2.3 and 2.5 ms, and some 3 ms each in a run whose devices share the two cores."""
+
+SERVER_BYTES_PER_S = 1.2e9
+"""Rate at which a server reads and writes rows: gathers them, copies them into messages and out of
+them, updates them. Measured on that host with two Ray actors, 7 and 27 MB a step, 64 and 256
+columns, with no, one and two arrays of optimizer state (``benchmarks/ps_placement.py --calls``):
+within 45 %, whether rows are many or wide."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where one parameter lies, and why.
+
+    Attributes:
+        path: of the parameter.
+        place: ``"spmd"``, ``"ps"`` or ``"ps_whole"``.
+        nbytes: of all of it.
+        rows: how many rows a batch asks for; 0 if it is not served by rows.
+        row_bytes: of those rows.
+        served_s: predicted seconds a step of having it on servers.
+        spmd_s: predicted seconds a step that the plan takes longer with it under SPMD, infinite if
+            none fits; below zero if it takes less; None where nobody asked.
+        reason: in words.
+    """
+
+    path: str
+    place: str
+    nbytes: int
+    rows: int
+    row_bytes: int
+    served_s: float
+    spmd_s: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = {
+            PS: f"on parameter servers, {self.rows} rows a step",
+            WHOLE: "on parameter servers, whole",
+        }
+        return f"{self.path}: {where.get(self.place, 'under SPMD')}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parameters lie.
+
+    Attributes:
+        leaves: those that lie on servers, or might have.
+        plan: of the step with the others under SPMD; its notes say where the former lie.
+    """
+
+    leaves: tuple[Placed, ...]
+    plan: Plan
+
+    def at(self, place: str) -> frozenset[str]:
+        """Paths of the parameters that lie there."""
+        return frozenset(x.path for x in self.leaves if x.place == place)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.leaves)) or "all parameters under SPMD"
+
+
+Rules = tuple[tuple[str, str], ...]
+
+
+def parse_placement(placement: str | Mapping[str, str]) -> Rules:
+    """Rules from ``"auto"`` or ``{"regex over parameter path": place}``.
+
+    Raises:
+        RequestError: an unknown place, or no regular expression.
+    """
+    if placement == AUTO:
+        return (("", AUTO),)
+    if not isinstance(placement, Mapping):
+        raise RequestError(
+            f"placement={placement!r}: expected 'auto' or a mapping such as {{'embed': 'ps'}}"
+        )
+    for pattern, place in placement.items():
+        if place not in (SPMD, PS, WHOLE, AUTO):
+            raise RequestError(
+                f"placement of {pattern!r}: got {place!r}, expected 'ps', 'ps_whole', 'spmd' or "
+                "'auto'"
+            )
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise RequestError(
+                f"placement: {pattern!r} is no regular expression over parameter paths: {error}"
+            ) from error
+    return tuple(placement.items())
+
+
+def asked_places(rules: Rules, paths: Sequence[str]) -> dict[str, str]:
+    """What is asked for of every parameter: the first rule that matches; else SPMD.
+
+    Raises:
+        RequestError: a rule matches no path.
+
+    >>> asked_places((("embed", "ps"), ("", "spmd")), ["['embed']", "['head']"])
+    {"['embed']": 'ps', "['head']": 'spmd'}
+    """
+    for pattern, _ in rules:
+        if not any(re.search(pattern, path) for path in paths):
+            seen = ", ".join(repr(p) for p in paths[:3])
+            raise RequestError(
+                f"placement: no parameter path matches {pattern!r}; paths look like {seen}"
+            )
+    places = {}
+    for path in paths:
+        matching = (place for pattern, place in rules if re.search(pattern, path))
+        places[path] = next(matching, SPMD)
+    return places
+
+
+def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
+    """Seconds a step of having ``nbytes`` of values on servers; none of them hides.
+
+    The values cross the host's link to the device and their gradients come back; between hosts both
+    cross the network, on one host its memory once more, which is taken to be as fast as the link to
+    the device (``[host]`` in the catalog). The server reads the gradient, and reads and writes
+    values and ``moments`` arrays of optimizer state of their size, at ``SERVER_BYTES_PER_S``; two
+    calls cost ``CALL_S`` besides their bytes.
+
+    Args:
+        cluster: the devices, their host link and their network.
+        nbytes: of the values that one step reads.
+        moments: arrays of optimizer state per parameter.
+    """
+    host = cluster.host
+    if host is None:
+        return math.inf
+    nodes = cluster.num_devices // cluster.devices_per_node
+    wire = cluster.network if nodes > 1 and cluster.network is not None else host
+    there_and_back = 2 * CALL_S + 2 * (host.latency_s + nbytes / host.bytes_per_s)
+    there_and_back += 2 * (wire.latency_s + nbytes / wire.bytes_per_s)
+    return there_and_back + (3 + 2 * moments) * nbytes / SERVER_BYTES_PER_S
+
+
+def make_placement(
+    loss: Callable[..., Any],
+    params: Any,
+    optimizer: Any,
+    *batch: Any,
+    cluster: str | Cluster,
+    placement: str | Mapping[str, str] = AUTO,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    memory: str | float | None = None,
+) -> Placement:
+    """Say where the parameters of ``loss(params, *batch)`` would lie; starts no backend.
+
+    Args:
+        loss: a scalar.
+        params, batch: arrays or ShapeDtypeStructs. What rows a batch asks for is not looked at:
+            every look-up counts as another row.
+        optimizer: an optax transformation.
+        cluster, mode, search, mesh, memory: as for ``make_plan``.
+        placement: as for ``executor.parameter_server.hybrid``.
+
+    Raises:
+        ModelError: the loss failed while traced.
+        RequestError: the loss is no scalar; a table is asked to be on servers by rows and can't
+            be, says why; or the optimizer looks at what is asked to be there (``check_across``).
+        MemoryLimitError: no plan fits.
+    """
+    request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory)
+    lookups = find_lookups(loss, params, batch)
+    return place_and_plan(lookups, params, batch, optimizer, placement, request)[0]
+
+
+def place_and_plan(
+    lookups: LookUps,
+    params: Any,
+    batch: Sequence[Any],
+    optimizer: Any,
+    placement: str | Mapping[str, str],
+    request: Request,
+    *,
+    asked_for: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> tuple[Placement, Planned, CapturedCall]:
+    """Decide where every parameter lies, and plan the step of those under SPMD.
+
+    Tables that are left to the planner are looked at one by one, the largest first, and go to the
+    servers where that is cheaper than what the plan costs more with them.
+
+    Args:
+        lookups: of the loss.
+        params, batch: its arguments, arrays or ShapeDtypeStructs.
+        optimizer: an optax transformation, for what stays here.
+        placement: as for ``parse_placement``.
+        request: the cluster, and what else is asked of the plan.
+        asked_for: rows that a batch asks for, by path; None takes the most that it could.
+        sizes: rows that the step has room for, by path; None takes ``asked_for``.
+
+    Returns:
+        The placement; the step of what is under SPMD as it was planned; and that step.
+
+    Raises:
+        RequestError: the loss is no scalar; a table is asked to be on servers by rows and can't
+            be, says why; or the optimizer looks at what is asked to be there (``check_across``).
+        MemoryLimitError: no plan fits.
+    """
+    check_scalar(lookups)
+    (shapes,) = abstract((params,))
+    named, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = {jax.tree_util.keystr(path): x for path, x in named}
+    asked = asked_places(parse_placement(placement), list(leaves))
+    tables = {t.path: t for t in lookups.tables}
+    counts = {p: min(t.rows, t.looked_up) for p, t in tables.items()} | dict(asked_for or {})
+    room = counts | dict(sizes or {})
+    _check_tables(asked, lookups)
+    whole = frozenset(p for p, where in asked.items() if where == WHOLE)
+    sought = {p: tables[p].row_bytes * counts[p] for p in tables}
+    moments = _moments(optimizer, shapes)
+    price = {p: served_seconds(request.cluster, sought[p], moments[p]) for p in tables}
+
+    def step(rows: frozenset[str]) -> CapturedCall:
+        return _step(lookups, split_of(shapes, rows, whole), optimizer, shapes, room, batch)
+
+    def planned(rows: frozenset[str], advice: bool = False) -> Planned:
+        begun = time.perf_counter()
+        return _planned(step(rows), dataclasses.replace(request, advice=advice), begun)
+
+    rows = frozenset(p for p, where in asked.items() if where == PS)
+    check_across(split_of(shapes, rows, whole), optimizer, shapes)
+    best, best_s = _tried(planned, rows)
+    spmd: dict[str, float] = {}
+    tied: dict[str, str] = {}
+    for path in _by_size(t for p, t in tables.items() if asked[p] == AUTO):
+        if across := looks_across(split_of(shapes, rows | {path}, whole), optimizer, shapes):
+            tied[path] = f"the optimizer's update of {across} depends on other arrays"
+            continue
+        other, other_s = _tried(planned, rows | {path})
+        spmd[path] = best_s - other_s if best is not None else math.inf
+        if price[path] < spmd[path]:
+            rows, best, best_s = rows | {path}, other, other_s
+    if best is None:
+        best = planned(rows, advice=True)  # raises, and says what would help
+    found = []
+    for path, leaf in leaves.items():
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if path in rows or path in spmd:
+            seconds, moved, count = price[path], sought[path], counts[path]
+            where, reason = PS if path in rows else SPMD, _reason(seconds, spmd.get(path))
+        elif path in whole:
+            seconds = served_seconds(request.cluster, nbytes, moments[path])
+            where, moved, count, reason = WHOLE, nbytes, 0, _reason(seconds, None)
+        elif path in tied or (asked[path] == AUTO and path in lookups.mixed and nbytes >= WORTH):
+            where, seconds, moved, count = SPMD, math.inf, 0, 0
+            why = tied.get(path) or lookups.refused[path]
+            reason = f"it can't be served by rows: {why}"
+        else:
+            continue
+        found.append(Placed(path, where, nbytes, count, moved, seconds, spmd.get(path), reason))
+    plan = dataclasses.replace(best.plan, notes=(*best.plan.notes, *map(str, found)))
+    best = dataclasses.replace(best, plan=plan)
+    return Placement(tuple(found), plan), best, step(rows)
+
+
+def plan_hybrid(
+    lookups: LookUps,
+    split: Split,
+    optimizer: Any,
+    shapes: Any,
+    sizes: Mapping[str, int],
+    batch: Sequence[Any],
+    request: Request,
+    plan: Plan | None = None,
+) -> tuple[Traced, Plan]:
+    """The step of a placement with room for ``sizes`` rows of each table: traced, and planned
+    unless it has a ``plan``."""
+    begun = time.perf_counter()
+    step = _step(lookups, split, optimizer, shapes, sizes, batch)
+    traced = trace(step.function, step.args)
+    return traced, plan or _planned(step, request, begun, traced).plan
+
+
+def _step(
+    lookups: LookUps,
+    split: Split,
+    optimizer: Any,
+    shapes: Any,
+    sizes: Mapping[str, int],
+    batch: Sequence[Any],
+) -> CapturedCall:
+    step = with_logical_axis_rules(hybrid_step(lookups, split, optimizer))
+    args = step_args(split, optimizer, shapes, sizes, batch)
+    return CapturedCall(step, args, {"donate_argnums": 0})
+
+
+def _planned(
+    step: CapturedCall, request: Request, begun: float, traced: Traced | None = None
+) -> Planned:
+    traced = traced or trace(step.function, step.args)
+    donated = step.options["donate_argnums"]
+    return plan_traced(traced, step.args, request, {}, donated, begun, function=step.function)
+
+
+def _tried(planned: Callable[[frozenset[str]], Planned], rows: frozenset[str]) -> tuple[Any, float]:
+    """What was planned and its seconds a step; None if nothing fits."""
+    try:
+        found = planned(rows)
+    except MemoryLimitError:
+        return None, math.inf
+    return found, found.plan.prediction.step_s
+
+
+def _by_size(tables: Iterable[LookupTable]) -> list[str]:
+    """Paths of the tables that are worth a look, the largest first."""
+    large = [t for t in tables if t.rows * t.row_bytes >= WORTH]
+    return [t.path for t in sorted(large, key=lambda t: (-t.rows * t.row_bytes, t.path))]
+
+
+def _check_tables(asked: Mapping[str, str], lookups: LookUps) -> None:
+    for path, where in asked.items():
+        if where == PS and path in lookups.refused:
+            raise RequestError(
+                f"placement: {path} can't be served by rows: {lookups.refused[path]}; leave it "
+                "under SPMD, or place it as 'ps_whole', which sends all of it every step"
+            )
+
+
+def _moments(optimizer: Any, params: Any) -> dict[str, int]:
+    """Arrays of optimizer state in the shape of each parameter, by its path.
+
+    The state repeats the tree of the parameters, behind names of its own: an array of it belongs to
+    the parameter with the longest path in which its own ends.
+
+    Raises:
+        ModelError: the optimizer does not take the parameters.
+    """
+    try:
+        state = jax.eval_shape(optimizer.init, params)
+    except Exception as error:
+        raise ModelError("the optimizer's init of the parameters failed") from error
+    shapes = dict(_shapes(params))
+    counts = dict.fromkeys(shapes, 0)
+    for at, shape in _shapes(state):
+        path = max((p for p in shapes if at.endswith(p)), key=len, default=None)
+        if path is not None and shape and shape == shapes[path]:
+            counts[path] += 1
+    return counts
+
+
+def _shapes(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), x.shape) for path, x in leaves]
+
+
+def _reason(served_s: float, spmd_s: float | None) -> str:
+    if spmd_s is None:
+        return f"asked for; {time_text(served_s)} a step there"
+    if math.isinf(spmd_s):
+        return f"no plan fits with it under SPMD; {time_text(served_s)} a step on servers"
+    more = time_text(spmd_s) if spmd_s > 0 else "no more"
+    return f"{time_text(served_s)} a step on servers, {more} under SPMD"

@@ -1,0 +1,105 @@
+"""Where parameters lie, as text for people and as plain data. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from planner.placement.choice import SPMD, WHOLE, Placed, Placement
+from planner.plan.plan import Plan
+from planner.report.layout import add_row, new_table, text_lines
+from planner.report.units import bytes_text, time_text
+
+_WHERE = {SPMD: "SPMD", "ps": "servers, by rows", WHOLE: "servers, whole"}
+
+
+def placement_parts(
+    found: Placement, others: Sequence[tuple[str, int]]
+) -> Iterable[RenderableType]:
+    """The parts of the report.
+
+    Args:
+        found: the placement.
+        others: the parameters that it does not name, all under SPMD: (path, bytes).
+    """
+    served = sum(leaf.place != SPMD for leaf in found.leaves)
+    total = len(found.leaves) + len(others)
+    yield Text(f"placement: {served} of {total} parameters on parameter servers", style="bold")
+    if found.leaves:
+        table = new_table(
+            *("parameter", ">size", "lies", ">rows", ">bytes", ">on servers", ">under SPMD", "why")
+        )
+        for leaf in found.leaves:
+            add_row(table, *_cells(leaf), style="" if leaf.place == SPMD else "green")
+        yield ""
+        yield Padding(table, (0, 0, 0, 2), expand=False)
+    yield ""
+    yield Padding(text_lines(_legend(found, others)), (0, 0, 0, 2), expand=False)
+
+
+def placement_json(found: Placement, plan: Plan) -> str:
+    """A JSON object of ``placement``, a list of objects with the fields of ``Placed``, and
+    ``plan``; what is infinite or was not asked for is null."""
+    entries = ",\n".join(f"  {json.dumps(_plain(leaf))}" for leaf in found.leaves)
+    listed = f"[\n{entries}\n]" if entries else "[]"
+    return f'{{"placement": {listed},\n"plan": {plan.to_json().strip()}}}\n'
+
+
+def without_placement(plan: Plan, found: Placement) -> Plan:
+    """The plan without the notes that say what ``placement_parts`` does."""
+    said = set(map(str, found.leaves))
+    return dataclasses.replace(plan, notes=tuple(n for n in plan.notes if n not in said))
+
+
+def _plain(leaf: Placed) -> dict[str, Any]:
+    fields = dataclasses.asdict(leaf)
+    endless = [k for k, v in fields.items() if isinstance(v, float) and math.isinf(v)]
+    return {**fields, **dict.fromkeys(endless)}
+
+
+def _cells(leaf: Placed) -> tuple[str, ...]:
+    by_rows = leaf.rows > 0
+    under = leaf.spmd_s
+    return (
+        leaf.path,
+        bytes_text(leaf.nbytes),
+        _WHERE[leaf.place],
+        str(leaf.rows) if by_rows else "-",
+        bytes_text(leaf.row_bytes) if leaf.row_bytes else "-",
+        time_text(leaf.served_s),
+        "-" if under is None else "no plan" if math.isinf(under) else time_text(max(under, 0.0)),
+        _why(leaf),
+    )
+
+
+def _why(leaf: Placed) -> str:
+    if leaf.spmd_s is None:
+        return leaf.reason if math.isinf(leaf.served_s) else "asked for"
+    if math.isinf(leaf.spmd_s):
+        return "nothing fits with it under SPMD"
+    gap = time_text(abs(leaf.served_s - max(leaf.spmd_s, 0.0)))
+    return f"{gap} a step less" if math.isfinite(leaf.served_s) else "no host link in the catalog"
+
+
+def _legend(found: Placement, others: Sequence[tuple[str, int]]) -> list[str]:
+    lines = []
+    if any(leaf.rows for leaf in found.leaves):
+        lines.append("rows, bytes: what a batch asks for at most, every look-up of another row")
+    if any(math.isfinite(leaf.served_s) for leaf in found.leaves):
+        lines.append("on servers: seconds a step that pulls, pushes and updates add")
+    if any(leaf.spmd_s is not None for leaf in found.leaves):
+        lines.append("under SPMD: seconds a step that the plan is longer with it")
+    if any(leaf.place != SPMD for leaf in found.leaves):
+        lines.append("what comes from servers is [1] in the plan, rows with their numbers [2]")
+    if others:
+        nbytes = bytes_text(sum(size for _, size in others))
+        which = "the other" if found.leaves else "all"
+        lines.append(f"{which} {len(others)} ({nbytes}) under SPMD: [0]['params'] in the plan")
+    return lines

@@ -1,0 +1,1 @@
+"""The Plan as data: extraction, schema, differences, the roles of mesh axes."""

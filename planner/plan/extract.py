@@ -1,0 +1,381 @@
+"""(Priced, Solution) -> the contents of a Plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.cost.peak import scheduled_peak
+from planner.cost.pricing import Priced, Pricer
+from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
+from planner.cost.routes import route
+from planner.graph.fetches import fetches
+from planner.graph.ir import SCALAR, Graph
+from planner.plan.plan import LITERAL, Activation, CollectiveRow, Constraint, Leaf, Prediction
+from planner.space.factors import Layout
+from planner.space.groups import GroupLink
+from planner.space.host_memory import DEVICE, HOST
+from planner.spec import Sharding
+
+ACTIVATIONS_SHOWN = 12
+UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
+"""Operations whose results the executor can't constrain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective: one step of how a value changes hands, ``count`` times a step.
+
+    It happens ``before`` operation ``op``, which reads the value so, or after it. ``off_path``:
+    whether little waits for it.
+    """
+
+    step: ReshardStep
+    count: float
+    value: int
+    op: int
+    cause: str
+    before: bool
+    off_path: bool
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all its runs."""
+        return self.count * self.step.time_s
+
+
+@dataclass
+class Extraction:
+    """Decides shardings of values from one strategy per group."""
+
+    priced: Priced
+    choice: Sequence[int]
+    graph: Graph = field(init=False)
+    rows: dict[str, list[tuple[int, ...]]] = field(init=False)
+    """Per port ("store", "use") and group, the factor that each mesh axis splits."""
+    known: dict[tuple[Any, ...], tuple[ReshardStep, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.graph = self.priced.analysis.graph
+        picked = list(zip(self.priced.sets, self.choice, strict=True))
+        self.rows = {
+            "store": [tuple(s.store[row].tolist()) for s, row in picked],
+            "use": [tuple(s.use[row].tolist()) for s, row in picked],
+        }
+
+    def sharding(self, group: int, layout: Layout, port: str = "store") -> Sharding:
+        """Sharding of a value with ``layout`` in ``group`` under the chosen strategy."""
+        return self.from_digits(self.digits(group, layout, port), len(layout))
+
+    def from_digits(self, digits: Sequence[int], rank: int) -> Sharding:
+        """Sharding that has the given digit per mesh axis (partial counts as replicated)."""
+        names = self.priced.mesh.names
+        return Sharding(
+            tuple(
+                tuple(n for n, d in zip(names, digits, strict=True) if d == dim + 1)
+                for dim in range(rank)
+            )
+        )
+
+    def value_sharding(self, value: int, port: str = "store") -> Sharding:
+        """Sharding of a value where it is made."""
+        home = self.priced.analysis.groups.home[value]
+        if home is None:
+            return Sharding(((),) * len(self.graph.values[value].shape))
+        return self.sharding(*home, port=port)
+
+    def leaves(self) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+        """Inputs and outputs; an output tied to an input has the input's sharding."""
+        graph, mesh = self.graph, self.priced.mesh
+        carried = {i for i, _ in graph.ties}
+        source = {o: i for i, o in graph.ties}
+        used = {x.value for x in self.priced.analysis.groups.links if x.a_use}
+        away = fetches(graph, graph.live_ops(), self.on_host())
+        inputs = []
+        for k, (index, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
+            v = graph.values[index]
+            spec = self.value_sharding(index)
+            use = self.value_sharding(index, "use") if index in used else spec
+            inputs.append(
+                Leaf(
+                    path,
+                    v.shape,
+                    v.dtype,
+                    spec,
+                    v.nbytes // spec.shards(mesh),
+                    None if use == spec else use,
+                    k in carried,
+                    HOST if index in away else DEVICE,
+                    tuple(away.get(index, ())),
+                )
+            )
+        outputs = []
+        for k, (index, path) in enumerate(zip(graph.outputs, graph.output_paths, strict=True)):
+            if index == SCALAR:
+                outputs.append(Leaf(path, (), LITERAL, Sharding(()), 0, None, False))
+                continue
+            v = graph.values[index]
+            own = inputs[source[k]] if k in source else None
+            spec = self.value_sharding(index) if own is None else own.spec
+            kept = DEVICE if own is None else own.memory
+            local = v.nbytes // spec.shards(mesh)
+            outputs.append(Leaf(path, v.shape, v.dtype, spec, local, None, k in source, kept))
+        return tuple(inputs), tuple(outputs)
+
+    def on_host(self) -> list[int]:
+        """The inputs that are kept in host memory."""
+        priced, home = self.priced, self.priced.analysis.groups.home
+        return [
+            v
+            for v in self.graph.inputs
+            if v in priced.analysis.scheduled.hosted
+            and (place := home[v]) is not None
+            and priced.sets[place[0]].host[self.choice[place[0]]]
+        ]
+
+    def digits(
+        self, group: int, layout: Layout, port: str, partial: frozenset[int] = frozenset()
+    ) -> tuple[int, ...]:
+        """Digit per mesh axis (see ``reshard``) of a value with ``layout`` in ``group``."""
+        rank = len(layout)
+        return tuple(
+            [
+                rank + 1 if f in partial else layout.index(f) + 1 if f >= 0 and f in layout else 0
+                for f in self.rows[port][group]
+            ]
+        )
+
+    def link_digits(self, link: GroupLink) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Digits of the value at both ends of a link."""
+        groups = self.priced.analysis.groups.groups
+        partial = groups[link.a].reduction if link.partial else frozenset()
+        source = "use" if link.a_use or groups[link.a].kind != "input" else "store"
+        return (
+            self.digits(link.a, link.src, source, partial),
+            self.digits(link.b, link.dst, "store"),
+        )
+
+    def steps(
+        self,
+        src: tuple[int, ...],
+        dst: tuple[int, ...],
+        rank: int,
+        nbytes: float,
+        combined: bool = False,
+    ) -> tuple[ReshardStep, ...]:
+        """``reshard_steps`` on the plan's mesh, each told once."""
+        key = (src, dst, rank, nbytes, combined)
+        known = self.known.get(key)
+        if known is None:
+            sizes, model = self.priced.mesh.sizes, self.priced.model
+            known = self.known[key] = reshard_steps(src, dst, rank, nbytes, sizes, model, combined)
+        return known
+
+    def link_steps(self, link: GroupLink) -> tuple[ReshardStep, ...]:
+        """The collectives of a link."""
+        src, dst = self.link_digits(link)
+        if src == dst:
+            return ()
+        return self.steps(
+            src, dst, len(link.src), self.graph.values[link.value].nbytes, link.gradient
+        )
+
+    def halfway(
+        self, src: tuple[int, ...], dst: tuple[int, ...], value: int
+    ) -> tuple[int, ...] | None:
+        """Where a change that moves axes and gathers others stands before it gathers, if it passes
+        there: asked for both at once, XLA's partitioner gathers the whole value instead."""
+        shape, sizes = self.graph.values[value].shape, self.priced.mesh.sizes
+        moves = any(0 < s != d > 0 for s, d in zip(src, dst, strict=True))
+        gathers = any(s > 0 == d for s, d in zip(src, dst, strict=True))
+        if len(shape) + 1 in src or not (moves and gathers):
+            return None
+        way = tuple(d or s for s, d in zip(src, dst, strict=True))
+        split = [1] * len(shape)
+        for digit, size in zip(way, sizes, strict=True):
+            if digit:
+                split[digit - 1] *= size
+        divides = all(n % k == 0 for n, k in zip(shape, split, strict=True))
+        permutes = route(pattern_of(src, dst, len(shape))).permutes
+        return way if divides and not permutes else None
+
+    def constraints(self) -> tuple[Constraint, ...]:
+        """Where the executor must say a sharding: operands and results of operations that
+        mix dimensions, borders, and every place where a sharding changes."""
+        graph, groups = self.graph, self.priced.analysis.groups
+        out: dict[tuple[int, str, int], Constraint] = {}
+
+        def add(op: int, slot: str, position: int, spec: Sharding) -> None:
+            short = Sharding.of(spec.entries)
+            out.setdefault((op, slot, position), Constraint(op, slot, position, short))
+
+        for link in groups.links:
+            if link.operand == -1 or link.op < 0:
+                continue
+            rank = len(link.src)
+            src, dst = self.link_digits(link)
+            kind = groups.groups[link.b].kind
+            if link.operand <= -2:
+                lookup = graph.ops[link.op].kind == "gather"  # else Shardy may gather the table
+                before = src
+                if rank + 1 in src and not lookup:
+                    split = tuple(b if a == rank + 1 else a for a, b in zip(src, dst, strict=True))
+                    before = split
+                    if split != dst:
+                        # summed as it is split: else XLA may undo the split of the operands
+                        add(link.op, "made", -2 - link.operand, self.from_digits(split, rank))
+                    elif any(b for a, b in zip(src, dst, strict=True) if a == rank + 1):
+                        # summed, then split, which is one reduce-scatter: left alone, Shardy may
+                        # move the operands instead
+                        whole = [0 if a == rank + 1 else a for a in src]
+                        add(link.op, "made", -2 - link.operand, self.from_digits(whole, rank))
+                elif src != dst:
+                    # computed as it is, then resharded: left alone, XLA may push the new
+                    # sharding back into an operation that it partitions wrongly
+                    add(link.op, "made", -2 - link.operand, self.from_digits(src, rank))
+                if (way := self.halfway(before, dst, link.value)) is not None:
+                    add(link.op, "after", -2 - link.operand, self.from_digits(way, rank))
+                add(link.op, "out", -2 - link.operand, self.from_digits(dst, rank))
+            elif kind == "anchor" or src != dst:
+                if src != dst and rank + 1 not in src:
+                    # said where the value is made: left alone, Shardy gives the value, or its
+                    # later readers, the new sharding
+                    value = graph.values[link.value]
+                    held = value.op >= 0 and graph.ops[value.op].kind not in UNHELD
+                    if held and groups.groups[link.a].kind != "copy":
+                        position = graph.ops[value.op].outputs.index(link.value)
+                        add(value.op, "out", position, self.from_digits(src, rank))
+                    else:
+                        add(link.op, "from", link.operand, self.from_digits(src, rank))
+                if kind != "copy":
+                    add(link.op, "in", link.operand, self.from_digits(dst, rank))
+        for op in graph.ops:
+            entry = groups.op_layouts[op.index]
+            if op.kind in ("loop_carry", "loop_xs") and entry is not None:
+                group, _, outs = entry
+                if outs[0]:
+                    add(op.index, "out", 0, self.sharding(group, outs[0]))
+            if (
+                op.kind == "loop_back"
+                and op.inputs[0] != SCALAR
+                and graph.values[op.inputs[1]].splits
+            ):
+                add(op.index, "in", 0, self.value_sharding(op.inputs[1]))
+        return tuple(out[k] for k in sorted(out))
+
+    def sent(self) -> list[Sent]:
+        """Every collective that the plan causes, in the order of links, reductions and inputs."""
+        priced, graph = self.priced, self.graph
+        groups = priced.analysis.groups
+        out = []
+        for link in groups.links:
+            cause = "update" if link.operand == -1 else graph.ops[link.op].kind
+            for s in self.link_steps(link):
+                before = link.operand >= 0
+                out.append(Sent(s, link.weight, link.value, link.op, cause, before, link.off_path))
+        for group in groups.groups:
+            row = self.rows["use"][group.index]
+            for r in priced.analysis.reductions[group.index]:
+                src = tuple([2 if f in r.over else 0 for f in row])
+                if any(src):
+                    local = r.nbytes / math.prod(
+                        priced.mesh.sizes[k] for k, f in enumerate(row) if f in r.kept
+                    )
+                    op = graph.ops[r.op]
+                    for s in self.steps(src, (0,) * len(row), 1, local, r.gradient):
+                        out.append(
+                            Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, r.gradient)
+                        )
+        used = {x.value: x.op for x in reversed(groups.links) if x.a_use}
+        for value, op_index in used.items():
+            home, layout = groups.home[value]  # type: ignore[misc]
+            ends = [self.digits(home, layout, port) for port in ("store", "use")]
+            cause, nbytes = f"use of {graph.values[value].name}", graph.values[value].nbytes
+            for s in self.steps(ends[0], ends[1], len(layout), nbytes, combined=True):
+                out.append(Sent(s, 1.0, value, op_index, cause, True, True))
+        return out
+
+    def collectives(self) -> tuple[CollectiveRow, ...]:
+        """Every collective that the plan causes, dearest first."""
+        graph, names = self.graph, self.priced.mesh.names
+        rows = [
+            CollectiveRow(
+                x.step.kind,
+                tuple(names[k] for k in x.step.axes),
+                x.count,
+                x.step.payload_bytes,
+                x.step.time_s,
+                str(graph.values[x.value]),
+                graph.ops[x.op].source if x.op >= 0 else "",
+                x.cause,
+            )
+            for x in self.sent()
+        ]
+        return tuple(sorted(rows, key=lambda r: (-r.time_s * r.count, r.kind, r.value, r.source)))
+
+    def activations(self) -> tuple[Activation, ...]:
+        """The largest values between operations, one of each shape and sharding."""
+        graph, mesh = self.graph, self.priced.mesh
+        seen: dict[tuple[object, ...], Activation] = {}
+        order = sorted(
+            set(self.priced.analysis.usage_values), key=lambda v: (-graph.values[v].nbytes, v)
+        )
+        for value in order:
+            v = graph.values[value]
+            if v.op < 0:
+                continue
+            op, spec = graph.ops[v.op], self.value_sharding(value)
+            key = (v.shape, v.dtype, spec, op.source)
+            if key not in seen:
+                seen[key] = Activation(
+                    op.kind, v.shape, v.dtype, spec, v.nbytes // spec.shards(mesh), op.source
+                )
+            if len(seen) >= ACTIVATIONS_SHOWN:
+                break
+        return tuple(seen.values())
+
+    def prediction(self, limit_bytes: float) -> Prediction:
+        """Predicted step time and peak memory of the chosen strategies; the start of the step is in
+        its compute."""
+        priced = self.priced
+        pricer = Pricer(priced.analysis, priced.mesh, priced.model)
+        compute = on_path = off_path = host = feed = 0.0
+        for group, chosen, row in zip(
+            priced.analysis.groups.groups, priced.sets, self.choice, strict=True
+        ):
+            parts = pricer.parts_of(group, chosen, row)
+            compute, on_path, off_path = (
+                compute + parts[0],
+                on_path + parts[1],
+                off_path + parts[2],
+            )
+            host += pricer.host_of(group, chosen, row)
+            feed += pricer.feed_of(group, chosen, row)
+        for link in priced.analysis.groups.links:
+            seconds = link.weight * sum(s.time_s for s in self.link_steps(link))
+            if link.off_path:
+                off_path += seconds
+            else:
+                on_path += seconds
+        model = priced.model
+        compute += model.step_latency_s
+        # only compute hides communication; the search has the linear form, without this limit
+        hidden = min(model.overlap * on_path + model.overlap_off_path * off_path, compute)
+        comm = on_path + off_path
+        scalars = priced.analysis.scalar_bytes
+        room = min(limit_bytes, model.cluster.device.memory_bytes) - scalars
+        peak, holders = scheduled_peak(self, room)
+        return Prediction(
+            compute,
+            comm,
+            hidden,
+            compute + comm - hidden + host,
+            peak + scalars,
+            limit_bytes,
+            holders,
+            host,
+            sum(x.nbytes_per_device for x in self.leaves()[0] if x.memory != DEVICE),
+            feed,
+        )

@@ -1,0 +1,384 @@
+"""The Plan: plain, printable, diffable JSON. No jax.
+
+Everything in a plan is decided by the step, the shapes, the cluster and the request, so
+every host that computes it gets the same text. Wall times are kept apart (``planning_s``
+is not saved and does not count for equality).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import PlanFormatError, PlanMismatchError
+from planner.files import MIB, parsed_json, read_text
+from planner.graph.ir import SCALAR, Graph
+from planner.plan.logical_rules import LogicalAxes, logical_axes
+from planner.spec import MeshSpec, Sharding
+
+FORMAT = "meshwright-plan-1"
+LARGEST = 256 * MIB
+LITERAL = "literal"
+"""The dtype that a plan writes for a result that is a constant of the program."""
+"""Bytes of the largest plan file that is read."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array argument or result: where it stands in the pytree and how it is sharded."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Sharding
+    nbytes_per_device: int
+    used_as: Sharding | None = None
+    """Sharding under which operations see it, when it differs from ``spec`` (ZeRO-3)."""
+    tied: bool = False
+    memory: str = "device"
+    """Memory kind in which it lives between its uses, by jax's name."""
+    fetched: tuple[tuple[int, int], ...] = ()
+    """Where that is not the device: the first and the last operation that read each copy of it."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Sharding of operand (``slot`` "in") or result ("out") ``position`` of operation ``op``.
+
+    ``"from"`` is that of an operand before it changes to "in". ``"made"`` is what the operation
+    itself gives its result, ``"after"`` where a change to "out" stands before it gathers.
+    """
+
+    op: int
+    slot: str
+    position: int
+    spec: Sharding
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """A collective that the plan causes.
+
+    ``payload_bytes`` per device and ``time_s`` are for one of its ``count`` runs a step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: float
+    payload_bytes: float
+    time_s: float
+    value: str
+    source: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A large value between operations and its sharding."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Sharding
+    nbytes_per_device: int
+    source: str
+
+
+@dataclass(frozen=True)
+class PinRow:
+    """How a pin was honored: by its rule, what it asks, and ``how`` in words, with the number of
+    arrays it is true of and the ``first`` of them."""
+
+    pin: str
+    asked: str
+    how: str
+    arrays: int
+    first: str
+
+
+@dataclass(frozen=True)
+class MeshRow:
+    """A logical mesh that was tried, and why it was kept or left."""
+
+    mesh: str
+    cost_s: float
+    lower_bound_s: float
+    peak_bytes: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted figures of one step on one device (seconds, bytes)."""
+
+    compute_s: float
+    communication_s: float
+    overlapped_s: float
+    step_s: float
+    peak_bytes: float
+    limit_bytes: float
+    peak_holders: tuple[str, ...]
+    host_s: float = 0.0
+    """Copies between the device and its host, part of ``step_s``."""
+    host_bytes: float = 0.0
+    """What the device keeps in its host's memory between steps."""
+    feed_s: float = 0.0
+    """What feeding the batch counts for in the search's cost; no part of ``step_s``."""
+    device_bytes: float = 0.0
+    """Memory of a device, where ``limit_bytes`` is that less a reserve; 0 where it was given."""
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """Which search, how good its answer is and why it stopped."""
+
+    name: str
+    cost_s: float
+    lower_bound_s: float
+    gap: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one train step runs on one cluster."""
+
+    mode: str
+    cluster: str
+    mesh: MeshSpec
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    constraints: tuple[Constraint, ...]
+    collectives: tuple[CollectiveRow, ...]
+    activations: tuple[Activation, ...]
+    fallbacks: tuple[str, ...]
+    notes: tuple[str, ...]
+    meshes: tuple[MeshRow, ...]
+    prediction: Prediction
+    search: SearchReport
+    op_table: tuple[str, ...]
+    op_index: tuple[int, ...]
+    op_inputs: tuple[tuple[int, ...], ...]
+    pins: tuple[PinRow, ...] = ()
+    strategy: str = ""
+    """What the plan does, in the field's words; empty in plans of older versions."""
+    idle: str = ""
+    """Says so where devices repeat each other's work."""
+    planning_s: float = field(default=0.0, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the JSON text."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text, one item of each list a line, so that it diffs well."""
+        return _dump(_plain(self))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON atomically: the file is whole or not there."""
+        target = Path(path)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as out:
+                out.write(self.to_json())
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def as_partition_specs(self, *args: Any) -> Any:
+        """The ``jax.sharding.PartitionSpec`` of every argument.
+
+        Args:
+            *args: the step's arguments (arrays or ShapeDtypeStructs), or nothing.
+
+        Returns:
+            With arguments a tuple like them, a spec for every array; else a dict by path.
+
+        Raises:
+            PlanMismatchError: the plan is for other arguments.
+        """
+        from planner.plan.partition_specs import partition_specs, specs_like
+
+        specs = partition_specs(self.inputs)
+        return specs_like(specs, args) if args else specs
+
+    def as_logical_axis_rules(self) -> LogicalAxes:
+        """Logical names of every argument's dimensions, and rules from names to mesh axes."""
+        return logical_axes(self.inputs)
+
+    def __str__(self) -> str:
+        from planner.report.table import plan_text
+
+        return plan_text(self)
+
+    def check_matches(self, graph: Graph) -> None:
+        """Raise PlanMismatchError, naming the first difference, unless made for ``graph``."""
+        inputs = [
+            (p, graph.values[v]) for p, v in zip(graph.input_paths, graph.inputs, strict=True)
+        ]
+        for leaf, (path, value) in zip(self.inputs, inputs, strict=False):
+            got = (path, value.shape, value.dtype)
+            expected = (leaf.path, leaf.shape, leaf.dtype)
+            if got != expected:
+                raise PlanMismatchError(
+                    f"this plan is for another step: argument {path} is {value}, the plan has "
+                    f"{leaf.path} of {leaf.dtype}{list(leaf.shape)}; plan again for these arguments"
+                )
+        if len(inputs) != len(self.inputs):
+            raise PlanMismatchError(
+                f"this plan is for another step: got {len(inputs)} array arguments, "
+                f"expected {len(self.inputs)}"
+            )
+        for op, index in zip(graph.ops, self.op_index, strict=False):
+            text = graph.op_text(op)
+            if text != self.op_table[index]:
+                raise PlanMismatchError(
+                    f"this plan is for another step: operation {op.index} "
+                    f"({op.source or 'no line'}) "
+                    f"is {text}, the plan has {self.op_table[index]}"
+                )
+        for op, reads in zip(graph.ops, self.op_inputs, strict=False):
+            if op.inputs != reads:
+                raise PlanMismatchError(
+                    f"this plan is for another step: operation {op.index} "
+                    f"({op.source or 'no line'}), {graph.op_text(op)}, reads values "
+                    f"{list(op.inputs)}, in the plan {list(reads)}"
+                )
+        if len(graph.ops) != len(self.op_index):
+            raise PlanMismatchError(
+                f"this plan is for another step: got {len(graph.ops)} operations, expected "
+                f"{len(self.op_index)}"
+            )
+        self._check_results(graph)
+
+    def _check_results(self, graph: Graph) -> None:
+        """As ``check_matches``, for the results and the places of constraints."""
+        got = [
+            (path, (), LITERAL)
+            if v == SCALAR
+            else (path, graph.values[v].shape, graph.values[v].dtype)
+            for path, v in zip(graph.output_paths, graph.outputs, strict=True)
+        ]
+        expected = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.outputs]
+        if got != expected:
+            unlike = [pair for pair in zip(got, expected, strict=False) if pair[0] != pair[1]]
+            here, there = unlike[0] if unlike else (f"{len(got)}", f"{len(expected)}")
+            raise PlanMismatchError(
+                f"this plan is for another step: results are {here}, in the plan {there}; plan "
+                "again for this step"
+            )
+        for c in self.constraints:
+            op = graph.ops[c.op]
+            values = op.inputs if c.slot in ("in", "from") else op.outputs
+            at = values[c.position] if c.position < len(values) else -1
+            if at < 0 or len(c.spec.dims) > len(graph.values[at].shape):
+                raise PlanMismatchError(
+                    f"this plan is for another step: it has {c.spec} for {c.slot!r} "
+                    f"{c.position} of operation {c.op}, {graph.op_text(op)}"
+                )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Sharding):
+        return [list(e) if isinstance(e, tuple) else e for e in value.entries]
+    if isinstance(value, MeshSpec):
+        return dict(zip(value.names, value.sizes, strict=True))
+    if isinstance(value, Plan):
+        body = {
+            f.name: _plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.name != "planning_s"
+        }
+        return {"format": FORMAT, **body}
+    if dataclasses.is_dataclass(value):
+        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {k: _plain(v) for k, v in found.items() if k not in _UNSAID or v != _UNSAID[k]}
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    return value
+
+
+_UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "host_bytes": 0.0}
+_UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0}
+"""Fields that stand in the text only where they differ from this."""
+
+_EXACT = frozenset(
+    "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()
+)
+"""Fields of a plan that hold no floats."""
+
+
+def rounded(value: Any) -> Any:
+    """The value with every float in it kept to nine digits: the same text on every host."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, tuple):
+        return tuple(rounded(v) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, Sharding | MeshSpec):
+        changed = {
+            f.name: rounded(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.name not in _EXACT
+        }
+        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
+    return value
+
+
+def _dump(plain: dict[str, Any]) -> str:
+    lines = []
+    for key, value in plain.items():
+        if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
+            items = ",\n".join("    " + json.dumps(v) for v in value)
+            lines.append(f"  {json.dumps(key)}: [\n{items}\n  ]")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that ``Plan.save`` wrote.
+
+    Raises:
+        PlanFormatError: the file can't be read or is larger than ``LARGEST``; or as
+            ``plan_from_json``.
+    """
+    try:
+        text = read_text(path, LARGEST)
+    except OSError as error:
+        raise PlanFormatError(f"cannot read plan {path}: {error.strerror}") from error
+    return plan_from_json(text, str(path))
+
+
+def plan_from_json(text: str, where: str = "plan") -> Plan:
+    """Parse the text of ``Plan.to_json``.
+
+    Raises:
+        PlanFormatError: not JSON, another format, or not what ``planner.plan.schema`` allows; one
+            line that says where.
+    """
+    from planner.plan.schema import read_plan
+
+    try:
+        raw = parsed_json(text)
+    except ValueError as error:
+        raise PlanFormatError(f"{where} is not JSON: {error}") from error
+    got = raw.pop("format", None) if isinstance(raw, dict) else type(raw).__name__
+    if got != FORMAT:
+        raise PlanFormatError(f"{where}: got format {ascii(got)[:60]}, expected {FORMAT!r}")
+    try:
+        return read_plan(raw)
+    except ValueError as error:
+        raise PlanFormatError(
+            f"{where}: field missing or malformed: {error}; save the plan again"
+        ) from error

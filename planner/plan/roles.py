@@ -1,0 +1,205 @@
+"""What each mesh axis does, read off a plan: the field's names for it, and one line in its words.
+
+The role of an axis is what it splits in the matrix products and convolutions of the step, weighed
+by their flop. Of a product of an activation and a parameter (or a value made of parameters alone):
+
+=============================================  =========
+an axis that splits                            has role
+=============================================  =========
+the first dimension of the activation          data
+another one of it that the parameter lacks     seq
+a dimension of the parameter, summed or not    model
+a dimension of both operands and the result    expert
+=============================================  =========
+
+Of the activation's dimensions, those count that the parameter lacks. An axis with the role
+``data`` or ``seq`` over which at least half of the bytes of the parameters are stored split is
+``fsdp``: such a product needs them whole along it. Without such products the arguments decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.choose.devices import idle_axes
+from planner.graph.ir import SCALAR, Graph
+from planner.plan.extract import Extraction
+from planner.request.state import StateRequest, find_state
+from planner.spec import MeshSpec
+from planner.step.feeding import fed_inputs
+from planner.step.kernel_costs import PRODUCTS
+
+DATA, FSDP, MODEL, EXPERT, SEQ, IDLE = "data", "fsdp", "model", "expert", "seq", "idle"
+WORDS: Mapping[str, str] = {
+    DATA: "data parallel",
+    FSDP: "FSDP",
+    MODEL: "tensor parallel",
+    EXPERT: "expert parallel",
+    SEQ: "sequence parallel",
+}
+HALF = 0.5
+"""Share of the bytes of parameters, or of optimizer state, from which an axis splits them."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Per mesh axis its role, and over which axes optimizer state alone is split (ZeRO-1);
+    ``batch``: into how many pieces the batch is cut."""
+
+    of: tuple[str, ...]
+    zero: frozenset[int]
+    batch: int
+
+
+def roles_of(plan: Extraction) -> Roles:
+    """The roles of a plan's axes."""
+    priced, graph = plan.priced, plan.graph
+    sizes = priced.mesh.sizes
+    votes = _votes(plan)
+    idle = idle_axes(priced, plan.choice)
+    state = find_state(graph, StateRequest())
+    fed = _batch(graph)
+    roles, zero = [], set[int]()
+    for k in range(len(sizes)):
+        parameters = _share(plan, sorted(state.parameters.difference(fed)), k) >= HALF
+        if sizes[k] == 1 or (k in idle and not parameters):
+            roles.append(IDLE)
+            continue
+        role = max(votes[k], key=lambda r: votes[k][r]) if votes[k] else ""
+        if role in (SEQ, ""):
+            role = _cuts(plan, fed or graph.inputs, k) or role or DATA
+        if role in (DATA, SEQ) and parameters:
+            role = FSDP
+        elif role == DATA and _share(plan, sorted(state.others), k) >= HALF:
+            zero.add(k)
+        roles.append(role)
+    return Roles(tuple(roles), frozenset(zero), _pieces(plan, fed or graph.inputs))
+
+
+def renamed(mesh: MeshSpec, roles: Roles, named: frozenset[str]) -> MeshSpec:
+    """The mesh with axes named by what they do; axes in ``named`` and those of one device stay as
+    they are."""
+    fixed = {n for n, size in zip(mesh.names, mesh.sizes, strict=True) if n in named or size == 1}
+    taken, names = set(fixed), []
+    for name, role in zip(mesh.names, roles.of, strict=True):
+        if name not in fixed:
+            name = next(n for n in (role, *(f"{role}{i}" for i in range(2, 9))) if n not in taken)
+            taken.add(name)
+        names.append(name)
+    return MeshSpec(tuple(names), mesh.sizes)
+
+
+def strategy_text(sizes: Sequence[int], roles: Roles) -> str:
+    """The plan's strategy in the field's words, as ``FSDP over 16 x tensor parallel over 4; batch
+    split 64 ways``."""
+    if math.prod(sizes) == 1:
+        return "one device"
+    parts, idle = [], 1
+    for k, (size, role) in enumerate(zip(sizes, roles.of, strict=True)):
+        if role == IDLE:
+            idle *= size
+        else:
+            words = f"{WORDS[role]} over {size}"
+            parts.append(f"{words} (ZeRO-1)" if k in roles.zero else words)
+    if idle > 1:
+        parts.append(f"{idle} groups that repeat the same work" if parts else "no parallelism")
+    batch = f"batch split {roles.batch} ways" if roles.batch > 1 else "batch whole on every device"
+    return f"{' x '.join(parts)}; {batch}"
+
+
+def with_names(plan: Extraction, mesh: MeshSpec) -> Extraction:
+    """The plan on a mesh of the same sizes with other names."""
+    return Extraction(dataclasses.replace(plan.priced, mesh=mesh), plan.choice)
+
+
+def _votes(plan: Extraction) -> list[dict[str, float]]:
+    """Per axis, the flop of products that it splits in each role."""
+    graph, groups = plan.graph, plan.priced.analysis.groups
+    light = _weights(graph)
+    live = graph.live_ops()
+    votes: list[dict[str, float]] = [{} for _ in plan.priced.mesh.sizes]
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if op.kind not in PRODUCTS or entry is None or not live[op.index]:
+            continue
+        if SCALAR in op.inputs[:2] or light[op.inputs[0]] == light[op.inputs[1]]:
+            continue
+        group, ins, outs = entry
+        acts, weights = (ins[1], ins[0]) if light[op.inputs[0]] else (ins[0], ins[1])
+        flops = graph.regions[op.region].weight * math.prod(
+            groups.groups[group].sizes[f] for f in {*acts, *weights, *outs[0]} if f >= 0
+        )
+        for k, factor in enumerate(plan.rows["use"][group]):
+            if factor < 0 or factor not in {*acts, *weights, *outs[0]}:
+                continue
+            if factor not in weights:
+                rows = [f for f in acts if f >= 0 and f not in weights]
+                role = DATA if rows[:1] == [factor] else SEQ
+            else:
+                role = EXPERT if factor in acts and factor in outs[0] else MODEL
+            votes[k][role] = votes[k].get(role, 0.0) + flops
+    return votes
+
+
+def _batch(graph: Graph) -> tuple[int, ...]:
+    """The inputs that are new at every step. In a step without state, or one that returns nothing
+    but what looks like it, those that stand on the left of a product."""
+    fed = fed_inputs(graph)
+    if fed and len(graph.ties) < len(graph.outputs):
+        return fed
+    left = {op.inputs[0] for op in graph.ops if op.kind in PRODUCTS}
+    return tuple(v for v in graph.inputs if v in left) or fed
+
+
+def _weights(graph: Graph) -> list[bool]:
+    """Per value, whether it is made of parameters alone."""
+    fed = set(_batch(graph))
+    out = [False] * len(graph.values)
+    for value in graph.inputs:
+        out[value] = value not in fed
+    for op in graph.ops:
+        made = [v for v in op.inputs if v != SCALAR and graph.values[v].shape]
+        light = bool(made) and all(out[v] for v in made)
+        for v in op.outputs:
+            out[v] = light
+    return out
+
+
+def _cuts(plan: Extraction, values: Sequence[int], axis: int) -> str:
+    """What an axis cuts of some arguments: first dimensions, others, or nothing."""
+    name, found = plan.priced.mesh.names[axis], ""
+    for value in values:
+        for port in ("use", "store"):
+            dims = plan.value_sharding(value, port).dims
+            if dims and name in dims[0]:
+                return DATA
+            if any(name in dim for dim in dims):
+                found = SEQ
+    return found
+
+
+def _share(plan: Extraction, values: Sequence[int], axis: int) -> float:
+    """Share of the bytes of some arguments that an axis splits where they are stored."""
+    name, total, split = plan.priced.mesh.names[axis], 0.0, 0.0
+    for value in values:
+        nbytes = plan.graph.values[value].nbytes
+        total += nbytes
+        split += nbytes * (name in plan.value_sharding(value).axes)
+    return split / total if total else 0.0
+
+
+def _pieces(plan: Extraction, values: Sequence[int]) -> int:
+    """The least pieces that an array of the batch is cut into, of those as long as the largest."""
+    arrays = [v for v in values if plan.graph.values[v].shape]
+    if not arrays:
+        return 1
+    mesh, known = plan.priced.mesh, plan.graph.values
+    length = known[max(arrays, key=lambda v: known[v].nbytes)].shape[0]
+    return min(
+        max(plan.value_sharding(v, port).shards(mesh) for port in ("store", "use"))
+        for v in arrays
+        if known[v].shape[0] == length
+    )

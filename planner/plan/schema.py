@@ -1,0 +1,400 @@
+"""What the text of a plan may hold: a reader for every field, and rules that join fields. No jax.
+
+A reader takes a value as JSON gives it and returns the field's value, or raises ``Misfit``. A new
+field of a plan's dataclass is one entry in the table of that dataclass below; one with a default
+may be missing in the text. A rule takes a whole plan. Nothing here trusts the text: it may come
+from another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args
+
+from costmodels import MOST_DEVICES, ClusterError, Collective, parse_cluster
+from planner.errors import RequestError
+from planner.modes import MODES
+from planner.plan.plan import (
+    Activation,
+    CollectiveRow,
+    Constraint,
+    Leaf,
+    MeshRow,
+    PinRow,
+    Plan,
+    Prediction,
+    SearchReport,
+)
+from planner.spec import AXIS_NAME, MeshSpec, Sharding
+
+T = TypeVar("T")
+Reader = Callable[[Any], Any]
+
+MEMORIES = ("device", "pinned_host", "unpinned_host")
+SLOTS = ("from", "in", "made", "after", "out")
+LONGEST_TEXT = 1_000_000
+MOST_BYTES = 2**63 - 1
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that end lines, steer terminals, turn text around or are none: no plan has them."""
+
+
+class Misfit(Exception):
+    """A value that a plan can't have. ``path`` leads to it, innermost step last."""
+
+    def __init__(self, got: Any, expected: str) -> None:
+        super().__init__(expected)
+        self.got, self.expected = got, expected
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        where = "".join(reversed(self.path)).removeprefix(".") or "the plan"
+        return f"{where} is {_short(self.got)}, expected {self.expected}"
+
+
+def _short(value: Any) -> str:
+    """A value on one line, in ASCII."""
+    if isinstance(value, dict | list):
+        kind, count = ("an object", "fields") if isinstance(value, dict) else ("a list", "items")
+        return f"{kind} of {len(value)} {count}"
+    if isinstance(value, int) and abs(value) > MOST_BYTES:
+        return "a number beyond 2**63"
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ---- readers ------------------------------------------------------------------------------
+
+
+def text(pattern: str = ".*", expected: str = "a text of one line") -> Reader:
+    """One line without control characters that matches as a whole."""
+    matches = re.compile(pattern).fullmatch
+
+    def read(value: Any) -> str:
+        if type(value) is not str or len(value) > LONGEST_TEXT or not matches(value):
+            raise Misfit(value, expected)
+        if hidden := _HIDDEN.search(value):
+            raise Misfit(value, f"{expected}, without {hidden.group()!a}")
+        return value
+
+    return read
+
+
+def one_of(*names: str) -> Reader:
+    """One of these texts."""
+
+    def read(value: Any) -> str:
+        if type(value) is not str or value not in names:
+            raise Misfit(value, f"one of {', '.join(names)}")
+        return value
+
+    return read
+
+
+def whole(least: int = 0, most: int = MOST_BYTES) -> Reader:
+    """A whole number in a range."""
+
+    def read(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise Misfit(value, f"a whole number from {least} to {most}")
+        return value
+
+    return read
+
+
+def number(least: float = -math.inf, *, missing: float | None = None) -> Reader:
+    """A finite number of at least ``least``; null stands for ``missing``, if that is given."""
+    expected = "a finite number" + (f" from {least:g} on" if least > -math.inf else "")
+
+    def read(value: Any) -> float:
+        if value is None and missing is not None:
+            return missing
+        known = type(value) is float or (type(value) is int and abs(value) <= MOST_BYTES)
+        if not known or not math.isfinite(value) or value < least:
+            raise Misfit(value, expected)
+        return value  # type: ignore[no-any-return]
+
+    return read
+
+
+def flag(value: Any) -> bool:
+    """True or false."""
+    if type(value) is not bool:
+        raise Misfit(value, "true or false")
+    return value
+
+
+def many(read: Reader, count: int | None = None) -> Reader:
+    """A list, as a tuple; of ``count`` items, if that is given."""
+    expected = "a list" if count is None else f"a list of {count} items"
+
+    def read_all(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or count not in (None, len(value)):
+            raise Misfit(value, expected)
+        items: list[Any] = []
+        try:
+            for item in value:
+                items.append(read(item))
+        except Misfit as error:
+            error.path.append(f"[{len(items)}]")
+            raise
+        return tuple(items)
+
+    return read_all
+
+
+def perhaps(read: Reader) -> Reader:
+    """What ``read`` takes, or null."""
+    return lambda value: None if value is None else read(value)
+
+
+def record(make: Callable[..., T], **readers: Reader) -> Callable[[Any], T]:
+    """An object with a field for each reader, as a dataclass; those with a default may miss.
+
+    Raises:
+        TypeError: the dataclass has a field without a reader, or the other way round.
+    """
+    fields = {f.name: f for f in dataclasses.fields(make) if f.compare}  # type: ignore[arg-type]
+    if set(fields) != set(readers):
+        raise TypeError(f"{make}: {set(fields) ^ set(readers)} in the class or the schema alone")
+    needed = [name for name, f in fields.items() if f.default is dataclasses.MISSING]
+
+    def read(value: Any) -> T:
+        if type(value) is not dict:
+            raise Misfit(value, f"an object with {', '.join(needed)}")
+        for name in needed:
+            if name not in value:
+                raise Misfit(value, f"a field {name!r} in it")
+        found = {}
+        for name, part in value.items():
+            if name not in readers:
+                raise Misfit(value, f"no field {_short(name)} in it")
+            try:
+                found[name] = readers[name](part)
+            except Misfit as error:
+                error.path.append(f".{name}")
+                raise
+        return make(**found)
+
+    return read
+
+
+# ---- the fields ---------------------------------------------------------------------------
+
+LINE = text()
+AXIS = text(AXIS_NAME, "the name of a mesh axis: letters, digits and _")
+DTYPE = text(r"[A-Za-z][\w<>.:,-]{0,99}", "the name of a dtype")
+KIND = r"[^\s()\"'\\]+"
+OPERATION = text(rf"{KIND}\(.*", "an operation, as in add(float32[8]) -> float32[8]")
+SIZE = whole()
+SHAPE = many(SIZE)
+_ENTRIES = many(lambda value: (many(AXIS) if type(value) is list else perhaps(AXIS))(value))
+
+
+def sharding(value: Any) -> Sharding:
+    """Mesh axes per dimension, as in a PartitionSpec."""
+    return Sharding.of(_ENTRIES(value))
+
+
+def mesh(value: Any) -> MeshSpec:
+    """Sizes by axis."""
+    if type(value) is not dict or not value:
+        raise Misfit(value, "an object with a size for every axis")
+    try:
+        names, sizes = [AXIS(name) for name in value], [whole(1)(n) for n in value.values()]
+    except Misfit as error:
+        error.path.append(", an axis,")
+        raise
+    return MeshSpec(tuple(names), tuple(sizes))
+
+
+def leaf(value: Any) -> Leaf:
+    """An argument or a result; its shardings have the rank of its shape."""
+    found = _LEAF(value)
+    rank = len(found.shape)
+    used = None if found.used_as is None else Sharding.of(found.used_as.dims, rank)
+    return dataclasses.replace(found, spec=Sharding.of(found.spec.dims, rank), used_as=used)
+
+
+def activation(value: Any) -> Activation:
+    """A value between operations; its sharding has the rank of its shape."""
+    found = _ACTIVATION(value)
+    return dataclasses.replace(found, spec=Sharding.of(found.spec.dims, len(found.shape)))
+
+
+_LEAF = record(
+    Leaf,
+    path=LINE,
+    shape=SHAPE,
+    dtype=DTYPE,
+    spec=sharding,
+    nbytes_per_device=SIZE,
+    used_as=perhaps(sharding),
+    tied=flag,
+    memory=one_of(*MEMORIES),
+    fetched=many(many(SIZE, 2)),
+)
+_ACTIVATION = record(
+    Activation,
+    name=LINE,
+    shape=SHAPE,
+    dtype=DTYPE,
+    spec=sharding,
+    nbytes_per_device=SIZE,
+    source=LINE,
+)
+_CONSTRAINT = record(Constraint, op=SIZE, slot=one_of(*SLOTS), position=SIZE, spec=sharding)
+_COLLECTIVE = record(
+    CollectiveRow,
+    kind=one_of(*get_args(Collective)),
+    axes=many(AXIS),
+    count=number(0),
+    payload_bytes=number(0),
+    time_s=number(0),
+    value=LINE,
+    source=LINE,
+    cause=LINE,
+)
+_MESH_ROW = record(
+    MeshRow,
+    mesh=LINE,
+    cost_s=number(),
+    lower_bound_s=number(missing=-math.inf),
+    peak_bytes=number(),
+    verdict=LINE,
+)
+_PREDICTION = record(
+    Prediction,
+    compute_s=number(0),
+    communication_s=number(0),
+    overlapped_s=number(0),
+    step_s=number(0),
+    peak_bytes=number(0),
+    limit_bytes=number(0, missing=math.inf),
+    peak_holders=many(LINE),
+    host_s=number(0),
+    host_bytes=number(0),
+    feed_s=number(0),
+    device_bytes=number(0),
+)
+_SEARCH = record(
+    SearchReport,
+    name=LINE,
+    cost_s=number(),
+    lower_bound_s=number(missing=-math.inf),
+    gap=number(missing=math.inf),
+    reason=LINE,
+)
+_PIN = record(PinRow, pin=LINE, asked=LINE, how=LINE, arrays=SIZE, first=LINE)
+_PLAN = record(
+    Plan,
+    mode=one_of(*MODES),
+    cluster=text(".{1,1000}", "the text of a cluster"),
+    mesh=mesh,
+    inputs=many(leaf),
+    outputs=many(leaf),
+    constraints=many(_CONSTRAINT),
+    collectives=many(_COLLECTIVE),
+    activations=many(activation),
+    fallbacks=many(LINE),
+    notes=many(LINE),
+    meshes=many(_MESH_ROW),
+    prediction=_PREDICTION,
+    search=_SEARCH,
+    op_table=many(OPERATION),
+    op_index=many(SIZE),
+    op_inputs=many(many(whole(-1))),
+    pins=many(_PIN),
+    strategy=LINE,
+    idle=LINE,
+)
+
+
+# ---- what joins fields ---------------------------------------------------------------------
+
+Fault = tuple[str, str]
+"""Where, and what is wrong there."""
+
+
+def _shardings(plan: Plan) -> Iterator[Fault]:
+    """Axes exist and occur once; arguments, results and activations divide."""
+    for field in ("inputs", "outputs", "activations"):
+        for index, row in enumerate(getattr(plan, field)):
+            for name in ("spec", "used_as"):
+                spec = getattr(row, name, None)
+                if spec is not None and (wrong := _misplaced(spec, row.shape, plan.mesh)):
+                    yield f"{field}[{index}].{name}", wrong
+    for index, c in enumerate(plan.constraints):
+        if wrong := _misplaced(c.spec, None, plan.mesh):
+            yield f"constraints[{index}].spec", wrong
+    for index, collective in enumerate(plan.collectives):
+        if wrong := _misplaced(Sharding((collective.axes,)), None, plan.mesh):
+            yield f"collectives[{index}].axes", wrong
+
+
+def _misplaced(spec: Sharding, shape: tuple[int, ...] | None, mesh: MeshSpec) -> str:
+    """Why a sharding can't hold on the mesh, or an empty text."""
+    if not spec.axes:
+        return ""
+    try:
+        for axis in spec.axes:
+            mesh.size(axis)
+        spec.check((0,) * len(spec.dims) if shape is None else shape, mesh)
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def _operations(plan: Plan) -> Iterator[Fault]:
+    """Tables of operations are of one length; what points into them stays inside."""
+    count, kinds = len(plan.op_index), len(plan.op_table)
+    if len(plan.op_inputs) != count:
+        yield "op_inputs", f"{len(plan.op_inputs)} items for {count} operations in op_index"
+        return
+    if max(plan.op_index, default=-1) >= kinds:
+        yield "op_index", f"names row {max(plan.op_index)}, op_table has {kinds}"
+    taken: set[tuple[int, str, int]] = set()
+    for index, c in enumerate(plan.constraints):
+        key, where = (c.op, c.slot, c.position), f"constraints[{index}]"
+        if c.op >= count:
+            yield where, f"operation {c.op} of {count}"
+        elif c.slot in ("from", "in") and c.position >= len(plan.op_inputs[c.op]):
+            yield where, f"operand {c.position} of {len(plan.op_inputs[c.op])}"
+        elif key in taken:
+            yield where, "the same place twice"
+        taken.add(key)
+
+
+def _choice(plan: Plan) -> Iterator[Fault]:
+    """Of the meshes tried, one was chosen."""
+    chosen = sum(row.verdict == "chosen" for row in plan.meshes)
+    if plan.meshes and chosen != 1:
+        yield "meshes", f"{chosen} rows are 'chosen', expected one"
+
+
+def _devices(plan: Plan) -> Iterator[Fault]:
+    """The mesh has no more devices than the cluster, where the cluster's text says how many."""
+    most = MOST_DEVICES
+    if ".toml" not in plan.cluster.lower():  # no file is opened because a plan names it
+        with contextlib.suppress(ClusterError):  # else described in the program that planned
+            most = parse_cluster(plan.cluster).num_devices
+    if plan.mesh.num_devices > most:
+        yield "mesh", f"{_short(plan.mesh.num_devices)} devices, {plan.cluster} has {most}"
+
+
+RULES: tuple[Callable[[Plan], Iterator[Fault]], ...] = (_shardings, _operations, _choice, _devices)
+
+
+def read_plan(raw: dict[str, Any]) -> Plan:
+    """The plan that parsed JSON, without its format, holds; raises ValueError, one line."""
+    try:
+        plan = _PLAN(raw)
+    except (Misfit, RequestError) as error:
+        raise ValueError(str(error)) from error
+    for rule in RULES:
+        for where, wrong in rule(plan):
+            raise ValueError(f"{where}: {wrong}")
+    return plan

@@ -1,0 +1,425 @@
+"""``make_plan``: the door. trace -> rules -> groups -> price -> search -> Plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec
+
+from costmodels import Cluster
+from planner.advice import Again, Case, Shapes, advise, least_plan, rescued
+from planner.advice.recompute import recomputed
+from planner.annotate import MARKS, Pin
+from planner.arguments.calls import Indices, Names, bind
+from planner.arguments.metadata import rules_of, with_logical_axis_rules
+from planner.choose.candidates import batch_axes
+from planner.choose.devices import devices_worth, idle_text
+from planner.choose.meshes import Tried, choose, search_meshes, unfold, untried
+from planner.choose.thrift import thrifty
+from planner.collector import paused
+from planner.cost.pricing import Priced
+from planner.errors import MemoryLimitError, RequestError
+from planner.frontend.inert import inert_notes
+from planner.graph.blocks import repeated_blocks
+from planner.graph.ir import Graph
+from planner.graph.trace import Traced, reshaped, trace
+from planner.plan.extract import Extraction
+from planner.plan.honored import honored
+from planner.plan.plan import MeshRow, Plan, SearchReport, rounded
+from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
+from planner.report.shortage import shortage_text
+from planner.report.units import bytes_text
+from planner.report.verdict import pruned_text, unfit_text
+from planner.request.marks import all_pins, placed_mesh
+from planner.request.options import Request, parse_request
+from planner.request.pins import axis_names
+from planner.request.state import find_state
+from planner.rules.borders import border_rule
+from planner.rules.factor import FactorRule
+from planner.rules.key import EqnKey
+from planner.rules.registry import rules_for
+from planner.search.iopddl import write_iopddl
+from planner.search.problem import Solution
+from planner.space.groups import build_groups
+from planner.space.host_memory import hostable, with_host
+from planner.space.replicated import held_whole
+from planner.spec import MeshSpec
+from planner.step.analysis import Analysis, analyse
+from planner.step.classes import Quotient, fold_analysis
+
+_Asked = ParamSpec("_Asked")
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan, and the prices and choices that it was made from (for reports)."""
+
+    plan: Plan
+    extraction: Extraction
+    quotient: Quotient
+    pins: tuple[Pin, ...]
+    request: Request
+
+
+def plan_step(
+    function: Callable[..., Any],
+    *args: Any,
+    cluster: str | Cluster,
+    mode: str | None = None,
+    search: str | None = None,
+    mesh: str | Mapping[str, int] | MeshSpec | None = None,
+    memory: str | float | None = None,
+    shardings: Mapping[str, Any] | None = None,
+    logical_axis_rules: Sequence[Any] | None = None,
+    zero: int | None = None,
+    whole_below: str | float = 0.0,
+    never_fsdp: str | Sequence[str] = (),
+    offload: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+    time_limit_s: float = 60.0,
+    dump_problem: str | Path | None = None,
+) -> Planned:
+    """Plan a train step for a cluster; starts no backend.
+
+    Args:
+        function: the step, any jit-able function of pytrees, Flax NNX objects and Equinox modules.
+        *args: arrays or ShapeDtypeStructs, and NNX objects that hold such (``nnx.eval_shape``
+            makes them); other leaves than arrays and numbers are static.
+        cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster.
+        mode: one of ``planner.modes.MODES``; None takes ``set_parallel_mode``'s.
+        search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
+        mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
+            NamedShardings if they have one of as many devices, else tries all up to three axes.
+        memory: limit per device (``"80GB"`` or bytes); None takes the device's.
+        shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused;
+            ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the planner.
+        logical_axis_rules: pairs of a logical name and mesh axes, for Flax metadata and
+            ``nn.with_logical_constraint``; None takes those in force in Flax.
+        zero: ZeRO level 0 to 3 along the data axes; None leaves it to the search.
+        whole_below: arrays of the state of fewer bytes (``"64KB"``) are stored whole.
+        never_fsdp: regular expressions over argument paths; what matches is stored as it is used.
+        offload: regular expressions over argument paths; arrays of the state that match live in
+            host memory between their uses. ``"auto"``: the search decides which, by what fits.
+        donate_argnums: arguments whose memory the results may take; None means every
+            argument that comes back as a result.
+        static_argnums, static_argnames: as for ``jax.jit``.
+        time_limit_s: for the search, per mesh.
+        dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
+            written also when no plan fits.
+
+    Returns:
+        The plan (all that ``make_plan`` returns), and what it was made from.
+
+    Raises:
+        ModelError: the step failed while traced.
+        RequestError: the request can't be met (PinError, MemoryLimitError among them).
+
+    >>> import jax, jax.numpy as jnp
+    >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 4096), (65536, 4096)))
+    >>> plan = plan_step(lambda w, x: jnp.tanh(x @ w), w, x, cluster="h100:8").plan
+    >>> tuple(plan.as_partition_specs()["[1]"])
+    ('data',)
+    """
+    begun = time.perf_counter()
+    bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
+    function, args = with_logical_axis_rules(bound.function, logical_axis_rules), bound.args
+    request = parse_request(
+        cluster,
+        mode=mode,
+        search=search,
+        mesh=placed_mesh(args, cluster) if mesh is None else mesh,
+        memory=memory,
+        time_limit_s=time_limit_s,
+        zero=zero,
+        whole_below=whole_below,
+        never_fsdp=never_fsdp,
+        offload=offload,
+    )
+    return plan_traced(
+        trace(function, args),
+        args,
+        request,
+        shardings or {},
+        donate_argnums,
+        begun,
+        function=function,
+        dump_problem=dump_problem,
+    )
+
+
+def _plan_alone(plan: Callable[_Asked, Planned]) -> Callable[_Asked, Plan]:
+    """The same function, which returns the plan and lets go of what it was made from."""
+
+    @functools.wraps(plan)
+    def make_plan(*args: _Asked.args, **options: _Asked.kwargs) -> Plan:
+        return plan(*args, **options).plan
+
+    make_plan.__name__ = make_plan.__qualname__ = "make_plan"
+    return make_plan
+
+
+make_plan = _plan_alone(plan_step)
+
+
+def plan_traced(
+    traced: Traced,
+    args: Sequence[Any],
+    request: Request,
+    shardings: Mapping[str, Any],
+    donate_argnums: int | Sequence[int] | None,
+    begun: float,
+    *,
+    function: Callable[..., Any] | None = None,
+    dump_problem: str | Path | None = None,
+) -> Planned:
+    """The part of ``plan_step`` after tracing; ``function`` is traced again if no plan fits."""
+    with paused():
+
+        def prepare(traced: Traced, request: Request = request) -> _Prepared:
+            rules = rules_of(function)
+            pins = all_pins(traced, args, shardings, rules, request.mode)
+            return _prepared(traced, pins, request, donate_argnums)
+
+        def offloaded(request: Request) -> Quotient:
+            return prepare(traced, request).quotient
+
+        def retrace(shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
+            if function is None:
+                raise RequestError("only the trace is known")
+            again = prepare(trace(function, reshaped(args, shapes)))
+            return again.quotient, again.pins
+
+        def recompute(on_host: bool) -> tuple[str, Quotient, Sequence[Pin]] | None:
+            found = recomputed(traced, on_host=on_host)
+            if found is None:
+                return None
+            again = prepare(trace(found.function, args))
+            return found.what, again.quotient, again.pins
+
+        again = Again(retrace, offloaded, recompute)
+        return _planned(prepare(traced), request, begun, again, dump_problem)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A traced step, ready to be planned on any mesh."""
+
+    rules: tuple[FactorRule, ...]
+    quotient: Quotient
+    pins: tuple[Pin, ...]
+
+
+def _prepared(
+    traced: Traced,
+    pins: tuple[Pin, ...],
+    request: Request,
+    donate_argnums: int | Sequence[int] | None,
+) -> _Prepared:
+    graph = traced.graph
+    rules = graph_rules(traced)
+    donated = _donated(traced, donate_argnums)
+    hosted = hostable(graph, request.offload)
+    groups = with_host(build_groups(graph, rules, pins), hosted)
+    analysis = analyse(graph, rules, groups, donated, request.cluster.device, hosted)
+    along_axis = bool(request.tensor or request.sequence)
+    state = find_state(graph, request.state) if request.state or along_axis else None
+    differ = request.mode != "AUTO_PARALLEL" or along_axis
+    quotient = fold_analysis(analysis, pins, inputs_differ=differ, state=state)
+    return _Prepared(rules, quotient, pins)
+
+
+def _planned(
+    step: _Prepared,
+    request: Request,
+    begun: float,
+    again: Again,
+    dump_problem: str | Path | None,
+) -> Planned:
+    tried = search_meshes(step.quotient, step.pins, request)
+    least = None
+    if not choose(tried)[1].feasible:
+        least = least_plan(step.quotient, tried, request)
+        tried = rescued(least, tried, request)
+    picked = choose(tried)
+    best = thrifty(step.quotient, picked, request)
+    tried = tuple(best if t is picked else t for t in tried)
+    priced, solution = unfold(step.quotient, best)
+    if dump_problem is not None:
+        write_problem(priced, dump_problem)
+    if least is not None and not solution.feasible and not request.advice:
+        raise MemoryLimitError(
+            f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",
+            least_bytes=least.memory.peak_bytes + priced.analysis.scalar_bytes,
+            lower_bytes=least.lower_bytes,
+            limit_bytes=request.limit_bytes,
+        )
+    if least is not None and not solution.feasible:
+        shortage = advise(Case(step.quotient, step.pins, request, least, again))
+        raise MemoryLimitError(
+            shortage_text(shortage),
+            least_bytes=shortage.least_bytes,
+            lower_bytes=shortage.lower_bytes,
+            limit_bytes=shortage.limit_bytes,
+        )
+    notes = _apart_note(step.quotient.apart(solution.choice), len(step.quotient.part.groups.groups))
+    extraction = Extraction(priced, solution.choice)
+    roles = roles_of(extraction)
+    if _names_are_ours(request):
+        mesh = renamed(priced.mesh, roles, frozenset(axis_names(step.pins)))
+        extraction = with_names(extraction, mesh)
+    plan = _plan(extraction, roles, solution, best, tried, request, step.rules, begun)
+    pins = honored(extraction, step.pins, step.quotient.uses, batch_axes(request, priced.mesh))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=pins)
+    return Planned(plan, extraction, step.quotient, step.pins, request)
+
+
+def _names_are_ours(request: Request) -> bool:
+    """Whether the mesh axes have names that nobody gave or asked for."""
+    return request.mesh is None and request.mode == "AUTO_PARALLEL" and request.state.zero is None
+
+
+def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
+    """One factor rule per operation: borders by hand, the rest from the registry, which is asked
+    once for equal operations."""
+    graph = traced.graph
+    asked: dict[int, EqnKey] = {}
+    alike: list[int] = []  # per operation, the one whose rule it has
+    first: dict[int, int] = {}
+    for op, eqn, code in zip(graph.ops, traced.eqns, graph.codes, strict=True):
+        told = eqn is None or bool(op.attrs) or not eqn.params  # the code tells the parameters
+        at = first.setdefault(code, op.index) if told else op.index
+        alike.append(at)
+        if at == op.index and eqn is not None and op.kind not in MARKS:
+            asked[at] = eqn
+    known = dict(zip(asked, rules_for(list(asked.values())), strict=True))
+    for op, at in zip(graph.ops, alike, strict=True):
+        if at == op.index and at not in known:
+            ins = [graph.values[i].shape if i >= 0 else () for i in op.inputs]
+            known[at] = border_rule(op.kind, ins, [graph.values[o].shape for o in op.outputs])
+    return tuple([known[at] for at in alike])
+
+
+def write_problem(priced: Priced, path: str | Path) -> None:
+    """Write the problem of a mesh; seconds and bytes, memory without that of scalar inputs."""
+    try:
+        write_iopddl(priced.problem, path)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tuple[bool, ...]:
+    count = len(traced.graph.inputs)
+    if donate_argnums is None:
+        carried = {i for i, _ in traced.graph.ties}
+        return tuple(k in carried for k in range(count))
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return tuple(
+        any(path.startswith(f"[{n}]") for n in numbers) for path in traced.graph.input_paths
+    )
+
+
+def _plan(
+    extraction: Extraction,
+    roles: Roles,
+    solution: Solution,
+    best: Tried,
+    tried: Sequence[Tried],
+    request: Request,
+    rules: Sequence[FactorRule],
+    begun: float,
+) -> Plan:
+    priced, graph = extraction.priced, extraction.graph
+    inputs, outputs = extraction.leaves()
+    devices, names = priced.mesh.num_devices, not _names_are_ours(request)
+    plan = Plan(
+        mode=request.mode,
+        cluster=request.cluster.text,
+        mesh=priced.mesh,
+        inputs=inputs,
+        outputs=outputs,
+        constraints=extraction.constraints(),
+        collectives=extraction.collectives(),
+        activations=extraction.activations(),
+        fallbacks=_fallbacks(priced.analysis, rules),
+        notes=(*inert_notes(graph), *_notes(graph), *untried(priced.analysis, tried, request)),
+        meshes=tuple(
+            _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
+            for p, s in tried
+        ),
+        prediction=dataclasses.replace(
+            extraction.prediction(request.limit_bytes), device_bytes=request.device_bytes
+        ),
+        search=SearchReport(
+            solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
+        ),
+        op_table=tuple(graph.op_text(graph.ops[first]) for first in graph.firsts()),
+        op_index=graph.codes,
+        op_inputs=tuple(op.inputs for op in graph.ops),
+        strategy=strategy_text(priced.mesh.sizes, roles),
+        idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
+        planning_s=time.perf_counter() - begun,
+    )
+    return rounded(plan)  # type: ignore[no-any-return]
+
+
+def _mesh_row(
+    priced: Priced, solution: Solution, best: Solution, mesh: MeshSpec, names: bool
+) -> MeshRow:
+    """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
+    known = math.isfinite(solution.cost_s)
+    if solution is best:
+        verdict = "chosen"
+    elif not solution.choice:
+        verdict = pruned_text(solution.lower_bound_s, best.cost_s)
+    elif not solution.feasible:
+        scalars = priced.analysis.scalar_bytes
+        verdict = unfit_text(solution.peak_bytes + scalars, priced.limit_bytes)
+    else:
+        verdict = f"{solution.cost_s / max(best.cost_s, 1e-300):.2f}x the chosen one's time"
+    return MeshRow(
+        str(mesh) if names or solution is best else "x".join(map(str, mesh.sizes)),
+        solution.cost_s if known else -1.0,
+        solution.lower_bound_s,
+        solution.peak_bytes if math.isfinite(solution.peak_bytes) else -1.0,
+        verdict,
+    )
+
+
+def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ...]:
+    return tuple(
+        f"{w.name}: no rule, replicated"
+        + (f" x{w.count}" if w.count > 1 else "")
+        + f"; {bytes_text(w.nbytes)} of operands and results"
+        + (" each" if w.count > 1 else "")
+        for w in held_whole(analysis.graph, rules)
+    )
+
+
+def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
+    """A line when equal parts of the step were not given equal plans."""
+    if not apart:
+        return ()
+    return (
+        f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
+        "were not found to fit, or cost more",
+    )
+
+
+def _notes(graph: Graph) -> tuple[str, ...]:
+    blocks = tuple(
+        f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} equal blocks of "
+        f"{b.length}"
+        for b in repeated_blocks(graph)
+    )
+    return blocks + tuple(
+        f"region {r.index} ({r.kind}): trip count unknown, priced as one"
+        for r in graph.regions
+        if not r.known
+    )

@@ -1,0 +1,136 @@
+"""Everything that a user marks -> pins: path rules, placed arguments, Flax metadata, marks inside.
+
+Where two of them speak of one argument both must hold, but a mark inside the model that stands on
+an argument itself says how it is stored only if nothing else does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from costmodels import Cluster, ClusterError, parse_cluster
+from planner.annotate import Pin, StoredAs, mark_entries, placed_entries, told
+from planner.arguments.metadata import Rules, metadata_pins
+from planner.errors import PinError
+from planner.graph.trace import Traced
+
+
+def all_pins(
+    traced: Traced,
+    args: Sequence[Any],
+    shardings: Mapping[str, Any],
+    rules: Rules,
+    mode: str,
+) -> tuple[Pin, ...]:
+    """The pins of a step under a mode.
+
+    Args:
+        traced: the step.
+        args: its arguments.
+        shardings: rules over argument paths.
+        rules: logical axis rules.
+        mode: STAND_ALONE and DATA_PARALLEL say everything themselves; marks wait for another mode.
+
+    Raises:
+        PinError: as ``rule_pins``.
+    """
+    if mode in ("STAND_ALONE", "DATA_PARALLEL"):
+        return ()
+    inputs, paths = traced.graph.inputs, traced.graph.input_paths
+    ruled = rule_pins(shardings, paths, inputs)
+    taken = {pin.value for pin in ruled}
+    stored = {pin.value for pin in ruled if pin.storage}
+    placed = [pin for pin in placed_pins(args, inputs, paths) if pin.value not in taken]
+    boxed = metadata_pins(args, inputs, paths, rules)
+    boxed = tuple(dataclasses.replace(pin, storage=pin.value in stored) for pin in boxed)
+    named = (*ruled, *placed, *boxed)
+    return (*marks(traced, {pin.value for pin in named}), *named)
+
+
+def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
+    """Pins of the marks in the model. A mark on an argument itself is how it is stored, too,
+    unless that was asked for otherwise (``taken``)."""
+    pins = []
+    arguments = set(traced.graph.inputs) - taken
+    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
+        entries = None if eqn is None else mark_entries(op.kind, eqn.params)
+        if entries is None:
+            continue
+        origin = f"{op.source or 'model'}: mark {told(entries)}"
+        pins.append(Pin(op.outputs[0], entries, origin))
+        if op.inputs[0] in arguments:
+            arguments.discard(op.inputs[0])
+            pins.append(Pin(op.inputs[0], entries, origin))
+    return tuple(pins)
+
+
+def rule_pins(
+    rules: Mapping[str, Any], paths: Sequence[str], inputs: Sequence[int]
+) -> tuple[Pin, ...]:
+    """Pins of ``{"regex over path": PartitionSpec(...) or NamedSharding}``, each of them bare or as
+    ``StoredAs``; the first matching rule wins.
+
+    Raises:
+        PinError: a rule that matches no input (with the first paths), or is no regular expression.
+    """
+    pins: dict[int, Pin] = {}
+    for pattern, spec in rules.items():
+        try:
+            wanted = re.compile(pattern)
+        except re.error as error:
+            raise PinError(f"shardings: {pattern!r} is no regular expression: {error}") from error
+        storage = isinstance(spec, StoredAs)
+        spec = spec.spec if storage else spec
+        spec = spec.spec if isinstance(spec, jax.sharding.NamedSharding) else spec
+        hits = [(p, v) for p, v in zip(paths, inputs, strict=True) if wanted.search(p)]
+        if not hits:
+            raise PinError(
+                f"shardings: no argument path matches {pattern!r}; paths look like "
+                + ", ".join(repr(p) for p in paths[:3])
+            )
+        rule = f"shardings[{pattern!r}]"
+        for path, value in hits:
+            origin = f"{rule} at {path}"
+            pins.setdefault(value, Pin(value, tuple(spec), origin, storage, rule))
+    return tuple(pins.values())
+
+
+def placed_pins(
+    args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str]
+) -> tuple[Pin, ...]:
+    """Pins of arguments that carry a ``jax.sharding.NamedSharding`` over some axis of more than one
+    device, as arrays put on a mesh and ``ShapeDtypeStruct(..., sharding=...)`` do."""
+    pins = []
+    for k, x in enumerate(jax.tree_util.tree_leaves(tuple(args))):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
+            entries = placed_entries(sharding)
+            if entries is not None:
+                origin = f"sharding of argument {paths[k]}"
+                rule = "sharding of the argument"
+                pins.append(Pin(inputs[k], entries, origin, rule=rule))
+    return tuple(pins)
+
+
+def placed_mesh(args: Sequence[Any], cluster: str | Cluster) -> dict[str, int] | None:
+    """The mesh of the arguments' NamedShardings: one for all, of as many devices as the cluster."""
+    sizes = {
+        tuple(x.sharding.mesh.shape.items())
+        for x in jax.tree_util.tree_leaves(tuple(args))
+        if isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding)
+        and any(x.sharding.spec)
+    }
+    if len(sizes) != 1:
+        return None
+    try:
+        devices = (parse_cluster(cluster) if isinstance(cluster, str) else cluster).num_devices
+    except ClusterError:
+        return None  # said when the request is parsed
+    mesh = dict(sizes.pop())
+    return mesh if math.prod(mesh.values()) == devices else None

@@ -1,0 +1,148 @@
+"""Pins and modes -> masks over each group's strategies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.annotate import Pin
+from planner.errors import PinError, RequestError
+from planner.graph.ir import Graph
+from planner.request.state import data_axes
+from planner.space.groups import Groups
+from planner.space.strategies import StrategySet, digits, enumerate_strategies
+from planner.spec import Entry, MeshSpec, Sharding
+
+Mask = NDArray[np.bool_]
+
+
+def axis_names(pins: Sequence[Pin]) -> tuple[str, ...]:
+    """Mesh axis names that pins use, in order of first appearance."""
+    names: dict[str, None] = {}
+    for pin in pins:
+        for name in Sharding.of(pin.fixed).axes:
+            names.setdefault(name)
+    return tuple(names)
+
+
+def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec) -> dict[int, Mask]:
+    """Which strategies honour every pin.
+
+    Raises:
+        PinError: a pin that can't hold, by name: an axis that the mesh lacks, a dimension
+            that doesn't divide, a dimension that an operation needs whole, or two pins
+            that contradict each other.
+    """
+    masks: dict[int, Mask] = {}
+    first: dict[int, str] = {}
+    for pin in pins:
+        value = graph.values[pin.value]
+        try:
+            spec = Sharding.of(pin.fixed, len(value.shape))
+            spec.check(value.shape, mesh)
+        except RequestError as error:
+            raise PinError(f"{pin.origin}: {value}: {error}") from error
+        home = groups.home[pin.value]
+        if home is None:
+            continue
+        group, layout = home
+        full = _strategies(groups, group, mesh)
+        wanted = np.asarray(_digits(spec, mesh, pin.origin))
+        got = digits(full.store, layout, frozenset(), len(layout))
+        free = (wanted == 0) & np.isin(got, [d + 1 for d in pin.free])
+        mask = ((got == wanted) | free).all(axis=1)
+        if not mask.any():
+            whole = [
+                d
+                for d, f in enumerate(layout)
+                if spec.dims[d] and (f < 0 or not groups.groups[group].shardable[f])
+            ]
+            raise PinError(
+                f"{pin.origin}: {value} can't be sharded as {pin.text} on mesh ({mesh}): "
+                + (
+                    f"an operation needs dimension {whole[0]} whole"
+                    if whole
+                    else "the operations that share its sharding don't allow it"
+                )
+                + "; mark another dimension or place the mark after that operation"
+            )
+        combined = masks.get(group, np.ones(full.count, bool)) & mask
+        if not combined.any():
+            raise PinError(
+                f"{pin.origin} ({value} as {pin.text}) contradicts {first[group]}: the two values "
+                "share one sharding; change one of the marks"
+            )
+        masks[group] = combined
+        first.setdefault(group, f"{pin.origin} ({value} as {pin.text})")
+    return masks
+
+
+def _strategies(groups: Groups, group: int, mesh: MeshSpec) -> StrategySet:
+    g = groups.groups[group]
+    return enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
+
+
+def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:
+    out = [0] * len(mesh.names)
+    for d, axes in enumerate(spec.dims):
+        order = [mesh.names.index(a) for a in axes]
+        if order != sorted(order):
+            raise PinError(
+                f"{origin}: axes {axes} of dimension {d} must stand in mesh order ({mesh})"
+            )
+        for k in order:
+            if mesh.sizes[k] > 1:
+                out[k] = d + 1
+    return out
+
+
+def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) -> tuple[Pin, ...]:
+    """What a mode says about the inputs that the user did not pin.
+
+    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the leading dimension of arguments that are
+    not carried on (the batch) over the data axes; every other input is replicated.
+    """
+    if mode == "AUTO_PARALLEL":
+        return ()
+    have = {p.value for p in pinned}
+    carried = {graph.inputs[i] for i, _ in graph.ties}
+    data = data_axes(mesh)
+    parts = math.prod(mesh.size(n) for n in data)
+    out = []
+    for index, path in zip(graph.inputs, graph.input_paths, strict=True):
+        value = graph.values[index]
+        if index in have or not value.splits:
+            continue
+        batch = (
+            mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL")
+            and index not in carried
+            and value.shape[0] % parts == 0
+            and parts > 1
+        )
+        entries: tuple[Entry, ...] = (data,) if batch else ()
+        out.append(Pin(index, entries, f"mode {mode} at {path}"))
+    return tuple(out)
+
+
+def soft_masks(
+    pins: Sequence[Pin],
+    graph: Graph,
+    groups: Groups,
+    mesh: MeshSpec,
+    hard: Mapping[int, Mask],
+) -> dict[int, Mask]:
+    """Masks of ``mode_pins``: a wish that contradicts the user's pins or the operations yields."""
+    masks = dict(hard)
+    for pin in pins:
+        try:
+            only = pin_masks((pin,), graph, groups, mesh)
+        except PinError:
+            continue
+        for group, mask in only.items():
+            both = masks[group] & mask if group in masks else mask
+            if both.any():
+                masks[group] = both
+    return masks

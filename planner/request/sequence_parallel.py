@@ -1,0 +1,100 @@
+"""Sequence parallelism as a mask: the batch's second dimension stays split over a mesh axis.
+
+The dimension is followed through the step: along every link a dimension of a value is the same
+dimension on both sides, and within a group equal factors are one. Where values between
+operations have it, only strategies are left that split it over the axis; a value that is read by
+several operations (keys and values of an attention) may be gathered for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.ir import Graph
+from planner.space.groups import Groups
+from planner.space.strategies import enumerate_strategies
+from planner.spec import MeshSpec
+
+Mask = NDArray[np.bool_]
+Place = tuple[int, int]
+"""A group and one of its factors."""
+
+
+def batch_inputs(graph: Graph) -> tuple[int, ...]:
+    """Arguments that are not carried on and have dimensions."""
+    carried = {graph.inputs[i] for i, _ in graph.ties}
+    return tuple(v for v in graph.inputs if v not in carried and graph.values[v].splits)
+
+
+def sequences(graph: Graph) -> tuple[int, ...]:
+    """Those of the batch whose second dimension is a sequence: rows of whole numbers (tokens),
+    and whatever has three dimensions."""
+    values = graph.values
+    return tuple(
+        v
+        for v in batch_inputs(graph)
+        if len(values[v].shape) == 3
+        or (len(values[v].shape) == 2 and values[v].dtype.startswith(("int", "uint")))
+    )
+
+
+def followed(groups: Groups, values: Iterable[int], dim: int) -> frozenset[Place]:
+    """What a dimension of some values becomes. Linear in links."""
+    homes = [groups.home[v] for v in values]
+    return reached(groups, {(h[0], h[1][dim]) for h in homes if h is not None and h[1][dim] >= 0})
+
+
+def reached(groups: Groups, start: Iterable[Place]) -> frozenset[Place]:
+    """What some factors become along the links. Linear in links."""
+    near: dict[Place, list[Place]] = {}
+    for link in groups.links:
+        if link.operand == -1:
+            continue  # into the state of the next step
+        for src, dst in zip(link.src, link.dst, strict=True):
+            if src >= 0 and dst >= 0:
+                near.setdefault((link.a, src), []).append((link.b, dst))
+    found = set(start)
+    stack = list(found)
+    while stack:
+        for there in near.get(stack.pop(), ()):
+            if there not in found:
+                found.add(there)
+                stack.append(there)
+    return frozenset(found)
+
+
+def along_the_sequence(
+    axis: str, graph: Graph, groups: Groups, mesh: MeshSpec, hard: Mapping[int, Mask]
+) -> dict[int, Mask]:
+    """Masks that keep the sequence split over an axis, where strategies for that are left.
+
+    Args:
+        axis: of the mesh.
+        graph, groups, mesh: as for ``pins.pin_masks``.
+        hard: masks so far.
+    """
+    found = followed(groups, sequences(graph), 1)
+    held = [place for place in found if groups.groups[place[0]].kind == "fused"]
+    return axis_masks(axis, held, groups, mesh, hard)
+
+
+def axis_masks(
+    axis: str, places: Iterable[Place], groups: Groups, mesh: MeshSpec, hard: Mapping[int, Mask]
+) -> dict[int, Mask]:
+    """Masks of the strategies that use an axis for one of some factors, where there are any."""
+    at = mesh.names.index(axis)
+    having: dict[int, list[int]] = {}
+    for group, factor in places:
+        having.setdefault(group, []).append(factor)
+    masks = dict(hard)
+    for group, factors in having.items():
+        g = groups.groups[group]
+        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
+        wanted = np.isin(full.use[:, at], factors)
+        both = masks[group] & wanted if group in masks else wanted
+        if both.any():
+            masks[group] = both
+    return masks

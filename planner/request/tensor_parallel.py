@@ -1,0 +1,80 @@
+"""Tensor parallelism as a mask: every product splits what it reads of a parameter.
+
+Parameters of two dimensions and more are followed, through casts and transposes, to the operations
+that mix their dimensions. Of those, and of the parameters, only strategies are left that split a
+dimension of the parameter over the axis: the columns of a matrix, or its rows, as in Megatron
+(Shoeybi et al. 2019); which of the two is for the search to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.ir import Graph
+from planner.request.sequence_parallel import Place, axis_masks
+from planner.request.state import is_value_group
+from planner.space.groups import Groups
+from planner.spec import MeshSpec
+
+Mask = NDArray[np.bool_]
+
+
+def along_parameters(
+    axis: str,
+    parameters: Iterable[int],
+    graph: Graph,
+    groups: Groups,
+    mesh: MeshSpec,
+    hard: Mapping[int, Mask],
+) -> dict[int, Mask]:
+    """Masks that hold an axis on the parameters' dimensions, where they divide.
+
+    Args:
+        axis: of the mesh.
+        parameters: graph values.
+        graph, groups, mesh: as for ``pins.pin_masks``.
+        hard: masks so far.
+    """
+    near: dict[int, list[tuple[dict[int, int], int]]] = {}
+    for link in groups.links:
+        if link.operand != -1:
+            pairs = {f: g for f, g in zip(link.src, link.dst, strict=True) if min(f, g) >= 0}
+            near.setdefault(link.a, []).append((pairs, link.b))
+    places: set[Place] = set()
+    for value in parameters:
+        home = groups.home[value]
+        if home is not None and len(graph.values[value].shape) > 1:
+            places |= _reached(groups, near, home[0], home[1])
+    return axis_masks(axis, places, groups, mesh, hard)
+
+
+def _reached(
+    groups: Groups,
+    near: Mapping[int, list[tuple[dict[int, int], int]]],
+    group: int,
+    layout: tuple[int, ...],
+) -> set[Place]:
+    """A parameter's dimensions where it is kept, passed on and read; none where no operation that
+    mixes dimensions reads it."""
+    if not is_value_group(groups.groups[group], layout):
+        return set()
+    found = {(group, f) for f in layout if f >= 0}
+    stack, read = [group], False
+    while stack:
+        here = stack.pop()
+        for pairs, there in near.get(here, ()):
+            new = {(there, g) for f, g in pairs.items() if (here, f) in found} - found
+            if not new:
+                continue
+            reader = groups.groups[there]
+            factors = tuple(g for _, g in new)
+            if reader.kind == "anchor":
+                read = True
+                found |= new
+            elif is_value_group(reader, factors):
+                found |= new
+                stack.append(there)
+    return found if read else set()

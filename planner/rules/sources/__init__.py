@@ -1,0 +1,1 @@
+"""Where factor rules come from: Shardy, a declaration, or by hand."""

@@ -1,0 +1,1 @@
+"""Exact parts of searches: reductions and variable elimination."""

@@ -1,0 +1,1 @@
+"""Repeated parts of a problem, solved once."""

@@ -1,0 +1,1 @@
+"""Local moves over a choice, under a memory limit."""

@@ -1,0 +1,102 @@
+"""Memory over time in compressed form: only moments that can be the peak are kept.
+
+The usages live at a moment form a clique of an interval graph.  Memory can only peak at a start
+that is followed by an end before the next start (the maximal cliques); every other moment is
+dominated, because bytes are not negative.  On K such moments each usage covers an index range [low,
+high), so a profile and a price are prefix sums:
+
+    memory_k(x) = sum of bytes over usages with low <= k < high,
+    price(usage) = lambda_low + ... + lambda_(high - 1).
+
+Complexity: O(U log U) to build, O(U + K) per profile, O(U * strategies + K) per pricing.
+Paper: Fulkerson and Gross, "Incidence matrices and interval graphs", Pacific J. Math. 15, 1965.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.search.problem import Array, Problem
+
+
+class MemoryTimeline:
+    """The usages of a problem on its non-dominated moments.
+
+    Attributes:
+        moments: [K] the kept moments.
+        base: [K] bytes that no usage names: none.
+        offsets: [nodes + 1] where each node's strategies begin in a flat array over all nodes.
+        node, low, high: [U] per live usage, its node and index range.
+        flat_bytes: bytes of all usages, concatenated; ``flat_at[u]`` is where usage u begins.
+        flat_home: [len(flat_bytes)] position of each entry in the flat array over all nodes.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        live = [usage for usage in problem.usages if usage.start < usage.end]
+        starts = np.array([usage.start for usage in live], dtype=np.int64)
+        ends = np.array([usage.end for usage in live], dtype=np.int64)
+        self.moments = maximal_moments(starts, ends)
+        self.base = np.zeros(self.moments.size)
+        self.node = np.array([usage.node for usage in live], dtype=np.int64)
+        self.low = np.searchsorted(self.moments, starts)
+        self.high = np.searchsorted(self.moments, ends)
+        sizes = np.array([cost.size for cost in problem.cost_s], dtype=np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        lengths = sizes[self.node] if live else np.zeros(0, dtype=np.int64)
+        self.flat_at = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)[:-1]
+        self.flat_bytes = (
+            np.concatenate([usage.bytes for usage in live]).astype(np.float64)
+            if live
+            else np.zeros(0)
+        )
+        self.lengths = lengths
+        within = np.arange(self.flat_bytes.size) - np.repeat(self.flat_at, lengths)
+        self.flat_home = np.repeat(self.offsets[self.node], lengths) + within if live else within
+
+    def profile(self, choice: Sequence[int] | Array) -> Array:
+        """[K] bytes live at each kept moment under a choice."""
+        taken = self.flat_bytes[self.flat_at + np.asarray(choice, dtype=np.int64)[self.node]]
+        return self.accumulate(taken)
+
+    def accumulate(self, taken: Array) -> Array:
+        """[K] sums of one number per usage over the usages live at each moment."""
+        count = self.moments.size
+        rise = np.bincount(self.low, taken, count + 1) - np.bincount(self.high, taken, count + 1)
+        sums: Array = np.cumsum(rise)[:count]
+        return sums
+
+    def envelope(self) -> Array:
+        """[K] the most bytes any choice can have live at each moment."""
+        if not self.node.size:
+            return np.zeros(self.moments.size)
+        return self.accumulate(np.maximum.reduceat(self.flat_bytes, self.flat_at))
+
+    def prices(self, multipliers: Array) -> Array:
+        """Flat price of every strategy of every node under one multiplier per moment.
+
+        Args:
+            multipliers: [K] seconds per byte.
+
+        Returns:
+            [all strategies] sum over the node's usages of bytes times the multipliers they live
+            through.
+        """
+        prefix = np.concatenate([[0.0], np.cumsum(multipliers)])
+        weight = prefix[self.high] - prefix[self.low]
+        weighted = np.repeat(weight, self.lengths) * self.flat_bytes
+        total: Array = np.bincount(self.flat_home, weighted, int(self.offsets[-1]))
+        return total
+
+
+def maximal_moments(starts: Array, ends: Array) -> Array:
+    """Starts that are followed by an end no later than the next start."""
+    rising = np.unique(starts)
+    if not rising.size:
+        return rising
+    falling = np.unique(ends)
+    following = falling[np.searchsorted(falling, rising, side="right")]
+    after = np.append(rising[1:], np.iinfo(np.int64).max)
+    kept: Array = rising[following <= after]
+    return kept

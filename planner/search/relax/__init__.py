@@ -1,0 +1,1 @@
+"""Relaxations: lower bounds by message passing and Lagrange multipliers."""

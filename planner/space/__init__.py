@@ -1,0 +1,1 @@
+"""What a plan decides: groups of values and their legal strategies. Knows no request."""

@@ -1,0 +1,397 @@
+"""Graph + factor rules -> groups: the decisions of a plan.
+
+Operations that only pass dimensions along (elementwise, broadcasts, reductions,
+transposes, loop borders) are tied together by unifying their factors (union-find): every
+value of such a group is a projection of the group's factors, so one assignment of mesh
+axes to factors shards all of them. Operations that mix dimensions (matmuls,
+convolutions, gathers, sorts, slices) are groups of their own; their results flow over a
+``GroupLink`` into the group of the consumers, where a sharding may change or a partial sum is
+combined. Inputs that such operations read keep a group of their own, so that a parameter
+can be stored under one sharding and used under another (ZeRO; Rajbhandari et al. 2020).
+
+A union is refused when it would put one factor on two dimensions of a value; the
+operation then stands alone. So is one that would give a single decision to two pins that ask for
+different shardings; the value then flows over a link, where it is resharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.annotate import MARKS, Pin
+from planner.graph.ir import SCALAR, Graph, Op
+from planner.rules.factor import FactorRule
+from planner.space.factors import LAYOUT_NONE, Fusion, Layout
+
+ENTRIES = frozenset({"loop_const", "loop_carry", "loop_xs", "branch_in"})
+"""Operations outside a region whose results are values inside it."""
+
+IDENTITY_BORDERS = frozenset({"loop_const", "loop_carry", "branch_in"}) | MARKS
+"""Places where a value may change its sharding without being computed on."""
+
+SHAPE_KEEPERS = frozenset(
+    "broadcast_in_dim transpose reshape squeeze expand_dims copy iota loop_xs loop_ys loop_out "
+    "branch_out convert_element_type reduce_precision optimization_barrier split_keys".split()
+)
+
+
+@dataclass(frozen=True)
+class GroupLink:
+    """A value that flows from one group to another, ``weight`` times a step.
+
+    ``src`` and ``dst`` give each dimension's factor in the producing and the consuming
+    group (-1: none). ``partial``: the producer's reduction factors leave partial sums.
+    ``operand`` is -1 where the value is tied to an input it updates.
+    """
+
+    a: int
+    src: Layout
+    b: int
+    dst: Layout
+    value: int
+    weight: float
+    op: int
+    operand: int
+    partial: bool = False
+    a_use: bool = False
+    gradient: bool = False
+    """Whether this is a gradient on its way to a parameter's update: XLA combines the
+    all-reduces of all such values into few, so their latency is not paid one by one."""
+
+    @property
+    def off_path(self) -> bool:
+        """Whether little waits for this value: a gradient, or an update of an input."""
+        return self.gradient or self.operand == -1
+
+
+@dataclass(frozen=True)
+class Group:
+    """One decision: which mesh axis splits which factor."""
+
+    index: int
+    kind: str  # "fused" | "anchor" | "input" | "copy"
+    sizes: tuple[int, ...]
+    shardable: tuple[bool, ...]
+    reduction: frozenset[int]
+    ops: tuple[int, ...]
+    name: str
+    host: bool = False
+    """Whether arrays of the training state in it may be kept in host memory."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Every group and link of a graph; ``home[value] = (group, layout)``."""
+
+    groups: tuple[Group, ...]
+    links: tuple[GroupLink, ...]
+    home: tuple[tuple[int, Layout] | None, ...]
+    op_layouts: tuple[tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None, ...]
+    fusable: tuple[bool, ...]
+    """Per operation, whether it only passes dimensions along (``is_fusable``)."""
+
+
+def is_fusable(op: Op, rule: FactorRule) -> bool:
+    """Whether ``op`` only passes dimensions along, so that its values can share a decision."""
+    if op.kind in IDENTITY_BORDERS or op.kind in ("loop_back", "loop_test"):
+        return False
+    if any(len(dim) > 1 for side in (rule.operands, rule.results) for v in side for dim in v):
+        return False
+    if op.kind in ("iota", "loop_xs", "loop_ys", "loop_out", "branch_out"):
+        return True
+    if any(rule.sizes[f] > 1 for f in rule.replicated):
+        return False
+    if rule.origin == "elementwise" or op.kind in SHAPE_KEEPERS:
+        return not rule.reduction
+    return op.kind.startswith("reduce_") or op.kind in ("argmax", "argmin")
+
+
+def build_groups(graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin] = ()) -> Groups:
+    """Decide which values share a decision. Near-linear in operations.
+
+    Args:
+        graph: the traced step.
+        rules: one factor rule per operation.
+        pins: values whose sharding is given.
+    """
+    grouping = _Grouping(graph, rules, pins)
+    grouping.add_inputs()
+    for op in graph.ops:
+        if grouping.live[op.index] and _does_something(graph, op):
+            grouping.add(op, rules[op.index])
+    grouping.tie()
+    return _freeze(graph, grouping)
+
+
+def _does_something(graph: Graph, op: Op) -> bool:
+    """Whether an operation has arrays to split; one whose results have no elements computes
+    nothing."""
+    results = [graph.values[v] for v in op.outputs]
+    if results and all(v.shape and not v.splits for v in results):
+        return False
+    return any(v != SCALAR and graph.values[v].splits for v in (*op.inputs, *op.outputs))
+
+
+_NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
+
+
+class _Grouping:
+    """``build_groups`` in progress."""
+
+    def __init__(self, graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin]) -> None:
+        self.graph = graph
+        self.pinned = {pin.value: pin for pin in pins}
+        self.fusion = Fusion()
+        self.live = graph.live_ops()
+        known: dict[tuple[str, int], bool] = {}  # rules are shared between equal operations
+        for op in graph.ops:
+            key = (op.kind, id(rules[op.index]))
+            if key not in known:
+                known[key] = is_fusable(op, rules[op.index])
+        self.fusable = tuple([known[op.kind, id(rules[op.index])] for op in graph.ops])
+        self.anchors = [0] * len(graph.values)
+        for op in graph.ops:
+            if self.live[op.index] and not self.fusable[op.index] and op.kind not in _NO_ANCHORS:
+                for value in {v for v in op.inputs if v != SCALAR}:
+                    self.anchors[value] += 1
+        self.links: list[tuple[int, Layout, int, Layout, int, float, int, int, bool]] = []
+        self.op_layouts: list[tuple[int, list[Layout], list[Layout]] | None] = [None] * len(
+            graph.ops
+        )
+        self.copies: dict[int, tuple[int, Layout]] = {}
+
+    def anchors_of(self, value: int) -> int:
+        """How many operations that mix dimensions read a value."""
+        return self.anchors[value]
+
+    def add_inputs(self) -> None:
+        """Groups of inputs and constants."""
+        for value in self.graph.values:
+            if value.op != -1 or not value.splits:
+                continue
+            own = len(value.shape) >= 2 and self.anchors_of(value.index) > 0
+            group = self.fusion.new_group("input" if own else "fused", value.name)
+            self.place(value.index, group, self.fusion.fresh(group, value.shape))
+
+    def place(self, value: int, group: int, layout: Layout) -> None:
+        """Give a value its home in a group that no other value is in yet, under its pin."""
+        self.fusion.home[value] = (group, layout)
+        if value in self.pinned:
+            self.fusion.hold(group, layout, self.pinned[value].axes)
+
+    def use(self, op: Op, position: int, value: int, group: int, layout: Layout) -> None:
+        """Link ``value`` into an operand of a group that stands alone."""
+        weight = self.graph.regions[op.region].weight
+        source, theirs = self.fusion.home[value]
+        if self.anchors_of(value) >= 2 and self.fusion.gkind[source] != "input":
+            if value not in self.copies:
+                copy = self.fusion.new_group("copy", self.graph.values[value].name or f"%{value}")
+                made = self.fusion.fresh(copy, self.graph.values[value].shape)
+                w = self.weight_of(value, op)
+                self.links.append((source, theirs, copy, made, value, w, op.index, position, False))
+                self.copies[value] = (copy, made)
+            source, theirs = self.copies[value]
+        self.links.append((source, theirs, group, layout, value, weight, op.index, position, False))
+
+    def weight_of(self, value: int, reader: Op) -> float:
+        """How often a value is made in a step; what enters a loop is made in its body."""
+        graph = self.graph
+        at = graph.values[value].op
+        if at < 0:
+            return 1.0
+        home = region = graph.ops[at].region
+        if graph.ops[at].kind in ENTRIES:
+            region = reader.region
+            while graph.regions[region].parent not in (home, -1):
+                region = graph.regions[region].parent
+        return graph.regions[region].weight
+
+    def fuse(self, op: Op, rule: FactorRule) -> None:
+        """Join an operation with the groups of its operands, or link where that would clash."""
+        fusion, values = self.fusion, self.graph.values
+        found, joins = None, -1
+        for position, value in enumerate(op.inputs):
+            if value != SCALAR and values[value].splits:
+                source, theirs = fusion.home[value]
+                if fusion.gkind[source] == "fused":
+                    found = fusion.adopt(source, theirs, rule, position)
+                    if found is not None:
+                        group, joins = source, position
+                        break
+        if found is None:
+            group = fusion.new_group("fused", op.kind)
+            found, joins = fusion.instantiate(group, rule), len(op.inputs)
+        ins, outs = found
+        fusion.gops[fusion.gfind(group)].append(op.index)
+        self.op_layouts[op.index] = (group, ins, outs)
+        for position, value in enumerate(op.inputs):
+            if value == SCALAR or not values[value].splits or position == joins:
+                continue
+            source, theirs = fusion.home[value]
+            joined = (
+                position > joins
+                and fusion.gkind[source] == "fused"
+                and fusion.try_union(group, ins[position], source, theirs)
+            )
+            if not joined:
+                weight = self.graph.regions[op.region].weight
+                self.links.append(
+                    (source, theirs, group, ins[position], value, weight, op.index, position, False)
+                )
+        for k, value in enumerate(op.outputs):
+            if self.graph.values[value].splits:
+                self.fusion.home[value] = (group, outs[k])
+
+    def stand_alone(self, op: Op, rule: FactorRule) -> None:
+        """A group for an operation that mixes dimensions, and one for each of its results."""
+        group = self.fusion.new_group("anchor", op.kind)
+        ins, outs = self.fusion.instantiate(group, rule)
+        self.fusion.gops[group].append(op.index)
+        self.op_layouts[op.index] = (group, ins, outs)
+        for position, value in enumerate(op.inputs):
+            if value != SCALAR and self.graph.values[value].splits:
+                self.use(op, position, value, group, ins[position])
+        weight = self.graph.regions[op.region].weight
+        for k, value in enumerate(op.outputs):
+            shape = self.graph.values[value].shape
+            if not self.graph.values[value].splits:
+                continue
+            hub = self.fusion.new_group("fused", f"{op.kind} result")
+            made = self.fusion.fresh(hub, shape)
+            self.links.append((group, outs[k], hub, made, value, weight, op.index, -2 - k, True))
+            self.fusion.home[value] = (hub, made)
+
+    def border(self, op: Op) -> None:
+        """A value enters a region or passes a mark: same value, new decision."""
+        for value, out in zip(op.inputs, op.outputs, strict=True):
+            shape = self.graph.values[out].shape
+            if not self.graph.values[out].splits:
+                continue
+            group = self.fusion.new_group("fused", op.kind)
+            made = self.fusion.fresh(group, shape)
+            self.place(out, group, made)
+            self.fusion.gops[group].append(op.index)
+            self.op_layouts[op.index] = (group, [made], [made])
+            if value != SCALAR:
+                source, theirs = self.fusion.home[value]
+                weight = self.graph.regions[op.region].weight
+                self.links.append((source, theirs, group, made, value, weight, op.index, 0, False))
+
+    def add(self, op: Op, rule: FactorRule) -> None:
+        """Place one operation."""
+        if op.kind == "loop_test":
+            return
+        if op.kind in IDENTITY_BORDERS:
+            self.border(op)
+        elif op.kind == "loop_back":
+            result, carry = op.inputs
+            if result != SCALAR and self.graph.values[carry].splits:
+                weight = self.graph.regions[op.region].weight
+                home = self.fusion.home
+                self.links.append((*home[result], *home[carry], result, weight, op.index, 0, False))
+        elif self.fusable[op.index]:
+            self.fuse(op, rule)
+        else:
+            self.stand_alone(op, rule)
+
+    def tie(self) -> None:
+        """Link results to the inputs that they become in the next step."""
+        graph, home = self.graph, self.fusion.home
+        for i, o in graph.ties:
+            value, target = graph.outputs[o], graph.inputs[i]
+            if value != SCALAR and value != target and graph.values[target].splits:
+                at = graph.values[value].op
+                self.links.append((*home[value], *home[target], value, 1.0, at, -1, False))
+
+
+def gradient_shapes(graph: Graph) -> set[tuple[int, ...]]:
+    """Shapes (sorted: a gradient may be transposed) that gradients of carried inputs have,
+    also for one slice of a stack of layers."""
+    shapes = {graph.values[graph.inputs[i]].shape for i, _ in graph.ties}
+    wide = shapes | {s[1:] for s in shapes if len(s) > 1}
+    return {tuple(sorted(s)) for s in wide} - {()}
+
+
+def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
+    """Number groups and factors densely; drop links that can never cost anything."""
+    fusion, live = grouping.fusion, grouping.live
+    number: dict[int, int] = {}
+    local: dict[int, int] = {}
+    groups: list[Group] = []
+    for raw in range(len(fusion.gparent)):
+        if fusion.gfind(raw) != raw:
+            continue
+        number[raw] = len(groups)
+        mine = list(dict.fromkeys(fusion.find(a) for a in fusion.gatoms[raw]))
+        reduce = {fusion.find(a) for a in fusion.greduce[raw]}
+        local.update({a: k for k, a in enumerate(mine)})
+        groups.append(
+            Group(
+                number[raw],
+                fusion.gkind[raw],
+                tuple(fusion.size[a] for a in mine),
+                tuple(not fusion.blocked[a] and fusion.size[a] > 1 for a in mine),
+                frozenset(local[a] for a in reduce),
+                tuple(o for o in fusion.gops[raw] if live[o]),
+                fusion.gname[raw],
+            )
+        )
+
+    finished: dict[Layout, Layout] = {}
+    local[LAYOUT_NONE] = LAYOUT_NONE
+    roots = [a if p == a else fusion.find(a) for a, p in enumerate(fusion.parent)]
+    roots.append(LAYOUT_NONE)
+
+    def done(layout: Layout) -> Layout:
+        known = finished.get(layout)
+        if known is None:
+            known = finished[layout] = tuple([local[roots[a]] for a in layout])
+        return known
+
+    places = [number[fusion.gfind(raw)] for raw in range(len(fusion.gparent))]
+    at = places.__getitem__
+
+    carried = {graph.inputs[i] for i, _ in graph.ties}
+    carried |= {graph.outputs[o] for _, o in graph.ties}
+    updates = {at(fusion.home[v][0]) for v in carried if v in fusion.home}
+    shapes = gradient_shapes(graph)
+    links = []
+    for a, src, b, dst, value, weight, op, operand, partial in grouping.links:
+        to_use = (
+            groups[at(a)].kind == "input"
+            and op >= 0
+            and operand >= 0
+            and groups[at(b)].kind == "anchor"
+        )
+        gradient = (
+            partial and at(b) in updates and tuple(sorted(graph.values[value].shape)) in shapes
+        )
+        link = GroupLink(
+            at(a),
+            done(src),
+            at(b),
+            done(dst),
+            value,
+            weight,
+            op,
+            operand,
+            partial,
+            to_use,
+            gradient,
+        )
+        if link.a != link.b or link.src != link.dst:
+            links.append(link)
+    home = tuple(
+        (at(fusion.home[v.index][0]), done(fusion.home[v.index][1]))
+        if v.index in fusion.home
+        else None
+        for v in graph.values
+    )
+    layouts = tuple(
+        None
+        if entry is None
+        else (at(entry[0]), tuple(map(done, entry[1])), tuple(map(done, entry[2])))
+        for entry in grouping.op_layouts
+    )
+    return Groups(tuple(groups), tuple(links), home, layouts, grouping.fusable)

@@ -1,0 +1,207 @@
+"""Everything about a traced step that no mesh changes: work, reductions, memory usages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from costmodels import CostModel, Device
+from planner.graph.ir import Graph, Op
+from planner.graph.liveness import PASSES, materialised
+from planner.graph.materialized import written
+from planner.rules.factor import FactorRule
+from planner.space.factors import Layout
+from planner.space.groups import GroupLink, Groups, gradient_shapes
+from planner.space.host_memory import Hosted, hosted_of
+from planner.step.buffers import UsageRow, Usages, find_usages
+from planner.step.feeding import Fed, fed_of
+from planner.step.fused import find_fused
+from planner.step.kernel_costs import Work, Workload
+from planner.step.kernels import starts
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce inside a group: the result's bytes and factors, the summed factors."""
+
+    over: frozenset[int]
+    kept: frozenset[int]
+    nbytes: float
+    weight: float
+    op: int
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What the usages of a known plan follow from, besides the graph and its groups.
+
+    ``donated``: per input, whether results may take its memory; ``fused_operands``: see
+    ``written``; ``tile``: rows and lanes that arrays are padded to; ``inside``: per value, whether
+    it never leaves a hand-written kernel; ``hosted``: inputs that may be kept in host memory.
+    """
+
+    donated: tuple[bool, ...]
+    fused_operands: bool
+    tile: tuple[int, int]
+    inside: tuple[bool, ...]
+    hosted: frozenset[int] = frozenset()
+
+    def usages(self, graph: Graph, groups: Groups, moves: Callable[[GroupLink], bool]) -> Usages:
+        """The usages in the order in which compilers run a step; ``moves``: see
+        ``find_usages``."""
+        live = graph.live_ops()
+        late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
+        found = written(graph, groups.fusable, live, self.fused_operands, late)
+        return find_usages(
+            graph,
+            groups,
+            found.without(self.inside),
+            live,
+            self.donated,
+            moves=moves,
+            hosted=self.hosted,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """Everything about a traced step that does not depend on the mesh."""
+
+    graph: Graph
+    rules: tuple[FactorRule, ...]
+    groups: Groups
+    work: tuple[tuple[Work, ...], ...]
+    reductions: tuple[tuple[Reduction, ...], ...]
+    usages: tuple[UsageRow, ...]
+    """The usages when operations run in the order of the trace; moments are operation indices."""
+    usage_values: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    """Per value that is written, the operations that read it."""
+    scheduled: Scheduled
+    scalar_bytes: float
+    stored: tuple[tuple[float, Layout] | None, ...]
+    """Per group of an input that operations see as ``used``: the input's bytes and layout."""
+    hosted: tuple[tuple[Hosted, ...], ...]
+    """Per group, its arrays that are, or may be, copied between device and host."""
+    fed: tuple[tuple[Fed, ...], ...]
+    """Per group, its arrays that the host feeds at every step."""
+    counts: tuple[int, ...]
+    """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
+    bundles: tuple[int, ...]
+    """Per link, its edge: parallel links make one. Numbered in order of first appearance."""
+
+
+def empty_workload(graph: Graph, rules: Sequence[FactorRule], groups: Groups) -> Workload:
+    """A workload of a step that holds no operation yet."""
+    live = graph.live_ops()
+    fused = find_fused(graph, rules)
+    kept = materialised(graph, groups.fusable, live)
+    kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
+    return Workload(graph, groups, kept, fused, starts(graph, groups.fusable, kept, live))
+
+
+def does_nothing(op: Op) -> bool:
+    """Whether an operation only names a value again: borders of regions, and marks."""
+    return op.kind.startswith(("loop_", "branch_")) or op.kind in PASSES
+
+
+def analyse(
+    graph: Graph,
+    rules: Sequence[FactorRule],
+    groups: Groups,
+    donated: Sequence[bool],
+    device: Device | None = None,
+    hosted: frozenset[int] = frozenset(),
+) -> Analysis:
+    """Work, reductions and memory of every group, before any mesh is chosen.
+
+    ``device``: what the compiler for it does to memory; None: nothing in particular.
+    ``hosted``: inputs that may be kept in host memory (``groups`` knows, too).
+    """
+    live = graph.live_ops()
+    workload = empty_workload(graph, rules, groups)
+    fused = workload.fused
+    reductions: list[list[Reduction]] = [[] for _ in groups.groups]
+    carried = gradient_shapes(graph)
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if entry is None or not live[op.index] or does_nothing(op):
+            continue
+        if graph.changes_memory(op):
+            continue  # priced as a copy over the host link
+        workload.add(op, rules[op.index])
+        group, ins, outs = entry
+        if op.kind.startswith(("reduce_", "arg")):
+            over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
+            out = float(sum(graph.values[o].nbytes for o in op.outputs))
+            if over:
+                kept_factors = frozenset(f for f in outs[0] if f >= 0)
+                gradient = any(tuple(sorted(graph.values[o].shape)) in carried for o in op.outputs)
+                weight = graph.regions[op.region].weight
+                reductions[group].append(
+                    Reduction(over, kept_factors, out, weight, op.index, gradient)
+                )
+    fused_operands = device is not None and device.fuses_operands
+    tile = (1, 1) if device is None else (device.tile_rows, device.tile_lanes)
+    found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
+    usages = find_usages(graph, groups, found, live, donated, tile, hosted=hosted)
+    return Analysis(
+        graph,
+        tuple(rules),
+        groups,
+        workload.done(),
+        tuple(map(tuple, reductions)),
+        usages.rows,
+        usages.values,
+        found.reads,
+        Scheduled(tuple(donated), fused_operands, tile, fused.inside, hosted),
+        float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
+        _stored(graph, groups),
+        hosted_of(graph, groups, live, hosted),
+        fed_of(graph, groups),
+        (1,) * len(groups.groups),
+        _bundles(groups.links),
+    )
+
+
+def _stored(graph: Graph, groups: Groups) -> tuple[tuple[float, Layout] | None, ...]:
+    out: list[tuple[float, Layout] | None] = [None] * len(groups.groups)
+    used = {x.a for x in groups.links if x.a_use}
+    for value, home in zip(graph.values, groups.home, strict=True):
+        if value.op == -1 and home is not None and home[0] in used:
+            out[home[0]] = (float(value.nbytes), home[1])
+    return tuple(out)
+
+
+def _bundles(links: Sequence[GroupLink]) -> tuple[int, ...]:
+    known: dict[tuple[int, int], int] = {}
+    return tuple(known.setdefault((min(x.a, x.b), max(x.a, x.b)), len(known)) for x in links)
+
+
+@lru_cache(maxsize=16)
+def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
+    """Seconds of a step whose work is split perfectly and that communicates nothing.
+
+    No strategy on any mesh of ``num_devices`` devices can cost less: it divides no count of a
+    kernel by more than that.
+    """
+    tally: dict[Work, int] = {}
+    for work, count in zip(analysis.work, analysis.counts, strict=True):
+        for w in work:
+            tally[w] = tally.get(w, 0) + count
+    return sum(
+        times
+        * (
+            w.kernels * model.op_overhead_s
+            + model.compute_s(
+                w.flops / num_devices,
+                w.nbytes / num_devices,
+                w.dtype,
+                w.kind,
+                w.result_bytes / num_devices,
+            )
+        )
+        for w, times in tally.items()
+    )

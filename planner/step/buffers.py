@@ -1,0 +1,295 @@
+"""Which buffers a device holds, when, and which decision lays each out.
+
+What an operation that mixes dimensions makes is held in the operation's own layout (a partial sum
+before it is scattered has its full size) when it runs, and from then on in its result's.
+
+A value that operations read in another layout than it is made in is in memory twice. Whether the
+two layouts differ is known when a plan is; a search needs usages whose bytes follow from one
+decision alone, so it is told the value in turns: in the layout of its maker, in that of its
+readers from the first of them to the last, then in the first again.
+docs/explanation/memory.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.annotate import MARKS
+from planner.graph.ir import Graph
+from planner.graph.liveness import intervals
+from planner.graph.materialized import MATMULS, Written
+from planner.space.factors import Layout
+from planner.space.groups import GroupLink, Groups
+
+UsageRow = tuple[int, int, int, float, Layout, str]
+"""(group, start, end, bytes, layout, port): port is "use", "store" or "gathered"; with "@device" or
+"@host" behind it the bytes are there only if the group keeps its state in that memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Usages:
+    """The usages of a step: ``values[k]`` is the value that row k holds.
+
+    ``order`` is the order in which operations run. Moments are places in it; where a plan is known
+    there are two for each place, the operation and the collectives between it and the next.
+    """
+
+    rows: tuple[UsageRow, ...]
+    values: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def find_usages(
+    graph: Graph,
+    groups: Groups,
+    found: Written,
+    live: Sequence[bool],
+    donated: Sequence[bool],
+    tile: tuple[int, int] = (1, 1),
+    moves: Callable[[GroupLink], bool] | None = None,
+    hosted: frozenset[int] = frozenset(),
+) -> Usages:
+    """The usages of a step whose kernels are ``found``. Near-linear in operations.
+
+    Args:
+        graph: the step.
+        groups: its groups.
+        found: what is written, and when it is read.
+        live: per operation, whether its results are used.
+        donated: per input, whether results may take its memory.
+        tile: rows and lanes that the two minor dimensions of a whole array are padded to.
+        moves: whether the layouts at the ends of a link differ, where a plan is known.
+        hosted: inputs that may be kept in host memory.
+    """
+    return _Usages(graph, groups, found, live, tile, moves).run(donated, hosted)
+
+
+def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
+    """Whether a convolution with a stride pads one end of a dimension more than the other.
+
+    Args:
+        shapes: of the image, the kernel and the result.
+        layouts: their factors. The kernel's spatial dimensions are those that it shares with
+            neither; of the others' dimensions that it does not share, the first is the batch.
+    """
+    image, kernel, result = (set(layout) - {-1} for layout in layouts)
+
+    def apart(k: int, others: set[int]) -> list[int]:
+        return [n for n, f in zip(shapes[k], layouts[k], strict=True) if f not in others]
+
+    ends = zip(apart(0, kernel)[1:], apart(1, image | result), apart(2, kernel)[1:], strict=False)
+    for before, window, after in ends:
+        stride = before // max(after, 1)
+        total = (after - 1) * stride + window - before
+        if stride > 1 and before == stride * after and total > 0 and total % 2:
+            return True
+    return False
+
+
+@lru_cache(maxsize=1 << 16)
+def padding(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
+    """Bytes that an array takes over those of its elements; ``tile``: rows and lanes.
+
+    The compiler lays the array out with those two dimensions minor that waste the least
+    (https://openxla.org/xla/tiled_layout).
+    """
+    rows, lanes = tile
+    if tile == (1, 1) or len(shape) < 2 or not all(shape):
+        return 1.0
+    wide = [-(-n // lanes) * lanes / n for n in shape]
+    high = [-(-n // rows) * rows / n for n in shape]
+    return min(w * h for i, w in enumerate(wide) for j, h in enumerate(high) if i != j)
+
+
+class _Usages:
+    """``find_usages`` in progress."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        groups: Groups,
+        found: Written,
+        live: Sequence[bool],
+        tile: tuple[int, int],
+        moves: Callable[[GroupLink], bool] | None,
+    ) -> None:
+        self.graph, self.groups, self.found, self.live = graph, groups, found, live
+        self.tile, self.moves = tile, moves
+        self.rows: list[UsageRow] = []
+        self.values: list[int] = []
+        self.lent: dict[int, list[tuple[int, int]]] = {}
+        """Per value, the moments at which its bytes are told in a reader's layout."""
+        self.until: dict[int, float] = {}
+        """Per value, when its last reader but those of a copy has run."""
+        self.gathered: dict[int, list[int]] = {}
+        """Per input, when operations read the copy that is made for use."""
+
+    def add(
+        self, group: int, start: float, end: float, value: int, layout: Layout, port: str
+    ) -> None:
+        if end > start and not self.graph.values[value].host:
+            scale = 1 if self.moves is None else 2
+            nbytes = self.found.nbytes[value] * padding(self.graph.values[value].shape, self.tile)
+            self.rows.append((group, int(scale * start), int(scale * end), nbytes, layout, port))
+            self.values.append(value)
+
+    def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> Usages:
+        self.operands()
+        products = self.products()
+        self.turned()
+        if self.found.merges:
+            self.uneven()
+        groups, graph = self.groups, self.graph
+        carries = {graph.outputs[o]: graph.inputs[i] for i, o in graph.ties}
+        for span in intervals(graph, self.found, self.live, donated, hosted):
+            mine = carries.get(span.value, span.value) if span.memory else span.value
+            home = groups.home[mine]
+            if home is None:
+                continue
+            group, layout = home
+            made = graph.values[span.value].op
+            ys = mine == span.value and made >= 0 and graph.ops[made].kind == "loop_ys"
+            if ys:  # laid out as what the body stacks
+                inner = groups.home[graph.ops[made].inputs[0]]
+                group, layout = (group, layout) if inner is None else (inner[0], (-1, *inner[1]))
+            port = "store" if groups.groups[group].kind == "input" else "use"
+            where = f"{port}@{span.memory}" if span.memory else port
+            start: float = span.start
+            if span.value in products and products[span.value] == span.start:
+                start += 1 if self.moves is None else 0.5
+            stop: float = span.end
+            if self.moves is not None and stop <= len(graph.ops):
+                stop = max(stop - 0.5, start)
+            stop = min(stop, self.until.get(span.value, stop))
+            for first, last in sorted(self.lent.get(span.value, ())):
+                self.add(group, start, min(first, stop), span.value, layout, where)
+                start = max(start, last)
+            self.add(group, start, stop, span.value, layout, where)
+            reads = self.gathered.get(span.value)
+            if port == "store" and reads and span.memory != "host":
+                self.add(group, min(reads), max(reads) + 1, span.value, layout, "gathered")
+        return Usages(tuple(self.rows), tuple(self.values), self.found.order)
+
+    def operands(self) -> None:
+        """Operands in the layout in which they are read."""
+        kinds = [g.kind for g in self.groups.groups]
+        copies: dict[int, list[int]] = {}  # per copy, when operations read it
+        copied: dict[int, GroupLink] = {}
+        for link in self.groups.links:
+            if link.operand < 0 or not self.live[link.op]:
+                continue
+            at = self.found.time[link.op]
+            if link.a_use:
+                self.gathered.setdefault(link.value, []).append(at)
+            elif kinds[link.b] == "copy":
+                copied[link.b] = link
+            elif kinds[link.a] == "copy":
+                copies.setdefault(link.a, []).append(at)
+            elif kinds[link.b] == "anchor":
+                self.lend(link, [at])
+        for copy, link in copied.items():
+            self.lend(link, sorted(copies.get(copy, [self.found.time[link.op]])))
+
+    def lend(self, link: GroupLink, times: Sequence[int]) -> None:
+        """Hold a value in the layout of the link's reader while it is read, at ``times``."""
+        base, first, last = self.found.base[link.value], times[0], times[-1] + 1
+        made = self.graph.values[base].op
+        mine = made >= 0 and base not in self.graph.outputs
+        if not self.found.kept[base]:
+            return
+        if self.moves is not None:
+            if self.moves(link):
+                self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, "use")
+                others = [r + 0.5 for r in self.found.reads[base] if r not in times]
+                if mine and base not in self.until:
+                    self.until[base] = max([first, *others])
+            return
+        taken = self.lent.setdefault(base, [])
+        if mine and not any(first < b and a < last for a, b in taken):
+            taken.append((first, last))
+            self.add(link.b, first, last, link.value, link.dst, "use")
+
+    def uneven(self) -> None:
+        """Strided convolutions read a padded copy, from the first to the last that reads the value.
+
+        Libraries of GPUs pad both sides alike; ``SAME`` with a stride pads one side more
+        (openxla/xla, conv_padding_legalization).
+        """
+        readers: dict[int, list[int]] = {}
+        for op in self.graph.ops:
+            if op.kind == "conv_general_dilated" and self.live[op.index]:
+                for i in set(op.inputs):
+                    readers.setdefault(i, []).append(self.found.time[op.index])
+        for op in self.graph.ops:
+            entry = self.groups.op_layouts[op.index]
+            if entry is None or not self.live[op.index] or op.kind != "conv_general_dilated":
+                continue
+            shapes = [self.graph.values[v].shape for v in (*op.inputs, *op.outputs)]
+            if pads_unevenly(shapes, (*entry[1], *entry[2])):
+                stop = max(readers[op.inputs[0]]) + 1
+                at = self.found.time[op.index]
+                self.add(entry[0], at, stop, op.inputs[0], entry[1][0], "use")
+
+    def turned(self) -> None:
+        """New values of inputs whose gradient is a product that comes out transposed.
+
+        The update reads one side transposed, so it can't write over what it reads: all that one
+        gradient updates is written beside the old values, then copied. A GPU's product is written
+        in either order, and only one that is moved before the update comes out transposed.
+        """
+        graph, found = self.graph, self.found
+        root = [-1] * len(graph.values)
+        moved = self.moved()
+        for op in graph.ops:
+            if not self.live[op.index] or len(op.outputs) != 1:
+                continue
+            out = graph.values[op.outputs[0]]
+            if op.kind == "transpose":
+                base = found.base[out.index]
+                made = graph.values[base].op
+                turns = base in moved or not found.merges
+                if turns and made >= 0 and graph.ops[made].kind in MATMULS:
+                    root[out.index] = out.index
+            elif self.groups.fusable[op.index] or op.kind in MARKS:
+                roots = [
+                    root[i] for i in op.inputs if i >= 0 and graph.values[i].shape == out.shape
+                ]
+                root[out.index] = max(roots, default=-1)
+        updated: dict[int, list[int]] = {}
+        for _, o in graph.ties:
+            value = graph.outputs[o]
+            if value >= 0 and root[value] >= 0 and graph.values[value].op >= 0:
+                updated.setdefault(root[value], []).append(value)
+        for values in updated.values():
+            at = max(found.time[graph.values[v].op] for v in values)
+            for value in values:
+                home = self.groups.home[value]
+                if home is not None:
+                    self.add(home[0], at, at + 1, value, home[1], "use")
+
+    def moved(self) -> set[int]:
+        """Results of products that are in another layout afterwards, where a plan is known."""
+        moves = self.moves or (lambda _: False)
+        return {x.value for x in self.groups.links if x.operand <= -2 and moves(x)}
+
+    def products(self) -> dict[int, int]:
+        """Results in the layout in which they are made; returns when, by value.
+
+        Where a plan is known, only those that are scattered or sent from it.
+        """
+        out: dict[int, int] = {}
+        scattered = self.moved()
+        for op in self.graph.ops:
+            entry = self.groups.op_layouts[op.index]
+            if entry is None or not self.live[op.index]:
+                continue
+            if self.groups.groups[entry[0]].kind != "anchor":
+                continue
+            for value, layout in zip(op.outputs, entry[2], strict=True):
+                at = self.found.time[op.index]
+                if self.found.kept[value] and (self.moves is None or value in scattered):
+                    out[value] = at
+                    self.add(entry[0], at, at + 1, value, layout, "use")
+        return out

@@ -1,0 +1,262 @@
+"""Repeated structure, found once and for every mesh: the quotient of an Analysis.
+
+Groups that are equal in every fact that prices are made of (factors, work, reductions, pins) and,
+link by link, in their neighbours are one class; colour refinement (``search.colors``) finds them.
+Whatever the mesh and the cost model, such groups have the same strategies and the same costs, so
+the classes are those that ``search.folding`` would find on the priced problem, or finer. The
+quotient is an Analysis of one group per class, and a problem made from it
+
+* costs a choice (one strategy per class) what the whole problem costs the same choice made for
+  every member: a node's cost is multiplied by its members, a link's weight by the links it stands
+  for;
+* has the same memory peak: see ``moments``;
+* has only bounds by reparametrisation in common with the whole: see ``search.folding``.
+
+So the size of what is priced and searched does not depend on the number of layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from planner.annotate import Pin
+from planner.request.state import TrainingState
+from planner.request.uses import NO_USES, Uses, find_uses
+from planner.search.folding.colors import IntArray, numbered, stable_colors
+from planner.space.factors import Layout
+from planner.space.groups import Group, GroupLink, Groups
+from planner.step.analysis import Analysis, Reduction
+from planner.step.buffers import UsageRow
+from planner.step.peak_moments import worst_moments
+
+IDENTITY: dict[type, frozenset[str]] = {
+    Group: frozenset({"index", "ops", "name"}),
+    GroupLink: frozenset({"a", "b", "value", "op", "operand"}),
+    Reduction: frozenset({"op"}),
+    Pin: frozenset({"value", "origin", "rule"}),
+}
+"""Fields that say which group, link, reduction or pin it is. All other fields are facts: what
+differs in one of them is not folded."""
+
+
+def facts_of(kind: type) -> Callable[[Any], Hashable]:
+    """The facts of a ``Group``, ``GroupLink``, ``Reduction`` or ``Pin``: all fields but its
+    identity."""
+    names = [f.name for f in dataclasses.fields(kind) if f.name not in IDENTITY[kind]]
+    return attrgetter(*names)
+
+
+_group, _link, _reduction, _pin = map(facts_of, (Group, GroupLink, Reduction, Pin))
+
+
+@dataclass(frozen=True, eq=False)
+class Quotient:
+    """``part`` has one group per class of ``whole``; ``color[g]`` is the class of group g.
+
+    ``moments[t]`` is the operation index of moment t of the part's usages; ``state`` are the arrays
+    of the step's state where something is asked of them; ``uses`` where the whole reads pinned
+    arguments.
+    """
+
+    whole: Analysis
+    part: Analysis
+    color: tuple[int, ...]
+    moments: tuple[int, ...]
+    state: TrainingState | None = None
+    uses: Uses = NO_USES
+
+    def unfold_choice(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """One strategy per group, from one per class."""
+        return tuple(choice[c] for c in self.color)
+
+    def apart(self, choice: Sequence[int]) -> int:
+        """How many classes a choice of the whole takes apart: equal groups, unlike strategies."""
+        taken: dict[int, set[int]] = {}
+        for c, strategy in zip(self.color, choice, strict=True):
+            taken.setdefault(c, set()).add(strategy)
+        return sum(len(strategies) > 1 for strategies in taken.values())
+
+    def moment(self, at: int) -> int:
+        """The operation index of a moment of the part."""
+        return self.moments[at] if self.moments else 0
+
+
+def fold_analysis(
+    analysis: Analysis,
+    pins: Sequence[Pin],
+    *,
+    inputs_differ: bool,
+    state: TrainingState | None = None,
+) -> Quotient:
+    """Fold equal groups.
+
+    Args:
+        analysis: the step.
+        pins: groups whose values are pinned differently are different.
+        inputs_differ: whether the request treats some inputs unlike others: all modes but
+            AUTO_PARALLEL do, and so do masks along an axis (``Request.tensor``, ``sequence``).
+        state: the arrays of the state, where something is asked of them.
+    """
+    links, nbytes = analysis.groups.links, [v.nbytes for v in analysis.graph.values]
+    loops: dict[int, list[Hashable]] = {}
+    bundled: dict[int, list[int]] = {}
+    kinds = [_link_kind(x, nbytes[x.value]) for x in links]
+    for k, (link, bundle) in enumerate(zip(links, analysis.bundles, strict=True)):
+        if link.a == link.b:
+            loops.setdefault(link.a, []).append(kinds[k])
+        else:
+            bundled.setdefault(bundle, []).append(k)
+    pinned = _pinned(analysis, pins, inputs_differ, state)
+    first = numbered(
+        (
+            _group(g),
+            analysis.work[g.index],
+            tuple(map(_reduction, analysis.reductions[g.index])),
+            analysis.stored[g.index],
+            analysis.hosted[g.index],
+            analysis.fed[g.index],
+            tuple(loops.get(g.index, ())),
+            pinned.get(g.index, frozenset()),
+        )
+        for g in analysis.groups.groups
+    )
+    colors = first.tolist()
+    edges = [_edge(links, kinds, members, colors) for members in bundled.values()]
+    left, right = (np.array([e[k] for e in edges], np.int64) for k in (0, 1))
+    edge_kinds = numbered(e[2] for e in edges)
+    color = stable_colors(first, left, right, edge_kinds)
+    made = _quotient(analysis, color.tolist(), list(bundled.values()), left, right, edge_kinds)
+    uses = find_uses(pins, analysis.graph, analysis.groups)
+    return dataclasses.replace(made, state=state, uses=uses)
+
+
+def _link_kind(link: GroupLink, nbytes: int) -> tuple[Hashable, ...]:
+    """Everything about a link that its price is made of, besides the groups at its ends."""
+    return _link(link), nbytes, link.off_path
+
+
+def _edge(
+    links: Sequence[GroupLink],
+    kinds: Sequence[tuple[Hashable, ...]],
+    members: Sequence[int],
+    first: Sequence[int],
+) -> tuple[int, int, Hashable]:
+    """Ends and kind of parallel links; the end with the smaller first colour stands left."""
+    a, b = links[members[0]].a, links[members[0]].b
+    if (first[b], b) < (first[a], a):
+        a, b = b, a
+    if len(members) == 1:
+        return a, b, (links[members[0]].a == a, kinds[members[0]])
+    return a, b, frozenset(_tally((links[k].a == a, kinds[k]) for k in members).items())
+
+
+def _tally(items: Iterable[Hashable]) -> dict[Hashable, int]:
+    out: dict[Hashable, int] = {}
+    for item in items:
+        out[item] = out.get(item, 0) + 1
+    return out
+
+
+def _pinned(
+    analysis: Analysis, pins: Sequence[Pin], inputs_differ: bool, state: TrainingState | None
+) -> dict[int, frozenset[Hashable]]:
+    """Per group, what pins and modes look at in its values."""
+    graph, home = analysis.graph, analysis.groups.home
+    marks: list[tuple[int, Hashable]] = [(pin.value, _pin(pin)) for pin in pins]
+    if state is not None:
+        marks += [(v, ("state", state.told(v))) for v in state.arrays]
+    if inputs_differ:
+        carried = {graph.inputs[i] for i, _ in graph.ties}
+        taken = {pin.value for pin in pins}
+        marks += [
+            (i, ("input", i in carried, graph.values[i].dtype))
+            for i in graph.inputs
+            if i not in taken
+        ]
+    out: dict[int, set[Hashable]] = {}
+    for value, mark in marks:
+        place = home[value]
+        if place is not None:
+            v = graph.values[value]
+            out.setdefault(place[0], set()).add((place[1], v.shape, v.nbytes, mark))
+    return {group: frozenset(found) for group, found in out.items()}
+
+
+def _quotient(
+    analysis: Analysis,
+    color: list[int],
+    bundled: Sequence[list[int]],
+    left: IntArray,
+    right: IntArray,
+    kinds: IntArray,
+) -> Quotient:
+    groups, links = analysis.groups, analysis.groups.links
+    counts = np.bincount(np.asarray(color, np.int64), minlength=0).tolist()
+    one = np.unique(np.asarray(color, np.int64), return_index=True)[1].tolist()
+    at = np.asarray(color, np.int64)
+    classes = np.stack([at[left], at[right], kinds])
+    _, where, times = np.unique(classes, axis=1, return_index=True, return_counts=True)
+    kept: list[GroupLink] = []
+    bundles: list[int] = []
+
+    def add(link: GroupLink, bundle: int, times: int) -> None:
+        kept.append(
+            dataclasses.replace(link, a=color[link.a], b=color[link.b], weight=link.weight * times)
+        )
+        bundles.append(bundle)
+
+    for bundle, (k, n) in enumerate(sorted(zip(where.tolist(), times.tolist(), strict=True))):
+        for member in bundled[k]:
+            add(links[member], bundle, n)
+    first = set(one)
+    for link in links:
+        if link.a == link.b and link.a in first:
+            add(link, -1, counts[color[link.a]])
+    usages, moments = _usages(analysis, color)
+    part = dataclasses.replace(
+        analysis,
+        groups=Groups(
+            tuple(dataclasses.replace(groups.groups[g], index=c) for c, g in enumerate(one)),
+            tuple(kept),
+            tuple(
+                None if h is None or h[0] not in first else (color[h[0]], h[1]) for h in groups.home
+            ),
+            (),
+            (),
+        ),
+        work=tuple(analysis.work[g] for g in one),
+        reductions=tuple(analysis.reductions[g] for g in one),
+        stored=tuple(analysis.stored[g] for g in one),
+        hosted=tuple(analysis.hosted[g] for g in one),
+        fed=tuple(analysis.fed[g] for g in one),
+        usages=usages,
+        usage_values=(),
+        counts=tuple(counts),
+        bundles=tuple(bundles),
+    )
+    return Quotient(analysis, part, tuple(color), moments)
+
+
+def _usages(
+    analysis: Analysis, color: Sequence[int]
+) -> tuple[tuple[UsageRow, ...], tuple[int, ...]]:
+    """The usages of the classes on the moments that can be the peak."""
+    known: dict[tuple[int, float, Layout, str], int] = {}
+    kinds, starts, ends = [], [], []
+    for group, start, end, nbytes, layout, port in analysis.usages:
+        kinds.append(known.setdefault((color[group], nbytes, layout, port), len(known)))
+        starts.append(start)
+        ends.append(end)
+    worst = worst_moments(kinds, starts, ends)
+    table = list(known)
+    rows = []
+    for kind, begin, stop, count in worst.runs:
+        group, nbytes, layout, port = table[kind]
+        rows.append((group, begin, stop, count * nbytes, layout, port))
+    return tuple(rows), tuple(worst.kept.tolist())

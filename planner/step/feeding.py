@@ -1,0 +1,56 @@
+"""What the host feeds a step: arguments that are new at every step.
+
+A step that carries state gets its batch from the host, and each host loads what its devices are
+fed. The next batch is loaded and copied while a step runs, at a rate that no cluster text knows:
+it may come from memory, from a disk or out of a decoder. So feeding has a price of this form: a
+step whose whole batch goes to every device costs ``SHARE`` of its ideal time more, one whose batch
+is cut in n pieces an n-th of that. A batch is then fed in shards unless that costs the devices
+more than ``SHARE``, and no plan is slower for it by more than that.
+
+Arguments that hold any array of the state are not fed: what stands beside it (frozen parameters, a
+schedule) stays on the devices. In a step that carries no state, weights and batch can't be told
+apart, and nothing is priced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.graph.ir import Graph
+from planner.space.groups import Groups
+
+SHARE = 1e-2
+"""What feeding every device the whole batch costs, in ideal times of the step: an assumption."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """An array that is fed: its share of the bytes of all of them, and the factors that cut it."""
+
+    share: float
+    factors: frozenset[int]
+
+
+def fed_inputs(graph: Graph) -> tuple[int, ...]:
+    """The inputs that are fed: those of arguments no part of which comes back as a result."""
+    if not graph.ties:
+        return ()
+    carried = {i for i, _ in graph.ties}
+    argument = [path.partition("]")[0] for path in graph.input_paths]
+    state = {argument[i] for i in carried}
+    return tuple(
+        value
+        for value, name in zip(graph.inputs, argument, strict=True)
+        if name not in state and graph.values[value].shape
+    )
+
+
+def fed_of(graph: Graph, groups: Groups) -> tuple[tuple[Fed, ...], ...]:
+    """Per group, its arrays that are fed."""
+    out: list[list[Fed]] = [[] for _ in groups.groups]
+    fed = [(v, home) for v in fed_inputs(graph) if (home := groups.home[v]) is not None]
+    total = sum(graph.values[v].nbytes for v, _ in fed)
+    for value, (group, layout) in fed:
+        factors = frozenset(f for f in layout if f >= 0)
+        out[group].append(Fed(graph.values[value].nbytes / max(total, 1), factors))
+    return tuple(map(tuple, out))

@@ -1,0 +1,183 @@
+"""What the operations of each group do, in flop and bytes: what prices of compute are made of.
+
+A kernel is what a compiler launches at once: a product (matmul, convolution), a chain of
+elementwise operations or a reduction with what it reads (see ``kernels``), or a jitted function
+that stands for one, whatever it does inside (see ``fused``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from costmodels import Kernel
+from planner.graph.ir import SCALAR, Graph, Op
+from planner.rules.factor import FactorRule
+from planner.space.factors import Layout
+from planner.space.groups import Groups
+from planner.step.fused import FusedCalls
+from planner.step.kernels import BITCASTS
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+MOVES = frozenset(
+    "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
+    "convert_element_type dynamic_slice dynamic_update_slice gather rev".split()
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A part of a group's work, summed over operations that split alike.
+
+    ``classes`` are disjoint sets of the group's factors; ``traffic`` gives bytes moved with the
+    indices of the classes that split them. All classes split the flop, those of ``result`` the
+    ``result_bytes`` (of a product). Counts are those of the whole step: times the weight.
+    """
+
+    classes: tuple[frozenset[int], ...]
+    flops: float
+    traffic: tuple[tuple[float, tuple[int, ...]], ...]
+    dtype: str
+    kind: Kernel
+    kernels: float
+    result_bytes: float = 0.0
+    result: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes moved by one device that does everything."""
+        return sum(nbytes for nbytes, _ in self.traffic)
+
+
+@dataclass
+class Workload:
+    """Collects the work of one graph, operation by operation."""
+
+    graph: Graph
+    groups: Groups
+    kept: Sequence[bool]
+    fused: FusedCalls
+    starts: Sequence[bool]
+    sums: list[dict[tuple[frozenset[int], str], list[float]]] = field(init=False)
+    products: list[list[Work]] = field(init=False)
+    seen: set[tuple[int, int]] = field(default_factory=set)
+    known: dict[tuple[str, int], float] = field(default_factory=dict)
+    spans: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], frozenset[int]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        self.sums = [{} for _ in self.groups.groups]
+        self.products = [[] for _ in self.groups.groups]
+
+    def add(self, op: Op, rule: FactorRule) -> None:
+        """Count one operation that stands in a group."""
+        found = self.part(op, rule)
+        if found is None:
+            return
+        group, work = found
+        if op.kind in PRODUCTS:
+            self.products[group].append(work)
+            return
+        total = self.sums[group].setdefault((work.classes[0], work.dtype), [0.0, 0.0, 0.0])
+        total[0] += work.flops
+        total[1] += work.nbytes
+        total[2] += work.kernels
+
+    def part(self, op: Op, rule: FactorRule) -> tuple[int, Work] | None:
+        """The group of one operation and its share of the group's work. Ask in program order: a
+        fused chain reads each array once."""
+        entry = self.groups.op_layouts[op.index]
+        if entry is None:
+            return None
+        group, ins, outs = entry
+        values, kept = self.graph.values, self.kept
+        weight = self.graph.regions[op.region].weight
+        inside = self.fused.call[op.index]
+        flops = self.known.get((op.kind, id(rule)))
+        if flops is None:  # equal operations share a rule
+            flops = self.known[op.kind, id(rule)] = _flops(
+                op.kind,
+                rule,
+                [values[o].shape for o in op.outputs],
+                [values[i].shape for i in op.inputs if i >= 0],
+            )
+        first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
+        dtype = values[first].dtype if first >= 0 else "float32"
+        if op.kind in PRODUCTS:
+            return group, self._product(op, flops, dtype, weight)
+        factors = self.spans.get((ins, outs))
+        if factors is None:
+            factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
+            self.spans[ins, outs] = factors
+        reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in self.seen}
+        if reads and self.groups.fusable[op.index]:
+            self.seen.update([(group, v) for v in reads])
+        writes = [v for v in op.outputs if kept[v]]
+        nbytes = float(sum([values[v].nbytes for v in (*reads, *writes)]))
+        if op.kind in BITCASTS and reads:
+            nbytes = 0.0
+        elif op.kind in ("gather", "dynamic_slice"):
+            nbytes = 2.0 * sum(values[v].nbytes for v in op.outputs)
+        flops = 0.0 if inside >= 0 else weight * flops
+        kernels = weight if self.starts[op.index] and inside < 0 else 0.0
+        traffic = ((weight * nbytes, (0,)),)
+        return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
+
+    def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
+        """A product: its factors in classes by which of the two operands and the result have
+        them, so that each is split by no more than its own dimensions."""
+        _, ins, outs = self.groups.op_layouts[op.index]  # type: ignore[misc]
+        values, places = self.graph.values, (*ins[:2], outs[0])
+        member: dict[int, int] = {}
+        for bit, layout in enumerate(places):
+            for f in layout:
+                if f >= 0:
+                    member[f] = member.get(f, 0) | 1 << bit
+        kinds = sorted(set(member.values()))
+        classes = tuple(frozenset(f for f, m in member.items() if m == k) for k in kinds)
+        split = [tuple(c for c, k in enumerate(kinds) if k >> bit & 1) for bit in range(3)]
+        sides = [*zip(op.inputs[:2], split, strict=False), (op.outputs[0], split[2])]
+        traffic = tuple(
+            (weight * values[v].nbytes, who) for v, who in sides if v != SCALAR and self.kept[v]
+        )
+        call = self.fused.call[op.index]
+        if call < 0:
+            stored = weight * values[op.outputs[0]].nbytes
+            kind: Kernel = "convolution" if op.kind == "conv_general_dilated" else "matmul"
+            return Work(classes, weight * flops, traffic, dtype, kind, weight, stored, split[2])
+        flops *= self.fused.factor(call)
+        kernels = weight if self.fused.first_product(call) == op.index else 0.0
+        return Work(classes, weight * flops, traffic, dtype, "attention", kernels)
+
+    def done(self) -> tuple[tuple[Work, ...], ...]:
+        """The work of every group."""
+        return tuple(
+            (
+                *products,
+                *(
+                    Work((factors,), flops, ((nbytes, (0,)),), dtype, "vector", kernels)
+                    for (factors, dtype), (flops, nbytes, kernels) in sums.items()
+                ),
+            )
+            for products, sums in zip(self.products, self.sums, strict=True)
+        )
+
+
+def _flops(
+    kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
+) -> float:
+    if kind in ("dot_general", "ragged_dot"):
+        return 2.0 * math.prod(rule.sizes)
+    if kind == "conv_general_dilated":
+        # per output element, one multiply-add for each kernel element of its feature
+        shared = {f for dim in rule.operands[1] for f in dim} & {
+            f for dim in rule.results[0] for f in dim
+        }
+        features = math.prod(rule.sizes[f] for f in shared)
+        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / features
+    if kind in MOVES:
+        return 0.0
+    size = max((math.prod(s) for s in (*outs, *ins)), default=0)
+    return float(size)
