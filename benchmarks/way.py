@@ -1,8 +1,8 @@
 """The files that a step passes on its way from ``parallelize`` to the compiled call.
 
-Functions of this project are counted in the order of their first call, under ``sys.setprofile``, while
-one small step is planned and run. Printed: files, rooms (packages), and how often the order returns to
-a room that it had left.
+Functions of this project are counted in the order of their first call, under ``sys.setprofile``,
+while one small step is planned and run. Printed: files, rooms (packages), and how often the order
+returns to a room that it had left.
 
     python benchmarks/way.py
 """
