@@ -118,6 +118,7 @@ def test_searches_find_what_fits_near_the_least_peak(
     assert found.feasible, found.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.0, 1.01, 1.05, 1.2])
 @pytest.mark.parametrize("search", ["auto", "recursive_programming"])
 @pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
@@ -165,6 +166,7 @@ def seconds(line: str) -> float:
     return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
 
 
+@pytest.mark.long
 def test_what_is_offered_fits_at_the_price_that_is_said_and_half_of_it_does_not() -> None:
     options: dict[str, Any] = {"memory": 20e6, "search": "recursive_programming"}
     error = refused(tanh_step, tanh_args(), cluster="h100:8", **options)
@@ -213,6 +215,7 @@ def uneven_args(batch: int = 16384) -> tuple[Any, ...]:
     return layers, struct(batch, 512), struct(batch, 512)
 
 
+@pytest.mark.long
 def test_remat_of_single_activations_that_is_said_to_fit_fits_with_checkpoints() -> None:
     options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8"}
     least = refused(uneven_step, uneven_args(), memory=1e6, **options).least_bytes
@@ -253,6 +256,7 @@ def deep_args(*, scan: bool, layers: int = 12, batch: int = 16384) -> tuple[Any,
     return layer if scan else [layer] * layers, struct(batch, 256)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False])
 def test_checkpoint_of_loop_bodies_and_equal_blocks_is_tried(scan: bool) -> None:
     args = deep_args(scan=scan)
@@ -280,6 +284,7 @@ def test_what_remat_keeps_is_put_on_the_host_where_that_fits() -> None:
     assert "with what it keeps in host memory" in remat[1] and ": fits" in remat[1]
 
 
+@pytest.mark.long
 def test_no_batch_that_fits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate of a step with many layers ends far above what planning finds."""
 
@@ -296,6 +301,7 @@ def test_no_batch_that_fits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> N
     assert "1/2 of the batch, 8192 instead of 16384: fits" in line
 
 
+@pytest.mark.long
 def test_equal_layers_do_not_hide_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no time for a search over every layer, equal layers still get the plan that is found
     for one of them."""
@@ -314,6 +320,7 @@ def test_equal_layers_do_not_hide_the_least_peak(monkeypatch: pytest.MonkeyPatch
     assert len(sizes) > 1
 
 
+@pytest.mark.long
 def test_operations_without_a_rule_are_named_first() -> None:
     mesh = AbstractMesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("expert")
@@ -377,6 +384,7 @@ def test_another_mode_is_told_about_auto_parallel() -> None:
     assert plan.search.cost_s == pytest.approx(seconds(line), rel=0.01)
 
 
+@pytest.mark.long
 def test_holders_are_named_by_what_they_are() -> None:
     text = str(refused(dense_step, dense_args(), cluster="h100:8", memory="400MB"))
     assert text.startswith("no plan fits in 400 MB per device on h100:8: the least peak found is ")
@@ -460,6 +468,7 @@ def test_text_says_only_what_is_known() -> None:
     assert "every plan needs at least 5.50 GB on the meshes tried\n" in shortage_text(open_)
 
 
+@pytest.mark.long
 def test_meshes_that_were_never_priced_leave_the_bound_open() -> None:
     seen: list[Any] = []
     kept = pipeline.least_plan

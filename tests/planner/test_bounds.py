@@ -42,6 +42,7 @@ def quotient_of(name: str) -> Quotient:
     return fold_analysis(found, (), inputs_differ=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", ["h100:8", "v5p:2x2x2", "cpu:8"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_no_plan_beats_a_bound(name: str, cluster: str) -> None:

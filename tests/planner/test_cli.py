@@ -311,6 +311,7 @@ def test_target_of_a_directory(tmp_path: Path) -> None:
         parse_target(str(tmp_path))
 
 
+@pytest.mark.long
 def test_example_starts_no_backend(tmp_path: Path) -> None:
     """With a platform that does not exist, starting a backend would fail."""
     result = subprocess.run(

@@ -321,6 +321,7 @@ sys.exit(main(["search", sys.argv[1], "--search", "lingering", "--out", sys.argv
 """
 
 
+@pytest.mark.long
 def test_a_solver_that_still_runs_does_not_abort_the_process(tmp_path: Path) -> None:
     rng, count = np.random.default_rng(0), 60
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count) if rng.random() < 0.3]

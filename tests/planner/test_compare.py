@@ -86,6 +86,7 @@ def used(plan: Plan) -> list[tuple[str, ...]]:
     return [(x.used_as or x.spec).axes for x in plan.inputs if "['w']" in x.path]
 
 
+@pytest.mark.long
 def test_every_kind_stands_there_once_and_in_order(found: Comparison) -> None:
     assert [c.name for c in found.candidates] == [
         "chosen",
@@ -136,6 +137,7 @@ def test_tensor_parallel_splits_every_matrix_and_the_batch(found: Comparison, de
     assert not any("data" in axes for axes in axes_of(plan, "w").values() if degree < 8)
 
 
+@pytest.mark.long
 def test_tensor_parallel_is_megatrons() -> None:
     """Whole activations are summed after attention and after the feed-forward part, forward and
     backward, also where gathering the weights would be cheaper."""
@@ -166,6 +168,7 @@ def test_mixed_gathers_over_data_and_sequence_over_its_axis(found: Comparison) -
         assert large and all("sequence" in a.spec.axes for a in large)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_shown_with_the_memory_it_needs(found: Comparison) -> None:
     whole, split = named(found, "data parallel"), named(found, "FSDP")
     limit = (whole.prediction.peak_bytes + split.prediction.peak_bytes) / 2
@@ -199,6 +202,7 @@ def test_marks_hold_in_every_kind_or_are_its_refusal() -> None:
     assert by_name["data parallel"].plan is not None  # marks wait for another mode there
 
 
+@pytest.mark.long
 def test_options_are_for_the_chosen_plan_alone() -> None:
     seen: list[str] = []
     found = compare(
@@ -253,6 +257,7 @@ def test_what_is_not_quite_what_it_is_called_has_a_note(found: Comparison) -> No
     assert "not quite" in plain_text(comparison_parts(mixed), 80)
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     found = compare(step, *example(batch=4), cluster="h100:8")
     by_name = {c.name: c for c in found.candidates}

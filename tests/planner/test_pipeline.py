@@ -276,6 +276,7 @@ def test_examples_mlp_on_four_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- memory ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("search", ["auto", "recursive_programming", "dynamic_programming"])
 @pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
 def test_memory_that_cannot_suffice(search: str, mesh: str | None) -> None:
@@ -292,6 +293,7 @@ def test_memory_that_cannot_suffice(search: str, mesh: str | None) -> None:
     assert_legal(plan, 8)
 
 
+@pytest.mark.long
 def test_tight_memory_shards_the_parameters() -> None:
     args = adam_args(3, 1024, 1024)
     replicated = 9 * 4 * 1024**2
@@ -343,6 +345,7 @@ def test_donation_counts_in_the_peak() -> None:
     assert kept == pytest.approx(given + state, rel=0.2)
 
 
+@pytest.mark.long
 def test_every_error_of_tight_limits_is_ours() -> None:
     for power in range(2, 8):
         try:

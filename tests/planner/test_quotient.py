@@ -152,6 +152,7 @@ def test_families_price_and_bound_every_mesh_as_it_is_alone(name: str, cluster: 
             assert least[k] <= found.bound_s[k] * (1 + 1e-9) or found.bound_s[k] <= upper
 
 
+@pytest.mark.long
 def test_no_mesh_that_was_pruned_holds_a_better_plan() -> None:
     function, args = step_of("lstm")
     plan = make_plan(function, *args, cluster="h100:8x8", search="recursive_programming")

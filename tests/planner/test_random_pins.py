@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -86,6 +87,7 @@ def holds(wanted: Entries, got: Sharding) -> bool:
     return True
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(["AUTO_PARALLEL", "HYBRID_PARALLEL", "SEMI_AUTO_PARALLEL"]))
 def test_every_mark_is_honoured_or_refused_by_name(case: Any, mode: str) -> None:

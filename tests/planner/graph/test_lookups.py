@@ -431,6 +431,7 @@ def test_other_uses_are_refused(function: Any, reason: str) -> None:
     assert found.mixed == (("['embed']",) if function in (tied, decayed, chosen) else ())
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 40),

@@ -160,6 +160,7 @@ def test_reports_of_the_zoo_add_up(name: str) -> None:
     assert Page(html(found)).data["title"] == name
 
 
+@pytest.mark.long
 def test_96_layers_are_folded_into_a_small_file() -> None:
     planned = deep()
     found = report_data(planned, "96 layers")

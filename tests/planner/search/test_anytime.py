@@ -47,6 +47,7 @@ def test_flat_costs_and_peaks_are_those_of_the_problem() -> None:
             assert flat.fits(choice) == (peak <= problem.limit_bytes * (1 + 1e-12)), seed
 
 
+@pytest.mark.long
 def test_elimination_is_exact_and_keeps_what_is_held() -> None:
     rng = np.random.default_rng(0)
     for seed, _, flat in cases(80, tight=False):
@@ -94,6 +95,7 @@ def test_message_bounds_and_least_extra_costs_hold() -> None:
             assert cost >= bound + extra.max() - 1e-9, seed
 
 
+@pytest.mark.long
 def test_settling_reaches_the_limit_or_leaves_a_choice() -> None:
     reached = 0
     for seed, _, flat in cases(80, tight=True):
@@ -127,6 +129,7 @@ def run(problem: Problem, seconds: float, **options: int) -> tuple[tuple[int, ..
     return reduction.decode(found.choice), found.lower_s, found.feasible
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 def test_small_problems_are_proved(threads: int) -> None:
     for seed, reduction, _ in cases(50, tight=True):

@@ -43,6 +43,7 @@ def check(problem: Problem, search: str, time_limit_s: float) -> None:
             assert cheapest == np.inf, share
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("search", sorted(SEARCHES))
 def test_a_looser_limit_is_no_costlier(search: str) -> None:
     for seed in range(6):
@@ -65,6 +66,7 @@ def test_an_effort_gives_the_same_answer_on_a_slow_machine(monkeypatch: pytest.M
     assert (second.choice, second.reason) == (first.choice, first.reason)
 
 
+@pytest.mark.long
 def test_rounds_go_on_until_the_time_is_up_or_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anytime, "IDLE", 5)
     problem = dataclasses.replace(medium_problem(1, 60, 8), limit_bytes=900.0)

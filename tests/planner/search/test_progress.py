@@ -81,6 +81,7 @@ def test_time_is_up_at_the_deadline_or_when_asked() -> None:
         assert time_is_up(now + 60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("search", sorted(SEARCHES))
 def test_a_search_that_is_asked_to_stop_returns_soon(search: str) -> None:
     problem = layered_problem(2, 3, 4) if search == "brute" else layered_problem(60, 6, 24)

@@ -53,6 +53,7 @@ def test_without_a_limit(name: str) -> None:
             assert found.cost_s >= best.cost_s - 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SEARCHES)
 def test_under_a_tight_limit(name: str) -> None:
     for seed in range(SEEDS[name] // 2):
@@ -135,6 +136,7 @@ def test_a_binding_limit_on_a_ladder() -> None:
     assert priced.lower_bound_s <= exact.cost_s * (1 + 1e-9) <= priced.cost_s * (1 + 2e-9)
 
 
+@pytest.mark.long
 def test_a_graph_too_wide_to_eliminate() -> None:
     rng = np.random.default_rng(5)
     count, size = 14, 8
