@@ -25,6 +25,7 @@ from executor.processes.failure_detection import AGAIN
 from executor.processes.meet import meet
 from executor.processes.preemption import Stop
 from executor.train.metrics import Meter, NotFiniteError, named_scalars
+from executor.train.state import arrays_of, with_arrays
 from planner.errors import RequestError
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def train(
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics a pytree of scalars; from
             ``parallelize``, ``compile_plan`` or ``jax.jit``.
-        state: to begin with; where there is a checkpoint, of its form only.
+        state: to begin with; where there is a checkpoint, of its form only. Flax NNX objects in it
+            are updated in place, also from the checkpoint; static leaves are not saved.
         batches: from ``shard``, which find their place again; of any other iterable the
             batches of steps that were made before are drawn and dropped.
         steps: in all, those before included; fewer if the batches end.
@@ -263,7 +265,7 @@ def _done(checkpoints: Checkpoints) -> int:
 def _resumed(
     checkpoints: Checkpoints, done: int, state: Any, shardings: Any, source: Iterator[Any]
 ) -> Any:
-    restored = checkpoints.restore(state, shardings=shardings, step=done)
+    arrays = checkpoints.restore(arrays_of(state), shardings=shardings, step=done)
     position = (checkpoints.extra(done) or {}).get("position")
     if isinstance(source, Batches | Streams):
         if position is None:
@@ -275,7 +277,7 @@ def _resumed(
     else:
         for _ in itertools.islice(source, done):
             pass
-    return restored
+    return with_arrays(state, arrays)
 
 
 def _save(
@@ -283,7 +285,7 @@ def _save(
 ) -> None:
     extra = {"position": asdict(source.position)} if isinstance(source, Batches | Streams) else {}
     plan = getattr(step, "plan", None)
-    checkpoints.save(made, state, plan=plan, extra=extra)
+    checkpoints.save(made, arrays_of(state), plan=plan, extra=extra)
 
 
 def _pair(result: Any) -> tuple[Any, Any]:

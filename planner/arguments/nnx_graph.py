@@ -95,6 +95,27 @@ def merge(pure: Any, graph: GraphTree, outer: Any = None) -> tuple[Any, Any]:
     return jax.tree_util.tree_unflatten(graph.tree, leaves), index
 
 
+def updated(tree: Any, pure: Any) -> Any:
+    """A pytree with other arrays; its NNX objects stay the same ones and are updated in place.
+
+    Args:
+        tree: a pytree with NNX objects.
+        pure: as the first result of ``split(tree)``.
+    """
+    nnx: Any = _nnx()
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_stops)
+    for k, new in enumerate(structure.flatten_up_to(pure)):
+        if not is_object(leaves[k]):
+            leaves[k] = new
+        elif isinstance(leaves[k], nnx.Variable):
+            leaves[k].update_from_state(new)
+        else:
+            nnx.update(leaves[k], new)
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
 def objects_in(tree: Any) -> list[Any]:
     """The NNX objects of a pytree."""
     return [x for x in jax.tree_util.tree_leaves(tree, is_leaf=_stops) if is_object(x)]

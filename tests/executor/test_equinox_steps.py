@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from executor import parallelize
+from executor import parallelize, train
 from planner import make_plan
 
 eqx = pytest.importorskip("equinox")
@@ -151,3 +151,25 @@ def test_numbers_outside_modules_are_traced():
     model = begin()[0]
     assert [float(run(model, r)[1]) for r in (0.5, 0.25)] == [1.0, 0.5]
     assert all(seen) and len(run._entries) == 1
+
+
+def test_a_training_loop_goes_on_from_its_checkpoint(tmp_path):
+    def step(state, batch):
+        *state, loss = train_step(*state, *batch)
+        return tuple(state), {"loss": loss}
+
+    def run(folder, steps):
+        batches = (batch(k) for k in range(8))
+        done = train(
+            parallelize(step), begin(), batches, steps=steps, directory=folder, progress=False
+        )
+        return done.state
+
+    whole = run(tmp_path / "whole", 6)
+    run(tmp_path / "parts", 3)
+    parts = run(tmp_path / "parts", 6)
+    assert parts[0].final is jnp.tanh and parts[0].label == "net"
+    both = (jax.tree.leaves(eqx.filter(state, eqx.is_array)) for state in (whole, parts))
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(parts[1][0].count) == 6

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from executor import compile_plan, parallelize
+from executor import compile_plan, parallelize, train
 from executor.verify.check import check
 from planner import ModelError, make_plan
 
@@ -351,3 +351,26 @@ def test_a_cached_model_that_a_step_changes_is_an_error():
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     with pytest.raises(ModelError, match=r"attributes of an object that nnx\.cached_partial"):
         nnx.cached_partial(parallelize(step), model)(np.ones((8, 8), np.float32))
+
+
+def test_a_training_loop_goes_on_from_its_checkpoint_in_the_same_objects(tmp_path):
+    def step(state, batch):
+        model, optimizer, metrics = state
+        train_step(model, optimizer, metrics, batch)
+        return state, metrics.compute()
+
+    def run(folder, steps, state):
+        batches = (digits(k) for k in range(8))
+        train(parallelize(step), state, batches, steps=steps, directory=folder, progress=False)
+        return nnx.state(state[0]), nnx.state(state[1])
+
+    whole = run(tmp_path / "whole", 6, objects())
+    run(tmp_path / "parts", 3, objects())
+    state = objects()
+    parts = run(tmp_path / "parts", 6, state)
+    both = zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True)
+    for a, b in both:
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(a, b)
+    assert int(state[1].step[...]) == 6
