@@ -108,7 +108,9 @@ def test_the_integer_program_agrees_about_the_least_peak(
     assert not below.feasible and below.lower_bound_s == float("inf")
 
 
-@pytest.mark.parametrize("share", [1.0, 1.01, 1.05, 1.2])
+@pytest.mark.parametrize(
+    "share", [1.0, 1.05, *(pytest.param(x, marks=pytest.mark.slow) for x in (1.01, 1.2))]
+)
 @pytest.mark.parametrize("search", ["auto", "recursive_programming"])
 def test_searches_find_what_fits_near_the_least_peak(
     search: str, share: float, dense_problem: tuple[Problem, float]
@@ -119,7 +121,9 @@ def test_searches_find_what_fits_near_the_least_peak(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [1.0, 1.01, 1.05, 1.2])
+@pytest.mark.parametrize(
+    "share", [1.0, 1.05, *(pytest.param(x, marks=pytest.mark.slow) for x in (1.01, 1.2))]
+)
 @pytest.mark.parametrize("search", ["auto", "recursive_programming"])
 @pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
 def test_plans_near_the_least_peak(mesh: str | None, search: str, share: float) -> None:
