@@ -287,6 +287,7 @@ def test_rules_from_text() -> None:
         placement_from_text("a=ps,a=spmd")
 
 
+@pytest.mark.long
 def test_it_starts_no_backend(tmp_path: Path) -> None:
     """With a platform that does not exist, starting a backend would fail."""
     command = ["-m", "planner.cli", "inspect", EXAMPLE, "--placement", "auto", "--json"]

@@ -233,6 +233,7 @@ sys.exit(main(["search", sys.argv[1], "--search", "stubborn", "--out", sys.argv[
 """
 
 
+@pytest.mark.long
 def test_second_interrupt_ends_at_once_and_writes_nothing(problem: Path, tmp_path: Path) -> None:
     out = tmp_path / "choice.json"
     process = subprocess.Popen(

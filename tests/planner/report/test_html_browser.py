@@ -238,6 +238,7 @@ def test_plans_by_hand_stand_beside_the_chosen_one(browser: Any, tmp_path: Path)
     silent(browser, path)
 
 
+@pytest.mark.long
 def test_96_layers_open_and_answer(
     browser: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,7 @@ def test_it_stops_when_asked_with_the_best_so_far() -> None:
     assert len(choice) == 40 and lower < math.inf
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not INSTANCES.is_dir(), reason="needs the public IOPDDL instances")
 def test_a_public_instance_is_proved_at_its_known_optimum() -> None:
     problem = read_iopddl(INSTANCES / "asplos-2025-iopddl-B.json.gz")
