@@ -279,6 +279,7 @@ def test_checkpoint_of_loop_bodies_and_equal_blocks_is_tried(scan: bool) -> None
     assert seconds(first) == pytest.approx(plan.search.cost_s, rel=0.15)
 
 
+@pytest.mark.long
 def test_what_remat_keeps_is_put_on_the_host_where_that_fits() -> None:
     args = deep_args(scan=True, layers=48)
     kept = 48 * 16384 * 256 * 4 / 8  # the inputs of the blocks, split over the devices
@@ -376,6 +377,7 @@ def test_a_step_that_knows_its_batch_gives_an_estimate() -> None:
     assert line.split(":")[0] == exact.split(":")[0]
 
 
+@pytest.mark.long
 def test_another_mode_is_told_about_auto_parallel() -> None:
     args = dense_args(1024, 64)
     replicated = 3 * 4 * 4 * 1024**2

@@ -125,6 +125,7 @@ def test_bounds_of_the_quotient_hold_for_the_whole(name: str) -> None:
         assert lower_bound(part.problem, sweeps=12) <= found.cost_s * (1 + 1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", ["h100:4x2", "cpu:12", "v5p:2x2x2"])
 @pytest.mark.parametrize("name", ["mlp", "moe", "llama", "gpt_linen_scan"])
 def test_families_price_and_bound_every_mesh_as_it_is_alone(name: str, cluster: str) -> None:

@@ -227,6 +227,7 @@ def test_rows_add_up_in_the_same_order(function: Any) -> None:
     np.testing.assert_array_equal(got[1]["embed"], expected[1]["embed"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_flax_linen(dtype: Any) -> None:
     class Model(nn.Module):

@@ -134,6 +134,7 @@ def test_the_graph_holds_all_of_the_step(data: ReportData, planned: Planned) -> 
     assert {"[0]['layers'][0]['up']", "[0]['stack']"} <= read
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

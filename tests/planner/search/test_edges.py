@@ -230,6 +230,7 @@ def test_edges_that_share_their_costs_are_flattened_once() -> None:
     assert answers[0].lower_s == pytest.approx(answers[1].lower_s)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_integer_program_that_was_cut_off_starts_again(
     threads: int, monkeypatch: pytest.MonkeyPatch

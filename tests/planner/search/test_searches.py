@@ -125,6 +125,7 @@ def test_a_ladder_is_solved_exactly_and_bounded() -> None:
     assert lower_bound(problem) <= best.cost_s + 1e-9
 
 
+@pytest.mark.long
 def test_a_binding_limit_on_a_ladder() -> None:
     problem = layered_problem(3, 6, 6)
     peak = SEARCHES["dynamic_programming"](problem).peak_bytes
