@@ -61,3 +61,10 @@ def test_a_planted_violation_is_found(tree: Path, file: str, line: str, named: s
     result = linted(tree)
     assert result.returncode == 1
     assert "BROKEN" in result.stdout and named in result.stdout
+
+
+def test_at_most_eight_modules_lie_in_a_package() -> None:
+    for name in ("planner", "executor"):
+        for package in {x.parent for x in (ROOT / name).rglob("*.py")}:
+            modules = [x.stem for x in package.glob("*.py") if not x.stem.startswith("__")]
+            assert len(modules) <= 8, (package, modules)
