@@ -20,8 +20,8 @@ from planner.cli.explain import EXPLAIN
 from planner.cli.inspect import EXAMPLES, INSPECT, PLANNED
 from planner.cli.search import INTERRUPTED, SEARCH
 from planner.errors import ModelError, RequestError
+from planner.frontend.failure import failure_text
 from planner.frontend.loading import parse_target
-from planner.report.failure import failure_text
 
 REFUSED, MODEL_FAILED = 2, 3
 

@@ -13,9 +13,9 @@ import pytest
 
 from planner import load_plan
 from planner.cli.main import main
+from planner.frontend.failure import failure_text
 from planner.frontend.loading import module_names, parse_target
 from planner.modes import get_parallel_mode, set_parallel_mode
-from planner.report.failure import failure_text
 
 ROOT = Path(__file__).resolve().parents[2]
 Writer = Callable[[str], str]
