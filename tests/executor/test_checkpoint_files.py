@@ -310,7 +310,7 @@ def watch():
     global most
     while True:
         most = max(most, peak()); time.sleep(0.005)
-import executor.checkpoint.saved, executor.checkpoint.tensor_files, safetensors
+import executor.checkpoint.saved, executor.checkpoint.files.tensor_files, safetensors
 import jax; jax.devices()
 before = peak()
 threading.Thread(target=watch, daemon=True).start()
