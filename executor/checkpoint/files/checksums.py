@@ -29,7 +29,7 @@ FORMAT = "meshwright-checksums-1"
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that Orbax changes in the commit; a state is read without them."""
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**20
 THREADS = 4
 
 T = TypeVar("T")
