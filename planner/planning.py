@@ -25,7 +25,6 @@ from planner.collector import paused
 from planner.cost.pricing import Priced
 from planner.errors import MemoryLimitError, RequestError
 from planner.frontend.inert import inert_notes
-from planner.graph.blocks import repeated_blocks
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.extract import Extraction
@@ -315,14 +314,11 @@ def write_problem(priced: Priced, path: str | Path) -> None:
 
 
 def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tuple[bool, ...]:
-    count = len(traced.graph.inputs)
+    graph = traced.graph
     if donate_argnums is None:
-        carried = {i for i, _ in traced.graph.ties}
-        return tuple(k in carried for k in range(count))
+        return tuple(graph.values[v].carried for v in graph.inputs)
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    return tuple(
-        any(path.startswith(f"[{n}]") for n in numbers) for path in traced.graph.input_paths
-    )
+    return tuple(any(path.startswith(f"[{n}]") for n in numbers) for path in graph.input_paths)
 
 
 def _plan(
@@ -416,7 +412,7 @@ def _notes(graph: Graph) -> tuple[str, ...]:
     blocks = tuple(
         f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} equal blocks of "
         f"{b.length}"
-        for b in repeated_blocks(graph)
+        for b in graph.blocks
     )
     return blocks + tuple(
         f"region {r.index} ({r.kind}): trip count unknown, priced as one"

@@ -244,7 +244,8 @@ class CompiledStep:
         back as a result, all has to be equal; of others, what several processes hold."""
         self._compared = True
         paths = [path.partition("]")[0] for path in self.traced.graph.input_paths]
-        states = {paths[k] for k, _ in self.traced.graph.ties}
+        graph = self.traced.graph
+        states = {p for p, v in zip(paths, graph.inputs, strict=True) if graph.values[v].carried}
         shardings = self.in_shardings
         compare_arguments("the step", args, shardings, lambda k: paths[k] in states)
 

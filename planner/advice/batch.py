@@ -38,11 +38,10 @@ ESTIMATES_S = 10.0
 
 def batch_leaves(graph: Graph) -> tuple[int, ...]:
     """Positions of the arguments whose first dimension is the batch; none when there is none."""
-    carried = {i for i, _ in graph.ties}
     loose = [
         (k, graph.values[v])
         for k, v in enumerate(graph.inputs)
-        if k not in carried and graph.values[v].shape
+        if not graph.values[v].carried and graph.values[v].shape
     ]
     if not loose:
         return ()
@@ -60,7 +59,7 @@ def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> 
 
     A dimension that shares a factor with one that grows does so, too.  Carried arguments never do.
     """
-    fixed = {graph.inputs[i] for i, _ in graph.ties} | {graph.outputs[o] for _, o in graph.ties}
+    fixed = {*graph.state, *graph.next_values.values()}
     grows: dict[int, set[int]] = {graph.inputs[k]: {0} for k in leaves}
     while True:
         before = sum(map(len, grows.values()))

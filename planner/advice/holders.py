@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from planner.cost.peak import usage_bytes
+from planner.graph.ir import Role
 from planner.plan.extract import Extraction
-from planner.report.fold import common_path, is_optimizer_state, pattern
+from planner.report.fold import common_path, pattern
 from planner.report.shortage import Holder
 
 HOLDERS_SHOWN = 6
@@ -14,7 +15,6 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
     """The values that hold most bytes per device at a moment, equal ones in one row."""
     analysis, graph = extraction.priced.analysis, extraction.graph
     position = {v: k for k, v in enumerate(graph.inputs)}
-    carried = {i for i, _ in graph.ties}
     rows: dict[tuple[object, ...], list[tuple[str, float]]] = {}
     items = zip(analysis.usages, analysis.usage_values, usage_bytes(extraction), strict=True)
     for (_, start, end, _, _, port), index, nbytes in items:
@@ -29,8 +29,8 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
             kind, name = "constant", str(value)
         else:
             kind, name = "input", graph.input_paths[where]
-            if where in carried:
-                kind = "optimizer state" if is_optimizer_state(name) else "parameter"
+            if value.carried:
+                kind = "optimizer state" if value.role is Role.MOMENT else "parameter"
         kind = "gathered copy" if port == "gathered" else kind
         shape = name if where is None else (pattern(name), value.shape, value.dtype)
         rows.setdefault((kind, shape), []).append((name, nbytes))

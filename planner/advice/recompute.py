@@ -26,7 +26,7 @@ from jax.extend import core as jex_core
 
 from planner import compat
 from planner.advice.flat import Call, FlatJaxpr, execute, flatten, nbytes
-from planner.graph.blocks import blocks_of
+from planner.graph.labels.blocks import blocks_of
 from planner.graph.trace import Traced, user_line, user_lines
 
 Leaves = Callable[[Sequence[Any]], list[Any]]

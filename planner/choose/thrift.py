@@ -49,12 +49,10 @@ def stored_bytes(quotient: Quotient, priced: Priced) -> Sequence[Array]:
     strategy. A result that is tied to an argument is that argument."""
     whole = quotient.whole
     graph, homes = whole.graph, whole.groups.home
-    tied = {o for _, o in graph.ties}
-    results = [v for k, v in enumerate(graph.outputs) if k not in tied and v >= 0]
     part = priced.analysis is not whole
     pricer = Pricer(priced.analysis, priced.mesh, priced.model)
     out = [np.zeros(chosen.count) for chosen in priced.sets]
-    for value in dict.fromkeys((*graph.inputs, *results)):
+    for value in dict.fromkeys((*graph.inputs, *graph.reports)):
         home = homes[value]
         if home is None:
             continue

@@ -328,5 +328,5 @@ def _batch_rules(
 
 def _whole_rules(graph: Graph) -> dict[str, PartitionSpec]:
     """Path rules that leave the state whole."""
-    paths = [graph.input_paths[i] for i, _ in graph.ties]
+    paths = [graph.values[v].name for v in graph.state]
     return {f"^{re.escape(path)}$": PartitionSpec() for path in paths}

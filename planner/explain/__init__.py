@@ -18,8 +18,8 @@ from planner.explain.model import (
 )
 from planner.explain.setting import PlanSetting, setting_of, value_text
 from planner.explain.targets import find_values, values_of
+from planner.graph.ir import Role
 from planner.planning import Planned, plan_step
-from planner.report.fold import is_optimizer_state
 from planner.request.pins import mode_pins
 
 __all__ = [
@@ -71,7 +71,7 @@ def explain_planned(planned: Planned, target: str) -> Explanation:
     first: dict[int, int] = {}  # of each decision, its largest value that was meant
     order = sorted(
         sized,
-        key=lambda v: (is_optimizer_state(graph.values[v].name), -graph.values[v].nbytes, v),
+        key=lambda v: (graph.values[v].role is Role.MOMENT, -graph.values[v].nbytes, v),
     )
     for value in order:
         home = homes[value]

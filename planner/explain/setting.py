@@ -12,9 +12,10 @@ import numpy as np
 
 from planner.choose.meshes import SPREAD
 from planner.cost.pricing import Priced
+from planner.graph.ir import Role
 from planner.plan.extract import Extraction
 from planner.planning import Planned
-from planner.report.fold import common_path, is_optimizer_state, pattern
+from planner.report.fold import common_path, pattern
 from planner.report.units import array_text, sharding_text
 from planner.search.local.memory import MemoryTimeline
 from planner.search.problem import Problem, evaluate
@@ -100,7 +101,7 @@ class PlanSetting:
 
         def weight(value: int) -> tuple[bool, bool, int, int]:
             found = graph.values[value]
-            state = is_optimizer_state(found.name)
+            state = found.role is Role.MOMENT
             return value not in self.inputs, state, -found.nbytes, value
 
         return min(values, key=weight, default=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from planner.graph.ir import SCALAR, Graph
 
@@ -19,12 +18,12 @@ def inert_notes(graph: Graph) -> tuple[str, ...]:
     inputs = graph.inputs
     if not inputs:
         return ()
-    if not graph.ties:
+    if not graph.state:
         notes = [
             "no argument comes back as a result: this step updates nothing; that is right for an "
             "evaluation step; a train step returns its new state or updates NNX objects in place"
         ]
-    elif all(inputs[i] == graph.outputs[o] for i, o in graph.ties):
+    elif all(old == new for old, new in graph.next_values.items()):
         notes = [
             "every argument that comes back comes back unchanged: this step updates nothing, its "
             "parameters stay as they are"
@@ -36,11 +35,8 @@ def inert_notes(graph: Graph) -> tuple[str, ...]:
 
 def _without_state(graph: Graph) -> list[str]:
     """A line when results besides the state do not depend on it."""
-    carried = {o for _, o in graph.ties}
-    others = [v for k, v in enumerate(graph.outputs) if k not in carried and v != SCALAR]
-    floats = [v for v in others if graph.values[v].dtype.startswith(_FLOATS)]
-    state = {graph.inputs[i] for i, _ in graph.ties}
-    if not floats or state & _needed(graph, floats):
+    floats = [v for v in graph.reports if graph.values[v].dtype.startswith(_FLOATS)]
+    if not floats or not graph.needed_for(floats)[0].isdisjoint(graph.state):
         return []
     return [
         "no result besides the state depends on the state: the loss does not depend on the "
@@ -50,9 +46,8 @@ def _without_state(graph: Graph) -> list[str]:
 
 def _unread(graph: Graph) -> list[str]:
     """A line per argument that holds matrices of floats and that nothing reads."""
-    back = {graph.inputs[i]: graph.outputs[o] for i, o in graph.ties}
-    new = [o for o in graph.outputs if o != SCALAR and back.get(o, -1) != o]
-    read = _needed(graph, new)
+    new = [o for o in graph.outputs if o != SCALAR and graph.next_values.get(o, -1) != o]
+    read, _ = graph.needed_for(new)
     arguments: dict[str, list[int]] = {}
     for value, path in zip(graph.inputs, graph.input_paths, strict=True):
         root = re.match(r"\[\d+\]", path)
@@ -67,22 +62,3 @@ def _unread(graph: Graph) -> list[str]:
 def _is_matrix(graph: Graph, value: int) -> bool:
     found = graph.values[value]
     return len(found.shape) > 1 and found.dtype.startswith(_FLOATS)
-
-
-def _needed(graph: Graph, wanted: Iterable[int]) -> set[int]:
-    """The values that some values are computed from, these among them."""
-    backs: dict[int, list[tuple[int, ...]]] = {}
-    for op in graph.ops:
-        if op.kind in ("loop_back", "loop_test"):
-            for carry in op.inputs[1:]:
-                backs.setdefault(carry, []).append(op.inputs)
-    seen = set(wanted)
-    stack = list(seen)
-    while stack:
-        value = stack.pop()
-        made = graph.values[value].op
-        sources = [*backs.get(value, []), *([graph.ops[made].inputs] if made >= 0 else [])]
-        fresh = {i for inputs in sources for i in inputs if i != SCALAR} - seen
-        seen |= fresh
-        stack.extend(fresh)
-    return seen

@@ -7,8 +7,9 @@ operations stand in program order; an operation reads values that stand before i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,47 @@ SCALAR = -1
 """Operand index of a literal: no value, nothing to shard."""
 
 
+class Phase(StrEnum):
+    """The part of a train step that an operation belongs to (``planner.graph.labels.phases``)."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Role(StrEnum):
+    """What a value is to a train step (``planner.graph.labels.roles``). The first four are state:
+    arguments that come back as results."""
+
+    PARAMETER = "parameter"
+    MOMENT = "moment"
+    STATISTIC = "statistic"
+    KEY = "key"
+    BATCH = "batch"
+    ARGUMENT = "argument"
+    FROZEN = "frozen"
+    CONSTANT = "constant"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    COTANGENT = "cotangent"
+    UPDATE = "update"
+    NEXT = "next"
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: ``op`` is its producer, or -1 for inputs and constants; ``host`` says that the
-    model itself put it into host memory."""
+    """One array.
+
+    Attributes:
+        index: its number.
+        shape, dtype, itemsize: of the whole array; bytes of an element.
+        op: its producer, or -1 for inputs and constants.
+        name: the path of an input, ``"const"`` of a constant.
+        host: whether the model itself put it into host memory.
+        role: what it is to the step.
+        of: the input that a gradient, a moment or a next value belongs to, or -1.
+        carried: whether it is an input that comes back as a result: the state of the step.
+    """
 
     index: int
     shape: tuple[int, ...]
@@ -33,6 +71,9 @@ class Value:
     op: int
     name: str = ""
     host: bool = False
+    role: Role = Role.ACTIVATION
+    of: int = -1
+    carried: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +99,8 @@ class Op:
     ``attrs`` tells apart operations of one kind and shape (hash of the parameters);
     ``fused`` names the call of a function that stands for one kernel (see ``planner.step.fused``);
     ``effect`` says that it does more than make its results (prints, calls the host, writes to a
-    reference), and so runs whether or not these are read.
+    reference), and so runs whether or not these are read; ``segment`` is the repeated block that it
+    stands in and which copy of it, (-1, 0) for none.
     """
 
     index: int
@@ -70,6 +112,22 @@ class Op:
     source: str = ""
     fused: str = ""
     effect: bool = False
+    phase: Phase = Phase.FORWARD
+    segment: tuple[int, int] = (-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``count`` equal runs of ``length`` operations, back to back from operation ``start``."""
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """Index of the first operation behind the last repetition."""
+        return self.start + self.length * self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +144,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced step. ``ties`` pairs an input position with the output that carries it on."""
+    """A traced step.
+
+    ``ties`` pairs an input position with the output that carries it on; ``blocks`` are the repeated
+    blocks, by number.
+    """
 
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
@@ -96,6 +158,29 @@ class Graph:
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     ties: tuple[tuple[int, int], ...]
+    blocks: tuple[Block, ...] = ()
+
+    @cached_property
+    def state(self) -> tuple[int, ...]:
+        """The inputs that the step carries on, in their order."""
+        return tuple(self.inputs[i] for i, _ in self.ties)
+
+    @cached_property
+    def next_values(self) -> Mapping[int, int]:
+        """Per input of the state, the value that takes its place in the next step (``SCALAR``: a
+        literal)."""
+        return {self.inputs[i]: self.outputs[o] for i, o in self.ties}
+
+    @cached_property
+    def reports(self) -> tuple[int, ...]:
+        """The results besides the state: the loss and what else a step tells (no literals)."""
+        back = {o for _, o in self.ties}
+        return tuple(v for k, v in enumerate(self.outputs) if k not in back and v != SCALAR)
+
+    @cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The inputs that the host feeds anew at every step; none in a step without state."""
+        return tuple(v for v in self.inputs if self.values[v].role is Role.BATCH)
 
     def changes_memory(self, op: Op) -> bool:
         """Whether an operation copies an operand between device and host memory."""

@@ -24,8 +24,10 @@ from planner import compat
 from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
-from planner.graph.ir import SCALAR, Graph, Op, Region, Value
-from planner.graph.ties import ties
+from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Value
+from planner.graph.labels.label import labelled
+from planner.graph.labels.phases import named_phase
+from planner.graph.labels.ties import ties
 from planner.rules.key import EqnKey
 
 INLINED = frozenset(
@@ -147,8 +149,11 @@ class _Builder:
     eqns: list[EqnKey | None] = field(default_factory=list)
     regions: list[Region] = field(default_factory=lambda: [Region(0, "main", -1, 1, 1.0)])
     attrs_cache: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    named: list[Phase | None] = field(default_factory=list)
     fused: str = ""
     calls: int = 0
+    phase: Phase | None = None
+    """What the name stack around the equations that are walked says."""
 
     def value(self, aval: Any, op: int, name: str = "") -> int:
         index = len(self.values)
@@ -186,6 +191,7 @@ class _Builder:
         inputs = tuple(inputs)
         self.ops.append(Op(index, kind, inputs, outs, region, attrs, source, self.fused, effect))
         self.eqns.append(eqn)
+        self.named.append(self.phase)
         return outs
 
     def region(self, kind: str, parent: int, trips: int, weight: float, known: bool = True) -> int:
@@ -204,7 +210,10 @@ class _Builder:
         for eqn in inner.eqns:
             ins = [SCALAR if compat.is_literal(v) else env[v] for v in eqn.invars]
             where = user_line(eqn) or source
+            outer = self.phase
+            self.phase = outer or named_phase(str(eqn.source_info.name_stack))
             outs = self.equation(eqn, ins, region, where)
+            self.phase = outer
             env.update(zip(eqn.outvars, outs, strict=True))
         return [SCALAR if compat.is_literal(v) else env[v] for v in inner.outvars]
 
@@ -371,4 +380,4 @@ def _graph_of(
         output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths),
         ties=found,
     )
-    return graph, tuple(builder.eqns)
+    return labelled(graph, builder.named), tuple(builder.eqns)

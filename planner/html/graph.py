@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.graph.blocks import Block, repeated_blocks
-from planner.graph.ir import SCALAR, Graph, Op
+from planner.graph.ir import SCALAR, Block, Graph, Op
 from planner.plan.extract import Extraction, Sent
 from planner.spec import Sharding
 from planner.step.analysis import does_nothing
@@ -96,7 +95,7 @@ def segments(
 def _pieces(graph: Graph) -> Iterator[Block]:
     """Repeated blocks and the runs between them, which end where a loop begins or ends."""
     at = 0
-    for block in (*repeated_blocks(graph), Block(len(graph.ops), 0, 0)):
+    for block in (*graph.blocks, Block(len(graph.ops), 0, 0)):
         while at < block.start:
             stop = at + 1
             while stop < block.start and _outer(graph, stop) == _outer(graph, at):
@@ -151,7 +150,7 @@ class _Drawing:
         kept = sorted(sorted(range(len(nodes)), key=lambda k: -nodes[k].compute_s)[:MOST_NODES])
         outer = graph.regions[_outer(graph, block.start)]
         every = range(block.start, block.end)
-        carried = {graph.outputs[o] for _, o in graph.ties}
+        carried = set(graph.next_values.values())
         sources = dict.fromkeys(op.source for op in first if op.source and self.live[op.index])
         return Segment(
             block.start,

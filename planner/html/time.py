@@ -14,10 +14,11 @@ import numpy as np
 
 from costmodels import Cluster
 from planner.cost.peak import PACKING, Profile, has_gaps
+from planner.graph.ir import Role
 from planner.html.timeline import Bar, Timeline, timeline
 from planner.plan.extract import Extraction, Sent
 from planner.plan.plan import Prediction
-from planner.report.fold import common_path, is_optimizer_state, pattern
+from planner.report.fold import common_path, pattern
 from planner.spec import MeshSpec
 from planner.step.kernel_costs import PRODUCTS
 
@@ -270,10 +271,10 @@ def _bin(moment: int, places: int, laid: Timeline) -> int:
 
 def _categories(plan: Extraction, found: Profile) -> list[int]:
     graph = plan.graph
-    tied = {i for i, _ in graph.ties}
     of: dict[int, int] = dict.fromkeys(graph.outputs, CATEGORIES.index("results"))
-    for k, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
-        of[value] = 2 if k not in tied else 1 if is_optimizer_state(path) else 0
+    for v in graph.inputs:
+        value = graph.values[v]
+        of[v] = 2 if not value.carried else 1 if value.role is Role.MOMENT else 0
     return [
         CATEGORIES.index("gathered for use")
         if row[5] == "gathered"

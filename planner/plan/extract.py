@@ -11,8 +11,8 @@ from planner.cost.peak import scheduled_peak
 from planner.cost.pricing import Priced, Pricer
 from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
-from planner.graph.fetches import fetches
 from planner.graph.ir import SCALAR, Graph
+from planner.graph.memory.fetches import fetches
 from planner.plan.plan import LITERAL, Activation, CollectiveRow, Constraint, Leaf, Prediction
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink
@@ -89,12 +89,11 @@ class Extraction:
     def leaves(self) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
         """Inputs and outputs; an output tied to an input has the input's sharding."""
         graph, mesh = self.graph, self.priced.mesh
-        carried = {i for i, _ in graph.ties}
         source = {o: i for i, o in graph.ties}
         used = {x.value for x in self.priced.analysis.groups.links if x.a_use}
         away = fetches(graph, graph.live_ops(), self.on_host())
         inputs = []
-        for k, (index, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
+        for index, path in zip(graph.inputs, graph.input_paths, strict=True):
             v = graph.values[index]
             spec = self.value_sharding(index)
             use = self.value_sharding(index, "use") if index in used else spec
@@ -106,7 +105,7 @@ class Extraction:
                     spec,
                     v.nbytes // spec.shards(mesh),
                     None if use == spec else use,
-                    k in carried,
+                    v.carried,
                     HOST if index in away else DEVICE,
                     tuple(away.get(index, ())),
                 )

@@ -85,8 +85,7 @@ class _Teller:
     def reason(self, use: Use, readers: Sequence[ArgumentReader], used: Sharding) -> str:
         """Why some readers do not see the pinned axes; of an argument of the batch, nothing."""
         graph, mesh = self.extraction.graph, self.extraction.priced.mesh
-        tied = {graph.inputs[i] for i, _ in graph.ties}
-        if tied and use.pin.value not in tied and not use.pin.storage:
+        if graph.state and not graph.values[use.pin.value].carried and not use.pin.storage:
             return ""
         missing = [
             (d, axis)

@@ -148,7 +148,7 @@ def _batch(graph: Graph) -> tuple[int, ...]:
     """The inputs that are new at every step. In a step without state, or one that returns nothing
     but what looks like it, those that stand on the left of a product."""
     fed = fed_inputs(graph)
-    if fed and len(graph.ties) < len(graph.outputs):
+    if fed and len(graph.state) < len(graph.outputs):
         return fed
     left = {op.inputs[0] for op in graph.ops if op.kind in PRODUCTS}
     return tuple(v for v in graph.inputs if v in left) or fed

@@ -108,7 +108,6 @@ def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) ->
     if mode == "AUTO_PARALLEL":
         return ()
     have = {p.value for p in pinned}
-    carried = {graph.inputs[i] for i, _ in graph.ties}
     data = data_axes(mesh)
     parts = math.prod(mesh.size(n) for n in data)
     out = []
@@ -118,7 +117,7 @@ def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) ->
             continue
         batch = (
             mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL")
-            and index not in carried
+            and not value.carried
             and value.shape[0] % parts == 0
             and parts > 1
         )

@@ -25,8 +25,8 @@ Place = tuple[int, int]
 
 def batch_inputs(graph: Graph) -> tuple[int, ...]:
     """Arguments that are not carried on and have dimensions."""
-    carried = {graph.inputs[i] for i, _ in graph.ties}
-    return tuple(v for v in graph.inputs if v not in carried and graph.values[v].splits)
+    known = graph.values
+    return tuple(v for v in graph.inputs if not known[v].carried and known[v].splits)
 
 
 def sequences(graph: Graph) -> tuple[int, ...]:

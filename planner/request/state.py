@@ -1,7 +1,7 @@
 """What may be asked of the training state as a whole: ZeRO levels, opt-outs, a size threshold.
 
-The *state* is what a step carries on: inputs that come back as results. Its arrays on which the
-step's other results (the loss) depend are *parameters*, the others *optimizer state*. ZeRO
+The *state* is what a step carries on: inputs that come back as results. Its moments
+(``planner.graph.labels.roles``) are *optimizer state*, all else counts as *parameters*. ZeRO
 (Rajbhandari et al. 2020) splits over the data axes: level 1 the optimizer state, level 2 the
 gradients as well, level 3 the parameters, too. As gradients are always reduced straight into the
 shards of what they update, levels 1 and 2 are one plan here.
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import RequestError
-from planner.graph.ir import Graph
+from planner.graph.ir import Graph, Role
 from planner.space.factors import Layout
 from planner.space.groups import Group, Groups
 from planner.space.strategies import digits, enumerate_strategies
@@ -100,9 +100,6 @@ def find_state(graph: Graph, request: StateRequest) -> TrainingState:
     Raises:
         RequestError: a pattern matches no argument; says what paths look like.
     """
-    carried = {graph.inputs[i] for i, _ in graph.ties}
-    results = {o for _, o in graph.ties}
-    needed, _ = graph.needed_for(v for k, v in enumerate(graph.outputs) if k not in results)
     bound: set[int] = set()
     for pattern in request.never_fsdp:
         hits = [
@@ -116,9 +113,8 @@ def find_state(graph: Graph, request: StateRequest) -> TrainingState:
                 f"never_fsdp: no argument path matches {pattern!r}; paths look like {paths}"
             )
         bound.update(hits)
-    if not needed & carried:  # nothing but the state comes back
-        return TrainingState(frozenset(carried), frozenset(), frozenset(bound))
-    return TrainingState(frozenset(carried & needed), frozenset(carried - needed), frozenset(bound))
+    others = frozenset(v for v in graph.state if graph.values[v].role is Role.MOMENT)
+    return TrainingState(frozenset(graph.state) - others, others, frozenset(bound))
 
 
 def state_masks(

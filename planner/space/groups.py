@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.annotate import MARKS, Pin
-from planner.graph.ir import SCALAR, Graph, Op
+from planner.graph.ir import SCALAR, Graph, Op, Role
 from planner.rules.factor import FactorRule
 from planner.space.factors import LAYOUT_NONE, Fusion, Layout
 
@@ -298,19 +298,10 @@ class _Grouping:
     def tie(self) -> None:
         """Link results to the inputs that they become in the next step."""
         graph, home = self.graph, self.fusion.home
-        for i, o in graph.ties:
-            value, target = graph.outputs[o], graph.inputs[i]
+        for target, value in graph.next_values.items():
             if value != SCALAR and value != target and graph.values[target].splits:
                 at = graph.values[value].op
                 self.links.append((*home[value], *home[target], value, 1.0, at, -1, False))
-
-
-def gradient_shapes(graph: Graph) -> set[tuple[int, ...]]:
-    """Shapes (sorted: a gradient may be transposed) that gradients of carried inputs have,
-    also for one slice of a stack of layers."""
-    shapes = {graph.values[graph.inputs[i]].shape for i, _ in graph.ties}
-    wide = shapes | {s[1:] for s in shapes if len(s) > 1}
-    return {tuple(sorted(s)) for s in wide} - {()}
 
 
 def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
@@ -352,10 +343,6 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
     places = [number[fusion.gfind(raw)] for raw in range(len(fusion.gparent))]
     at = places.__getitem__
 
-    carried = {graph.inputs[i] for i, _ in graph.ties}
-    carried |= {graph.outputs[o] for _, o in graph.ties}
-    updates = {at(fusion.home[v][0]) for v in carried if v in fusion.home}
-    shapes = gradient_shapes(graph)
     links = []
     for a, src, b, dst, value, weight, op, operand, partial in grouping.links:
         to_use = (
@@ -364,9 +351,7 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
             and operand >= 0
             and groups[at(b)].kind == "anchor"
         )
-        gradient = (
-            partial and at(b) in updates and tuple(sorted(graph.values[value].shape)) in shapes
-        )
+        gradient = partial and graph.values[value].role is Role.GRADIENT
         link = GroupLink(
             at(a),
             done(src),

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import RequestError
-from planner.graph.fetches import fetches
 from planner.graph.ir import Graph
+from planner.graph.memory.fetches import fetches
 from planner.space.groups import Groups
 from planner.space.strategies import enumerate_strategies
 from planner.spec import MeshSpec
@@ -69,7 +69,7 @@ def hostable(graph: Graph, asked: Offload) -> frozenset[int]:
         RequestError: a pattern that matches no array of the state, or an argument that does not
             come back as a result; says which.
     """
-    carried = {graph.inputs[i] for i, _ in graph.ties}
+    carried = graph.next_values
     named = list(zip(graph.inputs, graph.input_paths, strict=True))
     if asked.auto:
         return frozenset(v for v, _ in named if v in carried and graph.values[v].nbytes >= WORTH)
@@ -116,12 +116,11 @@ def hosted_of(
                 out[entry[0]].append(Hosted(nbytes, factors, weight, always=True))
     if not values:
         return tuple(map(tuple, out))
-    back = {graph.inputs[i]: graph.outputs[o] for i, o in graph.ties}
     for value, spans in fetches(graph, live, sorted(values)).items():
         home = groups.home[value]
         if home is not None:
             factors = frozenset(f for f in home[1] if f >= 0)
-            copies = len(spans) + (back[value] != value)
+            copies = len(spans) + (graph.next_values[value] != value)
             if copies:  # else it only passes through
                 out[home[0]].append(Hosted(float(graph.values[value].nbytes), factors, copies))
     return tuple(map(tuple, out))

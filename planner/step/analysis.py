@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from costmodels import CostModel, Device
-from planner.graph.ir import Graph, Op
-from planner.graph.liveness import PASSES, materialised
-from planner.graph.materialized import written
+from planner.graph.ir import Graph, Op, Role
+from planner.graph.memory.liveness import PASSES, materialised
+from planner.graph.memory.materialized import written
 from planner.rules.factor import FactorRule
 from planner.space.factors import Layout
-from planner.space.groups import GroupLink, Groups, gradient_shapes
+from planner.space.groups import GroupLink, Groups
 from planner.space.host_memory import Hosted, hosted_of
 from planner.step.buffers import UsageRow, Usages, find_usages
 from planner.step.feeding import Fed, fed_of
@@ -124,7 +124,6 @@ def analyse(
     workload = empty_workload(graph, rules, groups)
     fused = workload.fused
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
-    carried = gradient_shapes(graph)
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or does_nothing(op):
@@ -138,7 +137,7 @@ def analyse(
             out = float(sum(graph.values[o].nbytes for o in op.outputs))
             if over:
                 kept_factors = frozenset(f for f in outs[0] if f >= 0)
-                gradient = any(tuple(sorted(graph.values[o].shape)) in carried for o in op.outputs)
+                gradient = any(graph.values[o].role is Role.GRADIENT for o in op.outputs)
                 weight = graph.regions[op.region].weight
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)

@@ -18,8 +18,8 @@ from functools import lru_cache
 
 from planner.annotate import MARKS
 from planner.graph.ir import Graph
-from planner.graph.liveness import intervals
-from planner.graph.materialized import MATMULS, Written
+from planner.graph.memory.liveness import intervals
+from planner.graph.memory.materialized import MATMULS, Written
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 
@@ -142,7 +142,7 @@ class _Usages:
         if self.found.merges:
             self.uneven()
         groups, graph = self.groups, self.graph
-        carries = {graph.outputs[o]: graph.inputs[i] for i, o in graph.ties}
+        carries = {new: old for old, new in graph.next_values.items()}
         for span in intervals(graph, self.found, self.live, donated, hosted):
             mine = carries.get(span.value, span.value) if span.memory else span.value
             home = groups.home[mine]
@@ -258,8 +258,7 @@ class _Usages:
                 ]
                 root[out.index] = max(roots, default=-1)
         updated: dict[int, list[int]] = {}
-        for _, o in graph.ties:
-            value = graph.outputs[o]
+        for value in graph.next_values.values():
             if value >= 0 and root[value] >= 0 and graph.values[value].op >= 0:
                 updated.setdefault(root[value], []).append(value)
         for values in updated.values():

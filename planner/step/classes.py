@@ -172,10 +172,9 @@ def _pinned(
     if state is not None:
         marks += [(v, ("state", state.told(v))) for v in state.arrays]
     if inputs_differ:
-        carried = {graph.inputs[i] for i, _ in graph.ties}
         taken = {pin.value for pin in pins}
         marks += [
-            (i, ("input", i in carried, graph.values[i].dtype))
+            (i, ("input", graph.values[i].carried, graph.values[i].dtype))
             for i in graph.inputs
             if i not in taken
         ]

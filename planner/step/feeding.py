@@ -32,17 +32,8 @@ class Fed:
 
 
 def fed_inputs(graph: Graph) -> tuple[int, ...]:
-    """The inputs that are fed: those of arguments no part of which comes back as a result."""
-    if not graph.ties:
-        return ()
-    carried = {i for i, _ in graph.ties}
-    argument = [path.partition("]")[0] for path in graph.input_paths]
-    state = {argument[i] for i in carried}
-    return tuple(
-        value
-        for value, name in zip(graph.inputs, argument, strict=True)
-        if name not in state and graph.values[value].shape
-    )
+    """The arrays that are fed: the batch, see ``planner.graph.labels.roles``."""
+    return tuple(v for v in graph.batch if graph.values[v].shape)
 
 
 def fed_of(graph: Graph, groups: Groups) -> tuple[tuple[Fed, ...], ...]:

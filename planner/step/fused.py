@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from costmodels import attention_drag
 from planner.graph.ir import SCALAR, Graph, Op
-from planner.graph.liveness import PASSES
+from planner.graph.memory.liveness import PASSES
 from planner.rules.factor import FactorRule
 
 

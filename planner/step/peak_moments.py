@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.blocks import periods
+from planner.graph.labels.blocks import periods
 from planner.search.local.memory import maximal_moments
 
 IntArray = NDArray[np.int64]

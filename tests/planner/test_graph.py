@@ -12,8 +12,8 @@ import pytest
 
 from planner.errors import InternalError, ModelError
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.liveness import Interval, intervals, materialised
-from planner.graph.materialized import extents, written
+from planner.graph.memory.liveness import Interval, intervals, materialised
+from planner.graph.memory.materialized import extents, written
 from planner.graph.trace import trace
 
 

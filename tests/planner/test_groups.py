@@ -14,7 +14,7 @@ from planner import make_plan
 from planner.graph.ir import Graph
 from planner.graph.trace import trace
 from planner.planning import graph_rules
-from planner.space.groups import Group, Groups, build_groups, gradient_shapes
+from planner.space.groups import Group, Groups, build_groups
 from planner.step.analysis import analyse
 
 mystery = Primitive("mystery_of_groups")
@@ -143,7 +143,6 @@ def test_ties_link_the_new_value_to_the_old() -> None:
         return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), x.sum()
 
     graph, groups = grouped(step, struct(16, 8), struct(4, 16))
-    assert gradient_shapes(graph) == {(8, 16), (8,)}  # sorted: it may be transposed
     old, new = graph.inputs[0], graph.outputs[0]
     assert home(graph, groups, old)[0].kind == "input"
     source, target = (home(graph, groups, v)[0].index for v in (new, old))

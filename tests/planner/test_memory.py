@@ -13,8 +13,8 @@ import pytest
 from costmodels import parse_cluster
 from planner import make_plan
 from planner.cost.peak import PACKING
-from planner.graph.liveness import intervals
-from planner.graph.materialized import extents, written
+from planner.graph.memory.liveness import intervals
+from planner.graph.memory.materialized import extents, written
 from planner.graph.trace import trace
 from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.materialized import MATMULS, VIEWS, Written, extents
+from planner.graph.memory.materialized import MATMULS, VIEWS, Written, extents
 
 Span = tuple[int, int]
 """The first and the last operation that read one copy."""

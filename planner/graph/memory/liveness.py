@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.graph.fetches import fetches, on_device
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.materialized import MATMULS, Written, extents, writes
+from planner.graph.memory.fetches import fetches, on_device
+from planner.graph.memory.materialized import MATMULS, Written, extents, writes
 
 PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
@@ -82,9 +82,8 @@ def intervals(
     first = _stretch_over_loops(graph, found, last)
     position = {v: k for k, v in enumerate(graph.inputs)}
     aliased = {graph.outputs[o] for i, o in graph.ties if donated[i]} - set(graph.inputs)
-    tied = {graph.inputs[i] for i, _ in graph.ties}
     final = set(graph.outputs)
-    updated = [graph.outputs[o] for i, o in graph.ties if graph.inputs[i] in hosted]
+    updated = [new for old, new in graph.next_values.items() if old in hosted]
     choice = hosted.union(updated)
     out = []
     for value in graph.values:
@@ -92,7 +91,7 @@ def intervals(
             continue
         if value.op >= 0 and not live[value.op]:
             continue
-        stays = value.index in final or value.index in tied
+        stays = value.index in final or value.carried
         where = position.get(value.index)
         if value.op == -1 and (where is None or not donated[where]):
             stays = True

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.graph.ir import SCALAR, Graph, Op
-from planner.graph.schedule import schedule
+from planner.graph.memory.schedule import schedule
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 VIEWS = frozenset(

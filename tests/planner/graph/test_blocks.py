@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.graph.blocks import MIN_LENGTH, Block, repeated_blocks
-from planner.graph.ir import Graph, Op, Region, Value
+from planner.graph.ir import Block, Graph, Op, Region, Value
+from planner.graph.labels.blocks import MIN_LENGTH, repeated_blocks
 from planner.graph.trace import trace
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.ir import Graph
+from planner.graph.ir import Block, Graph
 
 MIN_LENGTH = 8
 """Operations that a block has at least; a power of two, as k-grams are made by doubling."""
@@ -20,20 +19,6 @@ REACH = 4
 """Distances are taken to this many next occurrences, for blocks that repeat parts inside."""
 
 Codes = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """``count`` equal runs of ``length`` operations, back to back from operation ``start``."""
-
-    start: int
-    length: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        """Index of the first operation behind the last repetition."""
-        return self.start + self.length * self.count
 
 
 def repeated_blocks(graph: Graph) -> tuple[Block, ...]:

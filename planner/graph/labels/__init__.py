@@ -1,0 +1,1 @@
+"""What the parts of a step are: phases, roles of values, repeated segments; told at tracing."""

@@ -1,0 +1,72 @@
+"""Forward, backward, update: the phase of every operation of a train step.
+
+JAX names what differentiation makes: the name stack of an equation says ``jvp(...)`` on the way to
+the loss and ``transpose(jvp(...))`` on the way back, outermost transformation first. What carries
+neither name is placed by what it depends on: behind the backward pass is the update, and so is what
+only the new state reads (a step count, a learning rate); all else is forward. What a backward pass
+computes again (``jax.checkpoint``) belongs to it. A step without a backward pass is all forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.graph.ir import SCALAR, Graph, Phase
+
+_FIRST, _BACK = "jvp(", "transpose("
+
+
+def named_phase(stack: str) -> Phase | None:
+    """The phase that a name stack tells, None if it tells none.
+
+    >>> for stack in ("transpose(jvp(Net))/blocks", "jvp(transpose(jvp()))", "Net/blocks"):
+    ...     print(named_phase(stack))
+    backward
+    forward
+    None
+    """
+    at = stack.find(_FIRST)
+    if at < 0:
+        return None
+    return Phase.BACKWARD if _BACK in stack[:at] else Phase.FORWARD
+
+
+def phases_of(graph: Graph, named: Sequence[Phase | None]) -> tuple[Phase, ...]:
+    """The phase of every operation.
+
+    Args:
+        graph: the step.
+        named: per operation, what its name stack tells.
+
+    Complexity: O(operations), times the depth of loops that carry gradients around.
+    """
+    if Phase.BACKWARD not in named:
+        return (Phase.FORWARD,) * len(graph.ops)
+    behind = _behind(graph, named)
+    wanted = {i for op, phase in zip(graph.ops, named, strict=True) if phase for i in op.inputs}
+    _, before = graph.needed_for(wanted.union(graph.reports))
+    return tuple(
+        phase or (Phase.UPDATE if behind[op.index] or not before[op.index] else Phase.FORWARD)
+        for op, phase in zip(graph.ops, named, strict=True)
+    )
+
+
+def _behind(graph: Graph, named: Sequence[Phase | None]) -> list[bool]:
+    """Per operation, whether it depends on the backward pass."""
+    after = [False] * len(graph.values)
+    out = [False] * len(graph.ops)
+    changed = True
+    while changed:  # again where a loop carries it around
+        changed = False
+        for op, phase in zip(graph.ops, named, strict=True):
+            back = phase is Phase.BACKWARD
+            out[op.index] = back or any(i != SCALAR and after[i] for i in op.inputs)
+            if not out[op.index]:
+                continue
+            for o in op.outputs:
+                after[o] = True
+            if op.kind in ("loop_back", "loop_test") and op.inputs[0] != SCALAR:
+                for carry in op.inputs[1:]:
+                    if after[op.inputs[0]] and not after[carry]:
+                        after[carry] = changed = True
+    return out

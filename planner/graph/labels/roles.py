@@ -1,0 +1,227 @@
+"""What every value is to a train step: parameter, moment, batch, gradient, activation, ...
+
+Inputs that come back as results are *state*. State that the loss or the passes read is a parameter
+if a gradient of it is found, else a statistic (running means, a cache, a counter); other state
+beside such is a moment (optimizer state, averages). Keys of random numbers are told by their type
+or by who reads them. Of the other inputs, what stands in one argument with state is frozen, the
+rest is the batch; without state nothing tells them apart.
+
+The gradients of a parameter are found from its next value: through the update, by values of the
+parameter's dimensions, to those that the backward pass makes. In the backward pass they go on, by
+views and sums of equal dimensions, to the products and reductions that they are made by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from planner.graph.ir import SCALAR, Graph, Op, Phase, Role, Value
+
+KEY_READERS = frozenset({"random_wrap", "threefry2x32"})
+"""Operations that read raw keys of random numbers."""
+
+KEY_BORDERS = frozenset("loop_const loop_carry loop_xs branch_in reshape squeeze slice".split())
+
+SLICES = frozenset({"loop_xs", "loop_ys"})
+"""Borders at which a value loses or gains the dimension of a loop."""
+
+SUMS = frozenset({"reduce_sum", "reduce_max"})
+"""Reductions in an update: means of gradients per example, and what moments keep of a gradient."""
+
+MAKES = frozenset("dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split())
+"""Products: what a gradient that they make is made of, are no gradients."""
+
+REACH = 100_000
+"""Values looked at for a parameter whose gradient is not found at equal dimensions."""
+
+Dims = tuple[int, ...]
+
+
+def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
+    """The values of a step with their roles.
+
+    Args:
+        graph: the step.
+        phases: per operation.
+
+    Complexity: O(operations) as long as updates of parameters are apart.
+    """
+    gradients = _Gradients(graph, phases)
+    state = [v for v in graph.state if graph.next_values[v] not in (SCALAR, v)]
+    read = _read(graph, phases)
+    nearest: dict[int, tuple[int, int]] = {}  # per gradient, (steps, the input that it is of)
+    for index in state:
+        for g, steps in gradients.of(index).items() if index in read else ():
+            nearest[g] = min((steps, index), nearest.get(g, (steps, index)))
+    found = {g: index for g, (_, index) in nearest.items()}
+    trained = set(found.values())
+    owner = {
+        index: next((found[g] for g in gradients.of(index) if g in found), -1)
+        for index in state
+        if index not in trained and graph.values[index].shape
+    }
+    inputs = _inputs(graph, trained, read)
+    made = gradients.made(found)
+    new = {o: i for i, o in graph.next_values.items() if o not in (SCALAR, i)}
+    out = []
+    for value in graph.values:
+        if value.op < 0:
+            role = inputs.get(value.index, Role.CONSTANT)
+            carried = value.index in graph.next_values
+            of = owner.get(value.index, -1) if role is Role.MOMENT else -1
+            out.append(dataclasses.replace(value, role=role, of=of, carried=carried))
+            continue
+        phase, of = phases[value.op], -1
+        if value.index in made:
+            role, of = Role.GRADIENT, made[value.index]
+        elif value.index in new:
+            role, of = Role.NEXT, new[value.index]
+        elif phase is Phase.BACKWARD:
+            role = Role.COTANGENT
+        else:
+            role = Role.ACTIVATION if phase is Phase.FORWARD else Role.UPDATE
+        plain = role is Role.ACTIVATION
+        out.append(value if plain else dataclasses.replace(value, role=role, of=of))
+    return tuple(out)
+
+
+def _read(graph: Graph, phases: Sequence[Phase]) -> set[int]:
+    """What the forward and the backward pass read, and what results besides the state depend on.
+    What the update reports (a norm of the moments, a learning rate) says nothing of this."""
+    wanted = set()
+    for v in graph.reports:
+        made = graph.values[v].op
+        if made < 0 or phases[made] is not Phase.UPDATE:
+            wanted.add(v)
+    if Phase.BACKWARD in phases:
+        passes = [op for op in graph.ops if phases[op.index] is not Phase.UPDATE]
+        wanted.update(i for op in passes for i in op.inputs)
+    return graph.needed_for(wanted)[0]
+
+
+def _inputs(graph: Graph, trained: set[int], read: set[int]) -> dict[int, Role]:
+    """The roles of the inputs."""
+    keys = _keys(graph)
+    arguments = [path.partition("]")[0] for path in graph.input_paths]
+    stateful = {arguments[i] for i, _ in graph.ties}
+    trains = not read.isdisjoint(graph.state)
+    out = {}
+    for value, argument in zip(graph.inputs, arguments, strict=True):
+        if value in keys:
+            out[value] = Role.KEY
+        elif value in graph.next_values:
+            known = Role.PARAMETER if value in trained else Role.STATISTIC
+            out[value] = known if value in read or not trains else Role.MOMENT
+        elif not stateful:
+            out[value] = Role.ARGUMENT
+        else:
+            out[value] = Role.FROZEN if argument in stateful else Role.BATCH
+    return out
+
+
+def _keys(graph: Graph) -> set[int]:
+    """Inputs that are keys of random numbers: by type, or raw ones that are read as such."""
+    inputs = set(graph.inputs)
+    out = {v for v in inputs if graph.values[v].dtype.startswith("key<")}
+    origin = {v: v for v in inputs if graph.values[v].dtype == "uint32"}
+    for op in graph.ops:
+        first = op.inputs[0] if op.inputs else SCALAR
+        if first not in origin:
+            continue
+        if op.kind in KEY_READERS:
+            out.add(origin[first])
+        elif op.kind in KEY_BORDERS:
+            origin[op.outputs[0]] = origin[first]
+    return out
+
+
+def dims_of(value: Value) -> Dims:
+    """Dimensions of more than one element, sorted: a gradient may be transposed."""
+    return tuple(sorted(n for n in value.shape if n > 1))
+
+
+def _within(part: Dims, dims: Dims) -> bool:
+    """Whether some dimensions are among others (gradients per example have one more)."""
+    return not Counter(part) - Counter(dims)
+
+
+class _Gradients:
+    """Finds gradients; see the module's docstring."""
+
+    def __init__(self, graph: Graph, phases: Sequence[Phase]) -> None:
+        self.graph, self.phases = graph, phases
+        self.dims = [dims_of(v) for v in graph.values]
+        self.backs: dict[int, list[int]] = {}
+        for op in graph.ops:
+            if op.kind == "loop_back" and op.inputs[0] != SCALAR:
+                self.backs.setdefault(op.inputs[1], []).append(op.inputs[0])
+        self.known: dict[int, dict[int, int]] = {}
+
+    def of(self, index: int) -> Mapping[int, int]:
+        """What the backward pass makes for the next value of an input, and in how many steps it
+        is reached, the nearest first."""
+        if index not in self.known:
+            start = self.graph.next_values[index]
+            found = dict(self._reached(start, index, equal=True))
+            if not found and Phase.BACKWARD in self.phases:
+                found = dict(self._reached(start, index, equal=False))
+            self.known[index] = found
+        return self.known[index]
+
+    def _reached(self, start: int, index: int, equal: bool) -> Iterator[tuple[int, int]]:
+        """Backward values behind a next value and their distances, by operands of equal
+        dimensions (of more, where they are summed) or by all."""
+        wanted = self.dims[index]
+        queue, seen = deque([(start, 0)]), {start}
+        while queue and len(seen) < REACH:
+            value, steps = queue.popleft()
+            made = self.graph.values[value].op
+            if made < 0:
+                continue
+            op = self.graph.ops[made]
+            if self.phases[made] is Phase.BACKWARD:
+                if equal or _within(wanted, self.dims[value]):
+                    yield value, steps
+                    if not wanted:  # a norm of all gradients has the dimensions of every scalar
+                        return
+                continue
+            if self.phases[made] is Phase.FORWARD and not self._is_border(op):
+                continue
+            for i in self._sources(op, value):
+                if i not in seen and (not equal or self._alike(op, i, value)):
+                    seen.add(i)
+                    queue.append((i, steps + 1))
+
+    def _is_border(self, op: Op) -> bool:
+        return op.kind.startswith(("loop_", "branch_"))
+
+    def _sources(self, op: Op, value: int) -> Iterator[int]:
+        """The operands of an operation, and what a loop brings back to its result."""
+        yield from (i for i in op.inputs if i != SCALAR)
+        yield from self.backs.get(value, ())
+
+    def _alike(self, op: Op, operand: int, result: int) -> bool:
+        """Whether an operand has the dimensions of the result, but for a loop's and summed ones."""
+        a, b = self.dims[operand], self.dims[result]
+        return a == b or op.kind in SLICES or op.kind in SUMS
+
+    def made(self, found: dict[int, int]) -> dict[int, int]:
+        """Per gradient its parameter: those found, and what they are views and sums of, back to
+        the products and reductions that make them."""
+        out = dict(found)
+        stack = list(found)
+        while stack:
+            value = stack.pop()
+            op = self.graph.ops[self.graph.values[value].op]
+            if op.kind in MAKES:
+                continue
+            for i in self._sources(op, value):
+                home = self.graph.values[i].op
+                back = home >= 0 and self.phases[home] is Phase.BACKWARD
+                same = self.dims[i] == self.dims[value] or op.kind in SLICES
+                if back and same and i not in out:
+                    out[i] = out[value]
+                    stack.append(i)
+        return out

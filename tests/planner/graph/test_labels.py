@@ -1,0 +1,216 @@
+"""Phases, roles and segments: equal for every way of writing a step, and found in all of the zoo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from planner.arguments.calls import bind
+from planner.graph.ir import SCALAR, Graph, Phase, Role
+from planner.graph.trace import trace
+from tests.zoo.running import load
+
+LAYERS, WIDTH = 4, 16
+
+
+def graph_of(step: Callable[..., Any], *args: Any) -> Graph:
+    bound = bind(step, args)
+    return trace(bound.function, bound.args).graph
+
+
+def values_of(graph: Graph, role: Role) -> list[int]:
+    return [v.index for v in graph.values if v.role is role]
+
+
+def layer(x: jax.Array, p: Any) -> jax.Array:
+    scale = jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+    return x + jnp.tanh((x * scale) @ p["w"] + p["b"])
+
+
+def unrolled(params: Any, x: jax.Array) -> jax.Array:
+    for k in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda p, k=k: p[k], params))
+    return jnp.mean(x**2)
+
+
+def scanned(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)[0] ** 2)
+
+
+def rematerialised(params: Any, x: jax.Array) -> jax.Array:
+    for k in range(LAYERS):
+        x = jax.checkpoint(layer)(x, jax.tree.map(lambda p, k=k: p[k], params))
+    return jnp.mean(x**2)
+
+
+def scanned_remat(params: Any, x: jax.Array) -> jax.Array:
+    body = jax.checkpoint(lambda x, p: (layer(x, p), None))
+    return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+
+def train_step(loss: Callable[..., jax.Array]) -> Graph:
+    """One Adam step, with clipping by the global norm."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], x)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    params = {"w": jnp.zeros((LAYERS, WIDTH, WIDTH)), "b": jnp.zeros((LAYERS, WIDTH))}
+    return graph_of(step, {"params": params, "opt": optimizer.init(params)}, jnp.zeros((8, WIDTH)))
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(jnp.zeros((WIDTH, WIDTH)))
+        self.b = nnx.Param(jnp.zeros((WIDTH,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return layer(x, {"w": self.w[...], "b": self.b[...]})
+
+
+def nnx_step() -> Graph:
+    model = nnx.List([Layer(nnx.Rngs(0)) for _ in range(LAYERS)])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+        def loss(model: Any) -> jax.Array:
+            h = x
+            for one in model:
+                h = one(h)
+            return jnp.mean(h**2)
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    return graph_of(step, model, optimizer, jnp.zeros((8, WIDTH)))
+
+
+FORMS = {
+    "unrolled": lambda: train_step(unrolled),
+    "scanned": lambda: train_step(scanned),
+    "rematerialised": lambda: train_step(rematerialised),
+    "scanned and rematerialised": lambda: train_step(scanned_remat),
+    "NNX": nnx_step,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_way_of_writing_a_step_is_labelled_alike(form: str) -> None:
+    graph = FORMS[form]()
+    parts = LAYERS if form == "NNX" else 1
+    parameters = values_of(graph, Role.PARAMETER)
+    assert len(parameters) == 2 * parts
+    # two moments each, and Adam's count
+    moments = [v for v in values_of(graph, Role.MOMENT) if graph.values[v].shape]
+    assert sorted(graph.values[v].of for v in moments) == sorted(2 * parameters)
+    for moment in moments:
+        assert graph.values[moment].shape == graph.values[graph.values[moment].of].shape
+    assert len(values_of(graph, Role.BATCH)) == 1
+    assert all(
+        graph.values[graph.next_values[p]].role is Role.NEXT for p in (*parameters, *moments)
+    )
+    gradients = values_of(graph, Role.GRADIENT)
+    assert {graph.values[g].of for g in gradients} == set(parameters)
+    assert {op.phase for op in graph.ops} == set(Phase)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_stand_in_the_phase_that_computes_them(form: str) -> None:
+    """Two in the forward pass of a layer (one in a scan's body); two backward, one more where the
+    pass computes the layer again."""
+    graph = FORMS[form]()
+    copies = 1 if form.startswith("scanned") else LAYERS
+    products = [op.phase for op in graph.ops if op.kind == "dot_general"]
+    again = copies if "remat" in form else 0
+    assert products.count(Phase.FORWARD) == copies
+    # of the first layer's input no gradient is needed, but a scan computes it
+    assert products.count(Phase.BACKWARD) in (2 * copies + again, 2 * copies - 1 + again)
+    assert products.count(Phase.UPDATE) == 0
+
+
+def test_layers_are_segments() -> None:
+    graph = nnx_step()
+    counts: dict[int, set[int]] = {}
+    for op in graph.ops:
+        block, copy = op.segment
+        if block >= 0:
+            counts.setdefault(block, set()).add(copy)
+            assert graph.blocks[block].start <= op.index < graph.blocks[block].end
+    assert counts and all(
+        copies == set(range(graph.blocks[block].count)) for block, copies in counts.items()
+    )
+    forward = [op for op in graph.ops if op.kind == "tanh"]
+    assert len({op.segment[0] for op in forward}) == 1
+    assert len({op.segment for op in forward}) == LAYERS
+
+
+def test_running_statistics_keys_and_frozen_arrays() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
+            return nn.Dropout(0.5, deterministic=False)(x)
+
+    net, x, raw = Net(), jnp.zeros((8, WIDTH)), jax.random.PRNGKey(0)
+    variables = net.init({"params": raw, "dropout": raw}, x)
+
+    def step(state: Any, x: jax.Array, key: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            tree = {"params": params, "batch_stats": state["stats"]}
+            out, new = net.apply(tree, x, rngs={"dropout": key}, mutable=["batch_stats"])
+            return jnp.mean((out * state["mask"]) ** 2), new["batch_stats"]
+
+        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        params = jax.tree.map(lambda p, g: p - g, state["params"], grads)
+        return {"params": params, "stats": stats, "rng": jax.random.split(state["rng"])[0]}, value
+
+    state = {
+        "params": variables["params"],
+        "stats": variables["batch_stats"],
+        "mask": jnp.ones(WIDTH),
+        "rng": jax.random.key(0),
+    }
+    graph = graph_of(step, state, x, raw)
+    roles = {graph.values[v].name: graph.values[v].role for v in graph.inputs}
+    for name, role in roles.items():
+        if "params" in name:
+            assert role is Role.PARAMETER, name
+        elif "stats" in name:
+            assert role is Role.STATISTIC, name
+    assert roles["[0]['mask']"] is Role.FROZEN
+    assert roles["[0]['rng']"] is Role.KEY
+    assert roles["[1]"] is Role.BATCH
+    assert roles["[2]"] is Role.KEY  # raw, and new at every step
+
+
+@pytest.mark.parametrize("name", sorted(load()))
+def test_in_the_zoo_every_parameter_has_its_gradient_and_its_update(name: str) -> None:
+    graph = graph_of(*_built(name))
+    graph.verify()
+    gradients = {graph.values[v].of for v in values_of(graph, Role.GRADIENT)}
+    parameters = values_of(graph, Role.PARAMETER)
+    assert gradients == set(parameters)
+    for p in parameters:
+        new = graph.next_values[p]
+        assert new not in (SCALAR, p)
+        assert graph.values[new].role in (Role.NEXT, Role.GRADIENT)  # some steps return gradients
+    trains = any(op.phase is Phase.BACKWARD for op in graph.ops)
+    assert trains or not parameters
+    named = [v for v in graph.state if graph.values[v].name.startswith("[0]['params']")]
+    if trains and named and name != "multi_transform":  # which freezes some of them
+        assert set(named) == set(parameters)
+
+
+def _built(name: str) -> tuple[Any, ...]:
+    step, args = load()[name].build()
+    return (step, *args)
