@@ -149,10 +149,10 @@ def test_layers_are_segments() -> None:
     assert counts and all(
         copies == set(range(graph.blocks[block].count)) for block, copies in counts.items()
     )
-    # the first layer's input has no tangent, so its operations are others
-    segments = [op.segment for op in graph.ops if op.kind == "tanh"][1:]
-    assert len({block for block, _ in segments}) == 1 and segments[0][0] >= 0
-    assert len(set(segments)) == LAYERS - 1
+    # one layer at an end is cut: what stands around it is not what stands between layers
+    segments = [op.segment for op in graph.ops if op.kind == "tanh" and op.segment[0] >= 0]
+    assert len({block for block, _ in segments}) == 1
+    assert len(set(segments)) >= LAYERS - 1
 
 
 def test_running_statistics_keys_and_frozen_arrays() -> None:
