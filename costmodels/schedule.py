@@ -1,0 +1,347 @@
+"""The one clock: from the seconds of parts to the seconds of a step.
+
+Nothing else in the project adds parts up to a step time. The parts are plain numbers: what one
+microbatch takes on one device of every stage (`StageSeconds`), what happens once a step, how
+microbatches run through the stages (`Pipeline`), and what hides under what (`Overlap`).
+
+A step of one stage and one microbatch takes
+
+    fixed + compute + communication - hidden + wait
+    hidden = min(on-path share * on-path + off-path share * off-path, fixed + compute)
+
+With m microbatches on p stages, each of whose devices holds v chunks of the model:
+
+- the slowest stage runs its m microbatches and what is done once a step;
+- *bubble*: it idles while the first microbatch reaches it and the last one leaves: the time of one
+  chunk of every other stage (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019,
+  "PipeDream"; with a flush each step, and interleaved: Narayanan et al. 2021, "Efficient
+  Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2). Of equal
+  stages that is (p - 1) / v microbatches.
+- *transfers*: a stage sends each microbatch on, and its gradient back, and does nothing else
+  meanwhile.
+
+Equal stages: exact in all three schedules, transfers aside. Unequal stages: exact in GPipe where
+one stage is the slowest both forward and backward; where all stages have the same ratio of
+backward to forward, an upper bound in the other two. ``tests/costmodels/test_schedule.py`` compares
+with a simulation of the single passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+from .compute import Array
+from .model import CostModel
+
+Seconds = TypeVar("Seconds", float, Array)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Shares of communication that hide under compute, 0 to 1.
+
+    Attributes:
+        on_path: of collectives that compute waits for.
+        off_path: of those that little waits for: gathers of parameters, reductions of gradients.
+    """
+
+    on_path: float = 0.0
+    off_path: float = 0.0
+
+    @staticmethod
+    def of(model: CostModel) -> Overlap:
+        """The shares of a cost model."""
+        return Overlap(model.overlap, model.overlap_off_path)
+
+    def share(self, off_path: bool) -> float:
+        """Share of a collective that hides if there is compute enough."""
+        return self.off_path if off_path else self.on_path
+
+    def exposed(self, off_path: bool) -> float:
+        """Share of a collective that compute waits for if there is compute enough."""
+        return 1.0 - self.share(off_path)
+
+    def hideable_s(self, on_path_s: float, off_path_s: float) -> float:
+        """Seconds that hide if there is compute enough."""
+        return self.on_path * on_path_s + self.off_path * off_path_s
+
+    def linear_s(self, compute_s: Seconds, on_path_s: Seconds, off_path_s: Seconds) -> Seconds:
+        """Seconds of compute and communication if there is compute enough to hide under: a lower
+        bound of the step, and a sum over its parts, as searches need it."""
+        return compute_s + self.exposed(False) * on_path_s + self.exposed(True) * off_path_s
+
+
+def hiding_share(hidden_s: float, hideable_s: float) -> float:
+    """Share that does hide of what could, 0 to 1: below 1 where compute is too short."""
+    return hidden_s / hideable_s if hideable_s > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """What one device does for one microbatch, or once a step, in seconds.
+
+    Attributes:
+        compute_s: of kernels.
+        on_path_s: collectives that compute waits for.
+        off_path_s: collectives that little waits for.
+        wait_s: the device waits for its host, and nothing hides that: copies between the two,
+            kernels that start late.
+    """
+
+    compute_s: float = 0.0
+    on_path_s: float = 0.0
+    off_path_s: float = 0.0
+    wait_s: float = 0.0
+
+    def hidden_s(self, overlap: Overlap) -> float:
+        """Seconds of communication that hide under this compute."""
+        return min(overlap.hideable_s(self.on_path_s, self.off_path_s), self.compute_s)
+
+    def busy_s(self, overlap: Overlap) -> float:
+        """Seconds from its start to its end."""
+        communication_s = self.on_path_s + self.off_path_s
+        return self.compute_s + communication_s - self.hidden_s(overlap) + self.wait_s
+
+    def late_s(self, launch_s: float, overlap: Overlap) -> float:
+        """Seconds that the device waits for a host that takes ``launch_s`` to start the kernels
+        and runs ahead of it as far as this work goes."""
+        return max(0.0, launch_s - self.busy_s(overlap))
+
+
+NOTHING = StageSeconds()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An order of forward and backward passes.
+
+    Attributes:
+        name: as in `SCHEDULES`.
+        interleaves: whether a device holds several chunks of the model.
+        ramp: share of a chunk's time, forward and backward together, that each other stage adds to
+            the bubble. 1 where backward passes are not split; a schedule that fills the ramp with
+            gradients of weights has less.
+        in_flight: most chunks whose forward pass has run on a device and whose backward pass has
+            not, from (pipeline, stage counted from 0).
+    """
+
+    name: str
+    interleaves: bool
+    ramp: float
+    in_flight: Callable[[Pipeline, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the microbatches of a step run through stages.
+
+    Attributes:
+        stages: groups of devices, each of which holds 1/stages of the layers.
+        microbatches: parts of the batch that run one after another.
+        virtual: chunks of the model on each device (Narayanan et al. 2021 call them virtual
+            stages); 1 but for schedules that interleave.
+        schedule: a name in `SCHEDULES`.
+        transfer_s: seconds of sending one microbatch's activation, or its gradient, from chunk to
+            chunk.
+
+    Raises:
+        ValueError: a count is below 1; the schedule is not known, or does not run such counts.
+    """
+
+    stages: int = 1
+    microbatches: int = 1
+    virtual: int = 1
+    schedule: str = "1f1b"
+    transfer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "microbatches", "virtual"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        known = SCHEDULES.get(self.schedule)
+        if known is None:
+            raise ValueError(f"no schedule {self.schedule!r}: use one of {', '.join(SCHEDULES)}")
+        if self.virtual > 1 and not known.interleaves:
+            raise ValueError(
+                f"schedule {self.schedule!r} runs one chunk per device, not {self.virtual}: "
+                "use 'interleaved'"
+            )
+        if known.interleaves and (self.virtual < 2 or self.microbatches % self.stages):
+            raise ValueError(
+                f"schedule {self.schedule!r} runs at least 2 chunks per device and a multiple of "
+                f"{self.stages} microbatches, not {self.virtual} and {self.microbatches}"
+            )
+
+    @property
+    def transfers_s(self) -> float:
+        """Seconds of transfers between stages on the longest chain of passes.
+
+        Forward, the slowest stage sends every chunk of every microbatch, each stage before it and
+        behind it but the last sends one; backward likewise. Exact in GPipe, an upper bound in the
+        others, if a stage that sends does nothing else and receiving takes no time.
+        """
+        if self.stages == 1:
+            return 0.0
+        return 2.0 * (self.microbatches * self.virtual + self.stages - 2) * self.transfer_s
+
+    def in_flight(self) -> tuple[float, ...]:
+        """Per stage, the most microbatches whose activations it holds at once.
+
+        One chunk of a microbatch is 1 / virtual of what a stage holds of it.
+        """
+        most = SCHEDULES[self.schedule].in_flight
+        return tuple(most(self, stage) / self.virtual for stage in range(self.stages))
+
+
+def _all(pipeline: Pipeline, stage: int) -> int:
+    return pipeline.microbatches
+
+
+def _depth(pipeline: Pipeline, stage: int) -> int:
+    return min(pipeline.microbatches, pipeline.stages - stage)
+
+
+def _chunks(pipeline: Pipeline, stage: int) -> int:
+    p, v = pipeline.stages, pipeline.virtual
+    return min(pipeline.microbatches * v, 2 * (p - 1 - stage) + (v - 1) * p + 1)
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            Schedule("gpipe", interleaves=False, ramp=1.0, in_flight=_all),
+            Schedule("1f1b", interleaves=False, ramp=1.0, in_flight=_depth),
+            Schedule("interleaved", interleaves=True, ramp=1.0, in_flight=_chunks),
+        )
+    }
+)
+"""Every schedule that the clock knows, by name. The order of passes that each stands for: GPipe
+all forward passes first (Huang et al. 2019); 1F1B as many forward passes as there are stages
+behind, then one of each (PipeDream-Flush); interleaved the same over chunks, 2 (stages behind) +
+(virtual - 1) stages of them ahead, microbatches in groups of ``stages`` (both Narayanan et al.
+2021)."""
+
+
+def bubble_share(stages: int, microbatches: int, virtual: int = 1, schedule: str = "1f1b") -> float:
+    """Idle time of a pipeline of equal stages over its busy time: (p - 1) / (v m) where backward
+    passes are not split (Narayanan et al. 2021, section 2.2)."""
+    return SCHEDULES[schedule].ramp * (stages - 1) / (virtual * microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """Seconds of communication that compute waits for in a step, by when it happens.
+
+    Attributes:
+        on_path_s: of the microbatches.
+        off_path_s: of the microbatches.
+        once_s: once a step, all of it.
+    """
+
+    on_path_s: float
+    off_path_s: float
+    once_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """A step by parts, in seconds: those of the slowest stage, and what it waits for.
+
+    Attributes:
+        fixed_s: before the first kernel.
+        compute_s: of all microbatches, and once a step.
+        communication_s: all collectives, whether they hide or not.
+        hidden_s: those that hide under compute.
+        wait_s: for the host.
+        transfer_s: between stages.
+        bubble_s: while other stages work on the first and the last microbatch.
+        exposed: what does not hide, by kind; adds up to ``exposed_s``.
+    """
+
+    fixed_s: float
+    compute_s: float
+    communication_s: float
+    hidden_s: float
+    wait_s: float
+    transfer_s: float
+    bubble_s: float
+    exposed: Exposed
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication that compute waits for."""
+        return self.communication_s - self.hidden_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the start of the step to its end."""
+        busy = self.fixed_s + self.compute_s + self.communication_s - self.hidden_s + self.wait_s
+        return busy + self.transfer_s + self.bubble_s
+
+
+def step_seconds(
+    stages: Sequence[StageSeconds],
+    pipeline: Pipeline | None = None,
+    overlap: Overlap | None = None,
+    once: StageSeconds = NOTHING,
+    fixed_s: float = 0.0,
+) -> StepSeconds:
+    """Seconds of a step.
+
+    Args:
+        stages: what a device of each stage does for one microbatch, with all its chunks.
+        pipeline: default: one stage, one microbatch.
+        overlap: default: nothing hides.
+        once: what a device of the slowest stage does once a step. Its off-path collectives
+            (reductions of gradients) hide under the last microbatch's compute beside those of that
+            microbatch; the others, as those around the optimizer's update, hide under nothing.
+        fixed_s: before the first kernel. Communication is taken to hide under it as under compute,
+            which is too much by no more than it.
+
+    Raises:
+        ValueError: ``stages`` has another length than the pipeline.
+    """
+    pipeline, overlap = pipeline or Pipeline(), overlap or Overlap()
+    if len(stages) != pipeline.stages:
+        raise ValueError(f"work of {len(stages)} stages for a pipeline of {pipeline.stages}")
+    busy = [work.busy_s(overlap) for work in stages]
+    at = busy.index(max(busy))
+    work, m = stages[at], pipeline.microbatches
+    rooms = _rooms(work, m, overlap, once.off_path_s, fixed_s)
+    hidden = [min(hideable, room) for _, hideable, room in rooms]
+    shares = [hiding_share(h, hideable) for h, (_, hideable, _) in zip(hidden, rooms, strict=True)]
+    average = sum(n * s for (n, _, _), s in zip(rooms, shares, strict=True)) / m
+    others = [seconds for k, seconds in enumerate(busy) if k != at]
+    ramp = SCHEDULES[pipeline.schedule].ramp
+    return StepSeconds(
+        fixed_s,
+        m * work.compute_s + once.compute_s,
+        m * work.on_path_s + once.on_path_s + (m * work.off_path_s + once.off_path_s),
+        sum(n * h for (n, _, _), h in zip(rooms, hidden, strict=True)),
+        m * work.wait_s + once.wait_s,
+        pipeline.transfers_s,
+        ramp * sum(others) / pipeline.virtual,
+        Exposed(
+            m * work.on_path_s * (1.0 - overlap.on_path * average),
+            m * work.off_path_s * (1.0 - overlap.off_path * average),
+            once.on_path_s + once.off_path_s * (1.0 - overlap.off_path * shares[-1]),
+        ),
+    )
+
+
+def _rooms(
+    work: StageSeconds, m: int, overlap: Overlap, late_s: float, fixed_s: float
+) -> list[tuple[int, float, float]]:
+    """Kinds of microbatches, the last one last: how many, seconds that could hide, seconds to hide
+    under. Collectives of ``late_s`` come with the last; the first has the start of the step."""
+    usual = overlap.hideable_s(work.on_path_s, work.off_path_s)
+    last = overlap.hideable_s(work.on_path_s, work.off_path_s + late_s)
+    compute = work.compute_s
+    if m == 1:
+        return [(1, last, fixed_s + compute)]
+    between = [(m - 2, usual, compute)] if m > 2 else []
+    return [(1, usual, fixed_s + compute), *between, (1, last, compute)]
