@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import CostModel
+from costmodels.schedule import Overlap
 from planner.cost.reshard import Transitions, coefficients, transition_costs
 from planner.cost.routes import patterns
 from planner.space.host_memory import Hosted
@@ -161,8 +162,7 @@ class Rates:
     ) -> Array:
         """[meshes, strategies] seconds of a group, communication by what does not hide."""
         compute, on_path, off_path = self.node_parts(analysis, group, chosen, change_s)
-        seconds = compute + exposed(self.model, False) * on_path
-        seconds += exposed(self.model, True) * off_path
+        seconds = Overlap.of(self.model).linear_s(compute, on_path, off_path)
         if analysis.fed[group]:
             seconds += self.feed_s(analysis, group, chosen)
         hosted = analysis.hosted[group]
@@ -206,4 +206,4 @@ def weighted(share: float, seconds: Array) -> Array:
 
 def exposed(model: CostModel, off_path: bool) -> float:
     """Share of a collective that does not hide under compute."""
-    return 1.0 - (model.overlap_off_path if off_path else model.overlap)
+    return Overlap.of(model).exposed(off_path)

@@ -84,9 +84,10 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class StepInTime:
-    """The whole figure."""
+    """The whole figure. ``hiding``: share of communication that hides of what could."""
 
     step_s: float
+    hiding: float
     lanes: tuple[Lane, ...]
     memory: MemoryCurve
 
@@ -129,7 +130,7 @@ def step_in_time(
         names = tuple(mesh.names[k] for k in axes)
         joined = reach(plan.priced.model.cluster, mesh, axes)
         lanes.append(_lane(names, joined, _sending(plan, bars, sent), shortest, text))
-    return StepInTime(laid.step_s, tuple(lanes), _memory(plan, found, laid, text))
+    return StepInTime(laid.step_s, laid.hiding, tuple(lanes), _memory(plan, found, laid, text))
 
 
 def reach(cluster: Cluster, mesh: MeshSpec, axes: Sequence[int]) -> str:

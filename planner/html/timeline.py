@@ -1,10 +1,10 @@
 """When things happen in a planned step, as far as the cost model says.
 
-The cost model adds up compute and what does not hide of communication; it has no clock. A clock is
-put to it here: operations run one after another in the order that memory is predicted in; what
-does not hide of a collective is a pause of compute, what hides runs under it. Copies between
-device and host stand at the end, all of them. The end is the predicted step time. Of a loop, all
-trips of an operation are told as one piece.
+The clock (``costmodels.schedule``) adds up the seconds of a step; here they get places. Operations
+run one after another in the order that memory is predicted in; what does not hide of a collective
+is a pause of compute, what hides runs under it. Copies between device and host stand at the end,
+all of them. The end is the predicted step time. Of a loop, all trips of an operation are shown as
+one piece.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from costmodels.schedule import Overlap, hiding_share
 from planner.plan.extract import Extraction, Sent
 from planner.plan.plan import Prediction
 
@@ -29,12 +30,14 @@ class Bar:
 @dataclass(frozen=True)
 class Timeline:
     """Per place in the order of operations, when the operation starts and ends; the collectives
-    lane by lane (a lane: the mesh axes they run over), and the step's end; all in seconds."""
+    lane by lane (a lane: the mesh axes they run over), and the step's end; all in seconds.
+    ``hiding``: share that hides of what could, below 1 where compute is too short."""
 
     starts_s: tuple[float, ...]
     ends_s: tuple[float, ...]
     lanes: tuple[tuple[tuple[int, ...], tuple[Bar, ...]], ...]
     step_s: float
+    hiding: float
 
 
 def timeline(
@@ -57,9 +60,9 @@ def timeline(
     the operation that makes the value. Lanes do not slow each other down, as in the cost model.
     """
     model = plan.priced.model
-    hides = [model.overlap_off_path if s.off_path else model.overlap for s in sent]
-    most = sum(h * s.time_s for h, s in zip(hides, sent, strict=True))
-    kept = prediction.overlapped_s / most if most > 0 else 0.0
+    overlap = Overlap.of(model)
+    most = sum(overlap.share(s.off_path) * s.time_s for s in sent)
+    hiding = hiding_share(prediction.overlapped_s, most)
     before: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {}
     for k, s in enumerate(sent):
@@ -71,7 +74,7 @@ def timeline(
     def place(k: int, lead: bool) -> float:
         """Put a collective on its lane; returns the pause."""
         axes, length = sent[k].step.axes, sent[k].time_s
-        hidden = hides[k] * kept * length
+        hidden = overlap.share(sent[k].off_path) * hiding * length
         start = max(free.get(axes, 0.0), now - (hidden if lead else 0.0))
         free[axes] = start + length
         lanes.setdefault(axes, []).append(Bar(k, start, start + length, length - hidden))
@@ -90,7 +93,7 @@ def timeline(
             now += place(k, lead=False)
     now += prediction.host_s  # nothing is known to hide it
     packed = tuple((axes, _within(bars, now)) for axes, bars in sorted(lanes.items()))
-    return Timeline(tuple(starts), tuple(ends), packed, now)
+    return Timeline(tuple(starts), tuple(ends), packed, now, hiding)
 
 
 def _within(bars: Sequence[Bar], stop: float) -> tuple[Bar, ...]:

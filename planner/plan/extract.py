@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from costmodels.schedule import Overlap, StageSeconds, step_seconds
 from planner.cost.peak import scheduled_peak
 from planner.cost.pricing import Priced, Pricer
 from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
@@ -359,22 +360,20 @@ class Extraction:
             else:
                 on_path += seconds
         model = priced.model
-        compute += model.step_latency_s
-        # only compute hides communication; the search has the linear form, without this limit
-        hidden = min(model.overlap * on_path + model.overlap_off_path * off_path, compute)
-        comm = on_path + off_path
+        spent = StageSeconds(compute, on_path, off_path, host)
+        step = step_seconds((spent,), overlap=Overlap.of(model), fixed_s=model.step_latency_s)
         scalars = priced.analysis.scalar_bytes
         room = min(limit_bytes, model.cluster.device.memory_bytes) - scalars
         peak, holders = scheduled_peak(self, room)
         return Prediction(
-            compute,
-            comm,
-            hidden,
-            compute + comm - hidden + host,
+            step.fixed_s + step.compute_s,
+            step.communication_s,
+            step.hidden_s,
+            step.step_s,
             peak + scalars,
             limit_bytes,
             holders,
-            host,
+            step.wait_s,
             sum(x.nbytes_per_device for x in self.leaves()[0] if x.memory != DEVICE),
             feed,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from costmodels import CostModel, Device
+from costmodels.schedule import StageSeconds, step_seconds
 from planner.graph.ir import Graph, Op, Role
 from planner.graph.memory.liveness import PASSES, materialised
 from planner.graph.memory.materialized import written
@@ -190,7 +191,7 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     for work, count in zip(analysis.work, analysis.counts, strict=True):
         for w in work:
             tally[w] = tally.get(w, 0) + count
-    return sum(
+    compute_s = sum(
         times
         * (
             w.kernels * model.op_overhead_s
@@ -204,3 +205,4 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
         )
         for w, times in tally.items()
     )
+    return step_seconds((StageSeconds(compute_s),)).step_s
