@@ -225,7 +225,7 @@ function timeFigure() {
     box, legend(used.map((c) => [`var(--held-${c})`, CATEGORY_NAMES[c]])), panel,
     el("details", { class: "small soft", style: { "margin-top": "12px" } }, el("summary", { style: { cursor: "pointer" }, text: "What is assumed here" }),
       el("ul", { class: "plain" },
-        el("li", { text: `The cost model adds up seconds and has no clock; this picture puts one to it. Operations run one after another, ${order}.` }),
+        el("li", { text: `The cost model adds up seconds and does not order them; this picture does. Operations run one after another, ${order}.` }),
         el("li", { text: `Of a collective that compute waits for, ${percentText(onPath)} hides under compute; of one that little waits for (gathers of parameters, gradients, updates), ${percentText(offPath)}${S.hiding < 1 - 1e-9 ? ", less where there is not that much compute" : ""}. What does not hide is a pause of compute. The end is the predicted step time.` }),
         el("li", { text: "Lanes do not slow each other down. A collective starts when its lane is free: before the operation that needs it, or behind the one that makes the value." }),
         el("li", { text: "All trips of a loop are told as one piece. Pieces too short to be seen are drawn as one, as high as the share of it in use." }),
