@@ -35,6 +35,7 @@ from rich.table import Table
 from scipy.stats import kendalltau
 
 from costmodels import parse_cluster
+from costmodels.schedule import StageSeconds, step_seconds
 from executor.verify.aot import compile_step, link_seconds, tpu_seconds
 from planner import make_plan
 from planner.graph.trace import abstract, trace
@@ -141,7 +142,10 @@ def report(results: dict[str, dict[str, dict[str, Any]]]) -> None:
     for column in ("model", *MESHES, "chosen", "mesh", "tau", "chosen / best"):
         table.add_column(column, justify="right")
     for name, plans in results.items():
-        compiled = {k: r["cycles_s"] + r["wire_s"] for k, r in plans.items()}
+        compiled = {
+            k: step_seconds((StageSeconds(r["cycles_s"], on_path_s=r["wire_s"]),)).step_s
+            for k, r in plans.items()
+        }
         predicted = [r["predicted_s"] for r in plans.values()]
         tau = kendalltau(predicted, list(compiled.values())).statistic
         table.add_row(

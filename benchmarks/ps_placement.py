@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from costmodels.schedule import StageSeconds, step_seconds
 from executor import parallelize
 from executor.parameter_server import hybrid, train
 from planner.frontend.loss import Loss
@@ -100,7 +101,8 @@ def predicted(case: Case) -> Predicted:
     served, spmd = found({"embed": "ps"}), found({"embed": "spmd"})
     (table,) = served.leaves
     chosen = "servers" if found("auto").at("ps") else "SPMD"
-    step_s = served.plan.prediction.step_s + table.served_s
+    spent = StageSeconds(served.plan.prediction.step_s, wait_s=table.served_s)
+    step_s = step_seconds((spent,)).step_s
     return Predicted(step_s, spmd.plan.prediction.step_s, chosen, table)
 
 

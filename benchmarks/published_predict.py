@@ -20,6 +20,7 @@ from published_tables import Run
 
 from costmodels import Cluster, Kernel
 from costmodels.collectives import collective_coefficients
+from costmodels.schedule import Overlap, Pipeline, StageSeconds, step_seconds
 from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.plan import CollectiveRow
@@ -64,6 +65,14 @@ class Parts:
 
     def __rmul__(self, factor: float) -> Parts:
         return Parts(*(factor * a for a in _values(self)))
+
+    def seconds(self, wait_s: float = 0.0) -> StageSeconds:
+        """What the clock is given of a microbatch; ``wait_s``: for the host."""
+        return StageSeconds(self.compute_s, self.tensor_s, self.gather_s, wait_s)
+
+    def late_s(self, overlap: Overlap) -> float:
+        """Seconds that the device waits for its host to start these kernels."""
+        return self.seconds().late_s(self.host_s, overlap)
 
 
 def _values(parts: Parts) -> tuple[float, ...]:
@@ -191,7 +200,7 @@ def case_of(run: Run) -> Case:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the parts of a step follow each other.
+    """How a run puts the parts of a step together.
 
     ``hidden``: share of waited-for collectives that hides, ``overlapped``: of those off the
     critical path. ``transfer_s``: of sending one microbatch's activation to the next stage.
@@ -211,33 +220,32 @@ class Schedule:
 def assemble(how: Schedule, layer: Parts, rest: Parts, update: Parts) -> Step:
     """A step from the parts of one layer, of embedding and head (``rest``), and of the update.
 
-    Stages are equal: ``layers / pp`` layers, the slowest also has the head. A pipeline idles
-    (pp - 1) / vpp microbatches (Narayanan et al. 2021, section 2.2); transfers to the next stage
-    are on the critical path once per microbatch and border each way. Communication off the
-    critical path hides its share, but no more than there is compute.
+    Stages have ``layers / pp`` layers each; the slowest also has embedding and head.
     """
+    overlap = Overlap(how.hidden, how.overlapped)
     stage = how.layers / how.pp * layer
     micro = stage + rest
-    gather = max((1 - how.overlapped) * micro.gather_s, micro.gather_s - micro.compute_s)
-    tensor = (1 - how.hidden) * micro.tensor_s
-    host = max(0.0, micro.host_s - micro.compute_s - tensor - gather)
-    if how.alone:
-        host = sum(
-            times * max(0.0, p.host_s - p.compute_s - (1 - how.hidden) * p.tensor_s)
-            for times, p in ((how.layers / how.pp, layer), (1.0, rest))
-        )
-    share = bubble_share(how.pp, how.microbatches, how.vpp)
-    inside = stage.compute_s + (1 - how.hidden) * stage.tensor_s
-    inside = max(inside + (1 - how.overlapped) * stage.gather_s, stage.host_s)
-    transfers = how.microbatches + how.pp - 1 if how.pp > 1 else 0
+    wait_s = stage.late_s(overlap) + rest.late_s(overlap) if how.alone else micro.late_s(overlap)
+    found = step_seconds(
+        (micro.seconds(wait_s), *[stage.seconds(stage.late_s(overlap))] * (how.pp - 1)),
+        Pipeline(
+            how.pp,
+            how.microbatches,
+            how.vpp,
+            "interleaved" if how.vpp > 1 else "1f1b",
+            how.transfer_s,
+        ),
+        overlap,
+        StageSeconds(update.compute_s, update.tensor_s, micro.sync_s),
+    )
     return Step(
-        how.microbatches * micro.compute_s,
-        how.microbatches * tensor,
-        how.microbatches * gather,
-        micro.sync_s - min(how.overlapped * micro.sync_s, micro.compute_s),
-        how.microbatches * host,
+        found.compute_s - update.compute_s,
+        found.exposed.on_path_s,
+        found.exposed.off_path_s,
+        found.exposed.once_s - update.tensor_s,
+        found.wait_s,
         update.compute_s + update.tensor_s,
-        how.microbatches * share * inside + 2.0 * transfers * how.transfer_s,
+        found.bubble_s + found.transfer_s,
     )
 
 
@@ -288,11 +296,6 @@ def _transfer_s(run: Run, cluster: Cluster) -> float:
     mesh = (run.pp, run.devices // run.pp)
     alpha, beta = collective_coefficients(cluster, "permute", mesh, (0,))
     return alpha + beta * 2.0 * run.micro * run.model.seq * run.model.hidden
-
-
-def bubble_share(pp: int, microbatches: int, vpp: int = 1) -> float:
-    """Idle share of a pipelined step: (pp - 1) / vpp over microbatches (Narayanan et al. 2021)."""
-    return (pp - 1) / (vpp * microbatches)
 
 
 def model_flops(model: Decoder, sequences: int) -> float:
