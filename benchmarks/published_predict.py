@@ -158,7 +158,7 @@ def kernels_of(c: Case) -> tuple[tuple[Kernel, float], ...]:
     groups = build_groups(traced.graph, rules)
     analysis = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
     count: Counter[Kernel] = Counter()
-    for group in analysis.work:
+    for group in (facts.work for facts in analysis.facts):
         for work in group:
             count[work.kind] += work.kernels  # type: ignore[assignment]
     if c.kernels.joined:  # traced as three products; forward, both backward, and recomputed

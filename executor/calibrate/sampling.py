@@ -91,11 +91,11 @@ def kernel_counts(function: Callable[..., Any], shapes: Sequence[Any]) -> tuple[
     rules = graph_rules(traced)
     groups = build_groups(traced.graph, rules)
     donated = [False] * len(traced.graph.inputs)
-    work = analyse(traced.graph, rules, groups, donated).work
+    facts = analyse(traced.graph, rules, groups, donated).facts
     return tuple(
         KernelCount(w.kind, w.dtype, w.flops, w.nbytes, w.result_bytes, w.kernels)
-        for group in work
-        for w in group
+        for group in facts
+        for w in group.work
     )
 
 

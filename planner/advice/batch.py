@@ -91,11 +91,11 @@ def scaled_memory(priced: Priced, grows: Mapping[int, int], share: float) -> Pri
     """The pricing with the memory of some values scaled, once for each dimension that grows; costs
     stay as they are."""
     analysis = priced.analysis
-    usages = tuple(
-        (*u[:3], u[3] * share ** grows[value], *u[4:]) if value in grows else u
-        for u, value in zip(analysis.usages, analysis.usage_values, strict=True)
+    buffers = tuple(
+        dataclasses.replace(b, nbytes=b.nbytes * share ** grows[b.value]) if b.value in grows else b
+        for b in analysis.buffers
     )
-    return dataclasses.replace(priced, analysis=dataclasses.replace(analysis, usages=usages))
+    return dataclasses.replace(priced, analysis=dataclasses.replace(analysis, buffers=buffers))
 
 
 def smaller_batch(

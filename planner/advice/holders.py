@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from planner.cost.peak import usage_bytes
+from planner.cost.peak import buffer_bytes
 from planner.graph.ir import Role
 from planner.plan.extract import Extraction
 from planner.report.fold import common_path, pattern
 from planner.report.shortage import Holder
+from planner.step.buffers import Port, in_pool
 
 HOLDERS_SHOWN = 6
 
@@ -16,12 +17,12 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
     analysis, graph = extraction.priced.analysis, extraction.graph
     position = {v: k for k, v in enumerate(graph.inputs)}
     rows: dict[tuple[object, ...], list[tuple[str, float]]] = {}
-    items = zip(analysis.usages, analysis.usage_values, usage_bytes(extraction), strict=True)
-    for (_, start, end, _, _, port), index, nbytes in items:
-        if not start <= moment < end or not nbytes:
+    buffers = in_pool(analysis.buffers)
+    for b, nbytes in zip(buffers, buffer_bytes(extraction, buffers), strict=True):
+        if not b.at(moment) or not nbytes:
             continue
-        value = graph.values[index]
-        where = position.get(index)
+        value = graph.values[b.value]
+        where = position.get(b.value)
         if value.op >= 0:
             op = graph.ops[value.op]
             kind, name = "activation", f"{op.kind} {value} ({op.source or 'no line'})"
@@ -31,7 +32,7 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
             kind, name = "input", graph.input_paths[where]
             if value.carried:
                 kind = "optimizer state" if value.role is Role.MOMENT else "parameter"
-        kind = "gathered copy" if port == "gathered" else kind
+        kind = "gathered copy" if b.port is Port.GATHERED else kind
         shape = name if where is None else (pattern(name), value.shape, value.dtype)
         rows.setdefault((kind, shape), []).append((name, nbytes))
     found = [

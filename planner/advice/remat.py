@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.advice.batch import batch_leaves, growing
-from planner.cost.peak import usage_bytes
+from planner.cost.peak import buffer_bytes
 from planner.cost.pricing import Priced, Pricer
 from planner.graph.ir import SCALAR
 from planner.plan.extract import Extraction
@@ -28,8 +28,8 @@ from planner.request.options import Request
 from planner.search import recursive_programming
 from planner.search.local.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
-from planner.step.buffers import UsageRow
-from planner.step.kernel_costs import PRODUCTS
+from planner.step.buffers import Buffer, in_pool
+from planner.step.kernels.costs import PRODUCTS
 
 SEARCH_S = 3.0
 """Seconds for a plan without what is dropped."""
@@ -41,7 +41,7 @@ DROP_S = 10.0
 class Dropped:
     """An activation that is dropped from moment ``start`` up to moment ``end``."""
 
-    usage: int
+    buffer: int
     start: int
     end: int
 
@@ -108,7 +108,8 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
     dropped = _Dropping(extraction).until(limit)
     if not dropped.taken:
         return None
-    values = {priced.analysis.usage_values[d.usage] for d in dropped.taken}
+    held = in_pool(priced.analysis.buffers)
+    values = {held[d.buffer].value for d in dropped.taken}
     many = "1 activation" if len(values) == 1 else f"{len(values)} activations"
     what = f"remat (jax.checkpoint) of {many}{_where(extraction, values)}"
     if dropped.peak_bytes > limit:
@@ -127,18 +128,15 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
 
 def cut_out(priced: Priced, dropped: Sequence[Dropped]) -> Priced:
     """The pricing without the memory of what is dropped, while it is dropped."""
-    analysis, gone = priced.analysis, {d.usage: d for d in dropped}
-    rows: list[UsageRow] = []
-    values: list[int] = []
-    for k, (usage, value) in enumerate(zip(analysis.usages, analysis.usage_values, strict=True)):
+    analysis, gone = priced.analysis, {d.buffer: d for d in dropped}
+    out: list[Buffer] = []
+    for k, b in enumerate(in_pool(analysis.buffers)):
         gap = gone.get(k)
-        spans = [(usage[1], usage[2])]
+        spans = [(b.start, b.end)]
         if gap is not None:
-            spans = [(usage[1], gap.start), (gap.end, usage[2])]
-        for start, end in spans:
-            rows.append((usage[0], start, end, *usage[3:]))
-            values.append(value)
-    changed = dataclasses.replace(analysis, usages=tuple(rows), usage_values=tuple(values))
+            spans = [(b.start, gap.start), (gap.end, b.end)]
+        out += [dataclasses.replace(b, start=start, end=end) for start, end in spans]
+    changed = dataclasses.replace(analysis, buffers=tuple(out))
     return dataclasses.replace(priced, analysis=changed)
 
 
@@ -160,11 +158,12 @@ class _Dropping:
 
     def __init__(self, extraction: Extraction) -> None:
         analysis = extraction.priced.analysis
-        self.extraction, self.values = extraction, analysis.usage_values
+        held = in_pool(analysis.buffers)
+        self.extraction, self.values = extraction, [b.value for b in held]
         self.work, self.reads = _Recompute(extraction), analysis.reads
-        self.sizes = np.array(usage_bytes(extraction))
-        self.starts = np.array([u[1] for u in analysis.usages], dtype=np.int64)
-        self.ends = np.array([u[2] for u in analysis.usages], dtype=np.int64)
+        self.sizes = np.array(buffer_bytes(extraction, held))
+        self.starts = np.array([b.start for b in held], dtype=np.int64)
+        self.ends = np.array([b.end for b in held], dtype=np.int64)
         graph, rules = extraction.graph, analysis.rules
         wanted = growing(graph, rules, batch_leaves(graph))
         self.activation = np.array([v in wanted for v in self.values])
@@ -182,10 +181,10 @@ class _Dropping:
             if excess <= 0 or late:
                 break
             idle = self._idle(moment)
-            if float(sum(self.sizes[gap.usage] for gap in idle)) < excess:
+            if float(sum(self.sizes[gap.buffer] for gap in idle)) < excess:
                 # not even all of it suffices
-                self.taken.update({gap.usage: gap for gap in idle})
-                peak -= float(sum(self.sizes[gap.usage] for gap in idle))
+                self.taken.update({gap.buffer: gap for gap in idle})
+                peak -= float(sum(self.sizes[gap.buffer] for gap in idle))
                 break
             self._drop(idle, moment, excess)
         again_s = sum(self.work.op_s(op) for op in sorted(self.ops))
@@ -196,7 +195,7 @@ class _Dropping:
         moments, profile = profile_of(
             [*self.starts, *(d.start for d in gaps)],
             [*self.ends, *(d.end for d in gaps)],
-            [*self.sizes, *(-self.sizes[d.usage] for d in gaps)],
+            [*self.sizes, *(-self.sizes[d.buffer] for d in gaps)],
         )
         at = int(np.argmax(profile))
         return int(moments[at]), float(profile[at])
@@ -218,17 +217,17 @@ class _Dropping:
         gone = {self.values[k] for k in self.taken}
 
         def price(gap: Dropped) -> tuple[float, frozenset[int]]:
-            value = self.values[gap.usage]
+            value = self.values[gap.buffer]
             chain = self.work.chain(value, there - gone - {value})
             return sum(self.work.op_s(op) for op in chain - self.ops), chain
 
-        prices = {gap.usage: price(gap)[0] for gap in idle}
-        order = sorted(idle, key=lambda g: (prices[g.usage] / self.sizes[g.usage], g.usage))
+        prices = {gap.buffer: price(gap)[0] for gap in idle}
+        order = sorted(idle, key=lambda g: (prices[g.buffer] / self.sizes[g.buffer], g.buffer))
         for gap in order:
             self.ops |= price(gap)[1]  # once more: what was dropped since is no longer there
-            self.taken[gap.usage] = gap
-            gone.add(self.values[gap.usage])
-            excess -= float(self.sizes[gap.usage])
+            self.taken[gap.buffer] = gap
+            gone.add(self.values[gap.buffer])
+            excess -= float(self.sizes[gap.buffer])
             if excess <= 0:
                 return
 
@@ -238,7 +237,7 @@ class _Dropping:
 
 
 def _gap(
-    usage: int, value: int, extraction: Extraction, reads: Sequence[Sequence[int]], moment: int
+    buffer: int, value: int, extraction: Extraction, reads: Sequence[Sequence[int]], moment: int
 ) -> Dropped | None:
     """From its last use before a moment to the next after it; None when in use, or no activation.
 
@@ -254,7 +253,7 @@ def _gap(
     after = bisect.bisect_right(uses, moment)
     if after == len(uses) or uses[after - 1] >= moment:
         return None
-    return Dropped(usage, uses[after - 1] + 1, uses[after])
+    return Dropped(buffer, uses[after - 1] + 1, uses[after])
 
 
 def _where(extraction: Extraction, values: set[int]) -> str:

@@ -15,6 +15,7 @@ from planner.request.options import Request
 from planner.search.problem import profile_of
 from planner.space.host_memory import Offload
 from planner.step.analysis import Analysis
+from planner.step.buffers import Port, in_pool
 from planner.step.classes import Quotient
 
 TRIAL_S = 3.0
@@ -104,7 +105,8 @@ def grown(cluster: Cluster, times: int) -> Cluster:
 def perfect_peak(analysis: Analysis, devices: int) -> float:
     """The peak in bytes if every value were split over all devices, and what may be kept in host
     memory were there; no plan has a lower one."""
-    own = [u for u in analysis.usages if u[5] in ("store", "use")]
-    starts, ends = [u[1] for u in own], [u[2] for u in own]
-    _, profile = profile_of(starts, ends, [u[3] / devices for u in own])
+    whole = [b for b in in_pool(analysis.buffers) if b.port is not Port.GATHERED]
+    own = [b for b in whole if b.when is None]
+    starts, ends = [b.start for b in own], [b.end for b in own]
+    _, profile = profile_of(starts, ends, [b.nbytes / devices for b in own])
     return float(profile.max()) + analysis.scalar_bytes

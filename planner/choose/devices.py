@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from planner.cost.pricing import Priced
 from planner.graph.ir import Graph
 from planner.step.analysis import Analysis
+from planner.step.buffers import Port, in_pool
 from planner.step.feeding import fed_inputs
 
 LITTLE = 0.01
@@ -19,7 +20,7 @@ BUSY = 0.9
 def _amounts(analysis: Analysis) -> tuple[tuple[float, ...], ...]:
     """Per group and part of its work, the flop of all groups it stands for; bytes where the whole
     step computes nothing."""
-    rows = list(zip(analysis.work, analysis.counts, strict=True))
+    rows = [(f.work, n) for f, n in zip(analysis.facts, analysis.counts, strict=True)]
     if any(w.flops for work, _ in rows for w in work):
         return tuple(tuple(n * w.flops for w in work) for work, n in rows)
     return tuple(tuple(n * w.nbytes for w in work) for work, n in rows)
@@ -30,19 +31,19 @@ def idle_axes(priced: Priced, choice: Sequence[int]) -> tuple[int, ...]:
     analysis, sizes = priced.analysis, priced.mesh.sizes
     done, kept = [0.0] * len(sizes), [0.0] * len(sizes)
     all_done = all_kept = 0.0
-    for work, chosen, row, amounts in zip(
-        analysis.work, priced.sets, choice, _amounts(analysis), strict=True
+    for facts, chosen, row, amounts in zip(
+        analysis.facts, priced.sets, choice, _amounts(analysis), strict=True
     ):
         use = chosen.use[row].tolist()
-        for w, amount in zip(work, amounts, strict=True):
+        for w, amount in zip(facts.work, amounts, strict=True):
             all_done += amount
             for k, factor in enumerate(use):
                 done[k] += amount * any(factor in members for members in w.classes)
-    for group, _, _, nbytes, layout, port in analysis.usages:
-        if port.partition("@")[0] == "store":
-            all_kept += nbytes
-            for k, factor in enumerate(priced.sets[group].store[choice[group]].tolist()):
-                kept[k] += nbytes * (factor >= 0 and factor in layout)
+    for b in in_pool(analysis.buffers):
+        if b.port is Port.STORE:
+            all_kept += b.nbytes
+            for k, factor in enumerate(priced.sets[b.group].store[choice[b.group]].tolist()):
+                kept[k] += b.nbytes * (factor >= 0 and factor in b.layout)
     return tuple(
         k
         for k, size in enumerate(sizes)
@@ -55,11 +56,11 @@ def devices_worth(priced: Priced, choice: Sequence[int]) -> float:
     device over the flop of each device under the choice."""
     analysis, sizes = priced.analysis, priced.mesh.sizes
     whole = local = 0.0
-    for work, chosen, row, amounts in zip(
-        analysis.work, priced.sets, choice, _amounts(analysis), strict=True
+    for facts, chosen, row, amounts in zip(
+        analysis.facts, priced.sets, choice, _amounts(analysis), strict=True
     ):
         use = chosen.use[row].tolist()
-        for w, amount in zip(work, amounts, strict=True):
+        for w, amount in zip(facts.work, amounts, strict=True):
             split = frozenset().union(*w.classes)
             whole += amount
             local += amount / math.prod(n for n, f in zip(sizes, use, strict=True) if f in split)

@@ -14,6 +14,7 @@ from planner.request.options import Request
 from planner.search.local.ties import less_memory
 from planner.search.problem import evaluate
 from planner.step.analysis import ideal_s
+from planner.step.buffers import Buffer, Port
 from planner.step.classes import Quotient
 
 Array = NDArray[np.float64]
@@ -58,6 +59,6 @@ def stored_bytes(quotient: Quotient, priced: Priced) -> Sequence[Array]:
             continue
         group, layout = home
         node = quotient.color[group] if part else group
-        own, nbytes = priced.analysis.groups.groups[node], float(graph.values[value].nbytes)
-        out[node] += pricer.usage_bytes(own, priced.sets[node], nbytes, layout, "store")
+        stored = Buffer(node, 0, 1, float(graph.values[value].nbytes), layout, Port.STORE)
+        out[node] += pricer.buffer_bytes(priced.sets[node], stored)
     return out

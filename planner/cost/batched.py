@@ -7,6 +7,7 @@ of ``rates`` differ. So a mesh costs array entries, not Python.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from planner.space.groups import GroupLink
 from planner.space.strategies import IntArray, StrategySet, digits, joint_strategies
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis
+from planner.step.buffers import in_pool
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -80,22 +82,21 @@ class PricedFamily:
     def peaks(self, choice: IntArray) -> Array:
         """[meshes] bytes at the peak under choices [meshes, groups]."""
         rows = np.arange(len(self.meshes))
-        usages = self.analysis.usages
-        if not usages:
+        buffers = in_pool(self.analysis.buffers)
+        if not buffers:
             return np.zeros(len(rows))
-        known: dict[tuple[int, tuple[int, ...], str], Array] = {}
-        taken = np.empty((len(usages), len(rows)))
-        for k, (group, _, _, nbytes, layout, port) in enumerate(usages):
-            key = (group, layout, port)
+        known: dict[tuple[object, ...], Array] = {}
+        taken = np.empty((len(buffers), len(rows)))
+        for k, b in enumerate(buffers):
+            key = (b.group, b.layout, b.port, b.when)
             if key not in known:
-                factors = frozenset(f for f in layout if f >= 0)
-                share = self.rates.bytes_of(self.sets[group], 1.0, factors, port)
-                known[key] = share[rows, choice[:, group]]
-            taken[k] = nbytes * known[key]
-        stop = max(u[2] for u in usages)
+                share = self.rates.bytes_of(self.sets[b.group], dataclasses.replace(b, nbytes=1.0))
+                known[key] = share[rows, choice[:, b.group]]
+            taken[k] = b.nbytes * known[key]
+        stop = max(b.end for b in buffers)
         change = np.zeros((stop + 1, len(rows)))
-        np.add.at(change, [u[1] for u in usages], taken)
-        np.subtract.at(change, [u[2] for u in usages], taken)
+        np.add.at(change, [b.start for b in buffers], taken)
+        np.subtract.at(change, [b.end for b in buffers], taken)
         peaks: Array = np.cumsum(change, axis=0).max(axis=0)
         return peaks + self.analysis.scalar_bytes
 

@@ -12,7 +12,7 @@ import numpy as np
 from planner.cost.peak import Chosen
 from planner.cost.pricing import Pricer
 from planner.step.analysis import does_nothing, empty_workload
-from planner.step.kernel_costs import Work
+from planner.step.kernels.costs import Work
 
 
 def op_seconds(plan: Chosen) -> tuple[float, ...]:

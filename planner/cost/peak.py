@@ -1,4 +1,4 @@
-"""The peak memory of a chosen plan: its usages in bytes per device, and when they are alive.
+"""The peak memory of a chosen plan: its buffers in bytes per device, and when they are alive.
 
 Every term is explained in docs/explanation/memory.md.
 """
@@ -14,11 +14,12 @@ import numpy as np
 from planner.cost.pricing import Priced, Pricer
 from planner.cost.reshard import ReshardStep
 from planner.graph.ir import Graph
+from planner.graph.memory.liveness import Memory
 from planner.search.problem import profile_of
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink
 from planner.spec import Sharding
-from planner.step.buffers import UsageRow, Usages, padding
+from planner.step.buffers import Buffer, Lifetimes, Port, in_pool, padding
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
@@ -52,31 +53,30 @@ class Chosen(Protocol):
         ...
 
 
-def usage_bytes(plan: Chosen, rows: Sequence[UsageRow] | None = None) -> list[float]:
-    """Bytes per device of the usages (or of these)."""
+def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
+    """Bytes per device of some buffers."""
     priced = plan.priced
     pricer = Pricer(priced.analysis, priced.mesh, priced.model)
-    groups = priced.analysis.groups.groups
     return [
-        float(pricer.usage_bytes(groups[g], priced.sets[g], nbytes, layout, port)[plan.choice[g]])
-        for g, _, _, nbytes, layout, port in (priced.analysis.usages if rows is None else rows)
+        float(pricer.buffer_bytes(priced.sets[b.group], b)[plan.choice[b.group]]) for b in buffers
     ]
 
 
 def traced_peak(plan: Chosen) -> tuple[float, int]:
     """The most bytes in use at a moment in the order of the trace, and that moment."""
-    return _peak(plan.priced.analysis.usages, usage_bytes(plan))
+    buffers = in_pool(plan.priced.analysis.buffers)
+    return _peak(buffers, buffer_bytes(plan, buffers))
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What a device holds over a step: ``nbytes[k]`` of the value of row k of ``usages``.
+    """What a device holds over a step: ``nbytes[k]`` bytes of buffer k.
 
     ``moment`` is that of the peak. ``places`` is the number of moments per operation: 2 in a
     compiler's order, 1 in that of the trace.
     """
 
-    usages: Usages
+    held: Lifetimes
     nbytes: Sequence[float]
     peak_bytes: float
     moment: int
@@ -90,63 +90,64 @@ def scheduled_peak(plan: Chosen, limit_bytes: float) -> tuple[float, tuple[str, 
 
 
 def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
-    """The usages of the chosen plan in the order in which a compiler runs the step.
+    """The buffers of the chosen plan in the order in which a compiler runs the step.
 
     Gradients of parameters are computed last where memory suffices; a compiler that would run
     out of memory keeps closer to the order of the trace (``planner.graph.memory.schedule``).
     """
     analysis, late = plan.priced.analysis, _scheduled(plan)
     sizes = _padded(plan, late)
-    peak, moment = _peak(late.rows, sizes)
+    peak, moment = _peak(late.buffers, sizes)
     peak = _packed(plan.graph, late, sizes, peak, moment)
     if peak <= limit_bytes:
         return Profile(late, sizes, peak, moment, 2)
-    sizes = usage_bytes(plan)
-    least, moment = _peak(analysis.usages, sizes)
-    traced = Usages(analysis.usages, analysis.usage_values, tuple(range(len(plan.graph.ops))))
+    traced = Lifetimes(in_pool(analysis.buffers), tuple(range(len(plan.graph.ops))))
+    sizes = buffer_bytes(plan, traced.buffers)
+    least, moment = _peak(traced.buffers, sizes)
     return Profile(traced, sizes, max(least, min(peak, limit_bytes)), moment, 1)
 
 
-def _scheduled(plan: Chosen) -> Usages:
-    """The usages of the chosen plan, with both ends of every move."""
+def _scheduled(plan: Chosen) -> Lifetimes:
+    """The buffers of the chosen plan on a device, with both ends of every move."""
 
     def moves(link: GroupLink) -> bool:
         return any(s.kind != "all_reduce" for s in plan.link_steps(link))  # in place
 
     analysis = plan.priced.analysis
-    return analysis.scheduled.usages(plan.graph, analysis.groups, moves)
+    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves)
+    return Lifetimes(in_pool(found.buffers), found.order)
 
 
-def _padded(plan: Chosen, late: Usages) -> list[float]:
-    """Bytes per device of usages that know nothing of padding."""
-    sizes, tile = usage_bytes(plan, late.rows), plan.priced.analysis.scheduled.tile
+def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
+    """Bytes per device of buffers that know nothing of padding."""
+    sizes, tile = buffer_bytes(plan, late.buffers), plan.priced.analysis.scheduled.tile
     if tile == (1, 1):
         return sizes
     out = []
-    for (group, _, _, _, layout, port), value, nbytes in zip(
-        late.rows, late.values, sizes, strict=True
-    ):
-        spec = plan.sharding(group, layout, "store" if port.startswith("store") else "use")
-        local = spec.local_shape(plan.graph.values[value].shape, plan.priced.mesh)
+    for b, nbytes in zip(late.buffers, sizes, strict=True):
+        spec = plan.sharding(b.group, b.layout, "store" if b.port is Port.STORE else "use")
+        local = spec.local_shape(plan.graph.values[b.value].shape, plan.priced.mesh)
         out.append(nbytes * padding(local, tile))
     return out
 
 
-def has_gaps(graph: Graph, late: Usages) -> list[bool]:
-    """Per usage, whether it is a temporary: arguments and results have no gaps around them; copies
+def has_gaps(graph: Graph, late: Lifetimes) -> list[bool]:
+    """Per buffer, whether it is a temporary: arguments and results have no gaps around them; copies
     of what is kept in host memory do."""
     stays = {*graph.inputs, *graph.outputs}
     return [
-        value not in stays or row[5] == "gathered" or row[5].endswith("@host")
-        for row, value in zip(late.rows, late.values, strict=True)
+        b.value not in stays or b.port is Port.GATHERED or b.when is Memory.HOST
+        for b in late.buffers
     ]
 
 
-def _packed(graph: Graph, late: Usages, sizes: Sequence[float], peak: float, moment: int) -> float:
+def _packed(
+    graph: Graph, late: Lifetimes, sizes: Sequence[float], peak: float, moment: int
+) -> float:
     """A peak with the gaps between temporaries; arguments and results have none."""
     fixed = 0.0
-    for row, gaps, size in zip(late.rows, has_gaps(graph, late), sizes, strict=True):
-        if row[1] <= moment < row[2] and not gaps:
+    for b, gaps, size in zip(late.buffers, has_gaps(graph, late), sizes, strict=True):
+        if b.at(moment) and not gaps:
             fixed += size
     return fixed + PACKING * (peak - fixed)
 
@@ -154,10 +155,9 @@ def _packed(graph: Graph, late: Usages, sizes: Sequence[float], peak: float, mom
 def _holders(graph: Graph, found: Profile) -> tuple[str, ...]:
     """The values that hold the most memory at the peak."""
     held: dict[str, float] = {}
-    rows = zip(found.usages.rows, found.usages.values, found.nbytes, strict=True)
-    for row, value, nbytes in rows:
-        if row[1] <= found.moment < row[2]:
-            v = graph.values[value]
+    for b, nbytes in zip(found.held.buffers, found.nbytes, strict=True):
+        if b.at(found.moment):
+            v = graph.values[b.value]
             source = graph.ops[v.op].source if v.op >= 0 else ""
             name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"
             held[name] = held.get(name, 0.0) + nbytes
@@ -165,7 +165,8 @@ def _holders(graph: Graph, found: Profile) -> tuple[str, ...]:
     return tuple(f"{name}: {size:.3g} bytes" for name, size in top)
 
 
-def _peak(rows: Sequence[UsageRow], sizes: Sequence[float]) -> tuple[float, int]:
-    moments, profile = profile_of([u[1] for u in rows], [u[2] for u in rows], list(sizes))
+def _peak(buffers: Sequence[Buffer], sizes: Sequence[float]) -> tuple[float, int]:
+    starts, ends = [b.start for b in buffers], [b.end for b in buffers]
+    moments, profile = profile_of(starts, ends, list(sizes))
     at = int(np.argmax(profile))
     return float(profile[at]), int(moments[at])

@@ -23,11 +23,11 @@ from costmodels import CostModel
 from planner.cost.rates import Rates, exposed, weighted
 from planner.cost.reshard import reshard_table
 from planner.search.problem import Edge, Problem, Usage
-from planner.space.factors import Layout
 from planner.space.groups import Group, GroupLink
 from planner.space.strategies import StrategySet, codes, enumerate_strategies
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis
+from planner.step.buffers import Buffer, in_pool
 from planner.step.classes import Quotient
 
 Array = NDArray[np.float64]
@@ -90,14 +90,8 @@ class Pricer:
 
     def node_cost(self, group: Group, chosen: StrategySet) -> Array:
         """Seconds per strategy, communication weighted by what does not overlap."""
-        work = self.analysis.work[group.index]
-        reductions = self.analysis.reductions[group.index]
-        signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
         count = self.analysis.counts[group.index]
-        hosted = self.analysis.hosted[group.index]
-        fed = self.analysis.fed[group.index]
-        shape = (group.sizes, self.analysis.stored[group.index], count, hosted, fed)
-        key = ("node", id(chosen), work, signature, shape)
+        key = ("node", id(chosen), self.analysis.facts[group.index], count)
         if key not in self.cache:
             seconds = self.rates.node_s(self.analysis, group.index, chosen, self.change_s)
             self.cache[key] = (count * seconds[0], chosen)
@@ -105,10 +99,7 @@ class Pricer:
 
     def parts_of(self, group: Group, chosen: StrategySet, row: int) -> tuple[float, float, float]:
         """``Rates.node_parts`` of one strategy."""
-        work = self.analysis.work[group.index]
-        reductions = self.analysis.reductions[group.index]
-        signature = tuple((r.over, r.kept, r.nbytes, r.weight, r.gradient) for r in reductions)
-        key = ("parts", id(chosen), row, work, signature, self.analysis.stored[group.index])
+        key = ("parts", id(chosen), row, self.analysis.facts[group.index])
         if key not in self.cache:
             one = chosen.take(slice(row, row + 1))
             parts = self.rates.node_parts(self.analysis, group.index, one, self.change_s)
@@ -118,11 +109,11 @@ class Pricer:
     def host_of(self, group: Group, chosen: StrategySet, row: int) -> float:
         """Seconds of copies between device and host under one strategy."""
         one = chosen.take(slice(row, row + 1))
-        return float(self.rates.host_s(self.analysis.hosted[group.index], one)[0, 0])
+        return float(self.rates.host_s(self.analysis.facts[group.index].hosted, one)[0, 0])
 
     def feed_of(self, group: Group, chosen: StrategySet, row: int) -> float:
         """What feeding the batch counts for under one strategy, in seconds."""
-        if not self.analysis.fed[group.index]:
+        if not self.analysis.facts[group.index].fed:
             return 0.0
         one = chosen.take(slice(row, row + 1))
         return float(self.rates.feed_s(self.analysis, group.index, one)[0, 0])
@@ -179,14 +170,11 @@ class Pricer:
             self.cache[key] = (np.sum(parts, axis=0), parts)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
-    def usage_bytes(
-        self, group: Group, chosen: StrategySet, nbytes: float, layout: Layout, port: str
-    ) -> Array:
-        """Bytes per device under every strategy; "gathered": of a copy made for use."""
-        key = ("bytes", id(chosen), nbytes, layout, port)
+    def buffer_bytes(self, chosen: StrategySet, buffer: Buffer) -> Array:
+        """Bytes per device under every strategy of its group."""
+        key = ("bytes", id(chosen), buffer.nbytes, buffer.layout, buffer.port, buffer.when)
         if key not in self.cache:
-            factors = frozenset(f for f in layout if f >= 0)
-            local = self.rates.bytes_of(chosen, nbytes, factors, port)[0]
+            local = self.rates.bytes_of(chosen, buffer)[0]
             self.cache[key] = (local, chosen)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
@@ -236,8 +224,8 @@ def _problem(priced: Priced) -> Problem:
         ends[bundle] = (min(link.a, link.b), max(link.a, link.b))
         bundled.setdefault(bundle, []).append(matrix if link.a < link.b else pricer.flipped(matrix))
     usages = [
-        Usage(g, start, end, pricer.usage_bytes(groups[g], sets[g], nbytes, layout, port))
-        for g, start, end, nbytes, layout, port in analysis.usages
+        Usage(b.group, b.start, b.end, pricer.buffer_bytes(sets[b.group], b))
+        for b in in_pool(analysis.buffers)
     ]
     folded = any(n > 1 for n in analysis.counts)
     return Problem(

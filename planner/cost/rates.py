@@ -20,11 +20,14 @@ from costmodels import CostModel
 from costmodels.schedule import Overlap
 from planner.cost.reshard import Transitions, coefficients, transition_costs
 from planner.cost.routes import patterns
+from planner.graph.memory.liveness import Memory
 from planner.space.host_memory import Hosted
 from planner.space.strategies import IntArray, StrategySet, digits
-from planner.step.analysis import Analysis, Reduction, ideal_s
+from planner.step.analysis import Analysis, ideal_s
+from planner.step.buffers import Buffer, Port
+from planner.step.facts import Reduction
 from planner.step.feeding import SHARE
-from planner.step.kernel_costs import Work
+from planner.step.kernels.costs import Work
 
 Array = NDArray[np.float64]
 
@@ -147,12 +150,12 @@ class Rates:
         [meshes, strategies]."""
         shape = (len(self.size), chosen.count)
         compute, on_path, off_path = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        for item in analysis.work[group]:
+        for item in analysis.facts[group].work:
             compute += self.compute_s(item, chosen.use)
-        for r in analysis.reductions[group]:
+        for r in analysis.facts[group].reductions:
             part = off_path if r.gradient else on_path
             part += self.all_reduce_s(r, chosen.use)
-        stored = analysis.stored[group]
+        stored = analysis.facts[group].stored
         if stored is not None:
             off_path += self.gather_s(*stored, chosen, change_s)
         return compute, on_path, off_path
@@ -163,15 +166,15 @@ class Rates:
         """[meshes, strategies] seconds of a group, communication by what does not hide."""
         compute, on_path, off_path = self.node_parts(analysis, group, chosen, change_s)
         seconds = Overlap.of(self.model).linear_s(compute, on_path, off_path)
-        if analysis.fed[group]:
+        if analysis.facts[group].fed:
             seconds += self.feed_s(analysis, group, chosen)
-        hosted = analysis.hosted[group]
+        hosted = analysis.facts[group].hosted
         return seconds + self.host_s(hosted, chosen) if hosted else seconds
 
     def feed_s(self, analysis: Analysis, group: int, chosen: StrategySet) -> Array:
         """[meshes, strategies] seconds that feeding a group's share of the batch counts for."""
         share = np.zeros((len(self.size), chosen.count))
-        for array in analysis.fed[group]:
+        for array in analysis.facts[group].fed:
             share += array.share / self.size[:, self.masks(chosen.store, array.factors)]
         return share * (SHARE * ideal_s(analysis, self.model, int(self.size[0, -1])))
 
@@ -185,17 +188,15 @@ class Rates:
             seconds += np.where(chosen.host | array.always, array.copies * one, 0.0)
         return seconds
 
-    def bytes_of(
-        self, chosen: StrategySet, nbytes: float, factors: frozenset[int], port: str
-    ) -> Array:
-        """[meshes, strategies] bytes per device of a value; see ``Analysis.usages`` for ports."""
-        port, _, memory = port.partition("@")
-        assign = chosen.store if port == "store" else chosen.use
-        local = nbytes / self.size[:, self.masks(assign, factors)]
-        if port == "gathered":
+    def bytes_of(self, chosen: StrategySet, buffer: Buffer) -> Array:
+        """[meshes, strategies] bytes per device of a buffer under its group's strategies."""
+        assign = chosen.store if buffer.port is Port.STORE else chosen.use
+        factors = frozenset(f for f in buffer.layout if f >= 0)
+        local = buffer.nbytes / self.size[:, self.masks(assign, factors)]
+        if buffer.port is Port.GATHERED:
             local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
-        if memory:
-            local = np.where(chosen.host == (memory == "host"), local, 0.0)
+        if buffer.when is not None:
+            local = np.where(chosen.host == (buffer.when is Memory.HOST), local, 0.0)
         return local
 
 

@@ -20,7 +20,8 @@ from planner.plan.extract import Extraction, Sent
 from planner.plan.plan import Prediction
 from planner.report.fold import common_path, pattern
 from planner.spec import MeshSpec
-from planner.step.kernel_costs import PRODUCTS
+from planner.step.buffers import Port
+from planner.step.kernels.costs import PRODUCTS
 
 PIECES = 3000
 """Pieces of a lane: shorter ones than this part of the step are joined with their neighbours."""
@@ -122,7 +123,7 @@ def step_in_time(
         sent: the plan's collectives.
         text: numbers texts.
     """
-    order = found.usages.order
+    order = found.held.order
     laid = timeline(plan, prediction, order, seconds, sent)
     mesh, shortest = plan.priced.mesh, laid.step_s / PIECES
     lanes = [_lane((), "one device", _compute(plan, order, laid), shortest, text)]
@@ -211,14 +212,14 @@ def _lane(
 
 
 def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> MemoryCurve:
-    graph, rows = plan.graph, found.usages.rows
-    gaps = has_gaps(graph, found.usages) if found.places == 2 else [False] * len(rows)
+    graph, rows = plan.graph, found.held.buffers
+    gaps = has_gaps(graph, found.held) if found.places == 2 else [False] * len(rows)
     sizes = np.asarray(
         [n * (PACKING if gap else 1.0) for n, gap in zip(found.nbytes, gaps, strict=True)]
     )
     category = np.asarray(_categories(plan, found), np.int64)
-    first = np.asarray([row[1] for row in rows], np.int64)
-    last = np.asarray([row[2] for row in rows], np.int64)
+    first = np.asarray([b.start for b in rows], np.int64)
+    last = np.asarray([b.end for b in rows], np.int64)
     moments = np.unique(np.concatenate([np.zeros(1, np.int64), first, last, [found.moment]]))
     rise, fall = np.searchsorted(moments, first), np.searchsorted(moments, last)
     held = np.zeros((len(CATEGORIES), len(moments)))
@@ -241,10 +242,10 @@ def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> Mem
         picked.append(best)
     names = _labels(plan)
     spans: dict[tuple[str, int, int, int], list[float]] = {}
-    for k, value in enumerate(found.usages.values):
+    for k, held_there in enumerate(rows):
         if not sizes[k]:  # of a copy that is not made
             continue
-        key = (names(value), int(first[k]), int(last[k]), int(category[k]))
+        key = (names(held_there.value), int(first[k]), int(last[k]), int(category[k]))
         spans.setdefault(key, []).append(float(sizes[k]))
     top = sorted(spans.items(), key=lambda item: -sum(item[1]))[:HELD]
     return MemoryCurve(
@@ -278,9 +279,9 @@ def _categories(plan: Extraction, found: Profile) -> list[int]:
         of[v] = 2 if not value.carried else 1 if value.role is Role.MOMENT else 0
     return [
         CATEGORIES.index("gathered for use")
-        if row[5] == "gathered"
-        else of.get(value, len(CATEGORIES) - 1)
-        for row, value in zip(found.usages.rows, found.usages.values, strict=True)
+        if b.port is Port.GATHERED
+        else of.get(b.value, len(CATEGORIES) - 1)
+        for b in found.held.buffers
     ]
 
 

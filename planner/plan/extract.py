@@ -19,6 +19,7 @@ from planner.space.factors import Layout
 from planner.space.groups import GroupLink
 from planner.space.host_memory import DEVICE, HOST
 from planner.spec import Sharding
+from planner.step.buffers import in_pool
 
 ACTIVATIONS_SHOWN = 12
 UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
@@ -277,7 +278,7 @@ class Extraction:
                 out.append(Sent(s, link.weight, link.value, link.op, cause, before, link.off_path))
         for group in groups.groups:
             row = self.rows["use"][group.index]
-            for r in priced.analysis.reductions[group.index]:
+            for r in priced.analysis.facts[group.index].reductions:
                 src = tuple([2 if f in r.over else 0 for f in row])
                 if any(src):
                     local = r.nbytes / math.prod(
@@ -319,9 +320,8 @@ class Extraction:
         """The largest values between operations, one of each shape and sharding."""
         graph, mesh = self.graph, self.priced.mesh
         seen: dict[tuple[object, ...], Activation] = {}
-        order = sorted(
-            set(self.priced.analysis.usage_values), key=lambda v: (-graph.values[v].nbytes, v)
-        )
+        held = {b.value for b in in_pool(self.priced.analysis.buffers)}
+        order = sorted(held, key=lambda v: (-graph.values[v].nbytes, v))
         for value in order:
             v = graph.values[value]
             if v.op < 0:

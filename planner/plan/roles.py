@@ -30,7 +30,7 @@ from planner.plan.extract import Extraction
 from planner.request.state import StateRequest, find_state
 from planner.spec import MeshSpec
 from planner.step.feeding import fed_inputs
-from planner.step.kernel_costs import PRODUCTS
+from planner.step.kernels.costs import PRODUCTS
 
 DATA, FSDP, MODEL, EXPERT, SEQ, IDLE = "data", "fsdp", "model", "expert", "seq", "idle"
 WORDS: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""Everything about a traced step that no mesh changes: work, reductions, memory usages."""
+"""Everything about a traced step that no mesh changes: work, reductions, buffers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,18 @@ from planner.graph.memory.materialized import written
 from planner.rules.factor import FactorRule
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
-from planner.space.host_memory import Hosted, hosted_of
-from planner.step.buffers import UsageRow, Usages, find_usages
-from planner.step.feeding import Fed, fed_of
-from planner.step.fused import find_fused
-from planner.step.kernel_costs import Work, Workload
-from planner.step.kernels import starts
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """An all-reduce inside a group: the result's bytes and factors, the summed factors."""
-
-    over: frozenset[int]
-    kept: frozenset[int]
-    nbytes: float
-    weight: float
-    op: int
-    gradient: bool = False
+from planner.space.host_memory import hosted_of
+from planner.step.buffers import Buffer, Lifetimes, find_buffers
+from planner.step.facts import Facts, Reduction
+from planner.step.feeding import fed_of
+from planner.step.kernels.costs import Work, Workload
+from planner.step.kernels.fused import find_fused
+from planner.step.kernels.starts import starts
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What the usages of a known plan follow from, besides the graph and its groups.
+    """What the buffers of a known plan follow from, besides the graph and its groups.
 
     ``donated``: per input, whether results may take its memory; ``fused_operands``: see
     ``written``; ``tile``: rows and lanes that arrays are padded to; ``inside``: per value, whether
@@ -49,13 +38,15 @@ class Scheduled:
     inside: tuple[bool, ...]
     hosted: frozenset[int] = frozenset()
 
-    def usages(self, graph: Graph, groups: Groups, moves: Callable[[GroupLink], bool]) -> Usages:
-        """The usages in the order in which compilers run a step; ``moves``: see
-        ``find_usages``."""
+    def buffers(
+        self, graph: Graph, groups: Groups, moves: Callable[[GroupLink], bool]
+    ) -> Lifetimes:
+        """The buffers in the order in which compilers run a step; ``moves``: see
+        ``find_buffers``."""
         live = graph.live_ops()
         late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
         found = written(graph, groups.fusable, live, self.fused_operands, late)
-        return find_usages(
+        return find_buffers(
             graph,
             groups,
             found.without(self.inside),
@@ -73,21 +64,14 @@ class Analysis:
     graph: Graph
     rules: tuple[FactorRule, ...]
     groups: Groups
-    work: tuple[tuple[Work, ...], ...]
-    reductions: tuple[tuple[Reduction, ...], ...]
-    usages: tuple[UsageRow, ...]
-    """The usages when operations run in the order of the trace; moments are operation indices."""
-    usage_values: tuple[int, ...]
+    facts: tuple[Facts, ...]
+    """Per group."""
+    buffers: tuple[Buffer, ...]
+    """Those when operations run in the order of the trace; moments are operation indices."""
     reads: tuple[tuple[int, ...], ...]
     """Per value that is written, the operations that read it."""
     scheduled: Scheduled
     scalar_bytes: float
-    stored: tuple[tuple[float, Layout] | None, ...]
-    """Per group of an input that operations see as ``used``: the input's bytes and layout."""
-    hosted: tuple[tuple[Hosted, ...], ...]
-    """Per group, its arrays that are, or may be, copied between device and host."""
-    fed: tuple[tuple[Fed, ...], ...]
-    """Per group, its arrays that the host feeds at every step."""
     counts: tuple[int, ...]
     """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
     bundles: tuple[int, ...]
@@ -146,21 +130,25 @@ def analyse(
     fused_operands = device is not None and device.fuses_operands
     tile = (1, 1) if device is None else (device.tile_rows, device.tile_lanes)
     found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
-    usages = find_usages(graph, groups, found, live, donated, tile, hosted=hosted)
+    held = find_buffers(graph, groups, found, live, donated, tile, hosted=hosted)
+    facts = map(
+        Facts.of,
+        groups.groups,
+        workload.done(),
+        map(tuple, reductions),
+        _stored(graph, groups),
+        hosted_of(graph, groups, live, hosted),
+        fed_of(graph, groups),
+    )
     return Analysis(
         graph,
         tuple(rules),
         groups,
-        workload.done(),
-        tuple(map(tuple, reductions)),
-        usages.rows,
-        usages.values,
+        tuple(facts),
+        held.buffers,
         found.reads,
         Scheduled(tuple(donated), fused_operands, tile, fused.inside, hosted),
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
-        _stored(graph, groups),
-        hosted_of(graph, groups, live, hosted),
-        fed_of(graph, groups),
         (1,) * len(groups.groups),
         _bundles(groups.links),
     )
@@ -188,8 +176,8 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     kernel by more than that.
     """
     tally: dict[Work, int] = {}
-    for work, count in zip(analysis.work, analysis.counts, strict=True):
-        for w in work:
+    for facts, count in zip(analysis.facts, analysis.counts, strict=True):
+        for w in facts.work:
             tally[w] = tally.get(w, 0) + count
     compute_s = sum(
         times

@@ -4,7 +4,7 @@ What an operation that mixes dimensions makes is held in the operation's own lay
 before it is scattered has its full size) when it runs, and from then on in its result's.
 
 A value that operations read in another layout than it is made in is in memory twice. Whether the
-two layouts differ is known when a plan is; a search needs usages whose bytes follow from one
+two layouts differ is known when a plan is; a search needs buffers whose bytes follow from one
 decision alone, so it is told the value in turns: in the layout of its maker, in that of its
 readers from the first of them to the last, then in the first again.
 docs/explanation/memory.md has the reasons.
@@ -12,36 +12,76 @@ docs/explanation/memory.md has the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 
 from planner.annotate import MARKS
 from planner.graph.ir import Graph
-from planner.graph.memory.liveness import intervals
+from planner.graph.memory.liveness import Memory, intervals
 from planner.graph.memory.materialized import MATMULS, Written
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 
-UsageRow = tuple[int, int, int, float, Layout, str]
-"""(group, start, end, bytes, layout, port): port is "use", "store" or "gathered"; with "@device" or
-"@host" behind it the bytes are there only if the group keeps its state in that memory."""
+
+class Port(StrEnum):
+    """Which of a group's shardings lays a buffer out."""
+
+    USE = "use"
+    STORE = "store"
+    GATHERED = "gathered"
+    """That of use, and only where it is another than that of the store: a copy made for use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes that a device holds for a while.
+
+    Attributes:
+        group: the decision that they follow from.
+        start, end: the moments [start, end) at which they are there.
+        nbytes: those of the whole array, padding included.
+        layout: the factor of each dimension.
+        port: which sharding of the group cuts them.
+        when: only if the group keeps its state in this memory; None: always.
+        pool: the memory that they take room in.
+        value: the value, -1 where one buffer stands for those of several.
+    """
+
+    group: int
+    start: int
+    end: int
+    nbytes: float
+    layout: Layout
+    port: Port
+    when: Memory | None = None
+    pool: Memory = Memory.DEVICE
+    value: int = -1
+
+    def at(self, moment: int) -> bool:
+        """Whether it is there at a moment."""
+        return self.start <= moment < self.end
 
 
 @dataclass(frozen=True, eq=False)
-class Usages:
-    """The usages of a step: ``values[k]`` is the value that row k holds.
+class Lifetimes:
+    """The buffers of a step.
 
     ``order`` is the order in which operations run. Moments are places in it; where a plan is known
     there are two for each place, the operation and the collectives between it and the next.
     """
 
-    rows: tuple[UsageRow, ...]
-    values: tuple[int, ...]
+    buffers: tuple[Buffer, ...]
     order: tuple[int, ...]
 
 
-def find_usages(
+def in_pool(buffers: Iterable[Buffer], pool: Memory = Memory.DEVICE) -> tuple[Buffer, ...]:
+    """The buffers that take room in a pool of memory."""
+    return tuple([b for b in buffers if b.pool is pool])
+
+
+def find_buffers(
     graph: Graph,
     groups: Groups,
     found: Written,
@@ -50,8 +90,8 @@ def find_usages(
     tile: tuple[int, int] = (1, 1),
     moves: Callable[[GroupLink], bool] | None = None,
     hosted: frozenset[int] = frozenset(),
-) -> Usages:
-    """The usages of a step whose kernels are ``found``. Near-linear in operations.
+) -> Lifetimes:
+    """The buffers of a step whose kernels are ``found``. Near-linear in operations.
 
     Args:
         graph: the step.
@@ -63,7 +103,7 @@ def find_usages(
         moves: whether the layouts at the ends of a link differ, where a plan is known.
         hosted: inputs that may be kept in host memory.
     """
-    return _Usages(graph, groups, found, live, tile, moves).run(donated, hosted)
+    return _Finding(graph, groups, found, live, tile, moves).run(donated, hosted)
 
 
 def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
@@ -103,8 +143,8 @@ def padding(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
     return min(w * h for i, w in enumerate(wide) for j, h in enumerate(high) if i != j)
 
 
-class _Usages:
-    """``find_usages`` in progress."""
+class _Finding:
+    """``find_buffers`` in progress."""
 
     def __init__(
         self,
@@ -117,8 +157,7 @@ class _Usages:
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
         self.tile, self.moves = tile, moves
-        self.rows: list[UsageRow] = []
-        self.values: list[int] = []
+        self.buffers: list[Buffer] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
         """Per value, the moments at which its bytes are told in a reader's layout."""
         self.until: dict[int, float] = {}
@@ -127,15 +166,26 @@ class _Usages:
         """Per input, when operations read the copy that is made for use."""
 
     def add(
-        self, group: int, start: float, end: float, value: int, layout: Layout, port: str
+        self,
+        group: int,
+        start: float,
+        end: float,
+        value: int,
+        layout: Layout,
+        port: Port,
+        when: Memory | None = None,
+        pool: Memory = Memory.DEVICE,
     ) -> None:
-        if end > start and not self.graph.values[value].host:
-            scale = 1 if self.moves is None else 2
-            nbytes = self.found.nbytes[value] * padding(self.graph.values[value].shape, self.tile)
-            self.rows.append((group, int(scale * start), int(scale * end), nbytes, layout, port))
-            self.values.append(value)
+        known = self.graph.values[value]
+        if end <= start or (known.host and pool is Memory.DEVICE):
+            return
+        scale = 1 if self.moves is None else 2
+        nbytes = self.found.nbytes[value] * padding(known.shape, self.tile)
+        first, last = int(scale * start), int(scale * end)
+        found = Buffer(group, first, last, nbytes, layout, port, when, pool, value)
+        self.buffers.append(found)
 
-    def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> Usages:
+    def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> Lifetimes:
         self.operands()
         products = self.products()
         self.turned()
@@ -144,7 +194,7 @@ class _Usages:
         groups, graph = self.groups, self.graph
         carries = {new: old for old, new in graph.next_values.items()}
         for span in intervals(graph, self.found, self.live, donated, hosted):
-            mine = carries.get(span.value, span.value) if span.memory else span.value
+            mine = carries.get(span.value, span.value) if span.when else span.value
             home = groups.home[mine]
             if home is None:
                 continue
@@ -154,8 +204,12 @@ class _Usages:
             if ys:  # laid out as what the body stacks
                 inner = groups.home[graph.ops[made].inputs[0]]
                 group, layout = (group, layout) if inner is None else (inner[0], (-1, *inner[1]))
-            port = "store" if groups.groups[group].kind == "input" else "use"
-            where = f"{port}@{span.memory}" if span.memory else port
+            port = Port.STORE if groups.groups[group].kind == "input" else Port.USE
+            if span.pool is not Memory.DEVICE:
+                self.add(
+                    group, span.start, span.end, span.value, layout, port, span.when, span.pool
+                )
+                continue
             start: float = span.start
             if span.value in products and products[span.value] == span.start:
                 start += 1 if self.moves is None else 0.5
@@ -164,13 +218,13 @@ class _Usages:
                 stop = max(stop - 0.5, start)
             stop = min(stop, self.until.get(span.value, stop))
             for first, last in sorted(self.lent.get(span.value, ())):
-                self.add(group, start, min(first, stop), span.value, layout, where)
+                self.add(group, start, min(first, stop), span.value, layout, port, span.when)
                 start = max(start, last)
-            self.add(group, start, stop, span.value, layout, where)
+            self.add(group, start, stop, span.value, layout, port, span.when)
             reads = self.gathered.get(span.value)
-            if port == "store" and reads and span.memory != "host":
-                self.add(group, min(reads), max(reads) + 1, span.value, layout, "gathered")
-        return Usages(tuple(self.rows), tuple(self.values), self.found.order)
+            if port is Port.STORE and reads and span.when is not Memory.HOST:
+                self.add(group, min(reads), max(reads) + 1, span.value, layout, Port.GATHERED)
+        return Lifetimes(tuple(self.buffers), self.found.order)
 
     def operands(self) -> None:
         """Operands in the layout in which they are read."""
@@ -201,7 +255,7 @@ class _Usages:
             return
         if self.moves is not None:
             if self.moves(link):
-                self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, "use")
+                self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE)
                 others = [r + 0.5 for r in self.found.reads[base] if r not in times]
                 if mine and base not in self.until:
                     self.until[base] = max([first, *others])
@@ -209,7 +263,7 @@ class _Usages:
         taken = self.lent.setdefault(base, [])
         if mine and not any(first < b and a < last for a, b in taken):
             taken.append((first, last))
-            self.add(link.b, first, last, link.value, link.dst, "use")
+            self.add(link.b, first, last, link.value, link.dst, Port.USE)
 
     def uneven(self) -> None:
         """Strided convolutions read a padded copy, from the first to the last that reads the value.
@@ -230,7 +284,7 @@ class _Usages:
             if pads_unevenly(shapes, (*entry[1], *entry[2])):
                 stop = max(readers[op.inputs[0]]) + 1
                 at = self.found.time[op.index]
-                self.add(entry[0], at, stop, op.inputs[0], entry[1][0], "use")
+                self.add(entry[0], at, stop, op.inputs[0], entry[1][0], Port.USE)
 
     def turned(self) -> None:
         """New values of inputs whose gradient is a product that comes out transposed.
@@ -266,7 +320,7 @@ class _Usages:
             for value in values:
                 home = self.groups.home[value]
                 if home is not None:
-                    self.add(home[0], at, at + 1, value, home[1], "use")
+                    self.add(home[0], at, at + 1, value, home[1], Port.USE)
 
     def moved(self) -> set[int]:
         """Results of products that are in another layout afterwards, where a plan is known."""
@@ -290,5 +344,5 @@ class _Usages:
                 at = self.found.time[op.index]
                 if self.found.kept[value] and (self.moves is None or value in scattered):
                     out[value] = at
-                    self.add(entry[0], at, at + 1, value, layout, "use")
+                    self.add(entry[0], at, at + 1, value, layout, Port.USE)
         return out

@@ -29,39 +29,35 @@ from planner.annotate import Pin
 from planner.request.state import TrainingState
 from planner.request.uses import NO_USES, Uses, find_uses
 from planner.search.folding.colors import IntArray, numbered, stable_colors
-from planner.space.factors import Layout
-from planner.space.groups import Group, GroupLink, Groups
-from planner.step.analysis import Analysis, Reduction
-from planner.step.buffers import UsageRow
+from planner.space.groups import GroupLink, Groups
+from planner.step.analysis import Analysis
+from planner.step.buffers import Buffer
 from planner.step.peak_moments import worst_moments
 
 IDENTITY: dict[type, frozenset[str]] = {
-    Group: frozenset({"index", "ops", "name"}),
     GroupLink: frozenset({"a", "b", "value", "op", "operand"}),
-    Reduction: frozenset({"op"}),
     Pin: frozenset({"value", "origin", "rule"}),
 }
-"""Fields that say which group, link, reduction or pin it is. All other fields are facts: what
-differs in one of them is not folded."""
+"""Fields that say which link or pin it is. All other fields are facts: what differs in one of them
+is not folded."""
 
 
 def facts_of(kind: type) -> Callable[[Any], Hashable]:
-    """The facts of a ``Group``, ``GroupLink``, ``Reduction`` or ``Pin``: all fields but its
-    identity."""
+    """The facts of a ``GroupLink`` or a ``Pin``: all fields but its identity."""
     names = [f.name for f in dataclasses.fields(kind) if f.name not in IDENTITY[kind]]
     return attrgetter(*names)
 
 
-_group, _link, _reduction, _pin = map(facts_of, (Group, GroupLink, Reduction, Pin))
+_link, _pin = map(facts_of, (GroupLink, Pin))
 
 
 @dataclass(frozen=True, eq=False)
 class Quotient:
     """``part`` has one group per class of ``whole``; ``color[g]`` is the class of group g.
 
-    ``moments[t]`` is the operation index of moment t of the part's usages; ``state`` are the arrays
-    of the step's state where something is asked of them; ``uses`` where the whole reads pinned
-    arguments.
+    ``moments[t]`` is the operation index of moment t of the part's buffers; ``state`` are the
+    arrays of the step's state where something is asked of them; ``uses`` where the whole reads
+    pinned arguments.
     """
 
     whole: Analysis
@@ -115,12 +111,7 @@ def fold_analysis(
     pinned = _pinned(analysis, pins, inputs_differ, state)
     first = numbered(
         (
-            _group(g),
-            analysis.work[g.index],
-            tuple(map(_reduction, analysis.reductions[g.index])),
-            analysis.stored[g.index],
-            analysis.hosted[g.index],
-            analysis.fed[g.index],
+            analysis.facts[g.index],
             tuple(loops.get(g.index, ())),
             pinned.get(g.index, frozenset()),
         )
@@ -217,7 +208,7 @@ def _quotient(
     for link in links:
         if link.a == link.b and link.a in first:
             add(link, -1, counts[color[link.a]])
-    usages, moments = _usages(analysis, color)
+    buffers, moments = _buffers(analysis, color)
     part = dataclasses.replace(
         analysis,
         groups=Groups(
@@ -229,33 +220,33 @@ def _quotient(
             (),
             (),
         ),
-        work=tuple(analysis.work[g] for g in one),
-        reductions=tuple(analysis.reductions[g] for g in one),
-        stored=tuple(analysis.stored[g] for g in one),
-        hosted=tuple(analysis.hosted[g] for g in one),
-        fed=tuple(analysis.fed[g] for g in one),
-        usages=usages,
-        usage_values=(),
+        facts=tuple(analysis.facts[g] for g in one),
+        buffers=buffers,
         counts=tuple(counts),
         bundles=tuple(bundles),
     )
     return Quotient(analysis, part, tuple(color), moments)
 
 
-def _usages(
+def _buffers(
     analysis: Analysis, color: Sequence[int]
-) -> tuple[tuple[UsageRow, ...], tuple[int, ...]]:
-    """The usages of the classes on the moments that can be the peak."""
-    known: dict[tuple[int, float, Layout, str], int] = {}
+) -> tuple[tuple[Buffer, ...], tuple[int, ...]]:
+    """The buffers of the classes on the moments that can be the peak of a pool."""
+    known: dict[tuple[Any, ...], int] = {}
+    first: list[Buffer] = []
     kinds, starts, ends = [], [], []
-    for group, start, end, nbytes, layout, port in analysis.usages:
-        kinds.append(known.setdefault((color[group], nbytes, layout, port), len(known)))
-        starts.append(start)
-        ends.append(end)
+    for b in analysis.buffers:
+        key = (color[b.group], b.nbytes, b.layout, b.port, b.when, b.pool)
+        kind = known.setdefault(key, len(known))
+        if kind == len(first):
+            first.append(b)
+        kinds.append(kind)
+        starts.append(b.start)
+        ends.append(b.end)
     worst = worst_moments(kinds, starts, ends)
-    table = list(known)
-    rows = []
+    found = []
     for kind, begin, stop, count in worst.runs:
-        group, nbytes, layout, port = table[kind]
-        rows.append((group, begin, stop, count * nbytes, layout, port))
-    return tuple(rows), tuple(worst.kept.tolist())
+        b = first[kind]
+        group, nbytes = color[b.group], count * b.nbytes
+        found.append(Buffer(group, begin, stop, nbytes, b.layout, b.port, b.when, b.pool))
+    return tuple(found), tuple(worst.kept.tolist())

@@ -68,7 +68,7 @@ def test_flops_are_those_of_the_formula(model: Decoder, recompute: str, passes: 
     rules = graph_rules(traced)
     groups = build_groups(traced.graph, rules)
     analysis = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
-    flops = sum(w.flops for work in analysis.work for w in work if w.kind == "matmul")
+    flops = sum(w.flops for facts in analysis.facts for w in facts.work if w.kind == "matmul")
     whole = predicting.model_flops(small, 2)
     head = 6.0 * model.vocab * model.hidden * 2 * model.seq
     expected = head + (whole - head) * passes / 3

@@ -24,7 +24,7 @@ from planner.space.groups import build_groups
 from planner.spec import enumerate_meshes
 from planner.step.analysis import analyse, ideal_s
 from planner.step.classes import Quotient, fold_analysis
-from planner.step.kernel_costs import Work
+from planner.step.kernels.costs import Work
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("mlp", "gpt", "gpt_linen_scan", "resnet", "moe", "lstm")

@@ -42,7 +42,7 @@ def analysed(function: Callable[..., Any], *args: Any) -> Analysis:
 
 
 def works(found: Analysis) -> list[Any]:
-    return [w for group in found.work for w in group]
+    return [w for facts in found.facts for w in facts.work]
 
 
 def grads(attention: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -76,8 +76,8 @@ def test_a_backward_is_charged_five_products() -> None:
 
 def scores_held(found: Analysis) -> float:
     """Bytes of the values of the scores' size that are ever in memory."""
-    values = found.graph.values
-    return sum(values[v].nbytes for v in found.usage_values if values[v].shape.count(S) >= 2)
+    values = [found.graph.values[b.value] for b in found.buffers]
+    return sum(v.nbytes for v in values if v.shape.count(S) >= 2)
 
 
 def test_the_scores_are_never_in_memory() -> None:

@@ -224,7 +224,7 @@ def test_flops_of_a_matmul_and_its_weight_in_a_loop() -> None:
     traced = trace(step, (struct(4, 8), struct(5, 8, 8)))
     rules = graph_rules(traced)
     found = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
-    matmuls = [w.flops for group in found.work for w in group if w.kind == "matmul"]
+    matmuls = [w.flops for facts in found.facts for w in facts.work if w.kind == "matmul"]
     assert matmuls == [5 * 2 * 4 * 8 * 8]
 
 
@@ -236,7 +236,7 @@ def conv_flops(size: int, features: int) -> float:
     traced = trace(step, (struct(2, size, size, 3), struct(3, 3, 3, features)))
     rules = graph_rules(traced)
     found = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
-    return sum(w.flops for group in found.work for w in group if w.kind == "convolution")
+    return sum(w.flops for facts in found.facts for w in facts.work if w.kind == "convolution")
 
 
 def test_flops_of_a_convolution_with_many_features() -> None:

@@ -23,7 +23,7 @@ def kernels(function: Callable[..., Any], *args: Any) -> float:
     rules = graph_rules(traced)
     groups = build_groups(traced.graph, rules)
     found = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
-    return sum(w.kernels for group in found.work for w in group)
+    return sum(w.kernels for facts in found.facts for w in facts.work)
 
 
 def test_a_chain_is_one_kernel() -> None:

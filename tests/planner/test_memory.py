@@ -19,7 +19,7 @@ from planner.graph.trace import trace
 from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups
 from planner.step.analysis import Analysis, analyse
-from planner.step.buffers import Usages, padding, pads_unevenly
+from planner.step.buffers import Lifetimes, padding, pads_unevenly
 
 TILE = (8, 128)
 
@@ -37,14 +37,12 @@ def analysis_of(function: Callable[..., Any], *args: Any, cluster: str = "h100:8
     return analyse(traced.graph, rules, build_groups(traced.graph, rules), donated, device)
 
 
-def told(found: Analysis, moves: Callable[[GroupLink], bool]) -> Usages:
-    return found.scheduled.usages(found.graph, found.groups, moves)
+def told(found: Analysis, moves: Callable[[GroupLink], bool]) -> Lifetimes:
+    return found.scheduled.buffers(found.graph, found.groups, moves)
 
 
-def spans(usages: Usages, value: int) -> list[tuple[int, int]]:
-    return sorted(
-        (row[1], row[2]) for row, v in zip(usages.rows, usages.values, strict=True) if v == value
-    )
+def spans(held: Lifetimes, value: int) -> list[tuple[int, int]]:
+    return sorted((b.start, b.end) for b in held.buffers if b.value == value)
 
 
 # ---- bytes --------------------------------------------------------------------------------
@@ -202,9 +200,9 @@ def test_a_compiler_short_of_memory_keeps_to_the_order_of_the_trace() -> None:
     free = make_plan(step, *args, cluster="h100:1", mode="STAND_ALONE").prediction
     least = analysis_of(step, *args)
     moments: dict[int, float] = {}
-    for _, start, end, nbytes, _, _ in least.usages:
-        moments[start] = moments.get(start, 0.0) + nbytes
-        moments[end] = moments.get(end, 0.0) - nbytes
+    for b in least.buffers:
+        moments[b.start] = moments.get(b.start, 0.0) + b.nbytes
+        moments[b.end] = moments.get(b.end, 0.0) - b.nbytes
     live, early = 0.0, 0.0
     for at in sorted(moments):
         live += moments[at]

@@ -28,7 +28,7 @@ def _elementwise_bytes(border: Any) -> float:
     traced = trace(step, (shape, shape))
     rules = graph_rules(traced)
     analysis = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
-    return sum(w.nbytes for group in analysis.work for w in group if w.kind != "matmul")
+    return sum(w.nbytes for facts in analysis.facts for w in facts.work if w.kind != "matmul")
 
 
 @pytest.mark.parametrize(

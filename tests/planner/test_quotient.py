@@ -30,9 +30,11 @@ from planner.search.relax.family import Family, node_bound, relax
 from planner.space.groups import Group, GroupLink, build_groups
 from planner.space.host_memory import Hosted
 from planner.spec import enumerate_meshes, parse_mesh
-from planner.step.analysis import Analysis, Reduction, analyse
+from planner.step.analysis import Analysis, analyse
 from planner.step.classes import Quotient, fold_analysis
-from planner.step.kernel_costs import Work
+from planner.step.facts import Facts, Reduction
+from planner.step.feeding import Fed
+from planner.step.kernels.costs import Work
 from planner.step.peak_moments import worst_moments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +110,7 @@ def test_layers_do_not_count() -> None:
         donated = [True] * len(traced.graph.inputs)
         found = analyse(traced.graph, rules, build_groups(traced.graph, rules), donated)
         part = fold_analysis(found, (), inputs_differ=False).part
-        return len(part.groups.groups), len(part.groups.links), len(part.usages)
+        return len(part.groups.groups), len(part.groups.links), len(part.buffers)
 
     step_of("llama")
     assert size(8) == size(12)
@@ -264,21 +266,40 @@ def fields_of(kind: type, names_only: set[str]) -> list[str]:
     return [name for name in every if name not in names_only]
 
 
-GROUP_FACTS = fields_of(Group, {"index", "ops", "name"})
+FACTS = [f.name for f in dataclasses.fields(Facts)]
 LINK_FACTS = fields_of(GroupLink, {"a", "b", "value", "op", "operand"})
 REDUCTION_FACTS = fields_of(Reduction, {"op"})
 PIN_FACTS = fields_of(Pin, {"value", "origin", "rule"})
 
 
-@pytest.mark.parametrize("name", GROUP_FACTS)
+def with_facts(found: Analysis, at: int, **fields: Any) -> Analysis:
+    return dataclasses.replace(found, facts=swapped(found.facts, at, **fields))
+
+
+@pytest.mark.parametrize("name", FACTS)
 def test_groups_that_differ_in_a_fact_are_not_folded(name: str) -> None:
     found = two_layers_analysis()
     home = found.groups.home[found.graph.inputs[0]]  # passes through: no neighbor differs
     assert home is not None
-    group = found.groups.groups[home[0]]
-    groups = swapped(found.groups.groups, home[0], **{name: changed(getattr(group, name))})
-    other = dataclasses.replace(found, groups=dataclasses.replace(found.groups, groups=groups))
-    assert classes(other) > classes(found)
+    others = {
+        "work": (Work((), 1.0, (), "float32", "vector", 1.0),),
+        "reductions": (Reduction(frozenset({0}), frozenset(), 4.0, 1.0, 0),),
+        "stored": (4.0, (0, 1)),
+        "hosted": (Hosted(4.0, frozenset(), 1.0),),
+        "fed": (Fed(0.5, frozenset()),),
+    }
+    own = getattr(found.facts[home[0]], name)
+    value = others[name] if name in others else changed(own)
+    assert value != own
+    assert classes(with_facts(found, home[0], **{name: value})) > classes(found)
+
+
+def test_the_facts_of_a_group_hold_all_that_a_group_decides() -> None:
+    own = {f.name for f in dataclasses.fields(Group)} - {"index", "ops", "name"}
+    assert own <= set(FACTS)
+    found = two_layers_analysis()
+    for group, facts in zip(found.groups.groups, found.facts, strict=True):
+        assert all(getattr(group, name) == getattr(facts, name) for name in own)
 
 
 @pytest.mark.parametrize("name", LINK_FACTS)
@@ -294,11 +315,10 @@ def test_links_that_differ_in_a_fact_are_not_folded(name: str) -> None:
 @pytest.mark.parametrize("name", REDUCTION_FACTS)
 def test_reductions_that_differ_in_a_fact_are_not_folded(name: str) -> None:
     found = two_layers_analysis()
-    at = next(k for k, x in enumerate(found.reductions) if x)
-    (first, *_) = found.reductions[at]
-    mine = swapped(found.reductions[at], 0, **{name: changed(getattr(first, name))})
-    reductions = (*found.reductions[:at], mine, *found.reductions[at + 1 :])
-    assert classes(dataclasses.replace(found, reductions=reductions)) > classes(found)
+    at = next(k for k, x in enumerate(found.facts) if x.reductions)
+    (first, *_) = found.facts[at].reductions
+    mine = swapped(found.facts[at].reductions, 0, **{name: changed(getattr(first, name))})
+    assert classes(with_facts(found, at, reductions=mine)) > classes(found)
 
 
 @pytest.mark.parametrize("name", PIN_FACTS)
@@ -307,30 +327,6 @@ def test_pins_that_differ_in_a_fact_are_not_folded(name: str) -> None:
     pins = [Pin(v, ("data",), "here") for v in found.graph.inputs[:2]]
     other = swapped(pins, 0, **{name: changed(getattr(pins[0], name))})
     assert classes(found, other) > classes(found, pins)
-
-
-@pytest.mark.parametrize("name", ["work", "reductions", "stored", "hosted"])
-def test_groups_with_other_facts_in_the_analysis_are_not_folded(name: str) -> None:
-    found = two_layers_analysis()
-    home = found.groups.home[found.graph.inputs[0]]
-    assert home is not None
-    of_group = {
-        "work": (Work((), 1.0, (), "float32", "vector", 1.0),),
-        "reductions": (Reduction(frozenset({0}), frozenset(), 4.0, 1.0, 0),),
-        "stored": (4.0, (0, 1)),
-        "hosted": (Hosted(4.0, frozenset(), 1.0),),
-    }
-    every = list(getattr(found, name))
-    every[home[0]] = of_group[name]
-    assert classes(dataclasses.replace(found, **{name: tuple(every)})) > classes(found)
-
-
-def test_every_field_of_the_analysis_is_known_to_be_a_fact_or_not() -> None:
-    per_group = {"work", "reductions", "stored", "hosted", "fed"}
-    not_of_groups = set(
-        "graph rules groups usages usage_values reads scheduled scalar_bytes counts bundles".split()
-    )
-    assert {f.name for f in dataclasses.fields(Analysis)} == per_group | not_of_groups
 
 
 def test_each_of_two_equal_arrays_can_be_offloaded() -> None:

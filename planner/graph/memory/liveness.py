@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.memory.fetches import fetches, on_device
@@ -21,17 +22,25 @@ FUSION_REACH = 64
 """An elementwise result read further away than this many operations is materialised."""
 
 
+class Memory(StrEnum):
+    """A pool of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """``value`` is in device memory in [start, end), in operation indices.
+    """``value`` takes room in ``pool`` in [start, end), in operation indices.
 
-    ``memory``: only if the array is kept in this memory between steps, "device" or "host".
+    ``when``: only if the array is kept in this memory between steps; None: whatever is chosen.
     """
 
     value: int
     start: int
     end: int
-    memory: str = ""
+    when: Memory | None = None
+    pool: Memory = Memory.DEVICE
 
 
 def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> tuple[bool, ...]:
@@ -99,17 +108,21 @@ def intervals(
         stop = end_of_step if stays else stop
         start = 0 if value.op < 0 else first.get(value.index, found.time[value.op])
         if stop > start:
-            memory = "device" if value.index in choice else ""
-            out.append(Interval(value.index, start, stop, memory))
+            when = Memory.DEVICE if value.index in choice else None
+            pool = Memory.HOST if value.host else Memory.DEVICE
+            out.append(Interval(value.index, start, stop, when, pool))
     copies = fetches(graph, live, sorted(hosted)) if hosted else {}
     for index, spans in on_device(graph, found, live, copies).items():
-        out += [Interval(index, start, stop, "host") for start, stop in spans]
+        out += [Interval(index, start, stop, Memory.HOST) for start, stop in spans]
+        out.append(Interval(index, 0, end_of_step, Memory.HOST, Memory.HOST))
     for index in updated:
         if index not in hosted:
             at = found.time[graph.values[index].op]
             reads = [t for t in found.reads[index] if t < len(graph.ops)]  # of the step itself
             until = max([at, *reads]) if last[index] >= len(graph.ops) else max(at, last[index])
-            out.append(Interval(index, first.get(index, at), until + 1, "host"))
+            out.append(Interval(index, first.get(index, at), until + 1, Memory.HOST))
+            if index not in aliased:
+                out.append(Interval(index, at, end_of_step, Memory.HOST, Memory.HOST))
     return tuple(out)
 
 

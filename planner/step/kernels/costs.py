@@ -16,8 +16,8 @@ from planner.graph.ir import SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
 from planner.space.factors import Layout
 from planner.space.groups import Groups
-from planner.step.fused import FusedCalls
-from planner.step.kernels import BITCASTS
+from planner.step.kernels.fused import FusedCalls
+from planner.step.kernels.starts import BITCASTS
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 MOVES = frozenset(

@@ -1,0 +1,77 @@
+"""The facts of a group: one hashable record, and nothing else decides what it costs.
+
+Groups of equal facts have the same strategies and, under one cost model, the same seconds under
+each of them, on every mesh. So equal facts fold into one (``planner.step.classes``), and caches of
+prices are kept by facts (``planner.cost.pricing``). A new kind of decision adds a field here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from planner.space.factors import Layout
+from planner.space.groups import Group
+from planner.space.host_memory import Hosted
+from planner.step.feeding import Fed
+from planner.step.kernels.costs import Work
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce inside a group: the result's bytes and factors, the summed factors; ``op`` says
+    which operation it is, and is no fact."""
+
+    over: frozenset[int]
+    kept: frozenset[int]
+    nbytes: float
+    weight: float
+    op: int = field(compare=False)
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the strategies and the seconds of a group follow from.
+
+    Attributes:
+        kind, sizes, shardable, reduction, host: those of the group.
+        work: see ``Work``.
+        reductions: all-reduces inside it.
+        stored: bytes and layout of an input that operations see as ``used``.
+        hosted: its arrays that are, or may be, copied between device and host.
+        fed: its arrays that the host feeds at every step.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+    shardable: tuple[bool, ...]
+    reduction: frozenset[int]
+    host: bool
+    work: tuple[Work, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+    stored: tuple[float, Layout] | None = None
+    hosted: tuple[Hosted, ...] = ()
+    fed: tuple[Fed, ...] = ()
+
+    @staticmethod
+    def of(
+        group: Group,
+        work: tuple[Work, ...],
+        reductions: tuple[Reduction, ...],
+        stored: tuple[float, Layout] | None,
+        hosted: tuple[Hosted, ...],
+        fed: tuple[Fed, ...],
+    ) -> Facts:
+        """The facts of a group whose operations do this."""
+        g = group
+        own = (g.kind, g.sizes, g.shardable, g.reduction, g.host)
+        return Facts(*own, work, reductions, stored, hosted, fed)
+
+    @cached_property
+    def _hash(self) -> int:
+        own = (self.kind, self.sizes, self.shardable, self.reduction, self.host)
+        return hash((own, self.work, self.reductions, self.stored, self.hosted, self.fed))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked often, and the work is long
