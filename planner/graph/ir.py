@@ -97,7 +97,7 @@ class Op:
     """One operation. ``kind`` is the jax primitive, or one of ours for loop borders.
 
     ``attrs`` tells apart operations of one kind and shape (hash of the parameters);
-    ``fused`` names the call of a function that stands for one kernel (see ``planner.step.kernels.fused``);
+    ``fused`` names the call of a function that stands for one kernel (``step.kernels.fused``);
     ``effect`` says that it does more than make its results (prints, calls the host, writes to a
     reference), and so runs whether or not these are read; ``segment`` is the repeated block that it
     stands in and which copy of it, (-1, 0) for none.

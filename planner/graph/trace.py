@@ -36,7 +36,7 @@ INLINED = frozenset(
 )
 
 FUSED = "flash_attention"
-"""Start of the name of a jitted function that is one kernel (see ``planner.step.kernels.fused``)."""
+"""Start of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))

@@ -2,7 +2,7 @@
 
 Inside a segment, operations that mix dimensions and reductions are nodes. Elementwise operations
 between them are one node where nothing heavier lies between (as kernels are counted,
-``planner.step.kernels.starts``). What only renames a value (reshapes, casts of one array) is no node.
+``step.kernels.starts``). What only renames a value (reshapes, casts of one array) is no node.
 """
 
 from __future__ import annotations
