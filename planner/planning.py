@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Unpack
 
 from costmodels import Cluster
 from planner.advice import Again, Case, Shapes, advise, least_plan, rescued
@@ -35,7 +35,13 @@ from planner.report.shortage import shortage_text
 from planner.report.units import bytes_text
 from planner.report.verdict import pruned_text, unfit_text
 from planner.request.marks import all_pins, placed_mesh
-from planner.request.options import Request, parse_request
+from planner.request.options import (
+    Options,
+    Request,
+    given_options,
+    parse_request,
+    takes_options,
+)
 from planner.request.pins import axis_names
 from planner.request.state import find_state
 from planner.rules.borders import border_rule
@@ -65,25 +71,15 @@ class Planned:
     request: Request
 
 
+@takes_options
 def plan_step(
     function: Callable[..., Any],
     *args: Any,
     cluster: str | Cluster,
-    mode: str | None = None,
-    search: str | None = None,
-    mesh: str | Mapping[str, int] | MeshSpec | None = None,
-    memory: str | float | None = None,
-    shardings: Mapping[str, Any] | None = None,
-    logical_axis_rules: Sequence[Any] | None = None,
-    zero: int | None = None,
-    whole_below: str | float = 0.0,
-    never_fsdp: str | Sequence[str] = (),
-    offload: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] | None = None,
     static_argnums: Indices = (),
     static_argnames: Names = (),
-    time_limit_s: float = 60.0,
-    dump_problem: str | Path | None = None,
+    **options: Unpack[Options],
 ) -> Planned:
     """Plan a train step for a cluster; starts no backend.
 
@@ -92,26 +88,10 @@ def plan_step(
         *args: arrays or ShapeDtypeStructs, and NNX objects that hold such (``nnx.eval_shape``
             makes them); other leaves than arrays and numbers are static.
         cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster.
-        mode: one of ``planner.modes.MODES``; None takes ``set_parallel_mode``'s.
-        search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
-        mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
-            NamedShardings if they have one of as many devices, else tries all up to three axes.
-        memory: limit per device (``"80GB"`` or bytes); None takes the device's.
-        shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused;
-            ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the planner.
-        logical_axis_rules: pairs of a logical name and mesh axes, for Flax metadata and
-            ``nn.with_logical_constraint``; None takes those in force in Flax.
-        zero: ZeRO level 0 to 3 along the data axes; None leaves it to the search.
-        whole_below: arrays of the state of fewer bytes (``"64KB"``) are stored whole.
-        never_fsdp: regular expressions over argument paths; what matches is stored as it is used.
-        offload: regular expressions over argument paths; arrays of the state that match live in
-            host memory between their uses. ``"auto"``: the search decides which, by what fits.
         donate_argnums: arguments whose memory the results may take; None means every
             argument that comes back as a result.
         static_argnums, static_argnames: as for ``jax.jit``.
-        time_limit_s: for the search, per mesh.
-        dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
-            written also when no plan fits.
+        **options: see ``planner.request.options.Options``.
 
     Returns:
         The plan (all that ``make_plan`` returns), and what it was made from.
@@ -127,29 +107,14 @@ def plan_step(
     ('data',)
     """
     begun = time.perf_counter()
+    asked = given_options("make_plan", options)
     bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
-    function, args = with_logical_axis_rules(bound.function, logical_axis_rules), bound.args
-    request = parse_request(
-        cluster,
-        mode=mode,
-        search=search,
-        mesh=placed_mesh(args, cluster) if mesh is None else mesh,
-        memory=memory,
-        time_limit_s=time_limit_s,
-        zero=zero,
-        whole_below=whole_below,
-        never_fsdp=never_fsdp,
-        offload=offload,
-    )
+    rules = asked.pop("logical_axis_rules", None)
+    function, args = with_logical_axis_rules(bound.function, rules), bound.args
+    asked.setdefault("mesh", placed_mesh(args, cluster))
+    request = parse_request(cluster, **asked)
     return plan_traced(
-        trace(function, args),
-        args,
-        request,
-        shardings or {},
-        donate_argnums,
-        begun,
-        function=function,
-        dump_problem=dump_problem,
+        trace(function, args), args, request, donate_argnums, begun, function=function
     )
 
 
@@ -171,19 +136,17 @@ def plan_traced(
     traced: Traced,
     args: Sequence[Any],
     request: Request,
-    shardings: Mapping[str, Any],
     donate_argnums: int | Sequence[int] | None,
     begun: float,
     *,
     function: Callable[..., Any] | None = None,
-    dump_problem: str | Path | None = None,
 ) -> Planned:
     """The part of ``plan_step`` after tracing; ``function`` is traced again if no plan fits."""
     with paused():
 
         def prepare(traced: Traced, request: Request = request) -> _Prepared:
             rules = rules_of(function)
-            pins = all_pins(traced, args, shardings, rules, request.mode)
+            pins = all_pins(traced, args, request.shardings, rules, request.mode)
             return _prepared(traced, pins, request, donate_argnums)
 
         def offloaded(request: Request) -> Quotient:
@@ -203,7 +166,7 @@ def plan_traced(
             return found.what, again.quotient, again.pins
 
         again = Again(retrace, offloaded, recompute)
-        return _planned(prepare(traced), request, begun, again, dump_problem)
+        return _planned(prepare(traced), request, begun, again)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +202,6 @@ def _planned(
     request: Request,
     begun: float,
     again: Again,
-    dump_problem: str | Path | None,
 ) -> Planned:
     tried = search_meshes(step.quotient, step.pins, request)
     least = None
@@ -250,8 +212,8 @@ def _planned(
     best = thrifty(step.quotient, picked, request)
     tried = tuple(best if t is picked else t for t in tried)
     priced, solution = unfold(step.quotient, best)
-    if dump_problem is not None:
-        write_problem(priced, dump_problem)
+    if request.dump_problem is not None:
+        write_problem(priced, request.dump_problem)
     if least is not None and not solution.feasible and not request.advice:
         raise MemoryLimitError(
             f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",

@@ -48,10 +48,6 @@ def follow(
         weak = bool(getattr(x, "weak_type", False))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
-    asked = options.keys() - {"offload"}
-    taken = {
-        name: options[name] if name in asked and value in (None, 0.0, ()) else value
-        for name, value in own.items()
-    }
+    taken = {name: value for name, value in options.items() if name != "offload"} | dict(own)
     taken["mesh"] = leader.plan.mesh
     return tuple(jax.tree_util.tree_map_with_path(marked, tuple(args))), taken

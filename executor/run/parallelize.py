@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -26,6 +26,7 @@ from planner.graph.trace import Traced, abstract, trace
 from planner.plan.plan import Plan
 from planner.planning import graph_rules, make_plan
 from planner.report.units import bytes_text
+from planner.request.options import Options, given_options, takes_options
 from planner.space.replicated import held_whole
 
 log = logging.getLogger("meshwright")
@@ -53,17 +54,21 @@ class Parallelized:
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: dict[str, Any], calls: Calls, max_plans: int
+        self,
+        function: Callable[..., Any],
+        options: dict[str, Any],
+        calls: Calls,
+        max_plans: int,
+        like: Parallelized | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__ = name_of(function)
         self.__wrapped__ = self.function = function
-        if options["logical_axis_rules"] is not None:
+        if "logical_axis_rules" in options:
             check_rules(options["logical_axis_rules"])
         if max_plans < 1:
             raise RequestError(f"max_plans={max_plans}: expected at least 1")
-        self.options = options
-        self.like: Parallelized | None = options.pop("like", None)
+        self.options, self.like = options, like
         self._calls, self._max_plans = calls, max_plans
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._current: _Entry | None = None
@@ -121,9 +126,8 @@ class Parallelized:
         for entry in reversed(self._entries.values()):
             if entry.key != bound.key or not entry.step.fits(shapes):
                 continue
-            traced = trace(
-                with_logical_axis_rules(bound.function, self.options["logical_axis_rules"]), shapes
-            )
+            rules = self.options.get("logical_axis_rules")
+            traced = trace(with_logical_axis_rules(bound.function, rules), shapes)
             try:
                 return CompiledStep(traced, entry.step.plan, donate_argnums=bound.donated)
             except PlanMismatchError:
@@ -148,7 +152,7 @@ class Parallelized:
         )
 
     def _built(self, bound: Bound, shapes: tuple[Any, ...]) -> CompiledStep:
-        rules = self.options["logical_axis_rules"]
+        rules = self.options.get("logical_axis_rules")
         # without any given, those in force in Flax
         function = with_logical_axis_rules(bound.function, rules)
         offered = shapes if is_inside(bound.args) else bound.args
@@ -157,9 +161,9 @@ class Parallelized:
         options, given = dict(self.options), bound.args
         if self.like is not None:
             given, options = follow(self.like.compiled, self.like.options, given, options)
-        if not options["cluster"]:
+        if not options.get("cluster"):
             options["cluster"] = detect_cluster()
-            options["memory"] = options["memory"] or detected_memory(options["cluster"])
+            options.setdefault("memory", detected_memory(options["cluster"]))
         # where arrays lie is a mark the first time; later it is our own doing
         if (self._entries and self.like is None) or is_inside(given):
             given = shapes
@@ -241,6 +245,7 @@ def replicated(traced: Traced, plan: Plan) -> list[str]:
     ]
 
 
+@takes_options
 def parallelize(
     function: Callable[..., Any] | None = None,
     *,
@@ -248,19 +253,10 @@ def parallelize(
     donate_argnames: Names = (),
     static_argnums: Indices = (),
     static_argnames: Names = (),
-    cluster: str | None = None,
-    mode: str | None = None,
-    search: str | None = None,
-    mesh: str | Mapping[str, int] | None = None,
-    memory: str | float | None = None,
-    shardings: Mapping[str, Any] | None = None,
-    logical_axis_rules: Sequence[Any] | None = None,
-    zero: int | None = None,
-    whole_below: str | float = 0.0,
-    never_fsdp: str | Sequence[str] = (),
-    offload: str | Sequence[str] = (),
     like: Parallelized | None = None,
     max_plans: int = PLANS_KEPT,
+    cluster: str | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """Run a train step in parallel: the first call traces, plans and compiles.
 
@@ -268,32 +264,19 @@ def parallelize(
         function: a jit-able step of pytrees, Flax NNX objects (updated in place, as by ``nnx.jit``)
             or Equinox modules; None makes this a decorator with options.
         donate_argnums, donate_argnames, static_argnums, static_argnames: as for ``jax.jit``.
-        cluster: what to plan for; None describes the devices present.
-        mode, search: None takes what ``set_parallel_mode`` set.
-        mesh, memory, shardings, logical_axis_rules: as for ``planner.make_plan``.
-        zero, whole_below, never_fsdp, offload: likewise.
         like: a step that is planned already, such as the train step for an evaluation step: the
             same mesh, and the arrays that both have stay where that plan keeps them.
         max_plans: how many plans to keep, each with its compiled program; one per set of shapes and
             static values. The one used longest ago goes first.
+        cluster: what to plan for; None describes the devices present.
+        **options: as for ``planner.make_plan``.
 
     Returns:
         A ``Parallelized``: call it like ``function``; ``.plan`` is the Plan.
     """
-    options = {
-        "cluster": cluster,
-        "mode": mode,
-        "search": search,
-        "mesh": mesh,
-        "memory": memory,
-        "shardings": shardings,
-        "logical_axis_rules": logical_axis_rules,
-        "zero": zero,
-        "whole_below": whole_below,
-        "never_fsdp": never_fsdp,
-        "offload": offload,
-        "like": like,
-    }
+    given = given_options("parallelize", options)
+    if cluster is not None:
+        given["cluster"] = cluster
 
     def wrapped(function: Callable[..., Any]) -> Parallelized:
         calls = Calls(
@@ -303,6 +286,6 @@ def parallelize(
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
         )
-        return Parallelized(function, options.copy(), calls, max_plans)
+        return Parallelized(function, given.copy(), calls, max_plans, like)
 
     return wrapped if function is None else wrapped(function)

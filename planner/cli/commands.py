@@ -23,18 +23,13 @@ from costmodels import ClusterError, with_profile
 from planner.errors import RequestError
 from planner.frontend.capture import CapturedCall
 from planner.frontend.loading import Target, find_step
-from planner.modes import MODES
 from planner.report.layout import plain_text, show
-from planner.request.options import parse_request
+from planner.request.options import flags, parse_request
 from planner.spec import parse_mesh
 
 DEFAULT_CLUSTER = "cpu:8"
 SPINNER_AFTER_S = 1.0
 PLAIN_WIDTH = 80
-_OVERRIDES = (
-    *("cluster", "mesh", "mode", "search", "memory", "zero", "whole_below", "never_fsdp"),
-    "offload",
-)
 
 
 @dataclass(frozen=True)
@@ -72,36 +67,16 @@ def add_model_options(parser: argparse.ArgumentParser, *, needed: bool = True) -
         metavar="FILE",
         help="constants that planner calibrate measured; with --cluster for a cluster of that size",
     )
-    add("--mesh", help="a fixed logical mesh, such as data=4,model=2 (default: try them all)")
-    add("--mode", choices=MODES, type=str.upper, metavar="MODE", help=", ".join(MODES))
-    add("--search", help="search algorithm (default: auto)")
-    add("--zero", type=int, metavar="LEVEL", help="ZeRO level 0 to 3 along the data axes")
-    add(
-        "--whole-below",
-        metavar="BYTES",
-        help="arrays of the training state that are smaller are stored whole, such as 64KB",
-    )
-    add(
-        "--never-fsdp",
-        action="append",
-        metavar="REGEX",
-        help="arguments whose path matches are stored as they are used; may be repeated",
-    )
-    add(
-        "--offload",
-        action="append",
-        metavar="REGEX",
-        help="arrays of the training state whose path matches live in host memory between their "
-        "uses; may be repeated; 'auto' lets the search decide",
-    )
-    add("--memory", help="memory per device that the plan may use, such as 80GB")
-    add(
-        "--time-limit",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="for the search, per mesh (default: 60)",
-    )
+    for name, flag in flags().items():
+        more: dict[str, Any] = {"action": "append"} if flag.repeated else {"type": flag.type}
+        add(
+            "--" + name.removesuffix("_s").replace("_", "-"),
+            dest=name,
+            metavar=flag.metavar,
+            choices=flag.choices or None,
+            help=flag.help,
+            **more,
+        )
 
 
 def requested_call(
@@ -139,9 +114,8 @@ def asked_options(
     Raises:
         RequestError: as ``asked_cluster``.
     """
-    given = {name: getattr(options, name) for name in _OVERRIDES}
+    given = {name: getattr(options, name) for name in flags()}
     given["cluster"] = asked_cluster(options) or default_cluster or DEFAULT_CLUSTER
-    given["time_limit_s"] = options.time_limit
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -204,10 +178,3 @@ def spinner(text: str) -> Iterator[Callable[[str], None]]:
         timer.cancel()
         timer.join()
         live.stop()
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError(text)
-    return value

@@ -10,14 +10,14 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from jax.sharding import PartitionSpec
 
 from costmodels import Cluster
-from planner.arguments.calls import bind
+from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.choose.meshes import FAST
 from planner.compare.difference import Difference, Exchange, Figure, Moved, Setting, difference
@@ -27,7 +27,13 @@ from planner.graph.trace import Traced, trace
 from planner.plan.plan import Plan
 from planner.planning import plan_traced
 from planner.request.marks import marks, placed_mesh
-from planner.request.options import Request, parse_request
+from planner.request.options import (
+    Options,
+    Request,
+    given_options,
+    parse_request,
+    takes_options,
+)
 from planner.request.pins import axis_names
 from planner.request.sequence_parallel import batch_inputs, sequences
 from planner.request.state import StateRequest, find_state
@@ -120,17 +126,16 @@ class _Kind:
     sequence: str = ""
 
 
+@takes_options
 def compare(
     function: Callable[..., Any],
     *args: Any,
     cluster: str | Cluster,
-    memory: str | float | None = None,
-    time_limit_s: float = 60.0,
     donate_argnums: int | Sequence[int] | None = None,
-    logical_axis_rules: Sequence[Any] | None = None,
-    shardings: Mapping[str, Any] | None = None,
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
     progress: Callable[[str], None] = lambda name: None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Comparison:
     """Plan a step as asked, and as people plan it by hand.
 
@@ -141,33 +146,27 @@ def compare(
     Args:
         function: the step.
         *args: its arguments, arrays or ShapeDtypeStructs.
-        cluster, memory, time_limit_s, donate_argnums, logical_axis_rules: as for ``make_plan``,
-            for all kinds.
-        shardings: as for ``make_plan``, for the chosen plan alone.
+        cluster, donate_argnums, static_argnums, static_argnames: as for ``make_plan``.
         progress: called with the name of every kind before it is planned.
-        **options: of ``make_plan`` (mode, search, mesh, zero, ...), for the chosen plan alone.
+        **options: of ``make_plan``: memory, time_limit_s and logical_axis_rules for all kinds, the
+            others (mode, search, mesh, zero, shardings, ...) for the chosen plan alone.
 
     Raises:
         ModelError, RequestError: as ``make_plan``, but for memory and pins: what does not fit, or
             contradicts a mark, has a place in the result that says so.
     """
-    common: dict[str, Any] = {"memory": memory, "time_limit_s": time_limit_s}
-    bound = bind(
-        function,
-        args,
-        static_argnums=options.pop("static_argnums", ()),
-        static_argnames=options.pop("static_argnames", ()),
-    )
-    function, args = bound.function, bound.args
-    placed = options.get("mesh")
-    options["mesh"] = placed_mesh(args, cluster) if placed is None else placed
-    asked = parse_request(cluster, **common, **options)
-    function = with_logical_axis_rules(function, logical_axis_rules)
+    given = given_options("compare", options)
+    common: Any = {name: given[name] for name in ("memory", "time_limit_s") if name in given}
+    bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
+    function = with_logical_axis_rules(bound.function, given.pop("logical_axis_rules", None))
+    args = bound.args
+    given.setdefault("mesh", placed_mesh(args, cluster))
+    asked = parse_request(cluster, **given)
     traced = trace(function, args)
     step = _Step(function, args, traced, donate_argnums)
     progress(CHOSEN)
     what = f"the plan of mode {asked.mode}"
-    out = [_candidate(step, CHOSEN, what, asked, shardings or {})]
+    out = [_candidate(step, CHOSEN, what, asked)]
     for kind in _kinds(traced.graph, asked.cluster.num_devices):
         if not _divides(traced.graph, kind.batch):
             why = f"no argument has a first dimension that {kind.batch} devices divide"
@@ -176,11 +175,13 @@ def compare(
         progress(kind.name)
         request = parse_request(cluster, **common, **kind.options)
         request = dataclasses.replace(request, mesh=_with_marked(request.mesh, traced))
-        request = dataclasses.replace(request, tensor=kind.tensor, sequence=kind.sequence)
         rules = _batch_rules(traced.graph, request.mesh, kind.axes)
         if kind.sequence:
             rules |= _whole_rules(traced.graph)
-        made = _candidate(step, kind.name, kind.what, request, rules)
+        request = dataclasses.replace(
+            request, tensor=kind.tensor, sequence=kind.sequence, shardings=rules
+        )
+        made = _candidate(step, kind.name, kind.what, request)
         out.append(dataclasses.replace(made, note=_note(traced.graph, kind, made.plan)))
     return Comparison(asked.cluster.text, asked.limit_bytes, tuple(out))
 
@@ -192,31 +193,23 @@ class _Step:
     traced: Traced
     donate_argnums: int | Sequence[int] | None
 
-    def planned(self, request: Request, shardings: Mapping[str, Any]) -> Plan:
-        begun = time.perf_counter()
+    def planned(self, request: Request) -> Plan:
+        begun, donated = time.perf_counter(), self.donate_argnums
         return plan_traced(
-            self.traced,
-            self.args,
-            request,
-            shardings,
-            self.donate_argnums,
-            begun,
-            function=self.function,
+            self.traced, self.args, request, donated, begun, function=self.function
         ).plan
 
 
-def _candidate(
-    step: _Step, name: str, what: str, request: Request, shardings: Mapping[str, Any]
-) -> Candidate:
+def _candidate(step: _Step, name: str, what: str, request: Request) -> Candidate:
     """Plan one kind; where it does not fit, as if there were memory enough."""
     request = dataclasses.replace(request, advice=False)
     try:
-        return Candidate(name, what, step.planned(request, shardings), True)
+        return Candidate(name, what, step.planned(request), True)
     except PinError as error:
         return Candidate(name, what, None, False, str(error))
     except MemoryLimitError:
         free = dataclasses.replace(request, limit_bytes=math.inf)
-        plan = step.planned(free, shardings)
+        plan = step.planned(free)
         told = dataclasses.replace(plan.prediction, limit_bytes=request.limit_bytes)
         return Candidate(name, what, dataclasses.replace(plan, prediction=told), False)
 

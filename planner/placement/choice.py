@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -35,7 +35,7 @@ from planner.placement.hybrid_step import (
 from planner.plan.plan import Plan
 from planner.planning import Planned, plan_traced
 from planner.report.units import time_text
-from planner.request.options import Request, parse_request
+from planner.request.options import Options, Request, parse_request, takes_options
 from planner.space.host_memory import WORTH
 
 SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
@@ -184,6 +184,7 @@ def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
     return there_and_back + (3 + 2 * moments) * nbytes / SERVER_BYTES_PER_S
 
 
+@takes_options
 def make_placement(
     loss: Callable[..., Any],
     params: Any,
@@ -191,10 +192,7 @@ def make_placement(
     *batch: Any,
     cluster: str | Cluster,
     placement: str | Mapping[str, str] = AUTO,
-    mode: str | None = None,
-    search: str | None = None,
-    mesh: str | Mapping[str, int] | None = None,
-    memory: str | float | None = None,
+    **options: Unpack[Options],
 ) -> Placement:
     """Say where the parameters of ``loss(params, *batch)`` would lie; starts no backend.
 
@@ -203,8 +201,9 @@ def make_placement(
         params, batch: arrays or ShapeDtypeStructs. What rows a batch asks for is not looked at:
             every look-up counts as another row.
         optimizer: an optax transformation.
-        cluster, mode, search, mesh, memory: as for ``make_plan``.
+        cluster: as for ``make_plan``.
         placement: as for ``executor.parameter_server.hybrid``.
+        **options: as for ``make_plan``.
 
     Raises:
         ModelError: the loss failed while traced.
@@ -212,7 +211,7 @@ def make_placement(
             be, says why; or the optimizer looks at what is asked to be there (``check_across``).
         MemoryLimitError: no plan fits.
     """
-    request = parse_request(cluster, mode=mode, search=search, mesh=mesh, memory=memory)
+    request = parse_request(cluster, **options)
     lookups = find_lookups(loss, params, batch)
     return place_and_plan(lookups, params, batch, optimizer, placement, request)[0]
 
@@ -343,7 +342,7 @@ def _planned(
 ) -> Planned:
     traced = traced or trace(step.function, step.args)
     donated = step.options["donate_argnums"]
-    return plan_traced(traced, step.args, request, {}, donated, begun, function=step.function)
+    return plan_traced(traced, step.args, request, donated, begun, function=step.function)
 
 
 def _tried(planned: Callable[[frozenset[str]], Planned], rows: frozenset[str]) -> tuple[Any, float]:

@@ -1,10 +1,18 @@
-"""What was asked for, parsed."""
+"""What may be asked for, once for all doors, and what was asked for, parsed.
+
+An option of a plan is one entry of `Options`: ``make_plan``, ``parallelize``, ``hybrid`` and the
+command line read their keywords, defaults and flags from it.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 from costmodels import (
     AnalyticCostModel,
@@ -15,10 +23,155 @@ from costmodels import (
     parse_cluster,
 )
 from planner.errors import RequestError
-from planner.modes import PROPAGATION, check_mode, get_parallel_mode
+from planner.modes import MODES, PROPAGATION, check_mode, get_parallel_mode
 from planner.request.state import StateRequest, check_state_request
 from planner.space.host_memory import Offload, check_offload
 from planner.spec import MeshSpec, parse_mesh
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option on the command line.
+
+    Attributes:
+        help: one line.
+        metavar: what stands for its value.
+        type: makes the value out of the word.
+        choices: the words allowed, if they can be listed; upper case.
+        repeated: whether it may be given several times.
+    """
+
+    help: str
+    metavar: str | None = None
+    type: Callable[[str], Any] = str
+    choices: tuple[str, ...] = ()
+    repeated: bool = False
+
+
+def positive_seconds(text: str) -> float:
+    """Seconds above 0; raises ValueError."""
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+class Options(TypedDict, total=False):
+    """What may be asked of a plan, besides its cluster; what is left out or None takes its default.
+
+    mode: one of ``planner.modes.MODES``; None takes ``set_parallel_mode``'s.
+    search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
+    mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
+        NamedShardings if they have one of as many devices, else tries all up to three axes.
+    memory: limit per device (``"80GB"`` or bytes); None takes the device's.
+    shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused;
+        ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the planner.
+    logical_axis_rules: pairs of a logical name and mesh axes, for Flax metadata and
+        ``nn.with_logical_constraint``; None takes those in force in Flax.
+    zero: ZeRO level 0 to 3 along the data axes; None leaves it to the search.
+    whole_below: arrays of the state of fewer bytes (``"64KB"``) are stored whole.
+    never_fsdp: regular expressions over argument paths; what matches is stored as it is used.
+    offload: regular expressions over argument paths; arrays of the state that match live in
+        host memory between their uses. ``"auto"``: the search decides which, by what fits.
+    time_limit_s: for the search, per mesh; 60 by default.
+    dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
+        written also when no plan fits.
+    """
+
+    mode: Annotated[
+        str | None,
+        Flag(", ".join(MODES), metavar="MODE", type=str.upper, choices=MODES),
+    ]
+    search: Annotated[str | None, Flag("search algorithm (default: auto)")]
+    mesh: Annotated[
+        str | Mapping[str, int] | MeshSpec | None,
+        Flag("a fixed logical mesh, such as data=4,model=2 (default: try them all)"),
+    ]
+    memory: Annotated[
+        str | float | None, Flag("memory per device that the plan may use, such as 80GB")
+    ]
+    shardings: Mapping[str, Any] | None
+    logical_axis_rules: Sequence[Any] | None
+    zero: Annotated[
+        int | None, Flag("ZeRO level 0 to 3 along the data axes", metavar="LEVEL", type=int)
+    ]
+    whole_below: Annotated[
+        str | float | None,
+        Flag(
+            "arrays of the training state that are smaller are stored whole, such as 64KB",
+            metavar="BYTES",
+        ),
+    ]
+    never_fsdp: Annotated[
+        str | Sequence[str] | None,
+        Flag(
+            "arguments whose path matches are stored as they are used; may be repeated",
+            metavar="REGEX",
+            repeated=True,
+        ),
+    ]
+    offload: Annotated[
+        str | Sequence[str] | None,
+        Flag(
+            "arrays of the training state whose path matches live in host memory between their "
+            "uses; may be repeated; 'auto' lets the search decide",
+            metavar="REGEX",
+            repeated=True,
+        ),
+    ]
+    time_limit_s: Annotated[
+        float | None,
+        Flag("for the search, per mesh (default: 60)", metavar="SECONDS", type=positive_seconds),
+    ]
+    dump_problem: str | Path | None
+
+
+OPTIONS = tuple(Options.__annotations__)
+"""The names of all options."""
+
+
+def flags() -> dict[str, Flag]:
+    """The options that the command line has, by name."""
+    hints = get_type_hints(Options, include_extras=True)
+    found = {name: get_args(hint) for name, hint in hints.items()}
+    return {
+        name: extra for name, args in found.items() for extra in args if isinstance(extra, Flag)
+    }
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_options(function: _Function) -> _Function:
+    """Show the options in the signature of a function that takes ``**options``."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    hints = get_type_hints(Options)
+    listed = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+        for name, hint in hints.items()
+        if name not in signature.parameters
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+    return function
+
+
+def given_options(door: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not None.
+
+    Args:
+        door: the function that took them, for the error.
+        options: its keywords.
+
+    Raises:
+        TypeError: a keyword is no option; names the nearest.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            near = get_close_matches(name, OPTIONS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{door}() got an unexpected keyword argument {name!r}{hint}")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -44,6 +197,10 @@ class Request:
     """A mesh axis over which every parameter is split where it is read (tensor parallelism)."""
     device_bytes: float = 0.0
     """Memory of a device where the limit is that less a reserve; 0 where a limit was given."""
+    shardings: Mapping[str, Any] = field(default_factory=dict)
+    """Rules over argument paths."""
+    dump_problem: str | Path | None = None
+    """A file for the problem of the chosen mesh."""
     advice: bool = True
     """Whether to try what would help when no plan fits."""
 
@@ -53,20 +210,11 @@ class Request:
         return self.mode != "AUTO_PARALLEL" or self.search == PROPAGATION
 
 
-def parse_request(
-    cluster: str | Cluster,
-    *,
-    mode: str | None = None,
-    search: str | None = None,
-    mesh: str | Mapping[str, int] | MeshSpec | None = None,
-    memory: str | float | None = None,
-    time_limit_s: float = 60.0,
-    zero: int | None = None,
-    whole_below: str | float = 0.0,
-    never_fsdp: str | Sequence[str] = (),
-    offload: str | Sequence[str] = (),
-) -> Request:
+def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request:
     """Check and parse what ``make_plan`` was asked for; raises RequestError."""
+    asked = Options(**given_options("make_plan", options))  # type: ignore[typeddict-item]
+    mode, mesh, memory = asked.get("mode"), asked.get("mesh"), asked.get("memory")
+    whole_below = asked.get("whole_below", 0.0)
     current = get_parallel_mode()
     if mode is None and current.update != "sync":
         raise RequestError(
@@ -75,7 +223,7 @@ def parse_request(
             "devices to plan; call executor.parameter_server.train(loop, ...), or give mode= (or "
             "--mode) to plan a step all the same, as for the devices of one worker"
         )
-    chosen = check_mode(mode or current.mode, search or current.search)
+    chosen = check_mode(mode or current.mode, asked.get("search") or current.search)
     try:
         parsed = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
@@ -105,8 +253,10 @@ def parse_request(
         chosen.search,
         mesh,
         float(model.memory_limit_bytes if limit is None else limit),
-        time_limit_s,
-        state=check_state_request(zero, small, never_fsdp),
-        offload=check_offload(offload),
+        asked.get("time_limit_s") or 60.0,
+        state=check_state_request(asked.get("zero"), small or 0.0, asked.get("never_fsdp") or ()),
+        offload=check_offload(asked.get("offload") or ()),
+        shardings=asked.get("shardings") or {},
+        dump_problem=asked.get("dump_problem"),
         device_bytes=float(parsed.device.memory_bytes) if limit is None else 0.0,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -34,7 +34,12 @@ from planner.placement.choice import (
 )
 from planner.placement.hybrid_step import Split, split_of
 from planner.plan.plan import Plan
-from planner.request.options import Request, parse_request
+from planner.request.options import (
+    Options,
+    Request,
+    parse_request,
+    takes_options,
+)
 
 _DEVICES = threading.Lock()
 """Held while the devices compute: programs of two workers that are threads of one process would
@@ -297,6 +302,7 @@ class Hybrid:
         return self._current
 
 
+@takes_options
 def hybrid(
     loss: Callable[..., Any],
     params: Any,
@@ -305,10 +311,7 @@ def hybrid(
     server: Any,
     placement: str | Mapping[str, str] = AUTO,
     cluster: str | None = None,
-    mode: str | None = None,
-    search: str | None = None,
-    mesh: str | Mapping[str, int] | None = None,
-    memory: str | float | None = None,
+    **options: Unpack[Options],
 ) -> Hybrid:
     """Train with some parameters on servers and the rest under SPMD, on this process's devices or,
     after ``join_devices``, on those of all workers.
@@ -325,7 +328,7 @@ def hybrid(
             ``"auto"``; what none matches is under SPMD. ``"auto"`` alone: tables of 1 MB or more
             that are only looked up by rows go to the servers where that is predicted to be cheaper.
         cluster: what to plan for; None describes the devices present.
-        mode, search, mesh, memory: as for ``planner.make_plan``.
+        **options: as for ``planner.make_plan``.
 
     Returns:
         A ``Hybrid``; call it with a batch.
@@ -333,9 +336,7 @@ def hybrid(
     Raises:
         RequestError: a request that makes no sense.
     """
-    request = parse_request(
-        cluster or detect_cluster(), mode=mode, search=search, mesh=mesh, memory=memory
-    )
+    request = parse_request(cluster or detect_cluster(), **options)
     return Hybrid(loss, params, optimizer, server, placement, request)
 
 
