@@ -132,11 +132,6 @@ def provenance(eqn: Any) -> AbstractContextManager[Any]:
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
-def is_transposed(eqn: Any) -> bool:
-    """Whether an equation comes from a transposition, as backward passes do."""
-    return "transpose(" in str(eqn.source_info.name_stack)
-
-
 def computed_on(eqn: Any) -> AbstractContextManager[Any]:
     """While it is open, new operations run where a ``compute_on`` around ``eqn`` says. In later
     versions that is an operation of its own, with a body, and nothing is to be done here."""

@@ -17,6 +17,7 @@ from planner import compat
 from planner.annotate import MARKS
 from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_text, specs_text
 from planner.graph import trace
+from planner.graph.jaxpr import walk
 from planner.plan.plan import Constraint, Leaf, Plan
 from planner.space.host_memory import DEVICE
 
@@ -28,10 +29,13 @@ _COMPAT = (
     *("in_host_memory", "placed_struct", "marks_places", "computed_on", "row_major"),
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
-    (trace, ("inner_jaxpr", "inlined", "is_opaque_region", "abstract")),
+    (trace, ("abstract",)),
+    (walk, ("Body", "Loop", "is_opaque", "called", "loop_of", "branches_of", "Walk")),
     (interpret, ("in_bounds", "Kept", "returned", "ConstrainedStep")),
 )
 """What is copied, by module."""
+
+_SETS = ("REMAT", "CALLS", "LOOPS", "REGIONS", "STRUCTURED")
 
 _IMPORTS = """\
 from __future__ import annotations
@@ -41,7 +45,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -193,9 +197,8 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             "# The walk over the traced step that puts INSIDE in.\n",
             f"MARKS = frozenset({sorted(MARKS)!r})",
             f"STAGES = {interpret.STAGES!r}",
-            f"REMAT = frozenset({sorted(interpret.REMAT)!r})",
-            f"INLINED = frozenset(\n    {sorted(trace.INLINED)!r}\n)",
-            f"REGIONS = frozenset({sorted(trace.REGIONS)!r})",
+            *(f"{name} = frozenset(\n    {sorted(getattr(walk, name))!r}\n)" for name in _SETS),
+            'V = TypeVar("V")',
             "Shardings = Mapping[tuple[int, str, int], NamedSharding]\n\n",
             _ERROR,
             "",

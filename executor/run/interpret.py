@@ -1,7 +1,7 @@
 """Re-evaluates a traced step with the plan's sharding constraints put in.
 
-Walks the jaxpr in the order of ``planner.graph.trace``: the n-th operation here is
-operation n of the graph. Loops, branches and rematerialised bodies are rebuilt with the
+Walks the jaxpr as ``planner.graph.trace`` does, by ``planner.graph.jaxpr.walk``: the n-th operation
+here is operation n of the graph. Loops, branches and rematerialised bodies are rebuilt with the
 constraints inside and bound again with their own parameters; calls are inlined.
 """
 
@@ -16,14 +16,12 @@ import numpy as np
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import InternalError
-from planner.graph.trace import inlined, inner_jaxpr, is_opaque_region
+from planner.graph.jaxpr.walk import REMAT, Body, Loop, Walk
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
 
 STAGES = {"in": ("from", "in"), "out": ("after", "out")}
 """The slots that follow each other where a value enters, and where it leaves, an operation."""
-
-REMAT = frozenset({"remat", "remat2", "checkpoint"})
 
 
 def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
@@ -84,8 +82,9 @@ def returned(
     return out
 
 
-class ConstrainedStep:
-    """Evaluates one traced step; a new one for every evaluation.
+class ConstrainedStep(Walk[Any]):
+    """Evaluates one traced step on tracers or arrays, or what is ``Kept``; a new one for every
+    evaluation.
 
     ``kinds`` are those of the step's operations in the order of the walk; ``shardings`` says
     where a value is held to which sharding: (operation, slot, position).
@@ -144,31 +143,16 @@ class ConstrainedStep:
         """``values``, of those in host memory the copies that the next operation reads."""
         return [x.at(self.next) if isinstance(x, Kept) else x for x in values]
 
-    def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Evaluate ``jaxpr`` on tracers or arrays, or what is ``Kept``; that comes back as such."""
-        inner = compat.body(jaxpr)
-        env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
-        env.update(zip(inner.invars, args, strict=True))
+    def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
+        """Evaluate a call; what is ``Kept`` stays so inside."""
+        with compat.computed_on(eqn):
+            if eqn.primitive.name in REMAT:
+                return self.remat(eqn, self.fetched(ins), body)
+            return super().call(eqn, ins, body)
 
-        def read(atom: Any) -> Any:
-            return atom.val if compat.is_literal(atom) else env[atom]
-
-        for eqn in inner.eqns:
-            outs = self.equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in inner.outvars]
-
-    def equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate one equation."""
-        name = eqn.primitive.name
-        found = inlined(eqn, ins)
-        if found is not None:
-            with compat.computed_on(eqn):
-                return self.remat(eqn, self.fetched(ins)) if name in REMAT else self.run(*found)
-        ins = self.fetched(ins)
-        build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
-        if build is not None and not is_opaque_region(eqn):
-            return build(eqn, ins)
+    def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate an operation under its constraints."""
+        ins, name = self.fetched(ins), eqn.primitive.name
         op = self.step(name)
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
@@ -178,20 +162,19 @@ class ConstrainedStep:
         made = [self.at(op, "made", k, x) for k, x in enumerate(compat.evaluate_equation(eqn, ins))]
         return [self.at(op, "out", k, x) for k, x in enumerate(made)]
 
-    def remat(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    def remat(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
         """Evaluate a rematerialised body with constraints inside; what leaves it is held outside
         as it was inside."""
-        inner = inner_jaxpr(eqn)
         held = self.held_as(ins)
         left: list[jax.sharding.NamedSharding | None] = []
 
-        def body(args: Sequence[Any]) -> list[Any]:
-            outs = self.run(inner, self.entered(args, held))
+        def inside(args: Sequence[Any]) -> list[Any]:
+            outs = self.run(body.jaxpr, self.entered(args, held))
             left[:] = self.held_as(outs)
             return outs
 
-        new = self.rebuilt(inner, body)
-        outs = eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": new})
+        new = self.rebuilt(body.jaxpr, inside)
+        outs = eqn.primitive.bind(*ins, **{**eqn.params, body.param: new})
         self.held.update((id(x), (x, s)) for x, s in zip(outs, left, strict=True) if s is not None)
         return outs  # type: ignore[no-any-return]
 
@@ -202,71 +185,43 @@ class ConstrainedStep:
         closed, _ = compat.make_jaxpr(lambda *args: body(args), structs)
         return compat.rebuild(like, closed)
 
-    def scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate a scan with constraints inside."""
-        p = eqn.params
-        n_const, n_carry = compat.scan_counts(eqn)
-        ops = []
-        for k, value in enumerate(ins):
-            kind = (
-                "loop_const"
-                if k < n_const
-                else "loop_carry"
-                if k < n_const + n_carry
-                else "loop_xs"
-            )
-            ops.append(self.step(kind))
-            ins[k] = self.at(ops[k], "in", 0, value)
+    def loop(self, eqn: Any, ins: list[Any], loop: Loop) -> Sequence[Any]:
+        """Evaluate a loop with constraints inside."""
+        ins = self.fetched(ins)
+        ops = [self.step(kind) for kind in loop.entering]
+        ins = [self.at(op, "in", 0, x) for op, x in zip(ops, ins, strict=True)]
+        new = {body.param: self.iteration(body, ops) for body in loop.bodies}
+        for kind in loop.leaving:
+            self.step(kind)
+        return eqn.primitive.bind(*ins, **{**eqn.params, **new})  # type: ignore[no-any-return]
 
-        def body(args: Sequence[Any]) -> list[Any]:
+    def iteration(self, body: Body, entering: Sequence[int]) -> Any:
+        """The body of a loop with constraints inside; ``entering``: borders of all operands."""
+
+        def inside(args: Sequence[Any]) -> list[Any]:
+            ops = body.args(entering)
             args = [self.at(op, "out", 0, x) for op, x in zip(ops, args, strict=True)]
-            outs = self.run(p["jaxpr"], args)
-            for k in range(n_carry):
-                outs[k] = self.at(self.step("loop_back"), "in", 0, outs[k])
+            outs = self.run(body.jaxpr, args)
+            for k, kind in enumerate(body.closing):
+                outs[k] = self.at(self.step(kind), "in", 0, outs[k])
             return outs
 
-        new = self.rebuilt(p["jaxpr"], body)
-        kinds = ["loop_out" if k < n_carry else "loop_ys" for k in range(len(eqn.outvars))]
-        for kind in kinds:
-            self.step(kind)
-        return eqn.primitive.bind(*ins, **{**p, "jaxpr": new})  # type: ignore[no-any-return]
+        return self.rebuilt(body.jaxpr, inside)
 
-    def while_loop(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate a while loop with constraints inside."""
-        p = eqn.params
-        n_cond, n_body = int(p["cond_nconsts"]), int(p["body_nconsts"])
-        ops = []
-        for k, value in enumerate(ins):
-            ops.append(self.step("loop_const" if k < n_cond + n_body else "loop_carry"))
-            ins[k] = self.at(ops[k], "in", 0, value)
-        carries = ops[n_cond + n_body :]
-
-        def enter(args: Sequence[Any], n: int) -> list[Any]:
-            pinned = [self.at(o, "out", 0, x) for o, x in zip(carries, args[n:], strict=True)]
-            return [*args[:n], *pinned]
-
-        def body(args: Sequence[Any]) -> list[Any]:
-            outs = self.run(p["body_jaxpr"], enter(args, n_body))
-            return [self.at(self.step("loop_back"), "in", 0, x) for x in outs]
-
-        cond = self.rebuilt(p["cond_jaxpr"], lambda a: self.run(p["cond_jaxpr"], enter(a, n_cond)))
-        self.step("loop_test")
-        new = self.rebuilt(p["body_jaxpr"], body)
-        for _ in eqn.outvars:
-            self.step("loop_out")
-        return eqn.primitive.bind(*ins, **{**p, "cond_jaxpr": cond, "body_jaxpr": new})  # type: ignore[no-any-return]
-
-    def cond(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    def cond(self, eqn: Any, ins: list[Any], branches: tuple[Body, ...]) -> Sequence[Any]:
         """Evaluate a conditional with constraints inside its branches."""
-        branches = []
-        for branch in eqn.params["branches"]:
-            ops = [self.step("branch_in") for _ in ins[1:]]
-
-            def body(args: Sequence[Any], branch: Any = branch, ops: list[int] = ops) -> list[Any]:
-                args = [self.at(o, "in", 0, x) for o, x in zip(ops, args, strict=True)]
-                return self.run(branch, args)
-
-            branches.append(self.rebuilt(branch, body))
+        ins = self.fetched(ins)
+        new = tuple(self.branch(body) for body in branches)
         for _ in eqn.outvars:
             self.step("branch_out")
-        return eqn.primitive.bind(*ins, **{**eqn.params, "branches": tuple(branches)})  # type: ignore[no-any-return]
+        return eqn.primitive.bind(*ins, **{**eqn.params, "branches": new})  # type: ignore[no-any-return]
+
+    def branch(self, body: Body) -> Any:
+        """A branch with constraints inside."""
+        ops = [self.step(kind) for kind in body.entering]
+
+        def inside(args: Sequence[Any]) -> list[Any]:
+            args = [self.at(op, "in", 0, x) for op, x in zip(ops, args, strict=True)]
+            return self.run(body.jaxpr, args)
+
+        return self.rebuilt(body.jaxpr, inside)

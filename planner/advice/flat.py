@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner import compat
-from planner.graph.trace import inlined
+from planner.graph.jaxpr.places import PlacedWalk
 
 Run = Callable[[Sequence[Any]], list[Any]]
 """Computes the results of a call from its operands."""
@@ -88,40 +88,36 @@ class FlatJaxpr:
 
 def flatten(jaxpr: Any) -> FlatJaxpr:
     """Number the values of a jaxpr and put the bodies of its calls in their places."""
-    calls: list[Call] = []
-    consts: dict[int, Any] = {}
-    count = 0
+    walk = _Flattened()
+    inputs = tuple(walk.number() for _ in compat.body(jaxpr).invars)
+    outputs = tuple(walk.run(jaxpr, inputs))
+    return FlatJaxpr(tuple(walk.calls), inputs, outputs, walk.consts, walk.count)
 
-    def number() -> int:
-        nonlocal count
-        count += 1
-        return count - 1
 
-    def walk(jaxpr: Any, args: Sequence[Any], backward: bool) -> list[Any]:
-        inner = compat.body(jaxpr)
-        env: dict[Any, Any] = dict(zip(inner.invars, args, strict=True))
-        for var, value in zip(inner.constvars, compat.consts(jaxpr), strict=True):
-            env[var] = number()
-            consts[env[var]] = value
+@dataclass(eq=False)
+class _Flattened(PlacedWalk[Any]):
+    """Writes down calls; a value is its number, or a literal."""
 
-        def read(atom: Any) -> Any:
-            return atom if compat.is_literal(atom) else env[atom]
+    calls: list[Call] = field(default_factory=list)
+    consts: dict[int, Any] = field(default_factory=dict)
+    count: int = 0
 
-        for eqn in inner.eqns:
-            ins = [read(v) for v in eqn.invars]
-            behind = backward or compat.is_transposed(eqn)
-            found = inlined(eqn, ins)
-            if found is not None:
-                env.update(zip(eqn.outvars, walk(*found, behind), strict=True))
-                continue
-            outs = tuple(number() for _ in eqn.outvars)
-            calls.append(Call(eqn, tuple(ins), outs, _binding(eqn), behind))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in inner.outvars]
+    def number(self) -> int:
+        self.count += 1
+        return self.count - 1
 
-    inputs = tuple(number() for _ in compat.body(jaxpr).invars)
-    outputs = tuple(walk(jaxpr, inputs, False))
-    return FlatJaxpr(tuple(calls), inputs, outputs, consts, count)
+    def const(self, var: Any, value: Any) -> Any:
+        number = self.number()
+        self.consts[number] = value
+        return number
+
+    def literal(self, atom: Any) -> Any:
+        return atom
+
+    def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        outs = tuple(self.number() for _ in eqn.outvars)
+        self.calls.append(Call(eqn, tuple(ins), outs, _binding(eqn), self.place.backward))
+        return outs
 
 
 def _binding(eqn: Any) -> Run:

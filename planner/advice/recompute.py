@@ -27,7 +27,8 @@ from jax.extend import core as jex_core
 from planner import compat
 from planner.advice.flat import Call, FlatJaxpr, execute, flatten, nbytes
 from planner.graph.labels.blocks import blocks_of
-from planner.graph.trace import Traced, user_line, user_lines
+from planner.graph.jaxpr.places import user_line, user_lines
+from planner.graph.trace import Traced
 
 Leaves = Callable[[Sequence[Any]], list[Any]]
 """A program of flat operands and results."""

@@ -4,17 +4,14 @@ Border operations of ours: ``loop_const`` and ``branch_in`` (a value enters a re
 ``loop_xs`` (a slice per iteration), ``loop_carry`` (its first operand starts it),
 ``loop_back`` (closes the carry), ``loop_test`` (decides whether a while loop goes on),
 ``loop_ys`` (stacks a slice per iteration), ``loop_out`` (a carry leaves), ``branch_out``
-(branches meet). The executor walks the same jaxpr in the same order, so an operation's
-index names a place in the program for both.
+(branches meet). ``planner.graph.jaxpr.walk`` has their order, which is the executor's too, so an
+operation's index names a place in the program for both.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import os
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,30 +22,15 @@ from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Value
+from planner.graph.jaxpr.places import PlacedWalk
+from planner.graph.jaxpr.walk import Body, Loop
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
 from planner.rules.key import EqnKey
 
-INLINED = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
-    "remat checkpoint remat2 custom_lin custom_vmap_call".split()
-)
-
 FUSED = "flash_attention"
 """Start of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
-
-_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OURS = tuple(os.path.join(_HERE, room) + os.sep for room in ("planner", "executor"))
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Where installed packages and Python's own modules lie."""
-    paths = sysconfig.get_paths()  # a tenth of a second the first time
-    places = {paths[name] for name in ("purelib", "platlib", "stdlib")}
-    places.add(os.path.dirname(os.path.dirname(jax.__file__)))  # elsewhere in some environments
-    return tuple(os.path.realpath(place) + os.sep for place in sorted(places))
 
 
 @dataclass(frozen=True)
@@ -63,76 +45,6 @@ class Traced:
     out_shape: Any
 
 
-REGIONS = frozenset("scan while cond remat remat2 checkpoint".split())
-"""Equations whose bodies the executor builds anew."""
-
-
-def inner_jaxpr(eqn: Any) -> Any:
-    """The body of a call-like equation that the walk goes through."""
-    params = eqn.params
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
-        if key in params:
-            return params[key]
-    return None
-
-
-def inlined(eqn: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]] | None:
-    """(body, its operands) of an equation that is walked as if its body stood in its place.
-
-    Of a ``custom_linear_solve`` only the solver runs once derivatives have been taken; its
-    operands are a part of the equation's.
-    """
-    name = eqn.primitive.name
-    if name == "custom_linear_solve":
-        lengths = eqn.params["const_lengths"]
-        start = lengths.matvec + lengths.vecmat
-        consts = operands[start : start + lengths.solve]
-        return eqn.params["jaxprs"].solve, [*consts, *operands[sum(lengths) :]]
-    if name not in INLINED or is_opaque_region(eqn):
-        return None
-    inner = inner_jaxpr(eqn)
-    if inner is None or len(compat.body(inner).invars) != len(operands):
-        return None
-    return inner, list(operands)
-
-
-def is_opaque_region(eqn: Any) -> bool:
-    """Whether a region is taken as one operation: it uses references (``jax.new_ref``) of the
-    program around it, and a body that is built anew could not."""
-    return eqn.primitive.name in REGIONS and any(compat.is_ref(v.aval) for v in eqn.invars)
-
-
-_user_code: dict[Any, bool] = {}
-
-
-def user_line(eqn: Any) -> str:
-    """``file.py:line`` of the innermost frame of the user's own code, or ``""``."""
-    return next(_user_frames(eqn), "")
-
-
-def user_lines(eqn: Any) -> list[str]:
-    """``file.py:line`` of all frames of the user's own code, outermost first."""
-    return list(_user_frames(eqn))[::-1]
-
-
-def _user_frames(eqn: Any) -> Iterator[str]:
-    """Frames of the user's own code, innermost first."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    if traceback is None:
-        return
-    codes, offsets = traceback.raw_frames()
-    for code, offset in zip(codes, offsets, strict=True):
-        known = _user_code.get(code)
-        if known is None:
-            name = code.co_filename
-            real = os.path.realpath(name)
-            library = real.startswith(_libraries()) or name.startswith("<")
-            known = _user_code[code] = not library and not real.startswith(_OURS)
-        if known:
-            line = type(traceback).code_addr2line(code, offset)
-            yield f"{os.path.basename(code.co_filename)}:{line}"
-
-
 def _attrs(params: Mapping[str, Any]) -> str:
     """A short stable digest of an equation's parameters (none when it has none)."""
     plain = {k: v for k, v in params.items() if "jaxpr" not in k and not callable(v)}
@@ -142,18 +54,19 @@ def _attrs(params: Mapping[str, Any]) -> str:
     return text if len(text) <= 24 else hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-@dataclass
-class _Builder:
+@dataclass(eq=False)
+class _Builder(PlacedWalk[int]):
+    """Writes down what it walks through; ``current`` is the region at hand."""
+
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     eqns: list[EqnKey | None] = field(default_factory=list)
     regions: list[Region] = field(default_factory=lambda: [Region(0, "main", -1, 1, 1.0)])
     attrs_cache: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    current: int = 0
     named: list[Phase | None] = field(default_factory=list)
     fused: str = ""
     calls: int = 0
-    phase: Phase | None = None
-    """What the name stack around the equations that are walked says."""
 
     def value(self, aval: Any, op: int, name: str = "") -> int:
         index = len(self.values)
@@ -191,7 +104,7 @@ class _Builder:
         inputs = tuple(inputs)
         self.ops.append(Op(index, kind, inputs, outs, region, attrs, source, self.fused, effect))
         self.eqns.append(eqn)
-        self.named.append(self.phase)
+        self.named.append(named_phase(self.place.names))
         return outs
 
     def region(self, kind: str, parent: int, trips: int, weight: float, known: bool = True) -> int:
@@ -200,100 +113,63 @@ class _Builder:
         self.regions.append(Region(index, kind, parent, trips, total, known))
         return index
 
-    def walk(self, jaxpr: Any, args: Sequence[int], region: int, source: str = "") -> list[int]:
-        """Add the equations of ``jaxpr``; returns the values of its results."""
-        inner = compat.body(jaxpr)
-        env: dict[Any, int] = {}
-        for var in inner.constvars:
-            env[var] = self.value(var.aval, -1, "const")
-        env.update(zip(inner.invars, args, strict=True))
-        for eqn in inner.eqns:
-            ins = [SCALAR if compat.is_literal(v) else env[v] for v in eqn.invars]
-            where = user_line(eqn) or source
-            outer = self.phase
-            self.phase = outer or named_phase(str(eqn.source_info.name_stack))
-            outs = self.equation(eqn, ins, region, where)
-            self.phase = outer
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [SCALAR if compat.is_literal(v) else env[v] for v in inner.outvars]
+    def inside(self, region: int, body: Body, args: Sequence[int]) -> list[int]:
+        """Walk through a body that makes up a region."""
+        outer, self.current = self.current, region
+        results = self.run(body.jaxpr, args)
+        self.current = outer
+        return results
 
-    def equation(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
-        name = eqn.primitive.name
-        found = inlined(eqn, ins)
-        if found is not None:
-            outer = self.fused
-            label = str(eqn.params.get("name", ""))
-            if label.startswith(FUSED) and not outer:
-                self.calls += 1
-                self.fused = f"{label}#{self.calls}"
-            results = self.walk(*found, region, source)
-            self.fused = outer
-            return results
-        build = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
-        if build is not None and not is_opaque_region(eqn):
-            return build(eqn, ins, region, source)
-        avals = tuple(v.aval for v in eqn.outvars)
-        record = EqnKey(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars), avals)
-        return self.op(name, ins, avals, region, source, record, bool(eqn.effects))
+    def const(self, var: Any, value: Any) -> int:
+        return self.value(var.aval, -1, "const")
 
-    def scan(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
-        p = eqn.params
-        length = int(p["length"])
-        n_const, n_carry = compat.scan_counts(eqn)
-        loop = self.region("scan", region, length, length)
-        avals = [v.aval for v in compat.body(p["jaxpr"]).invars]
+    def literal(self, atom: Any) -> int:
+        return SCALAR
+
+    def operation(self, eqn: Any, ins: list[int]) -> Sequence[int]:
+        avals = tuple([v.aval for v in eqn.outvars])
+        record = EqnKey(eqn.primitive, eqn.params, tuple([v.aval for v in eqn.invars]), avals)
+        name, source, effect = eqn.primitive.name, self.place.line, bool(eqn.effects)
+        return self.op(name, ins, avals, self.current, source, record, effect)
+
+    def call(self, eqn: Any, ins: list[int], body: Body) -> Sequence[int]:
+        outer = self.fused
+        label = str(eqn.params.get("name", ""))
+        if label.startswith(FUSED) and not outer:
+            self.calls += 1
+            self.fused = f"{label}#{self.calls}"
+        results = super().call(eqn, ins, body)
+        self.fused = outer
+        return results
+
+    def loop(self, eqn: Any, ins: list[int], loop: Loop) -> Sequence[int]:
+        region, source = self.current, self.place.line
+        trips = 1 if loop.trips is None else loop.trips
+        inner = self.region(loop.kind, region, trips, trips, known=loop.trips is not None)
         args: list[int] = []
-        for k, (value, aval) in enumerate(zip(ins, avals, strict=True)):
-            kind = (
-                "loop_const"
-                if k < n_const
-                else "loop_carry"
-                if k < n_const + n_carry
-                else "loop_xs"
-            )
+        for kind, value, aval in zip(loop.entering, ins, loop.avals, strict=True):
             args += self.op(kind, (value,), (aval,), region, source)
-        results = self.walk(p["jaxpr"], args, loop, source)
-        carries = args[n_const : n_const + n_carry]
-        for result, carry in zip(results[:n_carry], carries, strict=True):
-            self.op("loop_back", (result, carry), (), loop, source)
+        carries = loop.split(args)[1]
+        for body in loop.bodies:
+            results = self.inside(inner, body, body.args(args))
+            for k, kind in enumerate(body.closing):
+                read = carries if kind == "loop_test" else carries[k : k + 1]
+                self.op(kind, (results[k], *read), (), inner, source)
+        made = [*carries, *results[loop.carries :]]
         outs: list[int] = []
-        for k, var in enumerate(eqn.outvars):
-            if k < n_carry:
-                outs += self.op("loop_out", (carries[k],), (var.aval,), region, source)
-            else:
-                outs += self.op("loop_ys", (results[k],), (var.aval,), region, source)
+        for kind, value, var in zip(loop.leaving, made, eqn.outvars, strict=True):
+            outs += self.op(kind, (value,), (var.aval,), region, source)
         return outs
 
-    def while_loop(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
-        p = eqn.params
-        n_cond, n_body = int(p["cond_nconsts"]), int(p["body_nconsts"])
-        loop = self.region("while", region, 1, 1, known=False)
-        avals = [v.aval for v in eqn.invars]
-        consts: list[int] = []
-        for value, aval in zip(ins[: n_cond + n_body], avals, strict=False):
-            consts += self.op("loop_const", (value,), (aval,), region, source)
-        carries: list[int] = []
-        for value, var in zip(ins[n_cond + n_body :], eqn.outvars, strict=True):
-            carries += self.op("loop_carry", (value,), (var.aval,), region, source)
-        tests = self.walk(p["cond_jaxpr"], consts[:n_cond] + carries, loop, source)
-        self.op("loop_test", (tests[0], *carries), (), loop, source)
-        results = self.walk(p["body_jaxpr"], consts[n_cond:] + carries, loop, source)
-        for result, carry in zip(results, carries, strict=True):
-            self.op("loop_back", (result, carry), (), loop, source)
-        outs: list[int] = []
-        for carry, var in zip(carries, eqn.outvars, strict=True):
-            outs += self.op("loop_out", (carry,), (var.aval,), region, source)
-        return outs
-
-    def cond(self, eqn: Any, ins: list[int], region: int, source: str) -> Sequence[int]:
-        branches = eqn.params["branches"]
+    def cond(self, eqn: Any, ins: list[int], branches: tuple[Body, ...]) -> Sequence[int]:
+        region, source = self.current, self.place.line
         results = []
-        for branch in branches:
+        for body in branches:
             inner = self.region("branch", region, 1, 1.0 / len(branches))
             args: list[int] = []
-            for value, var in zip(ins[1:], eqn.invars[1:], strict=True):
-                args += self.op("branch_in", (value,), (var.aval,), region, source)
-            results.append(self.walk(branch, args, inner, source))
+            for kind, k in zip(body.entering, body.operands, strict=True):
+                args += self.op(kind, (ins[k],), (eqn.invars[k].aval,), region, source)
+            results.append(self.inside(inner, body, args))
         outs: list[int] = []
         for k, var in enumerate(eqn.outvars):
             outs += self.op("branch_out", [r[k] for r in results], (var.aval,), region, source)
@@ -362,7 +238,7 @@ def _graph_of(
     inner = compat.body(closed)
     names = [jax.tree_util.keystr(p) for p in in_paths]
     inputs = [builder.value(v.aval, -1, n) for v, n in zip(inner.invars, names, strict=True)]
-    outputs = builder.walk(closed, inputs, 0)
+    outputs = builder.run(closed, inputs)
     found = ties(
         in_paths,
         out_paths,

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from planner import compat
 from planner.errors import RequestError
+from planner.graph.jaxpr.walk import Body, Walk
 from planner.graph.lookups.rows import on_rows
 from planner.graph.lookups.tables import LookUps
-from planner.graph.trace import abstract, inlined
+from planner.graph.trace import abstract
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def looks_across(split: Split, optimizer: Any, params: Any) -> str | None:
     away = [k in split.remote for k in range(count)]
     before = [False] * len(jax.tree_util.tree_leaves(state))
     while True:
-        touched = _touched(closed, [*away, *before, *away])
+        touched = _Touched().run(closed, [*away, *before, *away])
         updates, after = touched[:count], touched[count:]
         if after == before or len(after) != len(before):
             break
@@ -134,27 +134,26 @@ def check_across(split: Split, optimizer: Any, params: Any) -> None:
         )
 
 
-def _touched(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
-    """Which results depend on the arguments that are marked."""
-    inner = compat.body(jaxpr)
-    marked = {v for v, mark in zip(inner.invars, ins, strict=True) if mark}
+class _Touched(Walk[bool]):
+    """Whether a value depends on the arguments that are marked."""
 
-    def read(atom: Any) -> bool:
-        return not compat.is_literal(atom) and atom in marked
+    def const(self, var: Any, value: Any) -> bool:
+        return False
 
-    for eqn in inner.eqns:
-        args = [read(v) for v in eqn.invars]
-        if not any(args):
-            continue
-        if (call := inlined(eqn, args)) is not None:
-            outs = _touched(*call)
-        elif eqn.primitive.name == "cond" and not args[0]:
-            each = [_touched(branch, args[1:]) for branch in eqn.params["branches"]]
-            outs = [any(found) for found in zip(*each, strict=True)]
-        else:
-            outs = [True] * len(eqn.outvars)
-        marked.update(v for v, mark in zip(eqn.outvars, outs, strict=True) if mark)
-    return [read(v) for v in inner.outvars]
+    def literal(self, atom: Any) -> bool:
+        return False
+
+    def equation(self, eqn: Any, ins: list[bool]) -> Sequence[bool]:
+        return super().equation(eqn, ins) if any(ins) else [False] * len(eqn.outvars)
+
+    def operation(self, eqn: Any, ins: list[bool]) -> Sequence[bool]:
+        return [True] * len(eqn.outvars)
+
+    def cond(self, eqn: Any, ins: list[bool], branches: tuple[Body, ...]) -> Sequence[bool]:
+        if ins[0]:
+            return self.operation(eqn, ins)
+        each = [self.run(body.jaxpr, body.args(ins)) for body in branches]
+        return [any(marks) for marks in zip(*each, strict=True)]
 
 
 def step_args(

@@ -17,7 +17,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 from planner import compat
-from planner.graph.trace import INLINED, REGIONS, trace
+from planner.graph.jaxpr.walk import CALLS, REGIONS
+from planner.graph.trace import trace
 from planner.planning import graph_rules
 from planner.rules.sources.fallback import ELEMENTWISE, HAND_WRITTEN, IDENTITY
 from planner.space.groups import MARKS
@@ -58,9 +59,8 @@ zoo that have it; a dash marks rules that no program of the zoo asks for.
 
 
 STRUCTURE = {
-    **dict.fromkeys(INLINED, "walked through"),
+    **dict.fromkeys(CALLS, "walked through"),
     **dict.fromkeys(REGIONS, "region"),
-    "custom_linear_solve": "walked through",
     **dict.fromkeys(MARKS, "pin"),
 }
 """Primitives that are not operations of the graph, or not asked for a rule."""

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from planner import compat
-from planner.graph.trace import user_line
+from planner.graph.jaxpr.places import user_line
 
 CHUNK = 1 << 23
 """Bytes that one thread hashes at a time."""

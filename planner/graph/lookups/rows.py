@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import InternalError, RequestError
+from planner.graph.jaxpr.walk import REMAT, Body, Loop, Walk
 from planner.graph.lookups.tables import (
-    CALLS,
     FILL,
     PROMISE,
     SAME,
@@ -36,7 +36,6 @@ from planner.graph.lookups.tables import (
     looked_up,
     row_column,
 )
-from planner.graph.trace import inner_jaxpr
 
 Ids = NDArray[np.int32]
 Missing = dict[str, list[Any]]
@@ -132,43 +131,65 @@ def _any(flags: Sequence[Any]) -> jax.Array:
 
 
 def _run(jaxpr: Any, args: Sequence[Any]) -> tuple[list[Any], Missing]:
-    inner = compat.body(jaxpr)
-    env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
-    env.update(zip(inner.invars, args, strict=True))
-    missing: Missing = {}
-
-    def read(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else env[atom]
-
-    for eqn in inner.eqns:
-        outs, lost = _equation(eqn, [read(v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-        for path, flags in lost.items():
-            missing.setdefault(path, []).extend(flags)
-    return [read(v) for v in inner.outvars], missing
+    walk = _OnRows()
+    return walk.run(jaxpr, args), walk.missing
 
 
-def _equation(eqn: Any, ins: list[Any]) -> tuple[Sequence[Any], Missing]:
-    name = eqn.primitive.name
-    if not any(isinstance(x, Rows) for x in ins):
-        return compat.evaluate_equation(eqn, ins), {}
-    if name in ("remat", "remat2", "checkpoint"):
-        return _remat(eqn, ins)
-    if name in CALLS:
-        return _run(inner_jaxpr(eqn), ins)
-    if name == "scan":
-        return _scan(eqn, ins)
-    if name == "cond":
+class _OnRows(Walk[Any]):
+    """Evaluates what is reached by ``Rows`` on them; everything else as it is."""
+
+    def __init__(self) -> None:
+        self.missing: Missing = {}
+
+    def noted(self, results: tuple[Sequence[Any], Missing]) -> Sequence[Any]:
+        """Keep what is missing; gives the results."""
+        outs, missing = results
+        for path, flags in missing.items():
+            self.missing.setdefault(path, []).extend(flags)
+        return outs
+
+    def equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        if any(isinstance(x, Rows) for x in ins):
+            return super().equation(eqn, ins)
+        return compat.evaluate_equation(eqn, ins)
+
+    def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name in MARKS:
+            return [ins[0]]
+        if name in SAME:
+            (values,) = compat.evaluate_equation(eqn, [ins[0].values])
+            return [dataclasses.replace(ins[0], values=values)]
+        return self.noted(_look_up(eqn, ins))
+
+    def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
+        if eqn.primitive.name not in REMAT:
+            return super().call(eqn, ins, body)
+        again = jax.checkpoint(
+            lambda *args: _run(body.jaxpr, args),
+            policy=eqn.params["policy"],
+            prevent_cse=eqn.params["prevent_cse"],
+        )
+        return self.noted(again(*ins))
+
+    def loop(self, eqn: Any, ins: list[Any], loop: Loop) -> Sequence[Any]:
+        consts, first, over = loop.split(ins)
+        (body,) = loop.bodies
+
+        def once(carry: list[Any], xs: list[Any]) -> Any:
+            outs, missing = _run(body.jaxpr, [*consts, *carry, *xs])
+            return outs[: loop.carries], (outs[loop.carries :], missing)
+
+        p = eqn.params
+        carry, (ys, missing) = jax.lax.scan(
+            once, first, over, length=loop.trips, reverse=p["reverse"], unroll=p["unroll"]
+        )
+        return self.noted(([*carry, *ys], missing))
+
+    def cond(self, eqn: Any, ins: list[Any], branches: tuple[Body, ...]) -> Sequence[Any]:
         paths = sorted({x.path for x in ins if isinstance(x, Rows)})
-        branches = [functools.partial(_branch, paths, x) for x in eqn.params["branches"]]
-        found: tuple[Sequence[Any], Missing] = jax.lax.switch(ins[0], branches, *ins[1:])
-        return found
-    if name in MARKS:
-        return [ins[0]], {}
-    if name in SAME:
-        (values,) = compat.evaluate_equation(eqn, [ins[0].values])
-        return [dataclasses.replace(ins[0], values=values)], {}
-    return _look_up(eqn, ins)
+        chosen = [functools.partial(_branch, paths, body.jaxpr) for body in branches]
+        return self.noted(jax.lax.switch(ins[0], chosen, *ins[1:]))
 
 
 def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
@@ -209,31 +230,3 @@ def _branch(paths: Sequence[str], jaxpr: Any, *operands: Any) -> tuple[list[Any]
     """All branches have to give the same: one flag for each table."""
     outs, missing = _run(jaxpr, operands)
     return outs, {path: [_any(missing.get(path, []))] for path in paths}
-
-
-def _remat(eqn: Any, ins: list[Any]) -> tuple[Sequence[Any], Missing]:
-    p = eqn.params
-    again = jax.checkpoint(
-        lambda *args: _run(p["jaxpr"], args), policy=p["policy"], prevent_cse=p["prevent_cse"]
-    )
-    found: tuple[Sequence[Any], Missing] = again(*ins)
-    return found
-
-
-def _scan(eqn: Any, ins: list[Any]) -> tuple[Sequence[Any], Missing]:
-    p = eqn.params
-    n_const, n_carry = compat.scan_counts(eqn)
-
-    def body(carry: list[Any], xs: list[Any]) -> Any:
-        outs, missing = _run(p["jaxpr"], [*ins[:n_const], *carry, *xs])
-        return outs[:n_carry], (outs[n_carry:], missing)
-
-    carry, (ys, missing) = jax.lax.scan(
-        body,
-        ins[n_const : n_const + n_carry],
-        ins[n_const + n_carry :],
-        length=int(p["length"]),
-        reverse=p["reverse"],
-        unroll=p["unroll"],
-    )
-    return [*carry, *ys], missing

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import MeshwrightError, ModelError
-from planner.graph.trace import abstract, inlined, is_opaque_region, user_line
+from planner.graph.jaxpr.places import PlacedWalk
+from planner.graph.jaxpr.walk import CUSTOM, Body, Loop
+from planner.graph.trace import abstract
 
 PROMISE, CLIP, FILL = "promise_in_bounds", "clip", "fill"
 """What a look-up does with an index outside the table: the caller promised that there is none, the
@@ -28,9 +30,6 @@ nearest row, or a row of the fill value (which has no gradient)."""
 
 SAME = frozenset("convert_element_type copy copy_p stop_gradient name reduce_precision".split())
 """Operations that treat every element of a table by itself, before its look-up."""
-
-CALLS = frozenset("jit pjit closed_call core_call remat remat2 checkpoint".split())
-"""Calls that a table may be handed to: they have no derivative of their own."""
 
 MOST_ROWS = 2**31 - 2
 """Rows are counted in int32, the one behind the last included."""
@@ -126,13 +125,13 @@ def find_lookups(
     seen: list[_Found] = []
 
     def indices(*batch: Any) -> Any:
-        walk = _Walk(refused)
+        walk = _Search(refused=refused)
         given: list[Any] = [
             _Whole(k, compat.aval_shape(x)) if k in asked else UNKNOWN
             for k, (_, x) in enumerate(named)
         ]
         rest = jax.tree_util.tree_leaves(batch)
-        for out in walk.run(closed, [*given, *rest], ""):
+        for out in walk.run(closed, [*given, *rest]):
             if isinstance(out, _Whole):
                 walk.refuse(out, "it is a result of the function")
         seen[:], flat = walk.found, walk.indices
@@ -247,11 +246,14 @@ class _Found:
     source: str
 
 
-@dataclass
-class _Walk:
-    """Computes what is known, and collects look-ups; of tables that are used otherwise, why."""
+@dataclass(eq=False)
+class _Search(PlacedWalk[Any]):
+    """Computes what is known, and collects look-ups; of tables that are used otherwise, why.
 
-    refused: dict[int, str]
+    A value is an array, a table or ``UNKNOWN``.
+    """
+
+    refused: dict[int, str] = field(default_factory=dict)
     found: list[_Found] = field(default_factory=list)
     indices: list[Any] = field(default_factory=list)
     taken: bool = True
@@ -261,53 +263,43 @@ class _Walk:
         """The first reason is kept."""
         self.refused.setdefault(table.leaf, reason)
 
-    def run(self, jaxpr: Any, args: Sequence[Any], source: str) -> list[Any]:
-        """Walk through a jaxpr; ``args`` are arrays, tables or ``UNKNOWN``."""
-        inner = compat.body(jaxpr)
-        env: dict[Any, Any] = dict(zip(inner.constvars, compat.consts(jaxpr), strict=True))
-        env.update(zip(inner.invars, args, strict=True))
+    @property
+    def at(self) -> str:
+        """The line at hand, for the middle of a sentence."""
+        return f" at {self.place.line}" if self.place.line else ""
 
-        def read(atom: Any) -> Any:
-            return atom.val if compat.is_literal(atom) else env[atom]
+    def equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        if any(x is UNKNOWN or isinstance(x, _Whole) for x in ins):
+            return super().equation(eqn, ins)
+        return [UNKNOWN] * len(eqn.outvars) if eqn.effects else compat.evaluate_equation(eqn, ins)
 
-        for eqn in inner.eqns:
-            ins = [read(v) for v in eqn.invars]
-            outs = self.equation(eqn, ins, user_line(eqn) or source)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in inner.outvars]
-
-    def equation(self, eqn: Any, ins: list[Any], source: str) -> Sequence[Any]:
-        """The results of one equation."""
+    def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         name, none = eqn.primitive.name, [UNKNOWN] * len(eqn.outvars)
         tables = [x for x in ins if isinstance(x, _Whole)]
-        if not tables and not any(x is UNKNOWN for x in ins):
-            return none if eqn.effects else compat.evaluate_equation(eqn, ins)
-        found = inlined(eqn, ins)
-        if found is not None and (not tables or name in CALLS):
-            return self.run(*found, source)
-        if name == "scan" and not is_opaque_region(eqn):
-            return self.scan(eqn, ins, source)
-        if name == "cond" and not is_opaque_region(eqn):
-            return self.cond(eqn, ins, source)
         if tables and ins[0] is tables[0] and len(tables) == 1:
             if name in SAME | MARKS:
                 return [tables[0]]
             column = row_column(eqn, tables[0].shape)
             if column is not None:
-                self.look_up(eqn, column, ins, source)
+                self.look_up(eqn, column, ins)
                 return none
         for table in tables:
-            self.refuse(table, _other_use(name, source))
+            self.refuse(table, _other_use(name, self.at))
         return none
 
-    def look_up(self, eqn: Any, column: int, ins: list[Any], source: str) -> None:
+    def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
+        """A table is not handed on to a derivative of its own."""
+        if eqn.primitive.name in CUSTOM and any(isinstance(x, _Whole) for x in ins):
+            return self.operation(eqn, ins)
+        return super().call(eqn, ins, body)
+
+    def look_up(self, eqn: Any, column: int, ins: list[Any]) -> None:
         """Keep the indices of a look-up."""
         table, rows = ins[0], ins[0].shape[0]
-        at = f" at {source}" if source else ""
         if any(x is UNKNOWN for x in ins[1:]):
             self.refuse(
                 table,
-                f"the indices of its look-up{at} can't be computed from the batch alone: they "
+                f"the indices of its look-up{self.at} can't be computed from the batch alone: they "
                 "depend on parameters",
             )
         elif rows > MOST_ROWS:
@@ -318,56 +310,52 @@ class _Walk:
             if bounds == PROMISE and not self.taken:
                 bounds = CLIP  # nobody promised for a branch that is not taken
                 index = jnp.clip(index, 0, rows - 1)
-            self.found.append(_Found(table.leaf, bounds, source))
+            self.found.append(_Found(table.leaf, bounds, self.place.line))
             self.indices.append(index)
 
-    def cond(self, eqn: Any, ins: list[Any], source: str) -> Sequence[Any]:
+    def cond(self, eqn: Any, ins: list[Any], branches: tuple[Body, ...]) -> Sequence[Any]:
         """Look-ups of all branches: more rows than needed are no error."""
         taken, self.taken = self.taken, False
-        for branch in eqn.params["branches"]:
-            for out in self.run(branch, ins[1:], source):
+        for body in branches:
+            for out in self.run(body.jaxpr, body.args(ins)):
                 if isinstance(out, _Whole):
-                    self.refuse(out, f"a branch{f' at {source}' if source else ''} returns it")
+                    self.refuse(out, f"a branch{self.at} returns it")
         self.taken = taken
         return [UNKNOWN] * len(eqn.outvars)
 
-    def scan(self, eqn: Any, ins: list[Any], source: str) -> Sequence[Any]:
+    def loop(self, eqn: Any, ins: list[Any], loop: Loop) -> Sequence[Any]:
         """A scan of what is known; look-ups give one array of indices an iteration."""
-        p = eqn.params
-        n_const, n_carry = compat.scan_counts(eqn)
-        at = f" at {source}" if source else ""
-        for x in ins[n_const:]:
+        if loop.trips is None:
+            return self.operation(eqn, ins)
+        for x in ins[loop.consts :]:
             if isinstance(x, _Whole):
-                self.refuse(x, f"a loop{at} carries it or goes over it, row by row")
-        ins = [*ins[:n_const], *(UNKNOWN if isinstance(x, _Whole) else x for x in ins[n_const:])]
-        consts, start, over = (
-            ins[:n_const],
-            ins[n_const : n_const + n_carry],
-            ins[n_const:][n_carry:],
-        )
+                self.refuse(x, f"a loop{self.at} carries it or goes over it, row by row")
+        consts, *others = loop.split(ins)
+        start, over = ([UNKNOWN if isinstance(x, _Whole) else x for x in part] for part in others)
         known = [x is not UNKNOWN for x in start]
         seen, told = list[_Found](), list[bool]()  # its look-ups; which results are known
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
-            walk = _Walk(self.refused, taken=self.taken)
+            walk = _Search(self.place, self.refused, taken=self.taken)
             carried, sliced = iter(carry), iter(xs)
             args = [next(carried) if k else UNKNOWN for k in known]
             args += [UNKNOWN if x is UNKNOWN else next(sliced) for x in over]
-            outs = walk.run(p["jaxpr"], [*consts, *args], source)
+            outs = walk.run(loop.bodies[0].jaxpr, [*consts, *args])
             for x in outs:
                 if isinstance(x, _Whole):
-                    self.refuse(x, f"a loop{at} returns it")
+                    self.refuse(x, f"a loop{self.at} returns it")
             outs = [UNKNOWN if isinstance(x, _Whole) else x for x in outs]
             seen[:], told[:] = walk.found, [x is not UNKNOWN for x in outs]
             kept = [x for x, k in zip(outs, known, strict=False) if k]
             left = [c if x is UNKNOWN else x for x, c in zip(kept, carry, strict=True)]
-            ys = [x for x in outs[n_carry:] if x is not UNKNOWN]
+            ys = [x for x in outs[loop.carries :] if x is not UNKNOWN]
             return left, (ys, walk.indices)
 
         def whole() -> Any:
             begin = [x for x, k in zip(start, known, strict=True) if k]
             xs = [x for x in over if x is not UNKNOWN]
-            return jax.lax.scan(body, begin, xs, length=int(p["length"]), reverse=p["reverse"])
+            reverse = eqn.params["reverse"]
+            return jax.lax.scan(body, begin, xs, length=loop.trips, reverse=reverse)
 
         while True:
             jax.eval_shape(whole)
@@ -380,11 +368,10 @@ class _Walk:
         self.indices += [index.reshape(-1) for index in indices]
         last, stacked = iter(carry), iter(ys)
         results = [next(last) if k else UNKNOWN for k in known]
-        return results + [next(stacked) if t else UNKNOWN for t in told[n_carry:]]
+        return results + [next(stacked) if t else UNKNOWN for t in told[loop.carries :]]
 
 
-def _other_use(name: str, source: str) -> str:
-    at = f" at {source}" if source else ""
+def _other_use(name: str, at: str) -> str:
     if name == "while":
         return f"a loop of unknown length (while{at}) reads it; a scan may"
     if name.startswith("custom_"):

@@ -1,0 +1,113 @@
+"""Where an equation comes from: lines of the user's code, and names, as seen from the top."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from planner.graph.jaxpr.walk import V, Walk
+
+_HERE = Path(__file__).absolute().parents[3]
+_OURS = tuple(f"{_HERE / room}{os.sep}" for room in ("planner", "executor"))
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Where installed packages and Python's own modules lie."""
+    paths = sysconfig.get_paths()  # a tenth of a second the first time
+    places = {paths[name] for name in ("purelib", "platlib", "stdlib")}
+    places.add(os.path.dirname(os.path.dirname(jax.__file__)))  # elsewhere in some environments
+    return tuple(os.path.realpath(place) + os.sep for place in sorted(places))
+
+
+_user_code: dict[Any, bool] = {}
+
+
+def user_line(eqn: Any) -> str:
+    """``file.py:line`` of the innermost frame of the user's own code, or ``""``."""
+    return next(_user_frames(eqn), "")
+
+
+def user_lines(eqn: Any) -> list[str]:
+    """``file.py:line`` of all frames of the user's own code, outermost first."""
+    return list(_user_frames(eqn))[::-1]
+
+
+def _user_frames(eqn: Any) -> Iterator[str]:
+    """Frames of the user's own code, innermost first."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    if traceback is None:
+        return
+    codes, offsets = traceback.raw_frames()
+    for code, offset in zip(codes, offsets, strict=True):
+        known = _user_code.get(code)
+        if known is None:
+            name = code.co_filename
+            real = os.path.realpath(name)
+            library = real.startswith(_libraries()) or name.startswith("<")
+            known = _user_code[code] = not library and not real.startswith(_OURS)
+        if known:
+            line = type(traceback).code_addr2line(code, offset)
+            yield f"{os.path.basename(code.co_filename)}:{line}"
+
+
+class Place:
+    """Where an equation stands: itself, and the place of the equation whose body it is in.
+
+    Without arguments it is the top, outside of all equations.
+    """
+
+    __slots__ = ("_line", "_names", "_texts", "eqn", "outer")
+
+    def __init__(self, eqn: Any = None, outer: Place | None = None) -> None:
+        self.eqn, self.outer = eqn, outer
+        self._texts: dict[int, tuple[Any, str]] = {} if outer is None else outer._texts
+        self._line = self._names = "" if outer is None else None
+
+    @property
+    def line(self) -> str:
+        """``user_line``; of an equation that has none, the line of the equations around it."""
+        if self._line is None and self.outer is not None:
+            self._line = user_line(self.eqn) or self.outer.line
+        return self._line or ""
+
+    @property
+    def names(self) -> str:
+        """The name stack from the top of the program, such as ``transpose(jvp(block))/norm``.
+
+        JAX keeps it relative to the equation around; here all are joined by ``/``.
+        """
+        if self._names is None and self.outer is not None:
+            stack, above = self.eqn.source_info.name_stack, self.outer.names
+            known = self._texts.get(id(stack))
+            if known is None:
+                known = self._texts[id(stack)] = (stack, str(stack))
+            self._names = "/".join(filter(None, (above, known[1])))
+        return self._names or ""
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to a backward pass, which JAX makes by transposition."""
+        return "transpose(" in self.names
+
+
+@dataclass(eq=False)
+class PlacedWalk(Walk[V]):
+    """A walk that knows where it is: ``place`` is that of the equation at hand."""
+
+    place: Place = field(default_factory=Place)
+
+    def equation(self, eqn: Any, ins: list[V]) -> Sequence[V]:
+        """The results of any equation."""
+        outer = self.place
+        self.place = Place(eqn, outer)
+        outs = super().equation(eqn, ins)
+        self.place = outer
+        return outs
