@@ -28,6 +28,7 @@ from planner import compat
 from planner.advice.flat import Call, FlatJaxpr, execute, flatten, nbytes
 from planner.graph.labels.blocks import blocks_of
 from planner.graph.jaxpr.places import user_line, user_lines
+from planner.graph.jaxpr.walk import Loop, loop_of
 from planner.graph.trace import Traced
 
 Leaves = Callable[[Sequence[Any]], list[Any]]
@@ -97,9 +98,8 @@ def _scans(flat: FlatJaxpr, names: list[str], on_host: bool) -> FlatJaxpr:
             if inner is not None:
                 calls[at] = call.running(_looped(call.eqn, inner))
             continue
-        n_carry = compat.scan_counts(call.eqn)[1]
-        stacks = tuple(range(made, made + n_carry))
-        made += n_carry
+        stacks = tuple(range(made, made + loop_of(call.eqn).carries))
+        made += len(stacks)
         calls[at] = _forward(call, dropped, stacks, on_host)
         calls[partner] = _backward(call, calls[partner], dropped, stacks, on_host)
         paired |= {at, partner}
@@ -113,8 +113,7 @@ def _partner(
     """The scan that reads the stacked results of another, and those that only it reads, position by
     position; no scan where the carries would take as many bytes."""
     call = flat.calls[at]
-    n_carry = compat.scan_counts(call.eqn)[1]
-    length = call.eqn.params["length"]
+    n_carry, length = loop_of(call.eqn).carries, call.eqn.params["length"]
     outputs = {v for v in flat.outputs if isinstance(v, int)}
     by_reader: dict[int, set[int]] = {}
     sizes = dict(zip(call.outs, (nbytes(v.aval) for v in call.eqn.outvars), strict=True))
@@ -125,8 +124,8 @@ def _partner(
         other = flat.calls[reader := mine.pop()]
         if other.kind != "scan" or other.eqn.params["length"] != length or len(other.ins) == 0:
             continue
-        begin = sum(compat.scan_counts(other.eqn))
-        if value not in other.ins[:begin]:
+        consts, carries, _ = loop_of(other.eqn).split(other.ins)
+        if value not in (*consts, *carries):
             by_reader.setdefault(reader, set()).add(value)
     if not by_reader:
         return None, frozenset()
@@ -139,12 +138,12 @@ def _partner(
 
 def _forward(call: Call, dropped: frozenset[int], stacks: tuple[int, ...], on_host: bool) -> Call:
     """A scan that stacks its carries instead of what is dropped."""
-    n_const, n_carry = compat.scan_counts(call.eqn)
-    body = jex_core.jaxpr_as_fun(_closed(call.eqn.params["jaxpr"]))
+    loop = loop_of(call.eqn)
+    n_carry, body = loop.carries, _iteration(loop)
     left = [k for k, v in enumerate(call.outs[n_carry:]) if v not in dropped]
 
     def run(values: Sequence[Any]) -> list[Any]:
-        consts = values[:n_const]
+        consts, first, rows = loop.split(values)
 
         def once(carry: Any, xs: Any) -> Any:
             results = body(*consts, *carry, *xs)
@@ -152,7 +151,6 @@ def _forward(call: Call, dropped: frozenset[int], stacks: tuple[int, ...], on_ho
             saved = [_to_host(c) for c in carry] if on_host else list(carry)
             return list(results[:n_carry]), ([ys[k] for k in left], saved)
 
-        first, rows = list(values[n_const : n_const + n_carry]), list(values[n_const + n_carry :])
         carry, (ys, saved) = _scan(call.eqn, once, first, rows)
         return [*carry, *ys, *saved]
 
@@ -164,15 +162,13 @@ def _backward(
     forward: Call, call: Call, dropped: frozenset[int], stacks: tuple[int, ...], on_host: bool
 ) -> Call:
     """A scan that computes the forward body again, from its stacked carries."""
-    n_const, n_carry = compat.scan_counts(call.eqn)
-    f_const, f_carry = compat.scan_counts(forward.eqn)
-    body = jex_core.jaxpr_as_fun(_closed(call.eqn.params["jaxpr"]))
-    again = jex_core.jaxpr_as_fun(_closed(forward.eqn.params["jaxpr"]))
+    loop, earlier = loop_of(call.eqn), loop_of(forward.eqn)
+    body, again = _iteration(loop), _iteration(earlier)
     place = {v: k for k, v in enumerate(forward.outs)}
-    rows = call.ins[n_const + n_carry :]
-    left = tuple(v for v in rows if v not in dropped)
-    f_rows = forward.ins[f_const + f_carry :]
-    cuts = np.cumsum([n_const, n_carry, len(left), f_const, len(f_rows)])
+    consts, carries, rows = loop.split(call.ins)
+    left = [v for v in rows if v not in dropped]
+    f_consts, _, f_rows = earlier.split(forward.ins)
+    cuts = np.cumsum([len(x) for x in (consts, carries, left, f_consts, f_rows)])
 
     def run(values: Sequence[Any]) -> list[Any]:
         parts = [list(values[a:b]) for a, b in zip((0, *cuts), (*cuts, None), strict=True)]
@@ -185,27 +181,26 @@ def _backward(
             given = iter(mine)
             full = [made[place[v]] if v in dropped else next(given) for v in rows]
             results = body(*consts, *carry, *full)
-            return list(results[:n_carry]), list(results[n_carry:])
+            return list(results[: loop.carries]), list(results[loop.carries :])
 
         carry, ys = _scan(call.eqn, once, first, (own, f_xs, saved))
         return [*carry, *ys]
 
-    ins = (*call.ins[: n_const + n_carry], *left, *forward.ins[:f_const], *f_rows, *stacks)
+    ins = (*consts, *carries, *left, *f_consts, *f_rows, *stacks)
     return Call(call.eqn, ins, call.outs, run, call.backward)
 
 
 def _looped(eqn: Any, inner: Leaves) -> Leaves:
     """A scan with another body of the same operands and results."""
-    n_const, n_carry = compat.scan_counts(eqn)
+    loop = loop_of(eqn)
 
     def run(values: Sequence[Any]) -> list[Any]:
-        consts = list(values[:n_const])
+        consts, first, rows = loop.split(values)
 
         def once(carry: Any, xs: Any) -> Any:
             results = inner([*consts, *carry, *xs])
-            return results[:n_carry], results[n_carry:]
+            return results[: loop.carries], results[loop.carries :]
 
-        first, rows = list(values[n_const : n_const + n_carry]), list(values[n_const + n_carry :])
         carry, ys = _scan(eqn, once, first, rows)
         return [*carry, *ys]
 
@@ -220,9 +215,12 @@ def _scan(eqn: Any, once: Callable[[Any, Any], Any], first: list[Any], rows: Any
         )
 
 
-def _closed(jaxpr: Any) -> Any:
-    """A jaxpr without constants, closed."""
-    return jaxpr if hasattr(jaxpr, "jaxpr") else jex_core.ClosedJaxpr(jaxpr, ())
+def _iteration(loop: Loop) -> Callable[..., Any]:
+    """The body of a scan, which has no constants of its own, as a function."""
+    jaxpr = loop.bodies[0].jaxpr
+    closed = jaxpr if hasattr(jaxpr, "jaxpr") else jex_core.ClosedJaxpr(jaxpr, ())
+    run: Callable[..., Any] = jex_core.jaxpr_as_fun(closed)
+    return run
 
 
 # ---- repeated blocks ------------------------------------------------------------------------
