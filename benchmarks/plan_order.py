@@ -9,7 +9,7 @@ priced by the planner and compiled for the TPU; the compiled module's time is
             + sum over collectives of wire bytes / (link bytes/s * links)
 
 with the compiler's own ``estimated_cycles`` (loops multiplied out), the clock of
-`executor.verify.aot.TPU_CLOCK_HZ`, wire bytes as in `executor.verify.hlo`, and for ``links`` one
+`executor.verify.aot.TPU_CLOCK_HZ`, wire bytes as in `executor.verify.hlo`; for ``links`` one
 link, one way, per torus dimension that the group spans (two where it wraps around), one for a
 permute. Nothing overlaps in this figure and a collective has no latency. Printed: both times,
 Kendall's tau between the two orders (tau-b, Kendall 1945), and the chosen plan's compiled time

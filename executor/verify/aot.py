@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from costmodels import Cluster
 from executor.run.compile import CompiledStep
 from executor.verify.gpu_targets import GPU_TARGETS, target_config
-from executor.verify.hlo import Module, read_module
+from executor.verify.hlo.collectives import Module, read_module
 from planner import compat
 from planner.errors import RequestError
 from planner.graph.trace import Traced

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from executor.run.compile import compile_plan
+from executor.verify.hlo.collectives import text_counts
 from planner.arguments.calls import bind
 from planner.plan.plan import Plan
-
-HLO_NAMES = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "collective-permute": "permute",
-}
 
 
 @dataclass(frozen=True)
@@ -37,13 +29,6 @@ class CheckReport:
     max_rel_difference: float
     planned: dict[str, int]
     compiled: dict[str, int]
-
-
-def compiled_collectives(text: str) -> dict[str, int]:
-    """Collectives in HLO text by kind (asynchronous pairs count once)."""
-    plain = re.sub(r"/\*.*?\*/", "", text)
-    found = re.findall(r"= [^=\n]*? (" + "|".join(HLO_NAMES) + r")(?:-start)?\(", plain)
-    return dict(sorted(Counter(HLO_NAMES[k] for k in found).items()))
 
 
 def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
@@ -75,4 +60,4 @@ def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
         worst_abs = max(worst_abs, gap)
         worst_rel = max(worst_rel, gap / max(scale, 1e-12))
     planned = dict(sorted(Counter(row.kind for row in plan.collectives).items()))
-    return CheckReport(worst_abs, worst_rel, planned, compiled_collectives(module.as_text() or ""))
+    return CheckReport(worst_abs, worst_rel, planned, text_counts(module.as_text() or ""))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from costmodels import Cluster
 from executor.verify.aot import TPU_CLOCK_HZ, Compiled, tpu_seconds
-from executor.verify.hlo import wire_bytes
+from executor.verify.hlo.collectives import wire_bytes
 from planner.plan.plan import Plan
 
 COMMUNICATION, MEMORY, COMPUTE = "communication", "memory", "compute"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from executor import check, compile_plan, measure, parallelize
-from executor.verify.check import compiled_collectives
+from executor.verify.hlo.collectives import text_counts
 from planner import make_plan
 from tests.executor.executor_steps import batch_of, large_args, plain_state, plain_step
 
@@ -42,15 +42,14 @@ all-reduce(%a, %b, %c, %d, %e, /*index=5*/%f), channel_id=2, to_apply=%region_0.
 
 
 def test_collectives_of_a_module_text():
-    assert compiled_collectives(CANNED) == {
+    assert text_counts(CANNED) == {
         "all_gather": 2,
         "all_reduce": 2,
         "all_to_all": 1,
         "permute": 1,
         "reduce_scatter": 1,
     }
-    assert compiled_collectives("ENTRY %main { ROOT %a = f32[] add(%b, %c) }") == {}
-    assert compiled_collectives("") == {}
+    assert text_counts("ENTRY %main {\n  ROOT %a = f32[] add(%b, %c)\n}\n") == {}
 
 
 def test_data_parallel_has_all_reduces_only():

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from executor import compile_plan
 from executor.cli import main as cli
 from executor.run.export import python_text
-from executor.verify.hlo import read_module
+from executor.verify.hlo.collectives import read_module
 from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import make_plan, shard
 from planner.graph.trace import abstract, trace

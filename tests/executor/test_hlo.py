@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from executor.verify.hlo import read_module, replica_groups, wire_bytes
-from executor.verify.hlo_text import parse_computations, trip_count, type_bytes
+from executor.verify.hlo.collectives import read_module, text_counts, wire_bytes
+from executor.verify.hlo.loops import trip_count
+from executor.verify.hlo.text import Instruction, parse, type_bytes
 
 LOOP = re.sub(
     r"CYCLES\((\d+)\)",
@@ -102,9 +103,9 @@ def test_condition_in_a_fusion_and_bound_in_the_state() -> None:
         "ROOT %less = pred[] compare(%i, %bound), direction=LT",
         "ROOT %less = pred[] fusion(%i), kind=kLoop, calls=%compare",
     )
-    computations, entry = parse_computations(fused)
-    caller = computations[entry]
-    assert trip_count(computations, caller, caller.instructions["loop"]) == 2  # 3 and 6
+    module = parse(fused)
+    caller = module.computations[module.entry]
+    assert trip_count(module.computations, caller, caller.instructions["loop"]) == 2  # 3 and 6
 
 
 def test_not_hlo() -> None:
@@ -129,7 +130,28 @@ def test_not_hlo() -> None:
     ],
 )
 def test_replica_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
-    assert replica_groups(f", channel_id=1, {text}", 8) == groups
+    at = Instruction("x", "f32[8]", "all-reduce", "%y", f", channel_id=1, {text}")
+    assert at.groups(8) == groups
+    assert at.channel == "1"
+
+
+def test_names_and_texts_do_not_look_like_attributes() -> None:
+    """A scope of the user's may have any name."""
+    behind = (
+        ', calls=%real, frontend_attributes={note="a, calls=%no, chain_id=1"}'
+        ', metadata={op_name="jit(f)/to_apply=%no/\\", index=7, calls=%no" source_line=3}'
+        ', backend_config={"known_trip_count":{"n":"5"},"text":"}, calls=%no"}'
+    )
+    at = Instruction("x", "f32[]", "while", "%y", behind)
+    assert at.callees == ("real",)
+    assert (at.applied, at.index, at.chain, at.trips, at.cycles) == ("", None, "", 5, 0)
+
+
+def test_counts_of_the_text() -> None:
+    """Each collective once, whatever loop or branch it is in."""
+    assert text_counts(LOOP) == {"all_gather": 1, "all_reduce": 1, "permute": 1}
+    with pytest.raises(ValueError, match="no ENTRY"):
+        text_counts("")
 
 
 def test_type_bytes() -> None:

@@ -1,4 +1,12 @@
-"""HLO text -> computations and instructions; how often a loop runs."""
+"""HLO text -> computations and instructions: the one reader of HLO text.
+
+``jax.stages.Compiled.as_text()`` is all that JAX says publicly of a compiled module. jaxlib has a
+parser (``Compiled.runtime_executable().hlo_modules()``), but in a private module, and there an
+instruction has a name, an opcode and operands; shapes and attributes are text again (jaxlib 0.10).
+
+An instruction is a line ``name = type opcode(operands), attribute=value, ...``. What others need of
+types and attributes are properties here; they are read when they are needed.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +14,30 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Groups = tuple[tuple[int, ...], ...]
+"""Device numbers, group by group."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _PAREN = re.compile(r"[()]")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,<=\s]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_LISTED = re.compile(r"[\w.\-]+")
+_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[\[({]|[\])}]|, ?([\w\-]+)=')
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_PAIR = re.compile(r"\{(\d+),(\d+)\}")
+
+_CALLED = ("calls", "body", "true_computation", "false_computation")
+_CALLED_LISTS = ("branch_computations", "called_computations")
+_RUNS = re.compile(rf"(?:{'|'.join((*_CALLED, *_CALLED_LISTS))})=")
 
 # Bits of an element; sub-byte types are packed.
 _BITS = {
@@ -25,13 +49,126 @@ _BITS = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: ``name = type opcode(operands), attributes``."""
+    """One line; ``inside`` is the text in its parentheses, ``behind`` the text after them."""
 
     name: str
     type: str
     opcode: str
-    operands: str
-    attributes: str
+    inside: str
+    behind: str
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the instructions whose results this one reads."""
+        return tuple(_OPERAND.findall(self.inside))
+
+    @cached_property
+    def attributes(self) -> Mapping[str, str]:
+        """Values as text, by name."""
+        return _attributes(self.behind)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result on one device, without padding."""
+        return type_bytes(self.type)
+
+    @property
+    def number(self) -> int | None:
+        """Of an integer constant its value, of a parameter its position."""
+        text = self.inside.strip()
+        return int(text) if text.removeprefix("-").isdecimal() else None
+
+    @property
+    def callees(self) -> tuple[str, ...]:
+        """Computations that it runs: bodies and branches, not conditions and ``applied``."""
+        if not _RUNS.search(self.behind):  # of most; saves reading the attributes
+            return ()
+        names = [self.callee(key) for key in _CALLED]
+        for key in _CALLED_LISTS:
+            names += _LISTED.findall(self.attributes.get(key, ""))
+        return tuple(name for name in names if name)
+
+    def callee(self, attribute: str) -> str:
+        """The computation that an attribute names, or ``""``."""
+        return self.attributes.get(attribute, "").strip().removeprefix("%")
+
+    @property
+    def applied(self) -> str:
+        """The computation of a call, or that a reduction combines two elements by, or ``""``."""
+        return self.callee("to_apply")
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop runs, where the compiler wrote it."""
+        found = _TRIPS.search(self.attributes.get("backend_config", ""))
+        return int(found.group(1)) if found else None
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate (TPU); 0 elsewhere."""
+        if "estimated_cycles" not in self.behind:
+            return 0
+        found = _CYCLES.search(self.attributes.get("backend_config", ""))
+        return int(found.group(1)) if found else 0
+
+    @property
+    def index(self) -> int | None:
+        """Which element of a tuple it takes."""
+        text = self.attributes.get("index", "")
+        return int(text) if text.isdecimal() else None
+
+    @property
+    def direction(self) -> str:
+        """Of a comparison: ``LT``, ``LE`` and so on."""
+        return self.attributes.get("direction", "")
+
+    @property
+    def target(self) -> str:
+        """Of a custom call: what it calls."""
+        return self.attributes.get("custom_call_target", "").strip('"')
+
+    @property
+    def channel(self) -> str:
+        """The number of its channel, or ``""``."""
+        return self.attributes.get("channel_id", "")
+
+    @property
+    def chain(self) -> str:
+        """The number of the chain of fusions that it is a part of (TPU), or ``""``."""
+        inner = self.attributes.get("frontend_attributes", "")
+        return _attributes(f",{inner[1:-1]}").get("chain_id", "").strip('"')
+
+    @property
+    def op_name(self) -> str:
+        """The operation of the step that it comes from."""
+        found = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return found.group(1) if found else ""
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Of a permute: (source, target) device numbers."""
+        found = _PAIR.findall(self.attributes.get("source_target_pairs", ""))
+        return tuple((int(a), int(b)) for a, b in found)
+
+    def groups(self, devices: int) -> Groups:
+        """Device numbers of each group of a collective among ``devices``, in any of HLO's three
+        notations.
+
+        ``{{0,1},{2,3}}``; ``[2,4]<=[4,2]T(1,0)``: the numbers from 0, in that shape, transposed, in
+        two groups of four; ``mesh['a'=2,'b'=4] {'b'}``: groups along the named axes of that mesh,
+        of which ``'b':(2)2`` is a part. ``{}`` is one group of all.
+        """
+        text = self.attributes.get("replica_groups", "{}")
+        if text.startswith("{{"):
+            rows = re.findall(r"\{([\d,]+)\}", text)
+            return tuple(tuple(map(int, row.split(","))) for row in rows)
+        if text.startswith("mesh["):
+            return _mesh_groups(text, self.attributes.get("device_ids", ""))
+        iota = re.match(r"\[(\d+),(\d+)\]<=(.*)", text)
+        if iota:
+            numbers = _iota(iota.group(3)).reshape(int(iota.group(1)), int(iota.group(2)))
+            return tuple(tuple(row) for row in numbers.tolist())
+        return (tuple(range(devices)),)
 
 
 @dataclass(frozen=True)
@@ -39,15 +176,30 @@ class Computation:
     """A computation: its instructions by name in order, and the name of its root."""
 
     name: str
-    instructions: dict[str, Instruction]
+    instructions: Mapping[str, Instruction]
     root: str
 
+    def operand_bytes(self, at: Instruction) -> int:
+        """Bytes of all operands of an instruction on one device, without padding."""
+        known = self.instructions
+        return sum(known[name].nbytes for name in at.operands if name in known)
 
-def parse_computations(text: str) -> tuple[dict[str, Computation], str]:
-    """Computations of a module by name, and the entry's name.
+
+@dataclass(frozen=True)
+class HloModule:
+    """A module: its computations by name, the name of the first one to run, and for how many
+    devices it was partitioned."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+    partitions: int
+
+
+def parse(text: str) -> HloModule:
+    """Read the text of a module.
 
     Raises:
-        ValueError: no entry computation.
+        ValueError: not HLO text: no entry computation.
     """
     found: dict[str, Computation] = {}
     entry = name = root = ""
@@ -69,7 +221,8 @@ def parse_computations(text: str) -> tuple[dict[str, Computation], str]:
                 root = instruction.name if at.group(1) else root
     if not entry:
         raise ValueError("not the text of an HLO module: no ENTRY computation")
-    return found, entry
+    partitions = _PARTITIONS.search(text[: text.find("\n")])
+    return HloModule(found, entry, int(partitions.group(1)) if partitions else 1)
 
 
 def _instruction(name: str, rest: str) -> Instruction:
@@ -92,15 +245,22 @@ def _closing(text: str, opened: int) -> int:
     return len(text)
 
 
-def operand_names(at: Instruction) -> list[str]:
-    """Names of the instructions whose results this one reads."""
-    return _OPERAND.findall(at.operands)
-
-
-def operand_bytes(computation: Computation, at: Instruction) -> int:
-    """Bytes of all operands on one device, without padding."""
-    known = computation.instructions
-    return sum(type_bytes(known[name].type) for name in operand_names(at) if name in known)
+def _attributes(text: str) -> dict[str, str]:
+    """``, name=value, ...`` split where no bracket and no quote is open."""
+    found: dict[str, str] = {}
+    name, start, depth = "", 0, 0
+    for part in _PART.finditer(text):
+        first = part.group()[0]
+        if first in "[({":
+            depth += 1
+        elif first in "])}":
+            depth -= 1
+        elif first == "," and depth == 0:
+            found[name] = text[start : part.start()]
+            name, start = part.group(1), part.end()
+    found[name] = text[start:]
+    found.pop("", None)
+    return found
 
 
 def type_bytes(text: str) -> int:
@@ -117,121 +277,36 @@ def _bits(kind: str) -> int:
     return _BITS.get(kind, 8 if kind.startswith("f8") else 4 if kind.startswith("f4") else 0)
 
 
-def trip_count(
-    computations: Mapping[str, Computation], caller: Computation, loop: Instruction
-) -> int | None:
-    """How often a ``while`` runs, or None.
-
-    From ``known_trip_count`` where the compiler wrote it; else from a condition ``counter < bound``
-    with constant bound, start (0 where it can't be seen) and step (1 likewise).
-    """
-    known = _TRIPS.search(loop.attributes)
-    if known:
-        return int(known.group(1))
-    names = dict(re.findall(r"(condition|body)=%?([\w.\-]+)", loop.attributes))
-    condition, body = (computations.get(names.get(part, "")) for part in ("condition", "body"))
-    test = None if condition is None else _test(computations, condition)
-    if condition is None or body is None or test is None or test.direction not in ("LT", "LE"):
-        return None
-    counter = _element(condition, test.left)
-    bound = test.right if isinstance(test.right, int) else _constant(condition, test.right)
-    if bound is None and isinstance(test.right, str):
-        held = _element(condition, test.right)
-        bound = None if held is None else _initial(caller, loop, held)
-    if counter is None or bound is None:
-        return None
-    span = bound + (test.direction == "LE") - (_initial(caller, loop, counter) or 0)
-    return max(0, -(-span // (_step(body, counter) or 1)))
+def _iota(text: str) -> NDArray[np.int64]:
+    """``[4,2]T(1,0)``: 0, 1, ... in that shape, transposed, flat."""
+    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        raise ValueError(f"cannot read device numbers {text[:60]!r}")
+    shape = [int(n) for n in found.group(1).split(",")]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    if found.group(2):
+        numbers = numbers.transpose([int(n) for n in found.group(2).split(",")])
+    return numbers.reshape(-1)
 
 
-@dataclass(frozen=True)
-class _Test:
-    """``left direction right``, by names in the loop's condition; ``right`` may be a number."""
-
-    left: str
-    right: str | int
-    direction: str
-
-
-def _test(computations: Mapping[str, Computation], condition: Computation) -> _Test | None:
-    """The comparison that a condition returns, also where it stands in a fusion."""
-    root = condition.instructions.get(condition.root)
-    if root is None:
-        return None
-    callee, given = condition, None
-    if root.opcode in ("fusion", "call"):
-        inner = re.search(r"(?:calls|to_apply)=%?([\w.\-]+)", root.attributes)
-        found = computations.get(inner.group(1)) if inner else None
-        if found is None:
-            return None
-        callee, given = found, operand_names(root)
-        root = callee.instructions.get(callee.root)
-    direction = re.search(r"direction=(\w+)", root.attributes) if root else None
-    if root is None or root.opcode != "compare" or direction is None:
-        return None
-
-    def outside(name: str) -> str | int | None:
-        at = callee.instructions[name]
-        if given is None:
-            return name
-        if at.opcode == "constant":
-            return _number(at)
-        return given[int(at.operands)] if at.opcode == "parameter" else None
-
-    left, right = (outside(name) for name in operand_names(root)[:2])
-    if not isinstance(left, str) or right is None:
-        return None
-    return _Test(left, right, direction.group(1))
-
-
-def _followed(computation: Computation, name: str) -> Instruction | None:
-    """The instruction that makes a value, copies and conversions passed over."""
-    at = computation.instructions.get(name)
-    while at is not None and at.opcode in _PASSED_ON:
-        at = computation.instructions.get(next(iter(operand_names(at)), ""))
-    return at
-
-
-def _number(at: Instruction) -> int | None:
-    return int(at.operands) if re.fullmatch(r"-?\d+", at.operands.strip()) else None
-
-
-def _constant(computation: Computation, name: str) -> int | None:
-    at = _followed(computation, name)
-    return _number(at) if at is not None and at.opcode == "constant" else None
-
-
-def _element(computation: Computation, name: str) -> int | None:
-    """Which element of the computation's parameter a value is."""
-    at = _followed(computation, name)
-    if at is None or at.opcode != "get-tuple-element":
-        return None
-    source = computation.instructions.get(operand_names(at)[0])
-    found = re.search(r"index=(\d+)", at.attributes)
-    if source is None or source.opcode != "parameter" or found is None:
-        return None
-    return int(found.group(1))
-
-
-def _initial(caller: Computation, loop: Instruction, element: int) -> int | None:
-    """The constant that an element of the loop's state starts with."""
-    at = _followed(caller, operand_names(loop)[0])
-    if at is None or at.opcode != "tuple":
-        return None
-    return _constant(caller, operand_names(at)[element])
-
-
-def _step(body: Computation, element: int) -> int | None:
-    """The constant that the body adds to an element of its state."""
-    root = body.instructions.get(body.root)
-    if root is None or root.opcode != "tuple":
-        return None
-    at = _followed(body, operand_names(root)[element])
-    if at is None or at.opcode != "add":
-        return None
-    parts = operand_names(at)
-    for this, other in (parts, parts[::-1]):
-        step = _constant(body, other)
-        if step and _element(body, this) == element:
-            return step
-    return None
+def _mesh_groups(text: str, device_ids: str) -> Groups:
+    """Groups along axes of a mesh; the axes stand behind ``device_ids`` where there are any."""
+    axes = re.findall(r"'([^']+)'=(\d+)", text[: text.index("]")])
+    sizes = {name: int(size) for name, size in axes}
+    numbers = _iota(device_ids[1:]) if device_ids else np.arange(math.prod(sizes.values()))
+    along = device_ids or text
+    chosen = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", along[along.rindex("{") :])
+    shape: list[int] = []
+    grouped: list[int] = []
+    for name, size in sizes.items():
+        parts = sorted((int(pre or 1), int(part or size)) for n, pre, part in chosen if n == name)
+        done = 1
+        for pre, part in parts:
+            shape += [pre // done, part]
+            grouped.append(len(shape) - 1)
+            done = pre * part
+        shape.append(size // done)
+    rest = [i for i in range(len(shape)) if i not in grouped]
+    members = math.prod(shape[i] for i in grouped)
+    rows = numbers.reshape(shape).transpose(rest + grouped).reshape(-1, members)
+    return tuple(tuple(row) for row in rows.tolist())
