@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from planner.errors import RequestError
-from planner.graph.jaxpr.walk import Body, Walk
+from planner.graph.jaxpr.depends import NONE, depends
 from planner.graph.lookups.rows import on_rows
 from planner.graph.lookups.tables import LookUps
 from planner.graph.trace import abstract
@@ -108,7 +108,8 @@ def looks_across(split: Split, optimizer: Any, params: Any) -> str | None:
     away = [k in split.remote for k in range(count)]
     before = [False] * len(jax.tree_util.tree_leaves(state))
     while True:
-        touched = _Touched().run(closed, [*away, *before, *away])
+        marks = [frozenset({0}) if mark else NONE for mark in (*away, *before, *away)]
+        touched = [bool(names) for names in depends(closed, marks)]
         updates, after = touched[:count], touched[count:]
         if after == before or len(after) != len(before):
             break
@@ -132,28 +133,6 @@ def check_across(split: Split, optimizer: Any, params: Any) -> None:
             "use optax.masked for that part of the optimizer, to have it look at what stays here "
             "alone, or keep all parameters here (placement={'': 'spmd'})"
         )
-
-
-class _Touched(Walk[bool]):
-    """Whether a value depends on the arguments that are marked."""
-
-    def const(self, var: Any, value: Any) -> bool:
-        return False
-
-    def literal(self, atom: Any) -> bool:
-        return False
-
-    def equation(self, eqn: Any, ins: list[bool]) -> Sequence[bool]:
-        return super().equation(eqn, ins) if any(ins) else [False] * len(eqn.outvars)
-
-    def operation(self, eqn: Any, ins: list[bool]) -> Sequence[bool]:
-        return [True] * len(eqn.outvars)
-
-    def cond(self, eqn: Any, ins: list[bool], branches: tuple[Body, ...]) -> Sequence[bool]:
-        if ins[0]:
-            return self.operation(eqn, ins)
-        each = [self.run(body.jaxpr, body.args(ins)) for body in branches]
-        return [any(marks) for marks in zip(*each, strict=True)]
 
 
 def step_args(

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from executor.launch.job import free_port
 from executor.parameter_server.worker.worker import ParameterServer
 from executor.processes import bootstrap
-from planner import compat
 from planner.errors import RequestError
+from planner.graph.jaxpr.depends import NONE, depends
 
 Array = NDArray[Any]
 
@@ -161,12 +161,10 @@ def _spread(size: int | None, sharding: jax.sharding.Sharding) -> Any:
 
 def needed(function: Any, batch: Sequence[Any]) -> tuple[bool, ...]:
     """Which arrays of a batch ``function(*batch)`` depends on."""
-    jaxpr = compat.body(jax.make_jaxpr(function)(*batch))
-    wanted = {v for v in jaxpr.outvars if not compat.is_literal(v)}
-    for eqn in reversed(jaxpr.eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            wanted.update(v for v in eqn.invars if not compat.is_literal(v))
-    return tuple(v in wanted for v in jaxpr.invars)
+    jaxpr = jax.make_jaxpr(function)(*batch)
+    count = len(jaxpr.in_avals)
+    wanted = NONE.union(*depends(jaxpr, [frozenset({k}) for k in range(count)]))
+    return tuple(k in wanted for k in range(count))
 
 
 def on_host(batch: Sequence[Any], wanted: Sequence[bool]) -> Any:

@@ -15,6 +15,7 @@ from executor import compile_plan
 from planner import compat, make_plan
 from planner.advice.flat import flatten
 from planner.graph.jaxpr import walk
+from planner.graph.jaxpr.depends import depends
 from planner.graph.jaxpr.places import PlacedWalk
 from planner.graph.jaxpr.walk import Body, Loop, Walk
 from planner.graph.lookups.tables import find_lookups
@@ -93,6 +94,18 @@ def test_bodies_take_the_right_operands(function: Any) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_results_depend_on_what_they_are_computed_from() -> None:
+    def function(a: Any, b: Any, c: Any, k: Any) -> Any:
+        apart = jax.jit(lambda x, y: (x * 2, y + 1))(a, b)
+        either = jax.lax.cond(k > 0, lambda x, y: (x, y), lambda x, y: (x * x, x), a, c)
+        looped = jax.lax.fori_loop(0, 3, lambda _, x: x * b, c)
+        return *apart, *either, looped, jnp.ones(2)
+
+    closed, _ = compat.make_jaxpr(function, (1.0, 2.0, 3.0, 4))
+    found = depends(closed, [frozenset({k}) for k in range(4)])
+    assert [sorted(x) for x in found] == [[0], [1], [0, 3], [0, 2, 3], [1, 2], []]
 
 
 class Named(PlacedWalk[Any]):
