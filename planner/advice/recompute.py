@@ -26,9 +26,9 @@ from jax.extend import core as jex_core
 
 from planner import compat
 from planner.advice.flat import Call, FlatJaxpr, execute, flatten, nbytes
-from planner.graph.labels.blocks import blocks_of
 from planner.graph.jaxpr.places import user_line, user_lines
 from planner.graph.jaxpr.walk import Loop, loop_of
+from planner.graph.labels.blocks import blocks_of
 from planner.graph.trace import Traced
 
 Leaves = Callable[[Sequence[Any]], list[Any]]
