@@ -29,11 +29,10 @@ from planner.graph.ir import Graph
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.extract import Extraction
 from planner.plan.honored import honored
-from planner.plan.plan import MeshRow, Plan, SearchReport, rounded
+from planner.plan.plan import MeshRow, Plan, SearchReport, Verdict, rounded
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.report.shortage import shortage_text
 from planner.report.units import bytes_text
-from planner.report.verdict import pruned_text, unfit_text
 from planner.request.marks import all_pins, placed_mesh
 from planner.request.options import (
     Options,
@@ -333,14 +332,13 @@ def _mesh_row(
     """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
     known = math.isfinite(solution.cost_s)
     if solution is best:
-        verdict = "chosen"
+        verdict = Verdict.CHOSEN
     elif not solution.choice:
-        verdict = pruned_text(solution.lower_bound_s, best.cost_s)
+        verdict = Verdict.PRUNED
     elif not solution.feasible:
-        scalars = priced.analysis.scalar_bytes
-        verdict = unfit_text(solution.peak_bytes + scalars, priced.limit_bytes)
+        verdict = Verdict.UNFIT
     else:
-        verdict = f"{solution.cost_s / max(best.cost_s, 1e-300):.2f}x the chosen one's time"
+        verdict = Verdict.SLOWER
     return MeshRow(
         str(mesh) if names or solution is best else "x".join(map(str, mesh.sizes)),
         solution.cost_s if known else -1.0,

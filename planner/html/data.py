@@ -17,7 +17,7 @@ from planner.plan.plan import Leaf, Plan
 from planner.planning import Planned
 from planner.report.fold import common_path, is_optimizer_state, pattern
 from planner.report.units import array_text
-from planner.report.verdict import choice_text, proof_text
+from planner.report.verdict import choice_text, mesh_text, proof_text
 from planner.spec import MeshSpec
 
 MOST_DEVICES = {"hierarchy": 128, "torus": 256}
@@ -164,7 +164,8 @@ def report_data(
         planning_s=plan.planning_s,
         wiring=_wiring(priced.model.cluster, plan.mesh),
         meshes=tuple(
-            (m.mesh, m.cost_s, m.lower_bound_s, m.peak_bytes, m.verdict) for m in plan.meshes
+            (m.mesh, m.cost_s, m.lower_bound_s, m.peak_bytes, mesh_text(m, plan))
+            for m in plan.meshes
         ),
         segments=segments(extraction, seconds, sent),
         step=step_in_time(extraction, prediction, found, seconds, sent, texts),

@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,17 @@ class PinRow:
     first: str
 
 
+class Verdict(StrEnum):
+    """What became of a mesh; ``planner.report.verdict`` has the words."""
+
+    CHOSEN = "chosen"
+    SLOWER = "slower"
+    UNFIT = "unfit"
+    """The best plan found on it takes more memory than a device has."""
+    PRUNED = "pruned"
+    """No plan was looked for: its bound alone puts it out of the question."""
+
+
 @dataclass(frozen=True)
 class MeshRow:
     """A logical mesh that was tried, and why it was kept or left."""
@@ -111,7 +123,7 @@ class MeshRow:
     cost_s: float
     lower_bound_s: float
     peak_bytes: float
-    verdict: str
+    verdict: Verdict
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from planner.plan.plan import (
     Plan,
     Prediction,
     SearchReport,
+    Verdict,
 )
 from planner.spec import AXIS_NAME, MeshSpec, Sharding
 
@@ -258,13 +259,27 @@ _COLLECTIVE = record(
     source=LINE,
     cause=LINE,
 )
+
+
+def verdict(value: Any) -> Verdict:
+    """What became of a mesh; files of before November 2026 say it in words."""
+    words = LINE(value)
+    if words.startswith("does not fit"):
+        return Verdict.UNFIT
+    if words.startswith("pruned"):
+        return Verdict.PRUNED
+    if words.endswith("x the chosen one's time"):
+        return Verdict.SLOWER
+    return Verdict(one_of(*Verdict)(words))
+
+
 _MESH_ROW = record(
     MeshRow,
     mesh=LINE,
     cost_s=number(),
     lower_bound_s=number(missing=-math.inf),
     peak_bytes=number(),
-    verdict=LINE,
+    verdict=verdict,
 )
 _PREDICTION = record(
     Prediction,
@@ -370,7 +385,7 @@ def _operations(plan: Plan) -> Iterator[Fault]:
 
 def _choice(plan: Plan) -> Iterator[Fault]:
     """Of the meshes tried, one was chosen."""
-    chosen = sum(row.verdict == "chosen" for row in plan.meshes)
+    chosen = sum(row.verdict is Verdict.CHOSEN for row in plan.meshes)
     if plan.meshes and chosen != 1:
         yield "meshes", f"{chosen} rows are 'chosen', expected one"
 

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan.plan import Plan
+from planner.plan.plan import Plan, Verdict
 from planner.report.fold import (
     LeafRow,
     common_start,
@@ -36,7 +36,7 @@ from planner.report.units import (
     percent_text,
     time_text,
 )
-from planner.report.verdict import UNFIT, choice_text, devices_text, proof_text
+from planner.report.verdict import choice_text, devices_text, mesh_text, proof_text
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
@@ -110,8 +110,8 @@ def _meshes(plan: Plan) -> Table:
     order = sorted(
         plan.meshes,
         key=lambda m: (
-            m.verdict != "chosen",
-            m.verdict.startswith(UNFIT),
+            m.verdict is not Verdict.CHOSEN,
+            m.verdict is Verdict.UNFIT,
             m.cost_s < 0,
             m.cost_s,
             m.lower_bound_s,
@@ -124,8 +124,8 @@ def _meshes(plan: Plan) -> Table:
             time_text(m.cost_s) if m.cost_s >= 0 else "-",
             time_text(m.lower_bound_s),
             bytes_text(m.peak_bytes) if m.peak_bytes >= 0 else "-",
-            m.verdict,
-            style="green" if m.verdict == "chosen" else "",
+            mesh_text(m, plan),
+            style="green" if m.verdict is Verdict.CHOSEN else "",
         )
     return table
 

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.plan.plan import MeshRow, Plan
+from planner.plan.plan import MeshRow, Plan, Verdict
 from planner.report.units import bytes_text, time_text
 
-UNFIT = "does not fit"
-PRUNED = "pruned"
+
+def mesh_text(row: MeshRow, plan: Plan) -> str:
+    """What became of a mesh of a plan, in words."""
+    best_s = plan.search.cost_s
+    match row.verdict:
+        case Verdict.UNFIT:
+            has = bytes_text(plan.prediction.limit_bytes)
+            return f"does not fit: needs {bytes_text(row.peak_bytes)}, has {has}"
+        case Verdict.PRUNED:
+            return _pruned_text(row.lower_bound_s, best_s)
+        case Verdict.SLOWER:
+            return f"{row.cost_s / max(best_s, 1e-300):.2f}x the chosen one's time"
+        case Verdict.CHOSEN:
+            return "chosen"
 
 
-def unfit_text(needs_bytes: float, has_bytes: float) -> str:
-    """The best plan found on the mesh takes more memory than a device has."""
-    return f"{UNFIT}: needs {bytes_text(needs_bytes)}, has {bytes_text(has_bytes)}"
-
-
-def pruned_text(bound_s: float, best_s: float) -> str:
-    """No plan was looked for: the bound alone puts the mesh out of the question.
-
-    Either it is not below the best plan's time, or so little below it that the best plan's mesh,
-    which has fewer axes, would be taken all the same.
-    """
+def _pruned_text(bound_s: float, best_s: float) -> str:
+    """The bound is not below the best plan's time, or so little below it that the best plan's mesh,
+    which has fewer axes, would be taken all the same."""
     if bound_s >= best_s:
-        return f"{PRUNED}: bound {time_text(bound_s)} above the best {time_text(best_s)}"
+        return f"pruned: bound {time_text(bound_s)} above the best {time_text(best_s)}"
     gain = 100.0 * (1.0 - bound_s / best_s)
-    return f"{PRUNED}: at most {gain:.2g} % faster, for another axis"
+    return f"pruned: at most {gain:.2g} % faster, for another axis"
 
 
 def proof_text(plan: Plan) -> str:
@@ -53,10 +57,10 @@ def choice_text(meshes: Sequence[MeshRow]) -> str:
     """Why the chosen mesh was chosen."""
     if len(meshes) < 2:
         return "the only one tried"
-    unfit = sum(row.verdict.startswith(UNFIT) for row in meshes)
-    pruned = sum(row.verdict.startswith(PRUNED) for row in meshes)
-    chosen = next(m for m in meshes if m.verdict == "chosen")
-    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and not m.verdict.startswith(UNFIT)]
+    unfit = sum(row.verdict is Verdict.UNFIT for row in meshes)
+    pruned = sum(row.verdict is Verdict.PRUNED for row in meshes)
+    chosen = next(m for m in meshes if m.verdict is Verdict.CHOSEN)
+    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict is not Verdict.UNFIT]
     fastest = min(fitting, default=chosen.cost_s)
     text = f"the fastest of {len(meshes)} tried"
     if chosen.cost_s > fastest * (1.0 + 1e-6):
