@@ -28,6 +28,9 @@ MODES = (
 )
 
 
+DEFAULT_SEARCH = "auto"
+"""The search where none is named; one of ``planner.search.SEARCHES``."""
+
 PROPAGATION = "sharding_propagation"
 """The search that only completes what is marked, with the least resharding."""
 
@@ -49,7 +52,7 @@ class ParallelMode:
     """
 
     mode: str = "AUTO_PARALLEL"
-    search: str = "auto"
+    search: str = DEFAULT_SEARCH
     update: str = "sync"
     staleness: int = 0
 
@@ -58,7 +61,7 @@ _current = ParallelMode()
 
 
 def set_parallel_mode(
-    mode: str, *, search: str = "auto", update: str = "sync", staleness: int = 0
+    mode: str, *, search: str = DEFAULT_SEARCH, update: str = "sync", staleness: int = 0
 ) -> ParallelMode:
     """Set the mode that ``parallelize`` and ``make_plan`` use when none is given.
 

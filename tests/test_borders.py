@@ -45,7 +45,11 @@ def test_the_borders_hold(tree: Path) -> None:
     ("file", "line", "named"),
     [
         ("planner/cost/pricing.py", "import jax", "planner.cost.pricing -> jax"),
-        ("planner/search/brute.py", "import planner.space.groups", "planner.search.brute"),
+        (
+            "planner/search/searches/brute.py",
+            "import planner.space.groups",
+            "planner.search.searches.brute",
+        ),
         ("planner/graph/ir.py", "import planner.cost.rates", "planner.graph.ir"),
         ("planner/rules/key.py", "import costmodels", "planner.rules.key -> costmodels"),
         ("planner/report/units.py", "import executor.run.mesh", "planner.report.units"),

@@ -12,6 +12,7 @@ from executor.cli import main as executor_cli
 from executor.cli import verify as cli_verify
 from planner.cli import main as cli
 from planner.cli import search as cli_search
+from planner.modes import PROPAGATION
 from planner.plan.plan import FORMAT, Plan
 from planner.request.options import OPTIONS
 from planner.search import SEARCHES
@@ -144,3 +145,8 @@ def test_plan_format_page_lists_every_field() -> None:
 def test_readme_names_every_search() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in SEARCHES if f"`{name}`" not in readme] == []
+
+
+def test_the_guide_to_the_searches_has_a_row_for_each() -> None:
+    page = (ROOT / "docs" / "how-to" / "choose-a-search.md").read_text(encoding="utf-8")
+    assert [name for name in (*SEARCHES, PROPAGATION) if f"\n| `{name}` |" not in page] == []

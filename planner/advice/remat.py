@@ -25,11 +25,11 @@ from planner.graph.ir import SCALAR
 from planner.plan.extract import Extraction
 from planner.report.shortage import Relief
 from planner.request.options import Request
-from planner.search import recursive_programming
 from planner.search.local.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
 from planner.step.buffers import Buffer, in_pool
 from planner.step.kernels.costs import PRODUCTS
+from planner.search.registry import FAST, SEARCHES
 
 SEARCH_S = 3.0
 """Seconds for a plan without what is dropped."""
@@ -119,7 +119,7 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
     problem = cut_out(priced, dropped.taken).problem
     step_s, peak, _ = evaluate(problem, least.choice)
     if request.mode == "AUTO_PARALLEL":  # what is cheap under the limit may be another choice now
-        found = recursive_programming(problem, time_limit_s=SEARCH_S)
+        found = SEARCHES[FAST](problem, time_limit_s=SEARCH_S)
         if found.feasible:
             step_s, peak = found.cost_s, found.peak_bytes
     note = "an estimate; the step includes the operations done again"

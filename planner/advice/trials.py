@@ -13,6 +13,7 @@ from planner.errors import PinError
 from planner.report.shortage import Relief
 from planner.request.options import Request
 from planner.search.problem import profile_of
+from planner.search.registry import FAST
 from planner.space.host_memory import Offload
 from planner.step.analysis import Analysis
 from planner.step.buffers import Port, in_pool
@@ -27,7 +28,7 @@ MOST_DEVICES = 1 << 14
 
 def tried_out(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Tried | None:
     """The best plan of the fast search, or None when the pins can't hold."""
-    fast = dataclasses.replace(request, search="recursive_programming", time_limit_s=TRIAL_S)
+    fast = dataclasses.replace(request, search=FAST, time_limit_s=TRIAL_S)
     try:
         return choose(search_meshes(quotient, pins, fast))
     except PinError:

@@ -16,8 +16,9 @@ from planner.errors import PinError, RequestError
 from planner.modes import PROPAGATION
 from planner.request.options import Request
 from planner.request.pins import Mask
-from planner.search import SEARCHES, lower_bound
 from planner.search.problem import Problem, Solution, evaluate, fits, make_solution
+from planner.search.registry import FAST, QUICK, WHOLE, solve
+from planner.search.relax.bound import lower_bound
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis, ideal_s
 from planner.step.classes import Quotient
@@ -35,21 +36,13 @@ CLOSED = 1e-6
 """Relative gap at which a choice on the quotient is taken for the optimum."""
 SWEEPS = 48
 """Diffusion sweeps on the quotient to get there."""
-FAST = "recursive_programming"
-"""The search that compares meshes."""
-QUICK = frozenset({"auto"})
-"""Searches that take the fast search's answer: on a given mesh, where its bound proves it; where
-meshes are compared, where no plan can be faster by more than that comparison's own margin."""
 AUTO_S = 1.0
-"""Counted effort, in seconds, of these on the mesh that was picked where more than that is open."""
+"""Counted effort, in seconds, of the quick searches on the mesh that was picked, where more than
+their margin is open."""
 FEW = 40
-"""Groups up to which these run on every leader: an elimination is then a matter of moments."""
+"""Groups up to which the quick searches run on every leader: an elimination then takes moments."""
 FAILURES = 6
 """Meshes that may fail for memory without counting as leaders."""
-WHOLE = frozenset({"ilp", "brute"})
-"""Searches that prove optima in ways that say nothing about the whole step when run on its
-quotient; they get the whole step."""
-
 
 Tried = tuple[Priced, Solution]
 
@@ -59,9 +52,9 @@ def _solve(name: str, problem: Problem, request: Request) -> Solution:
     if not problem.cost_s:
         return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
     name = FAST if name == PROPAGATION else name
-    counted = {} if math.isinf(request.effort_s) or name == FAST else {"effort_s": request.effort_s}
+    counted = {} if math.isinf(request.effort_s) else {"effort_s": request.effort_s}
     try:
-        return SEARCHES[name](problem, time_limit_s=request.time_limit_s, **counted)
+        return solve(name, problem, request.time_limit_s, counted)
     except ValueError as error:
         raise RequestError(f"search {name}: {error}; choose another search") from error
 
@@ -162,7 +155,7 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
 def _named(tried: Tried, request: Request) -> Tried:
     """A proved answer of the fast search under the name of the search that was asked for."""
     priced, solution = tried
-    if request.search not in QUICK or ":" in solution.search:
+    if request.search not in QUICK or solution.search != FAST:
         return tried
     why = f"{solution.search} is enough, its own bound leaves {100 * max(solution.gap, 0.0):.2g} %"
     return priced, dataclasses.replace(
@@ -318,7 +311,7 @@ def _attempt(
         priced = unfolded(quotient, priced)
     if not request.spreads:
         solution = _solve(search, priced.problem, request)
-        return priced, _bounded(priced.problem, solution)
+        return priced, _bounded(priced.problem, solution, search)
     asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
     surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
     spread = dataclasses.replace(priced, change_s=surcharge)
@@ -337,9 +330,9 @@ def _attempt(
     )
 
 
-def _bounded(problem: Problem, solution: Solution) -> Solution:
+def _bounded(problem: Problem, solution: Solution, search: str) -> Solution:
     """The solution with a bound that holds for the whole step: on a quotient, only diffusion's."""
-    if problem.counts is None or solution.search == FAST or not solution.feasible:
+    if problem.counts is None or search == FAST or not solution.feasible:
         return solution
     enough = solution.cost_s * (1.0 - 0.1 * CLOSED)
     lower = lower_bound(problem, sweeps=SWEEPS, enough=enough)

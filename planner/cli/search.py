@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import multiprocessing
@@ -20,6 +19,7 @@ from planner.cli.commands import Command
 from planner.cli.progress import run_watched
 from planner.collector import paused
 from planner.errors import RequestError
+from planner.modes import DEFAULT_SEARCH
 from planner.report.search import (
     Searched,
     progress_text,
@@ -30,6 +30,7 @@ from planner.report.search import (
 from planner.search import SEARCHES, Problem, Solution, read_iopddl
 from planner.search.anytime.leftover import THREAD
 from planner.search.progress import SearchProgress
+from planner.search.registry import options_of, solve
 
 FOUND, NOTHING_FEASIBLE, INTERRUPTED = 0, 4, 130
 LEAVE_S = 1.0
@@ -60,7 +61,8 @@ def add_search(commands: Any) -> None:
     )
     add = parser.add_argument
     add("problem", metavar="PROBLEM", type=Path, help="a .json or .json.gz file")
-    add("--search", default="auto", metavar="NAME", help=", ".join(SEARCHES) + " (default: auto)")
+    names = f"{', '.join(SEARCHES)} (default: {DEFAULT_SEARCH})"
+    add("--search", default=DEFAULT_SEARCH, metavar="NAME", help=names)
     add(
         "--time-limit",
         default="60",
@@ -126,7 +128,7 @@ def _searched(
     left_s = max(LEAST_S, limit_s - read_s)
 
     def search() -> Solution:
-        return SEARCHES[name](problem, time_limit_s=left_s, **extra)
+        return solve(name, problem, left_s, extra)
 
     def line(last: SearchProgress | None, now: float) -> str:
         return progress_text(last, read_s + now, limit_s)
@@ -157,7 +159,7 @@ def _extra(options: argparse.Namespace) -> dict[str, int]:
     """The options that only some searches take."""
     if options.search not in SEARCHES:
         raise RequestError(f"unknown search {options.search!r}; one of {', '.join(SEARCHES)}")
-    takes = inspect.signature(SEARCHES[options.search]).parameters
+    takes = options_of(options.search)
     extra = {}
     for name, least in (("seed", 0), ("threads", 1)):
         text = getattr(options, name)

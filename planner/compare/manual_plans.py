@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
-from planner.choose.meshes import FAST
 from planner.compare.difference import Difference, Exchange, Figure, Moved, Setting, difference
 from planner.errors import MemoryLimitError, PinError
 from planner.graph.ir import Graph
@@ -37,6 +36,7 @@ from planner.request.options import (
 from planner.request.pins import axis_names
 from planner.request.sequence_parallel import batch_inputs, sequences
 from planner.request.state import StateRequest, find_state
+from planner.search.registry import FAST
 from planner.spec import MeshSpec
 
 __all__ = [

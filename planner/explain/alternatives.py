@@ -2,7 +2,7 @@
 
 Two prices, both the search's own and differences to the plan: with everything else as planned, and
 with the best completion that is found around it. For that the problem is searched again with the
-decision held, from nothing (``recursive_programming``) and by local moves from the plan; what
+decision held, from nothing (the fast search) and by local moves from the plan; what
 gains nothing is then put back as the plan has it. A completion is not proved the best.
 """
 
@@ -18,9 +18,9 @@ import numpy as np
 from planner.explain.model import Alternative, Change, Price
 from planner.explain.setting import PlanSetting, shardings
 from planner.report.units import sharding_text
-from planner.search import SEARCHES
 from planner.search.local.moves import MoveState, descend, descend_pairs
 from planner.search.problem import Array, Problem, evaluate, fits
+from planner.search.registry import FAST, SEARCHES
 from planner.spec import Sharding
 
 PRICED = 6
@@ -108,7 +108,7 @@ def completed(
     if state.feasible():
         _descend(state)
         tried.append(tuple(state.choice.tolist()))
-    tried.append(SEARCHES["recursive_programming"](held, time_limit_s=TRIAL_S).choice)
+    tried.append(SEARCHES[FAST](held, time_limit_s=TRIAL_S).choice)
     good = []
     for choice in tried:
         cost, peak, _ = evaluate(setting.problem, choice)
@@ -209,7 +209,7 @@ def without_limit(setting: PlanSetting, node: int, layout: Sequence[int]) -> str
     _descend(state)
     cost = evaluate(free, state.choice.tolist())[0]
     choice = tuple(state.choice.tolist())
-    other = SEARCHES["recursive_programming"](free, time_limit_s=TRIAL_S)
+    other = SEARCHES[FAST](free, time_limit_s=TRIAL_S)
     if other.cost_s < cost:
         choice = other.choice
     choice = _put_back(free, setting, choice)

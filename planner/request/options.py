@@ -23,7 +23,7 @@ from costmodels import (
     parse_cluster,
 )
 from planner.errors import RequestError
-from planner.modes import MODES, PROPAGATION, check_mode, get_parallel_mode
+from planner.modes import DEFAULT_SEARCH, MODES, PROPAGATION, check_mode, get_parallel_mode
 from planner.request.state import StateRequest, check_state_request
 from planner.space.host_memory import Offload, check_offload
 from planner.spec import MeshSpec, parse_mesh
@@ -82,7 +82,7 @@ class Options(TypedDict, total=False):
         str | None,
         Flag(", ".join(MODES), metavar="MODE", type=str.upper, choices=MODES),
     ]
-    search: Annotated[str | None, Flag("search algorithm (default: auto)")]
+    search: Annotated[str | None, Flag(f"search algorithm (default: {DEFAULT_SEARCH})")]
     mesh: Annotated[
         str | Mapping[str, int] | MeshSpec | None,
         Flag("a fixed logical mesh, such as data=4,model=2 (default: try them all)"),

@@ -1,11 +1,5 @@
 """Searches over the planner's optimisation problem: numbers in, a choice and a certificate out."""
 
-from collections.abc import Callable
-
-from planner.search.auto import auto
-from planner.search.brute import brute
-from planner.search.dynamic_programming import dynamic_programming
-from planner.search.ilp import ilp
 from planner.search.iopddl import read_iopddl, write_iopddl
 from planner.search.problem import (
     Edge,
@@ -16,22 +10,19 @@ from planner.search.problem import (
     memory_profile,
     verify,
 )
-from planner.search.recursive_programming import recursive_programming
+from planner.search.registry import SEARCHES, Search
 from planner.search.relax.bound import lower_bound
-
-SEARCHES: dict[str, Callable[..., Solution]] = {
-    "auto": auto,
-    "brute": brute,
-    "dynamic_programming": dynamic_programming,
-    "ilp": ilp,
-    "recursive_programming": recursive_programming,
-}
-"""Every search by name; each takes a problem and ``time_limit_s``."""
+from planner.search.searches.auto import auto
+from planner.search.searches.brute import brute
+from planner.search.searches.dynamic_programming import dynamic_programming
+from planner.search.searches.ilp import ilp
+from planner.search.searches.recursive_programming import recursive_programming
 
 __all__ = [
     "SEARCHES",
     "Edge",
     "Problem",
+    "Search",
     "Solution",
     "Usage",
     "auto",

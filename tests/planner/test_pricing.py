@@ -22,7 +22,7 @@ from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
 from planner.planning import graph_rules
 from planner.search import SEARCHES, evaluate, verify
-from planner.search.brute import MOST, combinations
+from planner.search.searches.brute import MOST, combinations
 from planner.space.groups import build_groups
 from planner.spec import parse_mesh
 from planner.step.analysis import Analysis, analyse

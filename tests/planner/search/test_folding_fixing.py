@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.search.brute import brute
-from planner.search.dynamic_programming import dynamic_programming
 from planner.search.exact.fixing import fix_by_bound
 from planner.search.folding.folding import fold
 from planner.search.problem import Edge, Problem, Usage, evaluate
-from planner.search.recursive_programming import recursive_programming
 from planner.search.relax.bound import Diffusion
+from planner.search.searches.brute import brute
+from planner.search.searches.dynamic_programming import dynamic_programming
+from planner.search.searches.recursive_programming import recursive_programming
 
 
 def layered(seed: int, layers: int, width: int = 2, strategies: int = 3) -> Problem:

@@ -19,12 +19,12 @@ import dataclasses
 import math
 import time
 
-from planner.search.brute import brute, combinations
 from planner.search.exact.reduction import reduce_problem
 from planner.search.folding.folding import fold
 from planner.search.local.levels import decide_levels, polished
 from planner.search.problem import Problem, Solution, evaluate, make_solution, verify
 from planner.search.relax.bound import Diffusion
+from planner.search.searches.brute import brute, combinations
 
 NAME = "recursive_programming"
 FEW = 20_000

@@ -38,7 +38,7 @@ from planner.search.local.memory_limit import (
 )
 from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
 from planner.search.progress import time_is_up
-from planner.search.recursive_programming import recursive_programming
+from planner.search.searches.recursive_programming import recursive_programming
 
 NAME = "dynamic_programming"
 EASY_WORK = 3e7

@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from planner.search.brute import brute, combinations
-from planner.search.dynamic_programming import dynamic_programming
 from planner.search.problem import Problem, Solution, verify
+from planner.search.searches.brute import brute, combinations
+from planner.search.searches.dynamic_programming import dynamic_programming
 
 FEW = 50_000
 """Combinations up to which everything is tried."""

@@ -1,0 +1,1 @@
+"""The searches, one file each; ``planner.search.registry`` names them."""
