@@ -1,6 +1,6 @@
 """Reduced-cost fixing: strategies that can't be part of anything better than a known choice.
 
-Under a reparametrisation (`bound.Diffusion`) with bound L, every choice that takes strategy s at
+Under a reparametrisation (`diffusion`) with bound L, every choice that takes strategy s at
 node i costs at least
 
     L + (c_i[s] - min c_i) + sum over edges (i, j) of (min_u E_ij[s, u] - min E_ij).
@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.problem import Array, Problem
-from planner.search.relax.bound import Diffusion
+from planner.search.relax.bound import diffusion_of
 
 
 def fix_by_bound(problem: Problem, upper_s: float, *, sweeps: int) -> tuple[float, list[Array]]:
@@ -34,17 +34,15 @@ def fix_by_bound(problem: Problem, upper_s: float, *, sweeps: int) -> tuple[floa
     Returns:
         ``(lower bound, kept)``: per node the sorted indices kept, never empty.
     """
-    diffusion = Diffusion(problem)
+    diffusion = diffusion_of(problem)
     diffusion.sweep(sweeps)
-    extra = [cost - cost.min() for cost in diffusion.unary]
-    for (a, b), table, left, right in zip(
-        diffusion.ends, diffusion.tables, diffusion.left, diffusion.right, strict=True
-    ):
-        now = table - left[:, None] - right
+    extra = [cost[0] - cost.min() for cost in diffusion.unary]
+    for k, (a, b) in enumerate(diffusion.ends):
+        now = diffusion.rest(k)[0]
         least = now.min()
         extra[a] = extra[a] + (now.min(axis=1) - least)
         extra[b] = extra[b] + (now.min(axis=0) - least)
-    lower = diffusion.bound()
+    lower = float(diffusion.bound()[0])
     room = upper_s - lower + 1e-9 * abs(upper_s)
     kept = []
     for cost in extra:

@@ -3,7 +3,7 @@
 The plan takes the largest table cap whose work and storage stay within bounds, on the graph as it
 is or with strategy classes (`classes`), whichever is less work.  When even that is not exact the
 run is a mini-bucket relaxation: its value bounds the optimum from below and its decoded choice is a
-start for local search.  Costs are then first reparametrised by `bound.Diffusion`, so the value is
+start for local search.  Costs are then first reparametrised by `diffusion`, so the value is
 never below the diffusion bound.
 
 Complexity: two plans; per run, the work of the script.
@@ -21,7 +21,7 @@ from planner.search.exact.reduction import ReducedProblem
 from planner.search.exact.strategy_classes import Classed, add_classes
 from planner.search.exact.tables import Pool
 from planner.search.problem import Array
-from planner.search.relax.bound import Diffusion
+from planner.search.relax.bound import diffusion_of
 
 STORE = 100_000_000
 """Table entries a run may hold at a time."""
@@ -69,12 +69,13 @@ class Eliminator:
 
     def _reparametrise(self, reduction: ReducedProblem, sweeps: int) -> None:
         """Move cost between nodes and edges so that the relaxation loses less."""
-        diffusion = Diffusion(reduction.problem)
+        diffusion = diffusion_of(reduction.problem)
         diffusion.sweep(sweeps)
-        self.unary = diffusion.unary
-        parts = zip(reduction.problem.edges, diffusion.left, diffusion.right, strict=True)
+        self.unary = [cost[0] for cost in diffusion.unary]
+        parts = zip(reduction.problem.edges, diffusion.messages, strict=True)
         self.pairs = [
-            self.pool.intern(edge.cost_s - left[:, None] - right) for edge, left, right in parts
+            self.pool.intern(edge.cost_s - left[0][:, None] - right[0])
+            for edge, (left, right) in parts
         ]
 
     def solve(self, prices: Array | None = None) -> tuple[float, list[int]]:

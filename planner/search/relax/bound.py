@@ -1,18 +1,7 @@
-"""A cheap lower bound: sequential min-sum diffusion (reparametrisation).
-
-The costs are rewritten without changing the cost of any choice,
-
-    c_i[s] + sum_e m_e,i[s]   and   E_ab[s, u] - m_e,a[s] - m_e,b[u],
-
-and whatever the messages m are, the sum of the node minima and edge minima is a lower bound.  Nodes
-are visited in order, forth and back.  At a node every incident edge first gives its row minima to
-the node; then the node hands an equal part of its costs to each edge that leads onwards,
-1 / max(edges onwards, edges backwards) each.  Both moves leave the bound as it is or raise it.  It
-is exact on trees.
+"""A cheap lower bound: the diffusion of one problem (`diffusion`), and when to stop it.
 
 Complexity: O(edges * S^2) per sweep for S strategies.
-Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28,
-2006; Werner, "A linear programming approach to max-sum problem: a review", PAMI 29, 2007.
+Papers: those of `diffusion`.
 """
 
 from __future__ import annotations
@@ -23,6 +12,7 @@ import numpy as np
 
 from planner.search.exact.reduction import reduce_problem
 from planner.search.problem import Array, Problem, is_forbidden
+from planner.search.relax.diffusion import Diffusion
 
 PATIENCE = 6
 """Sweeps between two looks at the bound."""
@@ -30,75 +20,48 @@ STALE = 0.03
 """Share of the way that is left; when so many sweeps rise by less, they stop."""
 
 
-class Diffusion:
-    """A problem under reparametrisation.
+def diffusion_of(problem: Problem) -> Diffusion:
+    """The diffusion of one problem, a finite price in place of forbidden entries.
 
-    Attributes:
-        unary: per node, its present costs.
-        left, right: per edge, what was taken out of its rows and columns.
+    Args:
+        problem: the problem; equal table objects share memory.
     """
+    ceiling = _ceiling(problem)
+    known: dict[int, Array] = {}
+    for edge in problem.edges:
+        if id(edge.cost_s) not in known:
+            known[id(edge.cost_s)] = _finite(edge.cost_s, ceiling)[None]
+    return Diffusion(
+        [_finite(cost, ceiling)[None] for cost in problem.cost_s],
+        [(edge.a, edge.b) for edge in problem.edges],
+        [known[id(edge.cost_s)] for edge in problem.edges],
+        [(None, None)] * len(problem.edges),
+    )
 
-    def __init__(self, problem: Problem) -> None:
-        ceiling = _ceiling(problem)
-        self.unary = [_finite(cost, ceiling).copy() for cost in problem.cost_s]
-        cleaned: dict[int, Array] = {}
-        self.tables: list[Array] = []
-        for edge in problem.edges:
-            if id(edge.cost_s) not in cleaned:
-                cleaned[id(edge.cost_s)] = _finite(edge.cost_s, ceiling)
-            self.tables.append(cleaned[id(edge.cost_s)])
-        self.ends = [(edge.a, edge.b) for edge in problem.edges]
-        self.left = [np.zeros(table.shape[0]) for table in self.tables]
-        self.right = [np.zeros(table.shape[1]) for table in self.tables]
-        self.before: list[list[int]] = [[] for _ in self.unary]
-        self.after: list[list[int]] = [[] for _ in self.unary]
-        for edge_index, (a, b) in enumerate(self.ends):
-            self.after[min(a, b)].append(edge_index)
-            self.before[max(a, b)].append(edge_index)
 
-    def bound(self) -> float:
-        """Sum of the node minima and edge minima."""
-        total = sum(float(cost.min()) for cost in self.unary)
-        for table, left, right in zip(self.tables, self.left, self.right, strict=True):
-            total += float((table - left[:, None] - right).min())
-        return total
+def raised(
+    diffusion: Diffusion, sweeps: int, enough: float, *, patience: int, stale: float
+) -> float:
+    """Sweep one problem until its bound is enough or hardly rises.
 
-    def sweep(self, times: int) -> None:
-        """Visit all nodes forth and back ``times`` times."""
-        order = range(len(self.unary))
-        for _ in range(times):
-            for node in order:
-                self._visit(node, self.before[node], self.after[node])
-            for node in reversed(order):
-                self._visit(node, self.after[node], self.before[node])
+    Args:
+        diffusion: the diffusion of one problem.
+        sweeps: how many times the nodes are visited forth and back at most.
+        enough: a bound at which to stop; infinity: none.
+        patience: sweeps between two looks at the bound.
+        stale: stop when a look has risen by no more than this share of the way to ``enough``.
 
-    def _visit(self, node: int, behind: list[int], onward: list[int]) -> None:
-        """Gather the minima of the node's edges, then hand parts on."""
-        cost = self.unary[node]
-        for edge in behind:
-            self._shift(edge, node, cost, self._row_minima(edge, node))
-        for edge in onward:
-            self._shift(edge, node, cost, self._row_minima(edge, node))
-        if onward:
-            part = cost * (-1.0 / max(len(onward), len(behind)))
-            for edge in onward:
-                self._shift(edge, node, cost, part)
-
-    def _row_minima(self, edge: int, node: int) -> Array:
-        """Per strategy of the node, the least present cost of the edge."""
-        table, left, right = self.tables[edge], self.left[edge], self.right[edge]
-        least: Array
-        if self.ends[edge][0] == node:
-            least = (table - right).min(axis=1) - left
-        else:
-            least = (table - left[:, None]).min(axis=0) - right
-        return least
-
-    def _shift(self, edge: int, node: int, cost: Array, amount: Array) -> None:
-        """Move ``amount`` from the edge to the node."""
-        side = self.left if self.ends[edge][0] == node else self.right
-        side[edge] += amount
-        cost += amount
+    Returns:
+        The bound.
+    """
+    lower, done = float(diffusion.bound()[0]), 0
+    while done < sweeps and lower < enough:
+        step = min(patience, sweeps - done)
+        diffusion.sweep(step)
+        before, lower, done = lower, max(lower, float(diffusion.bound()[0])), done + step
+        if math.isfinite(enough) and lower - before <= stale * (enough - lower):
+            break
+    return lower
 
 
 def lower_bound(problem: Problem, *, sweeps: int = 6, enough: float = math.inf) -> float:
@@ -119,15 +82,7 @@ def lower_bound(problem: Problem, *, sweeps: int = 6, enough: float = math.inf) 
         if reduction.dead is not None:
             return float("inf")
         problem = reduction.problem
-    diffusion = Diffusion(problem)
-    lower, done = diffusion.bound(), 0
-    while done < sweeps and lower < enough:
-        step = min(PATIENCE, sweeps - done)
-        diffusion.sweep(step)
-        before, lower, done = lower, max(lower, diffusion.bound()), done + step
-        if math.isfinite(enough) and lower - before <= STALE * (enough - lower):
-            break
-    return lower
+    return raised(diffusion_of(problem), sweeps, enough, patience=PATIENCE, stale=STALE)
 
 
 def _ceiling(problem: Problem) -> float:

@@ -8,8 +8,7 @@ An edge's cost depends on its ends only through *codes*, of which there are fewe
 (all strategies that shard the value that flows alike have one code): tables are [members, codes of
 a, codes of b], and messages live on codes, too.
 
-* Bound: min-sum diffusion as in `bound`; a node hands an edge the part that all strategies of a
-  code have in common. Any messages give a valid bound: rewriting costs changes no choice's cost.
+* Bound: min-sum diffusion (`diffusion`), all members at once.
 * Choice: nodes take, in order, the best strategy given those already taken and the messages, then
   single nodes move while that lowers the cost.
 
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.search.problem import Array
+from planner.search.relax.diffusion import Diffusion
 
 MOVES = 6
 """Passes of single-node moves at most."""
@@ -94,7 +94,7 @@ def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
     choice = np.zeros((count, len(family.unary)), np.int64)
     here = np.arange(count)  # the members that the state still holds
     for k in range(max(sweeps, 1)):
-        state.sweep(first=k == 0)
+        state.sweep()
         lower[here] = np.maximum(lower[here], state.bound())
         open_ = lower[here] < enough_s
         if open_.mean() < KEPT:
@@ -112,42 +112,18 @@ def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
     return Relaxed(np.minimum(lower, cost), choice, cost)
 
 
-class _End:
-    """One end of an edge: its codes, and the strategies sorted by them."""
-
-    def __init__(self, code: Array) -> None:
-        self.code = code
-        self.order = np.argsort(code, kind="stable")
-        self.starts = np.searchsorted(code[self.order], np.arange(int(code.max()) + 1))
-
-    def least(self, values: Array) -> Array:
-        """[members, codes] the least value of each code's strategies."""
-        found: Array = np.minimum.reduceat(values[:, self.order], self.starts, axis=1)
-        return found
-
-
-class _State:
-    """Costs, messages and tables of a family.
-
-    Invariant after a sweep: every edge's least entry, per code of its first end, is zero, for that
-    end came last and took it. So the node minima alone are the bound.
-    """
+class _State(Diffusion):
+    """The diffusion of a family, and the choices that its messages lead to."""
 
     def __init__(self, family: Family) -> None:
-        self.count = len(family.unary)
         wall = self.walls(family)[:, None]
         self.own = [np.where(np.isfinite(cost), cost, wall) for cost in family.unary]
-        self.unary = [cost.copy() for cost in self.own]
-        self.tables = [edge.cost_s for edge in family.edges]
-        self.sides = [(_End(edge.code_a), _End(edge.code_b)) for edge in family.edges]
-        self.messages = [
-            [np.zeros(table.shape[:2]), np.zeros(table.shape[::2])] for table in self.tables
-        ]
-        self.scratch = np.empty(max((table.size for table in self.tables), default=0))
-        self.near: list[list[tuple[int, int, int]]] = [[] for _ in range(self.count)]
-        for k, edge in enumerate(family.edges):
-            self.near[edge.a].append((k, 0, edge.b))
-            self.near[edge.b].append((k, 1, edge.a))
+        super().__init__(
+            self.own,
+            [(edge.a, edge.b) for edge in family.edges],
+            [edge.cost_s for edge in family.edges],
+            [(edge.code_a, edge.code_b) for edge in family.edges],
+        )
 
     @staticmethod
     def walls(family: Family) -> Array:
@@ -165,63 +141,24 @@ class _State:
     def keep(self, rows: Array) -> None:
         """Forget the other members."""
         self.own = [cost[rows] for cost in self.own]
-        self.unary = [cost[rows] for cost in self.unary]
-        self.tables = [table[rows] for table in self.tables]
-        self.messages = [[left[rows], right[rows]] for left, right in self.messages]
-
-    def bound(self) -> Array:
-        """[members] the sum of the node minima, after a sweep."""
-        total: Array = sum(cost.min(axis=1) for cost in self.unary)
-        return total
-
-    def _least(self, k: int, side: int) -> Array:
-        """[members, codes] what an edge can give its end: the least entries of its rows."""
-        table, (left, right) = self.tables[k], self.messages[k]
-        spare = self.scratch[: table.size].reshape(table.shape)
-        if side == 0:
-            return np.asarray(np.subtract(table, right[:, None, :], out=spare).min(axis=2)) - left
-        return np.asarray(np.subtract(table, left[:, :, None], out=spare).min(axis=1)) - right
-
-    def _shift(self, k: int, side: int, node: int, amount: Array) -> None:
-        """Move ``amount`` from an edge to its end."""
-        self.messages[k][side] += amount
-        self.unary[node] += amount[:, self.sides[k][side].code]
-
-    def sweep(self, *, first: bool) -> None:
-        """Visit all nodes forth and back. Only at first does an edge onwards hold anything for
-        the node: later, the node took it when it was last visited."""
-        for order in (range(self.count), range(self.count - 1, -1, -1)):
-            forth = order.step > 0
-            for node in order:
-                onward = [e for e in self.near[node] if (e[2] > node) == forth]
-                for k, side, other in self.near[node]:
-                    if (first and forth) or (other > node) != forth:
-                        self._shift(k, side, node, self._least(k, side))
-                if onward:
-                    share = 1.0 / max(len(onward), len(self.near[node]) - len(onward))
-                    parts = [
-                        self.sides[k][side].least(self.unary[node]) * -share
-                        for k, side, _ in onward
-                    ]
-                    for (k, side, _), part in zip(onward, parts, strict=True):
-                        self._shift(k, side, node, part)
+        super().keep(rows)
 
     def decoded(self) -> Array:
         """[members, nodes] a choice, node by node, under the messages after a sweep."""
-        choice = np.zeros((len(self.unary[0]), self.count), np.int64)
-        for node in range(self.count):
+        choice = np.zeros((len(self.unary[0]), len(self.unary)), np.int64)
+        for node in range(len(self.unary)):
             cost = self.unary[node]
             for k, side, other in self.near[node]:
                 if other < node:
                     left = self._given(k, side, choice[:, other], plain=False)
-                    cost = cost + left[:, self.sides[k][side].code]
+                    cost = cost + self.sides[k][side].spread(left)
             choice[:, node] = cost.argmin(axis=1)
         return choice
 
     def _given(self, k: int, side: int, chosen: Array, *, plain: bool) -> Array:
         """[members, codes] an edge's costs given the choice at its other end, as they were at
         first (``plain``) or without what the messages took."""
-        code, rows = self.sides[k][1 - side].code[chosen], np.arange(len(chosen))
+        code, rows = self.sides[k][1 - side].of(chosen), np.arange(len(chosen))
         table = self.tables[k]
         picked: Array = table[rows, :, code] if side == 0 else table[rows, code]
         if plain:
@@ -233,11 +170,11 @@ class _State:
         rows = np.arange(len(choice))
         for _ in range(MOVES):
             before = choice.copy()
-            for node in range(self.count):
+            for node in range(len(self.unary)):
                 cost = self.own[node]
                 for k, side, other in self.near[node]:
                     given = self._given(k, side, choice[:, other], plain=True)
-                    cost = cost + given[:, self.sides[k][side].code]
+                    cost = cost + self.sides[k][side].spread(given)
                 best = cost.argmin(axis=1)
                 gain = cost[rows, best] < cost[rows, choice[:, node]]
                 choice[:, node] = np.where(gain, best, choice[:, node])
@@ -249,10 +186,10 @@ class _State:
         """[members] costs of choices."""
         rows = np.arange(len(choice))
         total = np.zeros(len(choice))
-        for node in range(self.count):
+        for node in range(len(self.unary)):
             total += self.own[node][rows, choice[:, node]]
             for k, side, other in self.near[node]:
                 if side == 0:
                     given = self._given(k, 0, choice[:, other], plain=True)
-                    total += given[rows, self.sides[k][0].code[choice[:, node]]]
+                    total += given[rows, self.sides[k][0].of(choice[:, node])]
         return total

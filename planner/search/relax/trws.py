@@ -1,4 +1,4 @@
-"""Compiled sequential min-sum diffusion: the bound of `bound.Diffusion`, for large problems.
+"""Compiled sequential min-sum diffusion: the bound of `diffusion`, for large problems.
 
 The messages stay from call to call, so a bound under slightly changed node costs takes few sweeps.
 

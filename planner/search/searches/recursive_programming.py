@@ -23,7 +23,7 @@ from planner.search.exact.reduction import reduce_problem
 from planner.search.folding.folding import fold
 from planner.search.local.levels import decide_levels, polished
 from planner.search.problem import Problem, Solution, evaluate, make_solution, verify
-from planner.search.relax.bound import Diffusion
+from planner.search.relax.bound import diffusion_of, raised
 from planner.search.searches.brute import brute, combinations
 
 NAME = "recursive_programming"
@@ -31,6 +31,10 @@ FEW = 20_000
 """Combinations up to which all are tried where memory is limited."""
 NARROW = 200_000
 """Entries of the largest table of a level."""
+CLOSED = 1e-9
+"""Relative gap at which the bound meets the cost."""
+PATIENCE, STALE = 4, 1e-3
+"""Sweeps between two looks at the bound, and the share of the gap that it has to rise by."""
 
 
 def recursive_programming(
@@ -66,7 +70,9 @@ def recursive_programming(
     choice = whole.decode(polished(whole, choice, deadline))
     full = folded.unfold(choice)
     cost = evaluate(problem, full)[0]
-    lower = _bound(part, sweeps, cost)
+    lower = raised(
+        diffusion_of(part), sweeps, cost - CLOSED * abs(cost), patience=PATIENCE, stale=STALE
+    )
     solution = make_solution(problem, full, lower, NAME, "", begun)
     if not solution.feasible and len(part.cost_s) < len(problem.cost_s):
         apart = reduce_problem(problem, keep_memory=True, dead_ends=False)
@@ -83,16 +89,3 @@ def recursive_programming(
             f"by {excess:.6g}"
         )
     return make_solution(problem, full, lower, NAME, reason, begun)
-
-
-def _bound(part: Problem, sweeps: int, cost: float) -> float:
-    """Diffusion until ``sweeps`` are done, the cost is met, or the bound hardly rises."""
-    diffusion = Diffusion(part)
-    lower, done = diffusion.bound(), 0
-    while done < sweeps and cost - lower > 1e-9 * abs(cost):
-        step = min(4, sweeps - done)
-        diffusion.sweep(step)
-        before, lower, done = lower, diffusion.bound(), done + step
-        if lower - before <= 1e-3 * (cost - lower):
-            break
-    return lower

@@ -1,0 +1,165 @@
+"""Sequential min-sum diffusion (reparametrisation) of one problem, or of many of one shape.
+
+The costs are rewritten without changing the cost of any choice,
+
+    c_i[s] + sum_e m_e,i[s]   and   E_ab[s, u] - m_e,a[s] - m_e,b[u],
+
+and whatever the messages m are, the sum of the node minima and edge minima is a lower bound.  Nodes
+are visited in order, forth and back.  At a node every edge from behind first gives its row minima
+to the node; then the node hands an equal part of its costs to each edge that leads onwards,
+1 / max(edges onwards, edges backwards) each.  Both moves leave the bound as it is or raise it.  It
+is exact on trees.
+
+All arrays have a leading dimension [members]: problems with the same nodes, edges and strategies
+but other costs take the same array operations.  One problem is one member.  An edge may see its
+ends through *codes*, of which there are fewer than strategies: its table and messages then live on
+codes, and a node hands on the part that all strategies of a code have in common.
+
+Complexity: O(members * entries of the tables) per sweep.
+Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28,
+2006; Werner, "A linear programming approach to max-sum problem: a review", PAMI 29, 2007.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.search.problem import Array
+
+
+class End:
+    """One end of an edge: the code of every strategy of its node.
+
+    Args:
+        code: [strategies] codes, all of which occur; None: every strategy is its own code.
+    """
+
+    def __init__(self, code: Array | None) -> None:
+        self.code = code
+        if code is not None:
+            self._order = np.argsort(code, kind="stable")
+            self._starts = np.searchsorted(code[self._order], np.arange(int(code.max()) + 1))
+
+    def least(self, values: Array) -> Array:
+        """[members, codes] the least of [members, strategies] values of each code."""
+        if self.code is None:
+            return values
+        least: Array = np.minimum.reduceat(values[:, self._order], self._starts, axis=1)
+        return least
+
+    def of(self, strategies: Array) -> Array:
+        """The codes of strategies."""
+        return strategies if self.code is None else np.asarray(self.code[strategies])
+
+    def spread(self, values: Array) -> Array:
+        """[members, strategies] the value of each strategy's code."""
+        return values if self.code is None else values[:, self.code]
+
+
+class Diffusion:
+    """Problems of one shape under reparametrisation.
+
+    After a sweep every edge's least entry, per code of its first end, is zero, up to rounding: that
+    end came last and took it.
+
+    Args:
+        unary: per node, [members, strategies] finite costs; copied.
+        ends: per edge, its two nodes.
+        tables: per edge, [members, codes of the first end, codes of the second] finite costs.
+        codes: per edge, the codes of its ends; None: strategies.
+
+    Attributes:
+        unary: per node, its present costs.
+        tables: the tables as given.
+        messages: per edge, what was taken out of its rows, [members, codes of the first end], and
+            columns.
+    """
+
+    def __init__(
+        self,
+        unary: Sequence[Array],
+        ends: Sequence[tuple[int, int]],
+        tables: Sequence[Array],
+        codes: Sequence[tuple[Array | None, Array | None]],
+    ) -> None:
+        self.unary = [cost.copy() for cost in unary]
+        self.ends, self.tables = list(ends), list(tables)
+        self.sides = [(End(left), End(right)) for left, right in codes]
+        self.messages = [
+            (np.zeros(table.shape[:2]), np.zeros(table.shape[::2])) for table in self.tables
+        ]
+        self.near: list[list[tuple[int, int, int]]] = [[] for _ in self.unary]
+        for k, (a, b) in enumerate(self.ends):
+            self.near[a].append((k, 0, b))
+            self.near[b].append((k, 1, a))
+        self._swept = False
+        self._scratch = np.empty(max((table.size for table in self.tables), default=0))
+
+    def keep(self, rows: Array) -> None:
+        """Forget the other members."""
+        self.unary = [cost[rows] for cost in self.unary]
+        self.tables = [table[rows] for table in self.tables]
+        self.messages = [(left[rows], right[rows]) for left, right in self.messages]
+
+    def rest(self, k: int) -> Array:
+        """[members, codes, codes] the present costs of an edge."""
+        left, right = self.messages[k]
+        rest: Array = self.tables[k] - left[:, :, None] - right[:, None, :]
+        return rest
+
+    def bound(self) -> Array:
+        """[members] the lower bounds: the sum of the node minima and edge minima."""
+        total = np.zeros(len(self.unary[0]) if self.unary else 1)
+        for cost in self.unary:
+            total += cost.min(axis=1)
+        if not self._swept:  # after a sweep the edge minima are zero
+            for k in range(len(self.tables)):
+                total += self.rest(k).min(axis=(1, 2))
+        return total
+
+    def sweep(self, times: int = 1) -> None:
+        """Visit all nodes forth and back ``times`` times."""
+        for _ in range(times):
+            for node in range(len(self.unary)):
+                self._visit(node, forth=True)
+            for node in reversed(range(len(self.unary))):
+                self._visit(node, forth=False)
+            self._swept = True
+
+    def _visit(self, node: int, *, forth: bool) -> None:
+        """Gather the minima of the node's edges, then hand parts on.
+
+        Only on the first way forth an edge onwards has anything to give: later, the node took it
+        when it was last visited.
+        """
+        onward = []
+        everything = forth and not self._swept
+        for k, side, other in self.near[node]:
+            ahead = (other > node) == forth
+            if ahead:
+                onward.append((k, side))
+            if everything or not ahead:
+                self._shift(k, side, node, self._least(k, side))
+        if onward:
+            share = -1.0 / max(len(onward), len(self.near[node]) - len(onward))
+            parts = [self.sides[k][side].least(self.unary[node]) * share for k, side in onward]
+            for (k, side), part in zip(onward, parts, strict=True):
+                self._shift(k, side, node, part)
+
+    def _least(self, k: int, side: int) -> Array:
+        """[members, codes] what an edge can give its end: the least entries of its rows."""
+        table, (left, right) = self.tables[k], self.messages[k]
+        spare = self._scratch[: table.size].reshape(table.shape)
+        if side == 0:
+            np.subtract(table, right[:, None, :], out=spare)
+            return np.asarray(spare.min(axis=2)) - left
+        np.subtract(table, left[:, :, None], out=spare)
+        return np.asarray(spare.min(axis=1)) - right
+
+    def _shift(self, k: int, side: int, node: int, amount: Array) -> None:
+        """Move ``amount`` from an edge to its end."""
+        message = self.messages[k][side]
+        message += amount
+        self.unary[node] += self.sides[k][side].spread(amount)
