@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -104,3 +106,19 @@ def test_many_equal_layers_are_solved_to_proof(seed: int) -> None:
     assert found.gap <= 1e-6
     assert found.lower_bound_s <= found.cost_s + 1e-9
     assert exact.proved
+
+
+def test_all_choices_of_a_quotient_are_no_proof_for_the_whole() -> None:
+    """Two equal nodes, the fast strategy of 3 bytes and the slow one of 1 under a limit of 4: one
+    of the two can be fast, and the quotient has no such choice."""
+    usages = tuple(Usage(node, 0, 1, np.array([3.0, 1.0])) for node in range(2))
+    whole = Problem(("a", "b"), (np.array([1.0, 5.0]),) * 2, (), usages, 4.0)
+    quotient = fold(whole).problem
+    assert quotient.counts == (2,)
+    optimum, found = brute(whole), recursive_programming(quotient)
+    assert (optimum.cost_s, found.cost_s) == (6.0, 10.0)
+    assert found.lower_bound_s <= optimum.cost_s
+    assert recursive_programming(whole).lower_bound_s == optimum.cost_s
+    tighter = dataclasses.replace(quotient, limit_bytes=1.0)
+    assert not recursive_programming(tighter).feasible
+    assert recursive_programming(tighter).lower_bound_s < np.inf
