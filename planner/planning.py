@@ -29,7 +29,7 @@ from planner.graph.ir import Graph
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.extract import Extraction
 from planner.plan.honored import honored
-from planner.plan.plan import MeshRow, Plan, SearchReport, Verdict, rounded
+from planner.plan.plan import MeshRow, Plan, SearchReport, MeshVerdict, rounded
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.report.shortage import shortage_text
 from planner.report.units import bytes_text
@@ -332,13 +332,13 @@ def _mesh_row(
     """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
     known = math.isfinite(solution.cost_s)
     if solution is best:
-        verdict = Verdict.CHOSEN
+        verdict = MeshVerdict.CHOSEN
     elif not solution.choice:
-        verdict = Verdict.PRUNED
+        verdict = MeshVerdict.PRUNED
     elif not solution.feasible:
-        verdict = Verdict.UNFIT
+        verdict = MeshVerdict.UNFIT
     else:
-        verdict = Verdict.SLOWER
+        verdict = MeshVerdict.SLOWER
     return MeshRow(
         str(mesh) if names or solution is best else "x".join(map(str, mesh.sizes)),
         solution.cost_s if known else -1.0,

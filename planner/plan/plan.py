@@ -104,7 +104,7 @@ class PinRow:
     first: str
 
 
-class Verdict(StrEnum):
+class MeshVerdict(StrEnum):
     """What became of a mesh; ``planner.report.verdict`` has the words."""
 
     CHOSEN = "chosen"
@@ -123,7 +123,7 @@ class MeshRow:
     cost_s: float
     lower_bound_s: float
     peak_bytes: float
-    verdict: Verdict
+    verdict: MeshVerdict
 
 
 @dataclass(frozen=True)

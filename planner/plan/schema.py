@@ -24,11 +24,12 @@ from planner.plan.plan import (
     Constraint,
     Leaf,
     MeshRow,
+    MeshVerdict,
     PinRow,
     Plan,
     Prediction,
     SearchReport,
-    Verdict,
+    MeshVerdict,
 )
 from planner.spec import AXIS_NAME, MeshSpec, Sharding
 
@@ -261,16 +262,16 @@ _COLLECTIVE = record(
 )
 
 
-def verdict(value: Any) -> Verdict:
+def verdict(value: Any) -> MeshVerdict:
     """What became of a mesh; files of before November 2026 say it in words."""
     words = LINE(value)
     if words.startswith("does not fit"):
-        return Verdict.UNFIT
+        return MeshVerdict.UNFIT
     if words.startswith("pruned"):
-        return Verdict.PRUNED
+        return MeshVerdict.PRUNED
     if words.endswith("x the chosen one's time"):
-        return Verdict.SLOWER
-    return Verdict(one_of(*Verdict)(words))
+        return MeshVerdict.SLOWER
+    return MeshVerdict(one_of(*MeshVerdict)(words))
 
 
 _MESH_ROW = record(
@@ -385,7 +386,7 @@ def _operations(plan: Plan) -> Iterator[Fault]:
 
 def _choice(plan: Plan) -> Iterator[Fault]:
     """Of the meshes tried, one was chosen."""
-    chosen = sum(row.verdict is Verdict.CHOSEN for row in plan.meshes)
+    chosen = sum(row.verdict is MeshVerdict.CHOSEN for row in plan.meshes)
     if plan.meshes and chosen != 1:
         yield "meshes", f"{chosen} rows are 'chosen', expected one"
 

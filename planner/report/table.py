@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan.plan import Plan, Verdict
+from planner.plan.plan import Plan, MeshVerdict
 from planner.report.fold import (
     LeafRow,
     common_start,
@@ -110,8 +110,8 @@ def _meshes(plan: Plan) -> Table:
     order = sorted(
         plan.meshes,
         key=lambda m: (
-            m.verdict is not Verdict.CHOSEN,
-            m.verdict is Verdict.UNFIT,
+            m.verdict is not MeshVerdict.CHOSEN,
+            m.verdict is MeshVerdict.UNFIT,
             m.cost_s < 0,
             m.cost_s,
             m.lower_bound_s,
@@ -125,7 +125,7 @@ def _meshes(plan: Plan) -> Table:
             time_text(m.lower_bound_s),
             bytes_text(m.peak_bytes) if m.peak_bytes >= 0 else "-",
             mesh_text(m, plan),
-            style="green" if m.verdict is Verdict.CHOSEN else "",
+            style="green" if m.verdict is MeshVerdict.CHOSEN else "",
         )
     return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.plan.plan import MeshRow, Plan, Verdict
+from planner.plan.plan import MeshRow, Plan, MeshVerdict
 from planner.report.units import bytes_text, time_text
 
 
@@ -12,14 +12,14 @@ def mesh_text(row: MeshRow, plan: Plan) -> str:
     """What became of a mesh of a plan, in words."""
     best_s = plan.search.cost_s
     match row.verdict:
-        case Verdict.UNFIT:
+        case MeshVerdict.UNFIT:
             has = bytes_text(plan.prediction.limit_bytes)
             return f"does not fit: needs {bytes_text(row.peak_bytes)}, has {has}"
-        case Verdict.PRUNED:
+        case MeshVerdict.PRUNED:
             return _pruned_text(row.lower_bound_s, best_s)
-        case Verdict.SLOWER:
+        case MeshVerdict.SLOWER:
             return f"{row.cost_s / max(best_s, 1e-300):.2f}x the chosen one's time"
-        case Verdict.CHOSEN:
+        case MeshVerdict.CHOSEN:
             return "chosen"
 
 
@@ -57,10 +57,10 @@ def choice_text(meshes: Sequence[MeshRow]) -> str:
     """Why the chosen mesh was chosen."""
     if len(meshes) < 2:
         return "the only one tried"
-    unfit = sum(row.verdict is Verdict.UNFIT for row in meshes)
-    pruned = sum(row.verdict is Verdict.PRUNED for row in meshes)
-    chosen = next(m for m in meshes if m.verdict is Verdict.CHOSEN)
-    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict is not Verdict.UNFIT]
+    unfit = sum(row.verdict is MeshVerdict.UNFIT for row in meshes)
+    pruned = sum(row.verdict is MeshVerdict.PRUNED for row in meshes)
+    chosen = next(m for m in meshes if m.verdict is MeshVerdict.CHOSEN)
+    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict is not MeshVerdict.UNFIT]
     fastest = min(fitting, default=chosen.cost_s)
     text = f"the fastest of {len(meshes)} tried"
     if chosen.cost_s > fastest * (1.0 + 1e-6):

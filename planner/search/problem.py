@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,6 +67,19 @@ class Problem:
     counts: tuple[int, ...] | None = None
 
 
+class Verdict(StrEnum):
+    """What is known of a solution's choice."""
+
+    OPTIMAL = "optimal"
+    """Feasible, and its cost meets the bound to a relative 1e-9."""
+    FEASIBLE = "feasible"
+    """Feasible; a better choice is not ruled out."""
+    NOT_FOUND = "not found"
+    """Not feasible; a feasible choice is not ruled out."""
+    IMPOSSIBLE = "impossible"
+    """Not feasible, and it is proved that no choice is."""
+
+
 @dataclass(frozen=True)
 class Solution:
     """A choice, what it costs, and what is known about how good it is.
@@ -92,9 +106,16 @@ class Solution:
         return (self.cost_s - self.lower_bound_s) / max(abs(self.cost_s), 1e-300)
 
     @property
+    def verdict(self) -> Verdict:
+        """What is known of the choice: by its cost and bound, never by ``reason``."""
+        if self.feasible:
+            return Verdict.OPTIMAL if self.gap <= 1e-9 else Verdict.FEASIBLE
+        return Verdict.IMPOSSIBLE if self.lower_bound_s == math.inf else Verdict.NOT_FOUND
+
+    @property
     def proved(self) -> bool:
         """Whether the choice is feasible and proved optimal to a relative 1e-9."""
-        return self.feasible and self.gap <= 1e-9
+        return self.verdict is Verdict.OPTIMAL
 
 
 def is_forbidden(table: Array) -> Array:

@@ -23,7 +23,7 @@ from planner.annotate import Pin
 from planner.cost.batched import price_family
 from planner.cost.pricing import price, unfolded
 from planner.graph.trace import trace
-from planner.plan.plan import Plan, Verdict
+from planner.plan.plan import Plan, MeshVerdict
 from planner.planning import graph_rules, make_plan
 from planner.search import SEARCHES, evaluate, lower_bound
 from planner.search.folding.folding import fold
@@ -160,7 +160,7 @@ def test_families_price_and_bound_every_mesh_as_it_is_alone(name: str, cluster: 
 def test_no_mesh_that_was_pruned_holds_a_better_plan() -> None:
     function, args = step_of("lstm")
     plan = make_plan(function, *args, cluster="h100:8x8", search="recursive_programming")
-    pruned = [row.mesh for row in plan.meshes if row.verdict is Verdict.PRUNED]
+    pruned = [row.mesh for row in plan.meshes if row.verdict is MeshVerdict.PRUNED]
     assert pruned and len(plan.meshes) == len(enumerate_meshes(64))
     for row in pruned[:6]:
         mesh = dict(zip("abc", map(int, row.split("x")), strict=False))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,16 @@ import numpy as np
 from planner.search.exact.dead_ends import beaten
 from planner.search.exact.tables import Pool
 from planner.search.problem import Array, Edge, Problem, Usage
+
+
+class Shape(Enum):
+    """What an edge table is."""
+
+    SPLIT = auto()
+    """E[s, u] = f[s] + g[u]."""
+    TIE = auto()
+    """Its finite entries form a bijection."""
+    OTHER = auto()
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,13 +195,13 @@ class _Work:
         """Remove or fold one edge when a rule allows it."""
         pool, table = self.pool, self.near[a][b]
         kind, left, right = pool.note(("shape", table), lambda: _shape_of(pool, table))
-        if kind == "split":
+        if kind is Shape.SPLIT:
             self.disconnect(a, b)
             self.unary[a] = pool.add(self.unary[a], left)
             self.unary[b] = pool.add(self.unary[b], right)
             for at in (a, b):
                 self.stale[at] = None
-        elif kind == "tie":
+        elif kind is Shape.TIE:
             self._fold(a, b, left, right)
 
     def _fold(self, a: int, b: int, partner: int, cost: int) -> None:
@@ -279,18 +290,18 @@ class _Work:
         return tuple(Usage(*key, taken) for key, taken in sums.items())
 
 
-def _shape_of(pool: Pool, index: int) -> tuple[str, int, int]:
-    """What an edge table is: ("split", f, g), ("tie", partner, cost) or ("", -1, -1)."""
+def _shape_of(pool: Pool, index: int) -> tuple[Shape, int, int]:
+    """What an edge table is: (SPLIT, f, g), (TIE, partner, cost) or (OTHER, -1, -1)."""
     table = pool.tables[index]
     finite = np.isfinite(table)
     if finite.all():
         left, right = table[:, 0] - table[0, 0], table[0]
         size = np.abs(table) + np.abs(left)[:, None] + np.abs(right)
         if (np.abs(table - left[:, None] - right) <= 4e-16 * size).all():
-            return "split", pool.intern(left), pool.intern(right)
+            return Shape.SPLIT, pool.intern(left), pool.intern(right)
     elif table.shape[0] == table.shape[1]:
         partner = finite.argmax(axis=1)
         if (finite.sum(axis=1) == 1).all() and (finite.sum(axis=0) == 1).all():
             cost = table[np.arange(partner.size), partner]
-            return "tie", pool.intern(partner), pool.intern(cost)
-    return "", -1, -1
+            return Shape.TIE, pool.intern(partner), pool.intern(cost)
+    return Shape.OTHER, -1, -1

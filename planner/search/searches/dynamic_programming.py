@@ -36,7 +36,16 @@ from planner.search.local.memory_limit import (
     proved_infeasible,
     solve_limited,
 )
-from planner.search.problem import Array, Problem, Solution, evaluate, fits, make_solution, verify
+from planner.search.problem import (
+    Array,
+    Problem,
+    Solution,
+    Verdict,
+    evaluate,
+    fits,
+    make_solution,
+    verify,
+)
 from planner.search.progress import time_is_up
 from planner.search.searches.recursive_programming import recursive_programming
 
@@ -109,8 +118,9 @@ def dynamic_programming(
         if route.plan.exact:
             most = ROUNDS if effort_s is None else FEW_ROUNDS
             limited = _eliminated(problem, reduction, domains, work, begun, deadline, most)
-            proved = limited.feasible and limited.gap <= CLOSED
-            if proved or math.isinf(limited.lower_bound_s) or time_is_up(deadline - took):
+            closed = limited.feasible and limited.gap <= CLOSED
+            closed = closed or limited.verdict is Verdict.IMPOSSIBLE
+            if closed or time_is_up(deadline - took):
                 return limited
     kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
     if kept.dead is not None:
@@ -186,7 +196,7 @@ def _shrunk(
     )
     if not start.feasible:
         start = _within_memory(problem, start, deadline)
-    if math.isinf(start.lower_bound_s):
+    if start.verdict is Verdict.IMPOSSIBLE:
         return _Shrunk(reduction, None, start)
     if not start.feasible:
         return _Shrunk(reduction, None, None)
@@ -214,7 +224,7 @@ def _shrunk(
 
 def _within_memory(problem: Problem, start: Solution, deadline: float) -> Solution:
     """A choice that fits, from the one with the least peak; an infinite bound when none does."""
-    if math.isinf(start.lower_bound_s) or time_is_up(deadline):
+    if start.verdict is Verdict.IMPOSSIBLE or time_is_up(deadline):
         return start
     least = least_memory(problem, time_limit_s=deadline - time.monotonic())
     limit, lower, reason = problem.limit_bytes, start.lower_bound_s, start.reason

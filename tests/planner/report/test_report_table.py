@@ -18,7 +18,7 @@ from planner.plan.plan import (
     Plan,
     Prediction,
     SearchReport,
-    Verdict,
+    MeshVerdict,
 )
 from planner.report.fold import (
     common_path,
@@ -101,9 +101,9 @@ def small_plan() -> Plan:
         fallbacks=("fft (model.py:33): no rule, replicated x2",),
         notes=("region 1 (while): trip count unknown, priced as one",),
         meshes=(
-            MeshRow("data=8", 0.0151, 0.0151, 9e10, Verdict.UNFIT),
-            MeshRow("data=4,model=2", 0.0123, 0.0121, 3.1e10, Verdict.CHOSEN),
-            MeshRow("data=2,model=4", 0.0150, 0.0150, 2.9e10, Verdict.SLOWER),
+            MeshRow("data=8", 0.0151, 0.0151, 9e10, MeshVerdict.UNFIT),
+            MeshRow("data=4,model=2", 0.0123, 0.0121, 3.1e10, MeshVerdict.CHOSEN),
+            MeshRow("data=2,model=4", 0.0150, 0.0150, 2.9e10, MeshVerdict.SLOWER),
         ),
         prediction=Prediction(
             0.0100,

@@ -1,6 +1,7 @@
 """The evaluator, the checks and the contest form."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from planner.search import (
     Edge,
     Problem,
+    Solution,
     Usage,
+    Verdict,
     brute,
     evaluate,
     memory_profile,
@@ -115,3 +118,20 @@ def broken() -> list[tuple[Problem, str]]:
 def test_malformed_problems_are_named(problem: Problem, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         verify(problem)
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "lower_s", "feasible", "verdict"),
+    [
+        (2.0, 2.0, True, Verdict.OPTIMAL),
+        (2.0, 1.9, True, Verdict.FEASIBLE),
+        (2.0, 1.9, False, Verdict.NOT_FOUND),
+        (2.0, -math.inf, False, Verdict.NOT_FOUND),
+        (math.inf, math.inf, False, Verdict.IMPOSSIBLE),
+    ],
+)
+def test_verdict(cost_s: float, lower_s: float, feasible: bool, verdict: Verdict) -> None:
+    solution = Solution((), cost_s, lower_s, 0.0, 0, feasible, "test", "proved optimal", 0.0)
+    assert solution.verdict is verdict
+    assert solution.proved == (verdict is Verdict.OPTIMAL)
+    assert json.loads(json.dumps(verdict)) == verdict.value
