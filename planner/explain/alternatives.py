@@ -12,7 +12,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-import networkx as nx
 import numpy as np
 
 from planner.explain.model import Alternative, Change, Price
@@ -167,10 +166,22 @@ def _pieces(problem: Problem, plan: Sequence[int], choice: Sequence[int]) -> lis
         a != b and bool(np.isfinite(problem.cost_s[k][a]))
         for k, (a, b) in enumerate(zip(plan, choice, strict=True))
     ]
-    view = nx.Graph()
-    view.add_nodes_from(k for k, other in enumerate(differs) if other)
-    view.add_edges_from((e.a, e.b) for e in problem.edges if differs[e.a] and differs[e.b])
-    return [sorted(piece) for piece in nx.connected_components(view)]
+    near: dict[int, list[int]] = {k: [] for k, other in enumerate(differs) if other}
+    for edge in problem.edges:
+        if edge.a in near and edge.b in near:
+            near[edge.a].append(edge.b)
+            near[edge.b].append(edge.a)
+    pieces, seen = list[list[int]](), set[int]()
+    for start in near:
+        piece = [] if start in seen else [start]
+        seen.add(start)
+        for k in piece:  # grows while it is read
+            new = dict.fromkeys(other for other in near[k] if other not in seen)
+            seen.update(new)
+            piece.extend(new)
+        if piece:
+            pieces.append(sorted(piece))
+    return pieces
 
 
 def _changes(
