@@ -218,6 +218,23 @@ def make_solution(
     return Solution(taken, cost, lower, peak, moment, feasible, search, reason, wall)
 
 
+def forbidden_solution(problem: Problem, where: str, search: str, begun: float) -> Solution:
+    """The answer when no choice avoids every forbidden entry.
+
+    Args:
+        problem: the problem.
+        where: what has no allowed strategy.
+        search: name of the search.
+        begun: monotonic start.
+
+    Returns:
+        An infeasible solution.
+    """
+    choice = [int(cost.argmin()) for cost in problem.cost_s]
+    reason = f"no choice avoids the forbidden costs: {where} has no allowed strategy left"
+    return make_solution(problem, choice, math.inf, search, reason, begun)
+
+
 def verify(problem: Problem) -> None:
     """Check that a problem is well formed.
 

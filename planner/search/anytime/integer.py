@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import highspy
 import numpy as np
 
+from planner.search.local.memory import local_peaks
 from planner.search.problem import Array, fits
 from planner.search.relax.flat import FlatProblem
 
@@ -142,7 +143,8 @@ def solve_integer(
         profile = flat.memory.profile(choice)
         if not profile.size or fits(float(profile.max()), flat.memory.limit):
             return Answer(choice, lower, done, message)
-        more = [moment for moment in peaks(profile, flat.memory.limit) if moment not in active]
+        peaks = local_peaks(profile, flat.memory.limit, _PEAKS, max(1, profile.size // 64))
+        more = [moment for moment in peaks if moment not in active]
         if not more or stopped() or time.monotonic() >= deadline:
             return Answer(choice, lower, False, message)
         active += more
@@ -201,27 +203,6 @@ def _choice(flat: FlatProblem, values: Array) -> Array:
     """The strategies that the program's values pick."""
     picks = np.split(values[: flat.unary.size], flat.at[1:-1])
     return np.array([int(np.argmax(pick)) for pick in picks], np.int64)
-
-
-def peaks(profile: Array, limit: float) -> list[int]:
-    """The highest local peaks of a profile above the limit.
-
-    Args:
-        profile: [K] bytes.
-        limit: bytes.
-
-    Returns:
-        At most 24 indices, highest first.
-    """
-    found, rest = list[int](), profile.copy()
-    span = max(1, rest.size // 64)
-    while len(found) < _PEAKS:
-        peak = int(np.argmax(rest))
-        if not rest[peak] > limit:
-            break
-        found.append(peak)
-        rest[max(0, peak - span) : peak + span + 1] = -np.inf
-    return found
 
 
 def _linking(flat: FlatProblem, rows: _Rows) -> tuple[Array, Array]:

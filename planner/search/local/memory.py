@@ -62,10 +62,7 @@ class MemoryTimeline:
 
     def accumulate(self, taken: Array) -> Array:
         """[K] sums of one number per usage over the usages live at each moment."""
-        count = self.moments.size
-        rise = np.bincount(self.low, taken, count + 1) - np.bincount(self.high, taken, count + 1)
-        sums: Array = np.cumsum(rise)[:count]
-        return sums
+        return live_sums(self.low, self.high, taken, self.moments.size)
 
     def envelope(self) -> Array:
         """[K] the most bytes any choice can have live at each moment."""
@@ -83,11 +80,8 @@ class MemoryTimeline:
             [all strategies] sum over the node's usages of bytes times the multipliers they live
             through.
         """
-        prefix = np.concatenate([[0.0], np.cumsum(multipliers)])
-        weight = prefix[self.high] - prefix[self.low]
-        weighted = np.repeat(weight, self.lengths) * self.flat_bytes
-        total: Array = np.bincount(self.flat_home, weighted, int(self.offsets[-1]))
-        return total
+        weight = np.repeat(lived_through(self.low, self.high, multipliers), self.lengths)
+        return np.bincount(self.flat_home, weight * self.flat_bytes, int(self.offsets[-1]))
 
 
 def maximal_moments(starts: Array, ends: Array) -> Array:
@@ -100,3 +94,45 @@ def maximal_moments(starts: Array, ends: Array) -> Array:
     after = np.append(rising[1:], np.iinfo(np.int64).max)
     kept: Array = rising[following <= after]
     return kept
+
+
+def live_sums(low: Array, high: Array, taken: Array, count: int) -> Array:
+    """[count] sums of one number per usage over the usages live at each moment.
+
+    Args:
+        low, high: [U] index range of each usage.
+        taken: [U] the numbers.
+        count: moments.
+    """
+    rise = np.bincount(low, taken, count + 1) - np.bincount(high, taken, count + 1)
+    sums: Array = np.cumsum(rise, dtype=np.float64)[:count]
+    return sums
+
+
+def lived_through(low: Array, high: Array, multipliers: Array) -> Array:
+    """[U] sum of the multipliers [K] of the moments that each usage lives through."""
+    prefix = np.concatenate([[0.0], np.cumsum(multipliers)])
+    total: Array = prefix[high] - prefix[low]
+    return total
+
+
+def local_peaks(profile: Array, above: float, most: int, span: int) -> list[int]:
+    """The highest moments of a profile that lie apart.
+
+    Args:
+        profile: [K] bytes.
+        above: only moments with more than this.
+        most: how many.
+        span: moments on either side of a peak that count as the same one.
+
+    Returns:
+        Indices, highest first.
+    """
+    peaks, rest = list[int](), profile.copy()
+    while len(peaks) < most:
+        peak = int(np.argmax(rest))
+        if not rest[peak] > above:
+            break
+        peaks.append(peak)
+        rest[max(0, peak - span) : peak + span + 1] = -np.inf
+    return peaks

@@ -28,6 +28,7 @@ from typing import Protocol
 
 import numpy as np
 
+from planner.search.local.memory import local_peaks
 from planner.search.problem import Array
 from planner.search.progress import time_is_up
 
@@ -100,15 +101,8 @@ class _Bundle:
         """Add a cut, and its highest local peaks to the active moments."""
         self.costs.append(cost)
         self.excess.append(excess)
-        rest = excess.copy()
-        span = max(1, rest.size // 16)
-        for _ in range(4):
-            peak = int(np.argmax(rest))
-            if rest[peak] <= 1e-12:
-                break
-            if peak not in self.active:
-                self.active.append(peak)
-            rest[max(0, peak - span) : peak + span + 1] = -np.inf
+        peaks = local_peaks(excess, 1e-12, 4, max(1, excess.size // 16))
+        self.active += [peak for peak in peaks if peak not in self.active]
 
 
 def ascend(

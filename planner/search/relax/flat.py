@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.search.local.memory import live_sums, lived_through
 from planner.search.problem import Array, Problem
 
 
@@ -132,7 +133,7 @@ class FlatMoments:
     def profile(self, choice: Sequence[int] | Array) -> Array:
         """[K] bytes at each kept moment under a choice of the free nodes."""
         taken = self.taken[self.bytes_at + np.asarray(choice, np.int64)[self.node]]
-        return self.base + _sums(self.low, self.high, taken, self.base.size)
+        return self.base + live_sums(self.low, self.high, taken, self.base.size)
 
     def excess(self, profile: Array) -> float:
         """Bytes by which a profile passes the limit; not positive when it fits."""
@@ -140,12 +141,9 @@ class FlatMoments:
 
     def prices(self, multipliers: Array) -> Array:
         """Flat price of every strategy under [K] multipliers in seconds per byte."""
-        prefix = np.concatenate([[0.0], np.cumsum(multipliers)])
-        weight = prefix[self.high] - prefix[self.low]
         lengths = np.diff(np.append(self.bytes_at, self.taken.size))
-        weighted = np.repeat(weight, lengths) * self.taken
-        total: Array = np.bincount(self.home, weighted, int(self.offsets[-1]))
-        return total
+        weight = np.repeat(lived_through(self.low, self.high, multipliers), lengths)
+        return np.bincount(self.home, weight * self.taken, int(self.offsets[-1]))
 
 
 def flatten(problem: Problem) -> FlatProblem:
@@ -188,13 +186,6 @@ def _joined(parts: list[Array]) -> Array:
     return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
 
-def _sums(low: Array, high: Array, taken: Array, count: int) -> Array:
-    """[count] sums of one number per usage over the usages live at each moment."""
-    rise = np.bincount(low, taken, count + 1) - np.bincount(high, taken, count + 1)
-    sums: Array = np.cumsum(rise, dtype=np.float64)[:count]
-    return sums
-
-
 def _moments(problem: Problem, number: Array, offsets: Array) -> FlatMoments:
     """The usages of the free nodes over the moments that can pass the limit."""
     live = [usage for usage in problem.usages if usage.start < usage.end]
@@ -204,11 +195,11 @@ def _moments(problem: Problem, number: Array, offsets: Array) -> FlatMoments:
     least = np.array([usage.bytes.min() for usage in live], np.float64)
     most = np.array([usage.bytes.max() for usage in live], np.float64)
     fixed = least == most
-    base = _sums(low[fixed], high[fixed], least[fixed], moments.size)
+    base = live_sums(low[fixed], high[fixed], least[fixed], moments.size)
     chosen = np.flatnonzero(~fixed)
     low, high = low[chosen], high[chosen]
     kept = _heads(low, high, base)
-    tall = base + _sums(low, high, most[chosen], moments.size) > problem.limit_bytes
+    tall = base + live_sums(low, high, most[chosen], moments.size) > problem.limit_bytes
     kept = kept[tall[kept]]
     low, high = np.searchsorted(kept, low), np.searchsorted(kept, high)
     inside = low < high

@@ -43,6 +43,7 @@ from planner.search.problem import (
     Verdict,
     evaluate,
     fits,
+    forbidden_solution,
     make_solution,
     verify,
 )
@@ -244,20 +245,3 @@ def _closed(problem: Problem, choice: Sequence[int], lower: float) -> Solution:
         "no elimination was needed"
     )
     return make_solution(problem, choice, lower, NAME, reason, 0.0)
-
-
-def forbidden_solution(problem: Problem, where: str, search: str, begun: float) -> Solution:
-    """The answer when no choice avoids every forbidden entry.
-
-    Args:
-        problem: the problem.
-        where: what has no allowed strategy.
-        search: name of the search.
-        begun: monotonic start.
-
-    Returns:
-        An infeasible solution.
-    """
-    choice = [int(cost.argmin()) for cost in problem.cost_s]
-    reason = f"no choice avoids the forbidden costs: {where} has no allowed strategy left"
-    return make_solution(problem, choice, math.inf, search, reason, begun)

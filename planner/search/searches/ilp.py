@@ -19,10 +19,16 @@ from planner.search.anytime.incumbent import Incumbent
 from planner.search.anytime.integer import solve_integer
 from planner.search.exact.reduction import reduce_problem
 from planner.search.local.memory import MemoryTimeline
-from planner.search.problem import Array, Problem, Solution, make_solution, verify
+from planner.search.problem import (
+    Array,
+    Problem,
+    Solution,
+    forbidden_solution,
+    make_solution,
+    verify,
+)
 from planner.search.progress import current
 from planner.search.relax.flat import flatten
-from planner.search.searches.dynamic_programming import forbidden_solution
 
 NAME = "ilp"
 

@@ -22,7 +22,14 @@ import time
 from planner.search.exact.reduction import reduce_problem
 from planner.search.folding.folding import fold
 from planner.search.local.levels import decide_levels, polished
-from planner.search.problem import Problem, Solution, evaluate, make_solution, verify
+from planner.search.problem import (
+    Problem,
+    Solution,
+    evaluate,
+    forbidden_solution,
+    make_solution,
+    verify,
+)
 from planner.search.relax.bound import diffusion_of, raised
 from planner.search.searches.brute import brute, combinations
 
@@ -65,8 +72,7 @@ def recursive_programming(
     choice = decide_levels(part, cap, deadline)
     whole = reduce_problem(part, keep_memory=True, dead_ends=False)
     if whole.dead is not None:
-        reason = f"no choice avoids the forbidden costs: {whole.dead} has no strategy left"
-        return make_solution(problem, folded.unfold(choice), math.inf, NAME, reason, begun)
+        return forbidden_solution(problem, whole.dead, NAME, begun)
     choice = whole.decode(polished(whole, choice, deadline))
     full = folded.unfold(choice)
     cost = evaluate(problem, full)[0]
