@@ -23,10 +23,15 @@ Papers: Kolmogorov, "Convergent tree-reweighted message passing for energy minim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from planner.search.problem import Array
+
+Turn: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]], float]
+"""What a node does on its turn: the ends of edges that it gathers from, those that it hands a part
+to, and that part."""
 
 
 class End:
@@ -94,6 +99,8 @@ class Diffusion:
         for k, (a, b) in enumerate(self.ends):
             self.near[a].append((k, 0, b))
             self.near[b].append((k, 1, a))
+        self._forth = [_turn(node, near, ahead=True) for node, near in enumerate(self.near)]
+        self._back = [_turn(node, near, ahead=False) for node, near in enumerate(self.near)]
         self._swept = False
         self._scratch = np.empty(max((table.size for table in self.tables), default=0))
 
@@ -122,29 +129,22 @@ class Diffusion:
     def sweep(self, times: int = 1) -> None:
         """Visit all nodes forth and back ``times`` times."""
         for _ in range(times):
-            for node in range(len(self.unary)):
-                self._visit(node, forth=True)
+            for node, turn in enumerate(self._forth):
+                if not self._swept:  # later, the node has taken what the edges onwards give
+                    turn = ([(k, side) for k, side, _ in self.near[node]], *turn[1:])
+                self._visit(node, turn)
             for node in reversed(range(len(self.unary))):
-                self._visit(node, forth=False)
+                self._visit(node, self._back[node])
             self._swept = True
 
-    def _visit(self, node: int, *, forth: bool) -> None:
-        """Gather the minima of the node's edges, then hand parts on.
-
-        Only on the first way forth an edge onwards has anything to give: later, the node took it
-        when it was last visited.
-        """
-        onward = []
-        everything = forth and not self._swept
-        for k, side, other in self.near[node]:
-            ahead = (other > node) == forth
-            if ahead:
-                onward.append((k, side))
-            if everything or not ahead:
-                self._shift(k, side, node, self._least(k, side))
+    def _visit(self, node: int, turn: Turn) -> None:
+        """Gather the minima of edges, then hand parts on."""
+        behind, onward, share = turn
+        for k, side in behind:
+            self._shift(k, side, node, self._least(k, side))
         if onward:
-            share = -1.0 / max(len(onward), len(self.near[node]) - len(onward))
-            parts = [self.sides[k][side].least(self.unary[node]) * share for k, side in onward]
+            cost = self.unary[node]
+            parts = [self.sides[k][side].least(cost) * -share for k, side in onward]
             for (k, side), part in zip(onward, parts, strict=True):
                 self._shift(k, side, node, part)
 
@@ -163,3 +163,10 @@ class Diffusion:
         message = self.messages[k][side]
         message += amount
         self.unary[node] += self.sides[k][side].spread(amount)
+
+
+def _turn(node: int, near: Sequence[tuple[int, int, int]], *, ahead: bool) -> Turn:
+    """The turn of a node on the way forth (``ahead``) or back; ``near``: edge, side, other node."""
+    onward = [(k, side) for k, side, other in near if (other > node) == ahead]
+    behind = [(k, side) for k, side, other in near if (other > node) != ahead]
+    return behind, onward, 1.0 / max(len(onward), len(behind), 1)
