@@ -119,7 +119,8 @@ class Cluster:
     A 'hierarchy' has shape (devices per node, nodes), `link` inside a node and `network` between
     nodes. A 'torus' has its dimensions as shape and `link` for every link; a dimension whose
     length is a multiple of `wrap_multiple` is a ring, any other a line. Several `slices`, each
-    such a torus, are joined by `network`. `host` joins each device to the memory of its host.
+    such a torus, are joined by `network`. `host` joins each device to the memory of its host,
+    whose share for one device is `host_memory_bytes` (0: not known).
     `text` is what `parse_cluster` takes to give this cluster again.
     """
 
@@ -132,6 +133,7 @@ class Cluster:
     slices: int = 1
     wrap_multiple: int = 4
     host: Link | None = None
+    host_memory_bytes: float = 0.0
 
     @property
     def num_devices(self) -> int:
@@ -251,8 +253,18 @@ def build_cluster(given: Description) -> Cluster:
         network = _link(entry["inter_slice"]) if slices > 1 else None
         wrap_multiple = int(entry["torus"]["wrap_multiple"])
         link = _link(entry["torus"])
-        host = _link(entry["host"])
-        return Cluster(text, device, shape, "torus", link, network, slices, wrap_multiple, host)
+        return Cluster(
+            text,
+            device,
+            shape,
+            "torus",
+            link,
+            network,
+            slices,
+            wrap_multiple,
+            _link(entry["host"]),
+            float(entry["host"]["memory_bytes_per_device"]),
+        )
     node = entry["intra_node"]
     wires = tuple(tuple(row) for row in node["wires"])
     if wires and len(wires) != int(entry["node"]["devices_per_node"]):
@@ -268,5 +280,13 @@ def build_cluster(given: Description) -> Cluster:
         wires=wires,
     )
     network = _link(entry["inter_node"])
-    host = _link(entry["host"])
-    return Cluster(text, device, shape, "hierarchy", link, network, host=host)
+    return Cluster(
+        text,
+        device,
+        shape,
+        "hierarchy",
+        link,
+        network,
+        host=_link(entry["host"]),
+        host_memory_bytes=float(entry["host"]["memory_bytes_per_device"]),
+    )

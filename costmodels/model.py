@@ -11,6 +11,9 @@ from .collectives import Collective, collective_coefficients
 from .compute import Array, Kernel, op_time_s
 from .hardware import Cluster
 
+HOST_RESERVE = 0.2
+"""Share of a host's memory that the system, Python and the loading of data keep: an assumption."""
+
 
 @runtime_checkable
 class CostModel(Protocol):
@@ -33,6 +36,12 @@ class CostModel(Protocol):
     @property
     def memory_limit_bytes(self) -> int:
         """Memory of one device in bytes that programs may use."""
+        ...
+
+    @property
+    def host_memory_limit_bytes(self) -> float:
+        """Memory of its host in bytes that programs may use for one device; infinite where it is
+        not known."""
         ...
 
     @property
@@ -136,6 +145,13 @@ class AnalyticCostModel:
     def memory_limit_bytes(self) -> int:
         """Memory of one device in bytes, less what its runtime keeps (`memory_reserve`)."""
         return self.cluster.device.usable_bytes
+
+    @property
+    def host_memory_limit_bytes(self) -> float:
+        """A device's share of its host's memory, less what the system and the loading of data keep
+        (`HOST_RESERVE`); infinite where it is not known."""
+        known = self.cluster.host_memory_bytes
+        return (1.0 - HOST_RESERVE) * known if known else math.inf
 
     @property
     def overlap(self) -> float:

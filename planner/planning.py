@@ -26,12 +26,13 @@ from planner.cost.pricing import Priced
 from planner.errors import MemoryLimitError, RequestError
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph
+from planner.graph.memory.liveness import Memory
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.extract import Extraction
 from planner.plan.honored import honored
-from planner.plan.plan import MeshRow, Plan, SearchReport, MeshVerdict, rounded
+from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport, rounded
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
-from planner.report.shortage import shortage_text
+from planner.report.shortage import host_text, shortage_text
 from planner.report.units import bytes_text
 from planner.request.marks import all_pins, placed_mesh
 from planner.request.options import (
@@ -48,7 +49,8 @@ from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
 from planner.search.iopddl import write_iopddl
-from planner.search.problem import Solution
+from planner.search.pools import pool_peaks
+from planner.search.problem import Solution, fits
 from planner.space.groups import build_groups
 from planner.space.host_memory import hostable, with_host
 from planner.space.replicated import held_whole
@@ -213,21 +215,8 @@ def _planned(
     priced, solution = unfold(step.quotient, best)
     if request.dump_problem is not None:
         write_problem(priced, request.dump_problem)
-    if least is not None and not solution.feasible and not request.advice:
-        raise MemoryLimitError(
-            f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",
-            least_bytes=least.memory.peak_bytes + priced.analysis.scalar_bytes,
-            lower_bytes=least.lower_bytes,
-            limit_bytes=request.limit_bytes,
-        )
     if least is not None and not solution.feasible:
-        shortage = advise(Case(step.quotient, step.pins, request, least, again))
-        raise MemoryLimitError(
-            shortage_text(shortage),
-            least_bytes=shortage.least_bytes,
-            lower_bytes=shortage.lower_bytes,
-            limit_bytes=shortage.limit_bytes,
-        )
+        raise _shortage(Case(step.quotient, step.pins, request, least, again))
     notes = _apart_note(step.quotient.apart(solution.choice), len(step.quotient.part.groups.groups))
     extraction = Extraction(priced, solution.choice)
     roles = roles_of(extraction)
@@ -238,6 +227,38 @@ def _planned(
     pins = honored(extraction, step.pins, step.quotient.uses, batch_axes(request, priced.mesh))
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=pins)
     return Planned(plan, extraction, step.quotient, step.pins, request)
+
+
+def _shortage(case: Case) -> MemoryLimitError:
+    """What to say when no plan fits: the host's memory, where that alone is short, else the
+    device's, with what would help."""
+    request, least = case.request, case.least
+    peaks = pool_peaks(least.priced.problem, least.memory.choice)
+    for pool in least.priced.problem.pools[1:]:
+        if peaks[pool.name] > pool.limit_bytes and fits(
+            peaks[Memory.DEVICE], least.priced.problem.limit_bytes
+        ):
+            return MemoryLimitError(
+                host_text(request.cluster.text, peaks[pool.name], pool.limit_bytes),
+                least_bytes=peaks[pool.name],
+                lower_bytes=0.0,
+                limit_bytes=pool.limit_bytes,
+            )
+    scalars = least.priced.analysis.scalar_bytes
+    if not request.advice:
+        return MemoryLimitError(
+            f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",
+            least_bytes=least.memory.peak_bytes + scalars,
+            lower_bytes=least.lower_bytes,
+            limit_bytes=request.limit_bytes,
+        )
+    shortage = advise(case)
+    return MemoryLimitError(
+        shortage_text(shortage),
+        least_bytes=shortage.least_bytes,
+        lower_bytes=shortage.lower_bytes,
+        limit_bytes=shortage.limit_bytes,
+    )
 
 
 def _names_are_ours(request: Request) -> bool:
@@ -330,7 +351,9 @@ def _mesh_row(
     priced: Priced, solution: Solution, best: Solution, mesh: MeshSpec, names: bool
 ) -> MeshRow:
     """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
-    known = math.isfinite(solution.cost_s)
+    known, peak = math.isfinite(solution.cost_s), solution.peak_bytes
+    if solution.choice and priced.analysis.scheduled.hosted and priced.problem.pools:
+        peak = pool_peaks(priced.problem, solution.choice)[Memory.DEVICE]
     if solution is best:
         verdict = MeshVerdict.CHOSEN
     elif not solution.choice:
@@ -343,7 +366,7 @@ def _mesh_row(
         str(mesh) if names or solution is best else "x".join(map(str, mesh.sizes)),
         solution.cost_s if known else -1.0,
         solution.lower_bound_s,
-        solution.peak_bytes if math.isfinite(solution.peak_bytes) else -1.0,
+        peak if math.isfinite(peak) else -1.0,
         verdict,
     )
 

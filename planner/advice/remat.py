@@ -27,9 +27,9 @@ from planner.report.shortage import Relief
 from planner.request.options import Request
 from planner.search.local.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
+from planner.search.registry import FAST, SEARCHES
 from planner.step.buffers import Buffer, in_pool
 from planner.step.kernels.costs import PRODUCTS
-from planner.search.registry import FAST, SEARCHES
 
 SEARCH_S = 3.0
 """Seconds for a plan without what is dropped."""

@@ -132,7 +132,7 @@ def _relaxed(
 ) -> Iterator[Scout]:
     """Scouts of a family after passing messages."""
     found = relax(family.problems(), sweeps, enough_s)
-    peaks = family.peaks(found.choice)
+    peaks = family.peaks(found.choice, field.limit_bytes)
     for m, mesh in enumerate(family.meshes):
         bound, cost = float(found.bound_s[m]), float(found.cost_s[m])
         if math.isinf(cost):

@@ -8,6 +8,7 @@ of ``rates`` differ. So a mesh costs array entries, not Python.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,15 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import CostModel
-from planner.cost.pricing import Priced
+from planner.cost.pricing import Priced, pool_limits
 from planner.cost.rates import Rates, exposed, weighted
 from planner.cost.routes import patterns
+from planner.graph.memory.liveness import Memory
 from planner.search.relax.family import Family, FamilyEdge
 from planner.space.groups import GroupLink
 from planner.space.strategies import IntArray, StrategySet, digits, joint_strategies
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis
-from planner.step.buffers import in_pool
+from planner.step.buffers import Buffer, in_pool
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -79,10 +81,23 @@ class PricedFamily:
             edges.append(FamilyEdge(frame.a, frame.b, frame.code_a, frame.code_b, tables[0]))
         return Family(self.unary, tuple(edges))
 
-    def peaks(self, choice: IntArray) -> Array:
-        """[meshes] bytes at the peak under choices [meshes, groups]."""
+    def peaks(self, choice: IntArray, limit_bytes: float) -> Array:
+        """[meshes] bytes at the peak under choices [meshes, groups]; where another pool than the
+        device's is fuller, the same share of the device's limit."""
         rows = np.arange(len(self.meshes))
-        buffers = in_pool(self.analysis.buffers)
+        limits = pool_limits(self.analysis, self.rates.model, limit_bytes)
+        peaks: Array = np.zeros(len(rows))
+        for pool, limit in limits.items():
+            peak = self._pool_peak(in_pool(self.analysis.buffers, pool), choice)
+            if pool is Memory.DEVICE:
+                peaks = peak
+            elif limit < math.inf and limit_bytes < math.inf:
+                peaks = np.maximum(peaks, peak * (limits[Memory.DEVICE] / limit))
+        return peaks + self.analysis.scalar_bytes
+
+    def _pool_peak(self, buffers: Sequence[Buffer], choice: IntArray) -> Array:
+        """[meshes] bytes at the peak of one pool."""
+        rows = np.arange(len(self.meshes))
         if not buffers:
             return np.zeros(len(rows))
         known: dict[tuple[object, ...], Array] = {}
@@ -98,7 +113,7 @@ class PricedFamily:
         np.add.at(change, [b.start for b in buffers], taken)
         np.subtract.at(change, [b.end for b in buffers], taken)
         peaks: Array = np.cumsum(change, axis=0).max(axis=0)
-        return peaks + self.analysis.scalar_bytes
+        return peaks
 
     def own(self, member: int, limit_bytes: float) -> Priced:
         """The pricing of one mesh by itself."""

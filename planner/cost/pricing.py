@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.cost.rates import Rates, exposed, weighted
 from planner.cost.reshard import reshard_table
+from planner.graph.memory.liveness import Memory
+from planner.search.pools import side_by_side
 from planner.search.problem import Edge, Problem, Usage
 from planner.space.groups import Group, GroupLink
 from planner.space.strategies import StrategySet, codes, enumerate_strategies
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis
-from planner.step.buffers import Buffer, in_pool
+from planner.step.buffers import Buffer
 from planner.step.classes import Quotient
 
 Array = NDArray[np.float64]
@@ -179,6 +181,14 @@ class Pricer:
         return self.cache[key][0]  # type: ignore[no-any-return]
 
 
+def pool_limits(analysis: Analysis, model: CostModel, limit_bytes: float) -> dict[Memory, float]:
+    """What each pool of memory has for arrays that are not scalars, in bytes per device."""
+    return {
+        Memory.DEVICE: limit_bytes - analysis.scalar_bytes,
+        Memory.HOST: model.host_memory_limit_bytes,
+    }
+
+
 def price(
     analysis: Analysis,
     mesh: MeshSpec,
@@ -223,10 +233,15 @@ def _problem(priced: Priced) -> Problem:
             continue
         ends[bundle] = (min(link.a, link.b), max(link.a, link.b))
         bundled.setdefault(bundle, []).append(matrix if link.a < link.b else pricer.flipped(matrix))
-    usages = [
-        Usage(b.group, b.start, b.end, pricer.buffer_bytes(sets[b.group], b))
-        for b in in_pool(analysis.buffers)
-    ]
+    limits = pool_limits(analysis, priced.model, priced.limit_bytes)
+    number = {pool: k for k, pool in enumerate(limits)}
+    usages, limit_bytes, pools = side_by_side(
+        [
+            Usage(b.group, b.start, b.end, pricer.buffer_bytes(sets[b.group], b), number[b.pool])
+            for b in analysis.buffers
+        ],
+        [(str(pool), limit) for pool, limit in limits.items()],
+    )
     folded = any(n > 1 for n in analysis.counts)
     return Problem(
         names=tuple(
@@ -235,8 +250,9 @@ def _problem(priced: Priced) -> Problem:
         ),
         cost_s=tuple(cost),
         edges=tuple(Edge(*ends[k], pricer.total(parts)) for k, parts in bundled.items()),
-        usages=tuple(usages),
-        limit_bytes=priced.limit_bytes - analysis.scalar_bytes,
+        usages=usages,
+        limit_bytes=limit_bytes,
         levels=tuple(s.store + 1 for s in sets),
         counts=analysis.counts if folded else None,
+        pools=pools,
     )

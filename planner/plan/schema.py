@@ -29,7 +29,6 @@ from planner.plan.plan import (
     Plan,
     Prediction,
     SearchReport,
-    MeshVerdict,
 )
 from planner.spec import AXIS_NAME, MeshSpec, Sharding
 

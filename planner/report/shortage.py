@@ -82,6 +82,15 @@ class Shortage:
     whole: tuple[Whole, ...] = ()
 
 
+def host_text(cluster: str, needs_bytes: float, has_bytes: float) -> str:
+    """The devices have room, their hosts have not."""
+    return (
+        f"no plan fits in the memory of the hosts of {cluster}: what is kept there takes at least "
+        f"{bytes_text(needs_bytes)} for each device, a plan may use {bytes_text(has_bytes)}; "
+        "offload less, use more hosts, or say what they have with host_memory= (--host-memory)"
+    )
+
+
 def shortage_text(shortage: Shortage) -> str:
     """A line that says what is missing, then what holds the memory and what would help."""
     s = shortage

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan.plan import Plan, MeshVerdict
+from planner.plan.plan import MeshVerdict, Plan
 from planner.report.fold import (
     LeafRow,
     common_start,

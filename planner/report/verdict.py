@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.plan.plan import MeshRow, Plan, MeshVerdict
+from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.units import bytes_text, time_text
 
 

@@ -6,6 +6,7 @@ command line read their keywords, defaults and flags from it.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from costmodels import (
     parse_bytes,
     parse_cluster,
 )
+from costmodels.model import HOST_RESERVE
 from planner.errors import RequestError
 from planner.modes import DEFAULT_SEARCH, MODES, PROPAGATION, check_mode, get_parallel_mode
 from planner.request.state import StateRequest, check_state_request
@@ -64,6 +66,8 @@ class Options(TypedDict, total=False):
     mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
         NamedShardings if they have one of as many devices, else tries all up to three axes.
     memory: limit per device (``"80GB"`` or bytes); None takes the device's.
+    host_memory: what of a host's memory a plan may use for each of its devices; None takes what
+        the catalog knows of such hosts, less a reserve.
     shardings: ``{"regex over argument path": PartitionSpec(...)}``, kept or refused;
         ``PartitionSpec.UNCONSTRAINED`` leaves a dimension to the planner.
     logical_axis_rules: pairs of a logical name and mesh axes, for Flax metadata and
@@ -89,6 +93,10 @@ class Options(TypedDict, total=False):
     ]
     memory: Annotated[
         str | float | None, Flag("memory per device that the plan may use, such as 80GB")
+    ]
+    host_memory: Annotated[
+        str | float | None,
+        Flag("memory of its host that the plan may use for each device, such as 200GB"),
     ]
     shardings: Mapping[str, Any] | None
     logical_axis_rules: Sequence[Any] | None
@@ -214,7 +222,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
     """Check and parse what ``make_plan`` was asked for; raises RequestError."""
     asked = Options(**given_options("make_plan", options))  # type: ignore[typeddict-item]
     mode, mesh, memory = asked.get("mode"), asked.get("mesh"), asked.get("memory")
-    whole_below = asked.get("whole_below", 0.0)
+    whole_below, host = asked.get("whole_below", 0.0), asked.get("host_memory")
     current = get_parallel_mode()
     if mode is None and current.update != "sync":
         raise RequestError(
@@ -227,11 +235,16 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
     try:
         parsed = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
+        host = float(parse_bytes(host)) if isinstance(host, str) else host
         small = float(parse_bytes(whole_below)) if isinstance(whole_below, str) else whole_below
     except ClusterError as error:
         raise RequestError(str(error)) from error
     if limit is not None and not limit > 0:
         raise RequestError(f"memory {memory!r}: expected a positive number of bytes per device")
+    if host is not None:
+        if not host > 0:
+            raise RequestError(f"host_memory {host!r}: expected a positive number of bytes")
+        parsed = dataclasses.replace(parsed, host_memory_bytes=host / (1.0 - HOST_RESERVE))
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh)
     elif isinstance(mesh, Mapping):

@@ -27,14 +27,31 @@ FORBIDDEN = 1e18
 """Costs from here on (infinity included) mark a forbidden entry."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A memory with a limit of its own: a device's, its host's.
+
+    The pools of a problem stand side by side in time (`planner.search.pools`): the moments of a
+    pool are its own plus ``first``, its bytes its own times ``scale``, so that the limit of the
+    problem is that of every pool.  A search sees one memory and need not know of pools.
+    """
+
+    name: str
+    limit_bytes: float
+    first: int = 0
+    scale: float = 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """Memory of a node: ``bytes[s]`` bytes under strategy s, live in the moments [start, end)."""
+    """Memory of a node: ``bytes[s]`` bytes under strategy s, live in the moments [start, end) of
+    ``pool``, the number of one of the problem's."""
 
     node: int
     start: int
     end: int
     bytes: Array
+    pool: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +65,7 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Nodes, pairwise costs, memory usages and one memory limit (infinity: none).
+    """Nodes, pairwise costs, memory usages and a memory limit (infinity: none).
 
     ``levels`` holds, per node, a small integer per strategy and mesh axis; 0 means that the
     strategy does not use the axis.  Only the axis-by-axis search reads it.
@@ -56,6 +73,8 @@ class Problem:
     ``counts`` marks a quotient (`folding`): how many equal nodes of a larger problem each node
     stands for.  Its costs are totals over them, and of its bounds only those by reparametrisation
     hold for the larger problem.
+
+    ``pools`` are the memories that the usages take room in; empty: one, as in IOPDDL.
     """
 
     names: tuple[str, ...]
@@ -65,6 +84,7 @@ class Problem:
     limit_bytes: float
     levels: tuple[Array, ...] | None = None
     counts: tuple[int, ...] | None = None
+    pools: tuple[Pool, ...] = ()
 
 
 class Verdict(StrEnum):
@@ -177,6 +197,8 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float, int
 
     Returns:
         ``(cost_s, peak_bytes, peak_moment)``; the cost is infinite when a forbidden entry is used.
+        With pools, the peak is that of the fullest one, in bytes of the problem's limit, and the
+        moment one of that pool.
     """
     parts = [float(cost[s]) for cost, s in zip(problem.cost_s, choice, strict=True)]
     parts += [float(edge.cost_s[choice[edge.a], choice[edge.b]]) for edge in problem.edges]
@@ -184,7 +206,9 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float, int
     moments, profile = memory_profile(problem, choice)
     at = int(np.argmax(profile))
     cost = math.inf if forbidden else math.fsum(parts)
-    return cost, float(profile[at]), int(moments[at])
+    moment = int(moments[at])
+    first = max((pool.first for pool in problem.pools if pool.first <= moment), default=0)
+    return cost, float(profile[at]), moment - first
 
 
 def fits(peak_bytes: float, limit_bytes: float) -> bool:

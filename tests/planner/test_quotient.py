@@ -23,7 +23,7 @@ from planner.annotate import Pin
 from planner.cost.batched import price_family
 from planner.cost.pricing import price, unfolded
 from planner.graph.trace import trace
-from planner.plan.plan import Plan, MeshVerdict
+from planner.plan.plan import MeshVerdict, Plan
 from planner.planning import graph_rules, make_plan
 from planner.search import SEARCHES, evaluate, lower_bound
 from planner.search.folding.folding import fold
@@ -139,7 +139,7 @@ def test_families_price_and_bound_every_mesh_as_it_is_alone(name: str, cluster: 
         family = price_family(quotient.part, meshes, model, [{}] * len(meshes))
         least = node_bound(Family(family.unary, ()))
         found = relax(family.problems(), 2)
-        peaks = family.peaks(found.choice)
+        peaks = family.peaks(found.choice, math.inf)
         for k, mesh in enumerate(meshes):
             alone = price(quotient.part, mesh, model, math.inf)
             mine = family.own(k, math.inf)

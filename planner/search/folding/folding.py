@@ -136,8 +136,9 @@ def _quotient(
             Edge(a, b, table[a, b, k] * n) if a <= b else Edge(b, a, (table[a, b, k] * n).T)
             for (a, b, k), n in tally.items()
         ),
-        usages=tuple(Usage(color[u.node], u.start, u.end, u.bytes) for u in problem.usages),
+        usages=tuple(Usage(color[u.node], u.start, u.end, u.bytes, u.pool) for u in problem.usages),
         limit_bytes=problem.limit_bytes,
         levels=None if problem.levels is None else tuple(problem.levels[node] for node in one),
         counts=tuple(members),
+        pools=problem.pools,
     )

@@ -15,10 +15,10 @@ from planner.plan.plan import (
     CollectiveRow,
     Leaf,
     MeshRow,
+    MeshVerdict,
     Plan,
     Prediction,
     SearchReport,
-    MeshVerdict,
 )
 from planner.report.fold import (
     common_path,
