@@ -54,6 +54,8 @@ def side_by_side(
 
 def pool_peaks(problem: Problem, choice: Sequence[int]) -> dict[str, float]:
     """The peak of each pool of a choice, in its own bytes, by name; none where there is one."""
+    if not problem.pools:
+        return {}
     moments, profile = memory_profile(problem, choice)
     out = {}
     for pool, after in zip(problem.pools, (*problem.pools[1:], None), strict=True):
