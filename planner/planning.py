@@ -51,8 +51,8 @@ from planner.rules.registry import rules_for
 from planner.search.iopddl import write_iopddl
 from planner.search.pools import pool_peaks
 from planner.search.problem import Solution, fits
+from planner.space.decisions import chosen_values, with_decisions
 from planner.space.groups import build_groups
-from planner.space.host_memory import hostable, with_host
 from planner.space.replicated import held_whole
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis, analyse
@@ -188,9 +188,9 @@ def _prepared(
     graph = traced.graph
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
-    hosted = hostable(graph, request.offload)
-    groups = with_host(build_groups(graph, rules, pins), hosted)
-    analysis = analyse(graph, rules, groups, donated, request.cluster.device, hosted)
+    chosen = chosen_values(graph, request.decided)
+    groups = with_decisions(build_groups(graph, rules, pins), chosen)
+    analysis = analyse(graph, rules, groups, donated, request.cluster.device, chosen)
     along_axis = bool(request.tensor or request.sequence)
     state = find_state(graph, request.state) if request.state or along_axis else None
     differ = request.mode != "AUTO_PARALLEL" or along_axis
@@ -352,7 +352,7 @@ def _mesh_row(
 ) -> MeshRow:
     """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
     known, peak = math.isfinite(solution.cost_s), solution.peak_bytes
-    if solution.choice and priced.analysis.scheduled.hosted and priced.problem.pools:
+    if solution.choice and priced.analysis.scheduled.chosen and priced.problem.pools:
         peak = pool_peaks(priced.problem, solution.choice)[Memory.DEVICE]
     if solution is best:
         verdict = MeshVerdict.CHOSEN

@@ -19,7 +19,7 @@ from planner.arguments.metadata import with_logical_axis_rules
 from planner.arguments.outcome import kept_leaves
 from planner.graph.trace import Traced, abstract, trace
 from planner.plan.plan import Plan
-from planner.space.host_memory import DEVICE
+from planner.space.decisions.host_memory import DEVICE
 
 log = logging.getLogger("meshwright")
 

@@ -19,7 +19,7 @@ from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_t
 from planner.graph import trace
 from planner.graph.jaxpr import walk
 from planner.plan.plan import Constraint, Leaf, Plan
-from planner.space.host_memory import DEVICE
+from planner.space.decisions.host_memory import DEVICE
 
 WIDTH = 98
 

@@ -7,7 +7,7 @@ from planner.graph.ir import Role
 from planner.plan.extract import Extraction
 from planner.report.fold import common_path, pattern
 from planner.report.shortage import Holder
-from planner.step.buffers import Port, in_pool
+from planner.space.buffer import Port, in_pool
 
 HOLDERS_SHOWN = 6
 

@@ -28,7 +28,7 @@ from planner.request.options import Request
 from planner.search.local.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
 from planner.search.registry import FAST, SEARCHES
-from planner.step.buffers import Buffer, in_pool
+from planner.space.buffer import Buffer, in_pool
 from planner.step.kernels.costs import PRODUCTS
 
 SEARCH_S = 3.0

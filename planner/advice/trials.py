@@ -14,9 +14,9 @@ from planner.report.shortage import Relief
 from planner.request.options import Request
 from planner.search.problem import profile_of
 from planner.search.registry import FAST
-from planner.space.host_memory import Offload
+from planner.space.buffer import Port, in_pool
+from planner.space.decisions.host_memory import OFFLOAD, Offload
 from planner.step.analysis import Analysis
-from planner.step.buffers import Port, in_pool
 from planner.step.classes import Quotient
 
 TRIAL_S = 3.0
@@ -78,12 +78,14 @@ def host_memory(
     offloaded: Callable[[Request], Quotient], pins: Sequence[Pin], request: Request
 ) -> Relief | None:
     """State in host memory, as the search likes it, unless that was asked for."""
-    if request.offload.auto:
+    if request.decided[OFFLOAD].auto:
         return None
-    auto = dataclasses.replace(request, offload=Offload(auto=True))
+    auto = dataclasses.replace(request, decided={**request.decided, OFFLOAD: Offload(auto=True)})
     quotient = offloaded(auto)
     found = tried_out(quotient, pins, auto)
-    if found is None or not any(g.host for g in quotient.part.groups.groups):
+    if found is None or not any(
+        name == OFFLOAD for g in quotient.part.groups.groups for name, _ in g.decisions
+    ):
         return None
     return relief('offload="auto" (state in host memory)', quotient.whole, found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from planner.annotate import Pin
 from planner.errors import PinError
@@ -13,7 +14,9 @@ from planner.request.sequence_parallel import along_the_sequence
 from planner.request.state import StateRequest, data_axes, find_state, state_masks
 from planner.request.tensor_parallel import along_parameters
 from planner.request.uses import use_masks
-from planner.space.host_memory import host_masks
+from planner.space.decisions import DECISIONS
+from planner.space.groups import Groups
+from planner.space.strategies import strategies_of
 from planner.spec import MeshSpec, enumerate_meshes, factorizations
 from planner.step.classes import Quotient
 
@@ -53,6 +56,20 @@ def batch_axes(request: Request, mesh: MeshSpec) -> tuple[str, ...]:
     return data_axes(mesh) if request.mode == "SEMI_AUTO_PARALLEL" else ()
 
 
+def decision_masks(
+    decided: Mapping[str, Any], groups: Groups, mesh: MeshSpec, hard: Mapping[int, Mask]
+) -> dict[int, Mask]:
+    """Masks under which the options hold that are not left to the search."""
+    masks = dict(hard)
+    for g in groups.groups:
+        for name, _ in g.decisions:
+            option = DECISIONS[name].demands(decided[name])
+            if option is not None:
+                wanted = strategies_of(g, mesh.sizes).option(name) == option
+                masks[g.index] = masks[g.index] & wanted if g.index in masks else wanted
+    return masks
+
+
 def allowed_masks(
     quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec
 ) -> Mapping[int, Mask]:
@@ -69,7 +86,7 @@ def allowed_masks(
         hard = state_masks(quotient.state, request.state, pinned, graph, groups, mesh, hard)
     batch = batch_axes(request, mesh)
     hard = use_masks(quotient.uses, quotient.color, groups, mesh, batch, hard)
-    hard = host_masks(request.offload, groups, mesh, hard)
+    hard = decision_masks(request.decided, groups, mesh, hard)
     if request.tensor in mesh.names:
         parameters = find_state(graph, StateRequest()).parameters
         hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)

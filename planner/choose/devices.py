@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from planner.cost.pricing import Priced
 from planner.graph.ir import Graph
+from planner.space.buffer import Port, in_pool
 from planner.step.analysis import Analysis
-from planner.step.buffers import Port, in_pool
 from planner.step.feeding import fed_inputs
 
 LITTLE = 0.01

@@ -13,8 +13,8 @@ from planner.cost.pricing import Priced, Pricer
 from planner.request.options import Request
 from planner.search.local.ties import less_memory
 from planner.search.problem import evaluate
+from planner.space.buffer import Buffer, Port
 from planner.step.analysis import ideal_s
-from planner.step.buffers import Buffer, Port
 from planner.step.classes import Quotient
 
 Array = NDArray[np.float64]

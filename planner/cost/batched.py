@@ -21,11 +21,11 @@ from planner.cost.rates import Rates, exposed, weighted
 from planner.cost.routes import patterns
 from planner.graph.memory.liveness import Memory
 from planner.search.relax.family import Family, FamilyEdge
+from planner.space.buffer import Buffer, in_pool
 from planner.space.groups import GroupLink
 from planner.space.strategies import IntArray, StrategySet, digits, joint_strategies
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis
-from planner.step.buffers import Buffer, in_pool
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -155,9 +155,9 @@ def price_family(
     known: dict[tuple[object, ...], tuple[StrategySet, Mask]] = {}
     sets, has, unary = [], [], []
     for g in analysis.groups.groups:
-        key = (g.sizes, g.shardable, g.kind == "input", g.host)
+        key = (g.sizes, g.shardable, g.kind == "input", g.decisions)
         if key not in known:
-            known[key] = joint_strategies(g.sizes, g.shardable, sizes, g.kind, g.host)
+            known[key] = joint_strategies(g.sizes, g.shardable, sizes, g.kind, g.decisions)
         joint, mine = known[key]
         if any(g.index in masks for masks in allowed):
             mine = mine.copy()

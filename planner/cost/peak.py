@@ -14,12 +14,13 @@ import numpy as np
 from planner.cost.pricing import Priced, Pricer
 from planner.cost.reshard import ReshardStep
 from planner.graph.ir import Graph
-from planner.graph.memory.liveness import Memory
 from planner.search.problem import profile_of
+from planner.space.buffer import Buffer, Port, When, in_pool
+from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink
 from planner.spec import Sharding
-from planner.step.buffers import Buffer, Lifetimes, Port, in_pool, padding
+from planner.step.buffers import Lifetimes, padding
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
@@ -136,7 +137,7 @@ def has_gaps(graph: Graph, late: Lifetimes) -> list[bool]:
     of what is kept in host memory do."""
     stays = {*graph.inputs, *graph.outputs}
     return [
-        b.value not in stays or b.port is Port.GATHERED or b.when is Memory.HOST
+        b.value not in stays or b.port is Port.GATHERED or b.when == When(OFFLOAD, 1)
         for b in late.buffers
     ]
 

@@ -25,11 +25,11 @@ from planner.cost.reshard import reshard_table
 from planner.graph.memory.liveness import Memory
 from planner.search.pools import side_by_side
 from planner.search.problem import Edge, Problem, Usage
+from planner.space.buffer import Buffer
 from planner.space.groups import Group, GroupLink
-from planner.space.strategies import StrategySet, codes, enumerate_strategies
+from planner.space.strategies import StrategySet, codes, strategies_of
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis
-from planner.step.buffers import Buffer
 from planner.step.classes import Quotient
 
 Array = NDArray[np.float64]
@@ -80,9 +80,7 @@ class Pricer:
 
     def strategies(self, group: Group, allowed: NDArray[np.bool_] | None) -> StrategySet:
         """The strategies of a group that pins and modes allow."""
-        full = enumerate_strategies(
-            group.sizes, group.shardable, self.sizes, group.kind, group.host
-        )
+        full = strategies_of(group, self.sizes)
         if allowed is None or allowed.all():
             return full
         key = ("set", id(full), allowed.tobytes())
@@ -108,10 +106,13 @@ class Pricer:
             self.cache[key] = (*(float(part[0, 0]) for part in parts), chosen)
         return self.cache[key][:3]  # type: ignore[no-any-return]
 
-    def host_of(self, group: Group, chosen: StrategySet, row: int) -> float:
-        """Seconds of copies between device and host under one strategy."""
+    def decided_s(self, group: Group, chosen: StrategySet, row: int) -> dict[str, float]:
+        """Seconds of what else is decided for a group, by decision, under one strategy."""
+        if not self.analysis.facts[group.index].decided:
+            return {}
         one = chosen.take(slice(row, row + 1))
-        return float(self.rates.host_s(self.analysis.facts[group.index].hosted, one)[0, 0])
+        found = self.rates.decided_s(self.analysis.facts[group.index], one)
+        return {name: float(seconds[0, 0]) for name, seconds in found.items()}
 
     def feed_of(self, group: Group, chosen: StrategySet, row: int) -> float:
         """What feeding the batch counts for under one strategy, in seconds."""

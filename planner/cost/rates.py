@@ -20,12 +20,11 @@ from costmodels import CostModel
 from costmodels.schedule import Overlap
 from planner.cost.reshard import Transitions, coefficients, transition_costs
 from planner.cost.routes import patterns
-from planner.graph.memory.liveness import Memory
-from planner.space.host_memory import Hosted
+from planner.space.buffer import Buffer, Port
+from planner.space.decisions import DECISIONS
 from planner.space.strategies import IntArray, StrategySet, digits
 from planner.step.analysis import Analysis, ideal_s
-from planner.step.buffers import Buffer, Port
-from planner.step.facts import Reduction
+from planner.step.facts import Facts, Reduction
 from planner.step.feeding import SHARE
 from planner.step.kernels.costs import Work
 
@@ -168,8 +167,9 @@ class Rates:
         seconds = Overlap.of(self.model).linear_s(compute, on_path, off_path)
         if analysis.facts[group].fed:
             seconds += self.feed_s(analysis, group, chosen)
-        hosted = analysis.facts[group].hosted
-        return seconds + self.host_s(hosted, chosen) if hosted else seconds
+        for more in self.decided_s(analysis.facts[group], chosen).values():
+            seconds += more
+        return seconds
 
     def feed_s(self, analysis: Analysis, group: int, chosen: StrategySet) -> Array:
         """[meshes, strategies] seconds that feeding a group's share of the batch counts for."""
@@ -178,15 +178,13 @@ class Rates:
             share += array.share / self.size[:, self.masks(chosen.store, array.factors)]
         return share * (SHARE * ideal_s(analysis, self.model, int(self.size[0, -1])))
 
-    def host_s(self, hosted: Sequence[Hosted], chosen: StrategySet) -> Array:
-        """[meshes, strategies] seconds of copies between devices and their hosts; none hides."""
-        seconds = np.zeros((len(self.size), chosen.count))
-        for array in hosted:
-            assign = chosen.use if array.always else chosen.store
-            local = array.nbytes / self.size[:, self.masks(assign, array.factors)]
-            one = self.model.host_latency_s + self.model.host_s_per_byte * local
-            seconds += np.where(chosen.host | array.always, array.copies * one, 0.0)
-        return seconds
+    def decided_s(self, facts: Facts, chosen: StrategySet) -> dict[str, Array]:
+        """[meshes, strategies] seconds of what else is decided for a group, by decision."""
+        prices = _StrategyPrices(self, chosen)
+        return {
+            name: DECISIONS[name].seconds(own, chosen.option(name), prices)
+            for name, own in facts.decided
+        }
 
     def bytes_of(self, chosen: StrategySet, buffer: Buffer) -> Array:
         """[meshes, strategies] bytes per device of a buffer under its group's strategies."""
@@ -196,8 +194,27 @@ class Rates:
         if buffer.port is Port.GATHERED:
             local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
         if buffer.when is not None:
-            local = np.where(chosen.host == (buffer.when is Memory.HOST), local, 0.0)
+            taken = chosen.option(buffer.when.decision) == buffer.when.option
+            local = np.where(taken, local, 0.0)
         return local
+
+
+@dataclass(frozen=True)
+class _StrategyPrices:
+    """What decisions ask of the cluster (``space.decisions.base.Prices``)."""
+
+    rates: Rates
+    chosen: StrategySet
+
+    def local_bytes(self, nbytes: float, factors: frozenset[int], stored: bool) -> Array:
+        """See ``Prices``."""
+        assign = self.chosen.store if stored else self.chosen.use
+        return nbytes / self.rates.size[:, self.rates.masks(assign, factors)]
+
+    def host_copy_s(self, nbytes: Array) -> Array:
+        """See ``Prices``."""
+        model = self.rates.model
+        return model.host_latency_s + model.host_s_per_byte * nbytes
 
 
 def weighted(share: float, seconds: Array) -> Array:

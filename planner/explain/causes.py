@@ -15,7 +15,7 @@ from planner.plan.extract import Extraction
 from planner.planning import Planned
 from planner.request.pins import pin_masks
 from planner.request.state import StateRequest, state_masks
-from planner.space.strategies import MAX_STRATEGIES, enumerate_strategies, usable_factors
+from planner.space.strategies import MAX_STRATEGIES, strategies_of, usable_factors
 
 NAMED = 3
 """Operations named as a reason."""
@@ -113,7 +113,7 @@ def possible(plan: Extraction, group: int) -> int:
     """Strategies that a group has before pins and modes take any."""
     g = plan.priced.analysis.groups.groups[group]
     sizes = plan.priced.mesh.sizes
-    return enumerate_strategies(g.sizes, g.shardable, sizes, g.kind, g.host).count
+    return strategies_of(g, sizes).count
 
 
 def pinned_by(plan: Extraction, pins: Sequence[Pin], group: int) -> tuple[str, ...]:

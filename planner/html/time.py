@@ -19,8 +19,8 @@ from planner.html.timeline import Bar, Timeline, timeline
 from planner.plan.extract import Extraction, Sent
 from planner.plan.plan import Prediction
 from planner.report.fold import common_path, pattern
+from planner.space.buffer import Port
 from planner.spec import MeshSpec
-from planner.step.buffers import Port
 from planner.step.kernels.costs import PRODUCTS
 
 PIECES = 3000

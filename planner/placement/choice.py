@@ -36,7 +36,7 @@ from planner.plan.plan import Plan
 from planner.planning import Planned, plan_traced
 from planner.report.units import time_text
 from planner.request.options import Options, Request, parse_request, takes_options
-from planner.space.host_memory import WORTH
+from planner.space.decisions.host_memory import WORTH
 
 SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
 """Where a parameter lies: sharded over the devices; on servers, by rows; on servers, pulled and

@@ -15,11 +15,11 @@ from planner.cost.routes import route
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.memory.fetches import fetches
 from planner.plan.plan import LITERAL, Activation, CollectiveRow, Constraint, Leaf, Prediction
+from planner.space.buffer import in_pool
+from planner.space.decisions.host_memory import DEVICE, HOST, OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink
-from planner.space.host_memory import DEVICE, HOST
 from planner.spec import Sharding
-from planner.step.buffers import in_pool
 
 ACTIVATIONS_SHOWN = 12
 UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
@@ -131,9 +131,9 @@ class Extraction:
         return [
             v
             for v in self.graph.inputs
-            if v in priced.analysis.scheduled.hosted
+            if v in priced.analysis.scheduled.chosen.get(OFFLOAD, ())
             and (place := home[v]) is not None
-            and priced.sets[place[0]].host[self.choice[place[0]]]
+            and priced.sets[place[0]].option(OFFLOAD)[self.choice[place[0]]]
         ]
 
     def digits(
@@ -351,7 +351,9 @@ class Extraction:
                 on_path + parts[1],
                 off_path + parts[2],
             )
-            host += pricer.host_of(group, chosen, row)
+            decided = pricer.decided_s(group, chosen, row)
+            host += decided.pop(OFFLOAD, 0.0)
+            compute += sum(decided.values())
             feed += pricer.feed_of(group, chosen, row)
         for link in priced.analysis.groups.links:
             seconds = link.weight * sum(s.time_s for s in self.link_steps(link))

@@ -27,7 +27,7 @@ from costmodels.model import HOST_RESERVE
 from planner.errors import RequestError
 from planner.modes import DEFAULT_SEARCH, MODES, PROPAGATION, check_mode, get_parallel_mode
 from planner.request.state import StateRequest, check_state_request
-from planner.space.host_memory import Offload, check_offload
+from planner.space.decisions import DECISIONS, parsed
 from planner.spec import MeshSpec, parse_mesh
 
 
@@ -175,7 +175,7 @@ def given_options(door: str, options: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a keyword is no option; names the nearest.
     """
     for name in options:
-        if name not in OPTIONS:
+        if name not in OPTIONS and name not in DECISIONS:
             near = get_close_matches(name, OPTIONS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{door}() got an unexpected keyword argument {name!r}{hint}")
@@ -199,8 +199,8 @@ class Request:
     state: StateRequest = field(default_factory=StateRequest)
     sequence: str = ""
     """A mesh axis over which the batch's second dimension stays split (sequence parallelism)."""
-    offload: Offload = field(default_factory=Offload)
-    """What of the state lives in host memory."""
+    decided: Mapping[str, Any] = field(default_factory=lambda: parsed({}))
+    """What is asked of decisions besides shardings, by name."""
     tensor: str = ""
     """A mesh axis over which every parameter is split where it is read (tensor parallelism)."""
     device_bytes: float = 0.0
@@ -233,7 +233,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         )
     chosen = check_mode(mode or current.mode, asked.get("search") or current.search)
     try:
-        parsed = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+        described = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
         host = float(parse_bytes(host)) if isinstance(host, str) else host
         small = float(parse_bytes(whole_below)) if isinstance(whole_below, str) else whole_below
@@ -244,7 +244,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
     if host is not None:
         if not host > 0:
             raise RequestError(f"host_memory {host!r}: expected a positive number of bytes")
-        parsed = dataclasses.replace(parsed, host_memory_bytes=host / (1.0 - HOST_RESERVE))
+        described = dataclasses.replace(described, host_memory_bytes=host / (1.0 - HOST_RESERVE))
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh)
     elif isinstance(mesh, Mapping):
@@ -253,14 +253,14 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         mesh = MeshSpec(tuple(mesh), tuple(mesh.values()))
     if chosen.mode == "STAND_ALONE":
         mesh = MeshSpec(("data",), (1,))
-    elif mesh is not None and mesh.num_devices != parsed.num_devices:
+    elif mesh is not None and mesh.num_devices != described.num_devices:
         raise RequestError(
-            f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {parsed.text} has "
-            f"{parsed.num_devices}; change one of them"
+            f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {described.text} has "
+            f"{described.num_devices}; change one of them"
         )
-    model = AnalyticCostModel(parsed)
+    model = AnalyticCostModel(described)
     return Request(
-        parsed,
+        described,
         model,
         chosen.mode,
         chosen.search,
@@ -268,8 +268,8 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         float(model.memory_limit_bytes if limit is None else limit),
         asked.get("time_limit_s") or 60.0,
         state=check_state_request(asked.get("zero"), small or 0.0, asked.get("never_fsdp") or ()),
-        offload=check_offload(asked.get("offload") or ()),
+        decided=parsed(asked),
         shardings=asked.get("shardings") or {},
         dump_problem=asked.get("dump_problem"),
-        device_bytes=float(parsed.device.memory_bytes) if limit is None else 0.0,
+        device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
     )

@@ -13,7 +13,7 @@ from planner.errors import PinError, RequestError
 from planner.graph.ir import Graph
 from planner.request.state import data_axes
 from planner.space.groups import Groups
-from planner.space.strategies import StrategySet, digits, enumerate_strategies
+from planner.space.strategies import StrategySet, digits, strategies_of
 from planner.spec import Entry, MeshSpec, Sharding
 
 Mask = NDArray[np.bool_]
@@ -82,7 +82,7 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
 
 def _strategies(groups: Groups, group: int, mesh: MeshSpec) -> StrategySet:
     g = groups.groups[group]
-    return enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
+    return strategies_of(g, mesh.sizes)
 
 
 def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from planner.graph.ir import Graph
 from planner.space.groups import Groups
-from planner.space.strategies import enumerate_strategies
+from planner.space.strategies import strategies_of
 from planner.spec import MeshSpec
 
 Mask = NDArray[np.bool_]
@@ -92,7 +92,7 @@ def axis_masks(
     masks = dict(hard)
     for group, factors in having.items():
         g = groups.groups[group]
-        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
+        full = strategies_of(g, mesh.sizes)
         wanted = np.isin(full.use[:, at], factors)
         both = masks[group] & wanted if group in masks else wanted
         if both.any():

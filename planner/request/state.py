@@ -20,7 +20,7 @@ from planner.errors import RequestError
 from planner.graph.ir import Graph, Role
 from planner.space.factors import Layout
 from planner.space.groups import Group, Groups
-from planner.space.strategies import digits, enumerate_strategies
+from planner.space.strategies import digits, strategies_of
 from planner.spec import MeshSpec
 
 Mask = NDArray[np.bool_]
@@ -149,7 +149,7 @@ def state_masks(
             continue
         group, layout = home
         g = groups.groups[group]
-        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
+        full = strategies_of(g, mesh.sizes)
         store = digits(full.store, layout, frozenset(), len(layout))
         use = digits(full.use, layout, frozenset(), len(layout))
         if value in state.bound:

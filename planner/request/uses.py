@@ -25,7 +25,7 @@ from planner.request.sequence_parallel import Place, batch_inputs, followed, rea
 from planner.request.state import DATA_AXES, StateRequest, find_state
 from planner.space.factors import Layout
 from planner.space.groups import Groups
-from planner.space.strategies import enumerate_strategies
+from planner.space.strategies import strategies_of
 from planner.spec import MeshSpec, Sharding
 
 Mask = NDArray[np.bool_]
@@ -239,7 +239,7 @@ def use_masks(
     masks = dict(hard)
     for group, wanted in asked:
         g = groups.groups[group]
-        full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
+        full = strategies_of(g, mesh.sizes)
         each = [full.use[:, k] == f for k, f in wanted if mesh.sizes[k] > 1]
         together = [np.logical_and.reduce(each)] if each else []
         for good in (*together, *each):  # all at once, else one by one

@@ -76,8 +76,9 @@ class Group:
     reduction: frozenset[int]
     ops: tuple[int, ...]
     name: str
-    host: bool = False
-    """Whether arrays of the training state in it may be kept in host memory."""
+    decisions: tuple[tuple[str, int], ...] = ()
+    """What else is chosen for it than a sharding, by name (``planner.space.decisions``), with the
+    number of options."""
 
 
 @dataclass(frozen=True)

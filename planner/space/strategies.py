@@ -16,7 +16,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.space.groups import Group
+
 IntArray = NDArray[np.int64]
+
+Decisions = tuple[tuple[str, int], ...]
+"""Decisions of a group besides its sharding: name and number of options of each."""
 
 MAX_STRATEGIES = 260
 """Above this many, the factors of least size are no longer offered to the group."""
@@ -26,12 +31,13 @@ MAX_STRATEGIES = 260
 class StrategySet:
     """``use`` and ``store`` are [S, n] factor indices or -1; identical unless kind is input.
 
-    ``host`` [S]: whether the group's arrays of the training state are kept in host memory.
+    ``options`` [S, D]: what is taken of each of the ``decisions`` that the group has besides.
     """
 
     use: IntArray
     store: IntArray
-    host: NDArray[np.bool_]
+    options: IntArray
+    decisions: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
@@ -40,12 +46,23 @@ class StrategySet:
 
     def take(self, rows: NDArray[np.bool_] | slice) -> StrategySet:
         """Some of the strategies."""
-        return StrategySet(self.use[rows], self.store[rows], self.host[rows])
+        return StrategySet(self.use[rows], self.store[rows], self.options[rows], self.decisions)
 
-    def with_host(self) -> StrategySet:
-        """Every strategy twice: state in device memory first, then in host memory."""
-        use, store = (np.concatenate([x, x]) for x in (self.use, self.store))
-        return StrategySet(use, store, np.repeat([False, True], self.count))
+    def option(self, decision: str) -> IntArray:
+        """[S] what is taken of a decision; the first option where the group has no choice."""
+        if decision not in self.decisions:
+            return np.zeros(self.count, np.int64)
+        found: IntArray = self.options[:, self.decisions.index(decision)]
+        return found
+
+    def times(self, decision: str, count: int) -> StrategySet:
+        """Every strategy with each of ``count`` options of a decision, the first option first."""
+        use, store, options = (
+            np.concatenate([x] * count) for x in (self.use, self.store, self.options)
+        )
+        own = np.repeat(np.arange(count), self.count)
+        options = np.concatenate([options, own[:, None]], axis=1)
+        return StrategySet(use, store, options, (*self.decisions, decision))
 
 
 def usable_factors(
@@ -71,7 +88,7 @@ def _combined(usable: Sequence[int], num_axes: int, kind: str) -> StrategySet:
     """Every combination of the axes' options; row 0 is "replicated"."""
     store, use = _options(usable, kind)
     rows = np.indices((len(store),) * num_axes).reshape(num_axes, -1).T
-    return StrategySet(use[rows], store[rows], np.zeros(len(rows), bool))
+    return StrategySet(use[rows], store[rows], np.zeros((len(rows), 0), np.int64))
 
 
 def _dividing(store: IntArray, sizes: tuple[int, ...], meshes: IntArray) -> NDArray[np.bool_]:
@@ -91,19 +108,25 @@ def enumerate_strategies(
     shardable: tuple[bool, ...],
     mesh: tuple[int, ...],
     kind: str,
-    host: bool = False,
+    decisions: Decisions = (),
 ) -> StrategySet:
     """All strategies of a group with these factors; row 0 is always "replicated".
 
-    ``host``: each of them with the group's state in device and in host memory.
+    ``decisions``: name and number of options of what else is chosen for the group.
 
     Complexity: (factors + 1) ** axes, capped by ``MAX_STRATEGIES``.
     """
-    if host:
-        return enumerate_strategies(sizes, shardable, mesh, kind).with_host()
+    if decisions:
+        *others, (name, count) = decisions
+        return enumerate_strategies(sizes, shardable, mesh, kind, tuple(others)).times(name, count)
     found = _combined(usable_factors(sizes, shardable, mesh, kind), len(mesh), kind)
     good = _dividing(found.store, sizes, np.asarray([mesh], np.int64))[0]
     return found.take(good)
+
+
+def strategies_of(group: Group, mesh: tuple[int, ...]) -> StrategySet:
+    """All strategies of a group on a mesh of these sizes."""
+    return enumerate_strategies(group.sizes, group.shardable, mesh, group.kind, group.decisions)
 
 
 def joint_strategies(
@@ -111,7 +134,7 @@ def joint_strategies(
     shardable: tuple[bool, ...],
     meshes: Sequence[tuple[int, ...]],
     kind: str,
-    host: bool = False,
+    decisions: Decisions = (),
 ) -> tuple[StrategySet, NDArray[np.bool_]]:
     """The strategies that any of some meshes (of one number of axes) has.
 
@@ -119,9 +142,10 @@ def joint_strategies(
         The strategies, "replicated" first, and [meshes, strategies] which mesh has which: those
         of ``enumerate_strategies``, in its order.
     """
-    if host:
-        found, has = joint_strategies(sizes, shardable, meshes, kind)
-        return found.with_host(), np.concatenate([has, has], axis=1)
+    if decisions:
+        *others, (name, count) = decisions
+        found, has = joint_strategies(sizes, shardable, meshes, kind, tuple(others))
+        return found.times(name, count), np.concatenate([has] * count, axis=1)
     num_axes = len(meshes[0])
     usable = [usable_factors(sizes, shardable, mesh, kind) for mesh in meshes]
     sets = [_combined(one, num_axes, kind) for one in dict.fromkeys(usable)]
@@ -136,7 +160,7 @@ def joint_strategies(
         lacking = np.array([f not in one for one in usable])
         if lacking.any():
             good &= ~(lacking[:, None] & (store == f).any(axis=1))
-    return StrategySet(use, store, np.zeros(len(use), bool)), good
+    return StrategySet(use, store, np.zeros((len(use), 0), np.int64)), good
 
 
 def digits(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from costmodels import CostModel, Device
@@ -12,10 +12,11 @@ from planner.graph.ir import Graph, Op, Role
 from planner.graph.memory.liveness import PASSES, materialised
 from planner.graph.memory.materialized import written
 from planner.rules.factor import FactorRule
+from planner.space.buffer import Buffer
+from planner.space.decisions import DECISIONS, Chosen
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
-from planner.space.host_memory import hosted_of
-from planner.step.buffers import Buffer, Lifetimes, find_buffers
+from planner.step.buffers import Lifetimes, find_buffers
 from planner.step.facts import Facts, Reduction
 from planner.step.feeding import fed_of
 from planner.step.kernels.costs import Work, Workload
@@ -29,14 +30,14 @@ class Scheduled:
 
     ``donated``: per input, whether results may take its memory; ``fused_operands``: see
     ``written``; ``tile``: rows and lanes that arrays are padded to; ``inside``: per value, whether
-    it never leaves a hand-written kernel; ``hosted``: inputs that may be kept in host memory.
+    it never leaves a hand-written kernel; ``chosen``: by decision, the values that have a choice.
     """
 
     donated: tuple[bool, ...]
     fused_operands: bool
     tile: tuple[int, int]
     inside: tuple[bool, ...]
-    hosted: frozenset[int] = frozenset()
+    chosen: Chosen = field(default_factory=dict)
 
     def buffers(
         self, graph: Graph, groups: Groups, moves: Callable[[GroupLink], bool]
@@ -53,7 +54,7 @@ class Scheduled:
             live,
             self.donated,
             moves=moves,
-            hosted=self.hosted,
+            chosen=self.chosen,
         )
 
 
@@ -98,13 +99,14 @@ def analyse(
     groups: Groups,
     donated: Sequence[bool],
     device: Device | None = None,
-    hosted: frozenset[int] = frozenset(),
+    chosen: Chosen | None = None,
 ) -> Analysis:
     """Work, reductions and memory of every group, before any mesh is chosen.
 
     ``device``: what the compiler for it does to memory; None: nothing in particular.
-    ``hosted``: inputs that may be kept in host memory (``groups`` knows, too).
+    ``chosen``: by decision, the values that have a choice (``groups`` knows, too).
     """
+    chosen = chosen or {}
     live = graph.live_ops()
     workload = empty_workload(graph, rules, groups)
     fused = workload.fused
@@ -130,14 +132,14 @@ def analyse(
     fused_operands = device is not None and device.fuses_operands
     tile = (1, 1) if device is None else (device.tile_rows, device.tile_lanes)
     found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
-    held = find_buffers(graph, groups, found, live, donated, tile, hosted=hosted)
+    held = find_buffers(graph, groups, found, live, donated, tile, chosen=chosen)
     facts = map(
         Facts.of,
         groups.groups,
         workload.done(),
         map(tuple, reductions),
         _stored(graph, groups),
-        hosted_of(graph, groups, live, hosted),
+        _decided(graph, groups, live, chosen),
         fed_of(graph, groups),
     )
     return Analysis(
@@ -147,11 +149,23 @@ def analyse(
         tuple(facts),
         held.buffers,
         found.reads,
-        Scheduled(tuple(donated), fused_operands, tile, fused.inside, hosted),
+        Scheduled(tuple(donated), fused_operands, tile, fused.inside, chosen),
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         (1,) * len(groups.groups),
         _bundles(groups.links),
     )
+
+
+def _decided(
+    graph: Graph, groups: Groups, live: Sequence[bool], chosen: Chosen
+) -> list[tuple[tuple[str, Hashable], ...]]:
+    """Per group, what the seconds of its decisions follow from."""
+    out: list[list[tuple[str, Hashable]]] = [[] for _ in groups.groups]
+    for name, decision in DECISIONS.items():
+        values = chosen.get(name, frozenset())
+        for group, facts in decision.facts(graph, groups, live, values).items():
+            out[group].append((name, facts))
+    return list(map(tuple, out))
 
 
 def _stored(graph: Graph, groups: Groups) -> tuple[tuple[float, Layout] | None, ...]:

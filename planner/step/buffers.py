@@ -12,56 +12,21 @@ docs/explanation/memory.md has the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 
 from planner.annotate import MARKS
 from planner.graph.ir import Graph
 from planner.graph.memory.liveness import Memory, intervals
 from planner.graph.memory.materialized import MATMULS, Written
+from planner.space.buffer import Buffer, Port, When
+from planner.space.decisions import DECISIONS, Chosen
+from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 
-
-class Port(StrEnum):
-    """Which of a group's shardings lays a buffer out."""
-
-    USE = "use"
-    STORE = "store"
-    GATHERED = "gathered"
-    """That of use, and only where it is another than that of the store: a copy made for use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Bytes that a device holds for a while.
-
-    Attributes:
-        group: the decision that they follow from.
-        start, end: the moments [start, end) at which they are there.
-        nbytes: those of the whole array, padding included.
-        layout: the factor of each dimension.
-        port: which sharding of the group cuts them.
-        when: only if the group keeps its state in this memory; None: always.
-        pool: the memory that they take room in.
-        value: the value, -1 where one buffer stands for those of several.
-    """
-
-    group: int
-    start: int
-    end: int
-    nbytes: float
-    layout: Layout
-    port: Port
-    when: Memory | None = None
-    pool: Memory = Memory.DEVICE
-    value: int = -1
-
-    def at(self, moment: int) -> bool:
-        """Whether it is there at a moment."""
-        return self.start <= moment < self.end
+EMPTY: Chosen = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +41,6 @@ class Lifetimes:
     order: tuple[int, ...]
 
 
-def in_pool(buffers: Iterable[Buffer], pool: Memory = Memory.DEVICE) -> tuple[Buffer, ...]:
-    """The buffers that take room in a pool of memory."""
-    return tuple([b for b in buffers if b.pool is pool])
-
-
 def find_buffers(
     graph: Graph,
     groups: Groups,
@@ -89,7 +49,7 @@ def find_buffers(
     donated: Sequence[bool],
     tile: tuple[int, int] = (1, 1),
     moves: Callable[[GroupLink], bool] | None = None,
-    hosted: frozenset[int] = frozenset(),
+    chosen: Chosen = EMPTY,
 ) -> Lifetimes:
     """The buffers of a step whose kernels are ``found``. Near-linear in operations.
 
@@ -101,9 +61,14 @@ def find_buffers(
         donated: per input, whether results may take its memory.
         tile: rows and lanes that the two minor dimensions of a whole array are padded to.
         moves: whether the layouts at the ends of a link differ, where a plan is known.
-        hosted: inputs that may be kept in host memory.
+        chosen: by decision, the values that have a choice.
     """
-    return _Finding(graph, groups, found, live, tile, moves).run(donated, hosted)
+    hosted = chosen.get(OFFLOAD, frozenset())
+    held = _Finding(graph, groups, found, live, tile, moves).run(donated, hosted)
+    buffers: Sequence[Buffer] = held.buffers
+    for name, values in chosen.items():
+        buffers = DECISIONS[name].buffers(buffers, graph, values)
+    return Lifetimes(tuple(buffers), held.order)
 
 
 def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
@@ -173,7 +138,7 @@ class _Finding:
         value: int,
         layout: Layout,
         port: Port,
-        when: Memory | None = None,
+        when: When | None = None,
         pool: Memory = Memory.DEVICE,
     ) -> None:
         known = self.graph.values[value]
@@ -194,6 +159,7 @@ class _Finding:
         groups, graph = self.groups, self.graph
         carries = {new: old for old, new in graph.next_values.items()}
         for span in intervals(graph, self.found, self.live, donated, hosted):
+            when = None if span.when is None else When(OFFLOAD, int(span.when is Memory.HOST))
             mine = carries.get(span.value, span.value) if span.when else span.value
             home = groups.home[mine]
             if home is None:
@@ -206,9 +172,7 @@ class _Finding:
                 group, layout = (group, layout) if inner is None else (inner[0], (-1, *inner[1]))
             port = Port.STORE if groups.groups[group].kind == "input" else Port.USE
             if span.pool is not Memory.DEVICE:
-                self.add(
-                    group, span.start, span.end, span.value, layout, port, span.when, span.pool
-                )
+                self.add(group, span.start, span.end, span.value, layout, port, when, span.pool)
                 continue
             start: float = span.start
             if span.value in products and products[span.value] == span.start:
@@ -218,9 +182,9 @@ class _Finding:
                 stop = max(stop - 0.5, start)
             stop = min(stop, self.until.get(span.value, stop))
             for first, last in sorted(self.lent.get(span.value, ())):
-                self.add(group, start, min(first, stop), span.value, layout, port, span.when)
+                self.add(group, start, min(first, stop), span.value, layout, port, when)
                 start = max(start, last)
-            self.add(group, start, stop, span.value, layout, port, span.when)
+            self.add(group, start, stop, span.value, layout, port, when)
             reads = self.gathered.get(span.value)
             if port is Port.STORE and reads and span.when is not Memory.HOST:
                 self.add(group, min(reads), max(reads) + 1, span.value, layout, Port.GATHERED)

@@ -29,9 +29,9 @@ from planner.annotate import Pin
 from planner.request.state import TrainingState
 from planner.request.uses import NO_USES, Uses, find_uses
 from planner.search.folding.colors import IntArray, numbered, stable_colors
+from planner.space.buffer import Buffer
 from planner.space.groups import GroupLink, Groups
 from planner.step.analysis import Analysis
-from planner.step.buffers import Buffer
 from planner.step.peak_moments import worst_moments
 
 IDENTITY: dict[type, frozenset[str]] = {

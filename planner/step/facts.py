@@ -7,12 +7,12 @@ prices are kept by facts (``planner.cost.pricing``). A new kind of decision adds
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from planner.space.factors import Layout
 from planner.space.groups import Group
-from planner.space.host_memory import Hosted
 from planner.step.feeding import Fed
 from planner.step.kernels.costs import Work
 
@@ -35,11 +35,11 @@ class Facts:
     """What the strategies and the seconds of a group follow from.
 
     Attributes:
-        kind, sizes, shardable, reduction, host: those of the group.
+        kind, sizes, shardable, reduction, decisions: those of the group.
         work: see ``Work``.
         reductions: all-reduces inside it.
         stored: bytes and layout of an input that operations see as ``used``.
-        hosted: its arrays that are, or may be, copied between device and host.
+        decided: by decision, what its seconds follow from.
         fed: its arrays that the host feeds at every step.
     """
 
@@ -47,11 +47,11 @@ class Facts:
     sizes: tuple[int, ...]
     shardable: tuple[bool, ...]
     reduction: frozenset[int]
-    host: bool
+    decisions: tuple[tuple[str, int], ...] = ()
     work: tuple[Work, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     stored: tuple[float, Layout] | None = None
-    hosted: tuple[Hosted, ...] = ()
+    decided: tuple[tuple[str, Hashable], ...] = ()
     fed: tuple[Fed, ...] = ()
 
     @staticmethod
@@ -60,18 +60,18 @@ class Facts:
         work: tuple[Work, ...],
         reductions: tuple[Reduction, ...],
         stored: tuple[float, Layout] | None,
-        hosted: tuple[Hosted, ...],
+        decided: tuple[tuple[str, Hashable], ...],
         fed: tuple[Fed, ...],
     ) -> Facts:
         """The facts of a group whose operations do this."""
         g = group
-        own = (g.kind, g.sizes, g.shardable, g.reduction, g.host)
-        return Facts(*own, work, reductions, stored, hosted, fed)
+        own = (g.kind, g.sizes, g.shardable, g.reduction, g.decisions)
+        return Facts(*own, work, reductions, stored, decided, fed)
 
     @cached_property
     def _hash(self) -> int:
-        own = (self.kind, self.sizes, self.shardable, self.reduction, self.host)
-        return hash((own, self.work, self.reductions, self.stored, self.hosted, self.fed))
+        own = (self.kind, self.sizes, self.shardable, self.reduction, self.decisions)
+        return hash((own, self.work, self.reductions, self.stored, self.decided, self.fed))
 
     def __hash__(self) -> int:
         return self._hash  # asked often, and the work is long

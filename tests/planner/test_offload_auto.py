@@ -14,6 +14,7 @@ from planner import make_plan
 from planner.errors import MemoryLimitError
 from planner.planning import plan_step
 from planner.search.problem import evaluate
+from planner.space.decisions.host_memory import OFFLOAD
 
 WIDTHS = (1024, 2048, 512, 1536)
 PARAMS = [jax.ShapeDtypeStruct((512, n), jnp.float32) for n in WIDTHS]
@@ -53,10 +54,10 @@ def test_what_is_moved_is_the_cheapest_that_fits(share: float) -> None:
     priced = found.extraction.priced
     problem = priced.problem
     # one device: strategies differ in memory alone, so one of each memory stands for all
-    options = [np.unique(s.host, return_index=True)[1].tolist() for s in priced.sets]
+    options = [np.unique(s.option(OFFLOAD), return_index=True)[1].tolist() for s in priced.sets]
     for cost, chosen in zip(problem.cost_s, priced.sets, strict=True):
         for host in (False, True):
-            assert len(set(cost[chosen.host == host].tolist())) <= 1
+            assert len(set(cost[chosen.option(OFFLOAD) == host].tolist())) <= 1
     assert sum(len(rows) == 2 for rows in options) == 2 * len(WIDTHS)
     best = min(
         cost

@@ -28,8 +28,8 @@ from planner.planning import graph_rules, make_plan
 from planner.search import SEARCHES, evaluate, lower_bound
 from planner.search.folding.folding import fold
 from planner.search.relax.family import Family, node_bound, relax
+from planner.space.decisions.host_memory import Hosted
 from planner.space.groups import Group, GroupLink, build_groups
-from planner.space.host_memory import Hosted
 from planner.spec import enumerate_meshes, parse_mesh
 from planner.step.analysis import Analysis, analyse
 from planner.step.classes import Quotient, fold_analysis
@@ -286,7 +286,8 @@ def test_groups_that_differ_in_a_fact_are_not_folded(name: str) -> None:
         "work": (Work((), 1.0, (), "float32", "vector", 1.0),),
         "reductions": (Reduction(frozenset({0}), frozenset(), 4.0, 1.0, 0),),
         "stored": (4.0, (0, 1)),
-        "hosted": (Hosted(4.0, frozenset(), 1.0),),
+        "decided": (("offload", (Hosted(4.0, frozenset(), 1.0),)),),
+        "decisions": (("offload", 2),),
         "fed": (Fed(0.5, frozenset()),),
     }
     own = getattr(found.facts[home[0]], name)

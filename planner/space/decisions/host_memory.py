@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.errors import RequestError
 from planner.graph.ir import Graph
 from planner.graph.memory.fetches import fetches
+from planner.space.decisions.base import Array, IntArray, NothingMore, Prices
 from planner.space.groups import Groups
-from planner.space.strategies import enumerate_strategies
-from planner.spec import MeshSpec
 
-Mask = NDArray[np.bool_]
-
+OFFLOAD = "offload"
 AUTO = "auto"
 DEVICE, HOST = "device", "pinned_host"
 """Memory kinds, by jax's names."""
@@ -91,15 +88,6 @@ def hostable(graph: Graph, asked: Offload) -> frozenset[int]:
     return frozenset(out)
 
 
-def with_host(groups: Groups, values: frozenset[int]) -> Groups:
-    """The groups, those of ``values`` with a choice of memory."""
-    mine = {home[0] for v in values if (home := groups.home[v]) is not None}
-    if not mine:
-        return groups
-    made = tuple(dataclasses.replace(g, host=g.index in mine) for g in groups.groups)
-    return dataclasses.replace(groups, groups=made)
-
-
 def hosted_of(
     graph: Graph, groups: Groups, live: Sequence[bool], values: frozenset[int]
 ) -> tuple[tuple[Hosted, ...], ...]:
@@ -126,13 +114,36 @@ def hosted_of(
     return tuple(map(tuple, out))
 
 
-def host_masks(
-    asked: Offload, groups: Groups, mesh: MeshSpec, hard: Mapping[int, Mask]
-) -> dict[int, Mask]:
-    """Masks under which what the user named is kept in host memory."""
-    masks = dict(hard)
-    for g in groups.groups:
-        if g.host and not asked.auto:
-            full = enumerate_strategies(g.sizes, g.shardable, mesh.sizes, g.kind, g.host)
-            masks[g.index] = masks[g.index] & full.host if g.index in masks else full.host
-    return masks
+class HostMemory(NothingMore):
+    """Whether an array of the state lives in device or in host memory between steps."""
+
+    name = OFFLOAD
+    options: tuple[str, ...] = (DEVICE, HOST)
+
+    def parse(self, asked: Any) -> Offload:
+        """Regular expressions over argument paths, or ``"auto"``."""
+        return check_offload(asked or ())
+
+    def demands(self, parsed: Offload) -> int | None:
+        """What is named is kept there."""
+        return None if parsed.auto else 1
+
+    def values(self, graph: Graph, parsed: Offload) -> frozenset[int]:
+        """See ``hostable``."""
+        return hostable(graph, parsed)
+
+    def facts(
+        self, graph: Graph, groups: Groups, live: Sequence[bool], values: frozenset[int]
+    ) -> Mapping[int, Hashable]:
+        """The arrays that are copied between device and host."""
+        found = enumerate(hosted_of(graph, groups, live, values))
+        return {group: arrays for group, arrays in found if arrays}
+
+    def seconds(self, facts: Sequence[Hosted], option: IntArray, prices: Prices) -> Array:
+        """Copies between devices and their hosts; none hides."""
+        total: Array = np.zeros((1, len(option)))
+        for array in facts:
+            local = prices.local_bytes(array.nbytes, array.factors, stored=not array.always)
+            one = array.copies * prices.host_copy_s(local)
+            total = total + np.where((option == 1) | array.always, one, 0.0)
+        return total

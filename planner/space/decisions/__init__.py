@@ -1,0 +1,44 @@
+"""Decisions besides shardings: one file each, and one row here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from planner.graph.ir import Graph
+from planner.space.decisions.base import Decision
+from planner.space.decisions.host_memory import HostMemory
+from planner.space.groups import Groups
+
+DECISIONS: dict[str, Decision] = {one.name: one for one in (HostMemory(),)}
+"""Every kind of decision by name. Strategies are multiplied in this order."""
+
+Chosen = Mapping[str, frozenset[int]]
+"""By decision, the values whose groups have the choice."""
+
+
+def parsed(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked of each decision, checked; raises RequestError."""
+    return {name: one.parse(asked.get(name)) for name, one in DECISIONS.items()}
+
+
+def chosen_values(graph: Graph, wanted: Mapping[str, Any]) -> Chosen:
+    """The values that have a choice under what was asked; raises RequestError."""
+    found = {name: DECISIONS[name].values(graph, asked) for name, asked in wanted.items()}
+    return {name: values for name, values in found.items() if values}
+
+
+def with_decisions(groups: Groups, chosen: Chosen) -> Groups:
+    """The groups, those of the values with the choices."""
+    of: dict[int, list[tuple[str, int]]] = {}
+    for name, values in chosen.items():
+        for group in {home[0] for v in values if (home := groups.home[v]) is not None}:
+            of.setdefault(group, []).append((name, len(DECISIONS[name].options)))
+    if not of:
+        return groups
+    made = tuple(
+        dataclasses.replace(g, decisions=tuple(of[g.index])) if g.index in of else g
+        for g in groups.groups
+    )
+    return dataclasses.replace(groups, groups=made)
