@@ -342,6 +342,7 @@ def _plan(
         op_inputs=tuple(op.inputs for op in graph.ops),
         strategy=strategy_text(priced.mesh.sizes, roles),
         idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
+        decisions=extraction.decisions(),
         planning_s=time.perf_counter() - begun,
     )
     return rounded(plan)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ import numpy as np
 
 from executor.processes.agreement.alike import compare_arguments, compare_program
 from executor.processes.progress import begin_step, refuse_step
+from executor.run.decisions import applied
 from executor.run.interpret import ConstrainedStep, Kept, returned
 from executor.run.mesh import build_mesh, lacks_memory, named_sharding
 from planner import compat
@@ -78,7 +79,7 @@ class CompiledStep:
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
         out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
         expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
-        kinds = [op.kind for op in traced.graph.ops]
+        kinds, decided = [op.kind for op in traced.graph.ops], applied(plan)
 
         self._donated = _donated(traced, donate_argnums)
         self._back = back = tuple(
@@ -99,7 +100,7 @@ class CompiledStep:
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
             given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
-            flat = ConstrainedStep(kinds, sharding).run(traced.jaxpr, given)
+            flat = ConstrainedStep(kinds, sharding, decided).run(traced.jaxpr, given)
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
             return (result, [leaves[k] for k in back]) if back else result
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from executor.run import interpret
 from planner import compat
 from planner.annotate import MARKS
+from planner.errors import RequestError
 from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_text, specs_text
 from planner.graph import trace
 from planner.graph.jaxpr import walk
@@ -176,9 +177,15 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
     """The module's text.
 
     Args:
-        plan: any plan.
+        plan: any plan whose decisions are shardings and host memory.
         name: of the module, for its usage note; "sharded" stands for one that is no identifier.
+
+    Raises:
+        RequestError: the plan decides more than that.
     """
+    if plan.decisions:
+        more = ", ".join(dict.fromkeys(row.decision for row in plan.decisions))
+        raise RequestError(f"this plan also decides {more}, which no exported module carries out")
     name = name if name.isidentifier() else "sharded"
     kinds = [plan.op_table[k].split("(", 1)[0] for k in plan.op_index]
     return "\n".join(

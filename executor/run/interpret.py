@@ -20,6 +20,9 @@ from planner.graph.jaxpr.walk import REMAT, Body, Loop, Walk
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
 
+Decided = Mapping[tuple[int, int], Callable[[Any], Any]]
+"""By operation and result, what else is done to the result (``executor.run.decisions``)."""
+
 STAGES = {"in": ("from", "in"), "out": ("after", "out")}
 """The slots that follow each other where a value enters, and where it leaves, an operation."""
 
@@ -87,12 +90,16 @@ class ConstrainedStep(Walk[Any]):
     evaluation.
 
     ``kinds`` are those of the step's operations in the order of the walk; ``shardings`` says
-    where a value is held to which sharding: (operation, slot, position).
+    where a value is held to which sharding: (operation, slot, position); ``decided`` what else is
+    done to results.
     """
 
-    def __init__(self, kinds: Sequence[str], shardings: Shardings) -> None:
+    def __init__(
+        self, kinds: Sequence[str], shardings: Shardings, decided: Decided | None = None
+    ) -> None:
         self.kinds = kinds
         self.shardings = shardings
+        self.decided = decided or {}
         self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
         self.held: dict[int, tuple[Any, jax.sharding.NamedSharding]] = {}
         self.next = 0
@@ -160,6 +167,9 @@ class ConstrainedStep(Walk[Any]):
         if name == "fft":  # XLA:CPU may give it the layout of a collective, and then refuses that
             ins = [compat.row_major(x) for x in ins]
         made = [self.at(op, "made", k, x) for k, x in enumerate(compat.evaluate_equation(eqn, ins))]
+        for k in range(len(made) if self.decided else 0):
+            if (op, k) in self.decided:
+                made[k] = self.decided[op, k](made[k])
         return [self.at(op, "out", k, x) for k, x in enumerate(made)]
 
     def remat(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:

@@ -14,8 +14,17 @@ from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.memory.fetches import fetches
-from planner.plan.plan import LITERAL, Activation, CollectiveRow, Constraint, Leaf, Prediction
+from planner.plan.plan import (
+    LITERAL,
+    Activation,
+    CollectiveRow,
+    Constraint,
+    DecisionRow,
+    Leaf,
+    Prediction,
+)
 from planner.space.buffer import in_pool
+from planner.space.decisions import DECISIONS
 from planner.space.decisions.host_memory import DEVICE, HOST, OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink
@@ -135,6 +144,22 @@ class Extraction:
             and (place := home[v]) is not None
             and priced.sets[place[0]].option(OFFLOAD)[self.choice[place[0]]]
         ]
+
+    def decisions(self) -> tuple[DecisionRow, ...]:
+        """What is decided about results of operations besides their shardings."""
+        priced, graph, home = self.priced, self.graph, self.priced.analysis.groups.home
+        out = []
+        for name, values in priced.analysis.scheduled.chosen.items():
+            for v in sorted(values):
+                place, op = home[v], graph.values[v].op
+                if place is None or op < 0:
+                    continue
+                option = int(priced.sets[place[0]].option(name)[self.choice[place[0]]])
+                words = DECISIONS[name].entry(graph, v, option)
+                if words is not None:
+                    position = graph.ops[op].outputs.index(v)
+                    out.append(DecisionRow(name, words, op, position, str(graph.values[v])))
+        return tuple(out)
 
     def digits(
         self, group: int, layout: Layout, port: str, partial: frozenset[int] = frozenset()

@@ -127,6 +127,18 @@ class MeshRow:
 
 
 @dataclass(frozen=True)
+class DecisionRow:
+    """What is decided about a result of an operation besides its sharding: the name of the
+    decision, the option in words, and the value as text."""
+
+    decision: str
+    option: str
+    op: int
+    position: int
+    value: str
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Predicted figures of one step on one device (seconds, bytes)."""
 
@@ -183,6 +195,8 @@ class Plan:
     """What the plan does, in the field's words; empty in plans of older versions."""
     idle: str = ""
     """Says so where devices repeat each other's work."""
+    decisions: tuple[DecisionRow, ...] = ()
+    """Left out of the JSON where there are none."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -288,6 +302,14 @@ class Plan:
                 f"this plan is for another step: results are {here}, in the plan {there}; plan "
                 "again for this step"
             )
+        for row in self.decisions:
+            outs = graph.ops[row.op].outputs
+            if row.position >= len(outs) or str(graph.values[outs[row.position]]) != row.value:
+                raise PlanMismatchError(
+                    f"this plan is for another step: it decides {row.decision!r} for result "
+                    f"{row.position} of operation {row.op}, {row.value}, which is "
+                    f"{graph.op_text(graph.ops[row.op])}"
+                )
         for c in self.constraints:
             op = graph.ops[c.op]
             values = op.inputs if c.slot in ("in", "from") else op.outputs
@@ -350,6 +372,8 @@ def rounded(value: Any) -> Any:
 def _dump(plain: dict[str, Any]) -> str:
     lines = []
     for key, value in plain.items():
+        if key == "decisions" and not value:
+            continue
         if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
             items = ",\n".join("    " + json.dumps(v) for v in value)
             lines.append(f"  {json.dumps(key)}: [\n{items}\n  ]")

@@ -22,6 +22,7 @@ from planner.plan.plan import (
     Activation,
     CollectiveRow,
     Constraint,
+    DecisionRow,
     Leaf,
     MeshRow,
     MeshVerdict,
@@ -304,6 +305,7 @@ _SEARCH = record(
     reason=LINE,
 )
 _PIN = record(PinRow, pin=LINE, asked=LINE, how=LINE, arrays=SIZE, first=LINE)
+_DECISION = record(DecisionRow, decision=LINE, option=LINE, op=SIZE, position=SIZE, value=LINE)
 _PLAN = record(
     Plan,
     mode=one_of(*MODES),
@@ -325,6 +327,7 @@ _PLAN = record(
     pins=many(_PIN),
     strategy=LINE,
     idle=LINE,
+    decisions=many(_DECISION),
 )
 
 
@@ -372,6 +375,9 @@ def _operations(plan: Plan) -> Iterator[Fault]:
     if max(plan.op_index, default=-1) >= kinds:
         yield "op_index", f"names row {max(plan.op_index)}, op_table has {kinds}"
     taken: set[tuple[int, str, int]] = set()
+    for index, row in enumerate(plan.decisions):
+        if row.op >= count:
+            yield f"decisions[{index}]", f"operation {row.op} of {count}"
     for index, c in enumerate(plan.constraints):
         key, where = (c.op, c.slot, c.position), f"constraints[{index}]"
         if c.op >= count:
