@@ -23,6 +23,7 @@ from planner.choose.meshes import Tried, choose, search_meshes, unfold, untried
 from planner.choose.thrift import thrifty
 from planner.collector import paused
 from planner.cost.pricing import Priced
+from planner.debug.stages import Stage, passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph
@@ -186,15 +187,19 @@ def _prepared(
     donate_argnums: int | Sequence[int] | None,
 ) -> _Prepared:
     graph = traced.graph
+    passed(Stage.GRAPH, graph)
     rules = graph_rules(traced)
     donated = _donated(traced, donate_argnums)
     chosen = chosen_values(graph, request.decided)
     groups = with_decisions(build_groups(graph, rules, pins), chosen)
+    passed(Stage.GROUPS, groups, graph)
     analysis = analyse(graph, rules, groups, donated, request.cluster.device, chosen)
+    passed(Stage.ANALYSIS, analysis)
     along_axis = bool(request.tensor or request.sequence)
     state = find_state(graph, request.state) if request.state or along_axis else None
     differ = request.mode != "AUTO_PARALLEL" or along_axis
     quotient = fold_analysis(analysis, pins, inputs_differ=differ, state=state)
+    passed(Stage.CLASSES, quotient)
     return _Prepared(rules, quotient, pins)
 
 
@@ -213,6 +218,8 @@ def _planned(
     best = thrifty(step.quotient, picked, request)
     tried = tuple(best if t is picked else t for t in tried)
     priced, solution = unfold(step.quotient, best)
+    passed(Stage.PROBLEM, best[0], priced)
+    passed(Stage.SOLUTION, best, (priced, solution))
     if request.dump_problem is not None:
         write_problem(priced, request.dump_problem)
     if least is not None and not solution.feasible:
@@ -226,6 +233,7 @@ def _planned(
     plan = _plan(extraction, roles, solution, best, tried, request, step.rules, begun)
     pins = honored(extraction, step.pins, step.quotient.uses, batch_axes(request, priced.mesh))
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=pins)
+    passed(Stage.PLAN, plan, extraction.graph)
     return Planned(plan, extraction, step.quotient, step.pins, request)
 
 

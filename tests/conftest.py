@@ -1,4 +1,5 @@
-"""All tests see 8 virtual CPU devices; the parallel mode is put back after each."""
+"""All tests see 8 virtual CPU devices and plan with every stage checked; the parallel mode is put
+back after each."""
 
 import os
 
@@ -6,6 +7,7 @@ FLAG = "--xla_force_host_platform_device_count=8"
 if FLAG not in os.environ.get("XLA_FLAGS", "").split():
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("MESHWRIGHT_VERIFY", "1")
 
 import pytest  # noqa: E402
 

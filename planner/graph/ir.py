@@ -203,17 +203,57 @@ class Graph:
         return f"{op.kind}({ins}) -> {outs}{attrs}"
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, folded: bool = False) -> str:
+        """The graph in lines: arguments, constants, operations under the phase and segment that
+        they stand in, results.
+
+        Args:
+            folded: print only the first copy of every repeated block.
+        """
         lines = [f"graph: {len(self.ops)} operations, {len(self.values)} values"]
-        for position, index in enumerate(self.inputs):
-            value = self.values[index]
-            lines.append(f"  %{index} = input {self.input_paths[position]}: {value}")
+        for index, path in zip(self.inputs, self.input_paths, strict=True):
+            lines.append(f"  {self._made(index, f'input {path}')}")
+        given = set(self.inputs)
+        for value in self.values:
+            if value.op == -1 and value.index not in given:
+                lines.append(f"  {self._made(value.index, 'const')}")
+        place: tuple[Phase, tuple[int, int]] | None = None
         for op in self.ops:
+            if place != (op.phase, op.segment):
+                place = op.phase, op.segment
+                lines += self._heading(op, folded)
+            if folded and op.segment[1] > 0:
+                continue
             ins = ", ".join("lit" if i == SCALAR else f"%{i}" for i in op.inputs)
-            outs = ", ".join(f"%{o}: {self.values[o]}" for o in op.outputs)
             region = f" @{self.regions[op.region].kind}{op.region}" if op.region else ""
-            lines.append(f"  {outs or '-'} = {op.kind}({ins}){region}")
-        lines.append("  return " + ", ".join(f"%{o}" for o in self.outputs))
+            outs = ", ".join(self._made(o) for o in op.outputs)
+            lines.append(f"    {outs or '-'} = {op.kind}({ins}){region}")
+        lines.append(
+            "  return " + ", ".join("lit" if o == SCALAR else f"%{o}" for o in self.outputs)
+        )
         return "\n".join(lines)
+
+    def _made(self, index: int, source: str = "") -> str:
+        """A value with its type, and its role unless that is an activation."""
+        value = self.values[index]
+        role = "" if value.role is Role.ACTIVATION else f" {value.role}"
+        of = f" of %{value.of}" if value.of >= 0 else ""
+        return f"%{index}{' = ' if source else ''}{source}: {value}{role}{of}"
+
+    def _heading(self, op: Op, folded: bool) -> list[str]:
+        """The line above operations of one phase and segment, the first of which is ``op``."""
+        number, copy = op.segment
+        if number < 0:
+            return [f"  {op.phase}:"]
+        block = self.blocks[number]
+        if not folded:
+            return [f"  {op.phase}, block {number}, copy {copy + 1} of {block.count}:"]
+        if op.index == block.start:
+            last = f"operations {block.start + block.length} to {block.end - 1} are equal"
+            return [f"  {op.phase}, block {number}, the first of {block.count} copies ({last}):"]
+        return [] if copy else [f"  {op.phase}, block {number}:"]
 
     def verify(self) -> None:
         """Check the invariants of the module docstring; raises InternalError."""

@@ -1,0 +1,107 @@
+"""The graph: what it says of itself, and regions, blocks, ties and roles."""
+
+from __future__ import annotations
+
+import math
+
+from planner.debug.check.layouts import demand, within
+from planner.graph.ir import SCALAR, Graph, Role
+
+
+def check_graph(graph: Graph) -> None:
+    """Demand the invariants of a graph.
+
+    Raises:
+        InternalError: the operation, value, region or block at fault.
+    """
+    graph.verify()
+    _values(graph)
+    _regions(graph)
+    _ties(graph)
+    _blocks(graph)
+
+
+def _values(graph: Graph) -> None:
+    """Numbers, producers and the inputs that values belong to."""
+    demand(
+        len(graph.inputs) == len(graph.input_paths), "graph", "inputs and paths differ in number"
+    )
+    demand(
+        len(graph.outputs) == len(graph.output_paths), "graph", "results and paths differ in number"
+    )
+    inputs = set(graph.inputs)
+    demand(len(inputs) == len(graph.inputs), "graph", "a value is two inputs")
+    for position, value in enumerate(graph.values):
+        where = f"%{value.index} {value}"
+        demand(value.index == position, where, f"stands at {position}")
+        within(
+            where, "produced by operation", [op for op in (value.op,) if op != -1], len(graph.ops)
+        )
+        if value.op >= 0:
+            made = graph.ops[value.op].outputs
+            demand(value.index in made, where, f"operation {value.op} does not make it")
+        if value.of != -1:
+            demand(value.of in inputs, where, f"{value.role} of %{value.of}, which is no input")
+        elif value.role is Role.GRADIENT:
+            demand(False, where, "a gradient of no input")
+
+
+def _regions(graph: Graph) -> None:
+    """Regions stand behind their parents and run as often as these say."""
+    for position, region in enumerate(graph.regions):
+        where = f"region {region.index} ({region.kind})"
+        demand(region.index == position, where, f"stands at {position}")
+        demand(region.parent < position, where, f"its parent is region {region.parent}")
+        demand(
+            region.weight > 0 and math.isfinite(region.weight), where, f"runs {region.weight} times"
+        )
+    for op in graph.ops:
+        within(f"operation {op.index} {op.kind}", "in region", (op.region,), len(graph.regions))
+
+
+def _ties(graph: Graph) -> None:
+    """Ties join an input and a result of one type, each at most once."""
+    for i, o in graph.ties:
+        where = f"tie of input {i} and result {o}"
+        within(where, "input", (i,), len(graph.inputs))
+        within(where, "result", (o,), len(graph.outputs))
+        old, new = graph.values[graph.inputs[i]], graph.outputs[o]
+        demand(old.carried, where, f"%{old.index} is not carried")
+        if new != SCALAR:
+            made = graph.values[new]
+            demand(made.shape == old.shape, where, f"{old} becomes {made}")
+    for side, what in ((0, "input"), (1, "result")):
+        taken = [tie[side] for tie in graph.ties]
+        demand(len(taken) == len(set(taken)), "ties", f"an {what} is tied twice")
+    tied = {graph.inputs[i] for i, _ in graph.ties}
+    loose = [v.index for v in graph.values if v.carried and v.index not in tied]
+    demand(not loose, "ties", f"{loose} are carried and have no tie")
+
+
+def _blocks(graph: Graph) -> None:
+    """Blocks lie apart within the operations; the segments say the same; copies are equal."""
+    expected = [(-1, 0)] * len(graph.ops)
+    for number, block in enumerate(graph.blocks):
+        where = f"block {number}"
+        demand(
+            block.length > 0 and block.count > 1,
+            where,
+            f"{block.count} copies of {block.length} operations",
+        )
+        demand(
+            block.start >= 0 and block.end <= len(graph.ops),
+            where,
+            f"operations {block.start} to {block.end - 1} of {len(graph.ops)}",
+        )
+        for at in range(block.start, block.end):
+            demand(expected[at] == (-1, 0), where, f"operation {at} is in two blocks")
+            expected[at] = (number, (at - block.start) // block.length)
+            first = block.start + (at - block.start) % block.length
+            mine, theirs = graph.ops[at].kind, graph.ops[first].kind
+            demand(mine == theirs, where, f"operation {at} is {mine}, in the first copy {theirs}")
+    for op, segment in zip(graph.ops, expected, strict=True):
+        demand(
+            op.segment == segment,
+            f"operation {op.index} {op.kind}",
+            f"in segment {op.segment}, by the blocks in {segment}",
+        )
