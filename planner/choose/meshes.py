@@ -142,6 +142,8 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         better = best
         if not request.spreads and request.search in QUICK and best[1].gap > CLOSED:
             better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
+        if best[0].mesh not in settled:
+            better = _with_moment(better)
         tried[tried.index(best)] = _named(better, request)
     elif best[1].choice:
         effort_s = AUTO_S if request.search in QUICK else math.inf
@@ -150,6 +152,13 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
         tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
     return tuple(tried)
+
+
+def _with_moment(tried: Tried) -> Tried:
+    """The same with the moment of the peak, which scouts do not know."""
+    priced, solution = tried
+    moment = evaluate(priced.problem, solution.choice)[2]
+    return priced, dataclasses.replace(solution, peak_moment=moment)
 
 
 def _named(tried: Tried, request: Request) -> Tried:
@@ -208,7 +217,7 @@ def _of_scout(found: Scout, request: Request) -> Tried:
         found.cost_s,
         min(found.bound_s, found.cost_s),
         peak,
-        0,  # the moment is not known here; who picks the mesh evaluates the choice again
+        0,  # the moment is not known here, see _with_moment
         feasible,
         FAST,
         "messages over all meshes at once, then single moves",

@@ -16,6 +16,7 @@ import shtab
 
 from planner.cli.commands import Command
 from planner.cli.compare import COMPARE
+from planner.cli.debug import DEBUG
 from planner.cli.explain import EXPLAIN
 from planner.cli.inspect import EXAMPLES, INSPECT, PLANNED
 from planner.cli.search import INTERRUPTED, SEARCH
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> in
         0 done, 2 the request can't be met, 3 the user's model failed, 130 interrupted; others as
         the subcommand says.
     """
-    commands = {command.name: command for command in (INSPECT, COMPARE, EXPLAIN, SEARCH, *extra)}
+    mine = (INSPECT, COMPARE, EXPLAIN, SEARCH, DEBUG)
+    commands = {command.name: command for command in (*mine, *extra)}
     parser = _parser(commands.values())
     words = list(sys.argv[1:] if argv is None else argv)
     arguments: list[str] = []

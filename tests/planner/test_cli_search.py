@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.cli import progress as watch
+from planner.cli.search import progress as watch
 from planner.cli.main import main
 from planner.report.search import progress_text
 from planner.search import SEARCHES, Edge, Problem, Solution, evaluate, read_iopddl, write_iopddl

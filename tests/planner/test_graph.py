@@ -80,10 +80,11 @@ def test_golden_jit_is_inlined() -> None:
 
     golden = """
     graph: 2 operations, 4 values
-      %0 = input [0]: float32[8,4]
-      %1 = input [1]: float32[2,8]
-      %2: float32[2,4] = dot_general(%1, %0)
-      %3: float32[2,4] = tanh(%2)
+      %0 = input [0]: float32[8,4] argument
+      %1 = input [1]: float32[2,8] argument
+      forward:
+        %2: float32[2,4] = dot_general(%1, %0)
+        %3: float32[2,4] = tanh(%2)
       return %3
     """
     assert_text(graph_of(step, struct(8, 4), struct(2, 8)), golden)
@@ -95,19 +96,20 @@ def test_golden_scan_with_carry_xs_ys_and_a_constant() -> None:
         graph_of(scan, struct(4, 8), struct(5, 4, 8), struct(8, 8)),
         """
     graph: 10 operations, 12 values
-      %0 = input [0]: float32[4,8]
-      %1 = input [1]: float32[5,4,8]
-      %2 = input [2]: float32[8,8]
-      %3: float32[8,8] = loop_const(%2)
-      %4: float32[4,8] = loop_carry(%0)
-      %5: float32[4,8] = loop_xs(%1)
-      %6: float32[4,8] = dot_general(%4, %3) @scan1
-      %7: float32[4,8] = tanh(%6) @scan1
-      %8: float32[4,8] = add(%7, %5) @scan1
-      %9: float32[] = reduce_sum(%8) @scan1
-      - = loop_back(%8, %4) @scan1
-      %10: float32[4,8] = loop_out(%4)
-      %11: float32[5] = loop_ys(%9)
+      %0 = input [0]: float32[4,8] statistic
+      %1 = input [1]: float32[5,4,8] batch
+      %2 = input [2]: float32[8,8] batch
+      forward:
+        %3: float32[8,8] = loop_const(%2)
+        %4: float32[4,8] = loop_carry(%0)
+        %5: float32[4,8] = loop_xs(%1)
+        %6: float32[4,8] = dot_general(%4, %3) @scan1
+        %7: float32[4,8] = tanh(%6) @scan1
+        %8: float32[4,8] = add(%7, %5) @scan1
+        %9: float32[] = reduce_sum(%8) @scan1
+        - = loop_back(%8, %4) @scan1
+        %10: float32[4,8] next of %0 = loop_out(%4)
+        %11: float32[5] = loop_ys(%9)
       return %10, %11
     """,
     )
@@ -122,19 +124,20 @@ def test_golden_while() -> None:
         graph,
         """
     graph: 11 operations, 10 values
-      %0 = input [0]: float32[4,8]
-      %1 = input [1]: float32[8,8]
-      %2: float32[8,8] = loop_const(%1)
-      %3: int32[] = loop_carry(lit)
-      %4: float32[4,8] = loop_carry(%0)
-      %5: bool[] = lt(%3, lit) @while1
-      - = loop_test(%5, %3, %4) @while1
-      %6: int32[] = add(%3, lit) @while1
-      %7: float32[4,8] = dot_general(%4, %2) @while1
-      - = loop_back(%6, %3) @while1
-      - = loop_back(%7, %4) @while1
-      %8: int32[] = loop_out(%3)
-      %9: float32[4,8] = loop_out(%4)
+      %0 = input [0]: float32[4,8] argument
+      %1 = input [1]: float32[8,8] argument
+      forward:
+        %2: float32[8,8] = loop_const(%1)
+        %3: int32[] = loop_carry(lit)
+        %4: float32[4,8] = loop_carry(%0)
+        %5: bool[] = lt(%3, lit) @while1
+        - = loop_test(%5, %3, %4) @while1
+        %6: int32[] = add(%3, lit) @while1
+        %7: float32[4,8] = dot_general(%4, %2) @while1
+        - = loop_back(%6, %3) @while1
+        - = loop_back(%7, %4) @while1
+        %8: int32[] = loop_out(%3)
+        %9: float32[4,8] = loop_out(%4)
       return %8, %9
     """,
     )
@@ -150,17 +153,18 @@ def test_golden_cond() -> None:
         graph,
         """
     graph: 8 operations, 11 values
-      %0 = input [0]: bool[]
-      %1 = input [1]: float32[4,8]
-      %2 = input [2]: float32[4,8]
-      %3: int32[] = convert_element_type(%0)
-      %4: float32[4,8] = branch_in(%1)
-      %5: float32[4,8] = branch_in(%2)
-      %6: float32[4,8] = mul(%4, lit) @branch1
-      %7: float32[4,8] = branch_in(%1)
-      %8: float32[4,8] = branch_in(%2)
-      %9: float32[4,8] = add(%7, %8) @branch2
-      %10: float32[4,8] = branch_out(%6, %9)
+      %0 = input [0]: bool[] batch
+      %1 = input [1]: float32[4,8] statistic
+      %2 = input [2]: float32[4,8] batch
+      forward:
+        %3: int32[] = convert_element_type(%0)
+        %4: float32[4,8] = branch_in(%1)
+        %5: float32[4,8] = branch_in(%2)
+        %6: float32[4,8] = mul(%4, lit) @branch1
+        %7: float32[4,8] = branch_in(%1)
+        %8: float32[4,8] = branch_in(%2)
+        %9: float32[4,8] = add(%7, %8) @branch2
+        %10: float32[4,8] next of %1 = branch_out(%6, %9)
       return %10
     """,
     )
@@ -173,10 +177,11 @@ def test_golden_remat_and_custom_rules_are_inlined(wrap: Any) -> None:
         graph_of(wrap(custom), struct(4)),
         """
     graph: 3 operations, 4 values
-      %0 = input [0]: float32[4]
-      %1: float32[4] = mul(%0, %0)
-      %2: float32[4] = mul(%1, %1)
-      %3: float32[4] = mul(%2, %1)
+      %0 = input [0]: float32[4] statistic
+      forward:
+        %1: float32[4] = mul(%0, %0)
+        %2: float32[4] = mul(%1, %1)
+        %3: float32[4] next of %0 = mul(%2, %1)
       return %3
     """,
     )

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from planner.cli.commands import Command
-from planner.cli.progress import run_watched
+from planner.cli.search.progress import run_watched
 from planner.collector import paused
 from planner.errors import RequestError
 from planner.modes import DEFAULT_SEARCH
