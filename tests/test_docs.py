@@ -33,6 +33,7 @@ COMMANDS = (
     "explain",
     "compare",
     "search",
+    "debug",
     "verify",
     "calibrate",
     "export",

@@ -39,6 +39,7 @@ examples:
   planner compare train.py --cluster h100:8x4       beside data parallel, FSDP, tensor parallel, ...
   planner compare --plan before.json after.json     two saved plans in words
   planner search problem.json.gz --out choice.json  run a search on a bare problem
+  planner debug train.py --stage solution           what a stage of planning made
 
 MODEL is a Python file that is one of
   a script that calls a function wrapped in executor.parallelize; it is run up to that call

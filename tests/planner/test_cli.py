@@ -359,7 +359,7 @@ def test_completion_scripts_know_the_commands(
         (["--memory", "much"], "cannot read size 'much'"),
     ],
 )
-@pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify", "placement"])
+@pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify", "debug", "placement"])
 def test_the_command_line_is_checked_before_the_script_runs(
     command: str, flags: list[str], told: str, write: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,19 +367,20 @@ def test_the_command_line_is_checked_before_the_script_runs(
 
     path = write("raise SystemExit('the script ran')")
     words = {"explain": ["explain", path, "x"], "placement": ["inspect", path, "--placement=auto"]}
+    words["debug"] = ["debug", path, "--stage=plan"]
     assert main([*words.get(command, [command, path]), *flags]) == 2
     said = capsys.readouterr().err
     assert told in said and "the script ran" not in said
 
 
-@pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify"])
+@pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify", "debug"])
 def test_words_after_two_dashes_are_the_scripts(
     command: str, write: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from executor.cli.main import main
 
     path = write(STEP + ARGS + "import sys; print('got', sys.argv[1:], len(sys.argv[0]) > 3)")
-    what = ["x"] if command == "explain" else []
+    what = {"explain": ["x"], "debug": ["--stage=groups"]}.get(command, [])
     before = list(sys.argv)
     code = main([command, path, *what, "--mesh", "data=8", "--", "--layers", "3", "--json", "--"])
     assert sys.argv == before

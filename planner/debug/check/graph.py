@@ -72,7 +72,7 @@ def _ties(graph: Graph) -> None:
             demand(made.shape == old.shape, where, f"{old} becomes {made}")
     for side, what in ((0, "input"), (1, "result")):
         taken = [tie[side] for tie in graph.ties]
-        demand(len(taken) == len(set(taken)), "ties", f"an {what} is tied twice")
+        demand(len(taken) == len(set(taken)), "ties", f"the same {what} twice")
     tied = {graph.inputs[i] for i, _ in graph.ties}
     loose = [v.index for v in graph.values if v.carried and v.index not in tied]
     demand(not loose, "ties", f"{loose} are carried and have no tie")

@@ -34,7 +34,7 @@ def mlp_arguments() -> tuple[Any, Any]:
 
 
 def decoder_step(params: Any, batch: Any) -> Any:
-    """Four equal blocks under a scan, each with attention of one head, sum of absolute values, SGD."""
+    """A scan over four equal blocks with attention of one head, sum of absolute values, SGD."""
 
     def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         scores = jnp.exp(jnp.einsum("btd,bsd->bts", x @ layer["ask"], x))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planner.debug.steps import decoder_arguments, decoder_step, mlp_arguments, mlp_step
 
 from planner.debug.stages import Stage, reached
 from planner.debug.text import stage_text
 from planner.planning import plan_step
+from tests.planner.debug.steps import decoder_arguments, decoder_step, mlp_arguments, mlp_step
 
 HERE = Path(__file__).parent
 STEPS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
