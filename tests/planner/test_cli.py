@@ -359,7 +359,9 @@ def test_completion_scripts_know_the_commands(
         (["--memory", "much"], "cannot read size 'much'"),
     ],
 )
-@pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify", "debug", "placement"])
+@pytest.mark.parametrize(
+    "command", ["inspect", "explain", "compare", "verify", "debug", "placement"]
+)
 def test_the_command_line_is_checked_before_the_script_runs(
     command: str, flags: list[str], told: str, write: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.cli.search import progress as watch
 from planner.cli.main import main
+from planner.cli.search import progress as watch
 from planner.report.search import progress_text
 from planner.search import SEARCHES, Edge, Problem, Solution, evaluate, read_iopddl, write_iopddl
 from planner.search.problem import make_solution

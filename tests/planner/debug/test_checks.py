@@ -103,7 +103,9 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
     r"group 2 .*: 2 factors, 1 marked": lambda g: change(
         g, groups=put(g.groups, 2, shardable=(True,))
     ),
-    r"operation \d+: in groups 2 and 3": lambda g: change(g, groups=put(g.groups, 3, ops=g.groups[2].ops)),
+    r"operation \d+: in groups 2 and 3": lambda g: change(
+        g, groups=put(g.groups, 3, ops=g.groups[2].ops)
+    ),
     r"link of %4 from group 99 to group 6: group 99 of 14": lambda g: change(
         g, links=put(g.links, 0, a=99)
     ),
