@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 from planner.debug.check.layouts import Layouts, demand, within
 from planner.graph.ir import Graph
+from planner.space.buffer import Buffer, Port
+from planner.space.decisions import DECISIONS
+from planner.space.decisions.host_memory import OFFLOAD, Hosted
 from planner.space.groups import Group
 from planner.step.analysis import Analysis
-from planner.step.buffers import Buffer, Port
 from planner.step.facts import Facts
 
 
@@ -78,7 +80,7 @@ def check_buffer(buffer: Buffer, graph: Graph, layouts: Layouts, end: int) -> No
 
 def _agree(where: str, group: Group, facts: Facts) -> None:
     """The facts repeat what the group says of itself."""
-    for name in ("kind", "sizes", "shardable", "reduction", "host"):
+    for name in ("kind", "sizes", "shardable", "reduction", "decisions"):
         mine, theirs = getattr(facts, name), getattr(group, name)
         demand(mine == theirs, where, f"{name} is {mine}, the group has {theirs}")
 
@@ -103,8 +105,11 @@ def _inside(where: str, facts: Facts) -> None:
         demand(_is_count(reduction.nbytes), part, f"{reduction.nbytes} bytes")
     if facts.stored is not None:
         _factors(f"{where}, stored array", (f for f in facts.stored[1] if f >= 0), count)
-    for hosted in facts.hosted:
-        _factors(f"{where}, array on the host", hosted.factors, count)
+    for name, own in facts.decided:
+        demand(name in DECISIONS, where, f"facts of {name!r}, which is no decision")
+        for one in own if isinstance(own, tuple) else ():
+            if isinstance(one, Hosted):
+                _factors(f"{where}, array on the host", one.factors, count)
     for fed in facts.fed:
         _factors(f"{where}, array that is fed", fed.factors, count)
         demand(0 < fed.share <= 1, f"{where}, array that is fed", f"a share of {fed.share}")
@@ -130,5 +135,8 @@ def _written(analysis: Analysis) -> None:
         demand(got == expected, what, f"{got} entries, expected {expected}")
     for value, readers in enumerate(analysis.reads):
         within(f"readers of %{value}", "operation", readers, len(graph.ops) + 1)
-    stray = scheduled.hosted - set(graph.inputs)
+    for name, values in scheduled.chosen.items():
+        demand(name in DECISIONS, "decisions", f"{name!r} is none")
+        within(f"values with a choice of {name}", "value", values, len(graph.values))
+    stray = scheduled.chosen.get(OFFLOAD, frozenset()) - set(graph.inputs)
     demand(not stray, "arrays that may be on the host", f"{sorted(stray)} are no inputs")

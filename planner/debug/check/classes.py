@@ -14,9 +14,9 @@ from planner.debug.check.analysis import check_buffer, check_facts
 from planner.debug.check.groups import check_group, check_link
 from planner.debug.check.layouts import Layouts, demand, within
 from planner.graph.memory.liveness import Memory
+from planner.space.buffer import Buffer, Port, When
 from planner.space.factors import Layout
 from planner.step.analysis import Analysis
-from planner.step.buffers import Buffer, Port
 from planner.step.classes import Quotient
 
 
@@ -107,7 +107,7 @@ def _memory(quotient: Quotient) -> None:
         )
 
 
-_Kind = tuple[int, Layout, Port, Memory | None, Memory]
+_Kind = tuple[int, Layout, Port, When | None, Memory]
 """The class and what else the bytes of a buffer on a device follow from."""
 
 

@@ -54,8 +54,12 @@ def _strategies(group: Group, chosen: StrategySet, mesh: tuple[int, ...]) -> Non
     shape = (chosen.count, len(mesh))
     demand(chosen.count > 0, where, "there are none")
     demand(chosen.use.shape == chosen.store.shape == shape, where, f"of shape {chosen.use.shape}")
-    demand(chosen.host.shape == shape[:1], where, f"memories of shape {chosen.host.shape}")
-    demand(group.host or not chosen.host.any(), where, "on the host, which is not asked for")
+    names = tuple(name for name, _ in group.decisions)
+    demand(chosen.decisions == names, where, f"decide {chosen.decisions}, the group {names}")
+    options = chosen.options
+    demand(options.shape == (chosen.count, len(names)), where, f"options of shape {options.shape}")
+    for k, (name, count) in enumerate(group.decisions):
+        within(f"{where}, {name}", "option", options[:, k].tolist(), count)
     split = chosen.store[chosen.store >= 0]
     factors = np.unique(split).tolist()
     within(where, "factor", factors, len(group.sizes))

@@ -14,8 +14,9 @@ from planner.debug.text.items import (
     repeated_groups,
 )
 from planner.graph.memory.liveness import Memory
+from planner.space.buffer import Buffer, Port
+from planner.space.decisions.host_memory import Hosted
 from planner.step.analysis import Analysis
-from planner.step.buffers import Buffer, Port
 from planner.step.facts import Facts
 from planner.step.kernels.costs import Work
 
@@ -60,13 +61,19 @@ def facts_lines(facts: Facts) -> Iterator[str]:
         )
     if facts.stored is not None:
         yield f"stored {layout_text(facts.stored[1])}: {number(facts.stored[0])} bytes"
-    for hosted in facts.hosted:
-        yield (
-            f"{'on' if hosted.always else 'may be on'} the host: {number(hosted.nbytes)} bytes by "
-            f"{factors_text(hosted.factors)}, copied x{number(hosted.copies)}"
-        )
+    for name, own in facts.decided:
+        for one in own if isinstance(own, tuple) else (own,):
+            yield f"{name}: {_hosted(one) if isinstance(one, Hosted) else one}"
     for fed in facts.fed:
         yield f"fed, by {factors_text(fed.factors)}: {number(fed.share)} of the batch"
+
+
+def _hosted(hosted: Hosted) -> str:
+    """An array that is, or may be, copied between device and host."""
+    return (
+        f"{'on' if hosted.always else 'may be on'} the host: {number(hosted.nbytes)} bytes by "
+        f"{factors_text(hosted.factors)}, copied x{number(hosted.copies)}"
+    )
 
 
 def _work(work: Work) -> str:

@@ -51,9 +51,9 @@ def group_text(group: Group, count: int = 1) -> str:
     times = f" x{count}" if count > 1 else ""
     sums = f", sums over {factors_text(group.reduction)}" if group.reduction else ""
     ops = f", operations {ranges(group.ops)}" if group.ops else ""
-    host = ", device or host" if group.host else ""
+    more = "".join(f", {name}: {n} options" for name, n in group.decisions)
     name = f" {group.name}" if group.name else ""
-    return f"{group.index}{times}: {group.kind}{name}, factors {factors or 'none'}{sums}{ops}{host}"
+    return f"{group.index}{times}: {group.kind}{name}, factors {factors or 'none'}{sums}{ops}{more}"
 
 
 def link_text(link: GroupLink, graph: Graph) -> str:

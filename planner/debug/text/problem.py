@@ -46,9 +46,12 @@ def solution_text(priced: Priced, solution: Solution) -> str:
     ]
     for node, (name, chosen, s) in enumerate(zip(problem.names, priced.sets, choice, strict=True)):
         split = _row(priced.mesh, chosen.store[s].tolist(), chosen.use[s].tolist())
-        host = ", on the host" if chosen.host[s] else ""
+        more = "".join(
+            f", {name} {int(k)}"
+            for name, k in zip(chosen.decisions, chosen.options[s], strict=True)
+        )
         lines.append(
-            f"  node {name}: strategy {s} of {chosen.count}, {split}{host}, "
+            f"  node {name}: strategy {s} of {chosen.count}, {split}{more}, "
             f"{number(float(problem.cost_s[node][s]))} s"
         )
     for edge in problem.edges:

@@ -233,8 +233,8 @@ def test_a_broken_problem_is_refused() -> None:
     )
     refused(
         Stage.PROBLEM,
-        r"strategies of group 2 .*: on the host",
-        with_set(host=np.ones_like(chosen.host)),
+        r"strategies of group 2 .*: options of shape",
+        with_set(options=np.ones((chosen.count, 1), np.int64)),
     )
     broken = change(priced)
     problem = change(priced.problem, usages=put(priced.problem.usages, 0, node=99))
