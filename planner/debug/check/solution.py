@@ -52,10 +52,11 @@ def check_answer(problem: Problem, solution: Solution, where: str) -> None:
 
 
 def _bytes_at(problem: Problem, solution: Solution) -> float:
-    """What is live at the moment that the solution calls its peak."""
+    """What is live at the moment that the solution calls its peak, in the fullest pool."""
     moments, nbytes = memory_profile(problem, solution.choice)
-    at = int(np.searchsorted(moments, solution.peak_moment, side="right")) - 1
-    return float(nbytes[at]) if at >= 0 else 0.0
+    firsts = [pool.first for pool in problem.pools] or [0]
+    found = [np.searchsorted(moments, solution.peak_moment + f, side="right") - 1 for f in firsts]
+    return max(float(nbytes[at]) if at >= 0 else 0.0 for at in found)
 
 
 def _same(where: str, what: str, got: float, expected: float, unit: str) -> None:
