@@ -20,3 +20,16 @@ def _parallel_mode():
     before = get_parallel_mode()
     yield
     set_parallel_mode(before.mode, search=before.search)
+
+
+@pytest.fixture
+def compiled_quickly(monkeypatch: pytest.MonkeyPatch):
+    """XLA compiles with few optimizations, here and in processes that are started: half the time.
+    Partitioning is not among those left out."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

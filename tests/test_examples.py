@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = ["gpt", "gpt_linen_scan", "lstm", "mlp", "moe", "resnet"]
 TOLERANCE = {"moe": 1e-2}  # a token near a routing border may go to another expert
 SERVED = ["embedding_hybrid", "mnist_like_async", "word2vec_ps"]  # programs of parameter servers
+QUICK = ("gpt", "mlp")
 STEPS = 3
 
 
@@ -40,7 +41,9 @@ def test_all_examples_are_here():
     assert sorted(p.stem for p in EXAMPLES.glob("*.py")) == sorted(NAMES + SERVED)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
+)
 def test_example(name):
     module = load(name)
     state = jax.jit(module.make_state)()
@@ -64,6 +67,7 @@ def test_example(name):
     assert abstract.digest == plan.digest
 
 
+@pytest.mark.slow
 def test_gpt_program_ends_with_the_difference():
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
     done = subprocess.run(

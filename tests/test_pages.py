@@ -18,6 +18,8 @@ PAGES = [
 ]
 BLOCK = re.compile(r"(?:^<!-- (?:file: )?(.+?) -->\n)?^```(python|sh|toml)\n(.*?)^```", re.M | re.S)
 SKIPPED = "not run"
+SLOW = ("checkpoints", "feed-data", "train-on-many-hosts")
+"""Pages that train several times: ``make test-all`` runs them, ``make test`` compiles."""
 FIRST = ROOT / "docs" / "tutorial" / "first-plan.md"
 
 
@@ -47,6 +49,16 @@ def runnable(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_the_code_of_a_page_is_python(page: Path) -> None:
+    for name, kind, text in blocks(page):
+        if kind == "python":
+            compile(text, name or page.name, "exec")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=p.stem, marks=pytest.mark.slow if p.stem in SLOW else ()) for p in PAGES],
+)
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,4 +81,5 @@ def test_the_code_of_a_page_runs(
 
 
 def test_most_pages_have_code_that_runs() -> None:
+    assert {page.stem for page in PAGES} >= set(SLOW)
     assert sum(any(kind != "toml" for _, kind, _ in blocks(page)) for page in PAGES) >= 6

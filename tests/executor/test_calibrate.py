@@ -20,6 +20,7 @@ from executor.cli import calibrate as cli_calibrate
 from executor.cli.main import main
 from planner import load_plan, make_plan
 from planner.errors import RequestError
+from tests.zoo.running import compiled_quickly
 
 pytestmark = pytest.mark.devices
 
@@ -45,6 +46,7 @@ def few(found: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
+@compiled_quickly()
 def measured() -> Sampled:
     """A quick look at 8 devices with a program of each family."""
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ import pytest
 from executor import compile_plan
 from planner.compare.manual_plans import compare
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
 
 WIDTH, HEADS, VOCAB = 32, 8, 64
 

@@ -12,7 +12,7 @@ from executor import parallelize, train
 from planner import make_plan
 
 eqx = pytest.importorskip("equinox")
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
 
 OPTIMIZER = optax.adam(1e-2)
 DATA = "DATA_PARALLEL"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dis
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from planner.plan.plan import Plan, plan_from_json
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALL = ("mlp", "gpt", "gpt_linen_scan", "resnet", "moe", "lstm")
+QUICK = {("mlp", "cpu:8"), ("mlp", "h100:8"), ("gpt_linen_scan", "h100:8"), ("moe", "cpu:8")}
+"""Unrolled, scanned and routed; the others are left to ``make test-all``."""
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -80,8 +83,13 @@ def both_by_shardy(step: Any, args: Any, plan: Plan) -> tuple[Counter[Any], Coun
     return by_shardy(ours), by_shardy(jitted.trace(*args).lower(lowering_platforms=("cpu",)))
 
 
-@pytest.mark.parametrize("cluster", ["cpu:8", "h100:8"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in itertools.product(ALL, ("cpu:8", "h100:8"))
+    ],
+)
 def test_same_collectives_as_the_plan(
     name: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

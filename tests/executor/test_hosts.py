@@ -179,7 +179,12 @@ if how == "notebook":
 
 
 @pytest.mark.parametrize(
-    ("how", "devices"), [("exit", 4), ("dropped", 4), ("notebook", 4), ("exit", 1)]
+    ("how", "devices"),
+    [
+        ("exit", 4),
+        ("exit", 1),
+        *(pytest.param(how, 4, marks=pytest.mark.slow) for how in ("dropped", "notebook")),
+    ],
 )
 def test_what_is_under_way_ends_before_processes_part(
     how: str, devices: int, tmp_path: Path

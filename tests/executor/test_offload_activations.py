@@ -17,7 +17,7 @@ from costmodels import AnalyticCostModel, parse_cluster
 from executor import parallelize
 from planner import compat, make_plan
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
 LAYERS = 3
 KEEP = jax.checkpoint_policies.save_only_these_names("h")
 POLICIES: dict[str, Any] = {

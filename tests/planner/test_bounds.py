@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import cache
 from pathlib import Path
@@ -42,9 +43,19 @@ def quotient_of(name: str) -> Quotient:
     return fold_analysis(found, (), inputs_differ=False)
 
 
+CLUSTERS = ("h100:8", "v5p:2x2x2", "cpu:8")
+QUICK = {(name, CLUSTERS[k % 3]) for k, name in enumerate(EXAMPLES)}
+"""Every example on one cluster; the others are left to ``make test-all``."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("cluster", ["h100:8", "v5p:2x2x2", "cpu:8"])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in itertools.product(EXAMPLES, CLUSTERS)
+    ],
+)
 def test_no_plan_beats_a_bound(name: str, cluster: str) -> None:
     quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster(cluster))
     ideal = ideal_s(quotient.whole, model, 8)

@@ -276,7 +276,14 @@ def test_examples_mlp_on_four_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- memory ------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def unadvised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fits, nothing is tried that would help; ``test_advice.py`` tests that."""
+    monkeypatch.setattr("planner.advice.case.ADVICE_S", 0.0)
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("unadvised")
 @pytest.mark.parametrize("search", ["auto", "recursive_programming", "dynamic_programming"])
 @pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
 def test_memory_that_cannot_suffice(search: str, mesh: str | None) -> None:
@@ -294,6 +301,7 @@ def test_memory_that_cannot_suffice(search: str, mesh: str | None) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unadvised")
 def test_tight_memory_shards_the_parameters() -> None:
     args = adam_args(3, 1024, 1024)
     replicated = 9 * 4 * 1024**2
@@ -346,6 +354,7 @@ def test_donation_counts_in_the_peak() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unadvised")
 def test_every_error_of_tight_limits_is_ours() -> None:
     for power in range(2, 8):
         try:

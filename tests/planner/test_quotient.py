@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -128,9 +129,22 @@ def test_bounds_of_the_quotient_hold_for_the_whole(name: str) -> None:
         assert lower_bound(part.problem, sweeps=12) <= found.cost_s * (1 + 1e-9)
 
 
+CLUSTERS = ("h100:4x2", "cpu:12", "v5p:2x2x2")
+QUICK = {
+    *[("mlp", "h100:4x2"), ("moe", "cpu:12"), ("llama", "h100:4x2")],
+    ("gpt_linen_scan", "v5p:2x2x2"),
+}
+"""Every program on one cluster: the others are left to ``make test-all``."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("cluster", ["h100:4x2", "cpu:12", "v5p:2x2x2"])
-@pytest.mark.parametrize("name", ["mlp", "moe", "llama", "gpt_linen_scan"])
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in itertools.product(("mlp", "moe", "llama", "gpt_linen_scan"), CLUSTERS)
+    ],
+)
 def test_families_price_and_bound_every_mesh_as_it_is_alone(name: str, cluster: str) -> None:
     quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster(cluster))
     every = enumerate_meshes(model.cluster.num_devices)

@@ -87,11 +87,26 @@ def holds(wanted: Entries, got: Sharding) -> bool:
     return True
 
 
+AUTO_MODES = st.sampled_from(["AUTO_PARALLEL", "HYBRID_PARALLEL", "SEMI_AUTO_PARALLEL"])
+
+
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from(["AUTO_PARALLEL", "HYBRID_PARALLEL", "SEMI_AUTO_PARALLEL"]))
+@settings(max_examples=20, deadline=None)
+@given(cases(), AUTO_MODES)
 def test_every_mark_is_honoured_or_refused_by_name(case: Any, mode: str) -> None:
-    mesh, marks, rules = case
+    honoured_or_refused(*case, mode)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(cases(), AUTO_MODES)
+def test_many_marks_are_honoured_or_refused_by_name(case: Any, mode: str) -> None:
+    honoured_or_refused(*case, mode)
+
+
+def honoured_or_refused(
+    mesh: MeshSpec, marks: dict[str, Entries], rules: dict[str, Entries], mode: str
+) -> None:
     step = built(marks)
     w = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in SHAPES.items()}
     paths = {n: r"^\[1\]" if n == "x" else rf"\['{n}'\]" for n in rules}

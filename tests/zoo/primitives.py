@@ -57,6 +57,8 @@ zoo that have it; a dash marks rules that no program of the zoo asks for.
 |---|---|---|
 """
 
+Met = Mapping[str, Mapping[str, set[str]]]
+"""Per primitive and origin of its rule, the programs in which it stands."""
 
 STRUCTURE = {
     **dict.fromkeys(CALLS, "walked through"),
@@ -78,9 +80,9 @@ def primitives_of(jaxpr: Any) -> set[str]:
     return names
 
 
-def met(programs: Iterable[Program]) -> dict[str, dict[str, set[str]]]:
+def met(programs: Iterable[Program]) -> Met:
     """Per primitive and origin of its rule, the programs in which it stands."""
-    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    found: defaultdict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for program in programs:
         step, args = program.build()
         traced = trace(step, args)
@@ -92,7 +94,7 @@ def met(programs: Iterable[Program]) -> dict[str, dict[str, set[str]]]:
     return found
 
 
-def rows(found: Mapping[str, Mapping[str, set[str]]]) -> list[tuple[str, str, str]]:
+def rows(found: Met) -> list[tuple[str, str, str]]:
     """(primitive, rule, number of programs), sorted by primitive."""
     known = {
         **dict.fromkeys(HAND_WRITTEN, "by hand where Shardy has none"),
@@ -106,11 +108,11 @@ def rows(found: Mapping[str, Mapping[str, set[str]]]) -> list[tuple[str, str, st
     return sorted(table.values())
 
 
-def page() -> str:
+def page(found: Met) -> str:
     """The text of the page."""
-    lines = [f"| `{name}` | {rule} | {count} |" for name, rule, count in rows(met(load().values()))]
+    lines = [f"| `{name}` | {rule} | {count} |" for name, rule, count in rows(found)]
     return f"{TITLE}{jax.__version__}\n{HEAD}" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(met(load().values())), encoding="utf-8")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.zoo.primitives import PAGE, TITLE, page
+from tests.zoo.fast import FAST
+from tests.zoo.primitives import PAGE, TITLE, Met, met, page
 from tests.zoo.program import Program
 from tests.zoo.running import SEARCHES, difference, load, outcome, planned
 
@@ -16,7 +17,9 @@ def test_the_zoo_is_large_and_little_of_it_stays_whole() -> None:
     assert [p.name for p in ZOO.values() if p.whole] == ["scalars_only", "odd_sizes"]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ZOO]
+)
 def test_program(name: str) -> None:
     found = outcome(ZOO[name], QUICK)
     assert not found.fault, found
@@ -82,11 +85,27 @@ def test_fallbacks_are_recorded(name: str, kinds: list[str]) -> None:
     assert sorted({text.split()[0] for text in plan.fallbacks}) == kinds
 
 
-def test_the_page_of_primitives_is_up_to_date() -> None:
+@pytest.fixture(scope="module")
+def primitives() -> Met:
+    return met(ZOO.values())
+
+
+def test_the_fast_programs_have_every_primitive(primitives: Met) -> None:
+    assert set(ZOO) >= FAST
+    missed = [
+        (kind, origin, sorted(names))
+        for kind, origins in primitives.items()
+        for origin, names in origins.items()
+        if not names & FAST
+    ]
+    assert not missed, "add one of these to tests/zoo/fast.py"
+
+
+def test_the_page_of_primitives_is_up_to_date(primitives: Met) -> None:
     import jax
 
     committed = PAGE.read_text(encoding="utf-8")
     version = committed.splitlines()[0].removeprefix(TITLE)
     if version != jax.__version__:
         pytest.skip(f"the page is of jax {version}, this is {jax.__version__}")
-    assert page() == committed, "run python -m tests.zoo.primitives"
+    assert page(primitives) == committed, "run python -m tests.zoo.primitives"

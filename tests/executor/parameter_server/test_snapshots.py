@@ -406,9 +406,19 @@ def pushes(until: int) -> Any:
     return run
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize(("first", "then"), [(1, 1), (1, 3), (3, 1), (2, 3)])
-@pytest.mark.parametrize("split", [2**20, 32])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(1, 3), (3, 1), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((1, 1), (2, 3)))],
+)
+@pytest.mark.parametrize(
+    ("mode", "split"),
+    [
+        ("sync", 32),
+        ("async", 2**20),
+        pytest.param("sync", 2**20, marks=pytest.mark.slow),
+        pytest.param("async", 32, marks=pytest.mark.slow),
+    ],
+)
 def test_optimizers_whose_state_changes_dtype_go_on(
     tmp_path: Path, mode: str, first: int, then: int, split: int
 ) -> None:

@@ -15,6 +15,7 @@ from flax import nnx
 from planner.arguments.calls import bind
 from planner.graph.ir import SCALAR, Graph, Phase, Role
 from planner.graph.trace import trace
+from tests.zoo.fast import FAST
 from tests.zoo.running import load
 
 LAYERS, WIDTH = 4, 16
@@ -194,7 +195,9 @@ def test_running_statistics_keys_and_frozen_arrays() -> None:
     assert roles["[2]"] is Role.KEY  # raw, and new at every step
 
 
-@pytest.mark.parametrize("name", sorted(load()))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in sorted(load())]
+)
 def test_in_the_zoo_every_parameter_has_its_gradient_and_its_update(name: str) -> None:
     graph = graph_of(*_built(name))
     graph.verify()

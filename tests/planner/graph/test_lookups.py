@@ -18,6 +18,7 @@ from planner import shard
 from planner.errors import RequestError
 from planner.graph.lookups.rows import on_rows, padded, unique_rows
 from planner.graph.lookups.tables import find_lookups
+from tests.zoo.running import compiled_quickly
 
 ROWS, WIDTH = 50, 6
 RNG = np.random.default_rng(0)
@@ -129,6 +130,7 @@ GOOD = [
 ]  # fmt: skip
 
 
+@compiled_quickly()
 def rows_and_whole(function: Any, params: Any, *batch: Any, leaf: str) -> tuple[Any, Any, Any]:
     """(value, gradients) by rows, gradients of the tables scattered; and the same of the whole."""
     found = find_lookups(function, params, batch)
@@ -432,15 +434,29 @@ def test_other_uses_are_refused(function: Any, reason: str) -> None:
     assert found.mixed == (("['embed']",) if function in (tied, decayed, chosen) else ())
 
 
+INDEX_CASES = {
+    "rows": st.integers(1, 40),
+    "ids": st.lists(st.integers(-60, 60), min_size=6, max_size=6),
+    "mode": st.sampled_from(["clip", "fill", "wrap"]),
+    "twice": st.booleans(),
+}
+
+
 @pytest.mark.long
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=st.integers(1, 40),
-    ids=st.lists(st.integers(-60, 60), min_size=6, max_size=6),
-    mode=st.sampled_from(["clip", "fill", "wrap"]),
-    twice=st.booleans(),
-)
+@settings(max_examples=6, deadline=None)
+@given(**INDEX_CASES)
 def test_any_index_in_any_mode(rows: int, ids: list[int], mode: str, twice: bool) -> None:
+    any_index(rows, ids, mode, twice)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(**INDEX_CASES)
+def test_many_indices_in_any_mode(rows: int, ids: list[int], mode: str, twice: bool) -> None:
+    any_index(rows, ids, mode, twice)
+
+
+def any_index(rows: int, ids: list[int], mode: str, twice: bool) -> None:
     def loss(params: Any, ids: Any, y: Any) -> Any:
         h = jnp.take(params["embed"], ids, axis=0, mode=mode, fill_value=0.25)
         if twice:

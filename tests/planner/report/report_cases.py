@@ -52,9 +52,11 @@ def small() -> Planned:
 
 
 @functools.cache
-def deep() -> Planned:
-    """96 unrolled layers of a decoder with AdamW."""
-    sizes = decoders.GPT(layers=96, dim=256, heads=4, vocab=1024, batch=32, seq=128, remat=False)
+def deep(layers: int) -> Planned:
+    """Unrolled layers of a decoder with AdamW."""
+    sizes = decoders.GPT(
+        layers=layers, dim=256, heads=4, vocab=1024, batch=32, seq=128, remat=False
+    )
     step, arguments = decoders.build(sizes)
     return plan_step(step, *arguments, cluster="h100:8", mesh="data=4,model=2")
 

@@ -162,10 +162,11 @@ def test_reports_of_the_zoo_add_up(name: str) -> None:
 
 
 @pytest.mark.long
-def test_96_layers_are_folded_into_a_small_file() -> None:
-    planned = deep()
-    found = report_data(planned, "96 layers")
-    assert any(s.count == 96 and s.alike for s in found.segments)
+@pytest.mark.parametrize("layers", [24, pytest.param(96, marks=pytest.mark.slow)])
+def test_layers_are_folded_into_a_small_file(layers: int) -> None:
+    planned = deep(layers)
+    found = report_data(planned, f"{layers} layers")
+    assert any(s.count == layers and s.alike for s in found.segments)
     assert sum(len(s.nodes) for s in found.segments) < 500
     for lane in found.step.lanes:
         assert len(lane.start_s) <= 2 * PIECES + 1

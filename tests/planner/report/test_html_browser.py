@@ -238,12 +238,12 @@ def test_plans_by_hand_stand_beside_the_chosen_one(browser: Any, tmp_path: Path)
     silent(browser, path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_96_layers_open_and_answer(
     browser: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "deep.html"
-    write_report(deep(), path, title="96 layers")
+    write_report(deep(96), path, title="96 layers")
     assert path.stat().st_size < 5e6
     load(browser, path)
     ready = browser.execute_script(
@@ -257,6 +257,6 @@ def test_96_layers_open_and_answer(
     rows = column(browser, "collectives", 1)
     assert 0 < len(rows) <= 20
     status = browser.find_element(By.CSS_SELECTOR, "[data-table=collectives] [role=status]")
-    assert status.text.replace(",", "").startswith(f"{len(deep().plan.collectives)} rows")
+    assert status.text.replace(",", "").startswith(f"{len(deep(96).plan.collectives)} rows")
     assert browser.find_element(By.CSS_SELECTOR, "#graph .times").text.strip()[1:] == "96"
     silent(browser, path)
