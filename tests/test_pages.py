@@ -18,8 +18,14 @@ PAGES = [
 ]
 BLOCK = re.compile(r"(?:^<!-- (?:file: )?(.+?) -->\n)?^```(python|sh|toml)\n(.*?)^```", re.M | re.S)
 SKIPPED = "not run"
-SLOW = ("checkpoints", "feed-data", "train-on-many-hosts")
-"""Pages that train several times: ``make test-all`` runs them, ``make test`` compiles."""
+SLOW = (
+    "checkpoints",
+    "feed-data",
+    "plan-without-the-cluster",
+    "train-on-many-hosts",
+    "use-parameter-servers",
+)
+"""Pages that start many processes: ``make test`` only compiles their Python."""
 FIRST = ROOT / "docs" / "tutorial" / "first-plan.md"
 
 

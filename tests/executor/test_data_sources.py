@@ -209,17 +209,33 @@ def lanes_of_table(lengths: list[int]) -> Any:
     return make
 
 
-@settings(max_examples=40, deadline=None)
-@given(
+UNEVEN = given(
     ways=st.sampled_from([1, 2, 4]),
     per=st.integers(1, 2),
     policy=st.sampled_from(["drop", "pad"]),
     prefetch=st.integers(0, 3),
     data=st.data(),
 )
+
+
+@settings(max_examples=12, deadline=None)
+@UNEVEN
 def test_iterators_of_uneven_lengths_end_together_and_restart_anywhere(
     ways: int, per: int, policy: str, prefetch: int, data: Any
 ) -> None:
+    uneven_lengths(ways, per, policy, prefetch, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@UNEVEN
+def test_many_iterators_of_uneven_lengths(
+    ways: int, per: int, policy: str, prefetch: int, data: Any
+) -> None:
+    uneven_lengths(ways, per, policy, prefetch, data)
+
+
+def uneven_lengths(ways: int, per: int, policy: str, prefetch: int, data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(per, 50), min_size=ways, max_size=ways))
     steps = [n // per if policy == "drop" else -(-n // per) for n in lengths]
     expected = min(steps) if policy == "drop" else max(steps)

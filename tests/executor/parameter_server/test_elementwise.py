@@ -83,7 +83,13 @@ OF_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+QUICK = {"sgd", "momentum", "adam", "schedule", "clip", "several pushes", "injected"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SAME],
+)
 def test_what_runs_on_servers(name: str) -> None:
     check_elementwise(SAME[name])
     check_form(SAME[name], TREE, {"rows": np.ones((7, 2), np.float32)})

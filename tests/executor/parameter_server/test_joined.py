@@ -42,7 +42,10 @@ def tree(monkeypatch: pytest.MonkeyPatch, found: None) -> Any:
     return test_hybrid
 
 
-@pytest.mark.parametrize(("kind", "devices"), [("same", 4), ("parts", 4), ("whole", 3)])
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [("same", 4), pytest.param("parts", 4, marks=pytest.mark.slow), ("whole", 3)],
+)
 def test_two_processes_train_as_one(kind: str, devices: int, tree: Any) -> None:
     """Also with six devices, which do not divide the rows, and dense parameters on servers."""
     first, second = launched(kind, devices)

@@ -184,7 +184,7 @@ def test_who_fails_leaves_though_a_thread_of_it_waits() -> None:
 def test_a_worker_that_never_ends_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(threads, "END_S", 2.0)
+    monkeypatch.setattr(threads, "END_S", 0.5)
     enough = threading.Event()
 
     def loop(server: ParameterServer) -> None:
@@ -196,7 +196,7 @@ def test_a_worker_that_never_ends_is_named(
     try:
         with pytest.raises(WaitError, match="to read: worker 1 did not push") as caught:
             train(loop, workers=3, backend="local", wait_s=1.0)
-        note = "still at work 2 s later, and until this process ends: worker 1"
+        note = "still at work 0.5 s later, and until this process ends: worker 1"
         assert caught.value.__notes__ == [note]
         assert note in caplog.text
     finally:
