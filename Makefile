@@ -1,5 +1,6 @@
 # make demo   install into .venv, plan and train a real model on 8 virtual CPU devices
-# make test   install into .venv and run the tests
+# make test   install into .venv and run the tests, without those marked slow
+# make test-all  all tests
 # make quick  the tests of a change in the planner, in less than 90 seconds on two cores
 # make zoo    plan, run and compare some 170 small programs, print the table
 # make test-hosts  the tests of several processes and hosts, with every launcher that is there
