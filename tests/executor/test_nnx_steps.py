@@ -94,7 +94,12 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
+QUICK = ("plain", "nnx.jit inside", "pinned")
+
+
+@pytest.mark.parametrize(
+    "style", [pytest.param(s, marks=() if s in QUICK else pytest.mark.slow) for s in STYLES]
+)
 def test_mnist_trains_as_under_nnx_jit(style, expected):
     model, history = trained(STYLES[style]())
     assert history[-1]["loss"] < 0.95 * history[0]["loss"]

@@ -94,6 +94,7 @@ def products(graph: Graph) -> float:
     )
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_numbers_are_those_of_the_step(name: str, on_host: bool) -> None:

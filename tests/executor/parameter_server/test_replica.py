@@ -54,8 +54,13 @@ def fit(fresh: Any, steps: int = 25) -> Any:
     return loop
 
 
+QUICK = ("momentum", "schedule")
+
+
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_the_same_bits_wherever_the_optimizer_runs(name: str, tree: str) -> None:
     options: dict[str, Any] = {"workers": 3, "servers": 2, "split_bytes": 40, "backend": "local"}
     loop, optimizer = fit(TREES[tree]), OPTIMIZERS[name]

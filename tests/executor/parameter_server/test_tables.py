@@ -202,7 +202,12 @@ def single_loop(optimizer: Any, workers: int) -> Any:
     return values
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("adagrad", "schedule")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_synchronous_rows_have_the_bits_of_one_loop(name: str) -> None:
     optimizer = OPTIMIZERS[name]
     ends = [

@@ -172,7 +172,13 @@ def test_gradients_are_those_of_the_whole_table(function: Any) -> None:
     same(got, expected, 1e-6)
 
 
-@pytest.mark.parametrize("function", GOOD, ids=lambda f: f.__name__)
+QUICK = (plain, clipped, scanned, branches, deep)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(f, id=f.__name__, marks=() if f in QUICK else pytest.mark.slow) for f in GOOD],
+)
 def test_a_row_that_is_not_there_is_told(function: Any) -> None:
     """Indices may be rounded otherwise than when rows were asked for; no look-up takes another."""
     found = find_lookups(function, PARAMS, (IDS, Y))
