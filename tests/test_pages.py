@@ -23,9 +23,11 @@ SLOW = (
     "feed-data",
     "plan-without-the-cluster",
     "train-on-many-hosts",
+    "use-host-memory",
+    "use-nnx-and-equinox",
     "use-parameter-servers",
 )
-"""Pages that start many processes: ``make test`` only compiles their Python."""
+"""Pages that start processes or train for long: ``make test`` only compiles their Python."""
 FIRST = ROOT / "docs" / "tutorial" / "first-plan.md"
 
 

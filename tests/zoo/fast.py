@@ -1,7 +1,8 @@
 """The programs of the zoo that `make test` runs: together they have every primitive.
 
-The others are left to `make test-all`. `tests/zoo/test_zoo.py` fails where a primitive, or an
-origin of its rule, stands in none of these; then add the cheapest program that has it.
+The others are left to `make test-all`. `tests/zoo/test_zoo.py` fails where a primitive of
+`docs/reference/primitives.md`, or an origin of its rule, stands in none of these; then add the
+cheapest program that has it.
 """
 
 FAST = frozenset(

@@ -57,8 +57,6 @@ zoo that have it; a dash marks rules that no program of the zoo asks for.
 |---|---|---|
 """
 
-Met = Mapping[str, Mapping[str, set[str]]]
-"""Per primitive and origin of its rule, the programs in which it stands."""
 
 STRUCTURE = {
     **dict.fromkeys(CALLS, "walked through"),
@@ -80,9 +78,9 @@ def primitives_of(jaxpr: Any) -> set[str]:
     return names
 
 
-def met(programs: Iterable[Program]) -> Met:
+def met(programs: Iterable[Program]) -> dict[str, dict[str, set[str]]]:
     """Per primitive and origin of its rule, the programs in which it stands."""
-    found: defaultdict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for program in programs:
         step, args = program.build()
         traced = trace(step, args)
@@ -94,7 +92,7 @@ def met(programs: Iterable[Program]) -> Met:
     return found
 
 
-def rows(found: Met) -> list[tuple[str, str, str]]:
+def rows(found: Mapping[str, Mapping[str, set[str]]]) -> list[tuple[str, str, str]]:
     """(primitive, rule, number of programs), sorted by primitive."""
     known = {
         **dict.fromkeys(HAND_WRITTEN, "by hand where Shardy has none"),
@@ -108,11 +106,11 @@ def rows(found: Met) -> list[tuple[str, str, str]]:
     return sorted(table.values())
 
 
-def page(found: Met) -> str:
+def page() -> str:
     """The text of the page."""
-    lines = [f"| `{name}` | {rule} | {count} |" for name, rule, count in rows(found)]
+    lines = [f"| `{name}` | {rule} | {count} |" for name, rule, count in rows(met(load().values()))]
     return f"{TITLE}{jax.__version__}\n{HEAD}" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(met(load().values())), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
