@@ -27,7 +27,6 @@ from planner.debug.stages import Stage, passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph
-from planner.graph.memory.liveness import Memory
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.extract import Extraction
 from planner.plan.honored import honored
@@ -52,6 +51,7 @@ from planner.rules.registry import rules_for
 from planner.search.iopddl import write_iopddl
 from planner.search.pools import pool_peaks
 from planner.search.problem import Solution, fits
+from planner.space.buffer import Memory
 from planner.space.decisions import chosen_values, with_decisions
 from planner.space.groups import build_groups
 from planner.space.replicated import held_whole

@@ -21,7 +21,7 @@ import numpy as np
 from planner.advice.batch import batch_leaves, growing
 from planner.cost.peak import buffer_bytes
 from planner.cost.pricing import Priced, Pricer
-from planner.graph.ir import SCALAR
+from planner.graph.ir import PRODUCTS, SCALAR
 from planner.plan.extract import Extraction
 from planner.report.shortage import Relief
 from planner.request.options import Request
@@ -29,7 +29,6 @@ from planner.search.local.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
 from planner.search.registry import FAST, SEARCHES
 from planner.space.buffer import Buffer, in_pool
-from planner.step.kernels.costs import PRODUCTS
 
 SEARCH_S = 3.0
 """Seconds for a plan without what is dropped."""

@@ -19,9 +19,8 @@ from costmodels import CostModel
 from planner.cost.pricing import Priced, pool_limits
 from planner.cost.rates import Rates, exposed, weighted
 from planner.cost.routes import patterns
-from planner.graph.memory.liveness import Memory
 from planner.search.relax.family import Family, FamilyEdge
-from planner.space.buffer import Buffer, in_pool
+from planner.space.buffer import Buffer, Memory, in_pool
 from planner.space.groups import GroupLink
 from planner.space.strategies import IntArray, StrategySet, digits, joint_strategies
 from planner.spec import MeshSpec

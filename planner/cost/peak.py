@@ -94,7 +94,7 @@ def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
     """The buffers of the chosen plan in the order in which a compiler runs the step.
 
     Gradients of parameters are computed last where memory suffices; a compiler that would run
-    out of memory keeps closer to the order of the trace (``planner.graph.memory.schedule``).
+    out of memory keeps closer to the order of the trace (``planner.step.memory.schedule``).
     """
     analysis, late = plan.priced.analysis, _scheduled(plan)
     sizes = _padded(plan, late)

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.cost.rates import Rates, exposed, weighted
 from planner.cost.reshard import reshard_table
-from planner.graph.memory.liveness import Memory
 from planner.search.pools import side_by_side
 from planner.search.problem import Edge, Problem, Usage
-from planner.space.buffer import Buffer
+from planner.space.buffer import Buffer, Memory
 from planner.space.groups import Group, GroupLink
 from planner.space.strategies import StrategySet, codes, strategies_of
 from planner.spec import MeshSpec

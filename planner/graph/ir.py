@@ -22,6 +22,10 @@ SCALAR = -1
 """Operand index of a literal: no value, nothing to shard."""
 
 
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+"""Operations that multiply and add: what most of a step's time goes into."""
+
+
 class Phase(StrEnum):
     """The part of a train step that an operation belongs to (``planner.graph.labels.phases``)."""
 

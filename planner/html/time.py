@@ -14,14 +14,13 @@ import numpy as np
 
 from costmodels import Cluster
 from planner.cost.peak import PACKING, Profile, has_gaps
-from planner.graph.ir import Role
+from planner.graph.ir import PRODUCTS, Role
 from planner.html.timeline import Bar, Timeline, timeline
 from planner.plan.extract import Extraction, Sent
 from planner.plan.plan import Prediction
 from planner.report.fold import common_path, pattern
 from planner.space.buffer import Port
 from planner.spec import MeshSpec
-from planner.step.kernels.costs import PRODUCTS
 
 PIECES = 3000
 """Pieces of a lane: shorter ones than this part of the step are joined with their neighbours."""

@@ -12,8 +12,8 @@ from planner.cost.peak import scheduled_peak
 from planner.cost.pricing import Priced, Pricer
 from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
+from planner.graph.fetches import fetches
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.memory.fetches import fetches
 from planner.plan.plan import (
     LITERAL,
     Activation,

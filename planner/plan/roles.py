@@ -25,12 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.choose.devices import idle_axes
-from planner.graph.ir import SCALAR, Graph
+from planner.graph.ir import PRODUCTS, SCALAR, Graph
 from planner.plan.extract import Extraction
 from planner.request.state import StateRequest, find_state
 from planner.spec import MeshSpec
 from planner.step.feeding import fed_inputs
-from planner.step.kernels.costs import PRODUCTS
 
 DATA, FSDP, MODEL, EXPERT, SEQ, IDLE = "data", "fsdp", "model", "expert", "seq", "idle"
 WORDS: Mapping[str, str] = {

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from planner.graph.memory.liveness import Memory
 from planner.space.factors import Layout
+
+
+class Memory(StrEnum):
+    """A pool of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
 
 
 class Port(StrEnum):

@@ -9,8 +9,6 @@ from functools import lru_cache
 from costmodels import CostModel, Device
 from costmodels.schedule import StageSeconds, step_seconds
 from planner.graph.ir import Graph, Op, Role
-from planner.graph.memory.liveness import PASSES, materialised
-from planner.graph.memory.materialized import written
 from planner.rules.factor import FactorRule
 from planner.space.buffer import Buffer
 from planner.space.decisions import DECISIONS, Chosen
@@ -22,6 +20,8 @@ from planner.step.feeding import fed_of
 from planner.step.kernels.costs import Work, Workload
 from planner.step.kernels.fused import find_fused
 from planner.step.kernels.starts import starts
+from planner.step.memory.liveness import PASSES, materialised
+from planner.step.memory.materialized import written
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.annotate import MARKS
-from planner.graph.ir import Graph
-from planner.graph.memory.liveness import Memory, intervals
-from planner.graph.memory.materialized import MATMULS, Written
-from planner.space.buffer import Buffer, Port, When
+from planner.graph.ir import PRODUCTS, Graph
+from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
+from planner.step.memory.liveness import intervals
+from planner.step.memory.materialized import Written
 
 EMPTY: Chosen = {}
 
@@ -268,7 +268,7 @@ class _Finding:
                 base = found.base[out.index]
                 made = graph.values[base].op
                 turns = base in moved or not found.merges
-                if turns and made >= 0 and graph.ops[made].kind in MATMULS:
+                if turns and made >= 0 and graph.ops[made].kind in PRODUCTS:
                     root[out.index] = out.index
             elif self.groups.fusable[op.index] or op.kind in MARKS:
                 roots = [

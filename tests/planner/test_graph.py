@@ -12,9 +12,9 @@ import pytest
 
 from planner.errors import InternalError, ModelError
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.memory.liveness import Interval, intervals, materialised
-from planner.graph.memory.materialized import extents, written
 from planner.graph.trace import trace
+from planner.step.memory.liveness import Interval, intervals, materialised
+from planner.step.memory.materialized import extents, written
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -13,13 +13,13 @@ import pytest
 from costmodels import parse_cluster
 from planner import make_plan
 from planner.cost.peak import PACKING
-from planner.graph.memory.liveness import intervals
-from planner.graph.memory.materialized import extents, written
 from planner.graph.trace import trace
 from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups
 from planner.step.analysis import Analysis, analyse
 from planner.step.buffers import Lifetimes, padding, pads_unevenly
+from planner.step.memory.liveness import intervals
+from planner.step.memory.materialized import extents, written
 
 TILE = (8, 128)
 

@@ -13,7 +13,7 @@ from costmodels import AnalyticCostModel, parse_cluster
 from planner import make_plan
 from planner.compare.difference import difference
 from planner.errors import RequestError
-from planner.graph.memory.fetches import fetches
+from planner.graph.fetches import fetches
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from planner.debug.check.analysis import check_buffer, check_facts
 from planner.debug.check.groups import check_group, check_link
 from planner.debug.check.layouts import Layouts, demand, within
-from planner.graph.memory.liveness import Memory
-from planner.space.buffer import Buffer, Port, When
+from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.factors import Layout
 from planner.step.analysis import Analysis
 from planner.step.classes import Quotient

@@ -53,7 +53,9 @@ def _regions(graph: Graph) -> None:
         demand(region.index == position, where, f"stands at {position}")
         demand(region.parent < position, where, f"its parent is region {region.parent}")
         demand(
-            region.weight > 0 and math.isfinite(region.weight), where, f"runs {region.weight} times"
+            region.weight >= 0 and math.isfinite(region.weight),
+            where,
+            f"runs {region.weight} times",
         )
     for op in graph.ops:
         within(f"operation {op.index} {op.kind}", "in region", (op.region,), len(graph.regions))

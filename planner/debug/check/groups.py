@@ -47,7 +47,7 @@ def check_link(link: GroupLink, groups: tuple[Group, ...], graph: Graph, layouts
     shape = graph.values[link.value].shape
     layouts.fits(f"{where}, source", link.a, link.src, shape)
     layouts.fits(f"{where}, target", link.b, link.dst, shape)
-    demand(link.weight > 0 and math.isfinite(link.weight), where, f"flows {link.weight} times")
+    demand(link.weight >= 0 and math.isfinite(link.weight), where, f"flows {link.weight} times")
     demand(not link.partial or groups[link.a].kind == "anchor", where, "sums, but not of an anchor")
     demand(not link.gradient or link.partial, where, "a gradient without partial sums")
     demand(not link.a_use or groups[link.a].kind == "input", where, "the use of no input")

@@ -13,8 +13,7 @@ from planner.debug.text.items import (
     ranges,
     repeated_groups,
 )
-from planner.graph.memory.liveness import Memory
-from planner.space.buffer import Buffer, Port
+from planner.space.buffer import Buffer, Memory, Port
 from planner.space.decisions.host_memory import Hosted
 from planner.step.analysis import Analysis
 from planner.step.facts import Facts

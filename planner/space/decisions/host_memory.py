@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from planner.errors import RequestError
+from planner.graph.fetches import fetches
 from planner.graph.ir import Graph
-from planner.graph.memory.fetches import fetches
 from planner.space.decisions.base import Array, IntArray, NothingMore, Prices
 from planner.space.groups import Groups
 

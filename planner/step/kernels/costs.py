@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from costmodels import Kernel
-from planner.graph.ir import SCALAR, Graph, Op
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
 from planner.space.factors import Layout
 from planner.space.groups import Groups
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 MOVES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
     "convert_element_type dynamic_slice dynamic_update_slice gather rev".split()

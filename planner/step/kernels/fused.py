@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from costmodels import attention_drag
 from planner.graph.ir import SCALAR, Graph, Op
-from planner.graph.memory.liveness import PASSES
 from planner.rules.factor import FactorRule
+from planner.step.memory.liveness import PASSES
 
 
 def _passes_on(op: Op) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.graph.ir import SCALAR, Graph
-from planner.graph.memory.liveness import PASSES
+from planner.step.memory.liveness import PASSES
 
 BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"})
 """Operations that never are a kernel alone: a new shape for the same bytes, or made where read."""

@@ -11,10 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.graph.ir import SCALAR, Graph, Op
-from planner.graph.memory.schedule import schedule
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
+from planner.step.memory.schedule import schedule
 
-MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 VIEWS = frozenset(
     "reshape squeeze expand_dims loop_const branch_in planner_shard sharding_constraint copy_p "
     "reduce_precision".split()
@@ -139,7 +138,7 @@ class _Writing:
         for op in self.graph.ops:
             if not self.live[op.index] or self.light[op.index] or writes(op):
                 continue
-            if op.kind in MATMULS and fused_operands:
+            if op.kind in PRODUCTS and fused_operands:
                 continue
             for i in op.inputs:
                 while i != SCALAR and not forced[i]:
@@ -162,7 +161,7 @@ class _Writing:
             for i in op.inputs:
                 if i != SCALAR:
                     read[i] = True
-                    wide[i] = wide[i] or not (passes or op.kind in MATMULS)
+                    wide[i] = wide[i] or not (passes or op.kind in PRODUCTS)
         return [r and not w for r, w in zip(read, wide, strict=True)]
 
     def _readers(self) -> list[int]:

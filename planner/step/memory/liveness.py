@@ -9,24 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from planner.graph.ir import SCALAR, Graph
-from planner.graph.memory.fetches import fetches, on_device
-from planner.graph.memory.materialized import MATMULS, Written, extents, writes
+from planner.graph.fetches import fetches
+from planner.graph.ir import PRODUCTS, SCALAR, Graph
+from planner.space.buffer import Memory
+from planner.step.memory.copies import on_device
+from planner.step.memory.materialized import Written, extents, writes
 
 PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
 
 FUSION_REACH = 64
 """An elementwise result read further away than this many operations is materialised."""
-
-
-class Memory(StrEnum):
-    """A pool of memory."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +130,7 @@ def _overwritten(graph: Graph, found: Written, last: Sequence[int]) -> set[int]:
         if not 0 <= at < len(graph.ops) or v.index in fixed or v.op < 0:
             continue
         op = graph.ops[found.order[at]]
-        if op.kind in MATMULS or writes(op) or graph.ops[v.op].region != op.region:
+        if op.kind in PRODUCTS or writes(op) or graph.ops[v.op].region != op.region:
             continue
         if v.host or graph.changes_memory(op):
             continue
