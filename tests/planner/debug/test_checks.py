@@ -124,7 +124,7 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
     r"link of %4 .*: a gradient without partial sums": lambda g: change(
         g, links=put(g.links, 0, gradient=True)
     ),
-    r"link of %4 .*: flows 0.0 times": lambda g: change(g, links=put(g.links, 0, weight=0.0)),
+    r"link of %4 .*: flows -1.0 times": lambda g: change(g, links=put(g.links, 0, weight=-1.0)),
     r"home of %7 float32\[4096,4096\]: none": lambda g: change(
         g, home=(*g.home[:7], None, *g.home[8:])
     ),
