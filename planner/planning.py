@@ -23,7 +23,8 @@ from planner.choose.meshes import Tried, choose, search_meshes, unfold, untried
 from planner.choose.thrift import thrifty
 from planner.collector import paused
 from planner.cost.pricing import Priced
-from planner.debug.stages import Stage, passed
+from planner.debug.stage import Stage
+from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph

@@ -15,7 +15,8 @@ from planner.cli.commands import (
     spinner,
     stay_on_cpu,
 )
-from planner.debug.stages import Stage, reached
+from planner.debug.stage import Stage
+from planner.debug.stages import reached
 from planner.debug.text import stage_text
 from planner.frontend.loading import Target, parse_target, user_environment
 from planner.planning import plan_step

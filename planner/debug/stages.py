@@ -9,32 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from enum import StrEnum
 from typing import Any
 
+from planner.debug.stage import Stage
 from planner.errors import InternalError
 
 FLAG = "MESHWRIGHT_VERIFY"
 """Environment variable; ``1``: every value is checked as soon as a stage has made it."""
-
-
-class Stage(StrEnum):
-    """The stages of planning, in order, and the values that each hands to `passed`."""
-
-    GRAPH = "graph"
-    """The ``Graph`` of the step."""
-    GROUPS = "groups"
-    """Its ``Groups``, and the ``Graph``."""
-    ANALYSIS = "analysis"
-    """The ``Analysis`` of the whole step."""
-    CLASSES = "classes"
-    """Its ``Quotient``."""
-    PROBLEM = "problem"
-    """The chosen mesh as a ``Priced`` of what was searched, and one of the whole step."""
-    SOLUTION = "solution"
-    """As for the problem, with the ``Solution`` behind each."""
-    PLAN = "plan"
-    """The ``Plan``, and the ``Graph``."""
 
 
 class _Reached(Exception):

@@ -5,17 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from executor.parameter_server.placement.layout import Array
 from executor.parameter_server.server.answers import Counts
-from executor.parameter_server.server.store import Pushed
+from executor.parameter_server.server.clock import Clocks
+from executor.parameter_server.server.store import Pushed, Store
 from executor.parameter_server.worker.queue import Queue
 
-if TYPE_CHECKING:
-    from executor.parameter_server.server.shard import Shard
+
+class ServerState(Protocol):
+    """What of a server (``server.shard.Shard``) outlives it."""
+
+    store: Store
+    about: dict[str, Any]
+    workers: int
+    version: int
+    seen: int
+    last: dict[int, tuple[int, bool]]
+    clocks: Clocks
+    counts: Counts
+    at_barrier: dict[int, int]
+    left: set[int]
+    queues: dict[int, Queue]
+    published: tuple[Any, Any]
+    read_at: dict[int, int]
+    waiting: dict[int, Pushed]
 
 
 def laid_aside(waiting: Mapping[int, Pushed]) -> dict[str, Array]:
@@ -44,7 +61,7 @@ def differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
     return "cut in another way"
 
 
-def shard_facts(shard: Shard) -> dict[str, Any]:
+def shard_facts(shard: ServerState) -> dict[str, Any]:
     """What is no array, as JSON has it; ``take_up`` reads it."""
     facts = {
         "begun": shard.store.values is not None,
@@ -63,7 +80,7 @@ def shard_facts(shard: Shard) -> dict[str, Any]:
     return found
 
 
-def take_up(shard: Shard, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+def take_up(shard: ServerState, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """Make of a new server one that goes on from these."""
     shard.published = (None, None)
     if facts["begun"]:

@@ -11,7 +11,7 @@ from planner.debug.check.groups import check_groups
 from planner.debug.check.plan import check_plan
 from planner.debug.check.problem import check_problem
 from planner.debug.check.solution import check_solution
-from planner.debug.stages import Stage
+from planner.debug.stage import Stage
 
 CHECKS: Mapping[Stage, Callable[..., None]] = {
     Stage.GRAPH: check_graph,

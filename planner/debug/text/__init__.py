@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from planner.cost.pricing import Priced
-from planner.debug.stages import Stage
+from planner.debug.stage import Stage
 from planner.debug.text.analysis import analysis_text
 from planner.debug.text.classes import classes_text
 from planner.debug.text.groups import groups_text

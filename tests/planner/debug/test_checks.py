@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from planner.debug.check import CHECKS
-from planner.debug.stages import FLAG, Stage, passed, reached
+from planner.debug.stage import Stage
+from planner.debug.stages import FLAG, passed, reached
 from planner.errors import InternalError
 from planner.graph.ir import Role
 from planner.planning import plan_step

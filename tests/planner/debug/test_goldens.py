@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from planner.debug.stages import Stage, reached
+from planner.debug.stage import Stage
+from planner.debug.stages import reached
 from planner.debug.text import stage_text
 from planner.planning import plan_step
 from tests.planner.debug.steps import decoder_arguments, decoder_step, mlp_arguments, mlp_step

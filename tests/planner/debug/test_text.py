@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from planner.cli.main import main
-from planner.debug.stages import Stage, passed, reached
+from planner.debug.stage import Stage
+from planner.debug.stages import passed, reached
 from planner.debug.text import stage_text
 from planner.errors import InternalError, MemoryLimitError
 from planner.planning import plan_step
