@@ -35,7 +35,13 @@ from planner.placement.hybrid_step import (
 from planner.plan.plan import Plan
 from planner.planning import Planned, plan_traced
 from planner.report.units import time_text
-from planner.request.options import Options, Request, parse_request, takes_options
+from planner.request.options import (
+    Options,
+    Request,
+    given_options,
+    parse_request,
+    takes_options,
+)
 from planner.space.decisions.host_memory import WORTH
 
 SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
@@ -184,6 +190,22 @@ def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
     return there_and_back + (3 + 2 * moments) * nbytes / SERVER_BYTES_PER_S
 
 
+def placement_request(cluster: str | Cluster, door: str, options: Mapping[str, Any]) -> Request:
+    """The request of a door that places parameters.
+
+    Raises:
+        RequestError: as ``parse_request``; or ``dump_problem``: several steps are planned, so
+            there is no single problem to write.
+    """
+    given = given_options(door, options)
+    if "dump_problem" in given:
+        raise RequestError(
+            f"{door}: dump_problem is not supported, because several steps are planned; use "
+            "make_plan on the step"
+        )
+    return parse_request(cluster, **given)
+
+
 @takes_options
 def make_placement(
     loss: Callable[..., Any],
@@ -211,7 +233,7 @@ def make_placement(
             be, says why; or the optimizer looks at what is asked to be there (``check_across``).
         MemoryLimitError: no plan fits.
     """
-    request = parse_request(cluster, **options)
+    request = placement_request(cluster, "make_placement", options)
     lookups = find_lookups(loss, params, batch)
     return place_and_plan(lookups, params, batch, optimizer, placement, request)[0]
 

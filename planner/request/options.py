@@ -219,10 +219,25 @@ class Request:
 
 
 def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request:
-    """Check and parse what ``make_plan`` was asked for; raises RequestError."""
+    """Check and parse the options of a plan.
+
+    Args:
+        cluster: its text or description.
+        **options: all but ``logical_axis_rules``, which belong to the traced function: a caller
+            that supports them applies them there.
+
+    Raises:
+        RequestError: an option that has no meaning here, or a value that it can't have.
+        TypeError: a keyword is no option.
+    """
     asked = Options(**given_options("make_plan", options))  # type: ignore[typeddict-item]
+    if "logical_axis_rules" in asked:
+        raise RequestError(
+            "logical_axis_rules: not supported here; set them around the call with "
+            "flax.linen.logical_axis_rules(...)"
+        )
     mode, mesh, memory = asked.get("mode"), asked.get("mesh"), asked.get("memory")
-    whole_below, host = asked.get("whole_below", 0.0), asked.get("host_memory")
+    whole_below, host = asked.get("whole_below", 0.0) or 0.0, asked.get("host_memory")
     current = get_parallel_mode()
     if mode is None and current.update != "sync":
         raise RequestError(
@@ -266,8 +281,8 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         chosen.search,
         mesh,
         float(model.memory_limit_bytes if limit is None else limit),
-        asked.get("time_limit_s") or 60.0,
-        state=check_state_request(asked.get("zero"), small or 0.0, asked.get("never_fsdp") or ()),
+        asked.get("time_limit_s", 60.0),
+        state=check_state_request(asked.get("zero"), small, asked.get("never_fsdp", ())),
         decided=parsed(asked),
         shardings=asked.get("shardings") or {},
         dump_problem=asked.get("dump_problem"),

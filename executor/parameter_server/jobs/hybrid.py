@@ -30,6 +30,7 @@ from planner.placement.choice import (
     Placement,
     parse_placement,
     place_and_plan,
+    placement_request,
     plan_hybrid,
 )
 from planner.placement.hybrid_step import Split, split_of
@@ -37,7 +38,6 @@ from planner.plan.plan import Plan
 from planner.request.options import (
     Options,
     Request,
-    parse_request,
     takes_options,
 )
 
@@ -336,7 +336,7 @@ def hybrid(
     Raises:
         RequestError: a request that makes no sense.
     """
-    request = parse_request(cluster or detect_cluster(), **options)
+    request = placement_request(cluster or detect_cluster(), "hybrid", options)
     return Hybrid(loss, params, optimizer, server, placement, request)
 
 

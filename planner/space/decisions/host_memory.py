@@ -122,7 +122,7 @@ class HostMemory(NothingMore):
 
     def parse(self, asked: Any) -> Offload:
         """Regular expressions over argument paths, or ``"auto"``."""
-        return check_offload(asked or ())
+        return check_offload(() if asked is None else asked)
 
     def demands(self, parsed: Offload) -> int | None:
         """What is named is kept there."""
