@@ -126,11 +126,11 @@ def main() -> None:
     print("| kernels | device | which | rows | median predicted / measured | lowest | highest "
           "| mean factor off |")  # fmt: skip
     print("|---|---|---|---:|---:|---:|---:|---:|")
-    for (kernels, device, what), found in sorted(ratios.items()):
-        off = math.exp(statistics.fmean(abs(math.log(r)) for r in found))
+    for (kernels, device, what), rows in sorted(ratios.items()):
+        off = math.exp(statistics.fmean(abs(math.log(r)) for r in rows))
         print(
-            f"| {kernels} | {device} | {what} | {len(found)} | {statistics.median(found):.2f} "
-            f"| {min(found):.2f} | {max(found):.2f} | {off:.2f} |"
+            f"| {kernels} | {device} | {what} | {len(rows)} | {statistics.median(rows):.2f} "
+            f"| {min(rows):.2f} | {max(rows):.2f} | {off:.2f} |"
         )
 
 

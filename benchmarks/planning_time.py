@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.graph.trace import trace
-from planner.planning import parse_request, plan_traced
+from planner.planning import plan_traced
+from planner.request.options import parse_request
 
 
 def main() -> None:
@@ -54,8 +55,8 @@ def main() -> None:
                 traced = trace(step, arguments)
                 begun = time.perf_counter()
                 plan = plan_traced(
-                    traced, arguments, parse_request(cluster, search=args.search), {}, 0, begun
-                )
+                    traced, arguments, parse_request(cluster, search=args.search), 0, begun
+                ).plan
                 planning.append(time.perf_counter() - begun)
             a, b = statistics.median(lower), statistics.median(planning)
             table.add_row(

@@ -57,6 +57,9 @@ class Direct:
         self.shards = shards
         self.count = len(shards)
 
+    def host(self) -> str:
+        return "127.0.0.1"
+
     def room(self, sizes: Sequence[Mapping[str, int]]) -> None:
         return None
 
@@ -148,11 +151,8 @@ def reached(points: Sequence[Point], loss: float) -> Point | None:
     for before, after in itertools.pairwise(points):
         if after.loss <= loss:
             share = (before.loss - loss) / max(before.loss - after.loss, 1e-12)
-            between = [
-                a + share * (b - a)
-                for a, b in ((before.time, after.time), (before.steps, after.steps))
-            ]
-            return Point(*between, loss)
+            time = before.time + share * (after.time - before.time)
+            return Point(time, before.steps + share * (after.steps - before.steps), loss)
     return None
 
 

@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.parameter_server import SIZES, Found, Host, mxnet
+from parameter_server import SIZES, Found, Host, mxnet
+
 from executor.parameter_server.transport.wire import SYSTEM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +31,7 @@ KINDS = {"ours": {}, "ours, bf16 pulls": PULL, "ours, all bf16": PULL | {"compre
 ONE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from benchmarks.parameter_server import ours
+from parameter_server import ours
 print("FOUND", json.dumps(ours(sys.argv[2], int(sys.argv[3]), **json.loads(sys.argv[4]))))
 """
 

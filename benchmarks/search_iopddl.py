@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.search import SEARCHES, Edge, Problem, Usage, read_iopddl
+from planner.search.registry import solve
 
 # id: (contest limit in seconds, winner, best of 20 teams, best known lower bound)
 PUBLISHED = {
@@ -69,7 +70,7 @@ def main() -> None:
         begun = time.monotonic()
         problem = read_iopddl(args.instances / f"asplos-2025-iopddl-{name}.json.gz")
         left = args.share * limit - (time.monotonic() - begun)
-        found = SEARCHES[args.search](problem, time_limit_s=left, threads=args.threads)
+        found = solve(args.search, problem, left, {"threads": args.threads})
         used = time.monotonic() - begun
         ratio = found.cost_s / winner if found.feasible else math.inf
         ratios.append(ratio)

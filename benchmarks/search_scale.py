@@ -95,7 +95,8 @@ def measure(case: Case) -> dict[str, Any]:
     import jax
 
     from planner.graph.trace import trace
-    from planner.planning import parse_request, plan_traced
+    from planner.planning import plan_traced
+    from planner.request.options import parse_request
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -104,7 +105,7 @@ def measure(case: Case) -> dict[str, Any]:
     traced = trace(step, arguments)
     before, middle = peak(), time.process_time()
     request = parse_request(case.cluster, search=case.search, mesh=case.mesh)
-    plan = plan_traced(traced, arguments, request, {}, 0, time.perf_counter()).plan
+    plan = plan_traced(traced, arguments, request, 0, time.perf_counter()).plan
     planning, after = time.process_time() - middle, peak()
     jax.clear_caches()
     begun = time.process_time()

@@ -19,25 +19,17 @@ from common import EXAMPLES, example
 from rich.console import Console
 from rich.table import Table
 
-from planner.cost.pricing import price
 from planner.graph.trace import Traced, trace
-from planner.planning import graph_rules, parse_request, plan_traced
+from planner.planning import plan_traced
+from planner.request.options import parse_request
 from planner.search import SEARCHES, Problem, Solution
-from planner.space.groups import build_groups
-from planner.spec import parse_mesh
-from planner.step.analysis import analyse
 
 
 def problem_of(traced: Traced, arguments: tuple[Any, ...], cluster: str) -> tuple[str, Problem]:
     """The mesh that the planner picks, and the whole step's problem there."""
     request = parse_request(cluster)
-    plan = plan_traced(traced, arguments, request, {}, None, time.perf_counter()).plan
-    mesh = parse_mesh(str(plan.mesh))
-    graph, rules = traced.graph, graph_rules(traced)
-    carried = {value for value, _ in graph.ties}
-    donated = tuple(k in carried for k in range(len(graph.inputs)))
-    analysis = analyse(graph, rules, build_groups(graph, rules), donated)
-    return str(mesh), price(analysis, mesh, request.model, request.limit_bytes, {}).problem
+    planned = plan_traced(traced, arguments, request, None, time.perf_counter())
+    return str(planned.plan.mesh), planned.extraction.priced.problem
 
 
 def timed(name: str, problem: Problem, limit_s: float, repeats: int) -> tuple[Solution, float]:
