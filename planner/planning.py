@@ -31,6 +31,7 @@ from planner.graph.ir import Graph
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.extract import Extraction
 from planner.plan.honored import honored
+from planner.plan.lowering import default_lowering
 from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport, rounded
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.report.shortage import host_text, shortage_text
@@ -351,6 +352,7 @@ def _plan(
         op_inputs=tuple(op.inputs for op in graph.ops),
         strategy=strategy_text(priced.mesh.sizes, roles),
         idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
+        lowering=default_lowering(request.cluster, priced.mesh),
         decisions=extraction.decisions(),
         planning_s=time.perf_counter() - begun,
     )

@@ -13,7 +13,8 @@ from executor.processes.agreement.alike import compare_arguments, compare_progra
 from executor.processes.progress import begin_step, refuse_step
 from executor.run.decisions import applied
 from executor.run.interpret import ConstrainedStep, Kept, returned
-from executor.run.mesh import build_mesh, lacks_memory, named_sharding
+from executor.run.mesh import build_mesh, lacks_memory, mesh_axes, named_sharding
+from executor.run.said import said
 from planner import compat
 from planner.arguments.calls import Bound, Calls, Indices, Names
 from planner.arguments.metadata import with_logical_axis_rules
@@ -51,6 +52,7 @@ class CompiledStep:
         plan.check_matches(traced.graph)
         self.plan = plan
         self.traced = traced
+        axes = mesh_axes(plan)
         self.mesh = (
             jax.sharding.AbstractMesh(
                 plan.mesh.sizes,
@@ -58,22 +60,20 @@ class CompiledStep:
                 axis_types=(jax.sharding.AxisType.Auto,) * len(plan.mesh.sizes),
             )
             if abstract_mesh
-            else build_mesh(plan.mesh, devices)
+            else build_mesh(plan.mesh, devices, axes)
         )
-        sharding = {
-            (c.op, c.slot, c.position): named_sharding(self.mesh, c.spec) for c in plan.constraints
-        }
+        says = said(plan, traced, self.mesh, axes)
         away = self._away(plan)
-        ins = [named_sharding(self.mesh, leaf.spec, away.get(leaf.memory)) for leaf in plan.inputs]
+        ins = [named_sharding(self.mesh, leaf.spec, away.get(leaf.memory), axes) for leaf in plan.inputs]
         outs = [
-            named_sharding(self.mesh, leaf.spec, away.get(leaf.memory)) for leaf in plan.outputs
+            named_sharding(self.mesh, leaf.spec, away.get(leaf.memory), axes) for leaf in plan.outputs
         ]
         kept = [
-            (named_sharding(self.mesh, leaf.spec), leaf.fetched) if leaf.memory in away else None
+            (named_sharding(self.mesh, leaf.spec, axes=axes), leaf.fetched) if leaf.memory in away else None
             for leaf in plan.inputs
         ]
         left = [
-            named_sharding(self.mesh, leaf.spec) if leaf.memory in away else None
+            named_sharding(self.mesh, leaf.spec, axes=axes) if leaf.memory in away else None
             for leaf in plan.outputs
         ]
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
@@ -100,7 +100,7 @@ class CompiledStep:
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
             given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
-            flat = ConstrainedStep(kinds, sharding, decided).run(traced.jaxpr, given)
+            flat = ConstrainedStep(kinds, says, decided).known_as(given, ins).run(traced.jaxpr, given)
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
             return (result, [leaves[k] for k in back]) if back else result
 

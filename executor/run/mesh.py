@@ -4,21 +4,73 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from costmodels import find_kind, known_kinds, parse_cluster
 from planner.errors import RequestError
+from planner.plan.plan import Plan
 from planner.spec import MeshSpec, Sharding
 
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Variables that say which share of a GPU's memory JAX takes, the newer first."""
 
 
-def build_mesh(mesh: MeshSpec, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A jax mesh with Auto axes over the first ``mesh.num_devices`` devices, row-major.
+Axes = Mapping[str, tuple[tuple[str, int], ...]]
+"""Per axis of a plan's mesh, the axes of the jax mesh that it stands for, major first: names and
+sizes."""
+
+
+def mesh_axes(plan: Plan) -> Axes:
+    """What the axes of a plan's mesh stand for: themselves, or dimensions of the cluster."""
+    if not plan.lowering.physical:
+        return _themselves(plan.mesh)
+    cluster = parse_cluster(plan.cluster)
+    shape = cluster.shape if cluster.kind == "torus" else cluster.shape[::-1]
+    return physical_axes(plan.mesh, (cluster.slices, *shape))
+
+
+def _themselves(mesh: MeshSpec) -> Axes:
+    return {n: ((n, k),) for n, k in zip(mesh.names, mesh.sizes, strict=True)}
+
+
+def physical_axes(mesh: MeshSpec, shape: Sequence[int]) -> Axes:
+    """One axis for every dimension of the cluster, or part of one, under an axis of the mesh.
+
+    Devices are numbered in row-major order over ``mesh.sizes`` and over ``shape`` alike, so an axis
+    covers a run of dimensions. Where sizes do not divide, the axes stand for themselves.
+
+    >>> axes = physical_axes(MeshSpec(("fsdp", "model"), (8, 8)), (4, 4, 4))
+    >>> axes["fsdp"], axes["model"]
+    ((('fsdp_0', 4), ('fsdp_1', 2)), (('model_0', 2), ('model_1', 4)))
+    """
+    left = [n for n in shape if n > 1]
+    out: dict[str, tuple[tuple[str, int], ...]] = {}
+    for name, size in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True):
+        parts: list[int] = []
+        while size > 1 and left:
+            part = math.gcd(left[-1], size)
+            if part < min(left[-1], size):
+                return _themselves(mesh)
+            parts.insert(0, part)
+            size //= part
+            left[-1:] = [left[-1] // part] if left[-1] > part else []
+        if size > 1:
+            return _themselves(mesh)
+        names = [f"{name}_{k}" for k in range(len(parts))] if len(parts) > 1 else [name]
+        out[name] = tuple(zip(names, parts or [1], strict=True))
+    if len({x for parts in out.values() for x, _ in parts}) < sum(map(len, out.values())):
+        return _themselves(mesh)  # a name that is taken
+    return {name: out[name] for name in mesh.names}
+
+
+def build_mesh(
+    mesh: MeshSpec, devices: Sequence[jax.Device] | None = None, axes: Axes | None = None
+) -> jax.sharding.Mesh:
+    """A jax mesh with Auto axes over the first ``mesh.num_devices`` devices, row-major; ``axes``:
+    what each axis stands for (itself).
 
     Raises:
         RequestError: fewer devices are present than the mesh needs.
@@ -35,8 +87,9 @@ def build_mesh(mesh: MeshSpec, devices: Sequence[jax.Device] | None = None) -> j
             f"the plan's mesh ({mesh}) needs {mesh.num_devices} devices, this process sees "
             f"{len(present)} ({present[0].platform}); {hint}"
         )
-    grid = np.asarray(present[: mesh.num_devices]).reshape(mesh.sizes)
-    return jax.sharding.Mesh(grid, mesh.names)
+    parts = [x for name in mesh.names for x in (axes or _themselves(mesh))[name]]
+    grid = np.asarray(present[: mesh.num_devices]).reshape([size for _, size in parts])
+    return jax.sharding.Mesh(grid, tuple(name for name, _ in parts))
 
 
 def make_cpu_devices(count: int) -> None:
@@ -50,9 +103,16 @@ def make_cpu_devices(count: int) -> None:
 
 
 def named_sharding(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: Sharding, memory: str | None = None
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    spec: Sharding,
+    memory: str | None = None,
+    axes: Axes | None = None,
 ) -> jax.sharding.NamedSharding:
-    """A plan's sharding on a jax mesh, in a memory of the devices (None: their own)."""
+    """A plan's sharding on a jax mesh, in a memory of the devices (None: their own); ``axes``: what
+    each axis stands for (itself)."""
+    if axes is not None:
+        dims = tuple(tuple(x for name in dim for x, _ in axes[name]) for dim in spec.dims)
+        spec = Sharding(dims)
     spec_ = jax.sharding.PartitionSpec(*spec.entries)
     return jax.sharding.NamedSharding(mesh, spec_, memory_kind=memory)
 

@@ -13,6 +13,7 @@ from planner.choose.candidates import allowed_masks, candidate_meshes
 from planner.choose.devices import BUSY, devices_worth, idle_axes
 from planner.cost.pricing import Priced, price, unfolded
 from planner.errors import PinError, RequestError
+from planner.graph.ir import Role
 from planner.modes import PROPAGATION
 from planner.request.options import Request
 from planner.request.pins import Mask
@@ -311,11 +312,14 @@ def _attempt(
 
     Outside AUTO_PARALLEL, and in sharding_propagation, the given shardings are spread: every other
     change of layout costs more than the whole step, so that the search only completes what was
-    given.
+    given. The gathers of parameters that ZeRO-3 stores in shards, and the scatters of their
+    gradients, are given, too.
     """
     analysis, model = quotient.part, request.model
     masks = allowed_masks(quotient, pins, request, mesh)
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
+    if request.spreads and request.state.zero == 3:
+        priced = dataclasses.replace(priced, free=_of_parameters(quotient))
     if whole:
         priced = unfolded(quotient, priced)
     if not request.spreads:
@@ -337,6 +341,15 @@ def _attempt(
         reason=f"{asked}: given shardings spread, nothing else resharded; "
         "the bound is that of any sharding with the same inputs",
     )
+
+
+def _of_parameters(quotient: Quotient) -> frozenset[int]:
+    """The classes of parameters, and of their copies."""
+    groups, values = quotient.whole.groups, quotient.whole.graph.values
+    parameters = [v.index for v in values if v.role is Role.PARAMETER]
+    held = {home[0] for v in parameters if (home := groups.home[v]) is not None}
+    copies = {x.b for x in groups.links if x.a in held and groups.groups[x.b].kind == "copy"}
+    return frozenset(quotient.color[g] for g in held | copies)
 
 
 def _bounded(problem: Problem, solution: Solution, search: str) -> Solution:

@@ -38,7 +38,8 @@ Array = NDArray[np.float64]
 class Priced:
     """The legal strategies of every group on one mesh, and the Problem of choosing among them.
 
-    ``change_s``: surcharge in seconds for a change of layout (see ``price``).
+    ``change_s``: surcharge in seconds for a change of layout (see ``price``); what enters or leaves the
+    groups in ``free`` has none.
     """
 
     analysis: Analysis
@@ -47,6 +48,7 @@ class Priced:
     sets: tuple[StrategySet, ...]
     limit_bytes: float
     change_s: float = 0.0
+    free: frozenset[int] = frozenset()
 
     @cached_property
     def problem(self) -> Problem:
@@ -57,7 +59,8 @@ class Priced:
 def unfolded(quotient: Quotient, priced: Priced) -> Priced:
     """The pricing of the whole step that a pricing of its classes stands for."""
     sets = tuple(priced.sets[c] for c in quotient.color)
-    return replace(priced, analysis=quotient.whole, sets=sets)
+    free = frozenset(g for g, c in enumerate(quotient.color) if c in priced.free)
+    return replace(priced, analysis=quotient.whole, sets=sets, free=free)
 
 
 @lru_cache(maxsize=64)
@@ -69,10 +72,16 @@ class Pricer:
     """Builds the arrays of one Problem; equal inputs give the same array object."""
 
     def __init__(
-        self, analysis: Analysis, mesh: MeshSpec, model: CostModel, change_s: float = 0.0
+        self,
+        analysis: Analysis,
+        mesh: MeshSpec,
+        model: CostModel,
+        change_s: float = 0.0,
+        free: frozenset[int] = frozenset(),
     ) -> None:
         self.analysis, self.mesh, self.model = analysis, mesh, model
         self.change_s = change_s
+        self.free = free
         self.sizes = mesh.sizes
         self.rates = _rates(mesh.sizes, model)
         self.cache: dict[Any, Any] = {}
@@ -144,14 +153,16 @@ class Pricer:
         src, dst = self.link_ends(link, sets)
         nbytes = self.analysis.graph.values[link.value].nbytes
         rank = len(link.src)
+        change_s = 0.0 if {link.a, link.b} & self.free else self.change_s
         key = ("edge", id(src), id(dst), nbytes, link.weight, rank, link.gradient, link.off_path)
+        key = (*key, change_s)
         if key not in self.cache:
             table = reshard_table(rank, self.sizes, self.model)
             pick = np.ix_(src, dst)
             alpha = table.combined_alpha_s if link.gradient else table.alpha_s
             seconds = alpha[pick] + nbytes * table.beta_s_per_byte[pick]
-            if self.change_s:
-                seconds = seconds + self.change_s * table.changes[pick]
+            if change_s:
+                seconds = seconds + change_s * table.changes[pick]
             share = exposed(self.model, link.off_path) * link.weight
             self.cache[key] = (weighted(share, seconds), src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
@@ -221,7 +232,7 @@ def price(
 def _problem(priced: Priced) -> Problem:
     """The numbers of ``priced``."""
     analysis, sets = priced.analysis, priced.sets
-    pricer = Pricer(analysis, priced.mesh, priced.model, priced.change_s)
+    pricer = Pricer(analysis, priced.mesh, priced.model, priced.change_s, priced.free)
     groups = analysis.groups.groups
     cost = [pricer.node_cost(g, s) for g, s in zip(groups, sets, strict=True)]
     bundled: dict[int, list[Array]] = {}

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args
 from costmodels import MOST_DEVICES, ClusterError, Collective, parse_cluster
 from planner.errors import RequestError
 from planner.modes import MODES
+from planner.plan.lowering import Lowering
 from planner.plan.plan import (
     Activation,
     CollectiveRow,
@@ -306,6 +307,7 @@ _SEARCH = record(
 )
 _PIN = record(PinRow, pin=LINE, asked=LINE, how=LINE, arrays=SIZE, first=LINE)
 _DECISION = record(DecisionRow, decision=LINE, option=LINE, op=SIZE, position=SIZE, value=LINE)
+_LOWERING = record(Lowering, behind=flag, physical=flag, staged=flag, scattered=flag)
 _PLAN = record(
     Plan,
     mode=one_of(*MODES),
@@ -327,6 +329,7 @@ _PLAN = record(
     pins=many(_PIN),
     strategy=LINE,
     idle=LINE,
+    lowering=_LOWERING,
     decisions=many(_DECISION),
 )
 

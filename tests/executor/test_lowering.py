@@ -1,0 +1,150 @@
+"""However shardings are said, the step computes the same; and it is said as the plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from executor.run.compile import CompiledStep
+from executor.run.mesh import physical_axes
+from executor.run.said import stages
+from planner import make_plan
+from planner.graph.trace import trace
+from planner.plan.lowering import BEHIND, BY_DIMENSION, PLAIN, Lowering, default_lowering
+from planner.plan.plan import Plan
+from planner.spec import MeshSpec
+
+WIDTH, WIDE, LAYERS, ROWS = 256, 512, 3, 16384
+HOWS = [PLAIN, BEHIND, BY_DIMENSION, Lowering(scattered=True), Lowering(staged=True)]
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        heads = jnp.einsum("bd,dhe->bhe", x, p["in"])
+        return x + jnp.einsum("bhe,hed->bd", jnp.tanh(heads), p["out"]), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def step(params: Any, state: Any, x: jax.Array) -> Any:
+    value, grads = jax.value_and_grad(loss)(params, x)
+    updates, state = optax.adam(1e-2).update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def arguments() -> Any:
+    draw = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.normal(size=shape) / math.sqrt(WIDTH), jnp.float32)
+
+    params = {
+        "layers": {"in": normal(LAYERS, WIDTH, 8, 32), "out": normal(LAYERS, 8, 32, WIDTH)},
+        "head": normal(WIDTH, WIDE),
+    }
+    return params, optax.adam(1e-2).init(params), normal(ROWS, WIDTH)
+
+
+def planned(mesh: str, mode: Any) -> Plan:
+    return make_plan(step, *arguments(), cluster="v5p:2x2x2", mesh=mesh, **mode)
+
+
+def text_of(plan: Plan) -> str:
+    args = arguments()
+    compiled = CompiledStep(trace(step, args), plan, devices=jax.devices())
+    text: str = compiled.jitted.lower(*args).as_text()
+    return text
+
+
+FSDP = {"mode": "DATA_PARALLEL", "zero": 3}
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize(
+    "mesh, mode", [("data=8", FSDP), ("data=4,model=2", {}), ("model=8", {})], ids=str
+)
+def test_the_numbers_do_not_depend_on_how_it_is_said(how: Lowering, mesh: str, mode: Any) -> None:
+    plan = dataclasses.replace(planned(mesh, mode), lowering=how)
+    args = arguments()
+    want = jax.jit(step)(*args)
+    got = CompiledStep(trace(step, args), plan, devices=jax.devices())(*args)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.devices
+def test_what_is_said() -> None:
+    plan = planned("data=8", FSDP)
+    assert plan.lowering == BEHIND
+    texts = {how: text_of(dataclasses.replace(plan, lowering=how)) for how in HOWS}
+    assert "reduce_scatter" not in texts[PLAIN]
+    # three gradients of kernels, each along three dimensions
+    assert texts[BY_DIMENSION].count("stablehlo.reduce_scatter") == 9
+    assert texts[Lowering(scattered=True)].count("stablehlo.reduce_scatter") == 3
+    assert "data_2" in texts[BY_DIMENSION] and "data_2" not in texts[BEHIND]
+
+
+def test_physical_axes() -> None:
+    def sizes(mesh: dict[str, int], shape: tuple[int, ...]) -> list[list[int]]:
+        found = physical_axes(MeshSpec(tuple(mesh), tuple(mesh.values())), shape)
+        return [[size for _, size in found[name]] for name in mesh]
+
+    assert sizes({"a": 64}, (1, 4, 4, 4)) == [[4, 4, 4]]
+    assert sizes({"a": 2, "b": 32}, (4, 4, 4)) == [[2], [2, 4, 4]]
+    assert sizes({"a": 1, "b": 16}, (4, 4)) == [[1], [4, 4]]
+    assert sizes({"a": 8, "b": 3}, (4, 6)) == [[4, 2], [3]]
+    assert sizes({"a": 3, "b": 8}, (4, 6)) == [[3], [8]]  # 8 ends inside the dimension of 4
+    assert sizes({"a": 4}, (4, 4)) == [[4]]  # fewer devices than there are
+    names = physical_axes(MeshSpec(("a", "a_0"), (16, 2)), (4, 4, 2))
+    assert names["a"] == (("a", 16),)  # a_0 is taken
+
+
+def test_defaults() -> None:
+    from costmodels import parse_cluster
+
+    def default(cluster: str, **mesh: int) -> Lowering:
+        return default_lowering(
+            parse_cluster(cluster), MeshSpec(tuple(mesh), tuple(mesh.values()))
+        )
+
+    assert default("h100:8x2", data=16) == PLAIN
+    assert default("cpu:8", data=8) == PLAIN
+    assert default("v5p:4x4x4", data=64) == BY_DIMENSION
+    assert default("v5p:4x4x4", data=16, model=4) == BEHIND
+    assert default("v5e:4x4", data=16) == BEHIND
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    "before, after, way",
+    [
+        (("xyz", ""), ("", ""), [("xy", ""), ("x", ""), ("", "")]),
+        (("xyz", ""), ("", "xyz"), None),
+        (("xy", "z"), ("x", "zy"), [("x", "zy")]),
+        (("xy", ""), ("", "yx"), [("x", "y"), ("", "yx")]),
+        (("", ""), ("xy", "z"), [("x", ""), ("xy", ""), ("xy", "z")]),
+        (("x", "y"), ("", "yz"), [("x", "yz"), ("", "yz")]),
+        (("xy", ""), ("", "y"), [("x", "y"), ("", "y")]),
+    ],
+)
+def test_stages(before: Any, after: Any, way: Any) -> None:
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), tuple("xyz"))
+
+    def sharding(spec: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*[tuple(e) or None for e in spec]))
+
+    found = stages(sharding(before), sharding(after), (8, 8))
+    assert found[-1] == sharding(after)
+    if way is not None:
+        assert [s.is_equivalent_to(sharding(w), 2) for s, w in zip(found, way, strict=True)]
+        assert all(s.is_equivalent_to(sharding(w), 2) for s, w in zip(found, way, strict=True))
