@@ -42,10 +42,11 @@ def spec_of(shape: Sequence[int], names: str, rules: Rules, sizes: Mapping[str, 
     taken: set[str] = set()
     entries: list[Any] = []
     for length, name in zip(shape, names.split(), strict=True):
-        axes: list[str] = []
+        axes, shards = [], 1
         for axis in rules.get(name, ()):
-            if axis not in taken and length % math.prod([sizes[axis], *(sizes[a] for a in axes)]) == 0:
+            if axis not in taken and length % (shards * sizes[axis]) == 0:
                 axes.append(axis)
+                shards *= sizes[axis]
         taken.update(axes)
         entries.append(tuple(axes) or None)
     return PartitionSpec(*entries)
@@ -153,7 +154,9 @@ def bf16(x: Any) -> Any:
 # ---- plans -----------------------------------------------------------------------------------
 
 DATA: Rules = {"batch": ("data",)}
-TENSOR: Rules = {n: ("model",) for n in ("wide", "heads", "vocab", "a_wide", "a_heads", "a_vocab")}
+TENSOR: Rules = dict.fromkeys(
+    ("wide", "heads", "vocab", "a_wide", "a_heads", "a_vocab"), ("model",)
+)
 STORED: Rules = {"width": ("data",)}
 
 
@@ -238,7 +241,9 @@ def recommender() -> Model:
     plans = data_parallel(16, {"rows": ("data",)}) | {
         "rows": HandPlan({"data": 16}, {**DATA, "rows": ("data",)}),
         "dim": HandPlan({"data": 16}, {**DATA, "dim": ("data",)}),
-        "rows4x4": HandPlan({"data": 4, "model": 4}, {"batch": ("data", "model"), "rows": ("data", "model")}),
+        "rows4x4": HandPlan(
+            {"data": 4, "model": 4}, {"batch": ("data", "model"), "rows": ("data", "model")}
+        ),
         "dim_fsdp": HandPlan({"data": 16}, {**DATA, "dim": ("data",), "width": ("data",)}),
     }
     return Model("recommender", "v5e:4x4", params, batch, loss, plans)
@@ -341,8 +346,7 @@ def unet() -> Model:
 
     down = [[conv(a, b), conv(b, b)] for a, b in zip((3, *channels[:-1]), channels, strict=True)]
     up = [
-        [conv(b + a, a), conv(a, a)]
-        for a, b in zip(channels[-2::-1], channels[:0:-1], strict=True)
+        [conv(b + a, a), conv(a, a)] for a, b in zip(channels[-2::-1], channels[:0:-1], strict=True)
     ]
     params = {"down": down, "up": up, "out": conv(channels[0], 3, 1)}
     picture = Named((images, side, side, 3), "batch none none none", jnp.bfloat16)

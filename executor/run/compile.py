@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -64,18 +65,14 @@ class CompiledStep:
         )
         says = said(plan, traced, self.mesh, axes)
         away = self._away(plan)
-        ins = [named_sharding(self.mesh, leaf.spec, away.get(leaf.memory), axes) for leaf in plan.inputs]
-        outs = [
-            named_sharding(self.mesh, leaf.spec, away.get(leaf.memory), axes) for leaf in plan.outputs
-        ]
+        on_mesh = functools.partial(named_sharding, self.mesh, axes=axes)
+        ins = [on_mesh(leaf.spec, away.get(leaf.memory)) for leaf in plan.inputs]
+        outs = [on_mesh(leaf.spec, away.get(leaf.memory)) for leaf in plan.outputs]
         kept = [
-            (named_sharding(self.mesh, leaf.spec, axes=axes), leaf.fetched) if leaf.memory in away else None
+            (on_mesh(leaf.spec), leaf.fetched) if leaf.memory in away else None
             for leaf in plan.inputs
         ]
-        left = [
-            named_sharding(self.mesh, leaf.spec, axes=axes) if leaf.memory in away else None
-            for leaf in plan.outputs
-        ]
+        left = [on_mesh(leaf.spec) if leaf.memory in away else None for leaf in plan.outputs]
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
         out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
         expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
@@ -100,7 +97,9 @@ class CompiledStep:
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
             given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
-            flat = ConstrainedStep(kinds, says, decided).known_as(given, ins).run(traced.jaxpr, given)
+            flat = (
+                ConstrainedStep(kinds, says, decided).known_as(given, ins).run(traced.jaxpr, given)
+            )
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
             return (result, [leaves[k] for k in back]) if back else result
 

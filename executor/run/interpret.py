@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from executor.run.said import Said, partition_spec, scattered, stages
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import InternalError
-from executor.run.said import Said, partition_spec, scattered, stages
 from planner.graph.jaxpr.walk import REMAT, Body, Loop, Walk
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
@@ -95,9 +95,7 @@ class ConstrainedStep(Walk[Any]):
     done to results.
     """
 
-    def __init__(
-        self, kinds: Sequence[str], says: Said, decided: Decided | None = None
-    ) -> None:
+    def __init__(self, kinds: Sequence[str], says: Said, decided: Decided | None = None) -> None:
         self.kinds = kinds
         self.says = says
         self.shardings = says.shardings
@@ -185,7 +183,7 @@ class ConstrainedStep(Walk[Any]):
     def scattered(self, op: int, eqn: Any, ins: list[Any]) -> Any:
         """A product whose partial sums the executor scatters, transposed if a transpose follows."""
         how, mesh = self.says.scatters[op], self.says.mesh
-        spec = jax.sharding.NamedSharding(mesh, partition_spec(how.result))
+        spec = jax.sharding.NamedSharding(mesh, partition_spec(how.out))
         return self.constrained(scattered(eqn, ins, how, mesh), spec)
 
     def known_as(self, args: Sequence[Any], shardings: Sequence[Any]) -> ConstrainedStep:

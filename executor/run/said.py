@@ -36,9 +36,9 @@ class Scatter:
 
     Attributes:
         transpose: that operation, -1 for none; ``order`` is its permutation.
-        ins: per operand, how the axes with partial sums split it.
-        out: how they split the result.
-        result: how all axes do.
+        ins: the shardings of both operands.
+        out: that of the transposed result.
+        sums: per dimension of it, the axes along which partial sums are scattered.
         summed: the axes whose sums stay whole.
     """
 
@@ -46,13 +46,8 @@ class Scatter:
     order: tuple[int, ...]
     ins: tuple[Spec, Spec]
     out: Spec
-    result: Spec
+    sums: Spec
     summed: tuple[str, ...]
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes that carry partial sums."""
-        return frozenset(self.summed).union(*self.out)
 
 
 @dataclass(frozen=True)
@@ -166,54 +161,58 @@ def _scatters(
             speller.spec(c, len(aval.shape))  # type: ignore[arg-type]
             for c, aval in zip((left, right), eqn.in_avals, strict=True)
         )
-        contracted, _ = eqn.params["dimension_numbers"]
-        sums = [x for i, j in zip(*contracted, strict=True) for x in a[i] if x in b[j]]
         rank = len(eqn.out_avals[0].shape)
         out, made = speller.spec(want, rank), speller.spec(whole, rank)  # type: ignore[arg-type]
-        own = _only(out, sums)
-        rest = tuple(tuple(x for x in e if x not in sums) for e in out)
-        # the scattered axes come first in a dimension: what else splits it does so inside them
-        in_front = all(e == s + r for e, s, r in zip(out, own, rest, strict=True))
-        if not any(own) or rest != made or not in_front:
+        local, sums = _product(eqn.params["dimension_numbers"], a, b)
+        own = tuple(tuple(x for x in e if x in sums) for e in out)
+        # what splits the operands splits the result, and partial sums are scattered inside that
+        inside = all(e == m + s for e, m, s in zip(out, made, own, strict=True))
+        if not any(own) or local != made or not inside:
             continue
         transpose, order = turned.get(op.index, (-1, tuple(range(rank))))
-        scattered = {x for e in own for x in e}
+        whole_sums = sums.difference(*own)
         found[op.index] = Scatter(
             transpose,
             order,
-            (_only(a, sums), _only(b, sums)),
-            tuple(own[d] for d in order),
+            (a, b),
             tuple(out[d] for d in order),
-            tuple(x for x in sums if x not in scattered),
+            tuple(own[d] for d in order),
+            tuple(x for entry in a for x in entry if x in whole_sums),
         )
     return found
 
 
-def _only(spec: Spec, axes: Sequence[str]) -> Spec:
-    return tuple(tuple(x for x in entry if x in axes) for entry in spec)
+def _product(numbers: Any, a: Spec, b: Spec) -> tuple[Spec | None, frozenset[str]]:
+    """The sharding of a ``dot_general`` on shards, and the axes along which it is a partial sum;
+    no sharding where the operands' do not go together."""
+    ((a_sum, b_sum), (a_batch, b_batch)) = numbers
+    pairs = (*zip(a_sum, b_sum, strict=True), *zip(a_batch, b_batch, strict=True))
+    free_a = [e for d, e in enumerate(a) if d not in (*a_sum, *a_batch)]
+    free_b = [e for d, e in enumerate(b) if d not in (*b_sum, *b_batch)]
+    spec = (*(a[d] for d in a_batch), *free_a, *free_b)
+    sums = frozenset(x for d in a_sum for x in a[d])
+    used = [x for entry in spec for x in entry]
+    fits = all(a[i] == b[j] for i, j in pairs)
+    fits = fits and len(set(used)) == len(used) and not sums & set(used)
+    return (spec if fits else None), sums
 
 
 def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
     """The product of ``ins``, transposed as ``how`` says, with its partial sums scattered along one
-    axis after the other, the major one first."""
+    axis after the other, the major one first. All axes are manual: of those left to the compiler,
+    it would forget the shardings at the border."""
 
     def local(a: Any, b: Any) -> Any:
         (x,) = compat.evaluate_equation(eqn, [a, b])
         x = jax.lax.transpose(x, how.order)
-        for d, entry in enumerate(how.out):
+        for d, entry in enumerate(how.sums):
             for axis in entry:
                 x = jax.lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
         return jax.lax.psum(x, how.summed) if how.summed else x
 
-    ins_specs = tuple(partition_spec(s) for s in how.ins)
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=ins_specs,
-        out_specs=partition_spec(how.out),
-        axis_names=how.axes,
-        check_vma=False,
-    )
+    specs = tuple(partition_spec(s) for s in how.ins)
+    out = partition_spec(how.out)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     return run(*ins)
 
 

@@ -38,8 +38,8 @@ Array = NDArray[np.float64]
 class Priced:
     """The legal strategies of every group on one mesh, and the Problem of choosing among them.
 
-    ``change_s``: surcharge in seconds for a change of layout (see ``price``); what enters or leaves the
-    groups in ``free`` has none.
+    ``change_s``: surcharge in seconds for a change of layout (see ``price``); what enters or leaves
+    the groups in ``free`` has none.
     """
 
     analysis: Analysis
@@ -154,8 +154,8 @@ class Pricer:
         nbytes = self.analysis.graph.values[link.value].nbytes
         rank = len(link.src)
         change_s = 0.0 if {link.a, link.b} & self.free else self.change_s
-        key = ("edge", id(src), id(dst), nbytes, link.weight, rank, link.gradient, link.off_path)
-        key = (*key, change_s)
+        paths = (link.gradient, link.off_path)
+        key = ("edge", id(src), id(dst), nbytes, link.weight, rank, *paths, change_s)
         if key not in self.cache:
             table = reshard_table(rank, self.sizes, self.model)
             pick = np.ix_(src, dst)

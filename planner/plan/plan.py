@@ -22,7 +22,7 @@ from planner.errors import PlanFormatError, PlanMismatchError
 from planner.files import MIB, parsed_json, read_text
 from planner.graph.ir import SCALAR, Graph
 from planner.plan.logical_rules import LogicalAxes, logical_axes
-from planner.plan.lowering import Lowering
+from planner.plan.lowering import PLAIN, Lowering
 from planner.spec import MeshSpec, Sharding
 
 FORMAT = "meshwright-plan-1"
@@ -196,7 +196,7 @@ class Plan:
     """What the plan does, in the field's words; empty in plans of older versions."""
     idle: str = ""
     """Says so where devices repeat each other's work."""
-    lowering: Lowering = Lowering()
+    lowering: Lowering = PLAIN
     """How its shardings are said to the compiler."""
     decisions: tuple[DecisionRow, ...] = ()
     """Left out of the JSON where there are none."""

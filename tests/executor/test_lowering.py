@@ -113,9 +113,7 @@ def test_defaults() -> None:
     from costmodels import parse_cluster
 
     def default(cluster: str, **mesh: int) -> Lowering:
-        return default_lowering(
-            parse_cluster(cluster), MeshSpec(tuple(mesh), tuple(mesh.values()))
-        )
+        return default_lowering(parse_cluster(cluster), MeshSpec(tuple(mesh), tuple(mesh.values())))
 
     assert default("h100:8x2", data=16) == PLAIN
     assert default("cpu:8", data=8) == PLAIN
