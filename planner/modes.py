@@ -35,6 +35,9 @@ PROPAGATION = "sharding_propagation"
 """The search that only completes what is marked, with the least resharding."""
 
 
+COMPILERS = ("tpu", "gpu")
+"""What a plan may be confirmed by."""
+
 UPDATES = ("sync", "ssp", "async")
 """How the workers of a data-parallel run share updates."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,23 +16,18 @@ from planner.advice.recompute import recomputed
 from planner.annotate import MARKS, Pin
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import rules_of, with_logical_axis_rules
-from planner.choose.candidates import batch_axes
-from planner.choose.devices import devices_worth, idle_text
-from planner.choose.meshes import Tried, choose, search_meshes, unfold, untried
+from planner.choose.meshes import choose, search_meshes, unfold
 from planner.choose.thrift import thrifty
 from planner.collector import paused
 from planner.cost.pricing import Priced
 from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
-from planner.frontend.inert import inert_notes
-from planner.graph.ir import Graph
 from planner.graph.trace import Traced, reshaped, trace
+from planner.plan.assemble import assembled, runners_up
+from planner.plan.confirmed import confirmer
 from planner.plan.extract import Extraction
-from planner.plan.honored import honored
-from planner.plan.lowering import default_lowering
-from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport, rounded
-from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
+from planner.plan.plan import Plan
 from planner.report.shortage import host_text, shortage_text
 from planner.report.units import bytes_text
 from planner.request.marks import all_pins, placed_mesh
@@ -44,7 +38,6 @@ from planner.request.options import (
     parse_request,
     takes_options,
 )
-from planner.request.pins import axis_names
 from planner.request.state import find_state
 from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
@@ -52,12 +45,11 @@ from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
 from planner.search.iopddl import write_iopddl
 from planner.search.pools import pool_peaks
-from planner.search.problem import Solution, fits
+from planner.search.problem import fits
 from planner.space.buffer import Memory
 from planner.space.decisions import chosen_values, with_decisions
 from planner.space.groups import build_groups
 from planner.space.replicated import held_whole
-from planner.spec import MeshSpec
 from planner.step.analysis import Analysis, analyse
 from planner.step.classes import Quotient, fold_analysis
 
@@ -73,6 +65,8 @@ class Planned:
     quotient: Quotient
     pins: tuple[Pin, ...]
     request: Request
+    others: tuple[tuple[Plan, Extraction], ...] = ()
+    """The best plans of other meshes, as many as were asked for."""
 
 
 @takes_options
@@ -170,7 +164,8 @@ def plan_traced(
             return found.what, again.quotient, again.pins
 
         again = Again(retrace, offloaded, recompute)
-        return _planned(prepare(traced), request, begun, again)
+        planned = _planned(prepare(traced), request, begun, again)
+        return _confirmed(planned, traced, donate_argnums) if request.confirm else planned
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,17 +221,34 @@ def _planned(
         write_problem(priced, request.dump_problem)
     if least is not None and not solution.feasible:
         raise _shortage(Case(step.quotient, step.pins, request, least, again))
-    notes = _apart_note(step.quotient.apart(solution.choice), len(step.quotient.part.groups.groups))
-    extraction = Extraction(priced, solution.choice)
-    roles = roles_of(extraction)
-    if _names_are_ours(request):
-        mesh = renamed(priced.mesh, roles, frozenset(axis_names(step.pins)))
-        extraction = with_names(extraction, mesh)
-    plan = _plan(extraction, roles, solution, best, tried, request, step.rules, begun)
-    pins = honored(extraction, step.pins, step.quotient.uses, batch_axes(request, priced.mesh))
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=pins)
+    fallbacks = _fallbacks(priced.analysis, step.rules)
+    plan, extraction = assembled(
+        step.quotient, step.pins, (priced, solution), best, tried, request, fallbacks, begun
+    )
     passed(Stage.PLAN, plan, extraction.graph)
-    return Planned(plan, extraction, step.quotient, step.pins, request)
+    others = tuple(
+        assembled(
+            step.quotient, step.pins, unfold(step.quotient, t), t, tried, request, fallbacks, begun
+        )
+        for t in runners_up(best, tried, request.candidates - 1)
+    )
+    return Planned(plan, extraction, step.quotient, step.pins, request, others)
+
+
+def _confirmed(
+    planned: Planned, traced: Traced, donate_argnums: int | Sequence[int] | None
+) -> Planned:
+    """The best of the plans as the compiler sees them."""
+    request = planned.request
+    made = [(planned.plan, planned.extraction), *planned.others]
+    number, plan = confirmer()(
+        [plan for plan, _ in made],
+        traced,
+        request.cluster,
+        donate_argnums=donate_argnums,
+        seconds=request.confirm_s,
+    )
+    return dataclasses.replace(planned, plan=plan, extraction=made[number][1])
 
 
 def _shortage(case: Case) -> MemoryLimitError:
@@ -269,11 +281,6 @@ def _shortage(case: Case) -> MemoryLimitError:
         lower_bytes=shortage.lower_bytes,
         limit_bytes=shortage.limit_bytes,
     )
-
-
-def _names_are_ours(request: Request) -> bool:
-    """Whether the mesh axes have names that nobody gave or asked for."""
-    return request.mesh is None and request.mode == "AUTO_PARALLEL" and request.state.zero is None
 
 
 def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
@@ -313,76 +320,6 @@ def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tupl
     return tuple(any(path.startswith(f"[{n}]") for n in numbers) for path in graph.input_paths)
 
 
-def _plan(
-    extraction: Extraction,
-    roles: Roles,
-    solution: Solution,
-    best: Tried,
-    tried: Sequence[Tried],
-    request: Request,
-    rules: Sequence[FactorRule],
-    begun: float,
-) -> Plan:
-    priced, graph = extraction.priced, extraction.graph
-    inputs, outputs = extraction.leaves()
-    devices, names = priced.mesh.num_devices, not _names_are_ours(request)
-    plan = Plan(
-        mode=request.mode,
-        cluster=request.cluster.text,
-        mesh=priced.mesh,
-        inputs=inputs,
-        outputs=outputs,
-        constraints=extraction.constraints(),
-        collectives=extraction.collectives(),
-        activations=extraction.activations(),
-        fallbacks=_fallbacks(priced.analysis, rules),
-        notes=(*inert_notes(graph), *_notes(graph), *untried(priced.analysis, tried, request)),
-        meshes=tuple(
-            _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
-            for p, s in tried
-        ),
-        prediction=dataclasses.replace(
-            extraction.prediction(request.limit_bytes), device_bytes=request.device_bytes
-        ),
-        search=SearchReport(
-            solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
-        ),
-        op_table=tuple(graph.op_text(graph.ops[first]) for first in graph.firsts()),
-        op_index=graph.codes,
-        op_inputs=tuple(op.inputs for op in graph.ops),
-        strategy=strategy_text(priced.mesh.sizes, roles),
-        idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
-        lowering=default_lowering(request.cluster, priced.mesh),
-        decisions=extraction.decisions(),
-        planning_s=time.perf_counter() - begun,
-    )
-    return rounded(plan)  # type: ignore[no-any-return]
-
-
-def _mesh_row(
-    priced: Priced, solution: Solution, best: Solution, mesh: MeshSpec, names: bool
-) -> MeshRow:
-    """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
-    known, peak = math.isfinite(solution.cost_s), solution.peak_bytes
-    if solution.choice and priced.analysis.scheduled.chosen and priced.problem.pools:
-        peak = pool_peaks(priced.problem, solution.choice)[Memory.DEVICE]
-    if solution is best:
-        verdict = MeshVerdict.CHOSEN
-    elif not solution.choice:
-        verdict = MeshVerdict.PRUNED
-    elif not solution.feasible:
-        verdict = MeshVerdict.UNFIT
-    else:
-        verdict = MeshVerdict.SLOWER
-    return MeshRow(
-        str(mesh) if names or solution is best else "x".join(map(str, mesh.sizes)),
-        solution.cost_s if known else -1.0,
-        solution.lower_bound_s,
-        peak if math.isfinite(peak) else -1.0,
-        verdict,
-    )
-
-
 def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ...]:
     return tuple(
         f"{w.name}: no rule, replicated"
@@ -390,27 +327,4 @@ def _fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ..
         + f"; {bytes_text(w.nbytes)} of operands and results"
         + (" each" if w.count > 1 else "")
         for w in held_whole(analysis.graph, rules)
-    )
-
-
-def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
-    """A line when equal parts of the step were not given equal plans."""
-    if not apart:
-        return ()
-    return (
-        f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
-        "were not found to fit, or cost more",
-    )
-
-
-def _notes(graph: Graph) -> tuple[str, ...]:
-    blocks = tuple(
-        f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} equal blocks of "
-        f"{b.length}"
-        for b in graph.blocks
-    )
-    return blocks + tuple(
-        f"region {r.index} ({r.kind}): trip count unknown, priced as one"
-        for r in graph.regions
-        if not r.known
     )

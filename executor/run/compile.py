@@ -20,6 +20,7 @@ from planner import compat
 from planner.arguments.calls import Bound, Calls, Indices, Names
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.arguments.outcome import kept_leaves
+from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
 from planner.plan.plan import Plan
 from planner.space.decisions.host_memory import DEVICE
@@ -108,6 +109,7 @@ class CompiledStep:
             in_shardings=self.in_shardings,
             out_shardings=(out_shardings, [ins[k] for k in back]) if back else out_shardings,
             donate_argnums=donate_argnums,
+            compiler_options=dict(plan.compiler_options) or None,
         )
         self._program: Any = None
         self._foreign = self._compared = False
@@ -203,7 +205,7 @@ class CompiledStep:
             if self._spans and not self._compared:
                 self._compare(args)
             args = self.place(*args)
-            program = self._program = self.jitted.lower(*args).compile()
+            program = self._program = self._compiled(args)
             return self._dispatch(program, args), args
         if not self._foreign:
             try:
@@ -216,6 +218,16 @@ class CompiledStep:
             raise ShapesChangedError
         args = self.place(*args)
         return self._dispatch(program, args), args
+
+    def _compiled(self, args: Sequence[Any]) -> Any:
+        """The program; raises RequestError for a compiler option that the back end refuses."""
+        try:
+            return self.jitted.lower(*args).compile()
+        except jax.errors.JaxRuntimeError as error:
+            said = str(error).strip().partition("\n")[0]
+            if self.plan.compiler_options and "option" in said.lower():
+                raise RequestError(f"compiler_options: {said}; leave it out") from error
+            raise
 
     def _check(self, args: Sequence[Any], error: Exception) -> None:
         """Whether arguments that the program refuses only have to be placed; raises if not."""

@@ -49,24 +49,28 @@ BY_DIMENSION = Lowering(behind=True, physical=True, staged=True, scattered=True)
 def default_lowering(cluster: Cluster, mesh: MeshSpec) -> Lowering:
     """What is best where nothing was compiled to find out.
 
-    XLA:TPU has no gather over more than one dimension of a torus with three: it sums padded parts
-    instead, which doubles what is sent (`costmodels.reduces_instead`). There, collectives
-    along one dimension each are said.
+    Over a whole slice, XLA:TPU has no reduce-scatter on a square torus, and on one of three
+    dimensions no all-gather either: it sums whole or padded arrays instead, which doubles what is
+    sent (`costmodels.reduces_instead`). There, collectives along one dimension each are said.
 
     >>> from costmodels import parse_cluster
-    >>> str(default_lowering(parse_cluster("v5e:4x4"), MeshSpec(("fsdp",), (16,))))
-    'behind'
+    >>> mesh = MeshSpec(("fsdp",), (16,))
+    >>> str(default_lowering(parse_cluster("v5e:4x4"), mesh))
+    'behind physical scattered'
     """
     if cluster.kind != "torus":
         return PLAIN
-    axes = range(len(mesh.sizes))
-    if any(reduces_instead(cluster, "all_gather", mesh.sizes, (k,)) for k in axes):
-        return BY_DIMENSION
-    return BEHIND
+
+    def lacks(kind: str) -> bool:
+        axes = range(len(mesh.sizes))
+        return any(reduces_instead(cluster, kind, mesh.sizes, (k,)) for k in axes)
+
+    scattered, staged = lacks("reduce_scatter"), lacks("all_gather")
+    return Lowering(True, scattered or staged, staged, scattered)
 
 
 def lowerings(cluster: Cluster) -> tuple[Lowering, ...]:
     """Those worth compiling for a cluster, to see which is best."""
     if cluster.kind == "torus":
-        return (BEHIND, BY_DIMENSION, PLAIN)
+        return (BEHIND, Lowering(behind=True, physical=True, staged=True), BY_DIMENSION)
     return (PLAIN, BEHIND, Lowering(behind=True, staged=True))

@@ -21,6 +21,7 @@ from typing import Any
 from planner.errors import PlanFormatError, PlanMismatchError
 from planner.files import MIB, parsed_json, read_text
 from planner.graph.ir import SCALAR, Graph
+from planner.plan.confirmed import Confirmation
 from planner.plan.logical_rules import LogicalAxes, logical_axes
 from planner.plan.lowering import PLAIN, Lowering
 from planner.spec import MeshSpec, Sharding
@@ -198,8 +199,12 @@ class Plan:
     """Says so where devices repeat each other's work."""
     lowering: Lowering = PLAIN
     """How its shardings are said to the compiler."""
+    confirmed: Confirmation | None = None
+    """What the compiler said of it; None where it was not asked."""
+    compiler_options: tuple[tuple[str, str], ...] = ()
+    """What the compiler is asked for, names and values."""
     decisions: tuple[DecisionRow, ...] = ()
-    """Left out of the JSON where there are none."""
+    """Left out of the JSON where there are none, as the two above."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -375,7 +380,7 @@ def rounded(value: Any) -> Any:
 def _dump(plain: dict[str, Any]) -> str:
     lines = []
     for key, value in plain.items():
-        if key == "decisions" and not value:
+        if key in ("decisions", "confirmed", "compiler_options") and not value:
             continue
         if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
             items = ",\n".join("    " + json.dumps(v) for v in value)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args
 from costmodels import MOST_DEVICES, ClusterError, Collective, parse_cluster
 from planner.errors import RequestError
 from planner.modes import MODES
+from planner.plan.confirmed import CompiledRow, Confirmation
 from planner.plan.lowering import Lowering
 from planner.plan.plan import (
     Activation,
@@ -308,6 +309,19 @@ _SEARCH = record(
 _PIN = record(PinRow, pin=LINE, asked=LINE, how=LINE, arrays=SIZE, first=LINE)
 _DECISION = record(DecisionRow, decision=LINE, option=LINE, op=SIZE, position=SIZE, value=LINE)
 _LOWERING = record(Lowering, behind=flag, physical=flag, staged=flag, scattered=flag)
+_COMPILED = record(
+    CompiledRow,
+    mesh=LINE,
+    lowering=LINE,
+    predicted_s=number(0),
+    step_s=number(0),
+    compute_s=number(0),
+    wire_s=number(0),
+    sent_bytes=number(0),
+    peak_bytes=number(0),
+    verdict=LINE,
+)
+_CONFIRMATION = record(Confirmation, compiler=LINE, rows=many(_COMPILED), note=LINE)
 _PLAN = record(
     Plan,
     mode=one_of(*MODES),
@@ -330,6 +344,8 @@ _PLAN = record(
     strategy=LINE,
     idle=LINE,
     lowering=_LOWERING,
+    confirmed=perhaps(_CONFIRMATION),
+    compiler_options=many(many(LINE, 2)),
     decisions=many(_DECISION),
 )
 

@@ -25,7 +25,14 @@ from costmodels import (
 )
 from costmodels.model import HOST_RESERVE
 from planner.errors import RequestError
-from planner.modes import DEFAULT_SEARCH, MODES, PROPAGATION, check_mode, get_parallel_mode
+from planner.modes import (
+    COMPILERS,
+    DEFAULT_SEARCH,
+    MODES,
+    PROPAGATION,
+    check_mode,
+    get_parallel_mode,
+)
 from planner.request.state import StateRequest, check_state_request
 from planner.space.decisions import DECISIONS, parsed
 from planner.spec import MeshSpec, parse_mesh
@@ -78,6 +85,11 @@ class Options(TypedDict, total=False):
     offload: regular expressions over argument paths; arrays of the state that match live in
         host memory between their uses. ``"auto"``: the search decides which, by what fits.
     time_limit_s: for the search, per mesh; 60 by default.
+    confirm: ``"tpu"`` or ``"gpu"``: the best few plans are compiled ahead of time for the cluster,
+        and the best as compiled is taken.
+    candidates: how many plans, of different meshes, are compiled then; 3 by default.
+    confirm_s: seconds after which no other is; 150 by default.
+    compiler_options: for XLA, as for ``jax.jit``; the plan keeps them.
     dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
         written also when no plan fits.
     """
@@ -131,6 +143,27 @@ class Options(TypedDict, total=False):
         float | None,
         Flag("for the search, per mesh (default: 60)", metavar="SECONDS", type=positive_seconds),
     ]
+    confirm: Annotated[
+        str | None,
+        Flag(
+            "compile the best few plans ahead of time, and take the best as compiled: "
+            + " or ".join(COMPILERS),
+            metavar="COMPILER",
+            type=str.lower,
+        ),
+    ]
+    candidates: Annotated[
+        int | None, Flag("plans that --confirm compiles (default: 3)", metavar="N", type=int)
+    ]
+    confirm_s: Annotated[
+        float | None,
+        Flag(
+            "after which --confirm begins no other compilation (default: 150)",
+            metavar="SECONDS",
+            type=positive_seconds,
+        ),
+    ]
+    compiler_options: Mapping[str, str | bool | int | float] | None
     dump_problem: str | Path | None
 
 
@@ -209,6 +242,14 @@ class Request:
     """Rules over argument paths."""
     dump_problem: str | Path | None = None
     """A file for the problem of the chosen mesh."""
+    confirm: str = ""
+    """The compiler that is asked which plan is best; empty for none."""
+    candidates: int = 1
+    """Plans that are made for it to choose from."""
+    confirm_s: float = 150.0
+    """Seconds after which it is asked no more."""
+    compiler_options: tuple[tuple[str, str], ...] = ()
+    """For XLA."""
     advice: bool = True
     """Whether to try what would help when no plan fits."""
 
@@ -286,5 +327,43 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         decided=parsed(asked),
         shardings=asked.get("shardings") or {},
         dump_problem=asked.get("dump_problem"),
+        **_confirming(asked, described),
+        compiler_options=_compiler_options(asked.get("compiler_options") or {}),
         device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
     )
+
+
+def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
+    """What is asked of the compiler before a plan is chosen; raises RequestError."""
+    confirm, count = asked.get("confirm"), asked.get("candidates")
+    if confirm is None:
+        for name in ("candidates", "confirm_s"):
+            if asked.get(name) is not None:
+                raise RequestError(f"{name}: has a meaning with confirm= (--confirm) only; give it")
+        return {}
+    if confirm not in COMPILERS:
+        raise RequestError(f"confirm={confirm!r}: expected one of {', '.join(COMPILERS)}")
+    wanted = "tpu" if cluster.kind == "torus" else "gpu"
+    if confirm != wanted or cluster.device.kind == "cpu":
+        raise RequestError(
+            f"confirm={confirm!r}: {cluster.text} has no {confirm.upper()}s; "
+            + ("leave it out" if cluster.device.kind == "cpu" else f"write {wanted!r}")
+        )
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise RequestError(f"candidates={count!r}: expected a whole number from 1 on")
+    return {
+        "confirm": confirm,
+        "candidates": 3 if count is None else count,
+        "confirm_s": asked.get("confirm_s") or 150.0,
+    }
+
+
+def _compiler_options(given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Names and values as text, sorted; raises RequestError."""
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
+            raise RequestError(
+                f"compiler_options: {name!r}: {value!r}: expected a name and text, a number, True "
+                "or False"
+            )
+    return tuple(sorted((name, str(value)) for name, value in given.items()))

@@ -85,7 +85,7 @@ def test_the_numbers_do_not_depend_on_how_it_is_said(how: Lowering, mesh: str, m
 @pytest.mark.devices
 def test_what_is_said() -> None:
     plan = planned("data=8", FSDP)
-    assert plan.lowering == BEHIND
+    assert plan.lowering == Lowering(behind=True, physical=True, scattered=True)
     texts = {how: text_of(dataclasses.replace(plan, lowering=how)) for how in HOWS}
     assert "reduce_scatter" not in texts[PLAIN]
     # three gradients of kernels, each along three dimensions
@@ -119,7 +119,8 @@ def test_defaults() -> None:
     assert default("cpu:8", data=8) == PLAIN
     assert default("v5p:4x4x4", data=64) == BY_DIMENSION
     assert default("v5p:4x4x4", data=16, model=4) == BEHIND
-    assert default("v5e:4x4", data=16) == BEHIND
+    assert default("v5e:4x4", data=16) == Lowering(behind=True, physical=True, scattered=True)
+    assert default("v5e:4x4", data=4, model=4) == BEHIND
 
 
 @pytest.mark.devices

@@ -35,6 +35,10 @@ HLO_NAMES = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
+_MOVES_NOTHING = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id while "
+    "conditional call custom-call async-update optimization-barrier send recv".split()
+)
 _IGNORED = ("async-done", "async-update")
 _STARTS_CHAIN = "AsyncCollectiveStart"
 
@@ -72,11 +76,13 @@ class Module:
 
     ``cycles`` sums the compiler's ``estimated_cycles`` of all operations but collectives (TPU; 0
     elsewhere). ``notes`` names loops whose trips are not known; they count once.
+    ``unpriced_bytes``: memory traffic of what has no such estimate: gathers, scatters, sorts.
     """
 
     collectives: tuple[HloCollective, ...]
     cycles: float
     notes: tuple[str, ...]
+    unpriced_bytes: float = 0.0
 
     def by_kind(self) -> dict[str, Total]:
         """Totals per kind of collective, in order of names."""
@@ -119,7 +125,8 @@ def read_module(text: str) -> Module:
     module = parse(text)
     reader = _Reader(module.computations, module.partitions)
     reader.visit(module.entry, 1.0, fused=False)
-    return Module(tuple(reader.collectives), reader.cycles, tuple(reader.notes))
+    unpriced = reader.unpriced if reader.cycles else 0.0
+    return Module(tuple(reader.collectives), reader.cycles, tuple(reader.notes), unpriced)
 
 
 def text_counts(text: str) -> dict[str, int]:
@@ -144,7 +151,7 @@ class _Reader:
     def __init__(self, computations: Mapping[str, Computation], devices: int) -> None:
         self.computations, self.devices = computations, devices
         self.collectives: list[HloCollective] = []
-        self.cycles = 0.0
+        self.cycles = self.unpriced = 0.0
         self.notes: list[str] = []
         self.chains = _chain_starts(computations)
 
@@ -161,6 +168,7 @@ class _Reader:
                 continue
             if not fused:
                 self.cycles += weight * instruction.cycles
+                self.unpriced += weight * self._unpriced(computation, instruction)
             inside = fused or instruction.opcode == "fusion"
             for callee, share in self._callees(computation, instruction):
                 self.visit(callee, weight * share, fused=inside)
@@ -183,6 +191,19 @@ class _Reader:
         if at.opcode in ("call", "async-start"):
             names.append(at.applied)
         yield from ((name, share) for name in names if name in self.computations)
+
+    def _unpriced(self, computation: Computation, at: Instruction) -> float:
+        """Bytes that an instruction without estimated cycles reads and writes. Of a table, the
+        largest operand, no more than the other operands and the result are touched."""
+        if at.cycles or at.opcode in _MOVES_NOTHING or at.opcode.endswith(("-start", "-done")):
+            return 0.0
+        inside = [self.computations[c] for c in at.callees if c in self.computations]
+        if any(_kind(c, i) for c in inside for i in c.instructions.values()):
+            return 0.0
+        known = computation.instructions
+        sizes = sorted(known[name].nbytes for name in at.operands if name in known)
+        table = sizes.pop() if sizes else 0
+        return 2.0 * (sum(sizes) + (at.nbytes if at.nbytes != table else 0))
 
     def _collective(
         self, computation: Computation, at: Instruction, kind: str, weight: float

@@ -1,0 +1,212 @@
+"""Ask the compiler: candidates are compiled ahead of time, the best as compiled is the plan.
+
+What a compiler makes of a sharding is not in any cost model to the last percent: it turns layouts,
+keeps values twice and replaces one collective by another. So the best few plans are compiled, the
+first one in every way of saying it, the others in the way that was best for the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from costmodels import Cluster
+from executor.verify.aot import (
+    TPU_CLOCK_HZ,
+    Compiled,
+    CompilerAbsentError,
+    compile_step,
+    link_seconds,
+    tpu_seconds,
+)
+from executor.verify.compiled import carried_argnums
+from planner.errors import RequestError
+from planner.graph.trace import Traced
+from planner.plan.confirmed import CompiledRow, Confirmation
+from planner.plan.lowering import lowerings
+from planner.plan.plan import Plan
+
+ENOUGH = 0.005
+"""Relative gain from which on another candidate than the planner's first is taken."""
+CACHE = "MESHWRIGHT_CACHE"
+"""The variable that names the folder of what compilers said; empty for none."""
+
+_PACKAGES = {"torus": "libtpu", "hierarchy": "jax-cuda12-pjrt"}
+
+
+def confirm(
+    plans: Sequence[Plan],
+    traced: Traced,
+    cluster: Cluster,
+    *,
+    donate_argnums: int | Sequence[int] | None = None,
+    seconds: float,
+) -> tuple[int, Plan]:
+    """The best of ``plans`` as compiled for ``cluster``.
+
+    Args:
+        plans: for the same step, the planner's own choice first.
+        traced: the step.
+        cluster: whose compiler is asked.
+        donate_argnums: as for ``jax.jit``; None donates the arguments that come back as results.
+        seconds: after which no other compilation is begun.
+
+    Returns:
+        The number of a plan, and the plan with ``confirmed`` and ``lowering`` set. The first one as
+        it is, with a note, where the compiler is absent or refuses all of them.
+    """
+    begun, first = time.perf_counter(), plans[0]
+    package = _PACKAGES.get(cluster.kind, "")
+    try:
+        compiler = f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        compiler = package
+    donated = carried_argnums(first) if donate_argnums is None else donate_argnums
+    tried: list[Tried] = []
+    left = 0
+    for number, candidate in _candidates(plans, cluster, tried):
+        if tried and time.perf_counter() - begun > seconds:
+            left += 1
+            continue
+        try:
+            row = _row(candidate, traced, cluster, donated, compiler)
+        except CompilerAbsentError as error:
+            return 0, dataclasses.replace(first, confirmed=Confirmation("", note=str(error)))
+        tried.append((number, candidate, row))
+    note = f"{left} candidates were not compiled: {seconds:g} s had passed" if left else ""
+    return _chosen(tried, first, Confirmation(compiler, note=note))
+
+
+Tried = tuple[int, Plan, CompiledRow]
+"""Number of the plan, how it was compiled, what came of it."""
+
+
+def _candidates(
+    plans: Sequence[Plan], cluster: Cluster, tried: Sequence[Tried]
+) -> Iterator[tuple[int, Plan]]:
+    """The first plan in every way of saying it, its own first; then the others in the best way."""
+    first = plans[0]
+    for how in dict.fromkeys((first.lowering, *lowerings(cluster))):
+        yield 0, dataclasses.replace(first, lowering=how)
+    best = min(tried, key=lambda x: (bool(x[2].verdict), x[2].step_s))[1].lowering
+    for number, plan in enumerate(plans[1:], 1):
+        yield number, dataclasses.replace(plan, lowering=best)
+
+
+def _chosen(tried: Sequence[Tried], first: Plan, said: Confirmation) -> tuple[int, Plan]:
+    """The plan that is best as compiled; one that is first by less than ``ENOUGH`` is not taken."""
+    fitting = [x for x in tried if not x[2].verdict]
+    if not fitting:
+        rows = tuple(row for _, _, row in tried)
+        note = f"not confirmed: {rows[0].verdict}"
+        return 0, dataclasses.replace(first, confirmed=Confirmation(said.compiler, rows, note))
+    least = min(row.step_s for _, _, row in fitting)
+    number, plan, best = next(x for x in fitting if x[2].step_s <= least * (1.0 + ENOUGH))
+    rows = tuple(
+        row
+        if row.verdict
+        else dataclasses.replace(row, verdict="chosen" if row is best else "slower")
+        for _, _, row in tried
+    )
+    return number, dataclasses.replace(plan, confirmed=dataclasses.replace(said, rows=rows))
+
+
+def _row(
+    plan: Plan, traced: Traced, cluster: Cluster, donated: int | Sequence[int], compiler: str
+) -> CompiledRow:
+    """Compile one candidate, or read what was said of it before."""
+    plain = dataclasses.replace(plan, confirmed=None)
+    kept = _kept(plain, cluster, f"{compiler}, jax {jax.__version__}, {donated}")
+    known = _read(kept)
+    if known is not None:
+        return known
+    blank = CompiledRow(
+        str(plan.mesh), str(plan.lowering), plan.prediction.step_s, 0.0, 0.0, 0.0, 0.0, 0.0, ""
+    )
+    try:
+        compiled = compile_step(traced, plain, cluster, donate_argnums=donated)
+    except CompilerAbsentError:
+        raise
+    except RequestError as error:
+        short = "out of memory" if "RESOURCE_EXHAUSTED" in str(error) else str(error)
+        return dataclasses.replace(blank, verdict=f"the compiler refuses it: {short[:200]}")
+    compute, wire = seconds_of(compiled, plan, cluster)
+    fits = compiled.peak_bytes <= plan.prediction.limit_bytes
+    row = dataclasses.replace(
+        blank,
+        step_s=compute + wire,
+        compute_s=compute,
+        wire_s=wire,
+        sent_bytes=compiled.module.wire_bytes,
+        peak_bytes=float(compiled.peak_bytes),
+        verdict="" if fits else "does not fit",
+    )
+    _write(kept, row)
+    return row
+
+
+def seconds_of(compiled: Compiled, plan: Plan, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of compute and of collectives, nothing at the same time.
+
+    TPU: the compiler's cycles, and for gathers and scatters, of which it estimates none, the time
+    that memory takes. GPU: no compiler says a time, so compute is what the plan predicts.
+    """
+    if cluster.device.kind in TPU_CLOCK_HZ:
+        moved = compiled.module.unpriced_bytes / cluster.device.memory_bytes_per_s
+        return tpu_seconds(compiled.module.cycles, cluster) + moved, link_seconds(
+            compiled.module, cluster
+        )
+    inside = cluster.shape[0]
+    wire = 0.0
+    for c in compiled.module.collectives:
+        crosses = any(len(set((np.asarray(g) // inside).tolist())) > 1 for g in c.groups)
+        link = (cluster.network or cluster.link) if crosses else cluster.link
+        wire += c.count * c.wire_bytes / link.bytes_per_s
+    return plan.prediction.compute_s, wire
+
+
+# ---- what was said before --------------------------------------------------------------------
+
+
+def _kept(plan: Plan, cluster: Cluster, compiler: str) -> Path | None:
+    folder = os.environ.get(CACHE)
+    if folder == "":
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    named = Path(folder) if folder else Path(home) / "meshwright"
+    key = hashlib.sha256(f"{plan.digest} {cluster} {compiler}".encode()).hexdigest()
+    return named / "compiled" / f"{key}.json"
+
+
+def _read(path: Path | None) -> CompiledRow | None:
+    """What a file says; None where there is none, or it can't be read."""
+    if path is None:
+        return None
+    try:
+        return CompiledRow(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path | None, row: CompiledRow) -> None:
+    """Write it whole or not at all; a folder that can't be written is no error."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as out:
+            json.dump(dataclasses.asdict(row), out)
+        os.replace(name, path)
+    except OSError:
+        return

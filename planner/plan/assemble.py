@@ -1,0 +1,166 @@
+"""What was chosen -> a Plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+from planner.annotate import Pin
+from planner.choose.candidates import batch_axes
+from planner.choose.devices import devices_worth, idle_text
+from planner.choose.meshes import Tried, untried
+from planner.cost.pricing import Priced
+from planner.frontend.inert import inert_notes
+from planner.graph.ir import Graph
+from planner.plan.extract import Extraction
+from planner.plan.honored import honored
+from planner.plan.lowering import default_lowering
+from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport, rounded
+from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
+from planner.request.options import Request
+from planner.request.pins import axis_names
+from planner.search.pools import pool_peaks
+from planner.search.problem import Solution
+from planner.space.buffer import Memory
+from planner.spec import MeshSpec
+from planner.step.classes import Quotient
+
+
+def assembled(
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    whole: Tried,
+    best: Tried,
+    tried: Sequence[Tried],
+    request: Request,
+    fallbacks: tuple[str, ...],
+    begun: float,
+) -> tuple[Plan, Extraction]:
+    """The plan of one of the meshes that were tried.
+
+    Args:
+        quotient: the step and its classes.
+        pins: what was given.
+        whole: pricing and choice of the whole step; ``best`` is the same on the classes.
+        tried: all meshes, ``best`` among them.
+        request: what was asked for.
+        fallbacks: a line for each operation without a rule.
+        begun: when planning began (``time.perf_counter``).
+    """
+    priced, solution = whole
+    notes = _apart_note(quotient.apart(solution.choice), len(quotient.part.groups.groups))
+    extraction = Extraction(priced, solution.choice)
+    roles = roles_of(extraction)
+    if _names_are_ours(request):
+        mesh = renamed(priced.mesh, roles, frozenset(axis_names(pins)))
+        extraction = with_names(extraction, mesh)
+    plan = _plan(extraction, roles, solution, best, tried, request, fallbacks, begun)
+    kept = honored(extraction, pins, quotient.uses, batch_axes(request, priced.mesh))
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=kept), extraction
+
+
+def runners_up(best: Tried, tried: Sequence[Tried], count: int) -> list[Tried]:
+    """The best of the other meshes that have a plan that fits, the fastest first."""
+    others = [t for t in tried if t is not best and t[1].feasible and t[1].choice]
+    return sorted(others, key=lambda t: t[1].cost_s)[: max(0, count)]
+
+
+def _names_are_ours(request: Request) -> bool:
+    """Whether the mesh axes have names that nobody gave or asked for."""
+    return request.mesh is None and request.mode == "AUTO_PARALLEL" and request.state.zero is None
+
+
+def _plan(
+    extraction: Extraction,
+    roles: Roles,
+    solution: Solution,
+    best: Tried,
+    tried: Sequence[Tried],
+    request: Request,
+    fallbacks: tuple[str, ...],
+    begun: float,
+) -> Plan:
+    priced, graph = extraction.priced, extraction.graph
+    inputs, outputs = extraction.leaves()
+    devices, names = priced.mesh.num_devices, not _names_are_ours(request)
+    plan = Plan(
+        mode=request.mode,
+        cluster=request.cluster.text,
+        mesh=priced.mesh,
+        inputs=inputs,
+        outputs=outputs,
+        constraints=extraction.constraints(),
+        collectives=extraction.collectives(),
+        activations=extraction.activations(),
+        fallbacks=fallbacks,
+        notes=(*inert_notes(graph), *_notes(graph), *untried(priced.analysis, tried, request)),
+        meshes=tuple(
+            _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
+            for p, s in tried
+        ),
+        prediction=dataclasses.replace(
+            extraction.prediction(request.limit_bytes), device_bytes=request.device_bytes
+        ),
+        search=SearchReport(
+            solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
+        ),
+        op_table=tuple(graph.op_text(graph.ops[first]) for first in graph.firsts()),
+        op_index=graph.codes,
+        op_inputs=tuple(op.inputs for op in graph.ops),
+        strategy=strategy_text(priced.mesh.sizes, roles),
+        idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
+        lowering=default_lowering(request.cluster, priced.mesh),
+        compiler_options=request.compiler_options,
+        decisions=extraction.decisions(),
+        planning_s=time.perf_counter() - begun,
+    )
+    return rounded(plan)  # type: ignore[no-any-return]
+
+
+def _mesh_row(
+    priced: Priced, solution: Solution, best: Solution, mesh: MeshSpec, names: bool
+) -> MeshRow:
+    """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
+    known, peak = math.isfinite(solution.cost_s), solution.peak_bytes
+    if solution.choice and priced.analysis.scheduled.chosen and priced.problem.pools:
+        peak = pool_peaks(priced.problem, solution.choice)[Memory.DEVICE]
+    if solution is best:
+        verdict = MeshVerdict.CHOSEN
+    elif not solution.choice:
+        verdict = MeshVerdict.PRUNED
+    elif not solution.feasible:
+        verdict = MeshVerdict.UNFIT
+    else:
+        verdict = MeshVerdict.SLOWER
+    return MeshRow(
+        str(mesh) if names or solution is best else "x".join(map(str, mesh.sizes)),
+        solution.cost_s if known else -1.0,
+        solution.lower_bound_s,
+        peak if math.isfinite(peak) else -1.0,
+        verdict,
+    )
+
+
+def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
+    """A line when equal parts of the step were not given equal plans."""
+    if not apart:
+        return ()
+    return (
+        f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
+        "were not found to fit, or cost more",
+    )
+
+
+def _notes(graph: Graph) -> tuple[str, ...]:
+    blocks = tuple(
+        f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} equal blocks of "
+        f"{b.length}"
+        for b in graph.blocks
+    )
+    return blocks + tuple(
+        f"region {r.index} ({r.kind}): trip count unknown, priced as one"
+        for r in graph.regions
+        if not r.known
+    )
