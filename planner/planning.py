@@ -16,7 +16,7 @@ from planner.advice.recompute import recomputed
 from planner.annotate import MARKS, Pin
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import rules_of, with_logical_axis_rules
-from planner.choose.meshes import choose, search_meshes, unfold
+from planner.choose.meshes import choose, runners_up, search_meshes, unfold
 from planner.choose.thrift import thrifty
 from planner.collector import paused
 from planner.cost.pricing import Priced
@@ -24,7 +24,7 @@ from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced, reshaped, trace
-from planner.plan.assemble import assembled, runners_up
+from planner.plan.assemble import assembled
 from planner.plan.confirmed import confirmer
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
@@ -230,7 +230,7 @@ def _planned(
         assembled(
             step.quotient, step.pins, unfold(step.quotient, t), t, tried, request, fallbacks, begun
         )
-        for t in runners_up(best, tried, request.candidates - 1)
+        for t in runners_up(step.quotient, step.pins, request, best, tried)
     )
     return Planned(plan, extraction, step.quotient, step.pins, request, others)
 
@@ -246,7 +246,7 @@ def _confirmed(
         traced,
         request.cluster,
         donate_argnums=donate_argnums,
-        seconds=request.confirm_s,
+        seconds=request.confirm_limit_s,
     )
     return dataclasses.replace(planned, plan=plan, extraction=made[number][1])
 

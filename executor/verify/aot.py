@@ -128,12 +128,12 @@ def tpu_seconds(cycles: float, cluster: Cluster) -> float:
     return cycles / TPU_CLOCK_HZ[cluster.device.kind]
 
 
-def link_seconds(module: Module, cluster: Cluster) -> float:
-    """Wire bytes of a module over the links of a torus; no latency, nothing at the same time.
+def link_seconds(module: Module, cluster: Cluster, *, exposed: bool = False) -> float:
+    """Wire bytes of a module over the links of a torus, without latency.
 
     A group uses one link, one way, per torus dimension in which its members differ, two where it
     spans a dimension that wraps around (``cluster.wrap_multiple``); a permute uses one. For one
-    slice only.
+    slice only. ``exposed``: less what is computed between the start and the end of each.
     """
     seconds = 0.0
     for collective in module.collectives:
@@ -147,8 +147,9 @@ def link_seconds(module: Module, cluster: Cluster) -> float:
                 for span, size in zip(spans, cluster.shape, strict=True)
                 if span > 1
             )
-        share = collective.wire_bytes / (max(1, links) * cluster.link.bytes_per_s)
-        seconds += collective.count * share
+        once = collective.wire_bytes / (max(1, links) * cluster.link.bytes_per_s)
+        hidden = tpu_seconds(collective.beside_cycles, cluster) if exposed else 0.0
+        seconds += collective.count * max(0.0, once - hidden)
     return seconds
 
 

@@ -156,16 +156,15 @@ def _row(
 
 
 def seconds_of(compiled: Compiled, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of compute and of collectives, nothing at the same time.
+    """Seconds of compute, and of collectives past what is scheduled beside them.
 
     TPU: the compiler's cycles, and for gathers and scatters, of which it estimates none, the time
     that memory takes. GPU: no compiler says a time, so compute is what the plan predicts.
     """
     if cluster.device.kind in TPU_CLOCK_HZ:
         moved = compiled.module.unpriced_bytes / cluster.device.memory_bytes_per_s
-        return tpu_seconds(compiled.module.cycles, cluster) + moved, link_seconds(
-            compiled.module, cluster
-        )
+        compute = tpu_seconds(compiled.module.cycles, cluster) + moved
+        return compute, link_seconds(compiled.module, cluster, exposed=True)
     inside = cluster.shape[0]
     wire = 0.0
     for c in compiled.module.collectives:

@@ -244,6 +244,28 @@ def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
     return None if pick is None or pick[0].mesh in settled else pick
 
 
+def runners_up(
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    best: Tried,
+    tried: Sequence[Tried],
+) -> list[Tried]:
+    """The best of the other meshes, one less than ``request.candidates``, the fastest first; those
+    that their bounds ruled out are solved now."""
+    others = sorted((t for t in tried if t is not best), key=lambda t: t[1].lower_bound_s)
+    found: list[Tried] = []
+    for priced, solution in others:
+        if len(found) >= request.candidates - 1:
+            break
+        made = (priced, solution)
+        if not solution.choice:
+            made = _settle(quotient, pins, request, priced.mesh, whole=False)
+        if made[1].feasible and made[1].choice:
+            found.append(made)
+    return sorted(found, key=lambda t: t[1].cost_s)
+
+
 def unfold(quotient: Quotient, tried: Tried) -> Tried:
     """The pricing and the choice of the whole step."""
     priced, solution = tried
@@ -319,7 +341,7 @@ def _attempt(
     masks = allowed_masks(quotient, pins, request, mesh)
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
     if request.spreads and request.state.zero == 3:
-        priced = dataclasses.replace(priced, free=_of_parameters(quotient))
+        priced = dataclasses.replace(priced, free=_of_state(quotient))
     if whole:
         priced = unfolded(quotient, priced)
     if not request.spreads:
@@ -343,11 +365,11 @@ def _attempt(
     )
 
 
-def _of_parameters(quotient: Quotient) -> frozenset[int]:
-    """The classes of parameters, and of their copies."""
+def _of_state(quotient: Quotient) -> frozenset[int]:
+    """The classes of parameters, of their moments and of their copies."""
     groups, values = quotient.whole.groups, quotient.whole.graph.values
-    parameters = [v.index for v in values if v.role is Role.PARAMETER]
-    held = {home[0] for v in parameters if (home := groups.home[v]) is not None}
+    state = [v.index for v in values if v.role in (Role.PARAMETER, Role.MOMENT)]
+    held = {home[0] for v in state if (home := groups.home[v]) is not None}
     copies = {x.b for x in groups.links if x.a in held and groups.groups[x.b].kind == "copy"}
     return frozenset(quotient.color[g] for g in held | copies)
 

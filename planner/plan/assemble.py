@@ -61,12 +61,6 @@ def assembled(
     return dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=kept), extraction
 
 
-def runners_up(best: Tried, tried: Sequence[Tried], count: int) -> list[Tried]:
-    """The best of the other meshes that have a plan that fits, the fastest first."""
-    others = [t for t in tried if t is not best and t[1].feasible and t[1].choice]
-    return sorted(others, key=lambda t: t[1].cost_s)[: max(0, count)]
-
-
 def _names_are_ours(request: Request) -> bool:
     """Whether the mesh axes have names that nobody gave or asked for."""
     return request.mesh is None and request.mode == "AUTO_PARALLEL" and request.state.zero is None

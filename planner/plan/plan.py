@@ -22,8 +22,8 @@ from planner.errors import PlanFormatError, PlanMismatchError
 from planner.files import MIB, parsed_json, read_text
 from planner.graph.ir import SCALAR, Graph
 from planner.plan.confirmed import Confirmation
-from planner.plan.logical_rules import LogicalAxes, logical_axes
 from planner.plan.lowering import PLAIN, Lowering
+from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
 from planner.spec import MeshSpec, Sharding
 
 FORMAT = "meshwright-plan-1"
@@ -240,7 +240,7 @@ class Plan:
         Raises:
             PlanMismatchError: the plan is for other arguments.
         """
-        from planner.plan.partition_specs import partition_specs, specs_like
+        from planner.plan.specs.partition_specs import partition_specs, specs_like
 
         specs = partition_specs(self.inputs)
         return specs_like(specs, args) if args else specs

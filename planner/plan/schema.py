@@ -308,6 +308,16 @@ _SEARCH = record(
 )
 _PIN = record(PinRow, pin=LINE, asked=LINE, how=LINE, arrays=SIZE, first=LINE)
 _DECISION = record(DecisionRow, decision=LINE, option=LINE, op=SIZE, position=SIZE, value=LINE)
+OPTION = text(r"(?!\w*dump)[a-z]\w{0,99}", "the name of a compiler option that writes no files")
+SETTING = text(r"[\w.,:+-]{0,100}", "a plain word or number")
+
+
+def compiler_option(value: Any) -> tuple[str, str]:
+    """Name and value; a plan from elsewhere must not make the compiler write files."""
+    name, setting = many(LINE, 2)(value)
+    return OPTION(name), SETTING(setting)
+
+
 _LOWERING = record(Lowering, behind=flag, physical=flag, staged=flag, scattered=flag)
 _COMPILED = record(
     CompiledRow,
@@ -345,7 +355,7 @@ _PLAN = record(
     idle=LINE,
     lowering=_LOWERING,
     confirmed=perhaps(_CONFIRMATION),
-    compiler_options=many(many(LINE, 2)),
+    compiler_options=many(compiler_option),
     decisions=many(_DECISION),
 )
 

@@ -67,6 +67,8 @@ def _parts(plan: Plan) -> Iterable[RenderableType]:
     yield from section("fallbacks (operations without a rule)", text_lines(plan.fallbacks))
     if plan.notes:
         yield from section("notes", text_lines(plan.notes))
+    if plan.confirmed is not None and plan.confirmed.rows:
+        yield from section("compiled candidates", _candidates(plan))
     yield from section("search", _search(plan))
 
 
@@ -92,11 +94,41 @@ def _summary(plan: Plan) -> RenderableType:
                 + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else ""),
             ),
             ("peak memory", memory),
+            *([("compiled", _confirmed_text(plan))] if plan.confirmed else []),
             *([("host memory", _host_text(plan))] if p.host_bytes else []),
             ("gap", f"{percent_text(s.gap)}: {proof_text(plan)}"),
             ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
         )
     )
+
+
+def _confirmed_text(plan: Plan) -> str:
+    """What the compiler said of the plan, in one line."""
+    said = plan.confirmed
+    row = said.chosen if said is not None else None
+    if said is None or row is None:
+        return f"not confirmed: {(said.note if said else '').removeprefix('not confirmed: ')}"
+    return (
+        f"{time_text(row.step_s)} and {bytes_text(row.peak_bytes)} at the peak by {said.compiler}, "
+        f"the best of {len(said.rows)} candidates"
+    )
+
+
+def _candidates(plan: Plan) -> RenderableType:
+    """What was compiled."""
+    said = plan.confirmed
+    table = new_table("mesh", "said", ">predicted", ">compiled", ">sent", ">peak", "verdict")
+    for row in said.rows if said is not None else ():
+        table.add_row(
+            row.mesh,
+            row.lowering,
+            time_text(row.predicted_s),
+            time_text(row.step_s) if row.step_s else "",
+            bytes_text(row.sent_bytes),
+            bytes_text(row.peak_bytes),
+            row.verdict,
+        )
+    return table
 
 
 def _host_text(plan: Plan) -> str:

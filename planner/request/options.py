@@ -88,8 +88,8 @@ class Options(TypedDict, total=False):
     confirm: ``"tpu"`` or ``"gpu"``: the best few plans are compiled ahead of time for the cluster,
         and the best as compiled is taken.
     candidates: how many plans, of different meshes, are compiled then; 3 by default.
-    confirm_s: seconds after which no other is; 150 by default.
-    compiler_options: for XLA, as for ``jax.jit``; the plan keeps them.
+    confirm_limit_s: seconds after which no other is; 150 by default.
+    compiler_options: for XLA, as for ``jax.jit`` (or ``"NAME=VALUE"`` texts); the plan keeps them.
     dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
         written also when no plan fits.
     """
@@ -155,7 +155,7 @@ class Options(TypedDict, total=False):
     candidates: Annotated[
         int | None, Flag("plans that --confirm compiles (default: 3)", metavar="N", type=int)
     ]
-    confirm_s: Annotated[
+    confirm_limit_s: Annotated[
         float | None,
         Flag(
             "after which --confirm begins no other compilation (default: 150)",
@@ -163,7 +163,10 @@ class Options(TypedDict, total=False):
             type=positive_seconds,
         ),
     ]
-    compiler_options: Mapping[str, str | bool | int | float] | None
+    compiler_options: Annotated[
+        Mapping[str, str | bool | int | float] | Sequence[str] | None,
+        Flag("for XLA, as for jax.jit; may be repeated", metavar="NAME=VALUE", repeated=True),
+    ]
     dump_problem: str | Path | None
 
 
@@ -246,7 +249,7 @@ class Request:
     """The compiler that is asked which plan is best; empty for none."""
     candidates: int = 1
     """Plans that are made for it to choose from."""
-    confirm_s: float = 150.0
+    confirm_limit_s: float = 150.0
     """Seconds after which it is asked no more."""
     compiler_options: tuple[tuple[str, str], ...] = ()
     """For XLA."""
@@ -337,7 +340,7 @@ def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
     """What is asked of the compiler before a plan is chosen; raises RequestError."""
     confirm, count = asked.get("confirm"), asked.get("candidates")
     if confirm is None:
-        for name in ("candidates", "confirm_s"):
+        for name in ("candidates", "confirm_limit_s"):
             if asked.get(name) is not None:
                 raise RequestError(f"{name}: has a meaning with confirm= (--confirm) only; give it")
         return {}
@@ -354,12 +357,18 @@ def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
     return {
         "confirm": confirm,
         "candidates": 3 if count is None else count,
-        "confirm_s": asked.get("confirm_s") or 150.0,
+        "confirm_limit_s": asked.get("confirm_limit_s") or 150.0,
     }
 
 
-def _compiler_options(given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _compiler_options(given: Mapping[str, Any] | Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Names and values as text, sorted; raises RequestError."""
+    if not isinstance(given, Mapping):
+        words = [given] if isinstance(given, str) else list(given)
+        for word in words:
+            if not isinstance(word, str) or not word.partition("=")[2]:
+                raise RequestError(f"compiler_options: {word!r}: expected NAME=VALUE")
+        given = {name: value for name, _, value in (word.partition("=") for word in words)}
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
             raise RequestError(

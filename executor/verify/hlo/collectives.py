@@ -50,6 +50,8 @@ class HloCollective:
     ``count`` is how often it runs a step, ``group_size`` how many devices take part, ``groups``
     the device numbers of each group (empty for a permute), ``payload_bytes`` and ``wire_bytes``
     are of one run on one device, ``name`` the operation of the step that it comes from.
+    ``beside_cycles`` are the compiler's cycles of what is scheduled between its start and its end;
+    0 for one that blocks.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class HloCollective:
     payload_bytes: float
     wire_bytes: float
     name: str
+    beside_cycles: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,10 +156,13 @@ class _Reader:
         self.collectives: list[HloCollective] = []
         self.cycles = self.unpriced = 0.0
         self.notes: list[str] = []
+        self.beside: dict[Chain | str, float] = {}
         self.chains = _chain_starts(computations)
 
     def visit(self, name: str, weight: float, *, fused: bool) -> None:
         computation = self.computations[name]
+        if not fused:
+            self.beside.update(_beside(self.computations, computation))
         for instruction in computation.instructions.values():
             kind = _kind(computation, instruction)
             if kind is not None:
@@ -218,7 +224,8 @@ class _Reader:
         if kind == "all_gather":
             payload *= size
         sent = wire_bytes(kind, payload, size)
-        return HloCollective(kind, weight, size, groups, payload, sent, at.op_name)
+        beside = self.beside.get(_chain(at) or f"{computation.name}/{at.name}", 0.0)
+        return HloCollective(kind, weight, size, groups, payload, sent, at.op_name, beside)
 
 
 Chain = tuple[str, str]
@@ -242,6 +249,31 @@ def _chain_starts(computations: Mapping[str, Computation]) -> dict[Chain, tuple[
                 chain = _chain(at) if at is not None else None
                 if chain:
                     found[chain] = (name, read)
+    return found
+
+
+def _beside(
+    computations: Mapping[str, Computation], computation: Computation
+) -> dict[Chain | str, float]:
+    """Cycles scheduled between start and end of the asynchronous collectives of a computation: by
+    chain, and for a ``-start`` by its computation and name."""
+    begun: dict[Chain | str, float] = {}
+    found: dict[Chain | str, float] = {}
+    passed = 0.0
+    for at in computation.instructions.values():
+        inside = [computations[c] for c in at.callees if c in computations]
+        for inner in (i for c in inside for i in c.instructions.values()):
+            key = _chain(inner) if _kind(computation, inner) else None
+            if key is not None:
+                found[key] = passed - begun.setdefault(key, passed)
+        if at.opcode.endswith("-done"):
+            for read in at.operands:
+                if f"{computation.name}/{read}" in begun:
+                    key = f"{computation.name}/{read}"
+                    found[key] = passed - begun[key]
+        passed += at.cycles
+        if at.opcode.endswith("-start"):
+            begun[f"{computation.name}/{at.name}"] = passed
     return found
 
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from planner.errors import PlanMismatchError
-from planner.plan.logical_rules import Argument
+from planner.plan.specs.logical_rules import Argument
 
 
 def partition_specs(leaves: Iterable[Argument]) -> dict[str, PartitionSpec]:

@@ -1,0 +1,1 @@
+"""A plan in the notations of JAX and Flax."""
