@@ -4,7 +4,6 @@ Times are in seconds, sizes in bytes, rates in flop/s and bytes/s, all SI decima
 """
 
 from ._describe import MOST_DEVICES
-from ._torus import reduces_instead
 from .collectives import Collective, collective_coefficients
 from .compute import Kernel, attention_drag, op_time_s
 from .hardware import (
@@ -38,7 +37,6 @@ __all__ = [
     "op_time_s",
     "parse_bytes",
     "parse_cluster",
-    "reduces_instead",
     "with_memory",
     "with_profile",
 ]

@@ -25,7 +25,7 @@ from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.assemble import assembled
-from planner.plan.confirmed import confirmer
+from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
 from planner.report.shortage import host_text, shortage_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -13,15 +14,16 @@ import numpy as np
 from executor.processes.agreement.alike import compare_arguments, compare_program
 from executor.processes.progress import begin_step, refuse_step
 from executor.run.decisions import applied
-from executor.run.interpret import ConstrainedStep, Kept, returned
+from executor.run.interpret import Kept, returned
 from executor.run.mesh import build_mesh, lacks_memory, mesh_axes, named_sharding
-from executor.run.said import said
+from executor.run.said import SaidStep, said
 from planner import compat
 from planner.arguments.calls import Bound, Calls, Indices, Names
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
+from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Plan
 from planner.space.decisions.host_memory import DEVICE
 
@@ -54,6 +56,8 @@ class CompiledStep:
         plan.check_matches(traced.graph)
         self.plan = plan
         self.traced = traced
+        if abstract_mesh:  # of no device, so in no way that suits one
+            plan = dataclasses.replace(plan, lowering=PLAIN)
         axes = mesh_axes(plan)
         self.mesh = (
             jax.sharding.AbstractMesh(
@@ -98,9 +102,8 @@ class CompiledStep:
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
             given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
-            flat = (
-                ConstrainedStep(kinds, says, decided).known_as(given, ins).run(traced.jaxpr, given)
-            )
+            walk = SaidStep(kinds, says, decided).known_as(given, ins)
+            flat = walk.run(traced.jaxpr, given)
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
             return (result, [leaves[k] for k in back]) if back else result
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from executor.run.said import Said, partition_spec, scattered, stages
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import InternalError
@@ -95,11 +94,11 @@ class ConstrainedStep(Walk[Any]):
     done to results.
     """
 
-    def __init__(self, kinds: Sequence[str], says: Said, decided: Decided | None = None) -> None:
+    def __init__(
+        self, kinds: Sequence[str], shardings: Shardings, decided: Decided | None = None
+    ) -> None:
         self.kinds = kinds
-        self.says = says
-        self.shardings = says.shardings
-        self.computed = says.transposes
+        self.shardings = shardings
         self.decided = decided or {}
         self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
         self.held: dict[int, tuple[Any, jax.sharding.NamedSharding]] = {}
@@ -128,10 +127,7 @@ class ConstrainedStep(Walk[Any]):
         """``value`` under ``sharding``; asked again it is the same value, resharded once."""
         known = self.known.get((id(value), sharding))
         if known is None:
-            before = self.held.get(id(value)) if self.says.staged else None
-            made = value
-            for stage in [sharding] if before is None else stages(before[1], sharding, value.shape):
-                made = jax.lax.with_sharding_constraint(made, stage)
+            made = jax.lax.with_sharding_constraint(value, sharding)
             known = self.known[id(value), sharding] = (value, made)
             self.held[id(made)] = (made, sharding)
         return known[1]
@@ -167,11 +163,7 @@ class ConstrainedStep(Walk[Any]):
         op = self.step(name)
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
-        if op in self.computed:  # with the product before it
-            return ins
         ins = in_bounds(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)])
-        if op in self.says.scatters:
-            return [self.scattered(op, eqn, ins)]
         if name == "fft":  # XLA:CPU may give it the layout of a collective, and then refuses that
             ins = [compat.row_major(x) for x in ins]
         made = [self.at(op, "made", k, x) for k, x in enumerate(compat.evaluate_equation(eqn, ins))]
@@ -179,19 +171,6 @@ class ConstrainedStep(Walk[Any]):
             if (op, k) in self.decided:
                 made[k] = self.decided[op, k](made[k])
         return [self.at(op, "out", k, x) for k, x in enumerate(made)]
-
-    def scattered(self, op: int, eqn: Any, ins: list[Any]) -> Any:
-        """A product whose partial sums the executor scatters, transposed if a transpose follows."""
-        how, mesh = self.says.scatters[op], self.says.mesh
-        spec = jax.sharding.NamedSharding(mesh, partition_spec(how.out))
-        return self.constrained(scattered(eqn, ins, how, mesh), spec)
-
-    def known_as(self, args: Sequence[Any], shardings: Sequence[Any]) -> ConstrainedStep:
-        """This, knowing how the arguments are sharded."""
-        for x, s in zip(args, shardings, strict=True):
-            if not isinstance(x, Kept):
-                self.held[id(x)] = (x, s)
-        return self
 
     def remat(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
         """Evaluate a rematerialised body with constraints inside; what leaves it is held outside

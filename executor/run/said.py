@@ -1,33 +1,29 @@
 """How a plan's shardings are said to the compiler: (plan, traced step, mesh) -> what is said where.
 
-``planner.plan.lowering.Lowering`` has the choices. The numbers that are computed are the same.
+``planner.plan.compiled.lowering.Lowering`` has the choices. What is computed is the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from executor.run.interpret import ConstrainedStep, Decided, Kept
 from planner import compat
 from planner.graph.trace import Traced
+from planner.plan.behind import RESULTS, read_by_transposes
 from planner.plan.plan import Constraint, Plan
-
-RESULTS = ("made", "after", "out")
-"""The slots of a result, in the order in which they are applied."""
 
 Place = tuple[int, str, int]
 """Operation, slot, position."""
 
 Spec = tuple[tuple[str, ...], ...]
 """Per dimension, the axes of the jax mesh that split it, major first."""
-
-Turned = Mapping[int, tuple[int, tuple[int, ...]]]
-"""Of products, the transpose that reads them and its permutation."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +79,13 @@ def said(
     how = plan.lowering
     known = {(c.op, c.slot, c.position): c for c in plan.constraints}
     speller = _Speller({name: tuple(x for x, _ in parts) for name, parts in axes.items()})
-    turned = _turned(traced, known) if how.behind or how.scattered else {}
-    scatters = _scatters(traced, known, turned, speller) if how.scattered else {}
-    specs: dict[Place, Spec] = {}
-    for (op, slot, position), c in known.items():
-        if op in scatters and slot in RESULTS:
-            continue
-        if how.behind and slot in RESULTS and op in turned:
-            transpose, order = turned[op]
-            spec = speller.spec(c, len(order))
-            specs[transpose, slot, position] = tuple(spec[d] for d in order)
-        else:
-            specs[op, slot, position] = speller.spec(c)
-    shardings = {place: NamedSharding(mesh, partition_spec(s)) for place, s in specs.items()}
+    scatters = _scatters(traced, known, speller) if how.scattered else {}
+    done = {*scatters, *(s.transpose for s in scatters.values())}
+    shardings = {
+        place: NamedSharding(mesh, partition_spec(speller.spec(c)))
+        for place, c in known.items()
+        if not (place[0] in done and place[1] in RESULTS)
+    }
     return Said(mesh, shardings, how.staged, scatters)
 
 
@@ -125,60 +115,42 @@ def spec_of(sharding: NamedSharding, rank: int) -> Spec:
     return entries + ((),) * (rank - len(entries))
 
 
-def _turned(traced: Traced, known: Iterable[Place]) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Products that a transpose alone reads, one that has no constraints of its own."""
-    graph = traced.graph
-    busy, outputs = {op for op, _, _ in known}, set(graph.outputs)
-    readers: dict[int, list[int]] = {}
-    for op in graph.ops:
-        for v in op.inputs:
-            readers.setdefault(v, []).append(op.index)
-    out = {}
-    for op in graph.ops:
-        read = readers.get(op.outputs[0], []) if op.kind == "dot_general" else []
-        if len(read) != 1 or read[0] in busy or op.outputs[0] in outputs:
-            continue
-        eqn = traced.eqns[read[0]]
-        if eqn is not None and eqn.name == "transpose":
-            out[op.index] = (read[0], tuple(eqn.params["permutation"]))
-    return out
-
-
 def _scatters(
-    traced: Traced, known: Mapping[Place, Constraint], turned: Turned, speller: _Speller
+    traced: Traced, known: Mapping[Place, Constraint], speller: _Speller
 ) -> dict[int, Scatter]:
     """Products whose partial sums the plan splits where they are made."""
     found = {}
+    transposes = read_by_transposes(traced.graph)
     for op in traced.graph.ops:
-        want, whole = known.get((op.index, "out", 0)), known.get((op.index, "made", 0))
-        left, right = (known.get((op.index, "in", k)) for k in (0, 1))
         eqn = traced.eqns[op.index]
-        if op.kind != "dot_general" or None in (want, whole, left, right) or eqn is None:
+        left, right = (known.get((op.index, "in", k)) for k in (0, 1))
+        if op.kind != "dot_general" or left is None or right is None or eqn is None:
             continue
-        if (op.index, "after", 0) in known:
+        rank = len(eqn.out_avals[0].shape)
+        transpose, order = -1, tuple(range(rank))
+        if not any((op.index, slot, 0) in known for slot in RESULTS):
+            transpose = transposes.get(op.index, -1)
+            turning = traced.eqns[transpose] if transpose >= 0 else None
+            order = order if turning is None else tuple(turning.params["permutation"])
+        at = op.index if transpose < 0 else transpose
+        want, whole = known.get((at, "out", 0)), known.get((at, "made", 0))
+        moved = (at, "after", 0) in known or (transpose >= 0 and (at, "in", 0) in known)
+        if want is None or whole is None or moved:
             continue
         a, b = (
-            speller.spec(c, len(aval.shape))  # type: ignore[arg-type]
+            speller.spec(c, len(aval.shape))
             for c, aval in zip((left, right), eqn.in_avals, strict=True)
         )
-        rank = len(eqn.out_avals[0].shape)
-        out, made = speller.spec(want, rank), speller.spec(whole, rank)  # type: ignore[arg-type]
+        out, made = speller.spec(want, rank), speller.spec(whole, rank)
         local, sums = _product(eqn.params["dimension_numbers"], a, b)
         own = tuple(tuple(x for x in e if x in sums) for e in out)
         # what splits the operands splits the result, and partial sums are scattered inside that
         inside = all(e == m + s for e, m, s in zip(out, made, own, strict=True))
-        if not any(own) or local != made or not inside:
+        if local is None or tuple(local[d] for d in order) != made or not any(own) or not inside:
             continue
-        transpose, order = turned.get(op.index, (-1, tuple(range(rank))))
         whole_sums = sums.difference(*own)
-        found[op.index] = Scatter(
-            transpose,
-            order,
-            (a, b),
-            tuple(out[d] for d in order),
-            tuple(own[d] for d in order),
-            tuple(x for entry in a for x in entry if x in whole_sums),
-        )
+        summed = tuple(x for entry in a for x in entry if x in whole_sums)
+        found[op.index] = Scatter(transpose, order, (a, b), out, own, summed)
     return found
 
 
@@ -204,7 +176,7 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
 
     def local(a: Any, b: Any) -> Any:
         (x,) = compat.evaluate_equation(eqn, [a, b])
-        x = jax.lax.transpose(x, how.order)
+        x = compat.row_major(jax.lax.transpose(x, how.order))
         for d, entry in enumerate(how.sums):
             for axis in entry:
                 x = jax.lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
@@ -255,3 +227,46 @@ def _step(here: Spec, goal: Spec) -> Spec | None:
 
 def _with(spec: Spec, entries: Mapping[int, tuple[str, ...]]) -> Spec:
     return tuple(entries.get(d, e) for d, e in enumerate(spec))
+
+
+class SaidStep(ConstrainedStep):
+    """Evaluates a step with what is said of a plan; a new one for every evaluation."""
+
+    def __init__(self, kinds: Sequence[str], says: Said, decided: Decided | None = None) -> None:
+        super().__init__(kinds, says.shardings, decided)
+        self.says = says
+        self.computed = says.transposes
+
+    def known_as(self, args: Sequence[Any], shardings: Sequence[Any]) -> SaidStep:
+        """This, knowing how the arguments are sharded."""
+        for x, s in zip(args, shardings, strict=True):
+            if not isinstance(x, Kept):
+                self.held[id(x)] = (x, s)
+        return self
+
+    def constrained(self, value: Any, sharding: NamedSharding) -> Any:
+        """``value`` under ``sharding``, said in stages if the plan says so."""
+        before = self.held.get(id(value)) if self.says.staged else None
+        known = self.known.get((id(value), sharding))
+        if before is None or known is not None:
+            return super().constrained(value, sharding)
+        made = value
+        for stage in stages(before[1], sharding, value.shape):
+            made = super().constrained(made, stage)
+        self.known[id(value), sharding] = (value, made)
+        return made
+
+    def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate an operation; a product whose sums are scattered with its transpose."""
+        op, name = self.next, eqn.primitive.name
+        if op in self.computed:  # with the product before it
+            self.step(name)
+            return ins
+        how = self.says.scatters.get(op)
+        if how is None:
+            return super().operation(eqn, ins)
+        self.step(name)
+        ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
+        made = scattered(eqn, ins, how, self.says.mesh)
+        out = NamedSharding(self.says.mesh, partition_spec(how.out))
+        return [super().constrained(made, out)]

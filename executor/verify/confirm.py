@@ -32,11 +32,11 @@ from executor.verify.aot import (
 from executor.verify.compiled import carried_argnums
 from planner.errors import RequestError
 from planner.graph.trace import Traced
-from planner.plan.confirmed import CompiledRow, Confirmation
-from planner.plan.lowering import lowerings
+from planner.plan.compiled.confirmed import CompiledRow, Confirmation
+from planner.plan.compiled.lowering import lowerings
 from planner.plan.plan import Plan
 
-ENOUGH = 0.005
+ENOUGH = 0.01
 """Relative gain from which on another candidate than the planner's first is taken."""
 CACHE = "MESHWRIGHT_CACHE"
 """The variable that names the folder of what compilers said; empty for none."""
@@ -159,12 +159,16 @@ def seconds_of(compiled: Compiled, plan: Plan, cluster: Cluster) -> tuple[float,
     """Seconds of compute, and of collectives past what is scheduled beside them.
 
     TPU: the compiler's cycles, and for gathers and scatters, of which it estimates none, the time
-    that memory takes. GPU: no compiler says a time, so compute is what the plan predicts.
+    that memory takes. Collectives take between what all links of a chip need for all bytes and what
+    each needs on its own links, one after the other; the mean counts. GPU: no compiler says a
+    time, so compute is what the plan predicts.
     """
     if cluster.device.kind in TPU_CLOCK_HZ:
         moved = compiled.module.unpriced_bytes / cluster.device.memory_bytes_per_s
         compute = tpu_seconds(compiled.module.cycles, cluster) + moved
-        return compute, link_seconds(compiled.module, cluster, exposed=True)
+        links = 2 * sum(length > 1 for length in cluster.shape)
+        least = compiled.module.wire_bytes / (max(1, links) * cluster.link.bytes_per_s)
+        return compute, (least + link_seconds(compiled.module, cluster, exposed=True)) / 2.0
     inside = cluster.shape[0]
     wire = 0.0
     for c in compiled.module.collectives:

@@ -14,9 +14,9 @@ from planner.choose.meshes import Tried, untried
 from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph
+from planner.plan.compiled.lowering import default_lowering
 from planner.plan.extract import Extraction
 from planner.plan.honored import honored
-from planner.plan.lowering import default_lowering
 from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport, rounded
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.options import Request
@@ -105,7 +105,7 @@ def _plan(
         op_inputs=tuple(op.inputs for op in graph.ops),
         strategy=strategy_text(priced.mesh.sizes, roles),
         idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
-        lowering=default_lowering(request.cluster, priced.mesh),
+        lowering=default_lowering(request.cluster),
         compiler_options=request.compiler_options,
         decisions=extraction.decisions(),
         planning_s=time.perf_counter() - begun,

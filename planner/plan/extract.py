@@ -14,6 +14,7 @@ from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
 from planner.graph.fetches import fetches
 from planner.graph.ir import SCALAR, Graph
+from planner.plan.behind import behind_transposes
 from planner.plan.plan import (
     LITERAL,
     Activation,
@@ -289,7 +290,9 @@ class Extraction:
                 and graph.values[op.inputs[1]].splits
             ):
                 add(op.index, "in", 0, self.value_sharding(op.inputs[1]))
-        return tuple(out[k] for k in sorted(out))
+        if self.priced.model.cluster.kind != "torus":  # else GPUs sum what they could scatter
+            return tuple(out[place] for place in sorted(out))
+        return behind_transposes(graph, groups.op_layouts, out.values())
 
     def sent(self) -> list[Sent]:
         """Every collective that the plan causes, in the order of links, reductions and inputs."""

@@ -21,8 +21,8 @@ from typing import Any
 from planner.errors import PlanFormatError, PlanMismatchError
 from planner.files import MIB, parsed_json, read_text
 from planner.graph.ir import SCALAR, Graph
-from planner.plan.confirmed import Confirmation
-from planner.plan.lowering import PLAIN, Lowering
+from planner.plan.compiled.confirmed import Confirmation
+from planner.plan.compiled.lowering import PLAIN, Lowering
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
 from planner.spec import MeshSpec, Sharding
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar, get_args
 from costmodels import MOST_DEVICES, ClusterError, Collective, parse_cluster
 from planner.errors import RequestError
 from planner.modes import MODES
-from planner.plan.confirmed import CompiledRow, Confirmation
-from planner.plan.lowering import Lowering
+from planner.plan.compiled.confirmed import CompiledRow, Confirmation
+from planner.plan.compiled.lowering import Lowering
 from planner.plan.plan import (
     Activation,
     CollectiveRow,
@@ -318,7 +318,7 @@ def compiler_option(value: Any) -> tuple[str, str]:
     return OPTION(name), SETTING(setting)
 
 
-_LOWERING = record(Lowering, behind=flag, physical=flag, staged=flag, scattered=flag)
+_LOWERING = record(Lowering, physical=flag, staged=flag, scattered=flag)
 _COMPILED = record(
     CompiledRow,
     mesh=LINE,

@@ -13,17 +13,24 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from costmodels import parse_cluster
 from executor.run.compile import CompiledStep
 from executor.run.mesh import physical_axes
 from executor.run.said import stages
 from planner import make_plan
 from planner.graph.trace import trace
-from planner.plan.lowering import BEHIND, BY_DIMENSION, PLAIN, Lowering, default_lowering
+from planner.plan.compiled.lowering import (
+    BY_DIMENSION,
+    PLAIN,
+    SCATTERED,
+    Lowering,
+    default_lowering,
+)
 from planner.plan.plan import Plan
 from planner.spec import MeshSpec
 
 WIDTH, WIDE, LAYERS, ROWS = 256, 512, 3, 16384
-HOWS = [PLAIN, BEHIND, BY_DIMENSION, Lowering(scattered=True), Lowering(staged=True)]
+HOWS = [PLAIN, BY_DIMENSION, Lowering(scattered=True), Lowering(staged=True)]
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -85,13 +92,13 @@ def test_the_numbers_do_not_depend_on_how_it_is_said(how: Lowering, mesh: str, m
 @pytest.mark.devices
 def test_what_is_said() -> None:
     plan = planned("data=8", FSDP)
-    assert plan.lowering == Lowering(behind=True, physical=True, scattered=True)
+    assert plan.lowering == BY_DIMENSION
     texts = {how: text_of(dataclasses.replace(plan, lowering=how)) for how in HOWS}
     assert "reduce_scatter" not in texts[PLAIN]
     # three gradients of kernels, each along three dimensions
     assert texts[BY_DIMENSION].count("stablehlo.reduce_scatter") == 9
     assert texts[Lowering(scattered=True)].count("stablehlo.reduce_scatter") == 3
-    assert "data_2" in texts[BY_DIMENSION] and "data_2" not in texts[BEHIND]
+    assert "data_2" in texts[BY_DIMENSION] and "data_2" not in texts[PLAIN]
 
 
 def test_physical_axes() -> None:
@@ -109,18 +116,19 @@ def test_physical_axes() -> None:
     assert names["a"] == (("a", 16),)  # a_0 is taken
 
 
-def test_defaults() -> None:
-    from costmodels import parse_cluster
-
-    def default(cluster: str, **mesh: int) -> Lowering:
-        return default_lowering(parse_cluster(cluster), MeshSpec(tuple(mesh), tuple(mesh.values())))
-
-    assert default("h100:8x2", data=16) == PLAIN
-    assert default("cpu:8", data=8) == PLAIN
-    assert default("v5p:4x4x4", data=64) == BY_DIMENSION
-    assert default("v5p:4x4x4", data=16, model=4) == BEHIND
-    assert default("v5e:4x4", data=16) == Lowering(behind=True, physical=True, scattered=True)
-    assert default("v5e:4x4", data=4, model=4) == BEHIND
+@pytest.mark.parametrize(
+    "cluster, how",
+    [
+        ("h100:8x2", PLAIN),
+        ("cpu:8", PLAIN),
+        ("v5p:4x4x4", BY_DIMENSION),
+        ("v5p:1x2x4", SCATTERED),
+        ("v5e:4x4", SCATTERED),
+        ("v5e:1x4", PLAIN),
+    ],
+)
+def test_defaults(cluster: str, how: Lowering) -> None:
+    assert default_lowering(parse_cluster(cluster)) == how
 
 
 @pytest.mark.devices

@@ -268,9 +268,9 @@ def _beside(
                 found[key] = passed - begun.setdefault(key, passed)
         if at.opcode.endswith("-done"):
             for read in at.operands:
-                if f"{computation.name}/{read}" in begun:
-                    key = f"{computation.name}/{read}"
-                    found[key] = passed - begun[key]
+                start = f"{computation.name}/{read}"
+                if start in begun:
+                    found[start] = passed - begun[start]
         passed += at.cycles
         if at.opcode.endswith("-start"):
             begun[f"{computation.name}/{at.name}"] = passed

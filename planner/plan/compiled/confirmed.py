@@ -19,7 +19,7 @@ class CompiledRow:
         mesh: its mesh; ``lowering``: how its shardings were said.
         step_s: compute and exposed wire; ``predicted_s`` is what the plan predicts.
         compute_s: the compiler's estimate of everything but collectives (TPU), or the plan's.
-        wire_s: bytes sent over the links that carry them, past what is scheduled beside them.
+        wire_s: of collectives, past what is scheduled beside them.
         sent_bytes: what a device sends.
         peak_bytes: arguments, results and temporaries at the worst moment.
         verdict: ``"chosen"``, ``"slower"``, ``"does not fit"``, or why the compiler refused it.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from costmodels import Cluster, reduces_instead
-from planner.spec import MeshSpec
+from costmodels import Cluster
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,6 @@ class Lowering:
     """What is said how; the step computes the same.
 
     Attributes:
-        behind: the sharding of a product that a transpose alone reads is said behind the transpose,
-            where compilers join the two, and not in between.
         physical: an axis of the plan's mesh that spans several dimensions of a torus, or several
             nodes, is one axis of the jax mesh for each.
         staged: a change of sharding is said one axis of the jax mesh at a time.
@@ -27,50 +24,44 @@ class Lowering:
             emits itself, one axis at a time; otherwise the compiler is left to find them.
     """
 
-    behind: bool = False
     physical: bool = False
     staged: bool = False
     scattered: bool = False
 
     def __str__(self) -> str:
         """
-        >>> str(Lowering(behind=True, staged=True)), str(Lowering())
-        ('behind staged', 'plain')
+        >>> str(Lowering(physical=True, staged=True)), str(Lowering())
+        ('physical staged', 'plain')
         """
         return " ".join(f.name for f in fields(self) if getattr(self, f.name)) or "plain"
 
 
 PLAIN = Lowering()
-BEHIND = Lowering(behind=True)
-BY_DIMENSION = Lowering(behind=True, physical=True, staged=True, scattered=True)
+SCATTERED = Lowering(physical=True, scattered=True)
+BY_DIMENSION = Lowering(physical=True, staged=True, scattered=True)
 """Every collective along one dimension of the torus."""
 
 
-def default_lowering(cluster: Cluster, mesh: MeshSpec) -> Lowering:
-    """What is best where nothing was compiled to find out.
+def default_lowering(cluster: Cluster) -> Lowering:
+    """What is best where nothing was compiled to find out (decision 020 has the figures).
 
-    Over a whole slice, XLA:TPU has no reduce-scatter on a square torus, and on one of three
-    dimensions no all-gather either: it sums whole or padded arrays instead, which doubles what is
-    sent (`costmodels.reduces_instead`). There, collectives along one dimension each are said.
+    XLA:TPU has few collectives over several dimensions of a torus: of two it sums whole arrays in
+    place of a reduce-scatter, of three it also sums padded ones in place of an all-gather
+    (`costmodels._torus.reduces_instead`), which doubles what is
+    sent. So there, what it lacks is said along one dimension at a time.
 
     >>> from costmodels import parse_cluster
-    >>> mesh = MeshSpec(("fsdp",), (16,))
-    >>> str(default_lowering(parse_cluster("v5e:4x4"), mesh))
-    'behind physical scattered'
+    >>> [str(default_lowering(parse_cluster(c))) for c in ("h100:8x2", "v5e:4x4")]
+    ['plain', 'physical scattered']
     """
     if cluster.kind != "torus":
         return PLAIN
-
-    def lacks(kind: str) -> bool:
-        axes = range(len(mesh.sizes))
-        return any(reduces_instead(cluster, kind, mesh.sizes, (k,)) for k in axes)
-
-    scattered, staged = lacks("reduce_scatter"), lacks("all_gather")
-    return Lowering(True, scattered or staged, staged, scattered)
+    dimensions = sum(length > 1 for length in cluster.shape)
+    return BY_DIMENSION if dimensions > 2 else SCATTERED if dimensions == 2 else PLAIN
 
 
 def lowerings(cluster: Cluster) -> tuple[Lowering, ...]:
     """Those worth compiling for a cluster, to see which is best."""
     if cluster.kind == "torus":
-        return (BEHIND, Lowering(behind=True, physical=True, staged=True), BY_DIMENSION)
-    return (PLAIN, BEHIND, Lowering(behind=True, staged=True))
+        return (BY_DIMENSION, SCATTERED, PLAIN)
+    return (PLAIN, Lowering(staged=True))

@@ -1,0 +1,77 @@
+"""Constraints of products stand behind the transposes that alone read them.
+
+The gradient of a kernel is such a product. Compilers join it and the transpose into one product
+that is written in the layout of the parameter. A constraint between them keeps them apart: XLA:TPU
+then keeps the parameter and its moments in the turned layout and copies all of them. Behind the
+transpose it says the same of the same numbers. Decision 020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from planner.graph.ir import Graph
+from planner.plan.plan import Constraint
+from planner.space.factors import Layout
+from planner.spec import Sharding
+
+RESULTS = ("made", "after", "out")
+"""The slots of a result, in the order in which they are applied."""
+
+Entry = tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None
+"""Of an operation: its group, the layouts of its operands and of its results."""
+
+
+def behind_transposes(
+    graph: Graph, entries: Sequence[Entry], constraints: Iterable[Constraint]
+) -> tuple[Constraint, ...]:
+    """The constraints, sorted by place, those of products behind their transposes.
+
+    Args:
+        graph: the step.
+        entries: of every operation (``Groups.op_layouts``).
+        constraints: of the step, at most one for a place.
+    """
+    known = {(c.op, c.slot, c.position): c for c in constraints}
+    busy = {op for op, _, _ in known}
+    turned = {
+        op: (transpose, order)
+        for op, transpose in read_by_transposes(graph).items()
+        if transpose not in busy and (order := _permutation(entries[transpose])) is not None
+    }
+    out = {}
+    for (op, slot, position), c in known.items():
+        if slot in RESULTS and op in turned:
+            op, order = turned[op]
+            dims = (*c.spec.dims, *((),) * (len(order) - len(c.spec.dims)))
+            c = Constraint(
+                op, slot, 0, Sharding.of(Sharding(tuple(dims[d] for d in order)).entries)
+            )
+        out[op, slot, position] = c
+    return tuple(out[place] for place in sorted(out))
+
+
+def read_by_transposes(graph: Graph) -> dict[int, int]:
+    """Products that nothing but one transpose reads, with that transpose."""
+    readers: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for v in op.inputs:
+            readers.setdefault(v, []).append(op.index)
+    found = {}
+    for op in graph.ops:
+        if op.kind != "dot_general" or op.outputs[0] in graph.outputs:
+            continue
+        read = readers.get(op.outputs[0], [])
+        if len(read) == 1 and graph.ops[read[0]].kind == "transpose":
+            found[op.index] = read[0]
+    return found
+
+
+def _permutation(entry: Entry) -> tuple[int, ...] | None:
+    """Per dimension of a transpose's result, that of its operand; None where layouts don't tell."""
+    if entry is None:
+        return None
+    (before,), (after,) = entry[1], entry[2]
+    if sorted(before) != sorted(after) or len(set(before)) < len(before):
+        return None
+    return tuple(before.index(f) for f in after)
