@@ -1,0 +1,199 @@
+"""What a compiler says decides among candidates; its words are replaced by ours here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from executor.verify import confirm as confirming
+from executor.verify.aot import Compiled, CompilerAbsentError
+from executor.verify.hlo.collectives import Module
+from planner import make_plan
+from planner.errors import PlanFormatError, RequestError
+from planner.plan.compiled.lowering import BY_DIMENSION, PLAIN, SCATTERED
+from planner.plan.plan import Plan, load_plan
+from planner.report.table import plan_text
+
+WIDTH, ROWS = 4096, 65536
+CLOCK_HZ = 1.5e9  # of a v5e
+
+
+def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * grad, value
+
+
+ARGS = (
+    jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+    jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),
+)
+
+
+def planned(**options: Any) -> Plan:
+    return make_plan(step, *ARGS, cluster="v5e:4x4", **options)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """By lowering or mesh, the milliseconds and bytes, or the error, of a compilation."""
+    monkeypatch.setenv(confirming.CACHE, str(tmp_path))
+    answers: dict[str, Any] = {"asked": []}
+
+    def compiled(traced: Any, plan: Plan, cluster: Any, **_: Any) -> Compiled:
+        answers["asked"].append((str(plan.mesh), str(plan.lowering)))
+        answer = answers.get(str(plan.mesh), answers.get(str(plan.lowering), answers.get("else")))
+        if isinstance(answer, Exception):
+            raise answer
+        ms, nbytes = answer
+        module = Module((), ms * 1e-3 * CLOCK_HZ, ())
+        return Compiled(module, "", int(nbytes), 0, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr(confirming, "compile_step", compiled)
+    return answers
+
+
+def verdicts(plan: Plan) -> list[tuple[str, str]]:
+    assert plan.confirmed is not None
+    return [(row.lowering, row.verdict) for row in plan.confirmed.rows]
+
+
+def test_the_fastest_as_compiled_is_taken(said: dict[str, Any]) -> None:
+    said.update({str(SCATTERED): (10, 1e9), str(BY_DIMENSION): (12, 1e9), "plain": (8, 1e9)})
+    said["else"] = (20, 1e9)
+    plan = planned(confirm="tpu", candidates=1)
+    assert plan.lowering == PLAIN
+    assert verdicts(plan) == [
+        ("physical scattered", "slower"),
+        ("physical staged scattered", "slower"),
+        ("plain", "chosen"),
+    ]
+    chosen = plan.confirmed.chosen if plan.confirmed else None
+    assert chosen is not None and chosen.step_s == pytest.approx(8e-3)
+    assert "8.00 ms and 1.00 GB at the peak" in plan_text(plan, 120)
+
+
+def test_the_first_stays_where_others_gain_little(said: dict[str, Any]) -> None:
+    said["else"] = (9.95, 1e9)
+    said[str(SCATTERED)] = (10, 1e9)
+    assert planned(confirm="tpu", candidates=1).lowering == SCATTERED
+
+
+def test_other_meshes_are_compiled_in_the_best_way(said: dict[str, Any]) -> None:
+    first = planned()
+    said.update({str(first.mesh): (10, 1e9), "else": (5, 1e9)})
+    plan = planned(confirm="tpu", candidates=3)
+    meshes = [mesh for mesh, _ in said["asked"]]
+    assert meshes[:3] == [str(first.mesh)] * 3 and len(set(meshes)) == 3
+    assert str(plan.mesh) == meshes[3] != str(first.mesh)
+    assert plan.inputs != first.inputs  # the whole plan is the other one
+
+
+def test_what_does_not_fit_is_left_out(said: dict[str, Any]) -> None:
+    said.update({"else": (10, 1e9), str(SCATTERED): (5, 1e11)})
+    said[str(BY_DIMENSION)] = RequestError("the compiler refused the step: RESOURCE_EXHAUSTED: no")
+    plan = planned(confirm="tpu", candidates=1)
+    assert verdicts(plan) == [
+        ("physical scattered", "does not fit"),
+        ("physical staged scattered", "the compiler refuses it: out of memory"),
+        ("plain", "chosen"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (
+            CompilerAbsentError("needs libtpu; run: pip install 'meshwright[aot-tpu]'"),
+            "pip install",
+        ),
+        (RequestError("the compiler refused the step: No such compile option: 'a'"), "option: 'a'"),
+        (RequestError("the compiler knows no v5e:4x4"), "knows no v5e:4x4"),
+    ],
+)
+def test_a_plan_without_the_compiler_says_so(
+    said: dict[str, Any], error: Exception, expected: str
+) -> None:
+    said["else"] = error
+    plan, plain = planned(confirm="tpu"), planned()
+    assert plan.confirmed is not None and plan.confirmed.chosen is None
+    assert expected in plan.confirmed.note
+    assert dataclasses.replace(plan, confirmed=None) == plain
+    text = " ".join(plan_text(plan, 200).split())
+    assert "not confirmed" in text and expected in text
+
+
+def test_a_limit_of_time_is_said(said: dict[str, Any]) -> None:
+    said["else"] = (10, 1e9)
+    plan = planned(confirm="tpu", confirm_limit_s=1e-9)
+    assert len(said["asked"]) == 1
+    assert plan.confirmed is not None and "4 candidates were not compiled" in plan.confirmed.note
+
+
+def test_what_was_said_is_kept(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    said["else"] = (10, 1e9)
+    first = planned(confirm="tpu")
+    count = len(said["asked"])
+    said["else"] = RequestError("asked again")
+    again = planned(confirm="tpu")
+    assert again == first and len(said["asked"]) == count
+    planned(confirm="tpu", compiler_options={"xla_tpu_some_option": True})
+    assert len(said["asked"]) > count  # another question
+    monkeypatch.setenv(confirming.CACHE, "")
+    with_nothing_kept = planned(confirm="tpu")
+    assert with_nothing_kept.confirmed is not None and not with_nothing_kept.confirmed.chosen
+
+
+def test_a_saved_plan_has_it(said: dict[str, Any], tmp_path: Path) -> None:
+    said["else"] = (10, 1e9)
+    options = {"xla_tpu_some_option": True, "xla_level": 2}
+    plan = planned(confirm="tpu", compiler_options=options)
+    assert plan.compiler_options == (("xla_level", "2"), ("xla_tpu_some_option", "True"))
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("pair", [["xla_dump_to", "here"], ["xla_a", "/tmp/x"], ["--a", "1"]])
+def test_a_plan_from_elsewhere_writes_no_files(pair: list[str], tmp_path: Path) -> None:
+    raw = json.loads(planned(compiler_options={"xla_a": 1}).to_json())
+    raw["compiler_options"] = [pair]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(PlanFormatError, match="compiler_options"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"confirm": "xpu"}, "expected one of tpu, gpu"),
+        ({"confirm": "gpu"}, "write 'tpu'"),
+        ({"confirm": "tpu", "candidates": 0}, "whole number from 1 on"),
+        ({"candidates": 2}, "with confirm="),
+        ({"confirm_limit_s": 2.0}, "with confirm="),
+        ({"compiler_options": ["a"]}, "expected NAME=VALUE"),
+        ({"compiler_options": {"a": []}}, "expected a name and text"),
+    ],
+)
+def test_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RequestError, match=expected):
+        planned(**options)
+
+
+def test_refused_for_cpus() -> None:
+    with pytest.raises(RequestError, match="leave it out"):
+        make_plan(step, *ARGS, cluster="cpu:8", confirm="gpu")
+
+
+@pytest.mark.devices
+def test_an_option_that_the_back_end_does_not_know() -> None:
+    from executor import parallelize
+
+    run = parallelize(step, cluster="cpu:8", compiler_options={"xla_no_such_option": True})
+    with pytest.raises(RequestError, match=r"compiler_options: .*xla_no_such_option"):
+        run(jnp.ones((64, 64)), jnp.ones((64, 64)))
