@@ -271,7 +271,28 @@ def test_a_chain_of_fusions_is_one_collective() -> None:
     assert kinds["all_gather"].wire_bytes == 3 * (32 * 16 + 64 * 64) * 2 * 15 / 16
     assert kinds["all_reduce"].count == 1  # nothing in the text starts this chain
     assert module.cycles == 300
+    # between the fusions that start and end both gathers stands one of 100 cycles
+    assert [c.beside_cycles for c in module.collectives if "gather" in c.kind] == [100, 100]
+    assert [c.beside_cycles for c in module.collectives if "reduce" in c.kind] == [0]
     unlike = CHAIN.replace("channel_id=73, replica_groups=[1,16]<=[16], dimensions={0}, ", "")
     assert read_module(unlike).by_kind()["all_gather"].count == 6
     alone = re.sub(r', frontend_attributes=\{chain_id="\d"\}', "", CHAIN)
     assert read_module(alone).by_kind()["all_gather"].count == 15
+
+
+def test_bytes_of_what_has_no_estimate() -> None:
+    """A lookup of 16 rows: they and their numbers are read and written, the table is not."""
+    text = """\
+HloModule jit_step, is_scheduled=true, num_partitions=1
+
+ENTRY %main (a: f32[1000,8], b: s32[16,1]) -> f32[16,8] {
+  %a = f32[1000,8]{1,0} parameter(0)
+  %b = s32[16,1]{1,0} parameter(1)
+  %g = f32[16,8]{1,0} gather(%a, %b), offset_dims={1}, backend_config={}
+  ROOT %m = f32[16,8]{1,0} multiply(%g, %g), backend_config={"estimated_cycles":"7"}
+}
+"""
+    module = read_module(text)
+    assert module.cycles == 7
+    assert module.unpriced_bytes == 2 * (16 * 4 + 16 * 8 * 4)
+    assert read_module(text.replace('"estimated_cycles":"7"', "")).unpriced_bytes == 0
