@@ -23,6 +23,7 @@ from planner.plan.compiled.lowering import (
     BY_DIMENSION,
     PLAIN,
     SCATTERED,
+    STEP_BY_STEP,
     Lowering,
     default_lowering,
 )
@@ -30,7 +31,7 @@ from planner.plan.plan import Plan
 from planner.spec import MeshSpec
 
 WIDTH, WIDE, LAYERS, ROWS = 256, 512, 3, 16384
-HOWS = [PLAIN, BY_DIMENSION, Lowering(scattered=True), Lowering(staged=True)]
+HOWS = [PLAIN, BY_DIMENSION, STEP_BY_STEP, Lowering(scattered=True), Lowering(staged=True)]
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -119,7 +120,7 @@ def test_physical_axes() -> None:
 @pytest.mark.parametrize(
     "cluster, how",
     [
-        ("h100:8x2", PLAIN),
+        ("h100:8x2", STEP_BY_STEP),
         ("cpu:8", PLAIN),
         ("v5p:4x4x4", BY_DIMENSION),
         ("v5p:1x2x4", SCATTERED),
