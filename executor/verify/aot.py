@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -284,16 +285,29 @@ def first_lines(text: str, most: int = 400) -> str:
     return head if len(head) <= most else head[:most] + " ..."
 
 
+_quieting = threading.Lock()
+_quieted: list[tuple[int, Any]] = []  # stderr as it was, and the log; one entry per open `_quiet`
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what native libraries write to stderr (their logs) off it; shown if this fails."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as log:
-        os.dup2(log.fileno(), 2)
-        try:
-            yield
-        finally:
+    """Keep what native libraries write to stderr (their logs) off it. Several threads may be in it:
+    the first one in turns stderr away, the last one out turns it back."""
+    with _quieting:
+        if not _quieted:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the last one out)
+            _quieted.append((os.dup(2), log))
+            os.dup2(log.fileno(), 2)
+        else:
+            _quieted.append(_quieted[0])
+    try:
+        yield
+    finally:
+        with _quieting:
+            kept, log = _quieted.pop()
+            if not _quieted:
+                sys.stderr.flush()
+                os.dup2(kept, 2)
+                os.close(kept)
+                log.close()

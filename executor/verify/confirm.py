@@ -13,7 +13,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -38,6 +39,8 @@ from planner.plan.plan import Plan
 
 ENOUGH = 0.01
 """Relative gain from which on another candidate than the planner's first is taken."""
+MOST_AT_ONCE = 4
+"""Compilations at the same time, at most; each takes a core and one or two GB."""
 CACHE = "MESHWRIGHT_CACHE"
 """The variable that names the folder of what compilers said; empty for none."""
 
@@ -72,35 +75,34 @@ def confirm(
     except metadata.PackageNotFoundError:
         compiler = package
     donated = carried_argnums(first) if donate_argnums is None else donate_argnums
-    tried: list[Tried] = []
-    left = 0
-    for number, candidate in _candidates(plans, cluster, tried):
-        if tried and time.perf_counter() - begun > seconds:
-            left += 1
-            continue
+
+    def compiled(candidate: tuple[int, Plan]) -> Tried | None:
+        number, plan = candidate
+        late = time.perf_counter() - begun > seconds
+        if late and (number or plan.lowering != first.lowering):
+            return None
+        return number, plan, _row(plan, traced, cluster, donated, compiler)
+
+    ways = dict.fromkeys((first.lowering, *lowerings(cluster)))
+    said = [(0, dataclasses.replace(first, lowering=how)) for how in ways]
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
         try:
-            row = _row(candidate, traced, cluster, donated, compiler)
+            tried = [x for x in pool.map(compiled, said) if x is not None]
+            best = min(tried, key=lambda x: (bool(x[2].verdict), x[2].step_s))[1].lowering
+            others = [
+                (number, dataclasses.replace(plan, lowering=best))
+                for number, plan in enumerate(plans[1:], 1)
+            ]
+            tried += [x for x in pool.map(compiled, others) if x is not None]
         except CompilerAbsentError as error:
             return 0, dataclasses.replace(first, confirmed=Confirmation("", note=str(error)))
-        tried.append((number, candidate, row))
+    left = len(said) + len(others) - len(tried)
     note = f"{left} candidates were not compiled: {seconds:g} s had passed" if left else ""
     return _chosen(tried, first, Confirmation(compiler, note=note))
 
 
 Tried = tuple[int, Plan, CompiledRow]
 """Number of the plan, how it was compiled, what came of it."""
-
-
-def _candidates(
-    plans: Sequence[Plan], cluster: Cluster, tried: Sequence[Tried]
-) -> Iterator[tuple[int, Plan]]:
-    """The first plan in every way of saying it, its own first; then the others in the best way."""
-    first = plans[0]
-    for how in dict.fromkeys((first.lowering, *lowerings(cluster))):
-        yield 0, dataclasses.replace(first, lowering=how)
-    best = min(tried, key=lambda x: (bool(x[2].verdict), x[2].step_s))[1].lowering
-    for number, plan in enumerate(plans[1:], 1):
-        yield number, dataclasses.replace(plan, lowering=best)
 
 
 def _chosen(tried: Sequence[Tried], first: Plan, said: Confirmation) -> tuple[int, Plan]:

@@ -88,7 +88,7 @@ class Options(TypedDict, total=False):
     confirm: ``"tpu"`` or ``"gpu"``: the best few plans are compiled ahead of time for the cluster,
         and the best as compiled is taken.
     candidates: how many plans, of different meshes, are compiled then; 3 by default.
-    confirm_limit_s: seconds after which no other is; 150 by default.
+    confirm_limit_s: seconds after which no other is; 90 by default.
     compiler_options: for XLA, as for ``jax.jit`` (or ``"NAME=VALUE"`` texts); the plan keeps them.
     dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
         written also when no plan fits.
@@ -158,7 +158,7 @@ class Options(TypedDict, total=False):
     confirm_limit_s: Annotated[
         float | None,
         Flag(
-            "after which --confirm begins no other compilation (default: 150)",
+            "after which --confirm begins no other compilation (default: 90)",
             metavar="SECONDS",
             type=positive_seconds,
         ),
@@ -249,7 +249,7 @@ class Request:
     """The compiler that is asked which plan is best; empty for none."""
     candidates: int = 1
     """Plans that are made for it to choose from."""
-    confirm_limit_s: float = 150.0
+    confirm_limit_s: float = 90.0
     """Seconds after which it is asked no more."""
     compiler_options: tuple[tuple[str, str], ...] = ()
     """For XLA."""
@@ -357,7 +357,7 @@ def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
     return {
         "confirm": confirm,
         "candidates": 3 if count is None else count,
-        "confirm_limit_s": asked.get("confirm_limit_s") or 150.0,
+        "confirm_limit_s": asked.get("confirm_limit_s") or 90.0,
     }
 
 
