@@ -15,8 +15,8 @@ from executor.processes.agreement.alike import compare_arguments, compare_progra
 from executor.processes.progress import begin_step, refuse_step
 from executor.run.decisions import applied
 from executor.run.interpret import Kept, returned
+from executor.run.lowered import LoweredStep, lower_plan
 from executor.run.mesh import build_mesh, lacks_memory, mesh_axes, named_sharding
-from executor.run.said import SaidStep, said
 from planner import compat
 from planner.arguments.calls import Bound, Calls, Indices, Names
 from planner.arguments.metadata import with_logical_axis_rules
@@ -68,7 +68,7 @@ class CompiledStep:
             if abstract_mesh
             else build_mesh(plan.mesh, devices, axes)
         )
-        says = said(plan, traced, self.mesh, axes)
+        lowered = lower_plan(plan, traced, self.mesh, axes)
         away = self._away(plan)
         on_mesh = functools.partial(named_sharding, self.mesh, axes=axes)
         ins = [on_mesh(leaf.spec, away.get(leaf.memory)) for leaf in plan.inputs]
@@ -102,7 +102,7 @@ class CompiledStep:
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
             given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
-            walk = SaidStep(kinds, says, decided).known_as(given, ins)
+            walk = LoweredStep(kinds, lowered, decided).known_as(given, ins)
             flat = walk.run(traced.jaxpr, given)
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
             return (result, [leaves[k] for k in back]) if back else result

@@ -1,8 +1,8 @@
-"""Ask the compiler: candidates are compiled ahead of time, the best as compiled is the plan.
+"""Compile candidate plans ahead of time and choose the best as compiled.
 
-What a compiler makes of a sharding is not in any cost model to the last percent: it turns layouts,
-keeps values twice and replaces one collective by another. So the best few plans are compiled, the
-first one in every way of saying it, the others in the way that was best for the first.
+Compilers change layouts, keep values in two dtypes and replace collectives, so a cost model can't
+rank close candidates. The search's plan is compiled under every lowering, then the best plans of
+other meshes under the lowering that was best for the first.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from planner.plan.compiled.lowering import lowerings
 from planner.plan.plan import Plan
 
 ENOUGH = 0.01
-"""Relative gain from which on another candidate than the planner's first is taken."""
+"""Relative gain in step time that justifies another candidate than the first."""
 MOST_AT_ONCE = 4
-"""Compilations at the same time, at most; each takes a core and one or two GB."""
+"""Maximum of concurrent compilations; each uses one core and 1 to 2 GB."""
 CACHE = "MESHWRIGHT_CACHE"
-"""The variable that names the folder of what compilers said; empty for none."""
+"""Environment variable: cache directory for compilation results; empty disables the cache."""
 
 _PACKAGES = {"torus": "libtpu", "hierarchy": "jax-cuda12-pjrt"}
 
@@ -55,18 +55,18 @@ def confirm(
     donate_argnums: int | Sequence[int] | None = None,
     seconds: float,
 ) -> tuple[int, Plan]:
-    """The best of ``plans`` as compiled for ``cluster``.
+    """Compile ``plans`` for ``cluster`` and choose the fastest that fits.
 
     Args:
-        plans: for the same step, the planner's own choice first.
+        plans: plans for the same step, the search's choice first.
         traced: the step.
-        cluster: whose compiler is asked.
+        cluster: the target; its compiler is used.
         donate_argnums: as for ``jax.jit``; None donates the arguments that come back as results.
-        seconds: after which no other compilation is begun.
+        seconds: no compilation starts after this time.
 
     Returns:
-        The number of a plan, and the plan with ``confirmed`` and ``lowering`` set. The first one as
-        it is, with a note, where the compiler is absent or refuses all of them.
+        Index into ``plans``, and that plan with ``confirmed`` and ``lowering`` set. If the compiler
+        is missing or rejects all candidates, the first plan, with a note.
     """
     begun, first = time.perf_counter(), plans[0]
     package = _PACKAGES.get(cluster.kind, "")
@@ -102,11 +102,11 @@ def confirm(
 
 
 Tried = tuple[int, Plan, CompiledRow]
-"""Number of the plan, how it was compiled, what came of it."""
+"""Index of the plan, the plan with its lowering, the result."""
 
 
 def _chosen(tried: Sequence[Tried], first: Plan, said: Confirmation) -> tuple[int, Plan]:
-    """The plan that is best as compiled; one that is first by less than ``ENOUGH`` is not taken."""
+    """The fastest plan that fits; earlier candidates win within ``ENOUGH``."""
     fitting = [x for x in tried if not x[2].verdict]
     if not fitting:
         rows = tuple(row for _, _, row in tried)
@@ -126,7 +126,7 @@ def _chosen(tried: Sequence[Tried], first: Plan, said: Confirmation) -> tuple[in
 def _row(
     plan: Plan, traced: Traced, cluster: Cluster, donated: int | Sequence[int], compiler: str
 ) -> CompiledRow:
-    """Compile one candidate, or read what was said of it before."""
+    """Compile one candidate, or read its result from the cache."""
     plain = dataclasses.replace(plan, confirmed=None)
     kept = _kept(plain, cluster, f"{compiler}, jax {jax.__version__}, {donated}")
     known = _read(kept)
@@ -141,7 +141,7 @@ def _row(
         raise
     except RequestError as error:
         short = "out of memory" if "RESOURCE_EXHAUSTED" in str(error) else str(error)
-        return dataclasses.replace(blank, verdict=f"the compiler refuses it: {short[:200]}")
+        return dataclasses.replace(blank, verdict=f"rejected by the compiler: {short[:200]}")
     compute, wire = seconds_of(compiled, plan, cluster)
     fits = compiled.peak_bytes <= plan.prediction.limit_bytes
     row = dataclasses.replace(
@@ -158,12 +158,12 @@ def _row(
 
 
 def seconds_of(compiled: Compiled, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of compute, and of collectives past what is scheduled beside them.
+    """Seconds of compute and exposed seconds of collectives.
 
-    TPU: the compiler's cycles, and for gathers and scatters, of which it estimates none, the time
-    that memory takes. Collectives take between what all links of a chip need for all bytes and what
-    each needs on its own links, one after the other; the mean counts. GPU: no compiler says a
-    time, so compute is what the plan predicts.
+    TPU: the compiler's cycle estimates, plus HBM time for gathers and scatters (no estimates). For
+    collectives, the mean of a lower bound (all bytes over all links of a chip) and an upper bound
+    (each collective over the links of its dimensions, one after the other, minus the compute that
+    is scheduled beside it). GPU: compilers give no times; compute is the plan's prediction.
     """
     if cluster.device.kind in TPU_CLOCK_HZ:
         moved = compiled.module.unpriced_bytes / cluster.device.memory_bytes_per_s
@@ -180,7 +180,7 @@ def seconds_of(compiled: Compiled, plan: Plan, cluster: Cluster) -> tuple[float,
     return plan.prediction.compute_s, wire
 
 
-# ---- what was said before --------------------------------------------------------------------
+# ---- cache -----------------------------------------------------------------------------------
 
 
 def _kept(plan: Plan, cluster: Cluster, compiler: str) -> Path | None:
@@ -194,7 +194,7 @@ def _kept(plan: Plan, cluster: Cluster, compiler: str) -> Path | None:
 
 
 def _read(path: Path | None) -> CompiledRow | None:
-    """What a file says; None where there is none, or it can't be read."""
+    """A cached result; None if the file is missing or unreadable."""
     if path is None:
         return None
     try:
@@ -204,7 +204,7 @@ def _read(path: Path | None) -> CompiledRow | None:
 
 
 def _write(path: Path | None, row: CompiledRow) -> None:
-    """Write it whole or not at all; a folder that can't be written is no error."""
+    """Write atomically; an unwritable directory is ignored."""
     if path is None:
         return
     try:

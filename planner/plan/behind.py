@@ -1,9 +1,8 @@
-"""Constraints of products stand behind the transposes that alone read them.
+"""Moves constraints on products behind the transposes that read them (TPU).
 
-The gradient of a kernel is such a product. Compilers join it and the transpose into one product
-that is written in the layout of the parameter. A constraint between them keeps them apart: XLA:TPU
-then keeps the parameter and its moments in the turned layout and copies all of them. Behind the
-transpose it says the same of the same numbers. Decision 020.
+The gradient of a kernel is a product that only a transpose reads. XLA:TPU fuses the two and writes
+the product in the parameter's layout. A constraint between them prevents that: parameters and
+moments get the transposed layout and are copied in every step. Decision 020.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Entry = tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None
 def behind_transposes(
     graph: Graph, entries: Sequence[Entry], constraints: Iterable[Constraint]
 ) -> tuple[Constraint, ...]:
-    """The constraints, sorted by place, those of products behind their transposes.
+    """The constraints with those on such products moved to the transpose, sorted by place.
 
     Args:
         graph: the step.
@@ -52,7 +51,7 @@ def behind_transposes(
 
 
 def read_by_transposes(graph: Graph) -> dict[int, int]:
-    """Products that nothing but one transpose reads, with that transpose."""
+    """Products with a transpose as their only reader: product -> transpose."""
     readers: dict[int, list[int]] = {}
     for op in graph.ops:
         for v in op.inputs:
@@ -68,7 +67,7 @@ def read_by_transposes(graph: Graph) -> dict[int, int]:
 
 
 def _permutation(entry: Entry) -> tuple[int, ...] | None:
-    """Per dimension of a transpose's result, that of its operand; None where layouts don't tell."""
+    """Per dimension of a transpose's result, that of its operand; None if layouts are ambiguous."""
     if entry is None:
         return None
     (before,), (after,) = entry[1], entry[2]

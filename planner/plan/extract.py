@@ -290,7 +290,7 @@ class Extraction:
                 and graph.values[op.inputs[1]].splits
             ):
                 add(op.index, "in", 0, self.value_sharding(op.inputs[1]))
-        if self.priced.model.cluster.kind != "torus":  # else GPUs sum what they could scatter
+        if self.priced.model.cluster.kind != "torus":  # XLA:GPU would not form reduce-scatters
             return tuple(out[place] for place in sorted(out))
         return behind_transposes(graph, groups.op_layouts, out.values())
 

@@ -103,21 +103,21 @@ def _summary(plan: Plan) -> RenderableType:
 
 
 def _confirmed_text(plan: Plan) -> str:
-    """What the compiler said of the plan, in one line."""
+    """Compiled step time and peak memory, or why the plan is not confirmed."""
     said = plan.confirmed
     row = said.chosen if said is not None else None
     if said is None or row is None:
         return f"not confirmed: {(said.note if said else '').removeprefix('not confirmed: ')}"
     return (
-        f"{time_text(row.step_s)} and {bytes_text(row.peak_bytes)} at the peak by {said.compiler}, "
-        f"the best of {len(said.rows)} candidates"
+        f"{time_text(row.step_s)}, peak {bytes_text(row.peak_bytes)} ({said.compiler}); best of "
+        f"{len(said.rows)} candidates"
     )
 
 
 def _candidates(plan: Plan) -> RenderableType:
-    """What was compiled."""
+    """All compiled candidates."""
     said = plan.confirmed
-    table = new_table("mesh", "said", ">predicted", ">compiled", ">sent", ">peak", "verdict")
+    table = new_table("mesh", "lowering", ">predicted", ">compiled", ">sent", ">peak", "verdict")
     for row in said.rows if said is not None else ():
         table.add_row(
             row.mesh,

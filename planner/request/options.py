@@ -85,10 +85,10 @@ class Options(TypedDict, total=False):
     offload: regular expressions over argument paths; arrays of the state that match live in
         host memory between their uses. ``"auto"``: the search decides which, by what fits.
     time_limit_s: for the search, per mesh; 60 by default.
-    confirm: ``"tpu"`` or ``"gpu"``: the best few plans are compiled ahead of time for the cluster,
-        and the best as compiled is taken.
-    candidates: how many plans, of different meshes, are compiled then; 3 by default.
-    confirm_limit_s: seconds after which no other is; 90 by default.
+    confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
+        choose the fastest that fits.
+    candidates: plans of different meshes to compile; 3 by default.
+    confirm_limit_s: no compilation starts after these seconds; 90 by default.
     compiler_options: for XLA, as for ``jax.jit`` (or ``"NAME=VALUE"`` texts); the plan keeps them.
     dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
         written also when no plan fits.
@@ -146,26 +146,29 @@ class Options(TypedDict, total=False):
     confirm: Annotated[
         str | None,
         Flag(
-            "compile the best few plans ahead of time, and take the best as compiled: "
+            "compile the best few plans ahead of time and choose the fastest that fits: "
             + " or ".join(COMPILERS),
             metavar="COMPILER",
             type=str.lower,
         ),
     ]
     candidates: Annotated[
-        int | None, Flag("plans that --confirm compiles (default: 3)", metavar="N", type=int)
+        int | None,
+        Flag(
+            "plans of different meshes that --confirm compiles (default: 3)", metavar="N", type=int
+        ),
     ]
     confirm_limit_s: Annotated[
         float | None,
         Flag(
-            "after which --confirm begins no other compilation (default: 90)",
+            "--confirm starts no compilation after this time (default: 90)",
             metavar="SECONDS",
             type=positive_seconds,
         ),
     ]
     compiler_options: Annotated[
         Mapping[str, str | bool | int | float] | Sequence[str] | None,
-        Flag("for XLA, as for jax.jit; may be repeated", metavar="NAME=VALUE", repeated=True),
+        Flag("XLA option, as for jax.jit; may be repeated", metavar="NAME=VALUE", repeated=True),
     ]
     dump_problem: str | Path | None
 
@@ -246,13 +249,13 @@ class Request:
     dump_problem: str | Path | None = None
     """A file for the problem of the chosen mesh."""
     confirm: str = ""
-    """The compiler that is asked which plan is best; empty for none."""
+    """The compiler that confirms the plan; empty for none."""
     candidates: int = 1
-    """Plans that are made for it to choose from."""
+    """Plans of different meshes to compile."""
     confirm_limit_s: float = 90.0
-    """Seconds after which it is asked no more."""
+    """No compilation starts after these seconds."""
     compiler_options: tuple[tuple[str, str], ...] = ()
-    """For XLA."""
+    """XLA options."""
     advice: bool = True
     """Whether to try what would help when no plan fits."""
 
@@ -337,7 +340,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
 
 
 def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
-    """What is asked of the compiler before a plan is chosen; raises RequestError."""
+    """Options of ``confirm``; raises RequestError."""
     confirm, count = asked.get("confirm"), asked.get("candidates")
     if confirm is None:
         for name in ("candidates", "confirm_limit_s"):

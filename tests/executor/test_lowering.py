@@ -1,4 +1,4 @@
-"""However shardings are said, the step computes the same; and it is said as the plan says."""
+"""Every lowering gives the same numbers and emits the collectives it promises."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from costmodels import parse_cluster
 from executor.run.compile import CompiledStep
+from executor.run.lowered import stages
 from executor.run.mesh import physical_axes
-from executor.run.said import stages
 from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.compiled.lowering import (
@@ -81,7 +81,7 @@ FSDP = {"mode": "DATA_PARALLEL", "zero": 3}
 @pytest.mark.parametrize(
     "mesh, mode", [("data=8", FSDP), ("data=4,model=2", {}), ("model=8", {})], ids=str
 )
-def test_the_numbers_do_not_depend_on_how_it_is_said(how: Lowering, mesh: str, mode: Any) -> None:
+def test_numbers_do_not_depend_on_the_lowering(how: Lowering, mesh: str, mode: Any) -> None:
     plan = dataclasses.replace(planned(mesh, mode), lowering=how)
     args = arguments()
     want = jax.jit(step)(*args)
@@ -91,7 +91,7 @@ def test_the_numbers_do_not_depend_on_how_it_is_said(how: Lowering, mesh: str, m
 
 
 @pytest.mark.devices
-def test_what_is_said() -> None:
+def test_emitted_collectives() -> None:
     plan = planned("data=8", FSDP)
     assert plan.lowering == BY_DIMENSION
     texts = {how: text_of(dataclasses.replace(plan, lowering=how)) for how in HOWS}

@@ -1,1 +1,1 @@
-"""How a plan is said to a compiler, and what that made of it."""
+"""Lowering options of a plan, and results of compiling it."""

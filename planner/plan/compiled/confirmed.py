@@ -1,4 +1,4 @@
-"""What a compiler said of a plan and of others like it."""
+"""Results of compiling candidate plans before one is chosen."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledRow:
-    """A candidate as the compiler left it; bytes and seconds are of one device and step.
+    """One compiled candidate; bytes and seconds per device and step.
 
     Attributes:
-        mesh: its mesh; ``lowering``: how its shardings were said.
+        mesh: its mesh; ``lowering``: its lowering as text.
         step_s: compute and exposed wire; ``predicted_s`` is what the plan predicts.
         compute_s: the compiler's estimate of everything but collectives (TPU), or the plan's.
         wire_s: of collectives, past what is scheduled beside them.
         sent_bytes: what a device sends.
         peak_bytes: arguments, results and temporaries at the worst moment.
-        verdict: ``"chosen"``, ``"slower"``, ``"does not fit"``, or why the compiler refused it.
+        verdict: ``"chosen"``, ``"slower"``, ``"does not fit"``, or the compiler's error.
     """
 
     mesh: str
@@ -38,12 +38,12 @@ class CompiledRow:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What was compiled before the plan was chosen.
+    """All compiled candidates of a plan.
 
     Attributes:
-        compiler: its package and version; empty where none was asked.
-        rows: the candidates, in the order in which they were compiled.
-        note: why the plan is not confirmed, or what was left out; empty for nothing.
+        compiler: its package and version; empty if it is not installed.
+        rows: candidates in the order of compilation.
+        note: why the plan is not confirmed, or which candidates were skipped.
     """
 
     compiler: str
@@ -52,7 +52,7 @@ class Confirmation:
 
     @property
     def chosen(self) -> CompiledRow | None:
-        """The row of the plan; None where it is not confirmed."""
+        """The row of the chosen plan; None if the plan is not confirmed."""
         return next((row for row in self.rows if row.verdict == "chosen"), None)
 
 
@@ -60,5 +60,5 @@ Confirm = Callable[..., tuple[int, "Plan"]]
 
 
 def confirmer() -> Confirm:
-    """``executor.verify.confirm.confirm``: the planner itself compiles nothing."""
+    """Load ``executor.verify.confirm.confirm``; the planner does not import the executor."""
     return importlib.import_module("executor.verify.confirm").confirm  # type: ignore[no-any-return]

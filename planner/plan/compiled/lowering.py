@@ -1,8 +1,8 @@
-"""How a plan's shardings are said to the compiler.
+"""How the executor lowers a plan's shardings.
 
-A plan says which values have which shardings. A compiler's choice of collectives and layouts also
-depends on where and in how many steps it is told so, and the same way is not the best everywhere:
-decision 020 has the figures. So it is part of the plan.
+The same shardings compile to different collectives and layouts, depending on where constraints
+stand and how many mesh axes each one changes. No choice wins everywhere (decision 020), so the
+choice is part of the plan.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from costmodels import Cluster
 
 @dataclass(frozen=True)
 class Lowering:
-    """What is said how; the step computes the same.
+    """Options of lowering; they do not change the result of a step.
 
     Attributes:
-        physical: an axis of the plan's mesh that spans several dimensions of a torus, or several
-            nodes, is one axis of the jax mesh for each.
-        staged: a change of sharding is said one axis of the jax mesh at a time.
-        scattered: partial sums of products that become shards are reduce-scatters that the executor
-            emits itself, one axis at a time; otherwise the compiler is left to find them.
+        physical: a mesh axis that spans several torus dimensions (or nodes) becomes one jax mesh
+            axis per dimension.
+        staged: each constraint changes the sharding along one jax mesh axis.
+        scattered: products whose partial sums become shards are followed by explicit
+            reduce-scatters, one per jax mesh axis, instead of constraints.
     """
 
     physical: bool = False
@@ -40,18 +40,16 @@ PLAIN = Lowering()
 STEP_BY_STEP = Lowering(staged=True, scattered=True)
 SCATTERED = Lowering(physical=True, scattered=True)
 BY_DIMENSION = Lowering(physical=True, staged=True, scattered=True)
-"""Every collective along one dimension of the torus."""
+"""Every collective runs along one torus dimension."""
 
 
 def default_lowering(cluster: Cluster) -> Lowering:
-    """What is best where nothing was compiled to find out (decision 020 has the figures).
+    """The lowering of a plan that is not confirmed by a compiler (figures: decision 020).
 
-    XLA:TPU has few collectives over several dimensions of a torus: of two it sums whole arrays in
-    place of a reduce-scatter, of three it also sums padded ones in place of an all-gather
-    (`costmodels._torus.reduces_instead`), which doubles what is
-    sent. So there, what it lacks is said along one dimension at a time.
-
-    XLA:GPU gathers a whole value where one constraint moves two axes; in two it is two all-to-alls.
+    XLA:TPU replaces collectives over several torus dimensions: a reduce-scatter over two becomes an
+    all-reduce and a slice; over three, an all-gather becomes an all-reduce of padded shards as well
+    (`costmodels._torus.reduces_instead`). XLA:GPU all-gathers the whole value where one constraint
+    moves two mesh axes; two constraints become two all-to-alls.
 
     >>> from costmodels import parse_cluster
     >>> [str(default_lowering(parse_cluster(c))) for c in ("h100:8x2", "v5e:4x4")]
@@ -64,7 +62,7 @@ def default_lowering(cluster: Cluster) -> Lowering:
 
 
 def lowerings(cluster: Cluster) -> tuple[Lowering, ...]:
-    """Those worth compiling for a cluster, to see which is best."""
+    """Lowerings that ``confirm`` compiles."""
     if cluster.kind == "torus":
         return (BY_DIMENSION, SCATTERED, PLAIN)
     return (STEP_BY_STEP, PLAIN)

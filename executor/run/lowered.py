@@ -1,6 +1,6 @@
-"""How a plan's shardings are said to the compiler: (plan, traced step, mesh) -> what is said where.
+"""(plan, traced step, mesh) -> the sharding constraints and collectives that the executor emits.
 
-``planner.plan.compiled.lowering.Lowering`` has the choices. What is computed is the same.
+`planner.plan.compiled.lowering.Lowering` lists the options. They do not change the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Scatter:
-    """A product whose partial sums become shards, with the transpose that alone reads it.
+    """A product with explicit reduce-scatters, and the transpose that reads it.
 
     Attributes:
         transpose: that operation, -1 for none; ``order`` is its permutation.
@@ -47,14 +47,14 @@ class Scatter:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What is said where.
+class LoweredPlan:
+    """The constraints and collectives of a plan on a jax mesh.
 
     Attributes:
         mesh: the jax mesh.
-        shardings: where a value is held to which sharding.
-        staged: whether a change is said one axis at a time.
-        scatters: by operation, the products whose sums the executor scatters.
+        shardings: sharding constraints by place.
+        staged: whether resharding is split into one constraint per mesh axis.
+        scatters: products followed by explicit reduce-scatters, by operation.
     """
 
     mesh: Mesh | AbstractMesh
@@ -64,18 +64,24 @@ class Said:
 
     @property
     def transposes(self) -> frozenset[int]:
-        """The operations that are computed with the product before them."""
+        """Transposes that are evaluated together with a product."""
         return frozenset(s.transpose for s in self.scatters.values())
 
 
-def said(
+def lower_plan(
     plan: Plan,
     traced: Traced,
     mesh: Mesh | AbstractMesh,
     axes: Mapping[str, tuple[tuple[str, int], ...]],
-) -> Said:
-    """What is said of ``plan`` on ``mesh``; ``axes`` (``executor.run.mesh.torus_axes``) says which
-    of its axes those of the plan are."""
+) -> LoweredPlan:
+    """Lower ``plan`` under ``plan.lowering``.
+
+    Args:
+        plan: the plan.
+        traced: the step.
+        mesh: the jax mesh.
+        axes: per axis of the plan's mesh, its jax mesh axes (``executor.run.mesh.mesh_axes``).
+    """
     how = plan.lowering
     known = {(c.op, c.slot, c.position): c for c in plan.constraints}
     speller = _Speller({name: tuple(x for x, _ in parts) for name, parts in axes.items()})
@@ -86,7 +92,7 @@ def said(
         for place, c in known.items()
         if not (place[0] in done and place[1] in RESULTS)
     }
-    return Said(mesh, shardings, how.staged, scatters)
+    return LoweredPlan(mesh, shardings, how.staged, scatters)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def spec_of(sharding: NamedSharding, rank: int) -> Spec:
 def _scatters(
     traced: Traced, known: Mapping[Place, Constraint], speller: _Speller
 ) -> dict[int, Scatter]:
-    """Products whose partial sums the plan splits where they are made."""
+    """Products whose partial sums the plan reduce-scatters."""
     found = {}
     transposes = read_by_transposes(traced.graph)
     for op in traced.graph.ops:
@@ -170,9 +176,11 @@ def _product(numbers: Any, a: Spec, b: Spec) -> tuple[Spec | None, frozenset[str
 
 
 def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
-    """The product of ``ins``, transposed as ``how`` says, with its partial sums scattered along one
-    axis after the other, the major one first. All axes are manual: of those left to the compiler,
-    it would forget the shardings at the border."""
+    """Multiply on shards, transpose by ``how.order`` and reduce-scatter along one axis at a time,
+    major axis first.
+
+    All mesh axes are manual. With automatic axes the compiler forgets the operands' shardings along
+    them at the border of the ``shard_map`` and gathers them."""
 
     def local(a: Any, b: Any) -> Any:
         (x,) = compat.evaluate_equation(eqn, [a, b])
@@ -189,9 +197,10 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
 
 
 def stages(before: NamedSharding, after: NamedSharding, shape: Sequence[int]) -> list[Any]:
-    """The shardings on the way from one to another, the last one ``after``: splits first, which are
-    free, then axes that change their dimension, then gathers; one axis at a time, of a dimension
-    the last. What can't be reached so is said at once.
+    """Intermediate shardings of a resharding, ending with ``after``; each step moves one mesh axis.
+
+    Slices come first (they are free), then all-to-alls, then all-gathers. Where no such step exists
+    (for example, shards must be permuted), the last step does the rest at once.
 
     Source: the order of Shardy's pass sdy-reshard-to-collectives.
     """
@@ -229,24 +238,26 @@ def _with(spec: Spec, entries: Mapping[int, tuple[str, ...]]) -> Spec:
     return tuple(entries.get(d, e) for d, e in enumerate(spec))
 
 
-class SaidStep(ConstrainedStep):
-    """Evaluates a step with what is said of a plan; a new one for every evaluation."""
+class LoweredStep(ConstrainedStep):
+    """Evaluates a step under a `LoweredPlan`; create a new instance for each evaluation."""
 
-    def __init__(self, kinds: Sequence[str], says: Said, decided: Decided | None = None) -> None:
-        super().__init__(kinds, says.shardings, decided)
-        self.says = says
-        self.computed = says.transposes
+    def __init__(
+        self, kinds: Sequence[str], lowered: LoweredPlan, decided: Decided | None = None
+    ) -> None:
+        super().__init__(kinds, lowered.shardings, decided)
+        self.lowered = lowered
+        self.computed = lowered.transposes
 
-    def known_as(self, args: Sequence[Any], shardings: Sequence[Any]) -> SaidStep:
-        """This, knowing how the arguments are sharded."""
+    def known_as(self, args: Sequence[Any], shardings: Sequence[Any]) -> LoweredStep:
+        """Record the shardings of the arguments; returns self."""
         for x, s in zip(args, shardings, strict=True):
             if not isinstance(x, Kept):
                 self.held[id(x)] = (x, s)
         return self
 
     def constrained(self, value: Any, sharding: NamedSharding) -> Any:
-        """``value`` under ``sharding``, said in stages if the plan says so."""
-        before = self.held.get(id(value)) if self.says.staged else None
+        """``value`` under ``sharding``, in stages if the plan is staged."""
+        before = self.held.get(id(value)) if self.lowered.staged else None
         known = self.known.get((id(value), sharding))
         if before is None or known is not None:
             return super().constrained(value, sharding)
@@ -257,16 +268,16 @@ class SaidStep(ConstrainedStep):
         return made
 
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate an operation; a product whose sums are scattered with its transpose."""
+        """Evaluate an operation; a scattered product is evaluated together with its transpose."""
         op, name = self.next, eqn.primitive.name
         if op in self.computed:  # with the product before it
             self.step(name)
             return ins
-        how = self.says.scatters.get(op)
+        how = self.lowered.scatters.get(op)
         if how is None:
             return super().operation(eqn, ins)
         self.step(name)
         ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
-        made = scattered(eqn, ins, how, self.says.mesh)
-        out = NamedSharding(self.says.mesh, partition_spec(how.out))
+        made = scattered(eqn, ins, how, self.lowered.mesh)
+        out = NamedSharding(self.lowered.mesh, partition_spec(how.out))
         return [super().constrained(made, out)]
