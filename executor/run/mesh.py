@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,13 +70,13 @@ def physical_axes(mesh: MeshSpec, shape: Sequence[int]) -> Axes:
 def build_mesh(
     mesh: MeshSpec, devices: Sequence[jax.Device] | None = None, axes: Axes | None = None
 ) -> jax.sharding.Mesh:
-    """A jax mesh with Auto axes over the first ``mesh.num_devices`` devices, row-major; ``axes``:
-    what each axis stands for (itself).
+    """A jax mesh with Auto axes over the first ``mesh.num_devices`` devices, row-major (TPUs by
+    their coordinates); ``axes``: what each axis stands for (itself).
 
     Raises:
         RequestError: fewer devices are present than the mesh needs.
     """
-    present = list(jax.devices() if devices is None else devices)
+    present = in_order(jax.devices() if devices is None else devices)
     if len(present) < mesh.num_devices:
         hint = (
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices} before jax "
@@ -90,6 +91,34 @@ def build_mesh(
     parts = [x for name in mesh.names for x in (axes or _themselves(mesh))[name]]
     grid = np.asarray(present[: mesh.num_devices]).reshape([size for _, size in parts])
     return jax.sharding.Mesh(grid, tuple(name for name, _ in parts))
+
+
+def in_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Devices in the numbering of the cost model: TPUs row-major over slice, torus coordinates and
+    core; other devices as given."""
+    return sorted(devices, key=_place) if _is_torus(devices) else list(devices)
+
+
+def _is_torus(devices: Sequence[jax.Device]) -> bool:
+    return all(d.platform == "tpu" and hasattr(d, "coords") for d in devices)
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    """Slice, coordinates and core of a TPU."""
+    core = getattr(device, "core_on_chip", None) or 0
+    return (getattr(device, "slice_index", None) or 0, *device.coords, core)
+
+
+def _torus_text(devices: Sequence[jax.Device]) -> str | None:
+    """The shape of TPUs, as ``4x4`` or ``4x4+2``; None if they do not fill whole slices."""
+    places = np.asarray([_place(d) for d in devices])
+    slices, sizes = len(set(places[:, 0].tolist())), np.ptp(places[:, 1:], axis=0) + 1
+    if slices * math.prod(sizes.tolist()) != len(devices):
+        return None
+    shape = sizes.tolist()
+    while len(shape) > 1 and shape[-1] == 1:
+        shape.pop()
+    return "x".join(map(str, shape)) + (f"+{slices}" if slices > 1 else "")
 
 
 def make_cpu_devices(count: int) -> None:
@@ -124,7 +153,8 @@ def lacks_memory(devices: Sequence[jax.Device], kind: str) -> bool:
 
 
 def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:
-    """The cluster text of the devices present, such as ``"cpu:8"`` or ``"h100:8x2"``.
+    """The cluster text of the devices present, such as ``"cpu:8"``, ``"h100:8x2"`` or ``"v5e:4x4"``
+    (by the coordinates of TPUs).
 
     Raises:
         RequestError: a device kind that the catalog lacks; pass ``cluster=`` then.
@@ -134,6 +164,9 @@ def detect_cluster(devices: Sequence[jax.Device] | None = None) -> str:
     if first.platform == "cpu":
         return f"cpu:{count}"
     kind = find_kind(first.device_kind)
+    torus = _torus_text(present) if kind is not None and _is_torus(present) else None
+    if torus is not None:
+        return f"{kind}:{torus}"
     if kind is not None:
         hosts = len({d.process_index for d in present})
         return f"{kind}:{count // hosts}x{hosts}" if hosts > 1 else f"{kind}:{count}"

@@ -25,6 +25,7 @@ from jax.experimental import topologies
 
 from costmodels import Cluster
 from executor.run.compile import CompiledStep
+from executor.run.mesh import in_order
 from executor.verify.gpu_targets import GPU_TARGETS, target_config
 from executor.verify.hlo.collectives import Module, read_module
 from planner import compat
@@ -211,12 +212,7 @@ def _tpu_devices(cluster: Cluster) -> list[Any]:
         chips_per_host_bounds=host,
         **({"num_slices": cluster.slices} if cluster.slices > 1 else {}),
     )
-    return sorted(devices, key=_place)
-
-
-def _place(device: Any) -> tuple[int, ...]:
-    """Slice, coordinates and core of a TPU."""
-    return (getattr(device, "slice_index", None) or 0, *device.coords, device.core_on_chip)
+    return in_order(devices)
 
 
 def _gpu_devices(cluster: Cluster) -> list[Any]:
