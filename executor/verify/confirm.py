@@ -44,6 +44,7 @@ MOST_AT_ONCE = 4
 CACHE = "MESHWRIGHT_CACHE"
 """Environment variable: cache directory for compilation results; empty disables the cache."""
 
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what else decides a compilation
 _PACKAGES = {"torus": "libtpu", "hierarchy": "jax-cuda12-pjrt"}
 
 
@@ -128,7 +129,8 @@ def _row(
 ) -> CompiledRow:
     """Compile one candidate, or read its result from the cache."""
     plain = dataclasses.replace(plan, confirmed=None)
-    kept = _kept(plain, cluster, f"{compiler}, jax {jax.__version__}, {donated}")
+    flags = [os.environ.get(name, "") for name in _FLAGS]
+    kept = _kept(plain, cluster, f"{compiler}, jax {jax.__version__}, {donated}, {flags}")
     known = _read(kept)
     if known is not None:
         return known
