@@ -107,12 +107,18 @@ class CompiledStep:
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
             return (result, [leaves[k] for k in back]) if back else result
 
+        results = (out_shardings, [ins[k] for k in back]) if back else out_shardings
         self.jitted = jax.jit(
             step,
             in_shardings=self.in_shardings,
-            out_shardings=(out_shardings, [ins[k] for k in back]) if back else out_shardings,
+            out_shardings=results,
             donate_argnums=donate_argnums,
             compiler_options=dict(plan.compiler_options) or None,
+        )
+        self._inner = (
+            self.jitted
+            if not plan.compiler_options
+            else jax.jit(step, in_shardings=self.in_shardings, out_shardings=results)
         )
         self._program: Any = None
         self._foreign = self._compared = False
@@ -204,7 +210,7 @@ class CompiledStep:
             if not self.fits(args):
                 raise ShapesChangedError
             if is_inside(args):
-                return self.jitted(*args), args
+                return self._inside(args), args
             if self._spans and not self._compared:
                 self._compare(args)
             args = self.place(*args)
@@ -216,11 +222,17 @@ class CompiledStep:
             except (TypeError, ValueError) as error:
                 self._check(args, error)
         if is_inside(args):
-            return self.jitted(*args), args
+            return self._inside(args), args
         if self._foreign and not self.fits(args):
             raise ShapesChangedError
         args = self.place(*args)
         return self._dispatch(program, args), args
+
+    def _inside(self, args: Sequence[Any]) -> Any:
+        """Run inside a transformation; compiler options hold for a whole program only."""
+        if self._inner is not self.jitted:
+            log.warning("compiler_options of the plan are ignored inside jax.jit; pass them there")
+        return self._inner(*args)
 
     def _compiled(self, args: Sequence[Any]) -> Any:
         """The program; raises RequestError for a compiler option that the back end refuses."""

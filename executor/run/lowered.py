@@ -136,6 +136,8 @@ def _scatters(
         transpose, order = -1, tuple(range(rank))
         if not any((op.index, slot, 0) in known for slot in RESULTS):
             transpose = transposes.get(op.index, -1)
+            if transpose >= 0 and traced.bodies[transpose] != traced.bodies[op.index]:
+                continue
             turning = traced.eqns[transpose] if transpose >= 0 else None
             order = order if turning is None else tuple(turning.params["permutation"])
         at = op.index if transpose < 0 else transpose

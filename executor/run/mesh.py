@@ -25,12 +25,9 @@ sizes."""
 
 
 def mesh_axes(plan: Plan) -> Axes:
-    """What the axes of a plan's mesh stand for: themselves, or dimensions of the cluster."""
-    if not plan.lowering.physical:
-        return _themselves(plan.mesh)
-    cluster = parse_cluster(plan.cluster)
-    shape = cluster.shape if cluster.kind == "torus" else cluster.shape[::-1]
-    return physical_axes(plan.mesh, (cluster.slices, *shape))
+    """The jax mesh axes of a plan's mesh axes: themselves, or one per torus dimension."""
+    dimensions = plan.lowering.dimensions
+    return physical_axes(plan.mesh, dimensions) if dimensions else _themselves(plan.mesh)
 
 
 def _themselves(mesh: MeshSpec) -> Axes:

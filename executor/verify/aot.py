@@ -134,14 +134,16 @@ def link_seconds(module: Module, cluster: Cluster, *, exposed: bool = False) -> 
     """Wire bytes of a module over the links of a torus, without latency.
 
     A group uses one link, one way, per torus dimension in which its members differ, two where it
-    spans a dimension that wraps around (``cluster.wrap_multiple``); a permute uses one. For one
-    slice only. ``exposed``: less what is computed between the start and the end of each.
+    spans a dimension that wraps around (``cluster.wrap_multiple``); a permute uses one. A
+    group that spans slices uses the network. ``exposed``: without the compute between the start and
+    the end of each.
     """
     seconds = 0.0
     for collective in module.collectives:
         links = 1
         if collective.groups:
-            inside = np.asarray(collective.groups[0]) % math.prod(cluster.shape)
+            members = np.asarray(collective.groups[0])
+            inside = members % math.prod(cluster.shape)
             at = np.unravel_index(inside, cluster.shape)
             spans = [len(set(place.tolist())) for place in at]
             links = sum(
@@ -149,7 +151,10 @@ def link_seconds(module: Module, cluster: Cluster, *, exposed: bool = False) -> 
                 for span, size in zip(spans, cluster.shape, strict=True)
                 if span > 1
             )
-        once = collective.wire_bytes / (max(1, links) * cluster.link.bytes_per_s)
+        rate = max(1, links) * cluster.link.bytes_per_s
+        if collective.groups and len(set((members // math.prod(cluster.shape)).tolist())) > 1:
+            rate = (cluster.network or cluster.link).bytes_per_s
+        once = collective.wire_bytes / rate
         hidden = tpu_seconds(collective.beside_cycles, cluster) if exposed else 0.0
         seconds += collective.count * max(0.0, once - hidden)
     return seconds

@@ -77,26 +77,29 @@ def confirm(
         compiler = package
     donated = carried_argnums(first) if donate_argnums is None else donate_argnums
 
+    wide = bool(jax.config.read("jax_enable_x64"))
+
     def compiled(candidate: tuple[int, Plan]) -> Tried | None:
         number, plan = candidate
         late = time.perf_counter() - begun > seconds
         if late and (number or plan.lowering != first.lowering):
             return None
-        return number, plan, _row(plan, traced, cluster, donated, compiler)
+        with jax.enable_x64(wide):  # configuration of the calling thread
+            return number, plan, _row(plan, traced, cluster, donated, compiler)
 
     ways = dict.fromkeys((first.lowering, *lowerings(cluster)))
     said = [(0, dataclasses.replace(first, lowering=how)) for how in ways]
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
         try:
             tried = [x for x in pool.map(compiled, said) if x is not None]
-            best = min(tried, key=lambda x: (bool(x[2].verdict), x[2].step_s))[1].lowering
+            best = min(tried, key=_rank)[1].lowering
             others = [
                 (number, dataclasses.replace(plan, lowering=best))
                 for number, plan in enumerate(plans[1:], 1)
             ]
             tried += [x for x in pool.map(compiled, others) if x is not None]
         except CompilerAbsentError as error:
-            return 0, dataclasses.replace(first, confirmed=Confirmation("", note=str(error)))
+            return 0, dataclasses.replace(first, confirmed=Confirmation("", note=_line(error)))
     left = len(said) + len(others) - len(tried)
     note = f"{left} candidates were not compiled: {seconds:g} s had passed" if left else ""
     return _chosen(tried, first, Confirmation(compiler, note=note))
@@ -104,6 +107,17 @@ def confirm(
 
 Tried = tuple[int, Plan, CompiledRow]
 """Index of the plan, the plan with its lowering, the result."""
+
+
+def _rank(tried: Tried) -> tuple[bool, bool, float]:
+    """Order: fits, compiled, fast."""
+    row = tried[2]
+    return row.step_s == 0.0, bool(row.verdict), row.step_s
+
+
+def _line(error: Exception) -> str:
+    """An error as one line of printable text."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))
 
 
 def _chosen(tried: Sequence[Tried], first: Plan, said: Confirmation) -> tuple[int, Plan]:
@@ -141,8 +155,8 @@ def _row(
         compiled = compile_step(traced, plain, cluster, donate_argnums=donated)
     except CompilerAbsentError:
         raise
-    except RequestError as error:
-        short = "out of memory" if "RESOURCE_EXHAUSTED" in str(error) else str(error)
+    except (RequestError, RuntimeError, ValueError, TypeError) as error:
+        short = "out of memory" if "RESOURCE_EXHAUSTED" in str(error) else _line(error)
         return dataclasses.replace(blank, verdict=f"rejected by the compiler: {short[:200]}")
     compute, wire = seconds_of(compiled, plan, cluster)
     fits = compiled.peak_bytes <= plan.prediction.limit_bytes
@@ -189,7 +203,10 @@ def _kept(plan: Plan, cluster: Cluster, compiler: str) -> Path | None:
     folder = os.environ.get(CACHE)
     if folder == "":
         return None
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    except RuntimeError:  # no home directory
+        return None
     named = Path(folder) if folder else Path(home) / "meshwright"
     key = hashlib.sha256(f"{plan.digest} {cluster} {compiler}".encode()).hexdigest()
     return named / "compiled" / f"{key}.json"

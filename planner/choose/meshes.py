@@ -341,7 +341,7 @@ def _attempt(
     masks = allowed_masks(quotient, pins, request, mesh)
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
     if request.spreads and request.state.zero == 3:
-        priced = dataclasses.replace(priced, free=_of_state(quotient))
+        priced = dataclasses.replace(priced, free=_of_parameters(quotient))
     if whole:
         priced = unfolded(quotient, priced)
     if not request.spreads:
@@ -365,10 +365,10 @@ def _attempt(
     )
 
 
-def _of_state(quotient: Quotient) -> frozenset[int]:
-    """The classes of parameters, of their moments and of their copies."""
+def _of_parameters(quotient: Quotient) -> frozenset[int]:
+    """The classes of parameters and of their copies."""
     groups, values = quotient.whole.groups, quotient.whole.graph.values
-    state = [v.index for v in values if v.role in (Role.PARAMETER, Role.MOMENT)]
+    state = [v.index for v in values if v.role is Role.PARAMETER]
     held = {home[0] for v in state if (home := groups.home[v]) is not None}
     copies = {x.b for x in groups.links if x.a in held and groups.groups[x.b].kind == "copy"}
     return frozenset(quotient.color[g] for g in held | copies)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from costmodels import CostModel
 from planner.cost.rates import Rates, exposed, weighted
 from planner.cost.reshard import reshard_table
+from planner.graph.ir import Phase
 from planner.search.pools import side_by_side
 from planner.search.problem import Edge, Problem, Usage
 from planner.space.buffer import Buffer, Memory
@@ -38,8 +39,8 @@ Array = NDArray[np.float64]
 class Priced:
     """The legal strategies of every group on one mesh, and the Problem of choosing among them.
 
-    ``change_s``: surcharge in seconds for a change of layout (see ``price``); what enters or leaves
-    the groups in ``free`` has none.
+    ``change_s``: surcharge in seconds for a change of layout (see ``price``); with ``free``, the
+    groups of parameters, gathers of these and scatters of gradients have none.
     """
 
     analysis: Analysis
@@ -148,12 +149,21 @@ class Pricer:
                 self.cache[key] = (codes(assign, layout, part, rank), assign)
         return self.cache[key_a][0], self.cache[key_b][0]
 
+    def is_free(self, link: GroupLink) -> bool:
+        """Whether ZeRO-3 asks for this change of layout: a parameter is gathered where it is used,
+        a gradient is scattered to its update."""
+        if not self.free:
+            return False
+        ops = self.analysis.graph.ops
+        updates = link.op < 0 or ops[link.op].phase is Phase.UPDATE
+        return link.gradient or (link.a in self.free and not updates)
+
     def link_cost(self, link: GroupLink, sets: Sequence[StrategySet]) -> Array:
         """[S_a, S_b] seconds (communication weight included)."""
         src, dst = self.link_ends(link, sets)
         nbytes = self.analysis.graph.values[link.value].nbytes
         rank = len(link.src)
-        change_s = 0.0 if {link.a, link.b} & self.free else self.change_s
+        change_s = 0.0 if self.is_free(link) else self.change_s
         paths = (link.gradient, link.off_path)
         key = ("edge", id(src), id(dst), nbytes, link.weight, rank, *paths, change_s)
         if key not in self.cache:

@@ -23,7 +23,7 @@ from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Value
 from planner.graph.jaxpr.places import PlacedWalk
-from planner.graph.jaxpr.walk import Body, Loop
+from planner.graph.jaxpr.walk import REMAT, Body, Loop
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
@@ -43,6 +43,8 @@ class Traced:
     in_tree: Any
     out_tree: Any
     out_shape: Any
+    bodies: tuple[tuple[int, int], ...] = ()
+    """Per operation, the region and the rematerialized body that contain it (0: none)."""
 
 
 def _attrs(params: Mapping[str, Any]) -> str:
@@ -67,6 +69,9 @@ class _Builder(PlacedWalk[int]):
     named: list[Phase | None] = field(default_factory=list)
     fused: str = ""
     calls: int = 0
+    bodies: list[tuple[int, int]] = field(default_factory=list)
+    remat: int = 0
+    remats: int = 0
 
     def value(self, aval: Any, op: int, name: str = "") -> int:
         index = len(self.values)
@@ -104,6 +109,7 @@ class _Builder(PlacedWalk[int]):
         inputs = tuple(inputs)
         self.ops.append(Op(index, kind, inputs, outs, region, attrs, source, self.fused, effect))
         self.eqns.append(eqn)
+        self.bodies.append((region, self.remat))
         self.named.append(named_phase(self.place.names))
         return outs
 
@@ -138,8 +144,12 @@ class _Builder(PlacedWalk[int]):
         if label.startswith(FUSED) and not outer:
             self.calls += 1
             self.fused = f"{label}#{self.calls}"
+        around = self.remat
+        if eqn.primitive.name in REMAT:
+            self.remats += 1
+            self.remat = self.remats
         results = super().call(eqn, ins, body)
-        self.fused = outer
+        self.fused, self.remat = outer, around
         return results
 
     def loop(self, eqn: Any, ins: list[int], loop: Loop) -> Sequence[int]:
@@ -223,8 +233,9 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     paths = [p for p, _ in outs]
     if isinstance(out_shape, StepOutcome) and not updated:
         paths = [p[1:] for p in paths]
-    graph, eqns = _graph_of(closed, [p for p, _ in ins], paths, updated)
-    return Traced(graph, eqns, closed, in_tree, out_tree, out_shape)
+    graph, builder = _graph_of(closed, [p for p, _ in ins], paths, updated)
+    eqns, bodies = tuple(builder.eqns), tuple(builder.bodies)
+    return Traced(graph, eqns, closed, in_tree, out_tree, out_shape, bodies)
 
 
 def _graph_of(
@@ -232,7 +243,7 @@ def _graph_of(
     in_paths: list[tuple[Any, ...]],
     out_paths: list[tuple[Any, ...]],
     updated: int,
-) -> tuple[Graph, tuple[EqnKey | None, ...]]:
+) -> tuple[Graph, _Builder]:
     """``updated``: how many of the outputs, the first ones, update arguments in place."""
     builder = _Builder()
     inner = compat.body(closed)
@@ -256,4 +267,4 @@ def _graph_of(
         output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths),
         ties=found,
     )
-    return labelled(graph, builder.named), tuple(builder.eqns)
+    return labelled(graph, builder.named), builder

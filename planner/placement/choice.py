@@ -194,15 +194,16 @@ def placement_request(cluster: str | Cluster, door: str, options: Mapping[str, A
     """The request of a door that places parameters.
 
     Raises:
-        RequestError: as ``parse_request``; or ``dump_problem``: several steps are planned, so
-            there is no single problem to write.
+        RequestError: as ``parse_request``; or ``dump_problem`` or ``confirm``: several steps are
+            planned, so there is no single problem to write or program to compile.
     """
     given = given_options(door, options)
-    if "dump_problem" in given:
-        raise RequestError(
-            f"{door}: dump_problem is not supported, because several steps are planned; use "
-            "make_plan on the step"
-        )
+    for name in ("dump_problem", "confirm"):
+        if name in given:
+            raise RequestError(
+                f"{door}: {name} is not supported, because several steps are planned; use "
+                "make_plan on the step"
+            )
     return parse_request(cluster, **given)
 
 

@@ -33,6 +33,7 @@ from planner.plan.plan import (
     Prediction,
     SearchReport,
 )
+from planner.request.compiler_options import NAME, VALUE
 from planner.spec import AXIS_NAME, MeshSpec, Sharding
 
 T = TypeVar("T")
@@ -308,17 +309,17 @@ _SEARCH = record(
 )
 _PIN = record(PinRow, pin=LINE, asked=LINE, how=LINE, arrays=SIZE, first=LINE)
 _DECISION = record(DecisionRow, decision=LINE, option=LINE, op=SIZE, position=SIZE, value=LINE)
-OPTION = text(r"(?!\w*dump)[a-z]\w{0,99}", "the name of a compiler option that writes no files")
-SETTING = text(r"[\w.,:+-]{0,100}", "a plain word or number")
+OPTION = text(NAME, "the name of an XLA option that names no file")
+SETTING = text(VALUE, "a number or a word")
 
 
 def compiler_option(value: Any) -> tuple[str, str]:
-    """Name and value; a plan from elsewhere must not make the compiler write files."""
+    """Name and value."""
     name, setting = many(LINE, 2)(value)
     return OPTION(name), SETTING(setting)
 
 
-_LOWERING = record(Lowering, physical=flag, staged=flag, scattered=flag)
+_LOWERING = record(Lowering, dimensions=many(whole(1)), staged=flag, scattered=flag)
 _COMPILED = record(
     CompiledRow,
     mesh=LINE,

@@ -33,6 +33,7 @@ from planner.modes import (
     check_mode,
     get_parallel_mode,
 )
+from planner.request.compiler_options import parse_compiler_options
 from planner.request.state import StateRequest, check_state_request
 from planner.space.decisions import DECISIONS, parsed
 from planner.spec import MeshSpec, parse_mesh
@@ -334,7 +335,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         shardings=asked.get("shardings") or {},
         dump_problem=asked.get("dump_problem"),
         **_confirming(asked, described),
-        compiler_options=_compiler_options(asked.get("compiler_options") or {}),
+        compiler_options=parse_compiler_options(asked.get("compiler_options") or {}),
         device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
     )
 
@@ -362,20 +363,3 @@ def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
         "candidates": 3 if count is None else count,
         "confirm_limit_s": asked.get("confirm_limit_s") or 90.0,
     }
-
-
-def _compiler_options(given: Mapping[str, Any] | Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Names and values as text, sorted; raises RequestError."""
-    if not isinstance(given, Mapping):
-        words = [given] if isinstance(given, str) else list(given)
-        for word in words:
-            if not isinstance(word, str) or not word.partition("=")[2]:
-                raise RequestError(f"compiler_options: {word!r}: expected NAME=VALUE")
-        given = {name: value for name, _, value in (word.partition("=") for word in words)}
-    for name, value in given.items():
-        if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
-            raise RequestError(
-                f"compiler_options: {name!r}: {value!r}: expected a name and text, a number, True "
-                "or False"
-            )
-    return tuple(sorted((name, str(value)) for name, value in given.items()))

@@ -11,17 +11,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from costmodels import parse_cluster
 from executor.verify import confirm as confirming
 from executor.verify.aot import Compiled, CompilerAbsentError
 from executor.verify.hlo.collectives import Module
 from planner import make_plan
 from planner.errors import PlanFormatError, RequestError
-from planner.plan.compiled.lowering import BY_DIMENSION, PLAIN, SCATTERED
+from planner.plan.compiled.lowering import PLAIN, by_dimension, scattered
 from planner.plan.plan import Plan, load_plan
 from planner.report.table import plan_text
 
 WIDTH, ROWS = 4096, 65536
 CLOCK_HZ = 1.5e9  # of a v5e
+SCATTERED = scattered(parse_cluster("v5e:4x4"))
+BY_DIMENSION = by_dimension(parse_cluster("v5e:4x4"))
 
 
 def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,6 +119,7 @@ def test_what_does_not_fit_is_left_out(said: dict[str, Any]) -> None:
         ),
         (RequestError("the compiler refused the step: No such compile option: 'a'"), "option: 'a'"),
         (RequestError("the compiler knows no v5e:4x4"), "knows no v5e:4x4"),
+        (ValueError("first\nsecond"), "first second"),
     ],
 )
 def test_a_plan_without_the_compiler_says_so(
@@ -160,7 +164,9 @@ def test_a_saved_plan_has_it(said: dict[str, Any], tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.parametrize("pair", [["xla_dump_to", "here"], ["xla_a", "/tmp/x"], ["--a", "1"]])
+@pytest.mark.parametrize(
+    "pair", [["xla_dump_to", "here"], ["xla_a", "/tmp/x"], ["xla_a", ".."], ["a", "1"]]
+)
 def test_a_plan_from_elsewhere_writes_no_files(pair: list[str], tmp_path: Path) -> None:
     raw = json.loads(planned(compiler_options={"xla_a": 1}).to_json())
     raw["compiler_options"] = [pair]
@@ -180,6 +186,9 @@ def test_a_plan_from_elsewhere_writes_no_files(pair: list[str], tmp_path: Path) 
         ({"confirm_limit_s": 2.0}, "with confirm="),
         ({"compiler_options": ["a"]}, "expected NAME=VALUE"),
         ({"compiler_options": {"a": []}}, "expected a name and text"),
+        ({"compiler_options": 5}, "expected a mapping"),
+        ({"compiler_options": ["xla_a=1", "xla_a=2"]}, "occurs twice"),
+        ({"compiler_options": {"xla_dump_to": "x"}}, "names no file"),
     ],
 )
 def test_refused(options: dict[str, Any], expected: str) -> None:

@@ -20,17 +20,18 @@ from executor.run.mesh import physical_axes
 from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.compiled.lowering import (
-    BY_DIMENSION,
     PLAIN,
-    SCATTERED,
     STEP_BY_STEP,
     Lowering,
+    by_dimension,
     default_lowering,
+    scattered,
 )
 from planner.plan.plan import Plan
 from planner.spec import MeshSpec
 
 WIDTH, WIDE, LAYERS, ROWS = 256, 512, 3, 16384
+BY_DIMENSION = by_dimension(parse_cluster("v5p:2x2x2"))
 HOWS = [PLAIN, BY_DIMENSION, STEP_BY_STEP, Lowering(scattered=True), Lowering(staged=True)]
 
 
@@ -122,9 +123,9 @@ def test_physical_axes() -> None:
     [
         ("h100:8x2", STEP_BY_STEP),
         ("cpu:8", PLAIN),
-        ("v5p:4x4x4", BY_DIMENSION),
-        ("v5p:1x2x4", SCATTERED),
-        ("v5e:4x4", SCATTERED),
+        ("v5p:4x4x4", by_dimension(parse_cluster("v5p:4x4x4"))),
+        ("v5p:1x2x4", scattered(parse_cluster("v5p:1x2x4"))),
+        ("v5e:4x4", scattered(parse_cluster("v5e:4x4"))),
         ("v5e:1x4", PLAIN),
     ],
 )
@@ -156,3 +157,20 @@ def test_stages(before: Any, after: Any, way: Any) -> None:
     if way is not None:
         assert [s.is_equivalent_to(sharding(w), 2) for s, w in zip(found, way, strict=True)]
         assert all(s.is_equivalent_to(sharding(w), 2) for s, w in zip(found, way, strict=True))
+
+
+@pytest.mark.devices
+def test_a_transpose_inside_a_rematerialized_body_stays_there() -> None:
+    def turned(p: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+        return p - 0.1 * jax.checkpoint(lambda w: w.T)(w), jnp.sum(y)
+
+    draw = np.random.default_rng(0)
+    args = [jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((256, 128), (8192, 128))]
+    args.append(jnp.asarray(draw.normal(size=(8192, 256)), jnp.float32))
+    plan = make_plan(turned, *args, cluster="v5p:2x2x2", mesh="data=8", **FSDP)
+    for how in HOWS:
+        lowered = dataclasses.replace(plan, lowering=how)
+        got = CompiledStep(trace(turned, args), lowered, devices=jax.devices())(*args)
+        for a, b in zip(jax.tree.leaves(jax.jit(turned)(*args)), got, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-2)

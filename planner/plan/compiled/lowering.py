@@ -7,7 +7,7 @@ choice is part of the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from costmodels import Cluster
 
@@ -17,30 +17,38 @@ class Lowering:
     """Options of lowering; they do not change the result of a step.
 
     Attributes:
-        physical: a mesh axis that spans several torus dimensions (or nodes) becomes one jax mesh
-            axis per dimension.
+        dimensions: of the torus, slices first; a mesh axis that spans several of them becomes one
+            jax mesh axis per dimension. Empty: mesh axes stay as they are.
         staged: each constraint changes the sharding along one jax mesh axis.
         scattered: products whose partial sums become shards are followed by explicit
             reduce-scatters, one per jax mesh axis, instead of constraints.
     """
 
-    physical: bool = False
+    dimensions: tuple[int, ...] = ()
     staged: bool = False
     scattered: bool = False
 
     def __str__(self) -> str:
         """
-        >>> str(Lowering(physical=True, staged=True)), str(Lowering())
+        >>> str(Lowering((1, 4, 4), staged=True)), str(Lowering())
         ('physical staged', 'plain')
         """
-        return " ".join(f.name for f in fields(self) if getattr(self, f.name)) or "plain"
+        given = {"physical": self.dimensions, "staged": self.staged, "scattered": self.scattered}
+        return " ".join(name for name, value in given.items() if value) or "plain"
 
 
 PLAIN = Lowering()
 STEP_BY_STEP = Lowering(staged=True, scattered=True)
-SCATTERED = Lowering(physical=True, scattered=True)
-BY_DIMENSION = Lowering(physical=True, staged=True, scattered=True)
-"""Every collective runs along one torus dimension."""
+
+
+def scattered(cluster: Cluster) -> Lowering:
+    """Reduce-scatters along one torus dimension at a time."""
+    return Lowering((cluster.slices, *cluster.shape), scattered=True)
+
+
+def by_dimension(cluster: Cluster) -> Lowering:
+    """All resharding along one torus dimension at a time."""
+    return Lowering((cluster.slices, *cluster.shape), staged=True, scattered=True)
 
 
 def default_lowering(cluster: Cluster) -> Lowering:
@@ -57,12 +65,12 @@ def default_lowering(cluster: Cluster) -> Lowering:
     """
     if cluster.kind != "torus":
         return PLAIN if cluster.device.kind == "cpu" else STEP_BY_STEP
-    dimensions = sum(length > 1 for length in cluster.shape)
-    return BY_DIMENSION if dimensions > 2 else SCATTERED if dimensions == 2 else PLAIN
+    count = sum(length > 1 for length in cluster.shape)
+    return by_dimension(cluster) if count > 2 else scattered(cluster) if count == 2 else PLAIN
 
 
 def lowerings(cluster: Cluster) -> tuple[Lowering, ...]:
     """Lowerings that ``confirm`` compiles."""
     if cluster.kind == "torus":
-        return (BY_DIMENSION, SCATTERED, PLAIN)
+        return (by_dimension(cluster), scattered(cluster), PLAIN)
     return (STEP_BY_STEP, PLAIN)
