@@ -66,7 +66,7 @@ class Planned:
     pins: tuple[Pin, ...]
     request: Request
     others: tuple[tuple[Plan, Extraction], ...] = ()
-    """The best plans of other meshes, as many as were asked for."""
+    """The best plans of other meshes: ``request.candidates`` - 1."""
 
 
 @takes_options
@@ -228,7 +228,14 @@ def _planned(
     passed(Stage.PLAN, plan, extraction.graph)
     others = tuple(
         assembled(
-            step.quotient, step.pins, unfold(step.quotient, t), t, tried, request, fallbacks, begun
+            step.quotient,
+            step.pins,
+            unfold(step.quotient, t),
+            t,
+            tuple(t if x[0].mesh == t[0].mesh else x for x in tried),
+            request,
+            fallbacks,
+            begun,
         )
         for t in runners_up(step.quotient, step.pins, request, best, tried)
     )

@@ -143,7 +143,7 @@ def report_data(
         axes=plan.mesh.names,
         strategy=plan.strategy,
         idle=plan.idle,
-        choice=choice_text(plan.meshes),
+        choice=choice_text(plan),
         proof=proof_text(plan),
         search={
             "name": search.name,

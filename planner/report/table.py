@@ -84,7 +84,7 @@ def _summary(plan: Plan) -> RenderableType:
             *([("strategy", plan.strategy)] if plan.strategy else []),
             (
                 "mesh",
-                f"{plan.mesh} ({devices_text(plan.mesh.num_devices)}): {choice_text(plan.meshes)}",
+                f"{plan.mesh} ({devices_text(plan.mesh.num_devices)}): {choice_text(plan)}",
             ),
             (
                 "step time",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.units import bytes_text, time_text
 
@@ -53,8 +51,11 @@ def devices_text(count: int) -> str:
     return "1 device" if count == 1 else f"{count} devices"
 
 
-def choice_text(meshes: Sequence[MeshRow]) -> str:
+def choice_text(plan: Plan) -> str:
     """Why the chosen mesh was chosen."""
+    meshes, confirmed = plan.meshes, plan.confirmed
+    if confirmed is not None and confirmed.chosen is not None and len(confirmed.rows) > 1:
+        return f"chosen from {len(confirmed.rows)} compiled candidates; {len(meshes)} meshes tried"
     if len(meshes) < 2:
         return "the only one tried"
     unfit = sum(row.verdict is MeshVerdict.UNFIT for row in meshes)

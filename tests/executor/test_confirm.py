@@ -18,7 +18,7 @@ from executor.verify.hlo.collectives import Module
 from planner import make_plan
 from planner.errors import PlanFormatError, RequestError
 from planner.plan.compiled.lowering import PLAIN, by_dimension, scattered
-from planner.plan.plan import Plan, load_plan
+from planner.plan.plan import MeshVerdict, Plan, load_plan, plan_from_json
 from planner.report.table import plan_text
 
 WIDTH, ROWS = 4096, 65536
@@ -97,6 +97,10 @@ def test_other_meshes_are_compiled_under_the_best_lowering(said: dict[str, Any])
     assert str(plan.mesh) == meshes[3] != str(first.mesh)
     assert [row.lowering for row in rows[3:]] == [str(SCATTERED)] * 2
     assert plan.inputs != first.inputs  # the whole plan is the other one
+    chosen = [row for row in plan.meshes if row.verdict is MeshVerdict.CHOSEN]
+    assert [row.mesh for row in chosen] == [str(plan.mesh)]
+    assert "chosen from 5 compiled candidates; 7 meshes tried" in plan_text(plan, 120)
+    assert plan_from_json(plan.to_json()) == plan
 
 
 def test_what_does_not_fit_is_left_out(said: dict[str, Any]) -> None:
