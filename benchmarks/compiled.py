@@ -1,9 +1,9 @@
-"""Plans as the production TPU compiler leaves them, beside plans by hand.
+"""Chosen plans beside manual ones, as the production TPU compiler compiles them.
 
-Every hand plan of ``compiled_models.py`` and our plan of each model are compiled ahead of time; no
+Every manual plan of ``compiled_models.py`` and the chosen plan of each model are compiled ahead of time; no
 TPU is needed, ``libtpu`` is (``pip install 'meshwright[aot-tpu]'``). Results go to a file as they
-come, and what stands there is not compiled again. Printed, per model: our step over the best hand
-plan's, work and wire one after the other (cycles / clock, gathers and scatters at memory speed,
+come, and what stands there is not compiled again. Printed, per model: the chosen plan's step over the best
+manual one's, work and wire one after the other (cycles / clock, gathers and scatters at memory speed,
 bytes over all links of a chip), then prediction over compiled for the time and the peak.
 
     python benchmarks/compiled.py
@@ -55,8 +55,8 @@ def measured(compiled: Any, cluster: Cluster) -> Row:
     }
 
 
-def by_hand(model: Model, name: str, cluster: Cluster) -> Row:
-    """One hand plan."""
+def manual(model: Model, name: str, cluster: Cluster) -> Row:
+    """One manual plan."""
     lowered = model.lower(model.plans[name], devices_of(cluster))
     return measured(read_compiled(lowered.compile()), cluster)
 
@@ -99,26 +99,26 @@ def step_s(row: Row) -> float:
 
 def table(rows: list[Row]) -> None:
     """Print the comparison."""
-    out = Table(title="our plan / the best hand plan, as compiled")
+    out = Table(title="the chosen plan / the best manual plan, as compiled")
     for column in (
-        "model, cluster, best by hand, ms, ours, ms, ratio, said, peak GB hand, ours, predicted / "
+        "model, cluster, best manual, ms, chosen, ms, ratio, lowering, peak GB manual, chosen, predicted / "
         "compiled: compute, peak, wire"
     ).split(", "):
         out.add_column(column)
     ratios = []
     for name in MODELS:
         mine = [r for r in rows if r["model"] == name]
-        hand = [r for r in mine if r["plan"] not in ("ours", "confirmed") and r["fits"]]
+        made = [r for r in mine if r["plan"] not in ("ours", "confirmed") and r["fits"]]
         for row in (r for r in mine if r["plan"] in ("ours", "confirmed") and r["fits"]):
-            if not hand:
+            if not made:
                 continue
-            best = min(hand, key=step_s)
+            best = min(made, key=step_s)
             ratios.append(step_s(row) / step_s(best))
             sent = sum(row["kinds"].values())
             out.add_row(
                 name,
                 row["cluster"],
-                f"{best['plan']} of {len(hand)}",
+                f"{best['plan']} of {len(made)}",
                 f"{1e3 * step_s(best):.1f}",
                 f"{row['plan']} {row['mesh']}",
                 f"{1e3 * step_s(row):.1f}",
@@ -138,7 +138,7 @@ def table(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--ours", action="store_true", help="compile no hand plans")
+    parser.add_argument("--ours", action="store_true", help="compile no manual plans")
     parser.add_argument("--confirm", action="store_true", help="plan with confirm='tpu', too")
     parser.add_argument("--record", type=Path, default=RECORD)
     args = parser.parse_args()
@@ -153,7 +153,7 @@ def main() -> None:
         if args.confirm:
             jobs["confirmed"] = lambda m=model, c=cluster: ours(m, c, True)
         if not args.ours:
-            jobs |= {p: lambda m=model, c=cluster, p=p: by_hand(m, p, c) for p in model.plans}
+            jobs |= {p: lambda m=model, c=cluster, p=p: manual(m, p, c) for p in model.plans}
         for plan, job in jobs.items():
             if (name, plan) in known:
                 continue

@@ -1,8 +1,8 @@
-"""Five train steps in plain JAX and plans for them by hand, for ``compiled.py``.
+"""Five train steps in plain JAX, each with manual plans, for ``compiled.py``.
 
-A parameter is declared with a name for every dimension; a hand plan is a mesh and, per name, the
+A parameter is declared with a name for every dimension; a manual plan is a mesh and, per name, the
 mesh axes that split such dimensions. ``hint`` marks activations in the same names: a constraint
-while a hand plan is compiled, nothing while the planner plans.
+while a manual plan is compiled, nothing while the planner plans.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def spec_of(shape: Sequence[int], names: str, rules: Rules, sizes: Mapping[str, 
 
 
 def hint(x: jax.Array, names: str) -> jax.Array:
-    """``x``, held as the hand plan that is being compiled wants arrays of these names."""
+    """``x``, held as the manual plan that is being compiled wants arrays of these names."""
     if not _hints:
         return x
     mesh, rules = _hints[-1]
@@ -62,7 +62,7 @@ def hint(x: jax.Array, names: str) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class HandPlan:
+class ManualPlan:
     """A mesh and, per name of a dimension, the axes that split it; ``moments`` replaces rules for
     the optimizer's state."""
 
@@ -84,7 +84,7 @@ class Model:
     params: Any
     batch: Any
     loss: Callable[[Any, Any], jax.Array]
-    plans: Mapping[str, HandPlan]
+    plans: Mapping[str, ManualPlan]
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -103,8 +103,8 @@ class Model:
         )
         return params, jax.eval_shape(self.optimizer.init, params), batch
 
-    def lower(self, plan: HandPlan, devices: Sequence[Any]) -> Any:
-        """The step lowered under a hand plan."""
+    def lower(self, plan: ManualPlan, devices: Sequence[Any]) -> Any:
+        """The step lowered under a manual plan."""
         grid = mesh_utils.create_device_mesh(
             tuple(plan.mesh.values()), devices, allow_split_physical_axes=True
         )
@@ -160,26 +160,26 @@ TENSOR: Rules = dict.fromkeys(
 STORED: Rules = {"width": ("data",)}
 
 
-def data_parallel(n: int, stored: Rules = STORED) -> dict[str, HandPlan]:
+def data_parallel(n: int, stored: Rules = STORED) -> dict[str, ManualPlan]:
     """Data parallel, with optimizer state and with all state split."""
     return {
-        "dp": HandPlan({"data": n}, DATA),
-        "zero1": HandPlan({"data": n}, DATA, stored),
-        "fsdp": HandPlan({"data": n}, {**DATA, **stored}),
+        "dp": ManualPlan({"data": n}, DATA),
+        "zero1": ManualPlan({"data": n}, DATA, stored),
+        "fsdp": ManualPlan({"data": n}, {**DATA, **stored}),
     }
 
 
 def tensor_parallel(
     n: int, ways: Sequence[int], tensor: Rules = TENSOR, stored: Rules = STORED
-) -> dict[str, HandPlan]:
+) -> dict[str, ManualPlan]:
     """Megatron's column and row splits over ``model``, whole, ZeRO-1 or FSDP over ``data``."""
     plans = {}
     for k in ways:
         mesh, rules = {"data": n // k, "model": k}, {**DATA, **tensor}
-        plans[f"tp{k}"] = HandPlan(mesh, rules)
-        plans[f"tp{k}_zero1"] = HandPlan(mesh, rules, stored)
-        plans[f"tp{k}_fsdp"] = HandPlan(mesh, {**rules, **stored})
-        plans[f"tp{k}_fsdp_seq"] = HandPlan(mesh, {**rules, **stored, "a_seq": ("model",)})
+        plans[f"tp{k}"] = ManualPlan(mesh, rules)
+        plans[f"tp{k}_zero1"] = ManualPlan(mesh, rules, stored)
+        plans[f"tp{k}_fsdp"] = ManualPlan(mesh, {**rules, **stored})
+        plans[f"tp{k}_fsdp_seq"] = ManualPlan(mesh, {**rules, **stored, "a_seq": ("model",)})
     return plans
 
 
@@ -239,12 +239,12 @@ def recommender() -> Model:
         return optax.sigmoid_binary_cross_entropy(x[:, 0], clicked).mean()
 
     plans = data_parallel(16, {"rows": ("data",)}) | {
-        "rows": HandPlan({"data": 16}, {**DATA, "rows": ("data",)}),
-        "dim": HandPlan({"data": 16}, {**DATA, "dim": ("data",)}),
-        "rows4x4": HandPlan(
+        "rows": ManualPlan({"data": 16}, {**DATA, "rows": ("data",)}),
+        "dim": ManualPlan({"data": 16}, {**DATA, "dim": ("data",)}),
+        "rows4x4": ManualPlan(
             {"data": 4, "model": 4}, {"batch": ("data", "model"), "rows": ("data", "model")}
         ),
-        "dim_fsdp": HandPlan({"data": 16}, {**DATA, "dim": ("data",), "width": ("data",)}),
+        "dim_fsdp": ManualPlan({"data": 16}, {**DATA, "dim": ("data",), "width": ("data",)}),
     }
     return Model("recommender", "v5e:4x4", params, batch, loss, plans)
 
@@ -376,7 +376,7 @@ def unet() -> Model:
         return jnp.mean(jnp.square((run(x, params["out"]) - target).astype(jnp.float32)))
 
     plans = data_parallel(16, {"wide": ("data",)}) | {
-        "fsdp_in": HandPlan({"data": 16}, {**DATA, "width": ("data",)}),
+        "fsdp_in": ManualPlan({"data": 16}, {**DATA, "width": ("data",)}),
     }
     return Model("unet", "v5e:4x4", params, (picture, picture), loss, plans)
 

@@ -19,6 +19,7 @@ from planner.errors import RequestError
 from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_text, specs_text
 from planner.graph import trace
 from planner.graph.jaxpr import walk
+from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Constraint, Leaf, Plan
 from planner.space.decisions.host_memory import DEVICE
 
@@ -172,6 +173,16 @@ class InternalError(ValueError):
         super().__init__(f"the step is not the one that the plan was made for: {text}")
 '''
 
+_LOWERED = """\
+The plan's lowering ({lowering}) is left out: shardings stand as one constraint each, and the
+compiler may choose other collectives than under meshwright.
+"""
+
+_OPTIONS = """\
+The plan's compiler options are left out; pass them to jax.jit as compiler_options:
+{options}
+"""
+
 
 def python_text(plan: Plan, name: str = "sharded") -> str:
     """The module's text.
@@ -221,6 +232,11 @@ def _docstring(plan: Plan, name: str, kinds: Iterable[str]) -> str:
         _USE.format(name=name, donate=", donate_argnums=0" if tied else ""),
         _INSIDE.format(count=len(plan.constraints)),
     ]
+    if plan.lowering != PLAIN:
+        parts.append(_LOWERED.format(lowering=plan.lowering))
+    if plan.compiler_options:
+        options = "\n".join(f"    {name}={value}" for name, value in plan.compiler_options)
+        parts.append(_OPTIONS.format(options=options))
     marks = sum(kind == "planner_shard" for kind in kinds)
     if marks:
         parts.append(_MARKED.format(count=marks))

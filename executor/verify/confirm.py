@@ -144,7 +144,9 @@ def _row(
     """Compile one candidate, or read its result from the cache."""
     plain = dataclasses.replace(plan, confirmed=None)
     flags = [os.environ.get(name, "") for name in _FLAGS]
-    kept = _kept(plain, cluster, f"{compiler}, jax {jax.__version__}, {donated}, {flags}")
+    kept = _kept(
+        plain, cluster, f"{_own_version()}, {compiler}, jax {jax.__version__}, {donated}, {flags}"
+    )
     known = _read(kept)
     if known is not None:
         return known
@@ -157,7 +159,7 @@ def _row(
         raise
     except (RequestError, RuntimeError, ValueError, TypeError) as error:
         short = "out of memory" if "RESOURCE_EXHAUSTED" in str(error) else _line(error)
-        return dataclasses.replace(blank, verdict=f"rejected by the compiler: {short[:200]}")
+        return dataclasses.replace(blank, verdict=f"not compiled: {short[:200]}")
     compute, wire = seconds_of(compiled, plan, cluster)
     fits = compiled.peak_bytes <= plan.prediction.limit_bytes
     row = dataclasses.replace(
@@ -210,6 +212,13 @@ def _kept(plan: Plan, cluster: Cluster, compiler: str) -> Path | None:
     named = Path(folder) if folder else Path(home) / "meshwright"
     key = hashlib.sha256(f"{plan.digest} {cluster} {compiler}".encode()).hexdigest()
     return named / "compiled" / f"{key}.json"
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("meshwright")
+    except metadata.PackageNotFoundError:  # a checkout
+        return ""
 
 
 def _read(path: Path | None) -> CompiledRow | None:

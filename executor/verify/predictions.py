@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from costmodels import Cluster
 from executor.verify.aot import TPU_CLOCK_HZ, Compiled, tpu_seconds
 from executor.verify.hlo.collectives import wire_bytes
+from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Plan
 
 COMMUNICATION, MEMORY, COMPUTE = "communication", "memory", "compute"
@@ -144,4 +145,6 @@ def shardy_rung(
     plan: Plan, found: Sequence[tuple[str, float, float, int]], tolerances: Tolerances
 ) -> Rung:
     """What Shardy's partitioning made of it; ``found``: (kind, count, payload bytes, members)."""
-    return Rung("shardy", communication_rows(plan, _by_kind(found), tolerances.communication))
+    rows = communication_rows(plan, _by_kind(found), tolerances.communication)
+    notes = (f"without the lowering: {plan.lowering}",) if plan.lowering != PLAIN else ()
+    return Rung("shardy", rows, notes)

@@ -53,7 +53,7 @@ def add_compare(commands: Any) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "compare",
-        help="the chosen plan beside those that people write by hand, or two saved plans",
+        help="the chosen plan beside manual ones, or two saved plans",
         description="Compare ways to run a step, or two saved plans.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

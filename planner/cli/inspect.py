@@ -31,6 +31,7 @@ examples:
   planner inspect model.py:train_step --mesh data=4,model=2
   planner inspect model.py --memory 16GB --save plan.json
   planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
+  planner inspect train.py --cluster v5e:8 --confirm tpu   compile the best plans, take the best
   planner inspect train.py --html report.html       a page with the step drawn over time
   planner inspect train.py -- --layers 4            what follows -- is for the script
   planner inspect model.py --placement auto         which tables to put on parameter servers
@@ -84,7 +85,7 @@ def add_inspect(commands: Any) -> None:
     add(
         "--compare",
         action="store_true",
-        help="add to that report the plans that people write by hand; plans some dozen times",
+        help="add manual plans to that report; plans some dozen times",
     )
     add("--no-color", action="store_true", help="plain text")
 

@@ -1,4 +1,4 @@
-"""A step under the plans that people write by hand, beside the one that is chosen.
+"""A step under the usual manual plans, beside the one that is chosen.
 
 Every kind is planned, not imitated: what it is made of is required (mesh, batch, how the state is
 stored) and the search completes it as cheaply as it can, with the same prices for all.
@@ -137,7 +137,7 @@ def compare(
     progress: Callable[[str], None] = lambda name: None,
     **options: Unpack[Options],
 ) -> Comparison:
-    """Plan a step as asked, and as people plan it by hand.
+    """Plan a step as asked, and under the usual manual plans.
 
     The kinds are: data parallel; ZeRO-1; FSDP (ZeRO-3); tensor parallel over every degree that
     divides the devices, data parallel over the rest; the same with FSDP over the rest; and the
@@ -215,7 +215,7 @@ def _candidate(step: _Step, name: str, what: str, request: Request) -> Candidate
 
 
 def _kinds(graph: Graph, devices: int) -> Iterator[_Kind]:
-    """The plans by hand that a number of devices allows."""
+    """The manual plans that a number of devices allows."""
     data = {"mode": "DATA_PARALLEL", "search": FAST}
     search = {"mode": "AUTO_PARALLEL", "search": FAST}
     yield _Kind("data parallel", "batch split, everything else whole", devices, {**data, "zero": 0})

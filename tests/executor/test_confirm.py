@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_left_out(said: dict[str, Any]) -> None:
     plan = planned(confirm="tpu", candidates=1)
     assert verdicts(plan) == [
         ("physical scattered", "does not fit"),
-        ("physical staged scattered", "rejected by the compiler: out of memory"),
+        ("physical staged scattered", "not compiled: out of memory"),
         ("plain", "chosen"),
     ]
 

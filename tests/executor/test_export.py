@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import dis
 import importlib
 import itertools
@@ -28,6 +29,7 @@ from executor.verify.hlo.collectives import read_module
 from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import make_plan, shard
 from planner.graph.trace import abstract, trace
+from planner.plan.compiled.lowering import STEP_BY_STEP
 from planner.plan.plan import Plan, plan_from_json
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -216,6 +218,17 @@ def test_marks_become_constraints_of_jax() -> None:
     lowered = step.trace(*args).lower(lowering_platforms=("cpu",))
     expected = lower_abstractly(trace(ours, args), plan)
     assert by_shardy(lowered) == by_shardy(expected)
+
+
+def test_what_the_module_leaves_out_is_said() -> None:
+    x = jax.ShapeDtypeStruct((8, 8), np.float32)
+    plan = make_plan(lambda x: x @ x, x, cluster="cpu:8", mesh="data=8")
+    assert "left out" not in exported(plan)["__doc__"]
+    options = (("xla_cpu_enable_fast_math", "true"),)
+    other = dataclasses.replace(plan, lowering=STEP_BY_STEP, compiler_options=options)
+    said = exported(other)["__doc__"]
+    assert "lowering (staged scattered) is left out" in said
+    assert "    xla_cpu_enable_fast_math=true\n" in said
 
 
 def test_command_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """``planner verify``: predictions beside findings, tolerances, exit codes."""
 
+import dataclasses
 import json
 import sys
 from importlib import metadata
@@ -10,9 +11,16 @@ import pytest
 from executor.cli.main import main
 from executor.verify import aot
 from executor.verify.compiled import carried_argnums
-from executor.verify.predictions import Row, communication_rows, planned_wire
+from executor.verify.predictions import (
+    Row,
+    Tolerances,
+    communication_rows,
+    planned_wire,
+    shardy_rung,
+)
 from planner import load_plan
 from planner.cli.main import main as planner_main
+from planner.plan.compiled.lowering import STEP_BY_STEP
 
 pytestmark = pytest.mark.devices
 
@@ -56,6 +64,9 @@ def test_verify_on_cpu_devices(
     capsys.readouterr()
     plan = load_plan(file)
     assert carried_argnums(plan) == (0,)
+    assert shardy_rung(plan, [], Tolerances()).notes == ()
+    staged = dataclasses.replace(plan, lowering=STEP_BY_STEP)
+    assert "staged scattered" in shardy_rung(staged, [], Tolerances()).notes[0]
     tolerances = ["--tolerance-communication", "0.01", "--tolerance-memory", "100"]
     assert main(["verify", model, "--plan", str(file), *tolerances, "--json"]) == 0
     out = json.loads(capsys.readouterr().out)

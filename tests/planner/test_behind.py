@@ -31,7 +31,7 @@ def planned(cluster: str) -> Plan:
 
 
 def results(plan: Plan) -> dict[str, list[tuple[str, str]]]:
-    """By kind of operation that gives a gradient, slots and shardings."""
+    """By kind of operation, slots and shardings of its constrained results."""
     out: dict[str, list[tuple[str, str]]] = {"dot_general": [], "transpose": []}
     for c in plan.constraints:
         kind = plan.op_table[plan.op_index[c.op]].split("(")[0]
@@ -47,6 +47,9 @@ def test_where_gradients_are_held(cluster: str) -> None:
     stored = {str(leaf.spec) for leaf in plan.inputs if leaf.path.startswith("[0]")}
     if cluster.startswith("h100"):
         assert found["transpose"] == []
+        made = [i for i, row in enumerate(found["dot_general"]) if row == ("made", "P()")]
+        assert len(made) == 2  # between product and transpose, as the gradients are made
+        assert all(found["dot_general"][i + 1][0] == "out" for i in made)
         return
     held = [spec for slot, spec in found["transpose"] if slot == "out"]
     assert len(held) == 2 and set(held) == stored  # as the parameters are stored
