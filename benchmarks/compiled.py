@@ -1,10 +1,11 @@
 """Chosen plans beside manual ones, as the production TPU compiler compiles them.
 
-Every manual plan of ``compiled_models.py`` and the chosen plan of each model are compiled ahead of time; no
-TPU is needed, ``libtpu`` is (``pip install 'meshwright[aot-tpu]'``). Results go to a file as they
-come, and what stands there is not compiled again. Printed, per model: the chosen plan's step over the best
-manual one's, work and wire one after the other (cycles / clock, gathers and scatters at memory speed,
-bytes over all links of a chip), then prediction over compiled for the time and the peak.
+Every manual plan of ``compiled_models.py`` and the chosen plan of each model are compiled ahead of
+time; no TPU is needed, ``libtpu`` is (``pip install 'meshwright[aot-tpu]'``). Results go to a file
+as they come, and what stands there is not compiled again. Printed, per model: the chosen plan's
+step over the best manual one's, work and wire one after the other (cycles / clock, gathers and
+scatters at memory speed, bytes over all links of a chip), then prediction over compiled for the
+time and the peak.
 
     python benchmarks/compiled.py
     python benchmarks/compiled.py --models vit unet --ours
@@ -101,8 +102,8 @@ def table(rows: list[Row]) -> None:
     """Print the comparison."""
     out = Table(title="the chosen plan / the best manual plan, as compiled")
     for column in (
-        "model, cluster, best manual, ms, chosen, ms, ratio, lowering, peak GB manual, chosen, predicted / "
-        "compiled: compute, peak, wire"
+        "model, cluster, best manual, ms, chosen, ms, ratio, lowering, GB manual, chosen, "
+        "predicted / compiled: compute, peak, wire"
     ).split(", "):
         out.add_column(column)
     ratios = []
