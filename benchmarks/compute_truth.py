@@ -65,7 +65,8 @@ def products(folder: Path) -> Iterator[Row]:
         dtype, size = DTYPES[row["dtype"]]
         flops, result = 2.0 * groups * m * n * k, 2.0 * groups * m * n
         moved = groups * size * (m * k + k * n) + result
-        found = model.op_overhead_s + model.compute_s(flops, moved, dtype, "matmul", result)
+        stored = result * max(1.0, model.cluster.device.lane_bytes / 2.0)
+        found = model.op_overhead_s + model.compute_s(flops, moved, dtype, "matmul", stored)
         kind = "best shapes" if "best shape" in row["notes"] else "given shapes"
         what = f"{dtype}, {kind}"
         measured = flops / (float(row["tflops_per_device"]) * 1e12)

@@ -198,6 +198,10 @@ def _problem(table: str, key: str, value: object) -> str:
         if key in _INTEGER and int(value) != value:
             return "a whole number"
         return "" if _LEAST <= value <= most else f"from {_LEAST:g} to {most:g}"
+    if key == "lane_bytes":  # 0: as elements are stored
+        return "" if value in (0, 2, 4, 8) else "0, 2, 4 or 8"
+    if key == "store_power":
+        return "" if 1 <= value <= 100 else "from 1 to 100"
     if key in _NOT_NEGATIVE:
         if value < 0:
             return "zero or positive"

@@ -75,9 +75,10 @@ def op_time_s(
         kind: "vector" runs at the device's vector rate, or the dtype's peak where that is lower;
             "matmul" at the dtype's peak times `matmul_efficiency`; "convolution" and "attention"
             at that peak times the efficiency of their name.
-        result_bytes: of a matmul or a convolution, the bytes of its result. Writing it does not
-            hide under the product: it costs `matmul_store` times its memory time on top. So a
-            short contraction, which makes much result for few flop, is slow.
+        result_bytes: of a matmul or a convolution, the bytes of its result, of elements no narrower
+            than `lane_bytes`. They cost `matmul_store` times their memory time, and join the flop
+            in a norm of `store_power`: 1 is one after the other, a large power the slower of the
+            two. So a short contraction, which makes much result for few flop, is slow.
 
     Returns:
         The larger of compute time (with the result's) and memory time: an array where any of the
@@ -94,7 +95,12 @@ def op_time_s(
     }[kind]
     compute_s = flops / rate
     if kind in ("matmul", "convolution"):
-        compute_s = compute_s + result_bytes * (device.matmul_store * byte_s)
+        store_s = result_bytes * (device.matmul_store * byte_s)
+        power = device.store_power
+        if power == 1.0:
+            compute_s = compute_s + store_s
+        else:
+            compute_s = (compute_s**power + store_s**power) ** (1.0 / power)
     memory_s = bytes_moved * byte_s
     if isinstance(compute_s, np.ndarray) or isinstance(memory_s, np.ndarray):
         return np.maximum(compute_s, memory_s)

@@ -41,7 +41,9 @@ class Device:
     flop/s of everything that is not a matmul; `memory_bytes` bytes; `memory_bytes_per_s` bytes/s;
     `matmul_efficiency`, `convolution_efficiency`, `attention_efficiency` and `memory_efficiency`
     are the fractions of the peaks that the best shapes achieve, in (0, 1]; `matmul_store` says how
-    many times a product pays for writing its result (see `op_time_s`); `kernel_latency_s` is the
+    many times a product pays for writing its result, and `store_power` how little of that is
+    beside its flop, at least 1 (see `op_time_s`); `lane_bytes` are the least bytes that an
+    element counts in the vector unit; `kernel_latency_s` is the
     cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap` and
     `overlap_off_path` are the shares of communication that hide under compute, on and off the
     critical path, `combined_latency` the share of its latency that a collective of parameters or
@@ -61,6 +63,8 @@ class Device:
     memory_efficiency: float
     kernel_latency_s: float
     matmul_store: float = 0.0
+    store_power: float = 1.0
+    lane_bytes: int = 0
     convolution_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     overlap: float = 0.0
@@ -237,6 +241,8 @@ def build_cluster(given: Description) -> Cluster:
         memory_efficiency=float(values["memory_efficiency"]),
         kernel_latency_s=float(values["kernel_latency_s"]),
         matmul_store=float(values["matmul_store"]),
+        store_power=float(values["store_power"]),
+        lane_bytes=int(values["lane_bytes"]),
         convolution_efficiency=float(values["convolution_efficiency"]),
         attention_efficiency=float(values["attention_efficiency"]),
         overlap=float(values["overlap"]),

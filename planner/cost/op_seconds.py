@@ -24,7 +24,10 @@ def op_seconds(plan: Chosen) -> tuple[float, ...]:
     analysis = priced.analysis
     groups = analysis.groups
     pricer = Pricer(analysis, priced.mesh, priced.model)
-    workload, live = empty_workload(graph, analysis.rules, groups), graph.live_ops()
+    workload, live = (
+        empty_workload(graph, analysis.rules, groups, analysis.scheduled.device),
+        graph.live_ops(),
+    )
     known: dict[tuple[Work, tuple[int, ...]], float] = {}
     seconds, home = [0.0] * len(graph.ops), [-1] * len(graph.ops)
     alone = [0.0] * len(groups.groups)

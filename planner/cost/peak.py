@@ -21,6 +21,7 @@ from planner.space.factors import Layout
 from planner.space.groups import GroupLink
 from planner.spec import Sharding
 from planner.step.buffers import Lifetimes, padding
+from planner.step.memory.lanes import feature_dims
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
@@ -124,11 +125,13 @@ def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
     sizes, tile = buffer_bytes(plan, late.buffers), plan.priced.analysis.scheduled.tile
     if tile == (1, 1):
         return sizes
+    groups, graph = plan.priced.analysis.groups, plan.graph
+    lanes = feature_dims(graph, groups.op_layouts, groups.fusable)
     out = []
     for b, nbytes in zip(late.buffers, sizes, strict=True):
         spec = plan.sharding(b.group, b.layout, "store" if b.port is Port.STORE else "use")
-        local = spec.local_shape(plan.graph.values[b.value].shape, plan.priced.mesh)
-        out.append(nbytes * padding(local, tile))
+        local = spec.local_shape(graph.values[b.value].shape, plan.priced.mesh)
+        out.append(nbytes * padding(local, tile, lanes.get(b.value)))
     return out
 
 

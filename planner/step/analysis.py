@@ -17,6 +17,7 @@ from planner.space.groups import GroupLink, Groups
 from planner.step.buffers import Lifetimes, find_buffers
 from planner.step.facts import Facts, Reduction
 from planner.step.feeding import fed_of
+from planner.step.kernels.absorbed import absorbing, product_kernels, seen_shares, vector_bytes
 from planner.step.kernels.costs import Work, Workload
 from planner.step.kernels.fused import find_fused
 from planner.step.kernels.starts import starts
@@ -28,16 +29,25 @@ from planner.step.memory.materialized import written
 class Scheduled:
     """What the buffers of a known plan follow from, besides the graph and its groups.
 
-    ``donated``: per input, whether results may take its memory; ``fused_operands``: see
-    ``written``; ``tile``: rows and lanes that arrays are padded to; ``inside``: per value, whether
-    it never leaves a hand-written kernel; ``chosen``: by decision, the values that have a choice.
+    ``donated``: per input, whether results may take its memory; ``device``: whose compiler is
+    thought of, None: none in particular; ``inside``: per value, whether it never leaves a
+    hand-written kernel; ``chosen``: by decision, the values that have a choice.
     """
 
     donated: tuple[bool, ...]
-    fused_operands: bool
-    tile: tuple[int, int]
+    device: Device | None
     inside: tuple[bool, ...]
     chosen: Chosen = field(default_factory=dict)
+
+    @property
+    def fused_operands(self) -> bool:
+        """See ``written``."""
+        return self.device is not None and self.device.fuses_operands
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and lanes that arrays are padded to."""
+        return (1, 1) if self.device is None else (self.device.tile_rows, self.device.tile_lanes)
 
     def buffers(
         self, graph: Graph, groups: Groups, moves: Callable[[GroupLink], bool]
@@ -79,13 +89,30 @@ class Analysis:
     """Per link, its edge: parallel links make one. Numbered in order of first appearance."""
 
 
-def empty_workload(graph: Graph, rules: Sequence[FactorRule], groups: Groups) -> Workload:
+def empty_workload(
+    graph: Graph, rules: Sequence[FactorRule], groups: Groups, device: Device | None
+) -> Workload:
     """A workload of a step that holds no operation yet."""
     live = graph.live_ops()
     fused = find_fused(graph, rules)
-    kept = materialised(graph, groups.fusable, live)
-    kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
-    return Workload(graph, groups, kept, fused, starts(graph, groups.fusable, kept, live))
+    if device is None or not device.fuses_operands:
+        kept = materialised(graph, groups.fusable, live)
+        kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
+        begins = starts(graph, groups.fusable, kept, live)
+        return Workload(graph, groups, kept, fused, begins, [1.0] * len(live))
+    found = written(graph, groups.fusable, live, True).without(fused.inside)
+    begins = starts(graph, groups.fusable, found.kept, live)
+    home = absorbing(graph, groups.fusable, found.kept, live)
+    return Workload(
+        graph,
+        groups,
+        found.kept,
+        fused,
+        begins,
+        seen_shares(graph, rules, home, fused, device),
+        product_kernels(graph, rules, groups, home, found, device),
+        vector_bytes(graph, groups, home, found, device),
+    )
 
 
 def does_nothing(op: Op) -> bool:
@@ -108,7 +135,7 @@ def analyse(
     """
     chosen = chosen or {}
     live = graph.live_ops()
-    workload = empty_workload(graph, rules, groups)
+    workload = empty_workload(graph, rules, groups, device)
     fused = workload.fused
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
     for op in graph.ops:
@@ -129,10 +156,9 @@ def analyse(
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
-    fused_operands = device is not None and device.fuses_operands
-    tile = (1, 1) if device is None else (device.tile_rows, device.tile_lanes)
-    found = written(graph, groups.fusable, live, fused_operands).without(fused.inside)
-    held = find_buffers(graph, groups, found, live, donated, tile, chosen=chosen)
+    scheduled = Scheduled(tuple(donated), device, fused.inside, chosen)
+    found = written(graph, groups.fusable, live, scheduled.fused_operands).without(fused.inside)
+    held = find_buffers(graph, groups, found, live, donated, scheduled.tile, chosen=chosen)
     facts = map(
         Facts.of,
         groups.groups,
@@ -149,7 +175,7 @@ def analyse(
         tuple(facts),
         held.buffers,
         found.reads,
-        Scheduled(tuple(donated), fused_operands, tile, fused.inside, chosen),
+        scheduled,
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         (1,) * len(groups.groups),
         _bundles(groups.links),

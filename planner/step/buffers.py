@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, Graph
+from planner.graph.ir import PRODUCTS, Graph, Phase
 from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
+from planner.step.memory.lanes import feature_dims
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import Written
 
@@ -94,18 +95,19 @@ def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) 
 
 
 @lru_cache(maxsize=1 << 16)
-def padding(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
+def padding(shape: tuple[int, ...], tile: tuple[int, int], lane: int | None = None) -> float:
     """Bytes that an array takes over those of its elements; ``tile``: rows and lanes.
 
     The compiler lays the array out with those two dimensions minor that waste the least
-    (https://openxla.org/xla/tiled_layout).
+    (https://openxla.org/xla/tiled_layout); ``lane`` is the most minor one where it is given.
     """
     rows, lanes = tile
     if tile == (1, 1) or len(shape) < 2 or not all(shape):
         return 1.0
     wide = [-(-n // lanes) * lanes / n for n in shape]
     high = [-(-n // rows) * rows / n for n in shape]
-    return min(w * h for i, w in enumerate(wide) for j, h in enumerate(high) if i != j)
+    lying = range(len(shape)) if lane is None else (lane,)
+    return min(wide[i] * h for i in lying for j, h in enumerate(high) if i != j)
 
 
 class _Finding:
@@ -122,6 +124,9 @@ class _Finding:
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
         self.tile, self.moves = tile, moves
+        self.lanes = (
+            {} if tile == (1, 1) else feature_dims(graph, groups.op_layouts, groups.fusable)
+        )
         self.buffers: list[Buffer] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
         """Per value, the moments at which its bytes are told in a reader's layout."""
@@ -145,7 +150,7 @@ class _Finding:
         if end <= start or (known.host and pool is Memory.DEVICE):
             return
         scale = 1 if self.moves is None else 2
-        nbytes = self.found.nbytes[value] * padding(known.shape, self.tile)
+        nbytes = self.found.nbytes[value] * padding(known.shape, self.tile, self.lanes.get(value))
         first, last = int(scale * start), int(scale * end)
         found = Buffer(group, first, last, nbytes, layout, port, when, pool, value)
         self.buffers.append(found)
@@ -157,12 +162,13 @@ class _Finding:
         if self.found.merges:
             self.uneven()
         groups, graph = self.groups, self.graph
+        inside = self.in_updates()
         carries = {new: old for old, new in graph.next_values.items()}
         for span in intervals(graph, self.found, self.live, donated, hosted):
             when = None if span.when is None else When(OFFLOAD, int(span.when is Memory.HOST))
             mine = carries.get(span.value, span.value) if span.when else span.value
             home = groups.home[mine]
-            if home is None:
+            if home is None or self.found.base[span.value] in inside:
                 continue
             group, layout = home
             made = graph.values[span.value].op
@@ -215,19 +221,17 @@ class _Finding:
         base, first, last = self.found.base[link.value], times[0], times[-1] + 1
         made = self.graph.values[base].op
         mine = made >= 0 and base not in self.graph.outputs
-        if not self.found.kept[base]:
-            return
-        if self.moves is not None:
-            if self.moves(link):
-                self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE)
-                others = [r + 0.5 for r in self.found.reads[base] if r not in times]
-                if mine and base not in self.until:
-                    self.until[base] = max([first, *others])
-            return
-        taken = self.lent.setdefault(base, [])
-        if mine and not any(first < b and a < last for a, b in taken):
-            taken.append((first, last))
-            self.add(link.b, first, last, link.value, link.dst, Port.USE)
+        mine = mine and self.found.kept[base]
+        if self.moves is None:
+            taken = self.lent.setdefault(base, [])
+            if mine and not any(first < b and a < last for a, b in taken):
+                taken.append((first, last))
+                self.add(link.b, first, last, link.value, link.dst, Port.USE)
+        elif self.moves(link):  # what is sent is written, even if its readers could compute it
+            self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE)
+            others = [r + 0.5 for r in self.found.reads[base] if r not in times]
+            if mine and base not in self.until:
+                self.until[base] = max([first, *others])
 
     def uneven(self) -> None:
         """Strided convolutions read a padded copy, from the first to the last that reads the value.
@@ -267,8 +271,12 @@ class _Finding:
             if op.kind == "transpose":
                 base = found.base[out.index]
                 made = graph.values[base].op
-                turns = base in moved or not found.merges
-                if turns and made >= 0 and graph.ops[made].kind in PRODUCTS:
+                if (
+                    base in moved
+                    and found.merges
+                    and made >= 0
+                    and graph.ops[made].kind in PRODUCTS
+                ):
                     root[out.index] = out.index
             elif self.groups.fusable[op.index] or op.kind in MARKS:
                 roots = [
@@ -285,6 +293,29 @@ class _Finding:
                 home = self.groups.home[value]
                 if home is not None:
                     self.add(home[0], at, at + 1, value, home[1], Port.USE)
+
+    def in_updates(self) -> set[int]:
+        """Gradients that are nowhere written: only an update reads them, which XLA:TPU runs in the
+        kernel of the product, where a plan is known and does not move them."""
+        if self.moves is None or self.found.merges:
+            return set()
+        graph, moved = self.graph, self.moved()
+        root: dict[int, int] = {}
+        written: set[int] = set()
+        for op in graph.ops:
+            if not self.live[op.index]:
+                continue
+            if op.kind in PRODUCTS and op.outputs[0] not in moved:
+                root[op.outputs[0]] = op.outputs[0]
+            for i in op.inputs:
+                if i not in root:
+                    continue
+                if op.kind in ("transpose", "convert_element_type"):
+                    root[op.outputs[0]] = root[i]
+                elif op.phase is not Phase.UPDATE or not self.groups.fusable[op.index]:
+                    written.add(root[i])
+        written.update(root[o] for o in graph.outputs if o in root)
+        return set(root.values()) - written
 
     def moved(self) -> set[int]:
         """Results of products that are in another layout afterwards, where a plan is known."""
@@ -306,7 +337,8 @@ class _Finding:
                 continue
             for value, layout in zip(op.outputs, entry[2], strict=True):
                 at = self.found.time[op.index]
-                if self.found.kept[value] and (self.moves is None or value in scattered):
+                made = self.found.kept[value] or value in self.found.passed
+                if made and (self.moves is None or value in scattered):
                     out[value] = at
                     self.add(entry[0], at, at + 1, value, layout, Port.USE)
         return out

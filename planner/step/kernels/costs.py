@@ -7,8 +7,7 @@ that stands for one, whatever it does inside (see ``fused``).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costmodels import Kernel
@@ -16,13 +15,10 @@ from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
 from planner.space.factors import Layout
 from planner.space.groups import Groups
+from planner.step.kernels.absorbed import ProductKernel
+from planner.step.kernels.flops import op_flops
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
-
-MOVES = frozenset(
-    "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
-    "convert_element_type dynamic_slice dynamic_update_slice gather rev".split()
-)
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,9 @@ class Workload:
     kept: Sequence[bool]
     fused: FusedCalls
     starts: Sequence[bool]
+    seen_share: Sequence[float]
+    kernels: Mapping[int, ProductKernel] = field(default_factory=dict)
+    moved: Sequence[float] = ()
     sums: list[dict[tuple[frozenset[int], str], list[float]]] = field(init=False)
     products: list[list[Work]] = field(init=False)
     seen: set[tuple[int, int]] = field(default_factory=set)
@@ -96,12 +95,7 @@ class Workload:
         inside = self.fused.call[op.index]
         flops = self.known.get((op.kind, id(rule)))
         if flops is None:  # equal operations share a rule
-            flops = self.known[op.kind, id(rule)] = _flops(
-                op.kind,
-                rule,
-                [values[o].shape for o in op.outputs],
-                [values[i].shape for i in op.inputs if i >= 0],
-            )
+            flops = self.known[op.kind, id(rule)] = op_flops(self.graph, op, rule)
         first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
         dtype = values[first].dtype if first >= 0 else "float32"
         if op.kind in PRODUCTS:
@@ -119,6 +113,11 @@ class Workload:
             nbytes = 0.0
         elif op.kind in ("gather", "dynamic_slice"):
             nbytes = 2.0 * sum(values[v].nbytes for v in op.outputs)
+        if self.moved:
+            nbytes = self.moved[op.index]
+        flops *= self.seen_share[op.index]
+        if self.moved and not (nbytes or flops):
+            return None
         flops = 0.0 if inside >= 0 else weight * flops
         kernels = weight if self.starts[op.index] and inside < 0 else 0.0
         traffic = ((weight * nbytes, (0,)),)
@@ -141,9 +140,14 @@ class Workload:
         traffic = tuple(
             (weight * values[v].nbytes, who) for v, who in sides if v != SCALAR and self.kept[v]
         )
+        stored = weight * values[op.outputs[0]].nbytes
+        kernel = self.kernels.get(op.index)
+        if kernel is not None:
+            moved = [weight * nbytes for nbytes in kernel[:3]]
+            traffic = tuple(zip(moved, split, strict=True))
+            stored, flops = weight * kernel.stored, flops * kernel.idle
         call = self.fused.call[op.index]
         if call < 0:
-            stored = weight * values[op.outputs[0]].nbytes
             kind: Kernel = "convolution" if op.kind == "conv_general_dilated" else "matmul"
             return Work(classes, weight * flops, traffic, dtype, kind, weight, stored, split[2])
         flops *= self.fused.factor(call)
@@ -162,21 +166,3 @@ class Workload:
             )
             for products, sums in zip(self.products, self.sums, strict=True)
         )
-
-
-def _flops(
-    kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
-) -> float:
-    if kind in ("dot_general", "ragged_dot"):
-        return 2.0 * math.prod(rule.sizes)
-    if kind == "conv_general_dilated":
-        # per output element, one multiply-add for each kernel element of its feature
-        shared = {f for dim in rule.operands[1] for f in dim} & {
-            f for dim in rule.results[0] for f in dim
-        }
-        features = math.prod(rule.sizes[f] for f in shared)
-        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / features
-    if kind in MOVES:
-        return 0.0
-    size = max((math.prod(s) for s in (*outs, *ins)), default=0)
-    return float(size)

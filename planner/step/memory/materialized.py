@@ -8,10 +8,11 @@ moves no more bytes than writing it once would. docs/explanation/memory.md has t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
 from planner.step.memory.schedule import schedule
 
 VIEWS = frozenset(
@@ -25,6 +26,9 @@ FOLDED = VIEWS | {"transpose"}
 
 PICKED = frozenset({"slice", "dynamic_slice", "gather", "loop_xs"})
 """Fused operations that read a part of their first operand."""
+
+SLICES = frozenset({"slice", "split"})
+"""Operations that cut arrays at places that are known."""
 
 JOINED = frozenset({"pad", "concatenate", "rev"})
 """Operations that mix dimensions and yet are fused."""
@@ -54,7 +58,10 @@ class Written:
         nbytes: per value, the bytes it is written in.
         reads: per value that is kept, when its kernels read it, in order.
         base: per value, the value whose memory it is read from: itself, or what it is a view of.
+        sources: per value, what a kernel reads that needs it, with the bytes: itself if it is
+            kept, else the kept values that it is computed from.
         order: operation indices in the order in which they run: as traced, or ``schedule``'s.
+        passed: values that a product's kernel hands on to an elementwise operation in it.
         time: per operation, its place in ``order``.
         merges: whether kernels that read nothing in common are made one, as for GPUs.
     """
@@ -63,8 +70,10 @@ class Written:
     nbytes: tuple[int, ...]
     reads: tuple[tuple[int, ...], ...]
     base: tuple[int, ...]
+    sources: tuple[Mapping[int, int], ...]
     order: tuple[int, ...]
     time: tuple[int, ...]
+    passed: frozenset[int]
     merges: bool
 
     def without(self, inside: Sequence[bool]) -> Written:
@@ -112,6 +121,7 @@ class _Writing:
         self.light = [
             op.kind in _LIGHT
             or (fusable[op.index] and not writes(op) and not graph.changes_memory(op))
+            or (fused_operands and _selects(graph, op))
             for op in graph.ops
         ]
         heavy = [
@@ -124,6 +134,7 @@ class _Writing:
             self.time[index] = at
         self.stop = extents(graph, self.time)[1]
         self.forced = self._forced(fused_operands)
+        self.passed = self._passed(fusable) if fused_operands else set()
         self.readers = self._readers()
         self.kept = [v.op == -1 for v in graph.values]
         self.reads: list[list[int]] = [[] for _ in graph.values]
@@ -135,12 +146,18 @@ class _Writing:
     def _forced(self, fused_operands: bool) -> list[bool]:
         """Values that must be written: read by an operation that does not compute them itself."""
         forced = [False] * len(self.graph.values)
+        selected: set[int] = set()  # with a label's element in it: products do not compute it
         for op in self.graph.ops:
-            if not self.live[op.index] or self.light[op.index] or writes(op):
+            if not self.live[op.index] or writes(op):
                 continue
+            if self.light[op.index]:
+                if _selects(self.graph, op) or not selected.isdisjoint(op.inputs):
+                    selected.update(op.outputs)
+                continue
+            inputs: Iterable[int] = op.inputs
             if op.kind in PRODUCTS and fused_operands:
-                continue
-            for i in op.inputs:
+                inputs = selected.intersection(inputs)
+            for i in inputs:
                 while i != SCALAR and not forced[i]:
                     made = self.graph.values[i].op
                     if made >= 0 and self.graph.ops[made].kind in FOLDED:
@@ -148,6 +165,39 @@ class _Writing:
                         continue
                     forced[i] = True
         return forced
+
+    def _passed(self, fusable: Sequence[bool]) -> set[int]:
+        """Results of products that are not written: one elementwise operation alone reads each, in
+        the product's kernel. What the last of these makes is written. A gradient is handed to
+        its update as it is made."""
+        graph = self.graph
+        readers: list[list[int]] = [[] for _ in graph.values]
+        for op in graph.ops:
+            if self.live[op.index]:
+                for i in set(op.inputs):
+                    if i != SCALAR:
+                        readers[i].append(op.index)
+        passed: set[int] = set()
+        apart = PICKED | JOINED | FILLS
+        for op in graph.ops:
+            if op.kind not in PRODUCTS or not self.live[op.index]:
+                continue
+            chain, value, end = [], op.outputs[0], 0
+            while value not in self.final and len(readers[value]) == 1:
+                reader = graph.ops[readers[value][0]]
+                later = [graph.ops[r] for o in reader.outputs for r in readers[o]]
+                updates = bool(later) and all(r.phase is Phase.UPDATE for r in later)
+                same = reader.region == op.region and not updates
+                if not (same and fusable[reader.index]) or reader.kind in apart:
+                    break
+                chain.append(value)
+                value = reader.outputs[0]
+                if reader.kind not in FOLDED:
+                    end, written = len(chain), value
+            if end:
+                passed.update(chain[:end])
+                self.forced[written] = True
+        return passed
 
     def _narrow(self) -> list[bool]:
         """Float32 results that only products read: written as the bfloat16 that those take in."""
@@ -190,8 +240,10 @@ class _Writing:
             tuple(self.nbytes),
             reads,
             tuple(self.base),
+            tuple(self.sources),
             self.order,
             tuple(self.time),
+            frozenset(self.passed),
             not self.fused_operands,
         )
 
@@ -215,17 +267,22 @@ class _Writing:
         if op.kind in PICKED:
             found = {s: min(n, small) for s, n in found.items()}
         write = not self.light[op.index] or len(found) > MAX_SOURCES
+        if op.kind in SLICES and self.fused_operands:  # tiles are cut anew, once for all readers
+            write = write or self.readers[op.outputs[0]] > 1
         if op.kind in FILLS and not found:
             self.sources[op.outputs[0]] = {}  # whoever needs it in memory writes it there
             self.kept[op.outputs[0]] = op.outputs[0] in self.final
             return
         for o in op.outputs:
-            if write or self.forced[o] or o in self.final or self._worth(o, found):
+            if o in self.passed:
+                self.sources[o] = {} if op.kind in PRODUCTS else found
+            elif write or self.forced[o] or o in self.final or self._worth(o, found):
                 self.kept[o] = True
                 self.sources[o] = {o: self.nbytes[o]}
             else:
                 self.sources[o] = found
-        if not op.outputs or any(self.kept[o] for o in op.outputs):
+        runs = op.kind in PRODUCTS or not op.outputs
+        if runs or any(self.kept[o] for o in op.outputs):
             at = self.time[op.index]
             if op.kind == "loop_ys":  # written from inside the loop
                 home = self.graph.values[op.inputs[0]].op if op.inputs[0] != SCALAR else -1
@@ -247,6 +304,19 @@ def writes(op: Op) -> bool:
     """Whether an operation writes its result but may compute its operands itself."""
     reduces = op.kind.startswith(("reduce_", "arg")) and op.kind not in VIEWS
     return reduces or op.kind in WRITERS
+
+
+def _selects(graph: Graph, op: Op) -> bool:
+    """Whether a scatter writes one element of each row of an array of one value, as the gradient of
+    a label's logit is made: XLA:TPU compares a counter with the index instead."""
+    if not op.kind.startswith("scatter") or SCALAR in op.inputs[1:] or len(op.inputs) != 3:
+        return False
+    into, out = op.inputs[0], graph.values[op.outputs[0]]
+    filled = into == SCALAR or (
+        graph.values[into].op >= 0 and graph.ops[graph.values[into].op].kind in FILLS
+    )
+    rows = math.prod(out.shape[:-1])
+    return filled and len(out.shape) > 1 and math.prod(graph.values[op.inputs[2]].shape) == rows
 
 
 def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -1,0 +1,241 @@
+"""Which operations run inside the kernel of a product, as XLA:TPU compiles them.
+
+A product computes its elementwise operands itself. Elementwise operations on its result, and
+reductions of them, run on a finished tile while the matrix unit makes the next one. The vector
+unit works beside the matrix unit, so such operations take no time of their own until they take
+longer than the product. docs/explanation/compute.md has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from costmodels import Device, op_time_s
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
+from planner.rules.factor import FactorRule
+from planner.space.groups import Groups
+from planner.step.buffers import padding
+from planner.step.kernels.flops import op_flops
+from planner.step.kernels.fused import FusedCalls
+from planner.step.kernels.starts import BITCASTS
+from planner.step.memory.lanes import feature_dims
+from planner.step.memory.materialized import FOLDED, PASSES, Written
+
+REDUCING = 1.5
+"""How many times longer than an elementwise kernel a reduction takes to read an array, as XLA:TPU
+estimates it (v5e 1.51, v5p 1.53, v6e 1.58)."""
+
+
+class ProductKernel(NamedTuple):
+    """What the kernel of a product moves, in bytes: for its operands, for its result, and from the
+    matrix unit. ``idle`` multiplies its flop: columns of the matrix unit that are not used."""
+
+    first: float
+    second: float
+    result: float
+    stored: float
+    idle: float = 1.0
+
+
+def absorbing(
+    graph: Graph, fusable: Sequence[bool], kept: Sequence[bool], live: Sequence[bool]
+) -> tuple[int, ...]:
+    """Per operation, the product in whose kernel it runs, or -1.
+
+    Args:
+        graph: the step.
+        fusable: per operation, whether it only passes dimensions along.
+        kept: per value, whether it is written to memory.
+        live: per operation, whether its results are used.
+
+    The optimizer's update is left out: a collective usually parts it from its gradient. Near-linear
+    in operations.
+    """
+    home = _behind(graph, fusable, live)
+    return _before(graph, fusable, kept, live, home)
+
+
+def _elementwise(op: Op, fusable: Sequence[bool]) -> bool:
+    return fusable[op.index] and not op.kind.startswith(("loop_", "branch_"))
+
+
+def _behind(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> list[int]:
+    """Operations on the result of a product, up to the next reduction or product."""
+    depth = [0] * len(graph.values)  # products and reductions on the longest path to a value
+    made = [-1] * len(graph.values)  # the product whose kernel makes a value
+    home = [-1] * len(graph.ops)
+    for op in graph.ops:
+        if not live[op.index]:
+            continue
+        inputs = [i for i in op.inputs if i != SCALAR]
+        level = max((depth[i] for i in inputs), default=0)
+        found = max((made[i] for i in inputs if depth[i] == level), default=-1)
+        if found >= 0 and graph.ops[found].region != op.region:
+            found = -1
+        reduces = op.kind.startswith(("reduce_", "arg"))
+        if op.kind in PRODUCTS:
+            level, found = level + 1, op.index
+        elif reduces or op.kind in FOLDED or _elementwise(op, fusable):
+            if found >= 0 and op.phase is not Phase.UPDATE:
+                home[op.index] = found
+            else:
+                found = -1
+            if reduces:
+                level, found = level + 1, -1
+        elif op.kind not in PASSES:
+            level, found = level + 1, -1
+        for o in op.outputs:
+            depth[o], made[o] = level, found
+    return home
+
+
+def _before(
+    graph: Graph,
+    fusable: Sequence[bool],
+    kept: Sequence[bool],
+    live: Sequence[bool],
+    home: list[int],
+) -> tuple[int, ...]:
+    """Adds operations that only such kernels read, and that those compute themselves."""
+    readers: list[list[int]] = [[] for _ in graph.values]
+    for op in graph.ops:
+        if live[op.index]:
+            for i in set(op.inputs):
+                if i != SCALAR:
+                    readers[i].append(op.index)
+    final = set(graph.outputs)
+    for op in reversed(graph.ops):
+        here = op.index
+        if not live[here] or home[here] >= 0 or not op.outputs:
+            continue
+        if op.phase is Phase.UPDATE or not _elementwise(op, fusable):
+            continue
+        if any(kept[o] or o in final for o in op.outputs):
+            continue
+        reading = [r for o in op.outputs for r in readers[o]]
+        homes = [r if graph.ops[r].kind in PRODUCTS else home[r] for r in reading]
+        here_too = all(graph.ops[r].region == op.region for r in reading)
+        if homes and here_too and min(homes) >= 0:
+            home[here] = min(homes)
+    return tuple(home)
+
+
+def product_kernels(
+    graph: Graph,
+    rules: Sequence[FactorRule],
+    groups: Groups,
+    home: Sequence[int],
+    found: Written,
+    device: Device,
+) -> dict[int, ProductKernel]:
+    """The kernel of each product.
+
+    Operands count as what they are computed from. What absorbed operations read and write beside
+    them has the shape of the result, or is small, and counts as part of it.
+    """
+    operands: dict[int, tuple[int, int]] = {}
+    behind: dict[int, dict[int, int]] = {}
+    for op in graph.ops:
+        if op.kind in PRODUCTS:
+            first, second = (
+                0 if i == SCALAR else sum(found.sources[i].values()) for i in op.inputs[:2]
+            )
+            result = op.outputs[0]
+            operands[op.index] = (first, second)
+            behind[op.index] = {result: found.nbytes[result]} if found.kept[result] else {}
+        elif home[op.index] in behind:
+            inside = behind[home[op.index]]
+            for v in (*op.inputs, *op.outputs):
+                if v != SCALAR and found.kept[v]:
+                    inside[found.base[v]] = found.nbytes[v]
+    lanes = feature_dims(graph, groups.op_layouts, groups.fusable)
+    out = {}
+    for op, sides in operands.items():
+        result = graph.values[graph.ops[op].outputs[0]]
+        tile = (device.tile_rows, device.tile_lanes)
+        padded = padding(result.shape, tile, lanes.get(result.index))
+        stored = math.prod(result.shape) * padded * device.lane_bytes
+        idle = 1.0
+        if graph.ops[op].kind == "conv_general_dilated":
+            features = _features(rules[op])
+            idle = -(-features // device.tile_lanes) * device.tile_lanes / features
+        out[op] = ProductKernel(*sides, sum(behind[op].values()), stored, idle)
+    return out
+
+
+def _features(rule: FactorRule) -> int:
+    """Output features of a convolution: what its second operand and its result share."""
+    second, result = ({f for dim in x for f in dim} for x in (rule.operands[1], rule.results[0]))
+    return math.prod(rule.sizes[f] for f in second & result)
+
+
+def vector_bytes(
+    graph: Graph, groups: Groups, home: Sequence[int], found: Written, device: Device
+) -> list[float]:
+    """Per operation, the bytes that one run of its kernel moves, of elements no narrower than a
+    lane. Kernels of a group that read the same array in the same phase are one."""
+    out = [0.0] * len(graph.ops)
+    seen: set[tuple[int, Phase, int]] = set()
+
+    features = feature_dims(graph, groups.op_layouts, groups.fusable)
+    tile = (device.tile_rows, device.tile_lanes)
+
+    def lanes(value: int, nbytes: int) -> float:
+        known = graph.values[value]
+        wide = device.lane_bytes * math.prod(known.shape) / max(1, known.nbytes)
+        return nbytes * max(1.0, wide) * padding(known.shape, tile, features.get(value))
+
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if entry is None or op.kind in PRODUCTS or home[op.index] >= 0 or op.kind in BITCASTS:
+            continue
+        reduces = op.kind.startswith(("reduce_", "arg"))
+        writes = [o for o in op.outputs if found.kept[o]]
+        if not (writes or reduces):
+            continue
+        written = sum(lanes(o, found.nbytes[o]) for o in writes)
+        if op.kind in ("gather", "dynamic_slice"):
+            out[op.index] = 2.0 * written
+            continue
+        read = 0.0
+        for i in op.inputs:
+            for s, nbytes in () if i == SCALAR else found.sources[i].items():
+                key = (entry[0], op.phase, s)
+                if key not in seen:
+                    read += lanes(s, nbytes)
+                    if reduces or groups.fusable[op.index]:
+                        seen.add(key)
+        if op.phase is Phase.UPDATE:  # one kernel writes all that is made from a gradient
+            seen.update([(entry[0], op.phase, o) for o in writes])
+        out[op.index] = written + read * (REDUCING if reduces else 1.0)
+    return out
+
+
+def seen_shares(
+    graph: Graph,
+    rules: Sequence[FactorRule],
+    home: Sequence[int],
+    fused: FusedCalls,
+    device: Device,
+) -> list[float]:
+    """Per operation, the share of its time that does not hide under the product that absorbs it.
+
+    Whatever splits a product splits what it absorbs, so the unsharded step tells the share.
+    """
+    product_s, vector_s = [0.0] * len(graph.ops), [0.0] * len(graph.ops)
+    for op in graph.ops:
+        at = op.index if op.kind in PRODUCTS else home[op.index]
+        if at < 0:
+            continue
+        flops = op_flops(graph, op, rules[op.index])
+        dtype = graph.values[op.outputs[0]].dtype
+        if op.kind in PRODUCTS:
+            product_s[at] += op_time_s(device, flops, 0.0, dtype, "matmul")
+        elif fused.call[op.index] < 0:
+            vector_s[at] += op_time_s(device, flops, 0.0, dtype)
+    return [
+        1.0 if at < 0 else max(0.0, 1.0 - product_s[at] / vector_s[at]) if vector_s[at] else 0.0
+        for at in home
+    ]

@@ -1,0 +1,42 @@
+"""Flop of one operation."""
+
+from __future__ import annotations
+
+import math
+
+from planner.graph.ir import Graph, Op
+from planner.rules.factor import FactorRule
+
+MOVES = frozenset(
+    "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
+    "convert_element_type dynamic_slice dynamic_update_slice gather rev".split()
+)
+
+
+def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
+    """Flop of one run of an operation, unsharded."""
+    values = graph.values
+    return _flops(
+        op.kind,
+        rule,
+        [values[o].shape for o in op.outputs],
+        [values[i].shape for i in op.inputs if i >= 0],
+    )
+
+
+def _flops(
+    kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
+) -> float:
+    if kind in ("dot_general", "ragged_dot"):
+        return 2.0 * math.prod(rule.sizes)
+    if kind == "conv_general_dilated":
+        # per output element, one multiply-add for each kernel element of its feature
+        shared = {f for dim in rule.operands[1] for f in dim} & {
+            f for dim in rule.results[0] for f in dim
+        }
+        features = math.prod(rule.sizes[f] for f in shared)
+        return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / features
+    if kind in MOVES:
+        return 0.0
+    size = max((math.prod(s) for s in (*outs, *ins)), default=0)
+    return float(size)

@@ -1,0 +1,40 @@
+"""Which dimension of an array lies along the lanes of its tiles, where compilers do not choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.graph.ir import SCALAR, Graph
+from planner.space.factors import Layout
+
+Entry = tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None
+"""Of an operation: its group, the layouts of its operands and of its results."""
+
+
+def feature_dims(graph: Graph, entries: Sequence[Entry], fusable: Sequence[bool]) -> dict[int, int]:
+    """Per value, the dimension of its features: of images that convolutions read or make, and of
+    what is made of them element by element. XLA:TPU keeps features along lanes.
+
+    Args:
+        graph: the step.
+        entries: of every operation (``Groups.op_layouts``).
+        fusable: per operation, whether it only passes dimensions along.
+    """
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        entry = entries[op.index]
+        if op.kind == "conv_general_dilated" and entry is not None:
+            image, kernel, result = entry[1][0], set(entry[1][1]), entry[2][0]
+            shared = ((op.inputs[0], image, set(result)), (op.outputs[0], result, set(image)))
+            for value, layout, other in shared:
+                dims = [
+                    d for d, f in enumerate(layout) if f in kernel and f not in other and f >= 0
+                ]
+                if value != SCALAR and len(dims) == 1:
+                    found[value] = dims[0]
+        elif fusable[op.index] and len(op.outputs) == 1:
+            out = op.outputs[0]
+            for i in op.inputs:
+                if i in found and graph.values[i].shape == graph.values[out].shape:
+                    found[out] = found[i]
+    return found

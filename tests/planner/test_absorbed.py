@@ -1,0 +1,139 @@
+"""What runs inside a product's kernel on TPU, and what such kernels move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from costmodels import parse_cluster
+from planner.graph.trace import trace
+from planner.planning import graph_rules
+from planner.space.groups import build_groups
+from planner.step.analysis import Analysis, analyse
+from planner.step.kernels.absorbed import absorbing
+from planner.step.kernels.costs import Work
+from planner.step.memory.materialized import written
+
+V5E = parse_cluster("v5e:2x2").device
+M, K, N = 512, 256, 1024
+
+
+def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+X, W = shape(M, K), shape(K, N)
+
+
+def analysed(function: Callable[..., Any], *args: Any, device: Any = V5E) -> Analysis:
+    traced = trace(function, args)
+    rules = graph_rules(traced)
+    groups = build_groups(traced.graph, rules)
+    donated = (False,) * len(traced.graph.inputs)
+    return analyse(traced.graph, rules, groups, donated, device)
+
+
+def absorbed(function: Callable[..., Any], *args: Any) -> dict[str, bool]:
+    """Whether each kind of operation runs inside a product."""
+    found = analysed(function, *args)
+    graph, fusable, live = found.graph, found.groups.fusable, found.graph.live_ops()
+    kept = written(graph, fusable, live, True).kept
+    home = absorbing(graph, fusable, kept, live)
+    return {op.kind: home[op.index] >= 0 for op in graph.ops if live[op.index]}
+
+
+def works(function: Callable[..., Any], *args: Any, device: Any = V5E) -> dict[str, list[Work]]:
+    out: dict[str, list[Work]] = {}
+    for facts in analysed(function, *args, device=device).facts:
+        for work in facts.work:
+            out.setdefault(work.kind, []).append(work)
+    return out
+
+
+def test_what_follows_a_product_runs_in_its_kernel() -> None:
+    found = absorbed(lambda x, w: jnp.tanh(x @ w).sum(0), X, W)
+    assert found["tanh"] and found["reduce_sum"]
+
+
+def test_a_product_computes_its_operands() -> None:
+    assert absorbed(lambda x, w: jnp.exp(x) @ w, X, W)["exp"]
+
+
+def test_what_needs_the_whole_reduction_does_not() -> None:
+    found = absorbed(lambda x, w: (y := x @ w) - y.max(-1, keepdims=True), X, W)
+    assert found["reduce_max"] and not found["sub"]
+
+
+def test_without_a_product_nothing_is_absorbed() -> None:
+    assert not any(absorbed(lambda x: jnp.tanh(x).sum(0), X).values())
+
+
+def test_an_update_stays_its_own_kernel() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w)
+
+    found = absorbed(step, shape(K, N, dtype=jnp.float32), X)
+    assert not found["sub"]
+
+
+def test_the_epilogue_of_a_product_costs_nothing_but_its_bytes() -> None:
+    found = works(lambda x, w: jnp.tanh(x @ w), X, W)
+    assert "vector" not in found or not sum(w.flops + w.nbytes for w in found["vector"])
+    (product,) = found["matmul"]
+    assert product.nbytes == 2 * (M * K + K * N + M * N)  # tanh is written in the result's place
+    assert product.result_bytes == 4 * M * N  # from the accumulators, as float32
+    plain = works(lambda x, w: jnp.tanh(x @ w), X, W, device=None)
+    assert sum(w.flops for w in plain["vector"]) == M * N
+
+
+def test_what_is_longer_than_its_product_shows() -> None:
+    def slow(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        for _ in range(40):
+            y = jnp.tanh(y)
+        return y
+
+    (product,) = works(slow, shape(M, 8), shape(8, N))["matmul"]
+    (vector,) = works(slow, shape(M, 8), shape(8, N))["vector"]
+    product_s = product.flops / (V5E.matmul_flops_per_s("bfloat16") * V5E.matmul_efficiency)
+    vector_s = 40 * M * N / V5E.vector_flops_per_s
+    assert vector.flops == pytest.approx(40 * M * N * (1 - product_s / vector_s))
+
+
+def test_elements_count_as_lanes() -> None:
+    (narrow,) = works(lambda x: jnp.tanh(x), X)["vector"]
+    (wide,) = works(lambda x: jnp.tanh(x), shape(M, K, dtype=jnp.float32))["vector"]
+    assert narrow.nbytes == wide.nbytes == 8 * M * K
+
+
+def test_reductions_read_slower() -> None:
+    (found,) = works(lambda x: x.sum(), shape(M, K, dtype=jnp.float32))["vector"]
+    assert found.nbytes == pytest.approx(1.5 * 4 * M * K, rel=1e-4)
+
+
+def test_an_update_is_one_kernel() -> None:
+    def step(p: Any, m: Any, v: Any, x: jax.Array) -> Any:
+        g = jax.grad(lambda p: jnp.sum((x.astype(jnp.float32) @ p) ** 2))(p)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return p - 0.1 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+    w = shape(K, N, dtype=jnp.float32)
+    found = works(step, w, w, w, X)["vector"]
+    assert sum(x.nbytes for x in found) == pytest.approx(7 * 4 * K * N, rel=0.01)
+
+
+def test_a_convolution_leaves_columns_idle() -> None:
+    def conv(x: jax.Array, k: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def flops(features: int) -> float:
+        (found,) = works(conv, shape(8, 16, 16, 32), shape(3, 3, 32, features))["convolution"]
+        return found.flops
+
+    assert flops(64) == flops(128) == flops(256) / 2
