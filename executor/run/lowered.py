@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,7 @@ def _scatters(
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
         left, right = (known.get((op.index, "in", k)) for k in (0, 1))
-        if op.kind != "dot_general" or left is None or right is None or eqn is None:
+        if op.kind not in LOCAL or left is None or right is None or eqn is None:
             continue
         rank = len(eqn.out_avals[0].shape)
         transpose, order = -1, tuple(range(rank))
@@ -150,7 +150,7 @@ def _scatters(
             for c, aval in zip((left, right), eqn.in_avals, strict=True)
         )
         out, made = speller.spec(want, rank), speller.spec(whole, rank)
-        local, sums = _product(eqn.params["dimension_numbers"], a, b)
+        local, sums = LOCAL[op.kind](eqn.params, a, b)
         own = tuple(tuple(x for x in e if x in sums) for e in out)
         # what splits the operands splits the result, and partial sums are scattered inside that
         inside = all(e == m + s for e, m, s in zip(out, made, own, strict=True))
@@ -162,10 +162,14 @@ def _scatters(
     return found
 
 
-def _product(numbers: Any, a: Spec, b: Spec) -> tuple[Spec | None, frozenset[str]]:
-    """The sharding of a ``dot_general`` on shards, and the axes along which it is a partial sum;
-    no sharding where the operands' do not go together."""
-    ((a_sum, b_sum), (a_batch, b_batch)) = numbers
+Local = tuple[Spec | None, frozenset[str]]
+"""The sharding of a product of shards, and the axes along which it is a partial sum; no sharding
+where the operands' do not go together."""
+
+
+def _product(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
+    """Of a ``dot_general``."""
+    ((a_sum, b_sum), (a_batch, b_batch)) = params["dimension_numbers"]
     pairs = (*zip(a_sum, b_sum, strict=True), *zip(a_batch, b_batch, strict=True))
     free_a = [e for d, e in enumerate(a) if d not in (*a_sum, *a_batch)]
     free_b = [e for d, e in enumerate(b) if d not in (*b_sum, *b_batch)]
@@ -175,6 +179,32 @@ def _product(numbers: Any, a: Spec, b: Spec) -> tuple[Spec | None, frozenset[str
     fits = all(a[i] == b[j] for i, j in pairs)
     fits = fits and len(set(used)) == len(used) and not sums & set(used)
     return (spec if fits else None), sums
+
+
+def _convolution(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
+    """Of a convolution without groups whose windows are whole: batch and features may be split."""
+    numbers = params["dimension_numbers"]
+    (a_batch, a_sum, *space), (b_out, b_sum, *window) = numbers.lhs_spec, numbers.rhs_spec
+    batch, features, *_ = numbers.out_spec
+    sums = frozenset(a[a_sum])
+    out: list[tuple[str, ...]] = [()] * len(a)
+    out[batch], out[features] = a[a_batch], b[b_out]
+    used = [x for entry in out for x in entry]
+    plain = params["feature_group_count"] == params["batch_group_count"] == 1
+    fits = (
+        plain
+        and a[a_sum] == b[b_sum]
+        and not any((*(a[d] for d in space), *(b[d] for d in window)))
+    )
+    fits = fits and len(set(used)) == len(used) and not sums & set(used)
+    return (tuple(out) if fits else None), sums
+
+
+LOCAL: Mapping[str, Callable[[Mapping[str, Any], Spec, Spec], Local]] = {
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+}
+"""By kind of operation whose partial sums are scattered."""
 
 
 def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:

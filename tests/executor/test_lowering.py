@@ -91,6 +91,35 @@ def test_numbers_do_not_depend_on_the_lowering(how: Lowering, mesh: str, mode: A
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
+def conv_step(kernel: jax.Array, x: jax.Array) -> Any:
+    def loss(kernel: jax.Array) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(kernel)
+    return kernel - 0.1 * gradient, value
+
+
+@pytest.mark.devices
+def test_gradients_of_convolutions_are_scattered() -> None:
+    draw = np.random.default_rng(0)
+    kernel = jnp.asarray(draw.normal(size=(3, 3, 128, 512)), jnp.float32)
+    x = jnp.asarray(draw.normal(size=(32, 16, 16, 128)), jnp.float32)
+    plan = make_plan(conv_step, kernel, x, cluster="v5e:2x4", mesh="data=8", **FSDP)
+    how = Lowering(scattered=True)
+    compiled = CompiledStep(
+        trace(conv_step, (kernel, x)),
+        dataclasses.replace(plan, lowering=how),
+        devices=jax.devices(),
+    )
+    text = compiled.jitted.lower(kernel, x).as_text()
+    assert text.count("stablehlo.reduce_scatter") == 1
+    want, got = jax.jit(conv_step)(kernel, x), compiled(kernel, x)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.devices
 def test_emitted_collectives() -> None:
     plan = planned("data=8", FSDP)

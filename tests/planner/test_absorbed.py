@@ -84,7 +84,7 @@ def test_the_epilogue_of_a_product_costs_nothing_but_its_bytes() -> None:
     found = works(lambda x, w: jnp.tanh(x @ w), X, W)
     assert "vector" not in found or not sum(w.flops + w.nbytes for w in found["vector"])
     (product,) = found["matmul"]
-    assert product.nbytes == 2 * (M * K + K * N + M * N)  # tanh is written in the result's place
+    assert product.nbytes == 2 * (M * K + K * N + M * N)  # tanh alone is written
     assert product.result_bytes == 4 * M * N  # from the accumulators, as float32
     plain = works(lambda x, w: jnp.tanh(x @ w), X, W, device=None)
     assert sum(w.flops for w in plain["vector"]) == M * N

@@ -1,4 +1,4 @@
-"""The terms of the memory model, each by hand."""
+"""The terms of the memory model, each on its own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 from costmodels import parse_cluster
 from planner import make_plan
 from planner.cost.peak import PACKING
+from planner.graph.ir import Phase
 from planner.graph.trace import trace
 from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups
 from planner.step.analysis import Analysis, analyse
 from planner.step.buffers import Lifetimes, padding, pads_unevenly
+from planner.step.memory.lanes import feature_dims
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import extents, written
 
@@ -134,14 +136,115 @@ def sgd(w: jax.Array, x: jax.Array) -> jax.Array:
     return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
 
 
-def test_an_update_by_a_transposed_product_is_written_beside_the_old_value() -> None:
-    rows = {}
-    for cluster in ("h100:8", "v5p:2x2x2"):
-        found = analysis_of(sgd, struct(64, 64), struct(32, 64), cluster=cluster)
-        rows[cluster] = spans(told(found, lambda _: False), found.graph.outputs[0])
-        last = found.graph.values[found.graph.outputs[0]].op
-    assert rows["h100:8"] == []  # the result takes the memory of the donated input
-    assert rows["v5p:2x2x2"] == [(2 * last, 2 * last + 2)]
+@pytest.mark.parametrize("cluster", ["h100:8", "v5p:2x2x2"])
+def test_an_update_takes_the_memory_of_the_donated_input(cluster: str) -> None:
+    found = analysis_of(sgd, struct(64, 64), struct(32, 64), cluster=cluster)
+    assert spans(told(found, lambda _: False), found.graph.outputs[0]) == []
+
+
+def gradient(found: Analysis) -> int:
+    (made,) = [
+        op.outputs[0]
+        for op in found.graph.ops
+        if op.kind == "dot_general" and op.phase is Phase.BACKWARD
+    ]
+    return made
+
+
+@pytest.mark.parametrize(("cluster", "written"), [("h100:8", True), ("v5p:2x2x2", False)])
+def test_on_tpus_a_gradient_that_stays_is_updated_in_its_products_kernel(
+    cluster: str, written: bool
+) -> None:
+    found = analysis_of(sgd, struct(64, 64), struct(32, 64), cluster=cluster)
+    assert bool(spans(told(found, lambda _: False), gradient(found))) is written
+    assert spans(told(found, lambda link: link.operand <= -2), gradient(found))  # it is sent
+
+
+def test_what_is_sent_is_written_even_if_products_could_compute_it() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        half = w.astype(jnp.bfloat16)
+        return jnp.sum(jax.nn.relu(x @ half) @ half)
+
+    x = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+    found = analysis_of(step, struct(64, 64), x, cluster="v5p:2x2x2")
+    half = next(op.outputs[0] for op in found.graph.ops if op.kind == "convert_element_type")
+    first, second = [op.index for op in found.graph.ops if op.kind == "dot_general"]
+    assert spans(told(found, lambda _: False), half) == []
+    copies = {g.index for g in found.groups.groups if g.kind == "copy"}
+    sent = told(found, lambda link: link.value == half and link.b in copies)
+    assert spans(sent, half) == [(2 * first - 1, 2 * second + 1)]  # once for both readers
+
+
+# ---- what XLA:TPU writes ----------------------------------------------------------------------
+
+
+def kept_of(function: Callable[..., Any], *args: Any) -> dict[str, list[bool]]:
+    """By kind of operation, whether its results are written."""
+    traced = trace(function, args)
+    groups = build_groups(traced.graph, graph_rules(traced))
+    found = written(traced.graph, groups.fusable, traced.graph.live_ops(), True)
+    out: dict[str, list[bool]] = {}
+    for op in traced.graph.ops:
+        out.setdefault(op.kind, []).append(found.kept[op.outputs[0]])
+    return out
+
+
+def test_a_product_writes_what_its_only_reader_makes() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        wide = (x @ w).astype(jnp.float32) * 3
+        return wide - wide.max(-1, keepdims=True)
+
+    half = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    found = kept_of(step, half, half)
+    assert found["dot_general"] == [False] and found["convert_element_type"] == [False]
+    assert found["mul"] == [True]
+
+
+def labels_loss(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
+    logp = jax.nn.log_softmax(x @ w)
+    return -jnp.take_along_axis(logp, labels[:, None], -1).mean()
+
+
+def test_the_gradient_at_labels_is_a_comparison_and_is_written_once() -> None:
+    labels = jax.ShapeDtypeStruct((32,), jnp.int32)
+    found = kept_of(jax.grad(labels_loss), struct(64, 128), struct(32, 64), labels)
+    (scatter,) = [v for k, v in found.items() if k.startswith("scatter")]
+    assert scatter == [False]
+    read = {"add_any": found["add_any"], "sub": found["sub"]}
+    assert any(read["add_any"]) or any(read["sub"])
+
+
+def test_a_table_s_gradient_is_written() -> None:
+    ids = jax.ShapeDtypeStruct((32,), jnp.int32)
+    found = kept_of(jax.grad(lambda w, i: jnp.sin(w[i]).sum()), struct(1000, 64), ids)
+    (scatter,) = [v for k, v in found.items() if k.startswith("scatter")]
+    assert scatter == [True]
+
+
+def test_a_slice_with_several_readers_is_cut_once() -> None:
+    def step(x: jax.Array) -> Any:
+        cut = jnp.sin(x)[:, :-1]
+        return jnp.exp(cut).sum(), jnp.cos(cut).sum()
+
+    assert kept_of(step, struct(64, 64))["slice"] == [True]
+    assert kept_of(lambda x: jnp.exp(x[:, :-1]).sum(), struct(64, 64))["slice"] == [False]
+
+
+def test_features_of_convolutions_lie_along_lanes() -> None:
+    def conv(x: jax.Array, k: jax.Array) -> jax.Array:
+        y = jax.lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.tanh(y)
+
+    traced = trace(conv, (struct(8, 128, 128, 3), struct(3, 3, 3, 64)))
+    groups = build_groups(traced.graph, graph_rules(traced))
+    found = feature_dims(traced.graph, groups.op_layouts, groups.fusable)
+    image, kernel = traced.graph.inputs
+    (out,) = traced.graph.outputs
+    assert (found[image], found[out]) == (3, 3) and kernel not in found
+    assert padding((8, 128, 128, 64), TILE, 3) == 2.0
+    assert padding((8, 128, 128, 64), TILE) == 1.0
 
 
 # ---- order -----------------------------------------------------------------------------------

@@ -151,17 +151,18 @@ def product_kernels(
                 if v != SCALAR and found.kept[v]:
                     inside[found.base[v]] = found.nbytes[v]
     lanes = feature_dims(graph, groups.op_layouts, groups.fusable)
-    out = {}
-    for op, sides in operands.items():
-        result = graph.values[graph.ops[op].outputs[0]]
-        tile = (device.tile_rows, device.tile_lanes)
-        padded = padding(result.shape, tile, lanes.get(result.index))
-        stored = math.prod(result.shape) * padded * device.lane_bytes
+    tile = (device.tile_rows, device.tile_lanes)
+    out: dict[int, ProductKernel] = {}
+    for index, (first, second) in operands.items():
+        op = graph.ops[index]
+        made = graph.values[op.outputs[0]]
+        padded = padding(made.shape, tile, lanes.get(made.index))
         idle = 1.0
-        if graph.ops[op].kind == "conv_general_dilated":
-            features = _features(rules[op])
+        if op.kind == "conv_general_dilated":
+            features = _features(rules[index])
             idle = -(-features // device.tile_lanes) * device.tile_lanes / features
-        out[op] = ProductKernel(*sides, sum(behind[op].values()), stored, idle)
+        stored = math.prod(made.shape) * padded * device.lane_bytes
+        out[index] = ProductKernel(first, second, sum(behind[index].values()), stored, idle)
     return out
 
 
