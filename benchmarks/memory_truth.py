@@ -39,6 +39,8 @@ from planner.plan.plan import Plan
 MODELS = (*common.EXAMPLES, "llama")
 TARGETS = ("v5p:2x2x2", "h100:8")
 FAR = ("h100:8x8", "v5e:16x16", "h100:8x64")
+FIELDS = ("mesh", "inputs", "outputs", "constraints", "op_table", "lowering")
+"""What of a plan decides how it compiles."""
 FAR_MODELS = ("mlp", "gpt_linen_scan")
 """Models that the large clusters are tried with."""
 
@@ -83,7 +85,7 @@ def planned(name: str, kind: str, target: str, step: Any, args: tuple[Any, Any])
 def found_bytes(traced: Any, plan: Plan, target: str, keep: Path | None) -> float:
     """Compiled peak, or the one that is kept for the same plan."""
     told = dataclasses.asdict(plan)
-    decided = {k: told[k] for k in ("mesh", "inputs", "outputs", "constraints", "op_table")}
+    decided = {k: told[k] for k in FIELDS}
     text = json.dumps([jax.__version__, target, decided, plan.op_index], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     if keep and (keep / name).exists():

@@ -114,7 +114,9 @@ def predicted_s(cluster: Cluster, sample: Sample) -> float:
     ).step_s
 
 
-def fit(cluster: str, samples: Sequence[Sample]) -> Calibration:
+def fit(
+    cluster: str, samples: Sequence[Sample], untold: frozenset[str] = frozenset()
+) -> Calibration:
     """The constants with which the cost model comes closest to the samples.
 
     Rates come out as achieved ones: the efficiencies beside them are 1. What no sample tells stays
@@ -125,6 +127,7 @@ def fit(cluster: str, samples: Sequence[Sample]) -> Calibration:
     Args:
         cluster: the text of the cluster that was measured.
         samples: at least one without collectives; seconds are positive.
+        untold: keys of device constants that these samples do not tell.
 
     Raises:
         ValueError: no sample without collectives, or a time that is not positive.
@@ -136,7 +139,10 @@ def fit(cluster: str, samples: Sequence[Sample]) -> Calibration:
     given = described(cluster)
     known = _achieved(given)
     start = given.with_constants(known)
-    for names, part in ((_device_names(alone), alone), (_link_names(start, joined), joined)):
+    for names, part in (
+        (_device_names(alone, untold), alone),
+        (_link_names(start, joined), joined),
+    ):
         if part:
             start = start.with_constants(_fitted(start, names, part))
     start = start.with_constants(_unmeasured_peaks(known, start, alone))
@@ -204,7 +210,7 @@ def _unmeasured_peaks(
 _Name = tuple[str, str]
 
 
-def _device_names(samples: Sequence[Sample]) -> list[_Name]:
+def _device_names(samples: Sequence[Sample], untold: frozenset[str]) -> list[_Name]:
     """The device constants that these samples tell."""
     counts = [k for s in samples for k in s.kernels]
     products = sorted({k.dtype for k in counts if k.kind == "matmul"})
@@ -213,7 +219,7 @@ def _device_names(samples: Sequence[Sample]) -> list[_Name]:
     if any(k.kind == "convolution" for k in counts):
         names.append(("device", "convolution_efficiency"))
     keys = ("memory_bytes_per_s", "vector_flops_per_s", "kernel_latency_s", "step_latency_s")
-    return names + [("device", key) for key in keys]
+    return names + [("device", key) for key in keys if key not in untold]
 
 
 def _link_names(given: Description, samples: Sequence[Sample]) -> list[_Name]:

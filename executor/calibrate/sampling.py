@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from costmodels import Cluster
+from costmodels import Cluster, Device
 from costmodels.calibrate import KernelCount, Sample
 from executor.calibrate.collective_probes import NAMES, collective_probes
 from executor.calibrate.probes import probes
@@ -85,13 +85,15 @@ def run_probes(
     return Sampled(tuple(samples), statistics.median(spreads))
 
 
-def kernel_counts(function: Callable[..., Any], shapes: Sequence[Any]) -> tuple[KernelCount, ...]:
+def kernel_counts(
+    function: Callable[..., Any], shapes: Sequence[Any], device: Device
+) -> tuple[KernelCount, ...]:
     """What the planner counts in a function of local arrays: its kernels on one device."""
     traced = trace(function, tuple(shapes))
     rules = graph_rules(traced)
     groups = build_groups(traced.graph, rules)
     donated = [False] * len(traced.graph.inputs)
-    facts = analyse(traced.graph, rules, groups, donated).facts
+    facts = analyse(traced.graph, rules, groups, donated, device).facts
     return tuple(
         KernelCount(w.kind, w.dtype, w.flops, w.nbytes, w.result_bytes, w.kernels)
         for group in facts
@@ -113,7 +115,7 @@ def _programs(
     flat = build_mesh(MeshSpec(NAMES[1:], (count,)), devices)
     for probe in alone:
         progress(f"compiling {probe.kind}", len(out) / (len(alone) + len(joined)))
-        counts = kernel_counts(probe.function, probe.shapes)
+        counts = kernel_counts(probe.function, probe.shapes, cluster.device)
         made = Sample(probe.kind, probe.name, 0.0, counts)
         out.append((made, *_compiled(probe.function, probe.shapes, flat)))
     for link in joined:

@@ -20,6 +20,7 @@ from rich.table import Table
 from costmodels import Cluster, ClusterError, find_kind, parse_cluster
 from costmodels.calibrate import Calibration, fit
 from costmodels.profile import Origin, profile_text, write_whole
+from executor.calibrate.compiled import UNTOLD, compile_probes
 from executor.calibrate.sampling import Progress as Told
 from executor.calibrate.sampling import Sampled, run_probes
 from executor.run.mesh import detect_cluster, make_cpu_devices
@@ -40,6 +41,7 @@ of a CPU, ends up in the constants.
 
 examples:
   planner calibrate --cluster cpu:8 --out profile.toml
+  planner calibrate --cluster v5e:2x2 --compiler --out v5e.toml
   planner inspect train.py --profile profile.toml
   planner inspect train.py --profile profile.toml --cluster cpu:4
 
@@ -66,6 +68,11 @@ def add_calibrate(commands: Any) -> None:
     add(
         "--rounds", metavar="N", type=_rounds, default=15, help="runs of each program (default: 15)"
     )
+    add(
+        "--compiler",
+        action="store_true",
+        help="run nothing: fit the kernels to what the TPU compiler estimates, ahead of time",
+    )
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
@@ -88,6 +95,8 @@ def run_calibrate(options: argparse.Namespace) -> int:
         )
     if not out.parent.is_dir():
         raise RequestError(f"--out {out}: no folder {out.parent}; make it or name another")
+    if options.compiler and not options.cluster:
+        raise RequestError("--compiler wants --cluster: which TPU, such as v5e:2x2")
     text = options.cluster or _present()
     try:
         cluster = parse_cluster(text)
@@ -96,12 +105,21 @@ def run_calibrate(options: argparse.Namespace) -> int:
     if cluster.device.kind == "cpu":
         stay_on_cpu()
         make_cpu_devices(cluster.num_devices)
-    check_present(cluster)
-    with _progress() as told:
-        sampled = run_probes(cluster, DTYPES, rounds=options.rounds, progress=told)
-    found = fit(text, sampled.samples)
+    if options.compiler:
+        stay_on_cpu()
+        with _progress() as told:
+            sampled = compile_probes(cluster, DTYPES, progress=told)
+        found = fit(text, sampled.samples, UNTOLD)
+        libtpu = metadata.version("libtpu")
+        name = f"{cluster.device.kind}, as its compiler estimates (libtpu {libtpu})"
+    else:
+        check_present(cluster)
+        with _progress() as told:
+            sampled = run_probes(cluster, DTYPES, rounds=options.rounds, progress=told)
+        found = fit(text, sampled.samples)
+        name = jax.devices()[0].device_kind
     origin = Origin(
-        device_name=jax.devices()[0].device_kind,
+        device_name=name,
         host_name=platform.processor() or platform.machine(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={
@@ -110,7 +128,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             "jaxlib": metadata.version("jaxlib"),
             "python": platform.python_version(),
         },
-        rounds=options.rounds,
+        rounds=0 if options.compiler else options.rounds,
         noise=sampled.noise,
     )
     try:
@@ -160,7 +178,9 @@ def render_calibration(found: Calibration, sampled: Sampled, out: Path, console:
     for name, key, value in found.constants:
         constants.add_row(name, key, f"{value:.4g}")
     console.print(constants)
-    console.print(f"noise: half of a program's runs lie within {sampled.noise:.0%} of its median")
+    if sampled.noise:
+        near = f"{sampled.noise:.0%} of its median"
+        console.print(f"noise: half of a program's runs lie within {near}")
     if sampled.noise > NOISY:
         console.print("the machine was not quiet; measure again when it is")
     console.print(f"written: {out}", soft_wrap=True)

@@ -115,8 +115,11 @@ def _scheduled(plan: Chosen) -> Lifetimes:
     def moves(link: GroupLink) -> bool:
         return any(s.kind != "all_reduce" for s in plan.link_steps(link))  # in place
 
+    def sums(link: GroupLink) -> bool:
+        return any(s.kind in ("all_reduce", "reduce_scatter") for s in plan.link_steps(link))
+
     analysis = plan.priced.analysis
-    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves)
+    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, sums)
     return Lifetimes(in_pool(found.buffers), found.order)
 
 

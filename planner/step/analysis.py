@@ -50,9 +50,13 @@ class Scheduled:
         return (1, 1) if self.device is None else (self.device.tile_rows, self.device.tile_lanes)
 
     def buffers(
-        self, graph: Graph, groups: Groups, moves: Callable[[GroupLink], bool]
+        self,
+        graph: Graph,
+        groups: Groups,
+        moves: Callable[[GroupLink], bool],
+        sums: Callable[[GroupLink], bool] = lambda _: False,
     ) -> Lifetimes:
-        """The buffers in the order in which compilers run a step; ``moves``: see
+        """The buffers in the order in which compilers run a step; ``moves``, ``sums``: see
         ``find_buffers``."""
         live = graph.live_ops()
         late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
@@ -64,6 +68,7 @@ class Scheduled:
             live,
             self.donated,
             moves=moves,
+            sums=sums,
             chosen=self.chosen,
         )
 

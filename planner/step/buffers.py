@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, Graph, Phase
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
 from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
@@ -25,7 +25,7 @@ from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import feature_dims
 from planner.step.memory.liveness import intervals
-from planner.step.memory.materialized import Written
+from planner.step.memory.materialized import FOLDED, Written, extents
 
 EMPTY: Chosen = {}
 
@@ -50,6 +50,7 @@ def find_buffers(
     donated: Sequence[bool],
     tile: tuple[int, int] = (1, 1),
     moves: Callable[[GroupLink], bool] | None = None,
+    sums: Callable[[GroupLink], bool] = lambda _: False,
     chosen: Chosen = EMPTY,
 ) -> Lifetimes:
     """The buffers of a step whose kernels are ``found``. Near-linear in operations.
@@ -62,10 +63,11 @@ def find_buffers(
         donated: per input, whether results may take its memory.
         tile: rows and lanes that the two minor dimensions of a whole array are padded to.
         moves: whether the layouts at the ends of a link differ, where a plan is known.
+        sums: whether partial sums are reduced on a link.
         chosen: by decision, the values that have a choice.
     """
     hosted = chosen.get(OFFLOAD, frozenset())
-    held = _Finding(graph, groups, found, live, tile, moves).run(donated, hosted)
+    held = _Finding(graph, groups, found, live, tile, moves, sums).run(donated, hosted)
     buffers: Sequence[Buffer] = held.buffers
     for name, values in chosen.items():
         buffers = DECISIONS[name].buffers(buffers, graph, values)
@@ -121,9 +123,10 @@ class _Finding:
         live: Sequence[bool],
         tile: tuple[int, int],
         moves: Callable[[GroupLink], bool] | None,
+        sums: Callable[[GroupLink], bool],
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
-        self.tile, self.moves = tile, moves
+        self.tile, self.moves, self.sums = tile, moves, sums
         self.lanes = (
             {} if tile == (1, 1) else feature_dims(graph, groups.op_layouts, groups.fusable)
         )
@@ -145,12 +148,17 @@ class _Finding:
         port: Port,
         when: When | None = None,
         pool: Memory = Memory.DEVICE,
+        share: float = 1.0,
     ) -> None:
         known = self.graph.values[value]
         if end <= start or (known.host and pool is Memory.DEVICE):
             return
         scale = 1 if self.moves is None else 2
-        nbytes = self.found.nbytes[value] * padding(known.shape, self.tile, self.lanes.get(value))
+        nbytes = (
+            share
+            * self.found.nbytes[value]
+            * padding(known.shape, self.tile, self.lanes.get(value))
+        )
         first, last = int(scale * start), int(scale * end)
         found = Buffer(group, first, last, nbytes, layout, port, when, pool, value)
         self.buffers.append(found)
@@ -161,6 +169,8 @@ class _Finding:
         self.turned()
         if self.found.merges:
             self.uneven()
+        else:
+            self.narrowed()
         groups, graph = self.groups, self.graph
         inside = self.in_updates()
         carries = {new: old for old, new in graph.next_values.items()}
@@ -233,6 +243,43 @@ class _Finding:
             if mine and base not in self.until:
                 self.until[base] = max([first, *others])
 
+    def narrowed(self) -> None:
+        """Stacks of float32 whose slices only products read, as bfloat16: XLA:TPU converts them
+        once, before the first loop that reads them."""
+        graph = self.graph
+        readers: dict[int, list[Op]] = {}
+        for op in graph.ops:
+            for i in set(op.inputs) if self.live[op.index] else ():
+                readers.setdefault(i, []).append(op)
+
+        def multiplied(value: int) -> bool:
+            found = readers.get(value, [])
+            return bool(found) and all(
+                r.kind in PRODUCTS
+                or (r.kind in FOLDED and multiplied(r.outputs[0]))
+                or (
+                    r.kind == "convert_element_type"
+                    and graph.values[r.outputs[0]].dtype == "bfloat16"
+                )
+                for r in found
+            )
+
+        begin, stop = extents(graph, self.found.time)
+        spans: dict[int, tuple[int, int]] = {}
+        for op in graph.ops:
+            if op.kind != "loop_xs" or not self.live[op.index] or op.inputs[0] == SCALAR:
+                continue
+            stack = graph.values[op.inputs[0]]
+            if stack.dtype == "float32" and multiplied(op.outputs[0]):
+                region = readers[op.outputs[0]][0].region
+                first, last = spans.get(stack.index, (begin[region], 0))
+                spans[stack.index] = min(first, begin[region]), max(last, stop[region] + 1)
+        for value, (first, last) in spans.items():
+            home = self.groups.home[value]
+            if home is not None:
+                port = Port.STORE if self.groups.groups[home[0]].kind == "input" else Port.USE
+                self.add(home[0], first, last, value, home[1], port, share=0.5)
+
     def uneven(self) -> None:
         """Strided convolutions read a padded copy, from the first to the last that reads the value.
 
@@ -271,12 +318,8 @@ class _Finding:
             if op.kind == "transpose":
                 base = found.base[out.index]
                 made = graph.values[base].op
-                if (
-                    base in moved
-                    and found.merges
-                    and made >= 0
-                    and graph.ops[made].kind in PRODUCTS
-                ):
+                turns = base in moved if found.merges else op.region > 0
+                if turns and made >= 0 and graph.ops[made].kind in PRODUCTS:
                     root[out.index] = out.index
             elif self.groups.fusable[op.index] or op.kind in MARKS:
                 roots = [
@@ -296,16 +339,17 @@ class _Finding:
 
     def in_updates(self) -> set[int]:
         """Gradients that are nowhere written: only an update reads them, which XLA:TPU runs in the
-        kernel of the product, where a plan is known and does not move them."""
+        kernel of the product, where a plan is known and no collective comes between."""
         if self.moves is None or self.found.merges:
             return set()
-        graph, moved = self.graph, self.moved()
+        graph, sums = self.graph, self.sums
+        sent = self.moved() | {x.value for x in self.groups.links if x.operand <= -2 and sums(x)}
         root: dict[int, int] = {}
         written: set[int] = set()
         for op in graph.ops:
             if not self.live[op.index]:
                 continue
-            if op.kind in PRODUCTS and op.outputs[0] not in moved:
+            if op.kind in PRODUCTS and op.outputs[0] not in sent:
                 root[op.outputs[0]] = op.outputs[0]
             for i in op.inputs:
                 if i not in root:

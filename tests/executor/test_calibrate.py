@@ -34,6 +34,7 @@ def example_args():
     return {"a": f(64, 32), "b": f(32, 16)}, f(512, 64)
 """
 TINY = 1e-4
+H100 = parse_cluster("h100:8").device
 
 
 def few(found: Sequence[Any]) -> tuple[Any, ...]:
@@ -113,7 +114,7 @@ def test_the_step_start_is_in_the_prediction(profile: Path) -> None:
 
 def test_kernel_counts_are_the_planners() -> None:
     x, w = jax.ShapeDtypeStruct((8, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
-    counts = kernel_counts(lambda x, w: jnp.tanh(x @ w), (x, w))
+    counts = kernel_counts(lambda x, w: jnp.tanh(x @ w), (x, w), H100)
     (product,) = [k for k in counts if k.kind == "matmul"]
     nbytes = 4.0 * (8 * 32 + 32 * 16 + 8 * 16)
     assert product == KernelCount("matmul", "float32", 2.0 * 8 * 32 * 16, nbytes, 4.0 * 8 * 16, 1.0)
@@ -121,6 +122,7 @@ def test_kernel_counts_are_the_planners() -> None:
     counts = kernel_counts(
         lambda x, w: jax.lax.conv(x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), (1, 1), "SAME"),
         (image, jax.ShapeDtypeStruct(window, "float32")),
+        H100,
     )
     assert [k.flops for k in counts if k.kind == "convolution"] == [2.0 * 2 * 8 * 8 * 8 * 36]
 

@@ -158,6 +158,10 @@ def test_on_tpus_a_gradient_that_stays_is_updated_in_its_products_kernel(
     found = analysis_of(sgd, struct(64, 64), struct(32, 64), cluster=cluster)
     assert bool(spans(told(found, lambda _: False), gradient(found))) is written
     assert spans(told(found, lambda link: link.operand <= -2), gradient(found))  # it is sent
+    summed = found.scheduled.buffers(
+        found.graph, found.groups, lambda _: False, lambda link: link.operand <= -2
+    )
+    assert spans(summed, gradient(found))
 
 
 def test_what_is_sent_is_written_even_if_products_could_compute_it() -> None:
@@ -228,6 +232,14 @@ def test_a_slice_with_several_readers_is_cut_once() -> None:
 
     assert kept_of(step, struct(64, 64))["slice"] == [True]
     assert kept_of(lambda x: jnp.exp(x[:, :-1]).sum(), struct(64, 64))["slice"] == [False]
+
+
+@pytest.mark.parametrize(("cluster", "count"), [("h100:8", 0), ("v5p:2x2x2", 1)])
+def test_stacks_that_products_read_are_converted_once(cluster: str, count: int) -> None:
+    found = analysis_of(jax.grad(scan_loss), struct(6, 64, 64), struct(32, 64), cluster=cluster)
+    stack = found.graph.inputs[0]
+    held = [b for b in told(found, lambda _: False).buffers if b.value == stack]
+    assert sum(b.nbytes == pytest.approx(2 * 6 * 64 * 64) for b in held) == count
 
 
 def test_features_of_convolutions_lie_along_lanes() -> None:

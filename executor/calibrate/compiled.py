@@ -1,0 +1,62 @@
+"""Compile the probes ahead of time: what a TPU compiler estimates in place of a measurement.
+
+Nothing runs. Every program is compiled for one device; its time is the sum of the compiler's
+``estimated_cycles``, loops multiplied out, over the clock. Programs with gathers or scatters are
+left out, since the compiler gives those no cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from costmodels import Cluster
+from costmodels.calibrate import Sample
+from executor.calibrate.probes import probes
+from executor.calibrate.sampling import Progress, Sampled, kernel_counts
+from executor.verify.aot import TPU_CLOCK_HZ, devices_of, read_compiled, tpu_seconds
+from planner.errors import RequestError
+
+UNTOLD = frozenset({"step_latency_s"})
+"""Constants that no estimate tells."""
+
+
+def compile_probes(
+    cluster: Cluster,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    *,
+    scale: float = 1.0,
+    progress: Progress = lambda doing, share: None,
+) -> Sampled:
+    """Compile the probes for a TPU; no TPU is needed.
+
+    Args:
+        cluster: its kind names the compiler, its catalog constants size the programs.
+        dtypes: of products.
+        scale: times the programs' sizes in time.
+        progress: told how far it is.
+
+    Raises:
+        RequestError: not a TPU, or its compiler is not installed (CompilerAbsentError).
+    """
+    if cluster.device.kind not in TPU_CLOCK_HZ:
+        known = ", ".join(TPU_CLOCK_HZ)
+        raise RequestError(
+            f"--compiler: the compiler for {cluster.device.kind} estimates no times, those for "
+            f"{known} do; leave --compiler out where the devices are present"
+        )
+    here = SingleDeviceSharding(devices_of(cluster)[0])
+    found = probes(cluster.device, dtypes, scale)
+    samples = []
+    for k, probe in enumerate(found):
+        progress(f"compiling {probe.kind}", k / len(found))
+        args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here) for s in probe.shapes]
+        module = read_compiled(jax.jit(probe.function).lower(*args).compile()).module
+        if module.unpriced_bytes or not module.cycles:
+            continue
+        counts = kernel_counts(probe.function, probe.shapes, cluster.device)
+        seconds = tpu_seconds(module.cycles, cluster)
+        samples.append(Sample(probe.kind, probe.name, seconds, counts))
+    return Sampled(tuple(samples), 0.0)
