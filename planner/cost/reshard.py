@@ -34,6 +34,11 @@ from planner.cost.routes import PARTIAL, Pattern, all_patterns, patterns, route
 COMBINABLE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 """Kinds that XLA combines with others of their kind, of parameters and gradients."""
 
+AFTER_SUM = 6.0
+"""Where products absorb what follows them: how many times the bytes of a sum are moved more, because
+a collective separates the two. The sum is written, read and its successor written, each as 32-bit
+lanes: three times two for bfloat16."""
+
 IntArray = NDArray[np.int64]
 
 
@@ -132,8 +137,19 @@ def reshard_steps(
             continue
         alpha, beta = model.collective_coefficients(kind, tuple(sizes), axes(over))
         alpha *= model.combined_latency if combined and kind in COMBINABLE else 1.0
-        steps.append(ReshardStep(kind, axes(over), payload, alpha + beta * payload))
+        seconds = alpha + beta * payload
+        if over == way.reduced and kind in ("all_reduce", "reduce_scatter"):
+            seconds += after_sum_s(model) * nbytes / size(way.after)
+        steps.append(ReshardStep(kind, axes(over), payload, seconds))
     return tuple(steps)
+
+
+def after_sum_s(model: CostModel) -> float:
+    """Seconds per byte of a shard of a sum, see ``AFTER_SUM``."""
+    device = model.cluster.device
+    if not device.fuses_operands:
+        return 0.0
+    return AFTER_SUM / (device.memory_bytes_per_s * device.memory_efficiency)
 
 
 @dataclass(frozen=True)
@@ -246,6 +262,8 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
         alpha[:, :-1] += latency
         combined[:, :-1] += latency * (model.combined_latency if name in COMBINABLE else 1.0)
         beta[:, :-1] += np.where(needed, b[:, over] / pieces, 0.0)
+    summed = reduced & (size[:, ways.reduced] > 1)
+    beta[:, :-1] += np.where(summed, after_sum_s(model) / size[:, ways.after], 0.0)
     alpha[:, -1] = combined[:, -1] = np.inf
     for row, sizes in enumerate(meshes):
         if 1 in sizes:
