@@ -92,10 +92,11 @@ def compiled_bytes(
         return NamedSharding(mesh, partition_spec(tuple(dims)))
 
     before, after = sharding(0), sharding(1)
+    joined = [tuple(x for x, _ in p) for p in axes.values()] if axes and how.joined else []
     x = jax.ShapeDtypeStruct((LENGTHS[rank],) * rank, jnp.bfloat16, sharding=before)
 
     def change(x: Any) -> Any:
-        for stage in stages(before, after, x.shape) if how.staged else [after]:
+        for stage in stages(before, after, x.shape, joined) if how.staged else [after]:
             x = jax.lax.with_sharding_constraint(x, stage)
         return x
 

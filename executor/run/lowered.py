@@ -15,6 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from executor.run.interpret import ConstrainedStep, Decided, Kept
 from planner import compat
+from planner.cost.reshard import collectives_of
+from planner.cost.routes import route
 from planner.graph.trace import Traced
 from planner.plan.behind import RESULTS, read_by_transposes
 from planner.plan.plan import Constraint, Plan
@@ -54,12 +56,14 @@ class LoweredPlan:
         mesh: the jax mesh.
         shardings: sharding constraints by place.
         staged: whether resharding is split into one constraint per mesh axis.
+        joined: jax mesh axes that change together.
         scatters: products followed by explicit reduce-scatters, by operation.
     """
 
     mesh: Mesh | AbstractMesh
     shardings: Mapping[Place, NamedSharding]
     staged: bool = False
+    joined: tuple[tuple[str, ...], ...] = ()
     scatters: Mapping[int, Scatter] = field(default_factory=dict)
 
     @property
@@ -92,7 +96,8 @@ def lower_plan(
         for place, c in known.items()
         if not (place[0] in done and place[1] in RESULTS)
     }
-    return LoweredPlan(mesh, shardings, how.staged, scatters)
+    joined = [tuple(x for x, _ in parts) for parts in axes.values()] if how.joined else []
+    return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters)
 
 
 @dataclass(frozen=True)
@@ -228,16 +233,37 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
     return run(*ins)
 
 
-def stages(before: NamedSharding, after: NamedSharding, shape: Sequence[int]) -> list[Any]:
+def stages(
+    before: NamedSharding,
+    after: NamedSharding,
+    shape: Sequence[int],
+    joined: Sequence[tuple[str, ...]] = (),
+) -> list[Any]:
     """Intermediate shardings of a resharding, ending with ``after``; each step moves one mesh axis.
 
     Slices come first (they are free), then all-to-alls, then all-gathers. Where no such step exists
-    (for example, shards must be permuted), the last step does the rest at once.
+    (for example, shards must be permuted), the last step does the rest at once. A change that only
+    permutes shards is one step.
+
+    Args:
+        before, after: on one mesh.
+        shape: of the array.
+        joined: axes that move together, where a sharding does not separate them.
 
     Source: the order of Shardy's pass sdy-reshard-to-collectives.
     """
+    groups = {parts[0]: parts for parts in joined if len(parts) > 1}
     sizes = dict(before.mesh.shape)
-    here, goal = (spec_of(s, len(shape)) for s in (before, after))
+    raw = [spec_of(s, len(shape)) for s in (before, after)]
+    if groups and all(_joins(spec, groups) for spec in raw):
+        raw = [_join(spec, groups) for spec in raw]
+        for first, parts in groups.items():
+            sizes[first] = math.prod(before.mesh.shape[x] for x in parts)
+    else:
+        groups = {}
+    here, goal = raw
+    if _permuted(here, goal, sizes):
+        return [after]
     way = []
     while here != goal:
         step = _step(here, goal)
@@ -245,8 +271,43 @@ def stages(before: NamedSharding, after: NamedSharding, shape: Sequence[int]) ->
             break
         here = step
         if all(n % math.prod(sizes[x] for x in e) == 0 for n, e in zip(shape, here, strict=True)):
-            way.append(NamedSharding(before.mesh, partition_spec(here)))
+            whole = tuple(tuple(y for x in e for y in groups.get(x, (x,))) for e in here)
+            way.append(NamedSharding(before.mesh, partition_spec(whole)))
     return [*way[:-1], after] if way and here == goal else [*way, after]
+
+
+def _joins(spec: Spec, groups: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether every group stands whole and in order in one dimension, or nowhere."""
+    for first, parts in groups.items():
+        present = [e for e in spec if set(parts) & set(e)]
+        if not present:
+            continue
+        if len(present) > 1 or first not in present[0]:
+            return False
+        at = present[0].index(first)
+        if present[0][at : at + len(parts)] != parts:
+            return False
+    return True
+
+
+def _join(spec: Spec, groups: Mapping[str, tuple[str, ...]]) -> Spec:
+    """Each group by its first axis."""
+    inner = {x for parts in groups.values() for x in parts[1:]}
+    return tuple(tuple(x for x in e if x not in inner) for e in spec)
+
+
+def _permuted(here: Spec, goal: Spec, sizes: Mapping[str, int]) -> bool:
+    """Whether slices and one permutation of shards are all that a change takes."""
+    axes = tuple(sizes)
+    order = {x: k for k, x in enumerate(axes)}
+    if any(list(e) != sorted(e, key=order.__getitem__) for e in (*here, *goal)):
+        return False
+    pairs = []
+    for x in axes:
+        places = [[d + 1 for d, e in enumerate(spec) if x in e] for spec in (here, goal)]
+        pairs.append((sum(places[0]), sum(places[1])))
+    kinds = [kind for kind, _, _ in collectives_of(route(tuple(pairs)), tuple(sizes.values()))]
+    return kinds == ["permute"]
 
 
 def _step(here: Spec, goal: Spec) -> Spec | None:
@@ -294,7 +355,7 @@ class LoweredStep(ConstrainedStep):
         if before is None or known is not None:
             return super().constrained(value, sharding)
         made = value
-        for stage in stages(before[1], sharding, value.shape):
+        for stage in stages(before[1], sharding, value.shape, self.lowered.joined):
             made = super().constrained(made, stage)
         self.known[id(value), sharding] = (value, made)
         return made

@@ -29,13 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import Collective, CostModel
-from planner.cost.routes import PARTIAL, Pattern, all_patterns, patterns, route
+from planner.cost.routes import PARTIAL, Pattern, Route, all_patterns, patterns, route
 
 COMBINABLE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 """Kinds that XLA combines with others of their kind, of parameters and gradients."""
 
 AFTER_SUM = 6.0
-"""Where products absorb what follows them: how many times the bytes of a sum are moved more, because
+"""Where products absorb what follows them: how many times more the bytes of a sum are moved, as
 a collective separates the two. The sum is written, read and its successor written, each as 32-bit
 lanes: three times two for bfloat16."""
 
@@ -96,6 +96,29 @@ def _skipping(n: int, ones: int) -> IntArray:
     return np.asarray([*out, len(out)], np.int64)
 
 
+def collectives_of(way: Route, sizes: Sequence[int]) -> list[tuple[Collective, int, float]]:
+    """The collectives of a route on mesh axes of some sizes: kind, mask of axes, and the payload as
+    a share of the tensor."""
+
+    def size(mask: int) -> int:
+        return math.prod(n for k, n in enumerate(sizes) if mask >> k & 1)
+
+    room = math.prod(size(b) // math.gcd(size(a), size(b)) for a, b in way.dims)
+    split = size(way.before) * min(size(way.sliced), room)
+    wanted: list[tuple[Collective, int, float]] = []
+    if way.reduced:
+        kind: Collective = "reduce_scatter" if way.scattered else "all_reduce"
+        early = way.before | way.sliced & ~way.reduced
+        wanted.append((kind, way.reduced, 1.0 / size(early)))
+    if way.permutes:
+        wanted.append(("permute", way.shuffled, 1.0 / split))
+    if room > size(way.sliced):
+        wanted += [("all_to_all", mask, 1.0 / split) for mask in way.moves]
+    if way.gathered and split > size(way.after):
+        wanted.append(("all_gather", way.gathered, 1.0 / size(way.after)))
+    return [row for row in wanted if size(row[1]) > 1]
+
+
 def reshard_steps(
     src: Sequence[int],
     dst: Sequence[int],
@@ -111,36 +134,17 @@ def reshard_steps(
     """
     src, dst = ([d if n > 1 else 0 for d, n in zip(x, sizes, strict=True)] for x in (src, dst))
     way = route(pattern_of(src, dst, rank))
-
-    def axes(mask: int) -> tuple[int, ...]:
-        return tuple(k for k in range(len(sizes)) if mask >> k & 1)
-
-    def size(mask: int) -> int:
-        return math.prod(sizes[k] for k in axes(mask))
-
-    room = math.prod(size(b) // math.gcd(size(a), size(b)) for a, b in way.dims)
-    split = size(way.before) * min(size(way.sliced), room)
-    wanted: list[tuple[Collective, int, float]] = []
-    if way.reduced:
-        kind: Collective = "reduce_scatter" if way.scattered else "all_reduce"
-        early = way.before | way.sliced & ~way.reduced
-        wanted.append((kind, way.reduced, nbytes / size(early)))
-    if way.permutes:
-        wanted.append(("permute", way.shuffled, nbytes / split))
-    if room > size(way.sliced):
-        wanted += [("all_to_all", mask, nbytes / split) for mask in way.moves]
-    if way.gathered and split > size(way.after):
-        wanted.append(("all_gather", way.gathered, nbytes / size(way.after)))
     steps = []
-    for kind, over, payload in wanted:
-        if size(over) == 1:
-            continue
-        alpha, beta = model.collective_coefficients(kind, tuple(sizes), axes(over))
+    for kind, over, share in collectives_of(way, sizes):
+        payload = nbytes * share
+        axes = tuple(k for k in range(len(sizes)) if over >> k & 1)
+        alpha, beta = model.collective_coefficients(kind, tuple(sizes), axes)
         alpha *= model.combined_latency if combined and kind in COMBINABLE else 1.0
         seconds = alpha + beta * payload
         if over == way.reduced and kind in ("all_reduce", "reduce_scatter"):
-            seconds += after_sum_s(model) * nbytes / size(way.after)
-        steps.append(ReshardStep(kind, axes(over), payload, seconds))
+            pieces = math.prod(n for k, n in enumerate(sizes) if way.after >> k & 1)
+            seconds += after_sum_s(model) * nbytes / pieces
+        steps.append(ReshardStep(kind, axes, payload, seconds))
     return tuple(steps)
 
 

@@ -182,7 +182,7 @@ def compiler_option(value: Any) -> tuple[str, str]:
     return OPTION(name), SETTING(setting)
 
 
-_LOWERING = record(Lowering, dimensions=many(whole(1)), staged=flag, scattered=flag)
+_LOWERING = record(Lowering, dimensions=many(whole(1)), staged=flag, joined=flag, scattered=flag)
 _COMPILED = record(
     CompiledRow,
     mesh=LINE,

@@ -17,13 +17,13 @@ from executor.verify.aot import Compiled, CompilerAbsentError
 from executor.verify.hlo.collectives import Module
 from planner import make_plan
 from planner.errors import PlanFormatError, RequestError
-from planner.plan.compiled.lowering import PLAIN, by_dimension, scattered
+from planner.plan.compiled.lowering import PLAIN, by_axis, by_dimension
 from planner.plan.plan import MeshVerdict, Plan, load_plan, plan_from_json
 from planner.report.table import plan_text
 
 WIDTH, ROWS = 4096, 65536
 CLOCK_HZ = 1.5e9  # of a v5e
-SCATTERED = scattered(parse_cluster("v5e:4x4"))
+BY_AXIS = by_axis(parse_cluster("v5e:4x4"))
 BY_DIMENSION = by_dimension(parse_cluster("v5e:4x4"))
 
 
@@ -67,12 +67,12 @@ def verdicts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def test_the_fastest_as_compiled_is_taken(said: dict[str, Any]) -> None:
-    said.update({str(SCATTERED): (10, 1e9), str(BY_DIMENSION): (12, 1e9), "plain": (8, 1e9)})
+    said.update({str(BY_AXIS): (10, 1e9), str(BY_DIMENSION): (12, 1e9), "plain": (8, 1e9)})
     said["else"] = (20, 1e9)
     plan = planned(confirm="tpu", candidates=1)
     assert plan.lowering == PLAIN
     assert verdicts(plan) == [
-        ("physical scattered", "slower"),
+        ("physical joined scattered", "slower"),
         ("physical staged scattered", "slower"),
         ("plain", "chosen"),
     ]
@@ -83,8 +83,8 @@ def test_the_fastest_as_compiled_is_taken(said: dict[str, Any]) -> None:
 
 def test_the_first_stays_where_others_gain_little(said: dict[str, Any]) -> None:
     said["else"] = (9.95, 1e9)
-    said[str(SCATTERED)] = (10, 1e9)
-    assert planned(confirm="tpu", candidates=1).lowering == SCATTERED
+    said[str(BY_AXIS)] = (10, 1e9)
+    assert planned(confirm="tpu", candidates=1).lowering == BY_AXIS
 
 
 def test_other_meshes_are_compiled_under_the_best_lowering(said: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ def test_other_meshes_are_compiled_under_the_best_lowering(said: dict[str, Any])
     meshes = [row.mesh for row in rows]
     assert meshes[:3] == [str(first.mesh)] * 3 and len(set(meshes)) == 3
     assert str(plan.mesh) == meshes[3] != str(first.mesh)
-    assert [row.lowering for row in rows[3:]] == [str(SCATTERED)] * 2
+    assert [row.lowering for row in rows[3:]] == [str(BY_AXIS)] * 2
     assert plan.inputs != first.inputs  # the whole plan is the other one
     chosen = [row for row in plan.meshes if row.verdict is MeshVerdict.CHOSEN]
     assert [row.mesh for row in chosen] == [str(plan.mesh)]
@@ -104,11 +104,11 @@ def test_other_meshes_are_compiled_under_the_best_lowering(said: dict[str, Any])
 
 
 def test_what_does_not_fit_is_left_out(said: dict[str, Any]) -> None:
-    said.update({"else": (10, 1e9), str(SCATTERED): (5, 1e11)})
+    said.update({"else": (10, 1e9), str(BY_AXIS): (5, 1e11)})
     said[str(BY_DIMENSION)] = RequestError("the compiler refused the step: RESOURCE_EXHAUSTED: no")
     plan = planned(confirm="tpu", candidates=1)
     assert verdicts(plan) == [
-        ("physical scattered", "does not fit"),
+        ("physical joined scattered", "does not fit"),
         ("physical staged scattered", "not compiled: out of memory"),
         ("plain", "chosen"),
     ]

@@ -23,16 +23,17 @@ from planner.plan.compiled.lowering import (
     PLAIN,
     STEP_BY_STEP,
     Lowering,
+    by_axis,
     by_dimension,
     default_lowering,
-    scattered,
 )
 from planner.plan.plan import Plan
 from planner.spec import MeshSpec
 
 WIDTH, WIDE, LAYERS, ROWS = 256, 512, 3, 16384
 BY_DIMENSION = by_dimension(parse_cluster("v5p:2x2x2"))
-HOWS = [PLAIN, BY_DIMENSION, STEP_BY_STEP, Lowering(scattered=True), Lowering(staged=True)]
+JOINED = by_axis(parse_cluster("v5e:2x4"))
+HOWS = [PLAIN, JOINED, BY_DIMENSION, STEP_BY_STEP, Lowering(scattered=True), Lowering(staged=True)]
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -153,8 +154,8 @@ def test_physical_axes() -> None:
         ("h100:8x2", STEP_BY_STEP),
         ("cpu:8", PLAIN),
         ("v5p:4x4x4", by_dimension(parse_cluster("v5p:4x4x4"))),
-        ("v5p:1x2x4", scattered(parse_cluster("v5p:1x2x4"))),
-        ("v5e:4x4", scattered(parse_cluster("v5e:4x4"))),
+        ("v5p:1x2x4", by_axis(parse_cluster("v5p:1x2x4"))),
+        ("v5e:4x4", by_axis(parse_cluster("v5e:4x4"))),
         ("v5e:1x4", PLAIN),
     ],
 )
@@ -173,6 +174,8 @@ def test_defaults(cluster: str, how: Lowering) -> None:
         (("", ""), ("xy", "z"), [("x", ""), ("xy", ""), ("xy", "z")]),
         (("x", "y"), ("", "yz"), [("x", "yz"), ("", "yz")]),
         (("xy", ""), ("", "y"), [("x", "y"), ("", "y")]),
+        (("x", "y"), ("y", "x"), [("y", "x")]),  # a permutation of shards
+        (("x", ""), ("y", "x"), [("y", "x")]),  # a slice and a permutation
     ],
 )
 def test_stages(before: Any, after: Any, way: Any) -> None:
@@ -186,6 +189,25 @@ def test_stages(before: Any, after: Any, way: Any) -> None:
     if way is not None:
         assert [s.is_equivalent_to(sharding(w), 2) for s, w in zip(found, way, strict=True)]
         assert all(s.is_equivalent_to(sharding(w), 2) for s, w in zip(found, way, strict=True))
+
+
+@pytest.mark.devices
+def test_axes_that_move_together() -> None:
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), tuple("xyz"))
+
+    def sharding(*spec: str) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*[tuple(e) or None for e in spec]))
+
+    def way(before: Any, after: Any) -> list[Any]:
+        return [
+            s.spec
+            for s in stages(sharding(*before), sharding(*after), (8, 8), [("x", "y"), ("z",)])
+        ]
+
+    assert way(("xy", "z"), ("", "z")) == [sharding("", "z").spec]
+    assert way(("xy", "z"), ("", "")) == [sharding("", "z").spec, sharding("", "").spec]
+    assert way(("xyz", ""), ("xy", "z")) == [sharding("xy", "z").spec]
+    assert len(way(("x", "y"), ("", ""))) == 2  # they are apart, so one at a time
 
 
 @pytest.mark.devices

@@ -19,13 +19,16 @@ class Lowering:
     Attributes:
         dimensions: of the torus, slices first; a mesh axis that spans several of them becomes one
             jax mesh axis per dimension. Empty: mesh axes stay as they are.
-        staged: each constraint changes the sharding along one jax mesh axis.
+        staged: each constraint changes the sharding along one jax mesh axis; a permutation of
+            shards stays one constraint.
+        joined: the jax mesh axes of one mesh axis change together.
         scattered: products whose partial sums become shards are followed by explicit
             reduce-scatters, one per jax mesh axis, instead of constraints.
     """
 
     dimensions: tuple[int, ...] = ()
     staged: bool = False
+    joined: bool = False
     scattered: bool = False
 
     def __str__(self) -> str:
@@ -33,7 +36,8 @@ class Lowering:
         >>> str(Lowering((1, 4, 4), staged=True)), str(Lowering())
         ('physical staged', 'plain')
         """
-        given = {"physical": self.dimensions, "staged": self.staged, "scattered": self.scattered}
+        staged = "joined" if self.joined else "staged"
+        given = {"physical": self.dimensions, staged: self.staged, "scattered": self.scattered}
         return " ".join(name for name, value in given.items() if value) or "plain"
 
 
@@ -41,14 +45,15 @@ PLAIN = Lowering()
 STEP_BY_STEP = Lowering(staged=True, scattered=True)
 
 
-def scattered(cluster: Cluster) -> Lowering:
-    """Reduce-scatters along one torus dimension at a time."""
-    return Lowering((cluster.slices, *cluster.shape), scattered=True)
-
-
 def by_dimension(cluster: Cluster) -> Lowering:
     """All resharding along one torus dimension at a time."""
     return Lowering((cluster.slices, *cluster.shape), staged=True, scattered=True)
+
+
+def by_axis(cluster: Cluster) -> Lowering:
+    """Resharding along one mesh axis at a time, reduce-scatters along one torus dimension."""
+    dimensions = (cluster.slices, *cluster.shape)
+    return Lowering(dimensions, staged=True, joined=True, scattered=True)
 
 
 def default_lowering(cluster: Cluster) -> Lowering:
@@ -61,16 +66,16 @@ def default_lowering(cluster: Cluster) -> Lowering:
 
     >>> from costmodels import parse_cluster
     >>> [str(default_lowering(parse_cluster(c))) for c in ("h100:8x2", "v5e:4x4")]
-    ['staged scattered', 'physical scattered']
+    ['staged scattered', 'physical joined scattered']
     """
     if cluster.kind != "torus":
         return PLAIN if cluster.device.kind == "cpu" else STEP_BY_STEP
     count = sum(length > 1 for length in cluster.shape)
-    return by_dimension(cluster) if count > 2 else scattered(cluster) if count == 2 else PLAIN
+    return by_dimension(cluster) if count > 2 else by_axis(cluster) if count == 2 else PLAIN
 
 
 def lowerings(cluster: Cluster) -> tuple[Lowering, ...]:
     """Lowerings that ``confirm`` compiles."""
     if cluster.kind == "torus":
-        return (by_dimension(cluster), scattered(cluster), PLAIN)
+        return (by_dimension(cluster), by_axis(cluster), PLAIN)
     return (STEP_BY_STEP, PLAIN)
