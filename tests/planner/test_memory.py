@@ -22,6 +22,7 @@ from planner.step.buffers import Lifetimes, padding, pads_unevenly
 from planner.step.memory.lanes import feature_dims
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import extents, written
+from planner.step.memory.schedule import activations_first
 
 TILE = (8, 128)
 
@@ -177,6 +178,24 @@ def test_what_is_sent_is_written_even_if_products_could_compute_it() -> None:
     copies = {g.index for g in found.groups.groups if g.kind == "copy"}
     sent = told(found, lambda link: link.value == half and link.b in copies)
     assert spans(sent, half) == [(2 * first - 1, 2 * second + 1)]  # once for both readers
+
+
+def test_on_tpus_a_weights_gradient_comes_behind_the_activations() -> None:
+    def loss(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ v))
+
+    shapes = (struct(64, 128), struct(128, 32), struct(16, 64))
+    graph = trace(jax.grad(loss, argnums=(0, 1)), shapes).graph
+    order = activations_first(graph, graph.live_ops())
+    assert sorted(order) == list(range(len(graph.ops)))
+    place = {op: k for k, op in enumerate(order)}
+    for op in graph.ops:  # what an operation reads is there
+        for i in op.inputs:
+            if i >= 0 and graph.values[i].op >= 0:
+                assert place[graph.values[i].op] < place[op.index]
+    products = [op for op in graph.ops if op.kind == "dot_general" and op.phase is Phase.BACKWARD]
+    by_shape = {graph.values[op.outputs[0]].shape: place[op.index] for op in products}
+    assert by_shape[16, 128] < min(by_shape.get((128, 32), 99), by_shape.get((32, 128), 99))
 
 
 # ---- what XLA:TPU writes ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
-from planner.step.memory.schedule import schedule
+from planner.step.memory.schedule import activations_first, schedule
 
 VIEWS = frozenset(
     "reshape squeeze expand_dims loop_const branch_in planner_shard sharding_constraint copy_p "
@@ -60,7 +60,8 @@ class Written:
         base: per value, the value whose memory it is read from: itself, or what it is a view of.
         sources: per value, what a kernel reads that needs it, with the bytes: itself if it is
             kept, else the kept values that it is computed from.
-        order: operation indices in the order in which they run: as traced, or ``schedule``'s.
+        order: operation indices in the order in which they run: as traced, or that of
+            ``schedule`` or ``activations_first``.
         passed: values that a product's kernel hands on to an elementwise operation in it.
         time: per operation, its place in ``order``.
         merges: whether kernels that read nothing in common are made one, as for GPUs.
@@ -128,7 +129,12 @@ class _Writing:
             not (x or writes(op) or op.kind in _CLOSES or graph.changes_memory(op))
             for x, op in zip(self.light, graph.ops, strict=True)
         ]
-        self.order = schedule(graph, heavy, live) if late else tuple(range(len(graph.ops)))
+        if late:
+            self.order = schedule(graph, heavy, live)
+        elif fused_operands:
+            self.order = activations_first(graph, live)
+        else:
+            self.order = tuple(range(len(graph.ops)))
         self.time = [0] * len(graph.ops)
         for at, index in enumerate(self.order):
             self.time[index] = at

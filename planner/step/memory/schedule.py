@@ -1,17 +1,17 @@
-"""The order in which GPUs run a step: what only the update needs comes last.
+"""The order in which compilers run a step. On GPUs, what only the update needs comes last.
 
 XLA's latency-hiding scheduler fills its schedule from the end: an operation is placed as late as
 its readers allow. Gradients of parameters are read by the update alone (in a loop: stacked), so
 their products wait until the chain of activation gradients is done, and what they read stays in
 memory until then (openxla/xla, xla/service/latency_hiding_scheduler.h). Modules of XLA:TPU have
-these products inside the chain.
+these products inside the chain, each behind the activation gradient of its layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.graph.ir import SCALAR, Graph
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
 
 GRADIENTS = frozenset("dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split())
 """Operations that make a parameter's gradient out of activations."""
@@ -73,3 +73,45 @@ def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[boo
         made = [graph.values[i].op for i in op.inputs if i != SCALAR]
         late[op.index] = op.kind in GRADIENTS or any(m >= 0 and late[m] for m in made)
     return late
+
+
+NEAR = 12
+"""Two products further apart than this many operations are not of one layer."""
+
+
+def activations_first(graph: Graph, live: Sequence[bool]) -> tuple[int, ...]:
+    """The order of the trace, but of the two products that read a gradient, the one that JAX traces
+    first (the weight's gradient) runs after the other, with what depends on it.
+
+    XLA:TPU does so: then a weight that was gathered is freed before its gradient is made. Linear in
+    operations.
+    """
+    readers: dict[int, list[int]] = {}
+    for op in graph.ops:
+        if op.kind in PRODUCTS and op.phase is Phase.BACKWARD and live[op.index]:
+            for i in set(op.inputs):
+                if i != SCALAR and graph.values[i].op >= 0:
+                    readers.setdefault(i, []).append(op.index)
+    behind: dict[int, list[int]] = {}  # per operation, those that run right after it
+    moved: set[int] = set()
+    for pair in readers.values():
+        if len(pair) != 2 or not moved.isdisjoint(pair) or pair[1] in behind:
+            continue
+        first, second = pair
+        if second - first > NEAR or graph.ops[first].region != graph.ops[second].region:
+            continue
+        made, later = set(graph.ops[first].outputs), [first]
+        for index in range(first + 1, second):
+            if not made.isdisjoint(graph.ops[index].inputs):
+                made.update(graph.ops[index].outputs)
+                later.append(index)
+        free = moved.isdisjoint(later) and behind.keys().isdisjoint(later)
+        inside = all(graph.ops[k].region == graph.ops[second].region for k in later)
+        if made.isdisjoint(graph.ops[second].inputs) and free and inside:
+            behind[second] = later
+            moved.update(later)
+    order: list[int] = []
+    for op in graph.ops:
+        if op.index not in moved:
+            order += [op.index, *behind.get(op.index, ())]
+    return tuple(order)
