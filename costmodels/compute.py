@@ -100,7 +100,9 @@ def op_time_s(
         if power == 1.0:
             compute_s = compute_s + store_s
         else:
-            compute_s = (compute_s**power + store_s**power) ** (1.0 / power)
+            most = np.maximum(np.maximum(compute_s, store_s), np.finfo(float).tiny)
+            both = (compute_s / most) ** power + (store_s / most) ** power
+            compute_s = most * both ** (1.0 / power)
     memory_s = bytes_moved * byte_s
     if isinstance(compute_s, np.ndarray) or isinstance(memory_s, np.ndarray):
         return np.maximum(compute_s, memory_s)

@@ -24,7 +24,7 @@ from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import feature_dims
-from planner.step.memory.liveness import intervals
+from planner.step.memory.liveness import PASSES, intervals
 from planner.step.memory.materialized import FOLDED, Written, extents
 
 EMPTY: Chosen = {}
@@ -94,6 +94,10 @@ def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) 
         if stride > 1 and before == stride * after and total > 0 and total % 2:
             return True
     return False
+
+
+ACROSS = ("reduce_", "arg", "loop_", "branch_")
+"""How kinds of operations begin that need a whole array, or leave a region."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -345,19 +349,27 @@ class _Finding:
         graph, sums = self.graph, self.sums
         sent = self.moved() | {x.value for x in self.groups.links if x.operand <= -2 and sums(x)}
         root: dict[int, int] = {}
+        behind: dict[int, frozenset[int]] = {}  # per value, the gradients it is made of
         written: set[int] = set()
+        nothing: frozenset[int] = frozenset()
         for op in graph.ops:
             if not self.live[op.index]:
                 continue
             if op.kind in PRODUCTS and op.outputs[0] not in sent:
                 root[op.outputs[0]] = op.outputs[0]
-            for i in op.inputs:
-                if i not in root:
-                    continue
-                if op.kind in ("transpose", "convert_element_type"):
-                    root[op.outputs[0]] = root[i]
-                elif op.phase is not Phase.UPDATE or not self.groups.fusable[op.index]:
-                    written.add(root[i])
+                behind[op.outputs[0]] = frozenset({op.outputs[0]})
+                continue
+            made_of = nothing.union(*(behind.get(i, nothing) for i in op.inputs))
+            if not made_of:
+                continue
+            inside = self.groups.fusable[op.index] and not op.kind.startswith(ACROSS)
+            if op.kind in ("transpose", "convert_element_type") and op.inputs[0] in root:
+                root[op.outputs[0]] = root[op.inputs[0]]
+            elif not inside or op.kind in PASSES or op.phase is not Phase.UPDATE:
+                written.update(made_of)
+                continue
+            for o in op.outputs:
+                behind[o] = made_of
         written.update(root[o] for o in graph.outputs if o in root)
         return set(root.values()) - written
 

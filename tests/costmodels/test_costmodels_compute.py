@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -112,3 +114,16 @@ def test_analytic_model() -> None:
         cluster, "all_gather", (2, 8), (1,)
     )
     assert hash(model) == hash(AnalyticCostModel(parse_cluster("h100:8x2")))
+
+
+@pytest.mark.parametrize("power", [1.0, 4.0, 60.0, 100.0])
+def test_a_result_beside_its_product(power: float) -> None:
+    device = dataclasses.replace(H100, matmul_store=1.0, store_power=power)
+    flops, result = 1e6, 1e3
+    product_s = op_time_s(device, flops, 0.0, "bfloat16", "matmul")
+    store_s = result / (device.memory_bytes_per_s * device.memory_efficiency)
+    found = op_time_s(device, flops, 0.0, "bfloat16", "matmul", result)
+    least, most = sorted((product_s, store_s))
+    expected = most * (1 + (least / most) ** power) ** (1 / power)
+    assert found == pytest.approx(expected) and found > 0
+    assert op_time_s(device, 0.0, 0.0, "bfloat16", "matmul", 0.0) == 0.0

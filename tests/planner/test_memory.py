@@ -165,6 +165,22 @@ def test_on_tpus_a_gradient_that_stays_is_updated_in_its_products_kernel(
     assert spans(summed, gradient(found))
 
 
+def clipped(w: jax.Array, x: jax.Array) -> jax.Array:
+    gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    return w - 0.1 * gradient / jnp.sqrt(jnp.sum(gradient**2))
+
+
+def guarded(w: jax.Array, x: jax.Array) -> jax.Array:
+    gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    return jnp.where(jnp.all(jnp.isfinite(gradient)), w - gradient, w)
+
+
+@pytest.mark.parametrize("step", [clipped, guarded])
+def test_a_gradient_that_is_read_twice_is_written(step: Callable[..., Any]) -> None:
+    found = analysis_of(step, struct(64, 64), struct(32, 64), cluster="v5p:2x2x2")
+    assert spans(told(found, lambda _: False), gradient(found))
+
+
 def test_what_is_sent_is_written_even_if_products_could_compute_it() -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         half = w.astype(jnp.bfloat16)
@@ -223,6 +239,21 @@ def test_a_product_writes_what_its_only_reader_makes() -> None:
     assert found["mul"] == [True]
 
 
+def test_a_kernel_has_one_product() -> None:
+    def step(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.sum(a @ b + b @ a, axis=0)
+
+    assert kept_of(step, struct(64, 64), struct(64, 64))["dot_general"] == [True, False]
+
+
+def test_a_barrier_ends_the_kernel_of_a_product() -> None:
+    def step(x: jax.Array, k: jax.Array) -> Any:
+        z, y = jax.lax.optimization_barrier((jnp.sin(x), x @ k))
+        return y @ k, jnp.sum(z)
+
+    assert kept_of(step, struct(64, 64), struct(64, 64))["dot_general"] == [True, True]
+
+
 def labels_loss(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
     logp = jax.nn.log_softmax(x @ w)
     return -jnp.take_along_axis(logp, labels[:, None], -1).mean()
@@ -242,6 +273,17 @@ def test_a_table_s_gradient_is_written() -> None:
     found = kept_of(jax.grad(lambda w, i: jnp.sin(w[i]).sum()), struct(1000, 64), ids)
     (scatter,) = [v for k, v in found.items() if k.startswith("scatter")]
     assert scatter == [True]
+
+
+def test_a_scatter_of_rows_is_written_whatever_its_sizes() -> None:
+    def last(h: jax.Array, at: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(h[jnp.arange(8), at]))
+
+    at = jax.ShapeDtypeStruct((8,), jnp.int32)
+    for width in (256, 512):  # as long as the sequence, and not
+        found = kept_of(jax.grad(last), struct(8, 256, width), at)
+        (scatter,) = [v for k, v in found.items() if k.startswith("scatter")]
+        assert scatter == [True]
 
 
 def test_a_slice_with_several_readers_is_cut_once() -> None:

@@ -184,8 +184,9 @@ class _Writing:
                     if i != SCALAR:
                         readers[i].append(op.index)
         passed: set[int] = set()
-        apart = PICKED | JOINED | FILLS
-        for op in graph.ops:
+        claimed: set[int] = set()  # a kernel has one product: the last that an operation reads
+        apart = PICKED | JOINED | FILLS | PASSES
+        for op in reversed(graph.ops):
             if op.kind not in PRODUCTS or not self.live[op.index]:
                 continue
             chain, value, end = [], op.outputs[0], 0
@@ -196,6 +197,9 @@ class _Writing:
                 same = reader.region == op.region and not updates
                 if not (same and fusable[reader.index]) or reader.kind in apart:
                     break
+                if reader.index in claimed or len(reader.outputs) != 1:
+                    break
+                claimed.add(reader.index)
                 chain.append(value)
                 value = reader.outputs[0]
                 if reader.kind not in FOLDED:
@@ -321,8 +325,10 @@ def _selects(graph: Graph, op: Op) -> bool:
     filled = into == SCALAR or (
         graph.values[into].op >= 0 and graph.ops[graph.values[into].op].kind in FILLS
     )
-    rows = math.prod(out.shape[:-1])
-    return filled and len(out.shape) > 1 and math.prod(graph.values[op.inputs[2]].shape) == rows
+    rows, (indices, updates) = math.prod(out.shape[:-1]), op.inputs[1:]
+    shape = graph.values[updates].shape
+    single = graph.values[indices].shape[:-1] == shape  # no windows
+    return filled and single and len(out.shape) > 1 and math.prod(shape) == rows
 
 
 def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:
