@@ -234,8 +234,7 @@ class _Finding:
         """Hold a value in the layout of the link's reader while it is read, at ``times``."""
         base, first, last = self.found.base[link.value], times[0], times[-1] + 1
         made = self.graph.values[base].op
-        mine = made >= 0 and base not in self.graph.outputs
-        mine = mine and self.found.kept[base]
+        mine = made >= 0 and base not in self.graph.outputs and self.found.kept[base]
         if self.moves is None:
             taken = self.lent.setdefault(base, [])
             if mine and not any(first < b and a < last for a, b in taken):

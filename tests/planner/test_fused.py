@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from costmodels import attention_drag
+from costmodels import Device, attention_drag, parse_cluster
 from planner.graph.trace import trace
 from planner.planning import graph_rules
 from planner.space.groups import build_groups
@@ -34,11 +34,11 @@ def named(name: str) -> Callable[..., jax.Array]:
     return jax.jit(body)
 
 
-def analysed(function: Callable[..., Any], *args: Any) -> Analysis:
+def analysed(function: Callable[..., Any], *args: Any, device: Device | None = None) -> Analysis:
     traced = trace(function, args)
     rules = graph_rules(traced)
     groups = build_groups(traced.graph, rules)
-    return analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
+    return analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs), device)
 
 
 def works(found: Analysis) -> list[Any]:
@@ -113,3 +113,19 @@ def test_any_other_name_is_ordinary() -> None:
     found = works(analysed(named("attention"), Q, Q, Q))
     assert not [w for w in found if w.kind == "attention"]
     assert sum(w.kernels for w in found) > 2
+
+
+def test_on_tpu_a_kernel_moves_its_arguments_and_its_result_alone() -> None:
+    v5p = parse_cluster("v5p:2x2x2").device
+    found = works(analysed(named("flash_attention"), Q, Q, Q, device=v5p))
+    assert sum(w.nbytes for w in found) == 4 * SIZE  # q, k, v and the result; no scores
+
+
+def test_on_tpu_a_kernel_absorbs_nothing_outside_it() -> None:
+    def step(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.tanh(named("flash_attention")(jnp.sin(q), k, v))
+
+    v5p = parse_cluster("v5p:2x2x2").device
+    vector = [w for w in works(analysed(step, Q, Q, Q, device=v5p)) if w.kind == "vector"]
+    lanes = 2 * SIZE  # 32-bit lanes, heads of 16 side by side
+    assert sum(w.nbytes for w in vector) >= 4 * lanes  # both read and write

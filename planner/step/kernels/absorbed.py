@@ -57,6 +57,11 @@ def absorbing(
     return _before(graph, fusable, kept, live, home)
 
 
+def _absorbs(op: Op) -> bool:
+    """Whether an operation's kernel takes others in; one written by a user does not."""
+    return op.kind in PRODUCTS and not op.fused
+
+
 def _elementwise(op: Op, fusable: Sequence[bool]) -> bool:
     return fusable[op.index] and not op.kind.startswith(("loop_", "branch_"))
 
@@ -76,7 +81,7 @@ def _behind(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> list
             found = -1
         reduces = op.kind.startswith(("reduce_", "arg"))
         if op.kind in PRODUCTS:
-            level, found = level + 1, op.index
+            level, found = level + 1, op.index if _absorbs(op) else -1
         elif reduces or op.kind in FOLDED or _elementwise(op, fusable):
             if found >= 0 and op.phase is not Phase.UPDATE:
                 home[op.index] = found
@@ -115,7 +120,7 @@ def _before(
         if any(kept[o] or o in final for o in op.outputs):
             continue
         reading = [r for o in op.outputs for r in readers[o]]
-        homes = [r if graph.ops[r].kind in PRODUCTS else home[r] for r in reading]
+        homes = [r if _absorbs(graph.ops[r]) else home[r] for r in reading]
         here_too = all(graph.ops[r].region == op.region for r in reading)
         if homes and here_too and min(homes) >= 0:
             home[here] = min(homes)
@@ -169,7 +174,7 @@ def product_kernels(
 def _features(rule: FactorRule) -> int:
     """Output features of a convolution: what its second operand and its result share."""
     second, result = ({f for dim in x for f in dim} for x in (rule.operands[1], rule.results[0]))
-    return math.prod(rule.sizes[f] for f in second & result)
+    return max(1, math.prod(rule.sizes[f] for f in second & result))
 
 
 def vector_bytes(
@@ -179,7 +184,6 @@ def vector_bytes(
     lane. Kernels of a group that read the same array in the same phase are one."""
     out = [0.0] * len(graph.ops)
     seen: set[tuple[int, Phase, int]] = set()
-
     features = feature_dims(graph, groups.op_layouts, groups.fusable)
     tile = (device.tile_rows, device.tile_lanes)
 
@@ -194,6 +198,9 @@ def vector_bytes(
             continue
         reduces = op.kind.startswith(("reduce_", "arg"))
         writes = [o for o in op.outputs if found.kept[o]]
+        if op.fused:  # its user's kernel writes it as it is
+            out[op.index] = float(sum(found.nbytes[o] for o in writes))
+            continue
         if not (writes or reduces):
             continue
         written = sum(lanes(o, found.nbytes[o]) for o in writes)

@@ -79,8 +79,11 @@ class Written:
 
     def without(self, inside: Sequence[bool]) -> Written:
         """The same, but for values that never leave a hand-written kernel."""
+        if not any(inside):
+            return self
         kept = tuple([k and not i for k, i in zip(self.kept, inside, strict=True)])
-        return dataclasses.replace(self, kept=kept)
+        sources = tuple([{s: n for s, n in x.items() if not inside[s]} for x in self.sources])
+        return dataclasses.replace(self, kept=kept, sources=sources)
 
 
 def written(
@@ -161,7 +164,7 @@ class _Writing:
                     selected.update(op.outputs)
                 continue
             inputs: Iterable[int] = op.inputs
-            if op.kind in PRODUCTS and fused_operands:
+            if op.kind in PRODUCTS and fused_operands and not op.fused:
                 inputs = selected.intersection(inputs)
             for i in inputs:
                 while i != SCALAR and not forced[i]:
@@ -187,7 +190,7 @@ class _Writing:
         claimed: set[int] = set()  # a kernel has one product: the last that an operation reads
         apart = PICKED | JOINED | FILLS | PASSES
         for op in reversed(graph.ops):
-            if op.kind not in PRODUCTS or not self.live[op.index]:
+            if op.kind not in PRODUCTS or op.fused or not self.live[op.index]:
                 continue
             chain, value, end = [], op.outputs[0], 0
             while value not in self.final and len(readers[value]) == 1:
