@@ -296,3 +296,28 @@ ENTRY %main (a: f32[1000,8], b: s32[16,1]) -> f32[16,8] {
     assert module.cycles == 7
     assert module.unpriced_bytes == 2 * (16 * 4 + 16 * 8 * 4)
     assert read_module(text.replace('"estimated_cycles":"7"', "")).unpriced_bytes == 0
+
+
+SPARSECORE = """\
+HloModule jit_f, is_scheduled=true, num_partitions=16
+
+%called (x: bf16[64]) -> bf16[1024] {
+  %x = bf16[64]{0} parameter(0)
+  ROOT %all-gather.2 = bf16[1024]{0} all-gather(%x), channel_id=1, replica_groups=[1,16]<=[16], dimensions={0}
+}
+
+ENTRY %main (p: bf16[64], q: f32[8]) -> (bf16[1024], f32[8]) {
+  %p = bf16[64]{0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %ag-start = ((bf16[64]{0}), bf16[1024]{0}) call-start(%p), async_execution_thread="sparsecore", to_apply=%called
+  %work = f32[8]{0} add(%q, %q), backend_config={"window_config":{"estimated_cycles":"700"}}
+  %ag-done = bf16[1024]{0} call-done(%ag-start)
+  ROOT %out = (bf16[1024]{0}, f32[8]{0}) tuple(%ag-done, %work)
+}
+"""
+
+
+def test_collectives_on_sparsecores_are_found() -> None:
+    (found,) = read_module(SPARSECORE).collectives
+    assert (found.kind, found.group_size, found.payload_bytes) == ("all_gather", 16, 2048.0)
+    assert found.beside_cycles == 700.0

@@ -3,7 +3,7 @@
 What is counted, once per run of the step on one device:
 
 - a collective wherever it stands: at top level, in a called or fused computation, behind an
-  ``async-start``, or as a ``-start`` / ``-done`` pair (counted at the start);
+  ``async-start`` or ``call-start``, or as a ``-start`` / ``-done`` pair (counted at the start);
 - of XLA:TPU's chains once: it spreads an asynchronous collective over several fusions, and each of
   them holds the whole collective again, with one ``chain_id`` (counted where it is started);
 - times the trips of the loops around it (`executor.verify.hlo.loops`); a branch of a
@@ -40,6 +40,8 @@ _MOVES_NOTHING = frozenset(
     "conditional call custom-call async-update optimization-barrier send recv".split()
 )
 _IGNORED = ("async-done", "async-update")
+_STARTS = ("async-start", "call-start")
+"""Run a computation beside the others; on tpu7x ``call-start`` runs collectives on SparseCores."""
 _STARTS_CHAIN = "AsyncCollectiveStart"
 
 
@@ -177,6 +179,10 @@ class _Reader:
                 self.unpriced += weight * self._unpriced(computation, instruction)
             inside = fused or instruction.opcode == "fusion"
             for callee, share in self._callees(computation, instruction):
+                if instruction.opcode in _STARTS:
+                    hidden = self.beside.get(f"{name}/{instruction.name}", 0.0)
+                    inner = self.computations[callee].instructions
+                    self.beside.update({f"{callee}/{at}": hidden for at in inner})
                 self.visit(callee, weight * share, fused=inside)
 
     def _callees(self, caller: Computation, at: Instruction) -> Iterator[tuple[str, float]]:
@@ -194,7 +200,7 @@ class _Reader:
         names = list(at.callees)
         if at.opcode == "conditional":
             share = 1.0 / max(1, len(names))
-        if at.opcode in ("call", "async-start"):
+        if at.opcode in ("call", *_STARTS):
             names.append(at.applied)
         yield from ((name, share) for name in names if name in self.computations)
 
