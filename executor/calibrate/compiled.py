@@ -16,7 +16,7 @@ from costmodels import Cluster
 from costmodels.calibrate import Sample
 from executor.calibrate.probes import probes
 from executor.calibrate.sampling import Progress, Sampled, kernel_counts
-from executor.verify.aot import TPU_CLOCK_HZ, devices_of, read_compiled, tpu_seconds
+from executor.verify.aot import TPU_CLOCK_HZ, compile_function, devices_of, tpu_seconds
 from planner.errors import RequestError
 
 UNTOLD = frozenset({"step_latency_s"})
@@ -39,7 +39,8 @@ def compile_probes(
         progress: told how far it is.
 
     Raises:
-        RequestError: not a TPU, or its compiler is not installed (CompilerAbsentError).
+        RequestError: not a TPU, its compiler is not installed (CompilerAbsentError), or it refused
+            a program.
     """
     if cluster.device.kind not in TPU_CLOCK_HZ:
         known = ", ".join(TPU_CLOCK_HZ)
@@ -53,7 +54,7 @@ def compile_probes(
     for k, probe in enumerate(found):
         progress(f"compiling {probe.kind}", k / len(found))
         args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here) for s in probe.shapes]
-        module = read_compiled(jax.jit(probe.function).lower(*args).compile()).module
+        module = compile_function(jax.jit(probe.function), args, cluster).module
         if module.unpriced_bytes or not module.cycles:
             continue
         counts = kernel_counts(probe.function, probe.shapes, cluster.device)

@@ -99,9 +99,18 @@ def compile_step(
     step = CompiledStep(traced, plan, donate_argnums=donate_argnums, devices=devices_of(cluster))
     shapes = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]
     args = jax.tree_util.tree_unflatten(traced.in_tree, shapes)
+    return compile_function(step.jitted, args, cluster)
+
+
+def compile_function(jitted: Any, args: Sequence[Any], cluster: Cluster) -> Compiled:
+    """Compile a jitted function of ShapeDtypeStructs with shardings on ``devices_of(cluster)``.
+
+    Raises:
+        RequestError: the compiler refused it; its own words are in the text.
+    """
     with _quiet():
         try:
-            compiled = step.jitted.lower(*args).compile()
+            compiled = jitted.lower(*args).compile()
         except jax.errors.JaxRuntimeError as error:
             raise RequestError(
                 f"the compiler for {cluster.text} refused the step: {first_lines(str(error))}"

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -273,18 +273,9 @@ def place_and_plan(
         MemoryLimitError: no plan fits.
     """
     check_scalar(lookups)
-    (shapes,) = abstract((params,))
-    named, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = {jax.tree_util.keystr(path): x for path, x in named}
-    asked = asked_places(parse_placement(placement), list(leaves))
-    tables = {t.path: t for t in lookups.tables}
-    counts = {p: min(t.rows, t.looked_up) for p, t in tables.items()} | dict(asked_for or {})
-    room = counts | dict(sizes or {})
-    _check_tables(asked, lookups)
-    whole = frozenset(p for p, where in asked.items() if where == WHOLE)
-    sought = {p: tables[p].row_bytes * counts[p] for p in tables}
-    moments = _moments(optimizer, shapes)
-    price = {p: served_seconds(request.cluster, sought[p], moments[p]) for p in tables}
+    case = _case(lookups, params, placement, optimizer, request, asked_for)
+    room = case.counts | dict(sizes or {})
+    shapes, whole = case.shapes, case.whole
 
     def step(rows: frozenset[str]) -> CapturedCall:
         return _step(lookups, split_of(shapes, rows, whole), optimizer, shapes, room, batch)
@@ -293,40 +284,107 @@ def place_and_plan(
         begun = time.perf_counter()
         return _planned(step(rows), dataclasses.replace(request, advice=advice), begun)
 
-    rows = frozenset(p for p, where in asked.items() if where == PS)
+    rows = frozenset(p for p, where in case.asked.items() if where == PS)
     check_across(split_of(shapes, rows, whole), optimizer, shapes)
     best, best_s = _tried(planned, rows)
     spmd: dict[str, float] = {}
     tied: dict[str, str] = {}
-    for path in _by_size(t for p, t in tables.items() if asked[p] == AUTO):
+    for path in _by_size(t for t in lookups.tables if case.asked[t.path] == AUTO):
         if across := looks_across(split_of(shapes, rows | {path}, whole), optimizer, shapes):
             tied[path] = f"the optimizer's update of {across} depends on other arrays"
             continue
         other, other_s = _tried(planned, rows | {path})
         spmd[path] = best_s - other_s if best is not None else math.inf
-        if price[path] < spmd[path]:
+        if case.price[path] < spmd[path]:
             rows, best, best_s = rows | {path}, other, other_s
     if best is None:
         best = planned(rows, advice=True)  # raises, and says what would help
-    found = []
-    for path, leaf in leaves.items():
+    found = tuple(_placed(case, lookups, rows, spmd, tied))
+    plan = dataclasses.replace(best.plan, notes=(*best.plan.notes, *map(str, found)))
+    return Placement(found, plan), dataclasses.replace(best, plan=plan), step(rows)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a placement is decided from; all but ``shapes`` by path.
+
+    Attributes:
+        cluster: that the step runs on.
+        shapes: of the parameters, a pytree.
+        leaves: the same by path.
+        asked: where each parameter is asked to be.
+        counts: of tables, rows that a batch asks for.
+        sought: of tables, bytes of those.
+        moments: optimizer moments of each parameter.
+        price: of tables, seconds that the servers take for ``sought``.
+    """
+
+    cluster: Cluster
+    shapes: Any
+    leaves: Mapping[str, Any]
+    asked: Mapping[str, str]
+    counts: dict[str, int]
+    sought: Mapping[str, int]
+    moments: Mapping[str, int]
+    price: Mapping[str, float]
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Parameters that are asked to be on servers as a whole."""
+        return frozenset(p for p, where in self.asked.items() if where == WHOLE)
+
+
+def _case(
+    lookups: LookUps,
+    params: Any,
+    placement: str | Mapping[str, str],
+    optimizer: Any,
+    request: Request,
+    asked_for: Mapping[str, int] | None,
+) -> _Case:
+    """Raises RequestError where a table is asked to be by rows and can't be."""
+    (shapes,) = abstract((params,))
+    named, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = {jax.tree_util.keystr(path): x for path, x in named}
+    asked = asked_places(parse_placement(placement), list(leaves))
+    tables = {t.path: t for t in lookups.tables}
+    counts = {p: min(t.rows, t.looked_up) for p, t in tables.items()} | dict(asked_for or {})
+    _check_tables(asked, lookups)
+    sought = {p: tables[p].row_bytes * counts[p] for p in tables}
+    moments = _moments(optimizer, shapes)
+    price = {p: served_seconds(request.cluster, sought[p], moments[p]) for p in tables}
+    return _Case(request.cluster, shapes, leaves, asked, counts, sought, moments, price)
+
+
+def _placed(
+    case: _Case,
+    lookups: LookUps,
+    rows: frozenset[str],
+    spmd: Mapping[str, float],
+    tied: Mapping[str, str],
+) -> Iterator[Placed]:
+    """The rows of the report: parameters on servers, and tables that could have been there.
+
+    ``rows``: on servers by rows; ``spmd``: what a table costs under SPMD, where that was planned;
+    ``tied``: why a table can't be served.
+    """
+    for path, leaf in case.leaves.items():
         nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
         if path in rows or path in spmd:
-            seconds, moved, count = price[path], sought[path], counts[path]
+            seconds, moved, count = case.price[path], case.sought[path], case.counts[path]
             where, reason = PS if path in rows else SPMD, _reason(seconds, spmd.get(path))
-        elif path in whole:
-            seconds = served_seconds(request.cluster, nbytes, moments[path])
+        elif path in case.whole:
+            seconds = served_seconds(case.cluster, nbytes, case.moments[path])
             where, moved, count, reason = WHOLE, nbytes, 0, _reason(seconds, None)
-        elif path in tied or (asked[path] == AUTO and path in lookups.mixed and nbytes >= WORTH):
+        elif path in tied or (
+            case.asked[path] == AUTO and path in lookups.mixed and nbytes >= WORTH
+        ):
             where, seconds, moved, count = SPMD, math.inf, 0, 0
             why = tied.get(path) or lookups.refused[path]
             reason = f"it can't be served by rows: {why}"
         else:
             continue
-        found.append(Placed(path, where, nbytes, count, moved, seconds, spmd.get(path), reason))
-    plan = dataclasses.replace(best.plan, notes=(*best.plan.notes, *map(str, found)))
-    best = dataclasses.replace(best, plan=plan)
-    return Placement(tuple(found), plan), best, step(rows)
+        yield Placed(path, where, nbytes, count, moved, seconds, spmd.get(path), reason)
 
 
 def plan_hybrid(

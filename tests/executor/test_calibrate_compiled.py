@@ -44,7 +44,7 @@ def estimates(monkeypatch: pytest.MonkeyPatch) -> list[_Module]:
 
     monkeypatch.setattr(compiled_probes, "probes", few)
     monkeypatch.setattr(compiled_probes, "devices_of", lambda cluster: jax.devices("cpu"))
-    monkeypatch.setattr(compiled_probes, "read_compiled", lambda _: _Compiled(given.pop(0)))
+    monkeypatch.setattr(compiled_probes, "compile_function", lambda *_: _Compiled(given.pop(0)))
     return given
 
 

@@ -309,7 +309,7 @@ HloModule jit_f, is_scheduled=true, num_partitions=16
 ENTRY %main (p: bf16[64], q: f32[8]) -> (bf16[1024], f32[8]) {
   %p = bf16[64]{0} parameter(0)
   %q = f32[8]{0} parameter(1)
-  %ag-start = ((bf16[64]{0}), bf16[1024]{0}) call-start(%p), async_execution_thread="sparsecore", to_apply=%called
+  %ag-start = ((bf16[64]{0}), bf16[1024]{0}) call-start(%p), to_apply=%called
   %work = f32[8]{0} add(%q, %q), backend_config={"window_config":{"estimated_cycles":"700"}}
   %ag-done = bf16[1024]{0} call-done(%ag-start)
   ROOT %out = (bf16[1024]{0}, f32[8]{0}) tuple(%ag-done, %work)
