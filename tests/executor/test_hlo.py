@@ -303,7 +303,7 @@ HloModule jit_f, is_scheduled=true, num_partitions=16
 
 %called (x: bf16[64]) -> bf16[1024] {
   %x = bf16[64]{0} parameter(0)
-  ROOT %all-gather.2 = bf16[1024]{0} all-gather(%x), channel_id=1, replica_groups=[1,16]<=[16], dimensions={0}
+  ROOT %all-gather.2 = bf16[1024]{0} all-gather(%x), replica_groups=[1,16]<=[16], dimensions={0}
 }
 
 ENTRY %main (p: bf16[64], q: f32[8]) -> (bf16[1024], f32[8]) {
