@@ -159,3 +159,23 @@ def test_every_code_is_met_once() -> None:
     seen = {digits_of(code, 2, 3) for code in range(4**3)}
     assert len(seen) == math.prod((4, 4, 4))
     assert {encode(d, 2) for d in seen} == set(range(64))
+
+
+def test_on_tpu_a_sum_is_written_before_what_follows() -> None:
+    def seconds(cluster: str, dst: tuple[int, ...]) -> tuple[float, float]:
+        """Of the steps from partial sums along one axis, and of their collectives alone."""
+        model = AnalyticCostModel(parse_cluster(cluster))
+        steps = reshard_steps((2,), dst, 1, 1e9, (8,), model)
+        alone = 0.0
+        for s in steps:
+            alpha, beta = model.collective_coefficients(s.kind, (8,), s.axes)  # type: ignore[arg-type]
+            alone += alpha + beta * s.payload_bytes
+        return sum(s.time_s for s in steps), alone
+
+    device = parse_cluster("v5e:8").device
+    again = 6e9 / (device.memory_bytes_per_s * device.memory_efficiency)
+    whole, alone = seconds("v5e:8", (0,))
+    assert whole - alone == pytest.approx(again)
+    shard, alone = seconds("v5e:8", (1,))
+    assert shard - alone == pytest.approx(again / 8)
+    assert seconds("h100:8", (0,))[0] == pytest.approx(seconds("h100:8", (0,))[1])
