@@ -56,7 +56,8 @@ class Compiled:
 
     ``argument_bytes`` and ``output_bytes`` are the step's arguments and results, ``alias_bytes``
     what results take over from donated arguments, ``temp_bytes`` everything else that is live at
-    the worst moment, ``code_bytes`` the program. ``host_argument_bytes`` and ``host_temp_bytes``
+    the worst moment, ``code_bytes`` the program, ``moment_bytes`` the compiler's own count of what
+    is alive at once (``peak_memory_in_bytes``). ``host_argument_bytes`` and ``host_temp_bytes``
     lie in the host's memory; the others count device memory alone.
     """
 
@@ -69,6 +70,7 @@ class Compiled:
     code_bytes: int
     host_argument_bytes: int
     host_temp_bytes: int
+    moment_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -131,6 +133,7 @@ def read_compiled(compiled: Any) -> Compiled:
         code_bytes=memory.generated_code_size_in_bytes,
         host_argument_bytes=memory.host_argument_size_in_bytes,
         host_temp_bytes=memory.host_temp_size_in_bytes,
+        moment_bytes=memory.peak_memory_in_bytes,
     )
 
 

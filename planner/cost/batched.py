@@ -197,11 +197,13 @@ def _ends(
 
 def _seconds(analysis: Analysis, rates: Rates, link: GroupLink, pairs: IntArray) -> Array:
     """[meshes, ...] seconds of the transitions ``pairs`` [...] of a link's value, weighted."""
-    nbytes = analysis.graph.values[link.value].nbytes
     costs = rates.costs
     alpha = costs.combined_alpha_s if link.gradient else costs.alpha_s
     share = link.weight * exposed(rates.model, link.off_path)
-    return weighted(share, alpha + nbytes * costs.beta_s_per_byte).take(pairs, axis=1)
+    seconds = alpha + link.nbytes * costs.beta_s_per_byte
+    if link.share != 1.0:
+        seconds = seconds * costs.shares(link.share)
+    return weighted(share, seconds).take(pairs, axis=1)
 
 
 def _frames(analysis: Analysis, sets: Sequence[StrategySet]) -> tuple[Frame, ...]:

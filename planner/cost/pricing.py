@@ -161,16 +161,17 @@ class Pricer:
     def link_cost(self, link: GroupLink, sets: Sequence[StrategySet]) -> Array:
         """[S_a, S_b] seconds (communication weight included)."""
         src, dst = self.link_ends(link, sets)
-        nbytes = self.analysis.graph.values[link.value].nbytes
-        rank = len(link.src)
+        nbytes, rank = link.nbytes, len(link.src)
         change_s = 0.0 if self.is_free(link) else self.change_s
-        paths = (link.gradient, link.off_path)
+        paths = (link.gradient, link.off_path, link.share)
         key = ("edge", id(src), id(dst), nbytes, link.weight, rank, *paths, change_s)
         if key not in self.cache:
             table = reshard_table(rank, self.sizes, self.model)
             pick = np.ix_(src, dst)
             alpha = table.combined_alpha_s if link.gradient else table.alpha_s
             seconds = alpha[pick] + nbytes * table.beta_s_per_byte[pick]
+            if link.share != 1.0:
+                seconds = np.where(table.sums[pick], link.share, 1.0) * seconds
             if change_s:
                 seconds = seconds + change_s * table.changes[pick]
             share = exposed(self.model, link.off_path) * link.weight

@@ -69,6 +69,7 @@ class Rates:
             costs.combined_alpha_s[rows],
             costs.beta_s_per_byte[rows],
             costs.changes,
+            costs.sums,
         )
         return dataclasses.replace(
             self,

@@ -6,7 +6,8 @@ A *code* writes a sharding of a rank-r tensor on an n-axis mesh as one integer: 
 
 ===============  ==========================================================================
 slice            free: every device has the data
-reduce-scatter   of partial sums whose axes all split a dimension afterwards
+reduce-scatter   of partial sums whose axes all split a dimension afterwards, or, where the
+                 executor says it (``splits_sums``), over those axes that do
 all-reduce       of other partial sums
 permute          shards trade places: axes in another dimension, or in another order
 all-to-all       axes go from one dimension to another
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels import Collective, CostModel
+from costmodels import Cluster, Collective, CostModel
 from planner.cost.routes import PARTIAL, Pattern, Route, all_patterns, patterns, route
 
 COMBINABLE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
@@ -96,9 +97,19 @@ def _skipping(n: int, ones: int) -> IntArray:
     return np.asarray([*out, len(out)], np.int64)
 
 
-def collectives_of(way: Route, sizes: Sequence[int]) -> list[tuple[Collective, int, float]]:
+def splits_sums(cluster: Cluster) -> bool:
+    """Whether the executor reduce-scatters along some axes and then all-reduces along others, as
+    the default lowering of a plan says (`planner.plan.compiled.lowering`)."""
+    if cluster.kind == "torus":
+        return sum(length > 1 for length in cluster.shape) > 1
+    return cluster.device.kind != "cpu"
+
+
+def collectives_of(
+    way: Route, sizes: Sequence[int], splits: bool = True
+) -> list[tuple[Collective, int, float]]:
     """The collectives of a route on mesh axes of some sizes: kind, mask of axes, and the payload as
-    a share of the tensor."""
+    a share of the tensor. ``splits``: see `splits_sums`."""
 
     def size(mask: int) -> int:
         return math.prod(n for k, n in enumerate(sizes) if mask >> k & 1)
@@ -107,9 +118,10 @@ def collectives_of(way: Route, sizes: Sequence[int]) -> list[tuple[Collective, i
     split = size(way.before) * min(size(way.sliced), room)
     wanted: list[tuple[Collective, int, float]] = []
     if way.reduced:
-        kind: Collective = "reduce_scatter" if way.scattered else "all_reduce"
         early = way.before | way.sliced & ~way.reduced
-        wanted.append((kind, way.reduced, 1.0 / size(early)))
+        scattered = way.reduced & way.sliced if splits or way.scattered else 0
+        wanted.append(("reduce_scatter", scattered, 1.0 / size(early)))
+        wanted.append(("all_reduce", way.reduced & ~scattered, 1.0 / size(early | scattered)))
     if way.permutes:
         wanted.append(("permute", way.shuffled, 1.0 / split))
     if room > size(way.sliced):
@@ -134,16 +146,18 @@ def reshard_steps(
     """
     src, dst = ([d if n > 1 else 0 for d, n in zip(x, sizes, strict=True)] for x in (src, dst))
     way = route(pattern_of(src, dst, rank))
-    steps = []
-    for kind, over, share in collectives_of(way, sizes):
+    steps: list[ReshardStep] = []
+    unsaid = after_sum_s(model) if way.reduced else 0.0
+    for kind, over, share in collectives_of(way, sizes, splits_sums(model.cluster)):
         payload = nbytes * share
         axes = tuple(k for k in range(len(sizes)) if over >> k & 1)
         alpha, beta = model.collective_coefficients(kind, tuple(sizes), axes)
         alpha *= model.combined_latency if combined and kind in COMBINABLE else 1.0
         seconds = alpha + beta * payload
-        if over == way.reduced and kind in ("all_reduce", "reduce_scatter"):
+        if unsaid and kind in ("all_reduce", "reduce_scatter"):
             pieces = math.prod(n for k, n in enumerate(sizes) if way.after >> k & 1)
-            seconds += after_sum_s(model) * nbytes / pieces
+            seconds += unsaid * nbytes / pieces
+            unsaid = 0.0
         steps.append(ReshardStep(kind, axes, payload, seconds))
     return tuple(steps)
 
@@ -164,13 +178,19 @@ class Transitions:
     which -1 picks, is for changes to partial sums, which nothing may ask for. Arrays have shape
     [meshes, transitions]; ``combined_alpha_s`` is for parameters and gradients.
     ``changes`` [transitions] counts the axes along which the layout changes (anything but an
-    all-reduce).
+    all-reduce); ``sums`` [transitions]: whether partial sums are reduced, and
+    nothing else.
     """
 
     alpha_s: NDArray[np.float64]
     combined_alpha_s: NDArray[np.float64]
     beta_s_per_byte: NDArray[np.float64]
     changes: NDArray[np.float64]
+    sums: NDArray[np.bool_]
+
+    def shares(self, share: float) -> NDArray[np.float64]:
+        """[transitions] what a link of this share (``GroupLink.share``) is multiplied by."""
+        return np.where(self.sums, share, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,10 +263,13 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
         room = room * (come // np.gcd(left, come))
     split = size[:, ways.before] * np.minimum(size[:, ways.sliced], room)
     reduced = ways.reduced > 0
-    early = size[:, ways.before | ways.sliced & ~ways.reduced]
+    splits = splits_sums(model.cluster)
+    into = np.where(splits | ways.scattered, ways.reduced & ways.sliced, 0)
+    whole = ways.reduced & ~into
+    early = ways.before | ways.sliced & ~ways.reduced
     steps: list[tuple[Collective, IntArray, Any, IntArray]] = [
-        ("reduce_scatter", ways.reduced, reduced & ways.scattered, early),
-        ("all_reduce", ways.reduced, reduced & ~ways.scattered, early),
+        ("reduce_scatter", into, into > 0, size[:, early]),
+        ("all_reduce", whole, whole > 0, size[:, early | into]),
         ("permute", ways.shuffled, ways.permutes, split),
         *(("all_to_all", ways.moves[:, k], room > size[:, ways.sliced], split) for k in range(n)),
         ("all_gather", ways.gathered, split > size[:, ways.after], size[:, ways.after]),
@@ -274,7 +297,8 @@ def transition_costs(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Tra
             at = _skipping(n, sum(1 << k for k, m in enumerate(sizes) if m == 1))
             alpha[row], combined[row], beta[row] = alpha[row, at], combined[row, at], beta[row, at]
     changes = np.append(ways.changes, 1.0)
-    return Transitions(alpha, combined, beta, changes)
+    more = ways.permutes | (ways.moves > 0).any(axis=1) | (ways.gathered > 0)
+    return Transitions(alpha, combined, beta, changes, np.append(reduced & ~more, False))
 
 
 @dataclass(frozen=True)
@@ -283,13 +307,14 @@ class ReshardTable:
 
     All arrays have shape [codes, codes]; ``combined_alpha_s`` is for parameters and
     gradients. ``changes`` counts the mesh axes along which the layout changes (anything but an
-    all-reduce).
+    all-reduce); ``sums``: whether partial sums are reduced, and nothing else.
     """
 
     alpha_s: NDArray[np.float64]
     combined_alpha_s: NDArray[np.float64]
     beta_s_per_byte: NDArray[np.float64]
     changes: NDArray[np.float64]
+    sums: NDArray[np.bool_]
 
 
 @lru_cache(maxsize=64)
@@ -315,6 +340,7 @@ def reshard_table(rank: int, sizes: tuple[int, ...], model: CostModel) -> Reshar
         costs.combined_alpha_s[0][pairs],
         costs.beta_s_per_byte[0][pairs],
         costs.changes[pairs],
+        costs.sums[pairs],
     )
 
 

@@ -104,7 +104,8 @@ class Op:
     ``fused`` names the call of a function that stands for one kernel (``step.kernels.fused``);
     ``effect`` says that it does more than make its results (prints, calls the host, writes to a
     reference), and so runs whether or not these are read; ``segment`` is the repeated block that it
-    stands in and which copy of it, (-1, 0) for none.
+    stands in and which copy of it, (-1, 0) for none; ``passes`` is how many bfloat16 products a
+    float32 product is made of where it asks for precision (1: it asks for none).
     """
 
     index: int
@@ -118,6 +119,7 @@ class Op:
     effect: bool = False
     phase: Phase = Phase.FORWARD
     segment: tuple[int, int] = (-1, 0)
+    passes: int = 1
 
 
 @dataclass(frozen=True, slots=True)

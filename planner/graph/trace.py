@@ -56,6 +56,24 @@ def _attrs(params: Mapping[str, Any]) -> str:
     return text if len(text) <= 24 else hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+_PASSES = {
+    "HIGH": 3,
+    "HIGHEST": 6,
+    "BF16_BF16_F32_X3": 3,
+    "BF16_BF16_F32_X6": 6,
+    "BF16_BF16_F32_X9": 9,
+    "F32_F32_F32": 6,
+}
+"""Of ``jax.lax.Precision`` and ``DotAlgorithmPreset``: bfloat16 products in a float32 product on a
+TPU (jax.lax.Precision's documentation)."""
+
+
+def _passes(precision: Any) -> int:
+    """``Op.passes`` of a primitive's ``precision``: None, a member of an enum or one an operand."""
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return max((_PASSES.get(getattr(p, "name", ""), 1) for p in asked), default=1)
+
+
 @dataclass(eq=False)
 class _Builder(PlacedWalk[int]):
     """Writes down what it walks through; ``current`` is the region at hand."""
@@ -106,8 +124,21 @@ class _Builder(PlacedWalk[int]):
             if cached is None:
                 cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn.params))
             attrs = cached[1]
-        inputs = tuple(inputs)
-        self.ops.append(Op(index, kind, inputs, outs, region, attrs, source, self.fused, effect))
+        passes = 1 if eqn is None else _passes(eqn.params.get("precision"))
+        self.ops.append(
+            Op(
+                index,
+                kind,
+                tuple(inputs),
+                outs,
+                region,
+                attrs,
+                source,
+                self.fused,
+                effect,
+                passes=passes,
+            )
+        )
         self.eqns.append(eqn)
         self.bodies.append((region, self.remat))
         self.named.append(named_phase(self.place.names))

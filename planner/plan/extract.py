@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from costmodels.schedule import Overlap, StageSeconds, step_seconds
@@ -205,9 +206,21 @@ class Extraction:
         src, dst = self.link_digits(link)
         if src == dst:
             return ()
-        return self.steps(
-            src, dst, len(link.src), self.graph.values[link.value].nbytes, link.gradient
-        )
+        return self.steps(src, dst, len(link.src), link.nbytes, link.gradient)
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """Per link, how often its value is sent in a step: of a sum's addends that are reduced
+        alike, only the last one."""
+        out, seen = [], set()
+        for link in reversed(self.priced.analysis.groups.links):
+            alike = (link.sum, *self.link_digits(link))
+            way = route(pattern_of(*alike[1:], len(link.src)))
+            more = way.permutes or any(way.moves) or way.gathered
+            reduced = link.sum >= 0 and way.reduced and not more
+            out.append(0.0 if reduced and alike in seen else link.weight)
+            seen.add(alike)
+        return tuple(reversed(out))
 
     def halfway(
         self, src: tuple[int, ...], dst: tuple[int, ...], value: int
@@ -299,11 +312,11 @@ class Extraction:
         priced, graph = self.priced, self.graph
         groups = priced.analysis.groups
         out = []
-        for link in groups.links:
+        for link, weight in zip(groups.links, self.weights, strict=True):
             cause = "update" if link.operand == -1 else graph.ops[link.op].kind
-            for s in self.link_steps(link):
+            for s in self.link_steps(link) if weight else ():
                 before = link.operand >= 0
-                out.append(Sent(s, link.weight, link.value, link.op, cause, before, link.off_path))
+                out.append(Sent(s, weight, link.value, link.op, cause, before, link.off_path))
         for group in groups.groups:
             row = self.rows["use"][group.index]
             for r in priced.analysis.facts[group.index].reductions:
@@ -321,7 +334,8 @@ class Extraction:
         for value, op_index in used.items():
             home, layout = groups.home[value]  # type: ignore[misc]
             ends = [self.digits(home, layout, port) for port in ("store", "use")]
-            cause, nbytes = f"use of {graph.values[value].name}", graph.values[value].nbytes
+            cause = f"use of {graph.values[value].name}"
+            nbytes = priced.analysis.facts[home].stored[0]  # type: ignore[index]
             for s in self.steps(ends[0], ends[1], len(layout), nbytes, combined=True):
                 out.append(Sent(s, 1.0, value, op_index, cause, True, True))
         return out
@@ -383,8 +397,8 @@ class Extraction:
             host += decided.pop(OFFLOAD, 0.0)
             compute += sum(decided.values())
             feed += pricer.feed_of(group, chosen, row)
-        for link in priced.analysis.groups.links:
-            seconds = link.weight * sum(s.time_s for s in self.link_steps(link))
+        for link, weight in zip(priced.analysis.groups.links, self.weights, strict=True):
+            seconds = weight * sum(s.time_s for s in self.link_steps(link))
             if link.off_path:
                 off_path += seconds
             else:

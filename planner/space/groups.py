@@ -58,6 +58,13 @@ class GroupLink:
     gradient: bool = False
     """Whether this is a gradient on its way to a parameter's update: XLA combines the
     all-reduces of all such values into few, so their latency is not paid one by one."""
+    nbytes: float = 0.0
+    """Bytes of the whole value as it is sent (``step.kernels.operands``)."""
+    sum: int = -1
+    """Number of the sum that it is added to before that is reduced (``planner.space.sums``); -1:
+    none."""
+    share: float = 1.0
+    """Share of one reduction that it is priced at: one over the addends of its sum."""
 
     @property
     def off_path(self) -> bool:
@@ -365,6 +372,7 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
             partial,
             to_use,
             gradient,
+            float(graph.values[value].nbytes),
         )
         if link.a != link.b or link.src != link.dst:
             links.append(link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,12 +15,14 @@ from planner.space.buffer import Buffer
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
+from planner.space.sums import with_joined_sums
 from planner.step.buffers import Lifetimes, find_buffers
 from planner.step.facts import Facts, Reduction
 from planner.step.feeding import fed_of
 from planner.step.kernels.absorbed import absorbing, product_kernels, seen_shares, vector_bytes
 from planner.step.kernels.costs import Work, Workload
 from planner.step.kernels.fused import find_fused
+from planner.step.kernels.operands import with_sent_bytes
 from planner.step.kernels.starts import starts
 from planner.step.memory.liveness import PASSES, materialised
 from planner.step.memory.materialized import written
@@ -104,7 +107,8 @@ def empty_workload(
         kept = materialised(graph, groups.fusable, live)
         kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
         begins = starts(graph, groups.fusable, kept, live)
-        return Workload(graph, groups, kept, fused, begins, [1.0] * len(live))
+        shares = [1.0] * len(live)
+        return Workload(graph, groups, kept, fused, begins, shares, device=device)
     found = written(graph, groups.fusable, live, True).without(fused.inside)
     begins = starts(graph, groups.fusable, found.kept, live)
     home = absorbing(graph, groups.fusable, found.kept, live)
@@ -117,6 +121,7 @@ def empty_workload(
         seen_shares(graph, rules, home, fused, device),
         product_kernels(graph, rules, groups, home, found, device),
         vector_bytes(graph, groups, home, found, device),
+        device,
     )
 
 
@@ -140,6 +145,8 @@ def analyse(
     """
     chosen = chosen or {}
     live = graph.live_ops()
+    links = with_joined_sums(graph, groups.links, live)
+    groups = with_sent_bytes(graph, dataclasses.replace(groups, links=links), live, device)
     workload = empty_workload(graph, rules, groups, device)
     fused = workload.fused
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
@@ -201,10 +208,10 @@ def _decided(
 
 def _stored(graph: Graph, groups: Groups) -> tuple[tuple[float, Layout] | None, ...]:
     out: list[tuple[float, Layout] | None] = [None] * len(groups.groups)
-    used = {x.a for x in groups.links if x.a_use}
+    used = {x.a: x for x in groups.links if x.a_use}
     for value, home in zip(graph.values, groups.home, strict=True):
         if value.op == -1 and home is not None and home[0] in used:
-            out[home[0]] = (float(value.nbytes), home[1])
+            out[home[0]] = (used[home[0]].nbytes, home[1])
     return tuple(out)
 
 

@@ -141,6 +141,8 @@ class _Finding:
         """Per value, when its last reader but those of a copy has run."""
         self.gathered: dict[int, list[int]] = {}
         """Per input, when operations read the copy that is made for use."""
+        self.arrives: dict[int, float] = {}
+        """Per input, the share of its bytes that this copy has."""
 
     def add(
         self,
@@ -207,7 +209,8 @@ class _Finding:
             self.add(group, start, stop, span.value, layout, port, when)
             reads = self.gathered.get(span.value)
             if port is Port.STORE and reads and span.when is not Memory.HOST:
-                self.add(group, min(reads), max(reads) + 1, span.value, layout, Port.GATHERED)
+                first, last, share = min(reads), max(reads) + 1, self.arrives[span.value]
+                self.add(group, first, last, span.value, layout, Port.GATHERED, share=share)
         return Lifetimes(tuple(self.buffers), self.found.order)
 
     def operands(self) -> None:
@@ -221,6 +224,7 @@ class _Finding:
             at = self.found.time[link.op]
             if link.a_use:
                 self.gathered.setdefault(link.value, []).append(at)
+                self.arrives[link.value] = self.share(link)
             elif kinds[link.b] == "copy":
                 copied[link.b] = link
             elif kinds[link.a] == "copy":
@@ -229,6 +233,10 @@ class _Finding:
                 self.lend(link, [at])
         for copy, link in copied.items():
             self.lend(link, sorted(copies.get(copy, [self.found.time[link.op]])))
+
+    def share(self, link: GroupLink) -> float:
+        """What share of the bytes of a value arrives at the end of a link."""
+        return min(1.0, link.nbytes / max(1, self.found.nbytes[link.value]))
 
     def lend(self, link: GroupLink, times: Sequence[int]) -> None:
         """Hold a value in the layout of the link's reader while it is read, at ``times``."""
@@ -239,9 +247,11 @@ class _Finding:
             taken = self.lent.setdefault(base, [])
             if mine and not any(first < b and a < last for a, b in taken):
                 taken.append((first, last))
-                self.add(link.b, first, last, link.value, link.dst, Port.USE)
+                share = self.share(link)
+                self.add(link.b, first, last, link.value, link.dst, Port.USE, share=share)
         elif self.moves(link):  # what is sent is written, even if its readers could compute it
-            self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE)
+            share = self.share(link)
+            self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE, share=share)
             others = [r + 0.5 for r in self.found.reads[base] if r not in times]
             if mine and base not in self.until:
                 self.until[base] = max([first, *others])

@@ -35,7 +35,7 @@ from planner.step.analysis import Analysis
 from planner.step.peak_moments import worst_moments
 
 IDENTITY: dict[type, frozenset[str]] = {
-    GroupLink: frozenset({"a", "b", "value", "op", "operand"}),
+    GroupLink: frozenset({"a", "b", "value", "op", "operand", "sum"}),
     Pin: frozenset({"value", "origin", "rule"}),
 }
 """Fields that say which link or pin it is. All other fields are facts: what differs in one of them
@@ -99,10 +99,10 @@ def fold_analysis(
             AUTO_PARALLEL do, and so do masks along an axis (``Request.tensor``, ``sequence``).
         state: the arrays of the state, where something is asked of them.
     """
-    links, nbytes = analysis.groups.links, [v.nbytes for v in analysis.graph.values]
+    links = analysis.groups.links
     loops: dict[int, list[Hashable]] = {}
     bundled: dict[int, list[int]] = {}
-    kinds = [_link_kind(x, nbytes[x.value]) for x in links]
+    kinds = [_link_kind(x) for x in links]
     for k, (link, bundle) in enumerate(zip(links, analysis.bundles, strict=True)):
         if link.a == link.b:
             loops.setdefault(link.a, []).append(kinds[k])
@@ -127,9 +127,9 @@ def fold_analysis(
     return dataclasses.replace(made, state=state, uses=uses)
 
 
-def _link_kind(link: GroupLink, nbytes: int) -> tuple[Hashable, ...]:
+def _link_kind(link: GroupLink) -> tuple[Hashable, ...]:
     """Everything about a link that its price is made of, besides the groups at its ends."""
-    return _link(link), nbytes, link.off_path
+    return _link(link), link.off_path
 
 
 def _edge(

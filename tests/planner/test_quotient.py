@@ -282,7 +282,7 @@ def fields_of(kind: type, names_only: set[str]) -> list[str]:
 
 
 FACTS = [f.name for f in dataclasses.fields(Facts)]
-LINK_FACTS = fields_of(GroupLink, {"a", "b", "value", "op", "operand"})
+LINK_FACTS = fields_of(GroupLink, {"a", "b", "value", "op", "operand", "sum"})
 REDUCTION_FACTS = fields_of(Reduction, {"op"})
 PIN_FACTS = fields_of(Pin, {"value", "origin", "rule"})
 

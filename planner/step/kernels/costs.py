@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costmodels import Kernel
+from costmodels import Device, Kernel
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
 from planner.space.factors import Layout
@@ -19,6 +19,10 @@ from planner.step.kernels.absorbed import ProductKernel
 from planner.step.kernels.flops import op_flops
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
+
+TF32_PASSES = 3
+"""Precision that GPUs still reach with TF32: XLA:GPU uses it for ``Precision.HIGH``, not for
+``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Workload:
     seen_share: Sequence[float]
     kernels: Mapping[int, ProductKernel] = field(default_factory=dict)
     moved: Sequence[float] = ()
+    device: Device | None = None
     sums: list[dict[tuple[frozenset[int], str], list[float]]] = field(init=False)
     products: list[list[Work]] = field(init=False)
     seen: set[tuple[int, int]] = field(default_factory=set)
@@ -99,7 +104,7 @@ class Workload:
         first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
         dtype = values[first].dtype if first >= 0 else "float32"
         if op.kind in PRODUCTS:
-            return group, self._product(op, flops, dtype, weight)
+            return group, self._product(op, flops * self._passes(op, dtype), dtype, weight)
         factors = self.spans.get((ins, outs))
         if factors is None:
             factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
@@ -122,6 +127,16 @@ class Workload:
         kernels = weight if self.starts[op.index] and inside < 0 else 0.0
         traffic = ((weight * nbytes, (0,)),)
         return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
+
+    def _passes(self, op: Op, dtype: str) -> float:
+        """How many times longer a product takes for the precision that it asks for: bfloat16
+        products where the device has no others, else products without TF32."""
+        if op.passes == 1 or dtype != "float32" or self.device is None:
+            return 1.0
+        if self.device.fuses_operands:
+            return op.passes
+        slower = self.device.matmul_flops_per_s(dtype) / self.device.vector_flops_per_s
+        return max(1.0, slower) if op.passes > TF32_PASSES else 1.0
 
     def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
         """A product: its factors in classes by which of the two operands and the result have

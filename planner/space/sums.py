@@ -1,0 +1,64 @@
+"""Partial sums that are added up before they are reduced.
+
+``dq @ Wq + dk @ Wk + dv @ Wv`` with each product split along its sum needs one reduction: each
+device adds its three parts, and the parts of the total are reduced. Shardy and XLA (its passes
+all-reduce and reduce-scatter reassociation) do so wherever the addends are reduced alike and
+nothing else is done to their layout. So each addend is priced at its share of one reduction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from planner.graph.ir import PRODUCTS, SCALAR, Graph
+from planner.space.groups import GroupLink
+
+ADDITIONS = frozenset({"add", "add_any"})
+TURNS = frozenset({"transpose", "reshape"})
+"""Operations that a reduction can be put off behind, besides additions."""
+
+
+def with_joined_sums(
+    graph: Graph, links: Sequence[GroupLink], live: Sequence[bool]
+) -> tuple[GroupLink, ...]:
+    """The links, those of one sum marked as such, each with its share of one reduction.
+
+    A sum consists of results of products that only additions with each other read, directly or
+    transposed, and that flow into one group the same number of times. Gradients of lookups are
+    reduced by themselves: compilers join their all-reduces (not on TPUs), not their
+    reduce-scatters. Linear in operations.
+    """
+    partial = {
+        x.value: k
+        for k, x in enumerate(links)
+        if x.partial and x.operand <= -2 and graph.ops[x.op].kind in PRODUCTS
+    }
+    readers = [0] * len(graph.values)
+    for op in graph.ops:
+        if live[op.index]:
+            for i in op.inputs:
+                if i != SCALAR:
+                    readers[i] += 1
+    for o in graph.outputs:
+        if o != SCALAR:
+            readers[o] += 2
+    addends: dict[int, tuple[int, ...]] = {v: (k,) for v, k in partial.items()}
+    for op in graph.ops:
+        inner = [addends.get(i, ()) if i != SCALAR and readers[i] == 1 else () for i in op.inputs]
+        if not live[op.index] or not inner or not all(inner):
+            continue
+        found = tuple(k for ks in inner for k in ks)
+        first = links[found[0]]
+        alike = all((links[k].b, links[k].weight) == (first.b, first.weight) for k in found)
+        if (op.kind in ADDITIONS and alike) or op.kind in TURNS:
+            addends[op.outputs[0]] = found
+    last: dict[int, tuple[int, ...]] = {}
+    for found in addends.values():  # a later addition holds the addends of those before it
+        last.update(dict.fromkeys(found, found))
+    out = list(links)
+    for number, found in enumerate(dict.fromkeys(last.values())):
+        if len(found) > 1:
+            for k in found:
+                out[k] = dataclasses.replace(links[k], share=1 / len(found), sum=number)
+    return tuple(out)
