@@ -17,6 +17,7 @@ from executor.run.interpret import ConstrainedStep, Decided, Kept
 from planner import compat
 from planner.cost.reshard import collectives_of
 from planner.cost.routes import route
+from planner.graph.ir import Role
 from planner.graph.trace import Traced
 from planner.plan.behind import RESULTS, read_by_transposes
 from planner.plan.plan import Constraint, Plan
@@ -58,6 +59,7 @@ class LoweredPlan:
         staged: whether resharding is split into one constraint per mesh axis.
         joined: jax mesh axes that change together.
         scatters: products followed by explicit reduce-scatters, by operation.
+        plain_layout: operations whose results are held to the default layout.
     """
 
     mesh: Mesh | AbstractMesh
@@ -65,6 +67,7 @@ class LoweredPlan:
     staged: bool = False
     joined: tuple[tuple[str, ...], ...] = ()
     scatters: Mapping[int, Scatter] = field(default_factory=dict)
+    plain_layout: frozenset[int] = frozenset()
 
     @property
     def transposes(self) -> frozenset[int]:
@@ -97,7 +100,8 @@ def lower_plan(
         if not (place[0] in done and place[1] in RESULTS)
     }
     joined = [tuple(x for x, _ in parts) for parts in axes.values()] if how.joined else []
-    return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters)
+    plain_layout = _table_gradients(traced) if how.dimensions else frozenset()
+    return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters, plain_layout)
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,17 @@ def _scatters(
         summed = tuple(x for entry in a for x in entry if x in whole_sums)
         found[op.index] = Scatter(transpose, order, (a, b), out, own, summed)
     return found
+
+
+def _table_gradients(traced: Traced) -> frozenset[int]:
+    """Scatters that make a table's gradient. XLA:TPU gives it the layout of what is scattered, and
+    the table and its moments with it: each is copied before and after the update."""
+    values = traced.graph.values
+    return frozenset(
+        op.index
+        for op in traced.graph.ops
+        if op.kind.startswith("scatter") and values[op.outputs[0]].role is Role.GRADIENT
+    )
 
 
 Local = tuple[Spec | None, frozenset[str]]
@@ -368,7 +383,10 @@ class LoweredStep(ConstrainedStep):
             return ins
         how = self.lowered.scatters.get(op)
         if how is None:
-            return super().operation(eqn, ins)
+            results = super().operation(eqn, ins)
+            if op in self.lowered.plain_layout:
+                return [compat.row_major(x) for x in results]
+            return results
         self.step(name)
         ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
         made = scattered(eqn, ins, how, self.lowered.mesh)
