@@ -206,7 +206,7 @@ def _problem(table: str, key: str, value: object) -> str:
         if value < 0:
             return "zero or positive"
         return "" if value <= _LONGEST_S else f"at most {_LONGEST_S:g}"
-    if key == "memory_bytes_per_device":  # 0: not known
+    if key in ("memory_bytes_per_device", "fast_memory_bytes"):  # 0: not known
         return "" if 0 <= value <= _MOST else f"from 0 to {_MOST:g}"
     if key == "memory_reserve":
         return "" if 0 <= value < 1 else "at least 0 and below 1"

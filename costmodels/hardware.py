@@ -43,9 +43,10 @@ class Device:
     are the fractions of the peaks that the best shapes achieve, in (0, 1]; `matmul_store` says how
     many times a product pays for writing its result, and `store_power` how little of that is
     beside its flop, at least 1 (see `op_time_s`); `lane_bytes` are the least bytes that an
-    element counts in the vector unit; `kernel_latency_s` is the
-    cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap` and
-    `overlap_off_path` are the shares of communication that hide under compute, on and off the
+    element counts in the vector unit; `fast_memory_bytes` is the largest operand that a product
+    keeps beside its core while it updates parameters, too (0: it does not); `kernel_latency_s` is
+    the cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap`
+    and `overlap_off_path` are the shares of communication that hide under compute, on and off the
     critical path, `combined_latency` the share of its latency that a collective of parameters or
     gradients keeps when the compiler may combine it with others, all in [0, 1]; `fuses_operands`
     tells whether the compiler computes elementwise operands inside matrix products, which read
@@ -65,6 +66,7 @@ class Device:
     matmul_store: float = 0.0
     store_power: float = 1.0
     lane_bytes: int = 0
+    fast_memory_bytes: int = 0
     convolution_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     overlap: float = 0.0
@@ -243,6 +245,7 @@ def build_cluster(given: Description) -> Cluster:
         matmul_store=float(values["matmul_store"]),
         store_power=float(values["store_power"]),
         lane_bytes=int(values["lane_bytes"]),
+        fast_memory_bytes=int(values["fast_memory_bytes"]),
         convolution_efficiency=float(values["convolution_efficiency"]),
         attention_efficiency=float(values["attention_efficiency"]),
         overlap=float(values["overlap"]),

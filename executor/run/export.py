@@ -178,6 +178,11 @@ The plan's lowering ({lowering}) is left out: shardings stand as one constraint 
 compiler may choose other collectives than under meshwright.
 """
 
+_APART = """\
+The plan keeps {count} gradients apart from their updates, which is left out, too: XLA:TPU may take
+twice as long for these products.
+"""
+
 _OPTIONS = """\
 The plan's compiler options are left out; pass them to jax.jit as compiler_options:
 {options}
@@ -234,6 +239,8 @@ def _docstring(plan: Plan, name: str, kinds: Iterable[str]) -> str:
     ]
     if plan.lowering != PLAIN:
         parts.append(_LOWERED.format(lowering=plan.lowering))
+    if plan.apart:
+        parts.append(_APART.format(count=len(plan.apart)))
     if plan.compiler_options:
         options = "\n".join(f"    {name}={value}" for name, value in plan.compiler_options)
         parts.append(_OPTIONS.format(options=options))

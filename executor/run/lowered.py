@@ -60,6 +60,7 @@ class LoweredPlan:
         joined: jax mesh axes that change together.
         scatters: products followed by explicit reduce-scatters, by operation.
         plain_layout: operations whose results are held to the default layout.
+        apart: operations that what reads their result is not compiled into.
     """
 
     mesh: Mesh | AbstractMesh
@@ -68,6 +69,7 @@ class LoweredPlan:
     joined: tuple[tuple[str, ...], ...] = ()
     scatters: Mapping[int, Scatter] = field(default_factory=dict)
     plain_layout: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()
 
     @property
     def transposes(self) -> frozenset[int]:
@@ -101,7 +103,8 @@ def lower_plan(
     }
     joined = [tuple(x for x, _ in parts) for parts in axes.values()] if how.joined else []
     plain_layout = _table_gradients(traced) if how.dimensions else frozenset()
-    return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters, plain_layout)
+    apart = frozenset(plan.apart)
+    return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters, plain_layout, apart)
 
 
 @dataclass(frozen=True)
@@ -384,6 +387,8 @@ class LoweredStep(ConstrainedStep):
         how = self.lowered.scatters.get(op)
         if how is None:
             results = super().operation(eqn, ins)
+            if op in self.lowered.apart:
+                return [jax.lax.optimization_barrier(x) for x in results]
             if op in self.lowered.plain_layout:
                 return [compat.row_major(x) for x in results]
             return results

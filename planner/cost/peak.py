@@ -7,52 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from planner.cost.pricing import Priced, Pricer
-from planner.cost.reshard import ReshardStep
+from planner.cost.apart import Chosen, in_updates, kept_apart
+from planner.cost.pricing import Pricer
 from planner.graph.ir import Graph
 from planner.search.problem import profile_of
 from planner.space.buffer import Buffer, Port, When, in_pool
 from planner.space.decisions.host_memory import OFFLOAD
-from planner.space.factors import Layout
 from planner.space.groups import GroupLink
-from planner.spec import Sharding
 from planner.step.buffers import Lifetimes, padding
 from planner.step.memory.lanes import feature_dims
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
 buffer one place for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
-
-
-class Chosen(Protocol):
-    """What is asked of a chosen plan; ``planner.plan.extract.Extraction`` has it."""
-
-    @property
-    def priced(self) -> Priced:
-        """The priced mesh."""
-        ...
-
-    @property
-    def choice(self) -> Sequence[int]:
-        """The strategy of each group."""
-        ...
-
-    @property
-    def graph(self) -> Graph:
-        """The step."""
-        ...
-
-    def sharding(self, group: int, layout: Layout, port: str = "store") -> Sharding:
-        """Sharding of a value with ``layout`` in ``group``."""
-        ...
-
-    def link_steps(self, link: GroupLink) -> tuple[ReshardStep, ...]:
-        """The collectives of a link."""
-        ...
 
 
 def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
@@ -115,11 +85,10 @@ def _scheduled(plan: Chosen) -> Lifetimes:
     def moves(link: GroupLink) -> bool:
         return any(s.kind != "all_reduce" for s in plan.link_steps(link))  # in place
 
-    def sums(link: GroupLink) -> bool:
-        return any(s.kind in ("all_reduce", "reduce_scatter") for s in plan.link_steps(link))
-
     analysis = plan.priced.analysis
-    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, sums)
+    apart = {plan.graph.ops[op].outputs[0] for op in kept_apart(plan)}
+    inside = in_updates(plan) - apart
+    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, inside)
     return Lifetimes(in_pool(found.buffers), found.order)
 
 

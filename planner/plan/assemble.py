@@ -11,6 +11,7 @@ from planner.annotate import Pin
 from planner.choose.candidates import batch_axes
 from planner.choose.devices import devices_worth, idle_text
 from planner.choose.meshes import Tried, untried
+from planner.cost.apart import kept_apart
 from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph
@@ -108,6 +109,7 @@ def _plan(
         lowering=default_lowering(request.cluster),
         compiler_options=request.compiler_options,
         decisions=extraction.decisions(),
+        apart=kept_apart(extraction),
         planning_s=time.perf_counter() - begun,
     )
     return rounded(plan)  # type: ignore[no-any-return]

@@ -204,7 +204,9 @@ class Plan:
     compiler_options: tuple[tuple[str, str], ...] = ()
     """What the compiler is asked for, names and values."""
     decisions: tuple[DecisionRow, ...] = ()
-    """Left out of the JSON where there are none, as the two above."""
+    apart: tuple[int, ...] = ()
+    """Products whose result is kept apart from the update that reads it. Left out of the JSON where
+    there are none, as the three above."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -380,7 +382,7 @@ def rounded(value: Any) -> Any:
 def _dump(plain: dict[str, Any]) -> str:
     lines = []
     for key, value in plain.items():
-        if key in ("decisions", "confirmed", "compiler_options") and not value:
+        if key in ("decisions", "apart", "confirmed", "compiler_options") and not value:
             continue
         if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
             items = ",\n".join("    " + json.dumps(v) for v in value)

@@ -221,6 +221,7 @@ _PLAN = record(
     confirmed=perhaps(_CONFIRMATION),
     compiler_options=many(compiler_option),
     decisions=many(_DECISION),
+    apart=many(SIZE),
 )
 
 
@@ -271,6 +272,8 @@ def _operations(plan: Plan) -> Iterator[Fault]:
     for index, row in enumerate(plan.decisions):
         if row.op >= count:
             yield f"decisions[{index}]", f"operation {row.op} of {count}"
+    if max(plan.apart, default=-1) >= count:
+        yield "apart", f"operation {max(plan.apart)} of {count}"
     for index, c in enumerate(plan.constraints):
         key, where = (c.op, c.slot, c.position), f"constraints[{index}]"
         if c.op >= count:

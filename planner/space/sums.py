@@ -1,8 +1,8 @@
 """Partial sums that are added up before they are reduced.
 
 ``dq @ Wq + dk @ Wk + dv @ Wv`` with each product split along its sum needs one reduction: each
-device adds its three parts, and the parts of the total are reduced. Shardy and XLA (its passes
-all-reduce and reduce-scatter reassociation) do so wherever the addends are reduced alike and
+device adds its three parts, and the parts of the total are reduced. XLA does so on GPU and TPU (its
+passes all-reduce and reduce-scatter reassociation) wherever the addends are reduced alike and
 nothing else is done to their layout. So each addend is priced at its share of one reduction.
 """
 

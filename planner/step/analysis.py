@@ -57,9 +57,9 @@ class Scheduled:
         graph: Graph,
         groups: Groups,
         moves: Callable[[GroupLink], bool],
-        sums: Callable[[GroupLink], bool] = lambda _: False,
+        inside: frozenset[int] = frozenset(),
     ) -> Lifetimes:
-        """The buffers in the order in which compilers run a step; ``moves``, ``sums``: see
+        """The buffers in the order in which compilers run a step; ``moves``, ``inside``: see
         ``find_buffers``."""
         live = graph.live_ops()
         late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
@@ -71,8 +71,8 @@ class Scheduled:
             live,
             self.donated,
             moves=moves,
-            sums=sums,
             chosen=self.chosen,
+            inside=inside,
         )
 
 
@@ -145,8 +145,10 @@ def analyse(
     """
     chosen = chosen or {}
     live = graph.live_ops()
-    links = with_joined_sums(graph, groups.links, live)
-    groups = with_sent_bytes(graph, dataclasses.replace(groups, links=links), live, device)
+    if device is not None and device.kind != "cpu":  # XLA:CPU reduces addends one by one
+        links = with_joined_sums(graph, groups.links, live)
+        groups = dataclasses.replace(groups, links=links)
+    groups = with_sent_bytes(graph, groups, live, device)
     workload = empty_workload(graph, rules, groups, device)
     fused = workload.fused
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import feature_dims
-from planner.step.memory.liveness import PASSES, intervals
+from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import FOLDED, Written, extents
 
 EMPTY: Chosen = {}
@@ -50,8 +50,8 @@ def find_buffers(
     donated: Sequence[bool],
     tile: tuple[int, int] = (1, 1),
     moves: Callable[[GroupLink], bool] | None = None,
-    sums: Callable[[GroupLink], bool] = lambda _: False,
     chosen: Chosen = EMPTY,
+    inside: frozenset[int] = frozenset(),
 ) -> Lifetimes:
     """The buffers of a step whose kernels are ``found``. Near-linear in operations.
 
@@ -63,11 +63,11 @@ def find_buffers(
         donated: per input, whether results may take its memory.
         tile: rows and lanes that the two minor dimensions of a whole array are padded to.
         moves: whether the layouts at the ends of a link differ, where a plan is known.
-        sums: whether partial sums are reduced on a link.
         chosen: by decision, the values that have a choice.
+        inside: gradients that are nowhere written (``step.memory.updates``).
     """
     hosted = chosen.get(OFFLOAD, frozenset())
-    held = _Finding(graph, groups, found, live, tile, moves, sums).run(donated, hosted)
+    held = _Finding(graph, groups, found, live, tile, moves, inside).run(donated, hosted)
     buffers: Sequence[Buffer] = held.buffers
     for name, values in chosen.items():
         buffers = DECISIONS[name].buffers(buffers, graph, values)
@@ -94,10 +94,6 @@ def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) 
         if stride > 1 and before == stride * after and total > 0 and total % 2:
             return True
     return False
-
-
-ACROSS = ("reduce_", "arg", "loop_", "branch_")
-"""How kinds of operations begin that need a whole array, or leave a region."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -127,10 +123,10 @@ class _Finding:
         live: Sequence[bool],
         tile: tuple[int, int],
         moves: Callable[[GroupLink], bool] | None,
-        sums: Callable[[GroupLink], bool],
+        inside: frozenset[int],
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
-        self.tile, self.moves, self.sums = tile, moves, sums
+        self.tile, self.moves, self.inside = tile, moves, inside
         self.lanes = (
             {} if tile == (1, 1) else feature_dims(graph, groups.op_layouts, groups.fusable)
         )
@@ -178,7 +174,7 @@ class _Finding:
         else:
             self.narrowed()
         groups, graph = self.groups, self.graph
-        inside = self.in_updates()
+        inside = self.inside
         carries = {new: old for old, new in graph.next_values.items()}
         for span in intervals(graph, self.found, self.live, donated, hosted):
             when = None if span.when is None else When(OFFLOAD, int(span.when is Memory.HOST))
@@ -349,38 +345,6 @@ class _Finding:
                 home = self.groups.home[value]
                 if home is not None:
                     self.add(home[0], at, at + 1, value, home[1], Port.USE)
-
-    def in_updates(self) -> set[int]:
-        """Gradients that are nowhere written: only an update reads them, which XLA:TPU runs in the
-        kernel of the product, where a plan is known and no collective comes between."""
-        if self.moves is None or self.found.merges:
-            return set()
-        graph, sums = self.graph, self.sums
-        sent = self.moved() | {x.value for x in self.groups.links if x.operand <= -2 and sums(x)}
-        root: dict[int, int] = {}
-        behind: dict[int, frozenset[int]] = {}  # per value, the gradients it is made of
-        written: set[int] = set()
-        nothing: frozenset[int] = frozenset()
-        for op in graph.ops:
-            if not self.live[op.index]:
-                continue
-            if op.kind in PRODUCTS and op.outputs[0] not in sent:
-                root[op.outputs[0]] = op.outputs[0]
-                behind[op.outputs[0]] = frozenset({op.outputs[0]})
-                continue
-            made_of = nothing.union(*(behind.get(i, nothing) for i in op.inputs))
-            if not made_of:
-                continue
-            inside = self.groups.fusable[op.index] and not op.kind.startswith(ACROSS)
-            if op.kind in ("transpose", "convert_element_type") and op.inputs[0] in root:
-                root[op.outputs[0]] = root[op.inputs[0]]
-            elif not inside or op.kind in PASSES or op.phase is not Phase.UPDATE:
-                written.update(made_of)
-                continue
-            for o in op.outputs:
-                behind[o] = made_of
-        written.update(root[o] for o in graph.outputs if o in root)
-        return set(root.values()) - written
 
     def moved(self) -> set[int]:
         """Results of products that are in another layout afterwards, where a plan is known."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from costmodels import parse_cluster
 from planner import make_plan
 from planner.cost.peak import PACKING
 from planner.graph.ir import Phase
 from planner.graph.trace import trace
+from planner.plan.plan import plan_from_json
 from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups
 from planner.step.analysis import Analysis, analyse
@@ -23,6 +26,7 @@ from planner.step.memory.lanes import feature_dims
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import extents, written
 from planner.step.memory.schedule import activations_first
+from planner.step.memory.updates import gradients_in_updates
 
 TILE = (8, 128)
 
@@ -152,17 +156,54 @@ def gradient(found: Analysis) -> int:
     return made
 
 
-@pytest.mark.parametrize(("cluster", "written"), [("h100:8", True), ("v5p:2x2x2", False)])
-def test_on_tpus_a_gradient_that_stays_is_updated_in_its_products_kernel(
-    cluster: str, written: bool
+def test_a_gradient_that_stays_can_be_updated_in_its_products_kernel() -> None:
+    found = analysis_of(sgd, struct(64, 64), struct(32, 64), cluster="v5p:2x2x2")
+    rest = (found.graph, found.groups, found.graph.live_ops())
+    inside = gradients_in_updates(*rest, lambda _: False)
+    assert inside == {gradient(found)}
+    assert gradients_in_updates(*rest, lambda link: link.operand <= -2) == set()  # it is sent
+
+    def stays(link: GroupLink) -> bool:
+        return False
+
+    assert spans(told(found, stays), gradient(found))
+    fused = found.scheduled.buffers(found.graph, found.groups, stays, inside)
+    assert spans(fused, gradient(found)) == []
+
+
+TOKENS, WIDTH = 32768, 4096
+
+
+def adam(state: tuple[jax.Array, jax.Array, jax.Array], x: jax.Array) -> Any:
+    w, m, v = state
+    g = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return w - 0.1 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tokens", "apart"),
+    [
+        ("v5p:2x2x1", TOKENS, 1),
+        ("v5p:2x2x1", TOKENS // 4, 0),  # x is 67 MB, tanh's gradient 17 MB: one of them fits
+        ("v5e:2x2", TOKENS, 0),  # 67 MB fit into a core of v5e
+        ("h100:4", TOKENS, 0),
+    ],
+)
+def test_an_update_is_kept_apart_from_a_product_whose_operands_do_not_fit_the_core(
+    cluster: str, tokens: int, apart: int
 ) -> None:
-    found = analysis_of(sgd, struct(64, 64), struct(32, 64), cluster=cluster)
-    assert bool(spans(told(found, lambda _: False), gradient(found))) is written
-    assert spans(told(found, lambda link: link.operand <= -2), gradient(found))  # it is sent
-    summed = found.scheduled.buffers(
-        found.graph, found.groups, lambda _: False, lambda link: link.operand <= -2
+    state = (struct(WIDTH, WIDTH),) * 3
+    pins = {r"^\[0\]": PartitionSpec(None, "model"), r"^\[1\]": PartitionSpec()}
+    options = {"cluster": cluster, "mesh": "model=4", "shardings": pins, "donate_argnums": 0}
+    plan = make_plan(adam, state, struct(tokens, WIDTH), **options)
+    assert len(plan.apart) == apart
+    assert [plan.op_table[plan.op_index[op]].split("(")[0] for op in plan.apart] == (
+        ["dot_general"] * apart
     )
-    assert spans(summed, gradient(found))
+    raw = json.loads(plan.to_json())
+    assert raw.get("apart", []) == list(plan.apart)
+    assert plan_from_json(plan.to_json()) == plan
 
 
 def clipped(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,0 +1,59 @@
+"""Gradients that XLA:TPU makes and uses in one kernel: the product computes the update, too.
+
+Such a gradient is nowhere written. Its kernel holds tiles of the parameter and of its moments, old
+and new, beside those of the gradient. It reads its smaller operand once if that fits into the fast
+memory of the core, and if not, takes twice as long as product and update one after the other:
+docs/explanation/decisions/022-updates-apart.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from planner.graph.ir import PRODUCTS, Graph, Phase
+from planner.space.groups import GroupLink, Groups
+from planner.step.memory.liveness import PASSES
+
+ACROSS = ("reduce_", "arg", "loop_", "branch_")
+"""How kinds of operations begin that need a whole array, or leave a region."""
+
+
+def gradients_in_updates(
+    graph: Graph,
+    groups: Groups,
+    live: Sequence[bool],
+    sent: Callable[[GroupLink], bool],
+) -> frozenset[int]:
+    """Results of products that only an update reads, with no collective between.
+
+    Args:
+        graph: the step.
+        groups: its groups.
+        live: per operation, whether its results are used.
+        sent: whether a collective stands on a link, where a plan is known.
+    """
+    away = {x.value for x in groups.links if x.operand <= -2 and sent(x)}
+    root: dict[int, int] = {}
+    behind: dict[int, frozenset[int]] = {}  # per value, the gradients it is made of
+    written: set[int] = set()
+    nothing: frozenset[int] = frozenset()
+    for op in graph.ops:
+        if not live[op.index]:
+            continue
+        if op.kind in PRODUCTS and op.outputs[0] not in away:
+            root[op.outputs[0]] = op.outputs[0]
+            behind[op.outputs[0]] = frozenset({op.outputs[0]})
+            continue
+        made_of = nothing.union(*(behind.get(i, nothing) for i in op.inputs))
+        if not made_of:
+            continue
+        within = groups.fusable[op.index] and not op.kind.startswith(ACROSS)
+        if op.kind in ("transpose", "convert_element_type") and op.inputs[0] in root:
+            root[op.outputs[0]] = root[op.inputs[0]]
+        elif not within or op.kind in PASSES or op.phase is not Phase.UPDATE:
+            written.update(made_of)
+            continue
+        for o in op.outputs:
+            behind[o] = made_of
+    written.update(root[o] for o in graph.outputs if o in root)
+    return frozenset(root.values()) - written
