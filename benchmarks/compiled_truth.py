@@ -47,7 +47,7 @@ from planner.plan.plan import Plan
 MODELS = (*common.EXAMPLES, "llama")
 TARGETS = ("v5p:2x2x2", "h100:8")
 FAR = ("h100:8x8", "v5e:16x16", "h100:8x64")
-FIELDS = ("mesh", "inputs", "outputs", "constraints", "op_table", "lowering")
+FIELDS = ("mesh", "inputs", "outputs", "constraints", "op_table", "lowering", "apart")
 """What of a plan decides how it compiles."""
 FAR_MODELS = ("mlp", "gpt_linen_scan")
 """Models that the large clusters are tried with."""

@@ -146,5 +146,7 @@ def shardy_rung(
 ) -> Rung:
     """What Shardy's partitioning made of it; ``found``: (kind, count, payload bytes, members)."""
     rows = communication_rows(plan, _by_kind(found), tolerances.communication)
-    notes = (f"without the lowering: {plan.lowering}",) if plan.lowering != PLAIN else ()
-    return Rung("shardy", rows, notes)
+    notes = [f"without the lowering: {plan.lowering}"] if plan.lowering != PLAIN else []
+    if not plan.cluster.startswith("cpu"):
+        notes.append("addends of a sum of products are reduced one by one; XLA reduces their sum")
+    return Rung("shardy", rows, tuple(notes))
