@@ -102,7 +102,7 @@ def lower_plan(
         if not (place[0] in done and place[1] in RESULTS)
     }
     joined = [tuple(x for x, _ in parts) for parts in axes.values()] if how.joined else []
-    plain_layout = _table_gradients(traced) if how.dimensions else frozenset()
+    plain_layout = _table_gradients(traced, plan) if how.dimensions else frozenset()
     apart = frozenset(plan.apart)
     return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters, plain_layout, apart)
 
@@ -174,15 +174,24 @@ def _scatters(
     return found
 
 
-def _table_gradients(traced: Traced) -> frozenset[int]:
+LANES = 128
+"""Elements of a row in a tile of TPU memory (https://openxla.org/xla/tiled_layout)."""
+
+
+def _table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
     """Scatters that make a table's gradient. XLA:TPU gives it the layout of what is scattered, and
-    the table and its moments with it: each is copied before and after the update."""
-    values = traced.graph.values
-    return frozenset(
-        op.index
-        for op in traced.graph.ops
-        if op.kind.startswith("scatter") and values[op.outputs[0]].role is Role.GRADIENT
-    )
+    the table and its moments with it: each is copied before and after the update. Tables whose rows
+    do not fill tiles keep the layout that the compiler likes: the default would pad them."""
+    graph, out = traced.graph, set()
+    for c in plan.constraints:
+        op = graph.ops[c.op]
+        if c.slot == "out" and op.kind.startswith("scatter"):
+            made, dims = graph.values[op.outputs[c.position]], c.spec.dims
+            split = dims[len(made.shape) - 1] if len(dims) == len(made.shape) else ()
+            row = made.shape[-1] // math.prod(map(plan.mesh.size, split))
+            if made.role is Role.GRADIENT and row % LANES == 0:
+                out.add(op.index)
+    return frozenset(out)
 
 
 Local = tuple[Spec | None, frozenset[str]]
