@@ -24,6 +24,7 @@ from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
 from planner.plan.compiled.lowering import PLAIN
+from planner.plan.compiled.option_sets import NAMES
 from planner.plan.plan import Plan
 from planner.space.decisions.host_memory import DEVICE
 
@@ -113,7 +114,7 @@ class CompiledStep:
             in_shardings=self.in_shardings,
             out_shardings=results,
             donate_argnums=donate_argnums,
-            compiler_options=dict(plan.compiler_options) or None,
+            compiler_options=_options(plan, self.mesh) or None,
         )
         self._inner = (
             self.jitted
@@ -275,6 +276,19 @@ class CompiledStep:
         states = {p for p, v in zip(paths, graph.inputs, strict=True) if graph.values[v].carried}
         shardings = self.in_shardings
         compare_arguments("the step", args, shardings, lambda k: paths[k] in states)
+
+
+def _options(plan: Plan, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str, str]:
+    """The plan's compiler options, without those that a confirmed plan has for TPUs if it runs on
+    other devices."""
+    options = dict(plan.compiler_options)
+    if isinstance(mesh, jax.sharding.AbstractMesh) or plan.confirmed is None:
+        return options
+    platform = mesh.devices.flat[0].platform
+    away = sorted(NAMES & options.keys()) if platform != "tpu" else []
+    if away:
+        log.warning("%s devices have no compiler options %s: left out", platform, ", ".join(away))
+    return {name: value for name, value in options.items() if name not in away}
 
 
 def _donated(traced: Traced, donate_argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 Compilers change layouts, keep values in two dtypes and replace collectives, so a cost model can't
 rank close candidates. The search's plan is compiled under every lowering, then the best plans of
-other meshes under the lowering that was best for the first.
+other meshes under the lowering that was best for the first. The best of all is compiled once more,
+with the options of its kind of device (``planner.plan.compiled.option_sets``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.compiled.confirmed import CompiledRow, Confirmation
 from planner.plan.compiled.lowering import lowerings
+from planner.plan.compiled.option_sets import OPTION_SETS
 from planner.plan.plan import Plan
 
 ENOUGH = 0.01
@@ -82,7 +84,10 @@ def confirm(
     def compiled(candidate: tuple[int, Plan]) -> Tried | None:
         number, plan = candidate
         late = time.perf_counter() - begun > seconds
-        if late and (number or plan.lowering != first.lowering):
+        first_try = (
+            plan.lowering == first.lowering and plan.compiler_options == first.compiler_options
+        )
+        if late and (number or not first_try):
             return None
         with jax.enable_x64(wide):  # configuration of the calling thread
             return number, plan, _row(plan, traced, cluster, donated, compiler)
@@ -98,9 +103,11 @@ def confirm(
                 for number, plan in enumerate(plans[1:], 1)
             ]
             tried += [x for x in pool.map(compiled, others) if x is not None]
+            tuned = _tuned(min(tried, key=_rank), cluster)
+            tried += [x for x in map(compiled, tuned) if x is not None]
         except CompilerAbsentError as error:
             return 0, dataclasses.replace(first, confirmed=Confirmation("", note=_line(error)))
-    left = len(said) + len(others) - len(tried)
+    left = len(said) + len(others) + len(tuned) - len(tried)
     note = f"{left} candidates were not compiled: {seconds:g} s had passed" if left else ""
     return _chosen(tried, first, Confirmation(compiler, note=note))
 
@@ -113,6 +120,15 @@ def _rank(tried: Tried) -> tuple[bool, bool, float]:
     """Order: fits, compiled, fast."""
     row = tried[2]
     return row.step_s == 0.0, bool(row.verdict), row.step_s
+
+
+def _tuned(best: Tried, cluster: Cluster) -> list[tuple[int, Plan]]:
+    """The best candidate with the options of its kind of device, where the user gave none."""
+    number, plan, row = best
+    options = OPTION_SETS.get(cluster.device.kind)
+    if options is None or plan.compiler_options or row.verdict:
+        return []
+    return [(number, dataclasses.replace(plan, compiler_options=options))]
 
 
 def _line(error: Exception) -> str:
@@ -150,9 +166,11 @@ def _row(
     known = _read(kept)
     if known is not None:
         return known
-    blank = CompiledRow(
-        str(plan.mesh), str(plan.lowering), plan.prediction.step_s, 0.0, 0.0, 0.0, 0.0, 0.0, ""
-    )
+    how = str(plan.lowering)
+    if plan.compiler_options == OPTION_SETS.get(cluster.device.kind):
+        how += ", async collectives"
+    predicted = plan.prediction.step_s
+    blank = CompiledRow(str(plan.mesh), how, predicted, 0.0, 0.0, 0.0, 0.0, 0.0, "")
     try:
         compiled = compile_step(traced, plain, cluster, donate_argnums=donated)
     except CompilerAbsentError:

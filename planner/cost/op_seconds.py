@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.peak import Chosen
+from planner.cost.apart import Chosen
 from planner.cost.pricing import Pricer
 from planner.step.analysis import does_nothing, empty_workload
 from planner.step.kernels.costs import Work

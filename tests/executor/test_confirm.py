@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from costmodels import parse_cluster
@@ -18,6 +19,7 @@ from executor.verify.hlo.collectives import Module
 from planner import make_plan
 from planner.errors import PlanFormatError, RequestError
 from planner.plan.compiled.lowering import PLAIN, by_axis, by_dimension
+from planner.plan.compiled.option_sets import OPTION_SETS
 from planner.plan.plan import MeshVerdict, Plan, load_plan, plan_from_json
 from planner.report.table import plan_text
 
@@ -51,6 +53,8 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     def compiled(traced: Any, plan: Plan, cluster: Any, **_: Any) -> Compiled:
         answers["asked"].append((str(plan.mesh), str(plan.lowering)))
         answer = answers.get(str(plan.mesh), answers.get(str(plan.lowering), answers.get("else")))
+        if plan.compiler_options == OPTION_SETS["v5e"]:
+            answer = answers.get("options", answer)
         if isinstance(answer, Exception):
             raise answer
         ms, nbytes = answer
@@ -75,6 +79,7 @@ def test_the_fastest_as_compiled_is_taken(said: dict[str, Any]) -> None:
         ("physical joined scattered", "slower"),
         ("physical staged scattered", "slower"),
         ("plain", "chosen"),
+        ("plain, async collectives", "slower"),
     ]
     chosen = plan.confirmed.chosen if plan.confirmed else None
     assert chosen is not None and chosen.step_s == pytest.approx(8e-3)
@@ -95,11 +100,12 @@ def test_other_meshes_are_compiled_under_the_best_lowering(said: dict[str, Any])
     meshes = [row.mesh for row in rows]
     assert meshes[:3] == [str(first.mesh)] * 3 and len(set(meshes)) == 3
     assert str(plan.mesh) == meshes[3] != str(first.mesh)
-    assert [row.lowering for row in rows[3:]] == [str(BY_AXIS)] * 2
+    assert [row.lowering for row in rows[3:5]] == [str(BY_AXIS)] * 2
+    assert rows[5].mesh == meshes[3] and "async" in rows[5].lowering
     assert plan.inputs != first.inputs  # the whole plan is the other one
     chosen = [row for row in plan.meshes if row.verdict is MeshVerdict.CHOSEN]
     assert [row.mesh for row in chosen] == [str(plan.mesh)]
-    assert "chosen from 5 compiled candidates; 7 meshes tried" in plan_text(plan, 120)
+    assert "chosen from 6 compiled candidates; 7 meshes tried" in plan_text(plan, 120)
     assert plan_from_json(plan.to_json()) == plan
 
 
@@ -111,7 +117,44 @@ def test_what_does_not_fit_is_left_out(said: dict[str, Any]) -> None:
         ("physical joined scattered", "does not fit"),
         ("physical staged scattered", "not compiled: out of memory"),
         ("plain", "chosen"),
+        ("plain, async collectives", "slower"),
     ]
+
+
+def test_options_are_tried_with_the_best_and_kept_if_they_gain(
+    said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said.update({"else": (10, 1e9), str(BY_AXIS): (9, 1e9), "options": (8, 1.1e9)})
+    plan = planned(confirm="tpu", candidates=1)
+    assert plan.compiler_options == OPTION_SETS["v5e"] and plan.lowering == BY_AXIS
+    assert verdicts(plan)[-1] == ("physical joined scattered, async collectives", "chosen")
+    assert plan_from_json(plan.to_json()) == plan
+    monkeypatch.setenv(confirming.CACHE, "")
+    said["options"] = RequestError("the compiler refused the step: No such compile option: 'a'")
+    asked = planned(confirm="tpu", candidates=2)
+    assert asked.compiler_options == ()  # another compiler: the plan is confirmed without
+    mine = {"xla_tpu_some_option": True}
+    own = planned(confirm="tpu", candidates=1, compiler_options=mine)
+    assert own.compiler_options == (("xla_tpu_some_option", "True"),)
+    assert not any("async" in how for how, _ in verdicts(own))
+
+
+@pytest.mark.devices
+def test_a_confirmed_plan_for_tpus_runs_on_cpus_without_their_options(
+    said: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from executor import compile_plan
+
+    said.update({"else": (10, 1e9), "options": (8, 1e9)})
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    plan = make_plan(step, shape, shape, cluster="v5e:2x4", confirm="tpu", candidates=1)
+    assert plan.compiler_options
+    w, x = (jnp.full((64, 64), value, jnp.float32) for value in (0.01, 0.02))
+    expected = jax.jit(step)(w, x)
+    found = compile_plan(step, plan)(w, x)
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert "xla_enable_async_all_gather" in caplog.text and "left out" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -142,7 +185,7 @@ def test_a_limit_of_time_is_said(said: dict[str, Any]) -> None:
     said["else"] = (10, 1e9)
     plan = planned(confirm="tpu", confirm_limit_s=1e-9)
     assert len(said["asked"]) == 1
-    assert plan.confirmed is not None and "4 candidates were not compiled" in plan.confirmed.note
+    assert plan.confirmed is not None and "5 candidates were not compiled" in plan.confirmed.note
 
 
 def test_what_was_said_is_kept(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ _LISTED = re.compile(r"[\w.\-]+")
 _PART = re.compile(r'"(?:[^"\\]|\\.)*"|[\[({]|[\])}]|, ?([\w\-]+)=')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+MOST_CYCLES = 2**53
+"""No estimate of one instruction is larger."""
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
@@ -105,11 +107,12 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate (TPU); 0 elsewhere."""
+        """The compiler's estimate (TPU); 0 elsewhere, and where it wrote the largest integer."""
         if "estimated_cycles" not in self.behind:
             return 0
         found = _CYCLES.search(self.attributes.get("backend_config", ""))
-        return int(found.group(1)) if found else 0
+        known = int(found.group(1)) if found else 0
+        return known if known < MOST_CYCLES else 0
 
     @property
     def index(self) -> int | None:
