@@ -399,7 +399,10 @@ class LoweredStep(ConstrainedStep):
             if op in self.lowered.apart:
                 return [jax.lax.optimization_barrier(x) for x in results]
             if op in self.lowered.plain_layout:
-                return [compat.row_major(x) for x in results]
+                return [
+                    super(LoweredStep, self).constrained(compat.row_major(x), self.held[id(x)][1])
+                    for x in results
+                ]
             return results
         self.step(name)
         ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
