@@ -24,6 +24,7 @@ from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced, reshaped, trace
+from planner.microbatch.rewrite import microbatched, microbatches_of
 from planner.plan.assemble import assembled
 from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
@@ -108,12 +109,16 @@ def plan_step(
     asked = given_options("make_plan", options)
     bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
     rules = asked.pop("logical_axis_rules", None)
+    parts = asked.pop("microbatches", microbatches_of(function))
     function, args = with_logical_axis_rules(bound.function, rules), bound.args
+    if parts != microbatches_of(function):
+        function = microbatched(function, args, parts)
     asked.setdefault("mesh", placed_mesh(args, cluster))
     request = parse_request(cluster, **asked)
-    return plan_traced(
+    planned = plan_traced(
         trace(function, args), args, request, donate_argnums, begun, function=function
     )
+    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, microbatches=parts))
 
 
 def _plan_alone(plan: Callable[_Asked, Planned]) -> Callable[_Asked, Plan]:

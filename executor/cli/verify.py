@@ -28,6 +28,7 @@ from planner.errors import RequestError
 from planner.frontend.capture import CapturedCall
 from planner.frontend.loading import parse_target, user_environment
 from planner.graph.trace import abstract, trace
+from planner.microbatch.rewrite import microbatched
 from planner.plan.plan import Plan, load_plan
 from planner.planning import make_plan
 from planner.report.units import bytes_text, time_text
@@ -122,7 +123,7 @@ def _climb(
                 raise RequestError(f"--{name} is for making a plan; leave it out with --plan")
         cluster = _cluster(asked_cluster(options) or plan.cluster)
     return climb(
-        trace(with_logical_axis_rules(call.function), abstract(call.args)),
+        trace(_cut(call, plan), abstract(call.args)),
         plan,
         cluster,
         donate_argnums=call.options.get("donate_argnums"),
@@ -131,6 +132,12 @@ def _climb(
         ),
         require_compiled=options.require_compiled,
     )
+
+
+def _cut(call: CapturedCall, plan: Plan) -> Any:
+    """The step in the plan's microbatches."""
+    function = with_logical_axis_rules(call.function)
+    return microbatched(function, abstract(call.args), plan.microbatches)
 
 
 def _cluster(text: str | Cluster) -> Cluster:

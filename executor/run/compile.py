@@ -23,6 +23,7 @@ from planner.arguments.metadata import with_logical_axis_rules
 from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
+from planner.microbatch.rewrite import microbatched
 from planner.plan.compiled.lowering import PLAIN
 from planner.plan.compiled.option_sets import NAMES
 from planner.plan.plan import Plan
@@ -347,10 +348,14 @@ class _Unplanned:
     def _prepared(self, bound: Bound) -> CompiledStep:
         function = with_logical_axis_rules(bound.function)
         compare_program(function, bound.args)
-        traced = trace(function, abstract(bound.args))
+        traced = trace(self._cut(function, bound.args), abstract(bound.args))
         self.compiled = CompiledStep(traced, self.plan, donate_argnums=bound.donated)
         self._key = bound.key
         return self.compiled
+
+    def _cut(self, function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+        """The step in the plan's microbatches."""
+        return microbatched(function, abstract(args), self.plan.microbatches)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run one step under the plan."""
@@ -361,7 +366,8 @@ class _Unplanned:
         try:
             result, used = step.run(*bound.args)
         except ShapesChangedError:
-            again = trace(with_logical_axis_rules(bound.function), abstract(bound.args))
+            function = self._cut(with_logical_axis_rules(bound.function), bound.args)
+            again = trace(function, abstract(bound.args))
             self.plan.check_matches(again.graph)
             raise
         result = bound.finish(result, used)

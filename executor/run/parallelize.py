@@ -23,6 +23,7 @@ from planner.errors import NotPlannedError, PlanMismatchError, RequestError
 from planner.frontend import capture
 from planner.frontend.inert import inert_notes
 from planner.graph.trace import Traced, abstract, trace
+from planner.microbatch.rewrite import microbatched
 from planner.plan.plan import Plan
 from planner.planning import graph_rules, make_plan
 from planner.report.units import bytes_text
@@ -127,12 +128,18 @@ class Parallelized:
             if entry.key != bound.key or not entry.step.fits(shapes):
                 continue
             rules = self.options.get("logical_axis_rules")
-            traced = trace(with_logical_axis_rules(bound.function, rules), shapes)
+            function = with_logical_axis_rules(bound.function, rules)
+            traced = trace(microbatched(function, shapes, self._parts()), shapes)
             try:
                 return CompiledStep(traced, entry.step.plan, donate_argnums=bound.donated)
             except PlanMismatchError:
                 return None
         return None
+
+    def _parts(self) -> int:
+        """Into how many microbatches the batch is cut."""
+        asked = self.options.get("microbatches")
+        return 1 if asked is None else asked
 
     def _news(self, bound: Bound) -> str:
         """What is new about a call, in words."""
@@ -167,6 +174,8 @@ class Parallelized:
         # where arrays lie is a mark the first time; later it is our own doing
         if (self._entries and self.like is None) or is_inside(given):
             given = shapes
+        function = microbatched(function, shapes, self._parts())
+        options.pop("microbatches", None)
         traced = trace(function, shapes)
         for line in inert_notes(traced.graph) if self.like is None else ():
             log.warning("%s: %s", self.__name__, line)

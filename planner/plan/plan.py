@@ -207,6 +207,8 @@ class Plan:
     apart: tuple[int, ...] = ()
     """Products whose result is kept apart from the update that reads it. Left out of the JSON where
     there are none, as the three above."""
+    microbatches: int = 1
+    """Parts of the batch that run one after the other; left out of the JSON where it is 1."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -383,6 +385,8 @@ def _dump(plain: dict[str, Any]) -> str:
     lines = []
     for key, value in plain.items():
         if key in ("decisions", "apart", "confirmed", "compiler_options") and not value:
+            continue
+        if key == "microbatches" and value == 1:
             continue
         if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
             items = ",\n".join("    " + json.dumps(v) for v in value)

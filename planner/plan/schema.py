@@ -222,6 +222,7 @@ _PLAN = record(
     compiler_options=many(compiler_option),
     decisions=many(_DECISION),
     apart=many(SIZE),
+    microbatches=whole(1),
 )
 
 

@@ -93,6 +93,7 @@ def _summary(plan: Plan) -> RenderableType:
                 f"{time_text(p.overlapped_s)} overlapped"
                 + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else ""),
             ),
+            *([("microbatches", _microbatches_text(plan))] if plan.microbatches > 1 else []),
             ("peak memory", memory),
             *([("compiled", _confirmed_text(plan))] if plan.confirmed else []),
             *([("host memory", _host_text(plan))] if p.host_bytes else []),
@@ -100,6 +101,10 @@ def _summary(plan: Plan) -> RenderableType:
             ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
         )
     )
+
+
+def _microbatches_text(plan: Plan) -> str:
+    return f"{plan.microbatches}, one after the other; their gradients are added up"
 
 
 def _confirmed_text(plan: Plan) -> str:

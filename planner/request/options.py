@@ -86,6 +86,8 @@ class Options(TypedDict, total=False):
     offload: regular expressions over argument paths; arrays of the state that match live in
         host memory between their uses. ``"auto"``: the search decides which, by what fits.
     time_limit_s: for the search, per mesh; 60 by default.
+    microbatches: into how many parts the batch is cut, one after the other; their gradients are
+        added up. Equal to the whole batch, or refused with the line that couples examples.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -143,6 +145,10 @@ class Options(TypedDict, total=False):
     time_limit_s: Annotated[
         float | None,
         Flag("for the search, per mesh (default: 60)", metavar="SECONDS", type=positive_seconds),
+    ]
+    microbatches: Annotated[
+        int | None,
+        Flag("cut the batch into so many parts, added up (default: 1)", metavar="N", type=int),
     ]
     confirm: Annotated[
         str | None,

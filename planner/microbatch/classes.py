@@ -1,0 +1,286 @@
+"""How every value of a step depends on the examples of a batch: the proof that it may be cut.
+
+=====  ==========================================================================================
+FREE   does not depend on the examples, or on the batch alone (the sum of a mask): computed once
+MAP    its example i is made of example i and of FREE values: computed per microbatch
+SUM    a sum over examples of such terms: added up over microbatches
+POST   any function of sums: computed once, when they are complete
+=====  ==========================================================================================
+
+A value that counts examples but reads a SUM or POST couples them (statistics of a batch), and so
+does an operation that mixes examples in any way but a sum. Which dimension of which operand meets
+which of the result is what factor rules say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from planner import compat
+from planner.graph.jaxpr.walk import LOOPS, REMAT, called, loop_of
+from planner.microbatch.errors import NotExactError
+from planner.microbatch.pairs import Node, Number, Operand, Pair, equations, pair
+from planner.rules.factor import FactorRule
+from planner.rules.key import EqnKey
+from planner.rules.registry import rules_for
+
+
+class Class(IntEnum):
+    """See the module."""
+
+    FREE = 0
+    MAP = 1
+    SUM = 2
+    POST = 3
+
+
+FREE, MAP, SUM, POST = Class
+
+ADDS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated", "scatter-add", "add_any"})
+"""Operations that reduce by adding."""
+LINEAR = frozenset(
+    "neg reshape transpose squeeze expand_dims broadcast_in_dim copy copy_p reduce_sum slice rev "
+    "split cumsum reduce_window_sum sharding_constraint real imag".split()
+)
+"""Operations of one operand under which a sum of terms is the sum of their results."""
+DRAWS = frozenset("random_bits rng_bit_generator rng_uniform iota".split())
+"""Operations whose result depends on the place in it: made for the whole batch, and sliced."""
+MOST_READ = 1 << 16
+"""Elements of a constant that are looked at."""
+ZEROS = frozenset("broadcast_in_dim copy reshape transpose squeeze convert_element_type".split())
+
+
+@dataclass(eq=False)
+class Classes:
+    """What was found of a pair.
+
+    Attributes:
+        of: the class of each value.
+        drawn: values that are made for the whole batch and sliced.
+        alone: values of the batch and constants alone, no state; those that are FREE are made from
+            the whole batch.
+    """
+
+    of: dict[int, Class]
+    drawn: set[int]
+    alone: set[int]
+
+
+def classify(step: Pair, batch: Sequence[int], whole: Any) -> Classes:
+    """Classes of all values of a step.
+
+    Args:
+        step: the step, for the whole batch and a microbatch.
+        batch: the inputs that hold examples, by position.
+        whole: the jaxpr for the whole batch.
+
+    Raises:
+        NotExactError: examples are coupled; the text says by which operation, where, and what
+            would help.
+    """
+    keys = list(equations(whole))
+    rules = rules_for([EqnKey.of(eqn) for eqn in keys])
+    found = _Classifier({id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)})
+    ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
+    own = [k in set(batch) for k in range(len(step.inputs))]
+    return found.walk(step, ins, own, [False] * len(ins))
+
+
+class _Classifier:
+    """``classify`` in progress."""
+
+    def __init__(self, rules: Mapping[int, FactorRule]) -> None:
+        self.rules = rules
+
+    def walk(
+        self, pair: Pair, ins: Sequence[Class], alone: Sequence[bool], zero: Sequence[bool]
+    ) -> Classes:
+        out = Classes(dict(zip(pair.inputs, ins, strict=True)), set(), set())
+        out.alone.update(v for v, x in zip(pair.inputs, alone, strict=True) if x)
+        zeros = {v for v, x in zip(pair.inputs, zero, strict=True) if x}
+        for value, content in pair.consts.items():
+            out.of[value] = FREE
+            out.alone.add(value)
+            if np.size(content) <= MOST_READ and not np.any(np.asarray(content)):
+                zeros.add(value)
+        for node, live in zip(pair.nodes, pair.live(), strict=True):
+            if not live:
+                out.of.update(dict.fromkeys(node.outs, FREE))
+                continue
+            own = all(v in out.alone for v in node.values)
+            for o, c in zip(node.outs, self.node(pair, node, out, own, zeros), strict=True):
+                out.of[o] = c
+                if own:
+                    out.alone.add(o)
+            if node.name in ZEROS and _is_zero(node.ins[0], zeros):
+                zeros.update(node.outs)
+        return out
+
+    def node(
+        self, pair: Pair, node: Node, known: Classes, own: bool, zeros: set[int]
+    ) -> list[Class]:
+        """The classes of the results of an equation."""
+        ins = [FREE if isinstance(i, Number) else known.of[i] for i in node.ins]
+        if node.name in LOOPS | {"cond"} | REMAT:
+            return self.structured(pair, node, ins, zeros)
+        grows = any(pair.scaled(v) for v in (*node.values, *node.outs))
+        if not grows:
+            zero = [_is_zero(i, zeros) for i in node.ins]
+            return [_algebra(node, ins, zero)] * len(node.outs)
+        if set(ins) <= {FREE}:
+            if node.name in DRAWS and any(pair.scaled(o) for o in node.outs):
+                if any(pair.scaled(o) not in ([], [0]) for o in node.outs):
+                    raise _coupled(
+                        node, "draws or counts along a batch that is not the first dimension"
+                    )
+                known.drawn.update(o for o in node.outs if pair.scaled(o))
+            return [MAP if pair.scaled(o) else FREE for o in node.outs]
+        if {SUM, POST} & set(ins):
+            raise _coupled(
+                node, "reads a value that is summed over the batch, such as a batch's statistics"
+            )
+        return self.mapped(pair, node, own, zeros)
+
+    def mapped(self, pair: Pair, node: Node, own: bool, zeros: set[int]) -> list[Class]:
+        """Of an operation of examples."""
+        rule = self.rules.get(id(node.whole))
+        factor = None if rule is None else _example_factor(pair, node, rule)
+        if rule is None or factor is None or factor in rule.replicated:
+            raise _coupled(node, "mixes examples")
+        if all(pair.scaled(o) for o in node.outs):
+            return [MAP] * len(node.outs)
+        into_zeros = not node.name.startswith("scatter") or _is_zero(node.ins[0], zeros)
+        adds = node.name in ADDS or node.name == "reduce_window_sum"
+        if any(pair.scaled(o) for o in node.outs) or not (adds and into_zeros):
+            raise _coupled(node, "reduces over examples and is not a sum of terms")
+        return [FREE if own else SUM] * len(node.outs)
+
+    def structured(self, outer: Pair, node: Node, ins: list[Class], zeros: set[int]) -> list[Class]:
+        """Of a loop, a conditional or a recomputed block."""
+        if MAP not in ins and not any(outer.scaled(o) for o in node.outs):
+            return [FREE if set(ins) <= {FREE} else POST] * len(node.outs)
+        zero = [_is_zero(i, zeros) for i in node.ins]
+        no = [False] * len(ins)
+        if node.name in REMAT:
+            body, twin = called(node.whole), called(node.small)
+            assert body is not None and twin is not None
+            inner = pair(body.jaxpr, twin.jaxpr)
+            return _partly(_results(inner, self.walk(inner, ins, no, zero), node), node)
+        if node.name != "scan":
+            raise _coupled(node, f"runs a {node.name} whose course depends on examples")
+        loop, twin_loop = loop_of(node.whole), loop_of(node.small)
+        if loop.trips != twin_loop.trips:
+            raise _coupled(node, "goes over the examples one after the other")
+        (whole,), (small,) = loop.bodies, twin_loop.bodies
+        inner = pair(whole.jaxpr, small.jaxpr)
+        begin, carries = loop.consts, loop.carries
+        now = zero  # carries are zeros in the first turn alone
+        later = [z and not begin <= k < begin + carries for k, z in enumerate(zero)]
+        for _ in range(2 * carries + 3):
+            outs = _results(inner, self.walk(inner, ins, no, now), node)
+            new = list(ins)
+            for k in range(carries):
+                new[begin + k] = _carried(node, ins[begin + k], outs[k], zero[begin + k])
+            if new == ins and now == later:
+                return _partly([*new[begin : begin + carries], *outs[carries:]], node)
+            ins, now = new, later
+        raise _coupled(
+            node, "carries examples from turn to turn in a way that could not be followed"
+        )
+
+
+def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
+    """The class of a carry from those of what enters and of what a turn leaves."""
+    if before is after or after is FREE:
+        return before
+    if before is FREE and after is SUM and not zero:
+        raise _coupled(node, "adds examples to a carry that does not start with zeros")
+    if before is not FREE:
+        raise _coupled(node, "carries a sum over examples into examples")
+    return after
+
+
+def _partly(found: list[Class], node: Node) -> list[Class]:
+    """The results of a loop or block of examples; none may need complete sums."""
+    if POST in found:
+        raise _coupled(node, "uses a sum over the batch before that is complete")
+    return found
+
+
+def _results(inner: Pair, found: Classes, node: Node) -> list[Class]:
+    if found.drawn:
+        raise _coupled(
+            node, "draws random numbers for the batch inside a loop or a recomputed block"
+        )
+    return [FREE if isinstance(o, Number) else found.of[o] for o in inner.outputs]
+
+
+def _is_zero(operand: Operand, zeros: set[int]) -> bool:
+    if isinstance(operand, Number):
+        return not np.any(np.asarray(operand.whole))
+    return operand in zeros
+
+
+def _algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool]) -> Class:
+    """Of an operation in which nothing counts examples."""
+    if set(ins) <= {FREE}:
+        return FREE
+    if POST in ins:
+        return POST
+    sums, name = ins.count(SUM), node.name
+    if name in LINEAR or (name == "convert_element_type" and _widens(node)):
+        return SUM if len(ins) == 1 else POST
+    if name in ("add", "sub", "add_any", "concatenate", "pad"):
+        return SUM if all(c is SUM or z for c, z in zip(ins, zero, strict=True)) else POST
+    if (name in ("mul", "dot_general") and sums == 1) or (
+        name == "div" and ins[0] is SUM is not ins[1]
+    ):
+        return SUM
+    return POST
+
+
+def _widens(node: Node) -> bool:
+    """Whether a conversion keeps every digit of a floating number."""
+    before, after = node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype
+    return bool(np.promote_types(before, after) == after) and after.kind == before.kind
+
+
+def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
+    """The one factor of an operation that counts examples."""
+    scaled: list[tuple[int, ...]] = []
+    still: list[tuple[int, ...]] = []
+    sides = [
+        *((i, dims) for i, dims in zip(node.ins, rule.operands, strict=True)),
+        *((o, dims) for o, dims in zip(node.outs, rule.results, strict=True)),
+    ]
+    for value, dims in sides:
+        if isinstance(value, Number):
+            continue
+        grows = pair.scaled(value)
+        for d, factors in enumerate(dims):
+            (scaled if d in grows else still).append(factors)
+    if not all(scaled):
+        return None
+    found = {dim[0] for dim in scaled if len(dim) == 1}
+    found |= {dim[0] for dim in scaled if not found.intersection(dim)}
+    if len(found) != 1:
+        return None
+    (factor,) = found
+    # a minor factor may count them only where those major to it have one element
+    fits = all(dim[0] == factor for dim in scaled) and not any(factor in dim for dim in still)
+    return factor if fits else None
+
+
+def _coupled(node: Node, why: str) -> NotExactError:
+    shapes = [str(compat.aval_shape(v.aval)) for v in (*node.whole.invars, *node.whole.outvars)]
+    where = f"{node.line}: " if node.line else ""
+    return NotExactError(
+        f"this step can't be cut into microbatches: {where}{node.name} of {', '.join(shapes)} "
+        f"{why}; "
+        "write the loss as a sum or mean over examples, or leave microbatches= out"
+    )

@@ -1,0 +1,218 @@
+"""A step traced twice, for the whole batch and for a microbatch, walked side by side.
+
+Shapes come from the small trace, numbers from the whole one: the 1/B of a mean stays that of the
+whole batch, so nothing is rescaled, and a dimension counts examples exactly where the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex_core
+
+from planner import compat
+from planner.graph.jaxpr.places import user_line
+from planner.graph.jaxpr.walk import CALLS, REMAT, STRUCTURED, called
+from planner.microbatch.errors import NotExactError
+
+
+@dataclass(frozen=True)
+class Number:
+    """A literal operand: its value in the whole trace and in the small one."""
+
+    whole: Any
+    small: Any
+
+    @property
+    def inside(self) -> Any:
+        """What it is in a microbatch: integers count positions there, other numbers are data."""
+        return self.small if np.issubdtype(np.asarray(self.small).dtype, np.integer) else self.whole
+
+
+Operand = int | Number
+"""The number of a value, or a literal."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """An equation in both traces; ``ins`` and ``outs`` number values, ``around`` is the line of the
+    call that it stands in."""
+
+    whole: Any
+    small: Any
+    ins: tuple[Operand, ...]
+    outs: tuple[int, ...]
+    around: str = ""
+
+    @property
+    def name(self) -> str:
+        """The primitive."""
+        return str(self.whole.primitive.name)
+
+    @property
+    def line(self) -> str:
+        """``file.py:line`` of the user's code."""
+        return user_line(self.whole) or self.around
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The operands that are values."""
+        return tuple(i for i in self.ins if not isinstance(i, Number))
+
+
+@dataclass(eq=False)
+class Pair:
+    """A jaxpr in both traces, calls inlined; values are numbers.
+
+    Attributes:
+        avals: per value, its abstract value in both traces.
+        inputs, outputs: of the jaxpr.
+        consts: values that the jaxpr carries, with their contents.
+        nodes: its equations, in order.
+    """
+
+    avals: list[tuple[Any, Any]] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[Operand] = field(default_factory=list)
+    consts: dict[int, Any] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+
+    def scaled(self, value: int) -> list[int]:
+        """The dimensions of a value that count examples."""
+        whole, small = (compat.aval_shape(a) for a in self.avals[value])
+        return [d for d, (m, n) in enumerate(zip(whole, small, strict=True)) if m != n]
+
+    def live(self) -> list[bool]:
+        """Per equation, whether a result needs it, or it has an effect."""
+        needed = {o for o in self.outputs if not isinstance(o, Number)}
+        out = [False] * len(self.nodes)
+        for k in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[k]
+            if needed.intersection(node.outs) or node.whole.effects:
+                out[k] = True
+                needed.update(node.values)
+        return out
+
+
+def pair(whole: Any, small: Any) -> Pair:
+    """Two jaxprs of one function side by side.
+
+    Raises:
+        NotExactError: they differ in more than shapes and numbers.
+    """
+    out = Pair()
+    inner, other = compat.body(whole), compat.body(small)
+    out.inputs = [_new(out, a, b) for a, b in zip(inner.invars, other.invars, strict=True)]
+    out.outputs = _inline(out, whole, small, out.inputs)
+    return out
+
+
+def _new(out: Pair, whole: Any, small: Any) -> int:
+    shapes = compat.aval_shape(whole.aval), compat.aval_shape(small.aval)
+    if len(shapes[0]) != len(shapes[1]):
+        raise NotExactError(f"a value has shape {shapes[0]}, and {shapes[1]} in a microbatch")
+    out.avals.append((whole.aval, small.aval))
+    return len(out.avals) - 1
+
+
+def _inline(
+    out: Pair, whole: Any, small: Any, args: Sequence[Operand], around: str = ""
+) -> list[Operand]:
+    inner, other = compat.body(whole), compat.body(small)
+    if len(inner.eqns) != len(other.eqns):
+        raise NotExactError(
+            f"the step has {len(inner.eqns)} operations for the whole batch and "
+            f"{len(other.eqns)} for a microbatch; if that holds one example, take fewer"
+        )
+    env: dict[Any, Operand] = {}
+    contents = zip(compat.consts(whole), compat.consts(small), strict=True)
+    for a, b, (x, y) in zip(inner.constvars, other.constvars, contents, strict=True):
+        if np.shape(x) != np.shape(y):
+            raise NotExactError(
+                f"a constant of the step has shape {np.shape(x)}, and {np.shape(y)} in a microbatch"
+            )
+        value = env[a] = _new(out, a, b)
+        out.consts[value] = x
+    env.update(zip(inner.invars, args, strict=True))
+
+    def read(a: Any, b: Any) -> Operand:
+        return Number(a.val, b.val) if compat.is_literal(a) else env[a]
+
+    for a, b in zip(inner.eqns, other.eqns, strict=True):
+        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+            raise NotExactError(
+                f"{user_line(a)}: {a.primitive} for the whole batch is {b.primitive} for a "
+                "microbatch"
+            )
+        ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
+        name = a.primitive.name
+        if name in CALLS - REMAT and (callee := called(a)) is not None:
+            twin = called(b)
+            assert twin is not None
+            line = user_line(a) or around
+            results = _inline(out, callee.jaxpr, twin.jaxpr, callee.args(ins), line)
+            env.update(zip(a.outvars, results, strict=True))
+            continue
+        outs = tuple(_new(out, x, y) for x, y in zip(a.outvars, b.outvars, strict=True))
+        out.nodes.append(Node(a, b, tuple(ins), outs, around))
+        env.update(zip(a.outvars, outs, strict=True))
+    return [read(a, b) for a, b in zip(inner.outvars, other.outvars, strict=True)]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations without bodies of their own, at any depth."""
+    for eqn in compat.body(jaxpr).eqns:
+        bodies = list(_bodies(eqn.params))
+        if eqn.primitive.name in STRUCTURED and bodies:
+            for inner in bodies:
+                yield from equations(inner)
+        else:
+            yield eqn
+
+
+def _bodies(params: Any) -> Iterator[Any]:
+    for value in params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns"):
+                yield x
+
+
+def merged(whole: Any, small: Any) -> Any:
+    """The equation of the small trace with the numbers of the whole one in its bodies."""
+    params = {
+        name: _merged_param(value, small.params[name]) for name, value in whole.params.items()
+    }
+    return small.replace(params=params)
+
+
+def _merged_param(whole: Any, small: Any) -> Any:
+    if isinstance(whole, tuple) and whole and all(hasattr(x, "jaxpr") for x in whole):
+        return tuple(_merged_jaxpr(a, b) for a, b in zip(whole, small, strict=True))
+    if hasattr(whole, "eqns") or hasattr(getattr(whole, "jaxpr", None), "eqns"):
+        return _merged_jaxpr(whole, small)
+    return small
+
+
+def _merged_jaxpr(whole: Any, small: Any) -> Any:
+    if hasattr(whole, "jaxpr"):
+        for x, y in zip(whole.consts, small.consts, strict=True):
+            if np.shape(x) != np.shape(y):
+                raise NotExactError("a constant inside a loop depends on the batch size")
+        return jex_core.ClosedJaxpr(_merged_jaxpr(whole.jaxpr, small.jaxpr), whole.consts)
+    eqns = []
+    for a, b in zip(whole.eqns, small.eqns, strict=True):
+        if a.primitive is not b.primitive:
+            raise NotExactError(f"{user_line(a)}: another operation in a microbatch")
+        ins = [
+            jex_core.Literal(Number(x.val, y.val).inside, y.aval) if compat.is_literal(x) else y
+            for x, y in zip(a.invars, b.invars, strict=True)
+        ]
+        eqns.append(merged(a, b).replace(invars=ins))
+    outs = [
+        jex_core.Literal(Number(x.val, y.val).inside, y.aval) if compat.is_literal(x) else y
+        for x, y in zip(whole.outvars, small.outvars, strict=True)
+    ]
+    return small.replace(eqns=eqns, outvars=outs)

@@ -1,0 +1,254 @@
+"""The step in microbatches: a loop over them that adds up, then the rest of the step.
+
+The loop takes example ``i * parts + j`` into microbatch j: each device then slices what it has,
+where contiguous microbatches would make XLA gather the batch. Sums are kept in float32 at least.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import compat
+from planner.errors import ModelError, RequestError
+from planner.graph.ir import Role
+from planner.graph.jaxpr.walk import STRUCTURED
+from planner.graph.trace import Traced, abstract, reshaped, trace
+from planner.microbatch.classes import FREE, MAP, POST, SUM, Classes, classify
+from planner.microbatch.errors import NotExactError
+from planner.microbatch.pairs import Node, Number, Operand, Pair, merged, pair
+
+
+def microbatched(
+    function: Callable[..., Any], args: Sequence[Any], parts: int
+) -> Callable[..., Any]:
+    """A step that computes what ``function`` does, ``parts`` microbatches after each other.
+
+    Args:
+        function: a step of pytrees of arrays.
+        args: its arguments, or ShapeDtypeStructs.
+        parts: how many microbatches, 1 or more.
+
+    Returns:
+        A function of the same arguments; other shapes are cut anew. ``microbatches_of`` knows it.
+
+    Raises:
+        NotExactError: the results would not be equal, or that could not be proved.
+        RequestError: no argument is a batch, or ``parts`` does not divide it.
+    """
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise RequestError(f"microbatches={parts!r}: expected a whole number from 1 on")
+    if parts == 1:
+        return function
+    known = {_shapes(args): _rewritten(function, abstract(args), parts)}
+
+    @functools.wraps(function)
+    def step(*args: Any) -> Any:
+        key = _shapes(args)
+        if key not in known:
+            known[key] = _rewritten(function, abstract(args), parts)
+        return known[key](*args)
+
+    step.microbatches = parts  # type: ignore[attr-defined]
+    return step
+
+
+def microbatches_of(function: Any) -> int:
+    """Into how many microbatches ``microbatched`` cut a function; 1 if it did not."""
+    return int(getattr(function, "microbatches", 1))
+
+
+def _shapes(args: Sequence[Any]) -> Any:
+    leaves, tree = jax.tree_util.tree_flatten(tuple(args))
+    return tree, tuple((tuple(jnp.shape(x)), str(jnp.result_type(x))) for x in leaves)
+
+
+def _rewritten(function: Callable[..., Any], args: Sequence[Any], parts: int) -> _Cut:
+    whole = trace(function, args)
+    batch = _batch(whole, parts)
+    graph = whole.graph
+    shapes = {k: graph.values[graph.inputs[k]].shape for k in batch}
+    less = {k: (s[0] // parts, *s[1:]) for k, s in shapes.items()}
+    try:
+        small = trace(function, reshaped(args, less))
+    except ModelError as error:
+        raise NotExactError(
+            "this step can't be cut into microbatches: it can't be traced with "
+            f"{less[batch[0]][0]} examples in place of {shapes[batch[0]][0]}, as if that number "
+            f"were written in it: {error.__cause__ or error}"
+        ) from error
+    if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
+        raise NotExactError("the results of a microbatch have another structure")
+    step = pair(whole.jaxpr, small.jaxpr)
+    return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, parts)
+
+
+def _batch(whole: Traced, parts: int) -> list[int]:
+    """The arguments that hold examples, by position."""
+    graph = whole.graph
+    found = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
+    found = [k for k in found if graph.values[graph.inputs[k]].shape]
+    if not found:
+        raise RequestError(
+            "microbatches: no argument of the step is a batch: each comes back as a result or is a "
+            "number; pass the examples as an argument of their own"
+        )
+    sizes = {graph.input_paths[k]: graph.values[graph.inputs[k]].shape[0] for k in found}
+    if len(set(sizes.values())) > 1:
+        text = ", ".join(f"{path} has {n}" for path, n in sizes.items())
+        raise RequestError(
+            f"microbatches: the arguments hold different numbers of examples: {text}"
+        )
+    (size,) = set(sizes.values())
+    if size % parts:
+        raise RequestError(
+            f"microbatches={parts} does not divide the batch: {next(iter(sizes))} holds {size} "
+            f"examples; choose a divisor of {size}"
+        )
+    return found
+
+
+@dataclass(eq=False)
+class _Cut:
+    """The rewritten step.
+
+    Attributes:
+        once: equations that run before the loop, on the whole batch where they read it.
+        body: those of a microbatch, their numbers those of the whole step.
+        after: those behind the loop.
+        sliced: values of the whole batch that the loop goes over.
+        summed, stacked, kept: values that the loop adds up, stacks, and leaves as they are in
+            every turn.
+    """
+
+    whole: Traced
+    step: Pair
+    parts: int
+    once: list[Node]
+    body: list[tuple[Node, Any]]
+    after: list[Node]
+    sliced: list[int]
+    summed: list[int]
+    stacked: list[int]
+    kept: list[int]
+
+    @staticmethod
+    def of(whole: Traced, step: Pair, found: Classes, batch: Sequence[int], parts: int) -> _Cut:
+        """Sort the equations."""
+        live, of = step.live(), found.of
+        nodes = [n for n, x in zip(step.nodes, live, strict=True) if x]
+        inside, after = [], []
+        made: set[int] = set()
+        late: set[int] = set()  # what is FREE and comes out of a loop with examples
+        for n in nodes:
+            classes = {of[o] for o in n.outs}
+            here = classes & {MAP, SUM} and not found.drawn.intersection(n.outs)
+            if here or (POST not in classes and late.intersection(n.values)):
+                inside.append(n)
+                made.update(n.outs)
+                late.update(o for o in n.outs if of[o] is FREE)
+            elif POST in classes:
+                after.append(n)
+        ends = {o for o in step.outputs if not isinstance(o, Number)}
+        read_after = {v for n in after for v in n.values} | ends
+        summed = sorted(v for v in made & read_after if of[v] is SUM)
+        stacked = sorted(v for v in made & read_after if of[v] is MAP)
+        kept = sorted(v for v in made & read_after if of[v] < MAP)
+        needed = set(summed) | set(stacked) | set(kept)
+        body = []
+        for n in reversed(inside):
+            if needed.intersection(n.outs):
+                body.append(n)
+                needed.update(n.values)
+        body.reverse()
+        outside = (needed | read_after) - {o for n in body for o in n.outs}
+        once = []
+        for n in reversed(nodes):
+            if outside.intersection(n.outs) and POST not in {of[o] for o in n.outs}:
+                once.append(n)
+                outside.update(n.values)
+        once.reverse()
+        inputs = {step.inputs[k] for k in batch}
+        reads = {v for n in body for v in n.values}
+        sliced = sorted((inputs | found.drawn) & (reads | set(stacked)))
+        run = [(n, merged(n.whole, n.small) if n.name in STRUCTURED else n.small) for n in body]
+        return _Cut(whole, step, parts, once, run, after, sliced, summed, stacked, kept)
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        if tree != self.whole.in_tree:
+            raise RequestError("microbatches: the arguments have another structure")
+        env: dict[int, Any] = dict(self.step.consts)
+        env.update(zip(self.step.inputs, leaves, strict=True))
+        for n in self.once:
+            env.update(_run(n, n.whole, env, False))
+        if self.body:
+            self._loop(env)
+        for n in self.after:
+            env.update(_run(n, n.whole, env, False))
+        out = [_read(o, env, False) for o in self.step.outputs]
+        return jax.tree_util.tree_unflatten(self.whole.out_tree, out)
+
+    def _loop(self, env: dict[int, Any]) -> None:
+        """Run all microbatches; their sums, stacks and what is left go into ``env``."""
+
+        def turn(carry: tuple[list[Any], list[Any]], slices: list[Any]) -> Any:
+            inner = dict(env)
+            inner.update(zip(self.sliced, slices, strict=True))
+            for n, eqn in self.body:
+                inner.update(_run(n, eqn, inner, True))
+            sums = [
+                a + inner[v].astype(a.dtype) for a, v in zip(carry[0], self.summed, strict=True)
+            ]
+            return (sums, [inner[v] for v in self.kept]), [inner[v] for v in self.stacked]
+
+        def zeros(v: int, wide: bool) -> Any:
+            aval = self.step.avals[v][1]
+            dtype = jnp.promote_types(aval.dtype, jnp.float32) if wide else aval.dtype
+            floating = jnp.issubdtype(aval.dtype, jnp.floating)
+            return jnp.zeros(aval.shape, dtype if floating else aval.dtype)
+
+        start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
+        (sums, last), stacks = jax.lax.scan(turn, start, [self._cut(env[v]) for v in self.sliced])
+        for v, x in zip(self.summed, sums, strict=True):
+            env[v] = x.astype(self.step.avals[v][0].dtype)
+        env.update(zip(self.kept, last, strict=True))
+        for v, x in zip(self.stacked, stacks, strict=True):
+            env[v] = self._joined(v, x)
+
+    def _cut(self, x: Any) -> Any:
+        """[examples, ...] -> [parts, examples / parts, ...]; example i * parts + j goes to j."""
+        return jnp.moveaxis(x.reshape(x.shape[0] // self.parts, self.parts, *x.shape[1:]), 1, 0)
+
+    def _joined(self, value: int, stack: Any) -> Any:
+        """The whole of what every microbatch made a part of."""
+        whole = compat.aval_shape(self.step.avals[value][0])
+        (d,) = self.step.scaled(value)
+        examples = compat.aval_shape(self.step.avals[self.sliced[0]][0])[0]
+        apart = (
+            *whole[:d],
+            examples // self.parts,
+            self.parts,
+            whole[d] // examples,
+            *whole[d + 1 :],
+        )
+        small = (*whole[:d], examples // self.parts, whole[d] // examples, *whole[d + 1 :])
+        return (
+            jnp.moveaxis(stack.reshape(self.parts, *small), 0, d + 1).reshape(apart).reshape(whole)
+        )
+
+
+def _read(operand: Operand, env: dict[int, Any], inside: bool) -> Any:
+    if isinstance(operand, Number):
+        return operand.inside if inside else operand.whole
+    return env[operand]
+
+
+def _run(node: Node, eqn: Any, env: dict[int, Any], inside: bool) -> dict[int, Any]:
+    ins = [_read(i, env, inside) for i in node.ins]
+    return dict(zip(node.outs, compat.evaluate_equation(eqn, ins), strict=True))
