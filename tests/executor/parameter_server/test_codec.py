@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from executor.parameter_server import Counts, ParameterServer, Rule, train
@@ -41,6 +41,8 @@ def test_what_is_pushed_arrives_but_for_one_remainder(
         )
         for _ in range(5)
     ]
+    most = float(np.abs(pushes).astype(np.float64).max())
+    assume(3 * most < float(jnp.finfo(pushes[0].dtype).max))  # a sum past that saturates
     residual, arrived = None, np.zeros(size)
     for push in pushes:
         before = residual
