@@ -118,6 +118,7 @@ class _Cut:
     """The rewritten step.
 
     Attributes:
+        parts, examples: how many microbatches, of how many examples together.
         once: equations that run before the loop, on the whole batch where they read it.
         body: those of a microbatch, their numbers those of the whole step.
         after: those behind the loop.
@@ -129,6 +130,7 @@ class _Cut:
     whole: Traced
     step: Pair
     parts: int
+    examples: int
     once: list[Node]
     body: list[tuple[Node, Any]]
     after: list[Node]
@@ -177,7 +179,8 @@ class _Cut:
         reads = {v for n in body for v in n.values}
         sliced = sorted((inputs | found.drawn) & (reads | set(stacked)))
         run = [(n, merged(n.whole, n.small) if n.name in STRUCTURED else n.small) for n in body]
-        return _Cut(whole, step, parts, once, run, after, sliced, summed, stacked, kept)
+        examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
+        return _Cut(whole, step, parts, examples, once, run, after, sliced, summed, stacked, kept)
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = jax.tree_util.tree_flatten(args)
@@ -214,7 +217,8 @@ class _Cut:
             return jnp.zeros(aval.shape, dtype if floating else aval.dtype)
 
         start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
-        (sums, last), stacks = jax.lax.scan(turn, start, [self._cut(env[v]) for v in self.sliced])
+        slices = [self._cut(env[v]) for v in self.sliced]
+        (sums, last), stacks = jax.lax.scan(turn, start, slices, length=self.parts)
         for v, x in zip(self.summed, sums, strict=True):
             env[v] = x.astype(self.step.avals[v][0].dtype)
         env.update(zip(self.kept, last, strict=True))
@@ -229,7 +233,7 @@ class _Cut:
         """The whole of what every microbatch made a part of."""
         whole = compat.aval_shape(self.step.avals[value][0])
         (d,) = self.step.scaled(value)
-        examples = compat.aval_shape(self.step.avals[self.sliced[0]][0])[0]
+        examples = self.examples
         apart = (
             *whole[:d],
             examples // self.parts,
