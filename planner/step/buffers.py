@@ -130,6 +130,7 @@ class _Finding:
         self.lanes = (
             {} if tile == (1, 1) else feature_dims(graph, groups.op_layouts, groups.fusable)
         )
+        self.stop = extents(graph, found.time)[1]
         self.buffers: list[Buffer] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
         """Per value, the moments at which its bytes are told in a reader's layout."""
@@ -250,7 +251,18 @@ class _Finding:
             self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE, share=share)
             others = [r + 0.5 for r in self.found.reads[base] if r not in times]
             if mine and base not in self.until:
-                self.until[base] = max([first, *others])
+                self.until[base] = max([self.leaves(link, first), *others])
+
+    def leaves(self, link: GroupLink, first: float) -> float:
+        """When a value that is sent first at ``first`` is not needed any more: behind the loop, if
+        one that it does not come from sends it in every turn."""
+        made = self.graph.values[self.found.base[link.value]].op
+        home = self.graph.ops[made].region if made >= 0 else 0
+        region = self.graph.ops[link.op].region
+        turns = -1
+        while region not in (home, -1):
+            turns, region = region, self.graph.regions[region].parent
+        return first if turns < 0 else self.stop[turns] + 0.5
 
     def narrowed(self) -> None:
         """Stacks of float32 whose slices only products read, as bfloat16: XLA:TPU converts them

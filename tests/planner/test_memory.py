@@ -427,3 +427,29 @@ def test_a_compiler_short_of_memory_keeps_to_the_order_of_the_trace() -> None:
     middle = (early + free.peak_bytes) / 2
     tight = make_plan(step, *args, cluster="h100:1", mode="STAND_ALONE", memory=middle).prediction
     assert tight.peak_bytes == pytest.approx(middle, rel=1e-6)
+
+
+def test_a_value_that_every_turn_of_a_loop_sends_stays_until_the_loop_ends() -> None:
+    def step(x: jax.Array, w: jax.Array, ws: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ w)
+
+        def turn(c: jax.Array, u: jax.Array) -> Any:
+            c = jnp.sin(h @ u) * c
+            for _ in range(4):
+                c = jnp.tanh(c @ u)
+            return c, None
+
+        return jax.lax.scan(turn, x, ws)[0]
+
+    found = analysis_of(
+        step, struct(64, 64), struct(64, 64), struct(3, 64, 64), cluster="v5p:2x2x2"
+    )
+    graph = found.graph
+    act = next(op.outputs[0] for op in graph.ops if op.kind == "tanh")
+    inner = next(op.outputs[0] for op in graph.ops if op.kind == "loop_const")
+
+    def sent(link: GroupLink) -> bool:
+        return link.value == inner and link.operand >= 0
+
+    inside = [op.index for op in graph.ops if op.region > 0]
+    assert max(end for _, end in spans(told(found, sent), act)) >= 2 * inside[-1]
