@@ -46,6 +46,13 @@ def consts(jaxpr: Any) -> tuple[Any, ...]:
     return tuple(getattr(jaxpr, "consts", ()) or ())
 
 
+def with_consts(jaxpr: Any, contents: Sequence[Any]) -> Any:
+    """A closed jaxpr of an open one and what it carries; later versions have one kind for both."""
+    if hasattr(jaxpr, "with_consts"):
+        return jaxpr.with_consts(list(contents))
+    return jex_core.ClosedJaxpr(jaxpr, contents)
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a literal."""
     return isinstance(atom, jex_core.Literal)

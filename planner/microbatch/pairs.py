@@ -197,22 +197,23 @@ def _merged_param(whole: Any, small: Any) -> Any:
 
 
 def _merged_jaxpr(whole: Any, small: Any) -> Any:
-    if hasattr(whole, "jaxpr"):
-        for x, y in zip(whole.consts, small.consts, strict=True):
-            if np.shape(x) != np.shape(y):
-                raise NotExactError("a constant inside a loop depends on the batch size")
-        return jex_core.ClosedJaxpr(_merged_jaxpr(whole.jaxpr, small.jaxpr), whole.consts)
+    inner, other = compat.body(whole), compat.body(small)
+    contents = compat.consts(whole)
+    for x, y in zip(contents, compat.consts(small), strict=True):
+        if np.shape(x) != np.shape(y):
+            raise NotExactError("a constant inside a loop depends on the batch size")
     eqns = []
-    for a, b in zip(whole.eqns, small.eqns, strict=True):
+    for a, b in zip(inner.eqns, other.eqns, strict=True):
         if a.primitive is not b.primitive:
             raise NotExactError(f"{user_line(a)}: another operation in a microbatch")
-        ins = [
-            jex_core.Literal(Number(x.val, y.val).inside, y.aval) if compat.is_literal(x) else y
-            for x, y in zip(a.invars, b.invars, strict=True)
-        ]
-        eqns.append(merged(a, b).replace(invars=ins))
-    outs = [
+        eqns.append(merged(a, b).replace(invars=_inside(a.invars, b.invars)))
+    made = other.replace(eqns=eqns, outvars=_inside(inner.outvars, other.outvars))
+    return made if small is other and not contents else compat.with_consts(made, contents)
+
+
+def _inside(whole: Sequence[Any], small: Sequence[Any]) -> list[Any]:
+    """Operands of the small trace, literals with the numbers of the whole one."""
+    return [
         jex_core.Literal(Number(x.val, y.val).inside, y.aval) if compat.is_literal(x) else y
-        for x, y in zip(whole.outvars, small.outvars, strict=True)
+        for x, y in zip(whole, small, strict=True)
     ]
-    return small.replace(eqns=eqns, outvars=outs)
