@@ -202,6 +202,11 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
     if plan.decisions:
         more = ", ".join(dict.fromkeys(row.decision for row in plan.decisions))
         raise RequestError(f"this plan also decides {more}, which no exported module carries out")
+    if plan.microbatches > 1:
+        raise RequestError(
+            f"this plan cuts the batch into {plan.microbatches} microbatches, which no exported "
+            "module carries out; plan without microbatches="
+        )
     name = name if name.isidentifier() else "sharded"
     kinds = [plan.op_table[k].split("(", 1)[0] for k in plan.op_index]
     return "\n".join(

@@ -268,3 +268,11 @@ def test_sharded_microbatches_train_as_the_unsharded_whole(name: str) -> None:
     plan = make_plan(step, state(), examples(), cluster="cpu:8", microbatches=2)
     _, found = compile_plan(step, plan)(state(), examples())
     np.testing.assert_allclose(found, jax.jit(step)(state(), examples())[1], rtol=2e-5)
+
+
+def test_an_exported_module_has_no_microbatches() -> None:
+    from executor.run.export import python_text
+
+    plan = make_plan(train(EXACT["mean"]), state(), examples(), cluster="cpu:8", microbatches=2)
+    with pytest.raises(RequestError, match="2 microbatches, which no exported module"):
+        python_text(plan)
