@@ -148,5 +148,8 @@ def shardy_rung(
     rows = communication_rows(plan, _by_kind(found), tolerances.communication)
     notes = [f"without the lowering: {plan.lowering}"] if plan.lowering != PLAIN else []
     if not plan.cluster.startswith("cpu"):
-        notes.append("addends of a sum of products are reduced one by one; XLA reduces their sum")
+        notes.append(
+            "before XLA, which reduces the sum of products once and, on TPU, sends their float32 "
+            "operands as bfloat16"
+        )
     return Rung("shardy", rows, tuple(notes))
