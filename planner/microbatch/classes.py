@@ -48,8 +48,6 @@ LINEAR = frozenset(
     "split cumsum reduce_window_sum sharding_constraint real imag".split()
 )
 """Operations of one operand under which a sum of terms is the sum of their results."""
-DRAWS = frozenset("random_bits rng_bit_generator rng_uniform iota".split())
-"""Operations whose result depends on the place in it: made for the whole batch, and sliced."""
 MOST_READ = 1 << 16
 """Elements of a constant that are looked at."""
 ZEROS = frozenset("broadcast_in_dim copy reshape transpose squeeze convert_element_type".split())
@@ -126,14 +124,19 @@ class _Classifier:
     ) -> list[Class]:
         """The classes of the results of an equation."""
         ins = [FREE if isinstance(i, Number) else known.of[i] for i in node.ins]
-        if node.name in LOOPS | {"cond"} | REMAT:
-            return self.structured(pair, node, ins, zeros)
         grows = any(pair.scaled(v) for v in (*node.values, *node.outs))
+        structured = node.name in LOOPS | {"cond"} | REMAT
+        if node.whole.effects and (grows or (structured and set(ins) - {FREE})):
+            raise _coupled(node, "prints or calls out once for the whole batch")
+        if structured:
+            return self.structured(pair, node, ins, zeros)
         if not grows:
             zero = [_is_zero(i, zeros) for i in node.ins]
             return [_algebra(node, ins, zero)] * len(node.outs)
         if set(ins) <= {FREE}:
-            if node.name in DRAWS and any(pair.scaled(o) for o in node.outs):
+            # what is alike for all examples is made anew in each microbatch; random numbers,
+            # positions, rows of a table are made for the whole batch, and sliced
+            if node.name != "broadcast_in_dim":
                 if any(pair.scaled(o) not in ([], [0]) for o in node.outs):
                     raise _coupled(
                         node, "draws or counts along a batch that is not the first dimension"
@@ -152,6 +155,9 @@ class _Classifier:
         factor = None if rule is None else _example_factor(pair, node, rule)
         if rule is None or factor is None or factor in rule.replicated:
             raise _coupled(node, "mixes examples")
+        told = node.changed
+        if told:
+            raise _coupled(node, f"computes with the batch's size: {told}")
         if all(pair.scaled(o) for o in node.outs):
             return [MAP] * len(node.outs)
         into_zeros = not node.name.startswith("scatter") or _is_zero(node.ins[0], zeros)
@@ -196,8 +202,10 @@ class _Classifier:
 
 def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
     """The class of a carry from those of what enters and of what a turn leaves."""
-    if before is after or after is FREE:
+    if before is after or (after is FREE and before is MAP):
         return before
+    if before is SUM and after is FREE:
+        raise _coupled(node, "replaces a sum over examples by what is none")
     if before is FREE and after is SUM and not zero:
         raise _coupled(node, "adds examples to a carry that does not start with zeros")
     if before is not FREE:
@@ -233,6 +241,8 @@ def _algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool]) -> Class:
     if POST in ins:
         return POST
     sums, name = ins.count(SUM), node.name
+    if node.changed:
+        return POST  # a number that follows from the batch's size is that of the whole batch
     if name in LINEAR or (name == "convert_element_type" and _widens(node)):
         return SUM if len(ins) == 1 else POST
     if name in ("add", "sub", "add_any", "concatenate", "pad"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,11 @@ class Number:
     small: Any
 
     @property
-    def inside(self) -> Any:
-        """What it is in a microbatch: integers count positions there, other numbers are data."""
-        return self.small if np.issubdtype(np.asarray(self.small).dtype, np.integer) else self.whole
+    def changed(self) -> bool:
+        """Whether it is an integer that follows from the batch's size."""
+        whole = np.asarray(self.whole)
+        integer = np.issubdtype(whole.dtype, np.integer)
+        return bool(integer and np.any(whole != np.asarray(self.small)))
 
 
 Operand = int | Number
@@ -56,6 +59,19 @@ class Node:
     def line(self) -> str:
         """``file.py:line`` of the user's code."""
         return user_line(self.whole) or self.around
+
+    @property
+    def changed(self) -> str:
+        """Integers that follow from the batch's size and are no shape, in words."""
+        found = [
+            f"{i.whole} is {i.small} in a microbatch"
+            for i in self.ins
+            if isinstance(i, Number) and i.changed
+        ]
+        power = self.whole.params.get("y"), self.small.params.get("y")
+        if self.name == "integer_pow" and power[0] != power[1]:
+            found.append(f"the power {power[0]} is {power[1]} in a microbatch")
+        return ", ".join(found)
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -122,11 +138,6 @@ def _inline(
     out: Pair, whole: Any, small: Any, args: Sequence[Operand], around: str = ""
 ) -> list[Operand]:
     inner, other = compat.body(whole), compat.body(small)
-    if len(inner.eqns) != len(other.eqns):
-        raise NotExactError(
-            f"the step has {len(inner.eqns)} operations for the whole batch and "
-            f"{len(other.eqns)} for a microbatch; if that holds one example, take fewer"
-        )
     env: dict[Any, Operand] = {}
     contents = zip(compat.consts(whole), compat.consts(small), strict=True)
     for a, b, (x, y) in zip(inner.constvars, other.constvars, contents, strict=True):
@@ -141,11 +152,13 @@ def _inline(
     def read(a: Any, b: Any) -> Operand:
         return Number(a.val, b.val) if compat.is_literal(a) else env[a]
 
-    for a, b in zip(inner.eqns, other.eqns, strict=True):
-        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+    for a, b in zip_longest(inner.eqns, other.eqns):
+        if a is None or b is None or _kind(a) != _kind(b):
+            names = [str(x.primitive) if x is not None else "nothing" for x in (a, b)]
             raise NotExactError(
-                f"{user_line(a)}: {a.primitive} for the whole batch is {b.primitive} for a "
-                "microbatch"
+                "this step can't be cut into microbatches: "
+                f"{user_line(a if a is not None else b) or around}: {names[0]} for the whole batch "
+                f"is {names[1]} for a microbatch; if that holds one example, take fewer"
             )
         ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
         name = a.primitive.name
@@ -160,6 +173,10 @@ def _inline(
         out.nodes.append(Node(a, b, tuple(ins), outs, around))
         env.update(zip(a.outvars, outs, strict=True))
     return [read(a, b) for a, b in zip(inner.outvars, other.outvars, strict=True)]
+
+
+def _kind(eqn: Any) -> tuple[str, int, int]:
+    return eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -182,6 +199,8 @@ def _bodies(params: Any) -> Iterator[Any]:
 
 def merged(whole: Any, small: Any) -> Any:
     """The equation of the small trace with the numbers of the whole one in its bodies."""
+    if whole.primitive.name == "integer_pow":  # the power is a number, no shape
+        return small.replace(params=whole.params)
     params = {
         name: _merged_param(value, small.params[name]) for name, value in whole.params.items()
     }
@@ -214,6 +233,6 @@ def _merged_jaxpr(whole: Any, small: Any) -> Any:
 def _inside(whole: Sequence[Any], small: Sequence[Any]) -> list[Any]:
     """Operands of the small trace, literals with the numbers of the whole one."""
     return [
-        jex_core.Literal(Number(x.val, y.val).inside, y.aval) if compat.is_literal(x) else y
+        jex_core.Literal(x.val, y.aval) if compat.is_literal(x) else y
         for x, y in zip(whole, small, strict=True)
     ]

@@ -150,7 +150,9 @@ class _Cut:
         for n in nodes:
             classes = {of[o] for o in n.outs}
             here = classes & {MAP, SUM} and not found.drawn.intersection(n.outs)
-            if here or (POST not in classes and late.intersection(n.values)):
+            if n.whole.effects and any(of[v] > MAP or v in late for v in n.values):
+                after.append(n)
+            elif here or (POST not in classes and late.intersection(n.values)):
                 inside.append(n)
                 made.update(n.outs)
                 late.update(o for o in n.outs if of[o] is FREE)
@@ -169,9 +171,9 @@ class _Cut:
                 needed.update(n.values)
         body.reverse()
         outside = (needed | read_after) - {o for n in body for o in n.outs}
-        once = []
+        once, behind = [], {id(n) for n in after}
         for n in reversed(nodes):
-            if outside.intersection(n.outs) and POST not in {of[o] for o in n.outs}:
+            if id(n) not in behind and (outside.intersection(n.outs) or n.whole.effects):
                 once.append(n)
                 outside.update(n.values)
         once.reverse()
@@ -189,12 +191,12 @@ class _Cut:
         env: dict[int, Any] = dict(self.step.consts)
         env.update(zip(self.step.inputs, leaves, strict=True))
         for n in self.once:
-            env.update(_run(n, n.whole, env, False))
+            env.update(_run(n, n.whole, env))
         if self.body:
             self._loop(env)
         for n in self.after:
-            env.update(_run(n, n.whole, env, False))
-        out = [_read(o, env, False) for o in self.step.outputs]
+            env.update(_run(n, n.whole, env))
+        out = [_read(o, env) for o in self.step.outputs]
         return jax.tree_util.tree_unflatten(self.whole.out_tree, out)
 
     def _loop(self, env: dict[int, Any]) -> None:
@@ -204,7 +206,7 @@ class _Cut:
             inner = dict(env)
             inner.update(zip(self.sliced, slices, strict=True))
             for n, eqn in self.body:
-                inner.update(_run(n, eqn, inner, True))
+                inner.update(_run(n, eqn, inner))
             sums = [
                 a + inner[v].astype(a.dtype) for a, v in zip(carry[0], self.summed, strict=True)
             ]
@@ -247,12 +249,10 @@ class _Cut:
         )
 
 
-def _read(operand: Operand, env: dict[int, Any], inside: bool) -> Any:
-    if isinstance(operand, Number):
-        return operand.inside if inside else operand.whole
-    return env[operand]
+def _read(operand: Operand, env: dict[int, Any]) -> Any:
+    return operand.whole if isinstance(operand, Number) else env[operand]
 
 
-def _run(node: Node, eqn: Any, env: dict[int, Any], inside: bool) -> dict[int, Any]:
-    ins = [_read(i, env, inside) for i in node.ins]
+def _run(node: Node, eqn: Any, env: dict[int, Any]) -> dict[int, Any]:
+    ins = [_read(i, env) for i in node.ins]
     return dict(zip(node.outs, compat.evaluate_equation(eqn, ins), strict=True))

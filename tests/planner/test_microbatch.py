@@ -102,7 +102,20 @@ def folded(p: Params, b: Any) -> jax.Array:
     return jnp.mean(jnp.tanh(flat @ p["a"]) ** 2) + 0.1 * jnp.sum(p["b"] ** 2)
 
 
+def keyed(p: Params, b: Any) -> jax.Array:
+    keys = jax.random.split(jax.random.key(1), b["x"].shape[0])  # a key for each example
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+    return jnp.mean((hidden(p, b["x"]) + noise) ** 2)
+
+
+def positioned(p: Params, b: Any) -> jax.Array:
+    rows = jnp.arange(64.0 * WIDTH).reshape(64, WIDTH)[: b["x"].shape[0]]  # a row for each example
+    return jnp.mean(hidden(p, b["x"]) * rows * jnp.arange(b["x"].shape[0])[:, None] / 64)
+
+
 EXACT: dict[str, Loss] = {
+    "keyed": keyed,
+    "positioned": positioned,
     "mean": lambda p, b: jnp.mean(per_example(p, b)),
     "sum": lambda p, b: jnp.sum(per_example(p, b)),
     "size": lambda p, b: jnp.sum(per_example(p, b)) / b["x"].shape[0],
@@ -145,6 +158,37 @@ def test_results_of_examples_come_back_in_their_order() -> None:
     )
 
 
+def test_integers_that_follow_from_the_size_are_the_whole_batchs() -> None:
+    def step(w: jax.Array, b: Any) -> Any:
+        return w - 0.1, jnp.sum((b["x"] @ w > 0).astype(jnp.int32)) * b["x"].shape[0]
+
+    args = (params()["a"], examples())
+    assert microbatched(step, args, 4)(*args)[1] == step(*args)[1]
+
+
+def test_what_is_printed_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def step(w: jax.Array, b: Any) -> Any:
+        loss = jnp.mean((b["x"] @ w) ** 2)
+        jax.debug.print("loss {:.4f}", loss)
+        jax.debug.print("weight {:.4f}", w[0, 0])
+        return w - loss, loss
+
+    args = (params()["a"], examples())
+    said = []
+    for run in (step, microbatched(step, args, 4)):
+        run(*args)
+        jax.effects_barrier()
+        said.append(sorted(capfd.readouterr().out.split("\n")))
+    assert said[0] == said[1] and len(said[0]) == 3
+
+    def rows(w: jax.Array, b: Any) -> Any:
+        jax.debug.print("{}", b["x"] @ w)
+        return w - 0.1, jnp.mean(b["x"] @ w)
+
+    with pytest.raises(NotExactError, match="prints or calls out once for the whole batch"):
+        microbatched(rows, args, 4)
+
+
 def normalized(p: Params, b: Any) -> jax.Array:
     x = b["x"] @ p["a"]
     return jnp.mean((x - x.mean(0)) ** 2)
@@ -180,6 +224,16 @@ REFUSED: dict[str, tuple[Loss, str]] = {
             jax.lax.scan(lambda h, x: (jnp.tanh(h + x), h), p["scale"], b["x"])[0]
         ),
         "goes over the examples",
+    ),
+    "size as a bound": (
+        lambda p, b: jnp.sum(
+            jnp.where(jnp.arange(b["x"].shape[0]) < b["x"].shape[0] - 3, per_example(p, b), 0.0)
+        ),
+        "computes with the batch's size: 13 is 1 in a microbatch",
+    ),
+    "size as a power": (
+        lambda p, b: jnp.mean(jnp.abs(hidden(p, b["x"])) ** (b["x"].shape[0] + 3)),
+        "the power 1. is . in a microbatch",
     ),
     "size written": (written, "as if that number were written|mixes examples|reshape"),
 }
