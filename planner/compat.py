@@ -133,9 +133,11 @@ def marks_places() -> bool:
     return "out_memory_spaces" not in inspect.signature(compute_on).parameters
 
 
-def provenance(eqn: Any) -> AbstractContextManager[Any]:
-    """While it is open, new operations carry the source line and names of ``eqn``."""
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+def provenance(eqn: Any, named: Any = None) -> AbstractContextManager[Any]:
+    """While it is open, new operations carry the source line of ``eqn`` and its names, or those of
+    the equation ``named``."""
+    named = eqn if named is None else named
+    names = source_info_util.current_name_stack() + named.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
@@ -149,13 +151,20 @@ def computed_on(eqn: Any) -> AbstractContextManager[Any]:
     return marked
 
 
-def evaluate_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would."""
+def evaluate_equation(eqn: Any, values: Sequence[Any], named: Any = None) -> list[Any]:
+    """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would; ``named``: see
+    ``provenance``."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
-    with provenance(eqn), computed_on(eqn):
+    with provenance(eqn, named), computed_on(eqn):
         result = eqn.primitive.bind(*functions, *values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def evaluate_body(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate the body of an equation, closed or open, that carries no constants of its own."""
+    closed = jaxpr if hasattr(jaxpr, "jaxpr") else with_consts(jaxpr, ())
+    return list(jex_core.jaxpr_as_fun(closed)(*values))
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

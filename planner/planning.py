@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,10 @@ from typing import Any, ParamSpec, Unpack
 
 from costmodels import Cluster
 from planner.advice import Again, Case, Shapes, advise, least_plan, rescued
-from planner.advice.recompute import recomputed
 from planner.annotate import MARKS, Pin
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import rules_of, with_logical_axis_rules
-from planner.choose.meshes import choose, runners_up, search_meshes, unfold
+from planner.choose.meshes import Tried, choose, runners_up, search_meshes, unfold
 from planner.choose.thrift import thrifty
 from planner.collector import paused
 from planner.cost.pricing import Priced
@@ -24,11 +24,23 @@ from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced, reshaped, trace
-from planner.microbatch.rewrite import microbatched, microbatches_of
+from planner.microbatch.rewrite import batch_size
 from planner.plan.assemble import assembled
 from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
+from planner.recipes import (
+    Outcome,
+    Recipe,
+    Rewriter,
+    Wish,
+    parse_wish,
+    recipe_of,
+    recomputed_of,
+    search_recipes,
+)
+from planner.remat.policy import FULL, NONE, OFFLOAD, parse_policy
+from planner.remat.rewrite import policies, recomputed
 from planner.report.shortage import host_text, shortage_text
 from planner.report.units import bytes_text
 from planner.request.marks import all_pins, placed_mesh
@@ -51,7 +63,7 @@ from planner.space.buffer import Memory
 from planner.space.decisions import chosen_values, with_decisions
 from planner.space.groups import build_groups
 from planner.space.replicated import held_whole
-from planner.step.analysis import Analysis, analyse
+from planner.step.analysis import Analysis, analyse, ideal_s
 from planner.step.classes import Quotient, fold_analysis
 
 _Asked = ParamSpec("_Asked")
@@ -107,18 +119,15 @@ def plan_step(
     """
     begun = time.perf_counter()
     asked = given_options("make_plan", options)
+    parts, remat = asked.pop("microbatches", None), asked.pop("remat", None)
     bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
     rules = asked.pop("logical_axis_rules", None)
-    parts = asked.pop("microbatches", microbatches_of(function))
     function, args = with_logical_axis_rules(bound.function, rules), bound.args
-    if parts != microbatches_of(function):
-        function = microbatched(function, args, parts)
     asked.setdefault("mesh", placed_mesh(args, cluster))
     request = parse_request(cluster, **asked)
-    planned = plan_traced(
-        trace(function, args), args, request, donate_argnums, begun, function=function
-    )
-    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, microbatches=parts))
+    wish = parse_wish(parts, remat, function, request.mode == "AUTO_PARALLEL")
+    with paused():
+        return _under(wish, function, args, request, donate_argnums, begun)
 
 
 def _plan_alone(plan: Callable[_Asked, Planned]) -> Callable[_Asked, Plan]:
@@ -146,31 +155,135 @@ def plan_traced(
 ) -> Planned:
     """The part of ``plan_step`` after tracing; ``function`` is traced again if no plan fits."""
     with paused():
+        return _Row(traced, args, request, donate_argnums, function).planned(begun)
 
-        def prepare(traced: Traced, request: Request = request) -> _Prepared:
-            rules = rules_of(function)
-            pins = all_pins(traced, args, request.shardings, rules, request.mode)
-            return _prepared(traced, pins, request, donate_argnums)
 
-        def offloaded(request: Request) -> Quotient:
-            return prepare(traced, request).quotient
+class _Row:
+    """A step under one recipe, on all meshes."""
 
-        def retrace(shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
-            if function is None:
-                raise RequestError("only the trace is known")
-            again = prepare(trace(function, reshaped(args, shapes)))
-            return again.quotient, again.pins
+    def __init__(
+        self,
+        traced: Traced,
+        args: Sequence[Any],
+        request: Request,
+        donate_argnums: int | Sequence[int] | None,
+        function: Callable[..., Any] | None,
+    ) -> None:
+        self.traced, self.args, self.request = traced, args, request
+        self.donate_argnums, self.function = donate_argnums, function
+        self.step = self.prepare(traced)
+        self.tried = search_meshes(self.step.quotient, self.step.pins, request)
 
-        def recompute(on_host: bool) -> tuple[str, Quotient, Sequence[Pin]] | None:
-            found = recomputed(traced, on_host=on_host)
-            if found is None:
-                return None
-            again = prepare(trace(found.function, args))
-            return found.what, again.quotient, again.pins
+    @property
+    def cost_s(self) -> float:
+        """Seconds of the best plan; infinite where the search found none that fits."""
+        best = choose(self.tried)[1]
+        return best.cost_s if best.feasible else math.inf
 
-        again = Again(retrace, offloaded, recompute)
-        planned = _planned(prepare(traced), request, begun, again)
-        return _confirmed(planned, traced, donate_argnums) if request.confirm else planned
+    def prepare(self, traced: Traced, request: Request | None = None) -> _Prepared:
+        """Rules, groups and analysis of a trace."""
+        request = self.request if request is None else request
+        rules = rules_of(self.function)
+        pins = all_pins(traced, self.args, request.shardings, rules, request.mode)
+        return _prepared(traced, pins, request, self.donate_argnums)
+
+    def planned(self, begun: float, also: str = "") -> Planned:
+        """The plan; raises MemoryLimitError, whose text ends with ``also``."""
+        again = Again(
+            self._retraced, lambda r: self.prepare(self.traced, r).quotient, self._recomputed
+        )
+        planned = _planned(self.step, self.tried, self.request, begun, again, also)
+        made = recipe_of(self.function)
+        plan = dataclasses.replace(
+            planned.plan,
+            microbatches=made.microbatches,
+            remat=made.remat,
+            recomputed=recomputed_of(self.function),
+        )
+        planned = dataclasses.replace(planned, plan=plan)
+        if self.request.confirm:
+            return _confirmed(planned, self.traced, self.donate_argnums)
+        return planned
+
+    def _retraced(self, shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
+        if self.function is None:
+            raise RequestError("only the trace is known")
+        again = self.prepare(trace(self.function, reshaped(self.args, shapes)))
+        return again.quotient, again.pins
+
+    def _recomputed(self, on_host: bool) -> tuple[str, Quotient, Sequence[Pin]] | None:
+        found = recomputed(self.traced, parse_policy(OFFLOAD if on_host else FULL))
+        if found is None:
+            return None
+        again = self.prepare(trace(found.function, self.args))
+        return found.what, again.quotient, again.pins
+
+
+MOST_PARTS = 64
+"""Microbatches that are tried at most."""
+
+
+def _under(
+    wish: Wish,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    request: Request,
+    donate_argnums: int | Sequence[int] | None,
+    begun: float,
+) -> Planned:
+    """The plan under the recipe that was asked for, or under the best of those left open."""
+    rewriter = Rewriter(function, args)
+
+    def look(recipe: Recipe) -> Outcome[_Row]:
+        made = rewriter(recipe)
+        row = _Row(trace(made, args), args, request, donate_argnums, made)
+        return Outcome(row.cost_s, row)
+
+    first = look(wish.recipe)
+    fits_plain = math.isfinite(first.cost_s)
+    if not wish.is_open or (fits_plain and not wish.always):
+        return first.found.planned(begun)
+    counts, why = _counts(wish, rewriter)
+    found = policies(rewriter.cut(wish.recipe.microbatches)[1]) if wish.open_remat else ()
+    kept = (NONE, *found) if wish.open_remat else (wish.recipe.remat,)
+
+    def looked(recipe: Recipe) -> Outcome[_Row]:
+        return first if recipe == wish.recipe else look(recipe)
+
+    least_s = ideal_s(first.found.step.quotient.whole, request.model, request.cluster.num_devices)
+    best, seen = search_recipes(counts, kept, looked, lambda _: least_s)
+    tried = (
+        f"{len(seen)} of {len(counts) * len(kept)} recipes planned: "
+        f"{' or '.join(map(str, counts))} microbatches, remat {', '.join(kept)}"
+    )
+    if why:
+        tried += f"; no microbatches: {why}"
+    outcome = seen[best]
+    if not math.isfinite(outcome.cost_s):
+        return first.found.planned(begun, tried)
+    planned = outcome.found.planned(begun)
+    note = tried if fits_plain else f"as it is written, the step fits nowhere; {tried}"
+    plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
+    return dataclasses.replace(planned, plan=plan)
+
+
+def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:
+    """Numbers of microbatches to try, and why there are no more than one."""
+    given = wish.recipe.microbatches
+    if not wish.open_microbatches:
+        return (given,), ""
+    try:
+        size = batch_size(rewriter.cut(1)[1])
+    except RequestError as error:
+        return (1,), str(error)
+    counts = [m for m in range(1, min(size, MOST_PARTS) + 1) if size % m == 0]
+    twos = [m for m in counts if m & (m - 1) == 0]
+    counts = twos if len(twos) > 1 else counts
+    try:
+        rewriter.cut(counts[min(1, len(counts) - 1)])
+    except RequestError as error:
+        return (1,), str(error)
+    return tuple(counts), ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,11 +320,12 @@ def _prepared(
 
 def _planned(
     step: _Prepared,
+    tried: tuple[Tried, ...],
     request: Request,
     begun: float,
     again: Again,
+    also: str,
 ) -> Planned:
-    tried = search_meshes(step.quotient, step.pins, request)
     least = None
     if not choose(tried)[1].feasible:
         least = least_plan(step.quotient, tried, request)
@@ -225,7 +339,7 @@ def _planned(
     if request.dump_problem is not None:
         write_problem(priced, request.dump_problem)
     if least is not None and not solution.feasible:
-        raise _shortage(Case(step.quotient, step.pins, request, least, again))
+        raise _shortage(Case(step.quotient, step.pins, request, least, again), also)
     fallbacks = _fallbacks(priced.analysis, step.rules)
     plan, extraction = assembled(
         step.quotient, step.pins, (priced, solution), best, tried, request, fallbacks, begun
@@ -263,7 +377,7 @@ def _confirmed(
     return dataclasses.replace(planned, plan=plan, extraction=made[number][1])
 
 
-def _shortage(case: Case) -> MemoryLimitError:
+def _shortage(case: Case, also: str) -> MemoryLimitError:
     """What to say when no plan fits: the host's memory, where that alone is short, else the
     device's, with what would help."""
     request, least = case.request, case.least
@@ -288,7 +402,7 @@ def _shortage(case: Case) -> MemoryLimitError:
         )
     shortage = advise(case)
     return MemoryLimitError(
-        shortage_text(shortage),
+        shortage_text(shortage) + (f"\n  also tried: {also}" if also else ""),
         least_bytes=shortage.least_bytes,
         lower_bytes=shortage.lower_bytes,
         limit_bytes=shortage.limit_bytes,

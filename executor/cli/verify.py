@@ -28,9 +28,9 @@ from planner.errors import RequestError
 from planner.frontend.capture import CapturedCall
 from planner.frontend.loading import parse_target, user_environment
 from planner.graph.trace import abstract, trace
-from planner.microbatch.rewrite import microbatched
 from planner.plan.plan import Plan, load_plan
 from planner.planning import make_plan
+from planner.recipes import rewritten
 from planner.report.units import bytes_text, time_text
 
 WITHIN, MISSED = 0, 1
@@ -135,9 +135,9 @@ def _climb(
 
 
 def _cut(call: CapturedCall, plan: Plan) -> Any:
-    """The step in the plan's microbatches."""
+    """The step under the plan's recipe: its microbatches and what is computed again."""
     function = with_logical_axis_rules(call.function)
-    return microbatched(function, abstract(call.args), plan.microbatches)
+    return rewritten(function, call.args, plan.recipe)
 
 
 def _cluster(text: str | Cluster) -> Cluster:

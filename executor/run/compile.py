@@ -23,10 +23,10 @@ from planner.arguments.metadata import with_logical_axis_rules
 from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
-from planner.microbatch.rewrite import microbatched
 from planner.plan.compiled.lowering import PLAIN
 from planner.plan.compiled.option_sets import NAMES
 from planner.plan.plan import Plan
+from planner.recipes import rewritten
 from planner.space.decisions.host_memory import DEVICE
 
 log = logging.getLogger("meshwright")
@@ -354,8 +354,8 @@ class _Unplanned:
         return self.compiled
 
     def _cut(self, function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-        """The step in the plan's microbatches."""
-        return microbatched(function, abstract(args), self.plan.microbatches)
+        """The step under the plan's recipe: its microbatches and what is computed again."""
+        return rewritten(function, args, self.plan.recipe)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run one step under the plan."""

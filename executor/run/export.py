@@ -205,7 +205,12 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
     if plan.microbatches > 1:
         raise RequestError(
             f"this plan cuts the batch into {plan.microbatches} microbatches, which no exported "
-            "module carries out; plan without microbatches="
+            "module carries out; plan with microbatches=1"
+        )
+    if plan.remat != "none":
+        raise RequestError(
+            f"this plan computes parts of the forward pass again (remat {plan.remat}), which no "
+            'exported module carries out; plan with remat="none"'
         )
     name = name if name.isidentifier() else "sharded"
     kinds = [plan.op_table[k].split("(", 1)[0] for k in plan.op_index]

@@ -16,7 +16,7 @@ import numpy as np
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import InternalError
-from planner.graph.jaxpr.walk import REMAT, Body, Loop, Walk
+from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop, Walk
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
 
@@ -160,6 +160,8 @@ class ConstrainedStep(Walk[Any]):
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation under its constraints."""
         ins, name = self.fetched(ins), eqn.primitive.name
+        if name == BARRIER:
+            return self.barrier(eqn, ins)
         op = self.step(name)
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
@@ -171,6 +173,13 @@ class ConstrainedStep(Walk[Any]):
             if (op, k) in self.decided:
                 made[k] = self.decided[op, k](made[k])
         return [self.at(op, "out", k, x) for k, x in enumerate(made)]
+
+    def barrier(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Evaluate a barrier: an operation for each operand."""
+        ops = [self.step(BARRIER) for _ in ins]
+        ins = [self.at(op, "in", 0, x) for op, x in zip(ops, ins, strict=True)]
+        outs = compat.evaluate_equation(eqn, ins)
+        return [self.at(op, "out", 0, x) for op, x in zip(ops, outs, strict=True)]
 
     def remat(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
         """Evaluate a rematerialised body with constraints inside; what leaves it is held outside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -23,9 +23,9 @@ from planner.errors import NotPlannedError, PlanMismatchError, RequestError
 from planner.frontend import capture
 from planner.frontend.inert import inert_notes
 from planner.graph.trace import Traced, abstract, trace
-from planner.microbatch.rewrite import microbatched
 from planner.plan.plan import Plan
 from planner.planning import graph_rules, make_plan
+from planner.recipes import PLAIN, rewritten
 from planner.report.units import bytes_text
 from planner.request.options import Options, given_options, takes_options
 from planner.space.replicated import held_whole
@@ -129,17 +129,12 @@ class Parallelized:
                 continue
             rules = self.options.get("logical_axis_rules")
             function = with_logical_axis_rules(bound.function, rules)
-            traced = trace(microbatched(function, shapes, self._parts()), shapes)
+            traced = trace(rewritten(function, shapes, entry.step.plan.recipe), shapes)
             try:
                 return CompiledStep(traced, entry.step.plan, donate_argnums=bound.donated)
             except PlanMismatchError:
                 return None
         return None
-
-    def _parts(self) -> int:
-        """Into how many microbatches the batch is cut."""
-        asked = self.options.get("microbatches")
-        return 1 if asked is None else asked
 
     def _news(self, bound: Bound) -> str:
         """What is new about a call, in words."""
@@ -174,8 +169,6 @@ class Parallelized:
         # where arrays lie is a mark the first time; later it is our own doing
         if (self._entries and self.like is None) or is_inside(given):
             given = shapes
-        function = microbatched(function, shapes, self._parts())
-        options.pop("microbatches", None)
         traced = trace(function, shapes)
         for line in inert_notes(traced.graph) if self.like is None else ():
             log.warning("%s: %s", self.__name__, line)
@@ -187,9 +180,24 @@ class Parallelized:
                 name,
             )
         plan = agree(make_plan(function, *given, donate_argnums=bound.donated, **options))
+        if plan.recipe != PLAIN:
+            self._tell(plan, options)
+            traced = trace(rewritten(function, shapes, plan.recipe), shapes)
         for line in replicated(traced, plan):
             log.warning("%s: %s", self.__name__, line)
         return CompiledStep(traced, plan, donate_argnums=bound.donated)
+
+    def _tell(self, plan: Plan, options: Mapping[str, Any]) -> None:
+        """Say so where the step was rewritten though nobody asked for it."""
+        if "microbatches" in options or "remat" in options:
+            return
+        log.warning(
+            "%s: does not fit in device memory as it is; it runs in %s with remat %s "
+            "(microbatches=1, remat='none' turn that off)",
+            self.__name__,
+            "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches",
+            plan.remat,
+        )
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run one step; plans first when these shapes or static values are new."""

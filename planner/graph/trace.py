@@ -4,8 +4,9 @@ Border operations of ours: ``loop_const`` and ``branch_in`` (a value enters a re
 ``loop_xs`` (a slice per iteration), ``loop_carry`` (its first operand starts it),
 ``loop_back`` (closes the carry), ``loop_test`` (decides whether a while loop goes on),
 ``loop_ys`` (stacks a slice per iteration), ``loop_out`` (a carry leaves), ``branch_out``
-(branches meet). ``planner.graph.jaxpr.walk`` has their order, which is the executor's too, so an
-operation's index names a place in the program for both.
+(branches meet). A barrier over several values is one operation for each.
+``planner.graph.jaxpr.walk`` has their order, which is the executor's too, so an operation's index
+names a place in the program for both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Value
 from planner.graph.jaxpr.places import PlacedWalk
-from planner.graph.jaxpr.walk import REMAT, Body, Loop
+from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
@@ -165,8 +166,14 @@ class _Builder(PlacedWalk[int]):
 
     def operation(self, eqn: Any, ins: list[int]) -> Sequence[int]:
         avals = tuple([v.aval for v in eqn.outvars])
-        record = EqnKey(eqn.primitive, eqn.params, tuple([v.aval for v in eqn.invars]), avals)
         name, source, effect = eqn.primitive.name, self.place.line, bool(eqn.effects)
+        if name == BARRIER:  # nothing is computed: each operand passes on its own
+            passed: list[int] = []
+            for value, aval in zip(ins, avals, strict=True):
+                record = EqnKey(eqn.primitive, eqn.params, (aval,), (aval,))
+                passed += self.op(name, (value,), (aval,), self.current, source, record, effect)
+            return passed
+        record = EqnKey(eqn.primitive, eqn.params, tuple([v.aval for v in eqn.invars]), avals)
         return self.op(name, ins, avals, self.current, source, record, effect)
 
     def call(self, eqn: Any, ins: list[int], body: Body) -> Sequence[int]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from planner import compat
@@ -48,6 +49,8 @@ LINEAR = frozenset(
     "split cumsum reduce_window_sum sharding_constraint real imag".split()
 )
 """Operations of one operand under which a sum of terms is the sum of their results."""
+MOST_SHOWN = 6
+"""Shapes of an operation that a message shows."""
 MOST_READ = 1 << 16
 """Elements of a constant that are looked at."""
 ZEROS = frozenset("broadcast_in_dim copy reshape transpose squeeze convert_element_type".split())
@@ -94,6 +97,7 @@ class _Classifier:
 
     def __init__(self, rules: Mapping[int, FactorRule]) -> None:
         self.rules = rules
+        self.inside = 0  # how many loops and recomputed blocks are around
 
     def walk(
         self, pair: Pair, ins: Sequence[Class], alone: Sequence[bool], zero: Sequence[bool]
@@ -132,7 +136,7 @@ class _Classifier:
             return self.structured(pair, node, ins, zeros)
         if not grows:
             zero = [_is_zero(i, zeros) for i in node.ins]
-            return [_algebra(node, ins, zero)] * len(node.outs)
+            return [_algebra(node, ins, zero, self.inside > 0)] * len(node.outs)
         if set(ins) <= {FREE}:
             # what is alike for all examples is made anew in each microbatch; random numbers,
             # positions, rows of a table are made for the whole batch, and sliced
@@ -171,12 +175,10 @@ class _Classifier:
         if MAP not in ins and not any(outer.scaled(o) for o in node.outs):
             return [FREE if set(ins) <= {FREE} else POST] * len(node.outs)
         zero = [_is_zero(i, zeros) for i in node.ins]
-        no = [False] * len(ins)
         if node.name in REMAT:
             body, twin = called(node.whole), called(node.small)
             assert body is not None and twin is not None
-            inner = pair(body.jaxpr, twin.jaxpr)
-            return _partly(_results(inner, self.walk(inner, ins, no, zero), node), node)
+            return self.within(pair(body.jaxpr, twin.jaxpr), ins, zero, node)
         if node.name != "scan":
             raise _coupled(node, f"runs a {node.name} whose course depends on examples")
         loop, twin_loop = loop_of(node.whole), loop_of(node.small)
@@ -188,16 +190,36 @@ class _Classifier:
         now = zero  # carries are zeros in the first turn alone
         later = [z and not begin <= k < begin + carries for k, z in enumerate(zero)]
         for _ in range(2 * carries + 3):
-            outs = _results(inner, self.walk(inner, ins, no, now), node)
+            outs = self.within(inner, ins, now, node)
             new = list(ins)
             for k in range(carries):
                 new[begin + k] = _carried(node, ins[begin + k], outs[k], zero[begin + k])
             if new == ins and now == later:
-                return _partly([*new[begin : begin + carries], *outs[carries:]], node)
+                return [*new[begin : begin + carries], *outs[carries:]]
             ins, now = new, later
         raise _coupled(
             node, "carries examples from turn to turn in a way that could not be followed"
         )
+
+    def within(
+        self, inner: Pair, ins: Sequence[Class], zero: Sequence[bool], node: Node
+    ) -> list[Class]:
+        """The results of a body; none may need complete sums, or the batch's random numbers."""
+        self.inside += 1
+        known = self.walk(inner, ins, [False] * len(ins), zero)
+        self.inside -= 1
+        if known.drawn:
+            raise _coupled(
+                node, "draws random numbers for the batch inside a loop or a recomputed block"
+            )
+        out = [FREE if isinstance(o, Number) else known.of[o] for o in inner.outputs]
+        if POST in out:
+            late = {v for v, c in known.of.items() if c is POST}
+            first = next((n for n in inner.nodes if late.intersection(n.outs)), node)
+            raise _coupled(
+                first, f"uses a sum over the batch before that is complete, inside a {node.name}"
+            )
+        return out
 
 
 def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
@@ -213,29 +235,15 @@ def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
     return after
 
 
-def _partly(found: list[Class], node: Node) -> list[Class]:
-    """The results of a loop or block of examples; none may need complete sums."""
-    if POST in found:
-        raise _coupled(node, "uses a sum over the batch before that is complete")
-    return found
-
-
-def _results(inner: Pair, found: Classes, node: Node) -> list[Class]:
-    if found.drawn:
-        raise _coupled(
-            node, "draws random numbers for the batch inside a loop or a recomputed block"
-        )
-    return [FREE if isinstance(o, Number) else found.of[o] for o in inner.outputs]
-
-
 def _is_zero(operand: Operand, zeros: set[int]) -> bool:
     if isinstance(operand, Number):
         return not np.any(np.asarray(operand.whole))
     return operand in zeros
 
 
-def _algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool]) -> Class:
-    """Of an operation in which nothing counts examples."""
+def _algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool], inside: bool) -> Class:
+    """Of an operation in which nothing counts examples. ``inside`` of a loop a sum may be rounded
+    before it is complete, as the results of products in that dtype are; outside it can wait."""
     if set(ins) <= {FREE}:
         return FREE
     if POST in ins:
@@ -243,7 +251,8 @@ def _algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool]) -> Class:
     sums, name = ins.count(SUM), node.name
     if node.changed:
         return POST  # a number that follows from the batch's size is that of the whole batch
-    if name in LINEAR or (name == "convert_element_type" and _widens(node)):
+    rounds = name == "convert_element_type" and (_widens(node) or (inside and _floats(node)))
+    if name in LINEAR or rounds:
         return SUM if len(ins) == 1 else POST
     if name in ("add", "sub", "add_any", "concatenate", "pad"):
         return SUM if all(c is SUM or z for c, z in zip(ins, zero, strict=True)) else POST
@@ -258,6 +267,12 @@ def _widens(node: Node) -> bool:
     """Whether a conversion keeps every digit of a floating number."""
     before, after = node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype
     return bool(np.promote_types(before, after) == after) and after.kind == before.kind
+
+
+def _floats(node: Node) -> bool:
+    """Whether a conversion is from one floating type to another."""
+    ends = (node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype)
+    return all(jnp.issubdtype(d, jnp.floating) for d in ends)
 
 
 def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
@@ -288,6 +303,7 @@ def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
 
 def _coupled(node: Node, why: str) -> NotExactError:
     shapes = [str(compat.aval_shape(v.aval)) for v in (*node.whole.invars, *node.whole.outvars)]
+    shapes = shapes if len(shapes) <= MOST_SHOWN else [*shapes[:MOST_SHOWN], "..."]
     where = f"{node.line}: " if node.line else ""
     return NotExactError(
         f"this step can't be cut into microbatches: {where}{node.name} of {', '.join(shapes)} "

@@ -35,7 +35,7 @@ def microbatched(
         parts: how many microbatches, 1 or more.
 
     Returns:
-        A function of the same arguments; other shapes are cut anew. ``microbatches_of`` knows it.
+        A function of the same arguments; other shapes are cut anew.
 
     Raises:
         NotExactError: the results would not be equal, or that could not be proved.
@@ -54,13 +54,7 @@ def microbatched(
             known[key] = _rewritten(function, abstract(args), parts)
         return known[key](*args)
 
-    step.microbatches = parts  # type: ignore[attr-defined]
     return step
-
-
-def microbatches_of(function: Any) -> int:
-    """Into how many microbatches ``microbatched`` cut a function; 1 if it did not."""
-    return int(getattr(function, "microbatches", 1))
 
 
 def _shapes(args: Sequence[Any]) -> Any:
@@ -86,6 +80,13 @@ def _rewritten(function: Callable[..., Any], args: Sequence[Any], parts: int) ->
         raise NotExactError("the results of a microbatch have another structure")
     step = pair(whole.jaxpr, small.jaxpr)
     return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, parts)
+
+
+def batch_size(whole: Traced) -> int:
+    """How many examples a step takes; raises RequestError where no argument, or none alone, says
+    it."""
+    first = _batch(whole, 1)[0]
+    return whole.graph.values[whole.graph.inputs[first]].shape[0]
 
 
 def _batch(whole: Traced, parts: int) -> list[int]:

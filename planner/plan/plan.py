@@ -24,6 +24,7 @@ from planner.graph.ir import SCALAR, Graph
 from planner.plan.compiled.confirmed import Confirmation
 from planner.plan.compiled.lowering import PLAIN, Lowering
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
+from planner.request.recipe import Recipe
 from planner.spec import MeshSpec, Sharding
 
 FORMAT = "meshwright-plan-1"
@@ -209,7 +210,16 @@ class Plan:
     there are none, as the three above."""
     microbatches: int = 1
     """Parts of the batch that run one after the other; left out of the JSON where it is 1."""
+    remat: str = "none"
+    """The policy of what is computed again in the backward pass (``planner.remat.policy``)."""
+    recomputed: tuple[str, ...] = ()
+    """What that is, a line for each kind of block. Both are left out where there is nothing."""
     planning_s: float = field(default=0.0, compare=False)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the step is rewritten."""
+        return Recipe(self.microbatches, self.remat)
 
     @property
     def digest(self) -> str:
@@ -386,7 +396,7 @@ def _dump(plain: dict[str, Any]) -> str:
     for key, value in plain.items():
         if key in ("decisions", "apart", "confirmed", "compiler_options") and not value:
             continue
-        if key == "microbatches" and value == 1:
+        if (key, value) in (("microbatches", 1), ("remat", "none"), ("recomputed", [])):
             continue
         if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
             items = ",\n".join("    " + json.dumps(v) for v in value)

@@ -223,6 +223,8 @@ _PLAN = record(
     decisions=many(_DECISION),
     apart=many(SIZE),
     microbatches=whole(1),
+    remat=LINE,
+    recomputed=many(LINE),
 )
 
 

@@ -87,7 +87,12 @@ class Options(TypedDict, total=False):
         host memory between their uses. ``"auto"``: the search decides which, by what fits.
     time_limit_s: for the search, per mesh; 60 by default.
     microbatches: into how many parts the batch is cut, one after the other; their gradients are
-        added up. Equal to the whole batch, or refused with the line that couples examples.
+        added up. Equal to the whole batch, or refused with the line that couples examples. None:
+        1, or more where nothing else fits; ``"auto"``: the search decides.
+    remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
+        products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
+        costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
+        else fits; ``"auto"``: the search decides.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -147,8 +152,20 @@ class Options(TypedDict, total=False):
         Flag("for the search, per mesh (default: 60)", metavar="SECONDS", type=positive_seconds),
     ]
     microbatches: Annotated[
-        int | None,
-        Flag("cut the batch into so many parts, added up (default: 1)", metavar="N", type=int),
+        int | str | None,
+        Flag(
+            "cut the batch into so many parts, added up; 'auto' lets the search decide "
+            "(default: 1, more where nothing else fits)",
+            metavar="N",
+        ),
+    ]
+    remat: Annotated[
+        str | float | None,
+        Flag(
+            "what the backward pass computes again: auto, none, full, dots, offload, or flop per "
+            "byte that it frees (default: none, more where nothing else fits)",
+            metavar="POLICY",
+        ),
     ]
     confirm: Annotated[
         str | None,

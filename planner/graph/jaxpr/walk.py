@@ -31,6 +31,10 @@ V = TypeVar("V")
 REMAT = frozenset("remat remat2 checkpoint".split())
 """Calls whose body is computed again in the backward pass."""
 
+BARRIER = "optimization_barrier"
+"""The one operation that stands for as many as it has operands, in their order: it computes
+nothing, and one decision for values that have nothing in common would be one too few."""
+
 CUSTOM = frozenset(
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call "
     "custom_linear_solve".split()

@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 
 from executor import compile_plan
 from planner import compat, make_plan
-from planner.advice.flat import flatten
+from planner.remat.flat import flatten
 from planner.graph.jaxpr import walk
 from planner.graph.jaxpr.depends import depends
 from planner.graph.jaxpr.places import PlacedWalk

@@ -10,6 +10,8 @@ from typing import Any
 
 from planner import compat
 from planner.graph.jaxpr.places import PlacedWalk
+from planner.graph.jaxpr.walk import REMAT, Body
+from planner.graph.trace import FUSED
 
 Run = Callable[[Sequence[Any]], list[Any]]
 """Computes the results of a call from its operands."""
@@ -74,6 +76,22 @@ class FlatJaxpr:
                 out[value].append(at)
         return out
 
+    def env(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Its arguments and constants by number."""
+        return {**dict(zip(self.inputs, leaves, strict=True)), **self.consts}
+
+    @staticmethod
+    def read(atom: Any, env: Mapping[int, Any]) -> Any:
+        """A value or a literal."""
+        return env[atom] if isinstance(atom, int) else atom.val
+
+    @classmethod
+    def run(cls, calls: Sequence[Call], env: dict[int, Any]) -> None:
+        """Run some of its calls; their results go into ``env``."""
+        for call in calls:
+            results = call.run([cls.read(v, env) for v in call.ins])
+            env.update(zip(call.outs, results, strict=True))
+
     def codes(self) -> list[int]:
         """One number per call, equal where the primitives and the types are."""
         known: dict[object, int] = {}
@@ -87,7 +105,8 @@ class FlatJaxpr:
 
 
 def flatten(jaxpr: Any) -> FlatJaxpr:
-    """Number the values of a jaxpr and put the bodies of its calls in their places."""
+    """Number the values of a jaxpr and put the bodies of its calls in their places; bodies that the
+    program itself rematerializes, and kernels, stay what they are."""
     walk = _Flattened()
     inputs = tuple(walk.number() for _ in compat.body(jaxpr).invars)
     outputs = tuple(walk.run(jaxpr, inputs))
@@ -114,6 +133,10 @@ class _Flattened(PlacedWalk[Any]):
     def literal(self, atom: Any) -> Any:
         return atom
 
+    def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
+        whole = eqn.primitive.name in REMAT or str(eqn.params.get("name", "")).startswith(FUSED)
+        return self.operation(eqn, ins) if whole else super().call(eqn, ins, body)
+
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         outs = tuple(self.number() for _ in eqn.outvars)
         self.calls.append(Call(eqn, tuple(ins), outs, _binding(eqn), self.place.backward))
@@ -124,22 +147,16 @@ def _binding(eqn: Any) -> Run:
     return lambda values: compat.evaluate_equation(eqn, values)
 
 
+def run_behind(call: Call, reader: Any) -> Run:
+    """Computes a call, under the names of another equation."""
+    return lambda values: compat.evaluate_equation(call.eqn, values, reader)
+
+
 def execute(flat: FlatJaxpr, leaves: Sequence[Any]) -> list[Any]:
     """The results of a program for its arguments (or tracers)."""
-    env: list[Any] = [None] * flat.values
-    for value, leaf in zip(flat.inputs, leaves, strict=True):
-        env[value] = leaf
-    for value, const in flat.consts.items():
-        env[value] = const
-
-    def read(atom: Any) -> Any:
-        return env[atom] if isinstance(atom, int) else atom.val
-
-    for call in flat.calls:
-        results = call.run([read(v) for v in call.ins])
-        for value, result in zip(call.outs, results, strict=True):
-            env[value] = result
-    return [read(v) for v in flat.outputs]
+    env = flat.env(leaves)
+    flat.run(flat.calls, env)
+    return [flat.read(v, env) for v in flat.outputs]
 
 
 def nbytes(aval: Any) -> int:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner.advice.recompute import recomputed
+from planner.remat.policy import parse_policy
+from planner.remat.rewrite import recomputed
 from planner.graph.ir import Graph
 from planner.graph.trace import trace
 
@@ -100,8 +101,8 @@ def products(graph: Graph) -> float:
 def test_numbers_are_those_of_the_step(name: str, on_host: bool) -> None:
     args = arguments()
     traced = trace(STEPS[name], args)
-    found = recomputed(traced, on_host=on_host)
-    assert found is not None and "test_recompute.py:" in found.what
+    found = recomputed(traced, parse_policy("offload" if on_host else "full"))
+    assert found is not None and "test_remat.py:" in found.what
     again = jax.jit(found.function)(*args)
     expected = jax.jit(STEPS[name])(*args)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):

@@ -1,0 +1,21 @@
+"""Rewriting a step before it is planned: microbatches and rematerialization, given or searched."""
+
+from planner.recipes.outer import Look, Outcome, search_recipes
+from planner.recipes.recipe import Rewriter, recipe_of, recomputed_of, rewritten
+from planner.recipes.wish import AUTO, Wish, parse_wish
+from planner.request.recipe import PLAIN, Recipe
+
+__all__ = [
+    "AUTO",
+    "PLAIN",
+    "Look",
+    "Outcome",
+    "Recipe",
+    "Rewriter",
+    "Wish",
+    "parse_wish",
+    "recipe_of",
+    "recomputed_of",
+    "rewritten",
+    "search_recipes",
+]

@@ -1,0 +1,67 @@
+"""How a step is rewritten before it is planned: in microbatches, and with parts done again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from planner.graph.trace import Traced, abstract, trace
+from planner.microbatch.rewrite import microbatched
+from planner.remat.policy import policy_text
+from planner.remat.rewrite import rematerialized
+from planner.request.recipe import PLAIN, Recipe
+
+
+class Rewriter:
+    """A step under recipes; what they have in common is made once."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.function, self.args = function, abstract(args)
+        self._cuts: dict[int, tuple[Callable[..., Any], Traced]] = {}
+
+    def cut(self, parts: int) -> tuple[Callable[..., Any], Traced]:
+        """The step in microbatches, and its trace."""
+        if parts not in self._cuts:
+            made = microbatched(self.function, self.args, parts)
+            self._cuts[parts] = made, trace(made, self.args)
+        return self._cuts[parts]
+
+    def __call__(self, recipe: Recipe) -> Callable[..., Any]:
+        """See ``rewritten``."""
+        if recipe == recipe_of(self.function):
+            return self.function
+        if recipe_of(self.function) != PLAIN:
+            raise ValueError("this function is rewritten already, under another recipe")
+        cut, traced = self.cut(recipe.microbatches)
+        made, lines = rematerialized(cut, traced, self.args, policy_text(recipe.remat))
+
+        @functools.wraps(self.function)
+        def step(*args: Any) -> Any:
+            return made(*args)
+
+        step.recipe = recipe  # type: ignore[attr-defined]
+        step.recomputed = lines  # type: ignore[attr-defined]
+        return step
+
+
+def rewritten(
+    function: Callable[..., Any], args: Sequence[Any], recipe: Recipe
+) -> Callable[..., Any]:
+    """The step under a recipe: cut into microbatches, then each of these rematerialized.
+
+    Raises:
+        NotExactError, RequestError: see ``microbatched`` and ``rematerialized``.
+    """
+    return Rewriter(function, args)(recipe)
+
+
+def recipe_of(function: Any) -> Recipe:
+    """Under which recipe ``rewritten`` made a function."""
+    found = getattr(function, "recipe", PLAIN)
+    return found if isinstance(found, Recipe) else PLAIN
+
+
+def recomputed_of(function: Any) -> tuple[str, ...]:
+    """What a function of ``rewritten`` computes again, a line for each kind of block."""
+    return tuple(getattr(function, "recomputed", ()))

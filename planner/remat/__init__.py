@@ -1,0 +1,1 @@
+"""Rematerialization after the fact: what the forward pass leaves, computed again."""

@@ -1,0 +1,209 @@
+"""Equal blocks of an unrolled forward pass, computed again where the backward pass wants them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from planner.graph.labels.blocks import blocks_of
+from planner.remat.flat import Call, FlatJaxpr, nbytes, run_behind
+from planner.remat.frontier import Block, Cut, cut
+from planner.remat.policy import FULL, parse_policy
+from planner.remat.sites import Site, Sites, common_line, pays, to_device, to_host
+
+LEAST = 1.01
+"""Bytes, relative to the fewest that cross anywhere, up to which a place is as good to cut at."""
+TRIED = 12
+"""How many such places are tried."""
+
+
+def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> FlatJaxpr:
+    """Repeated blocks of the forward pass rewritten, cut where least crosses; ``skip``: calls that
+    are left as they are."""
+    readers = flat.readers()
+    rewriting = _Rewriting(flat, readers, flat.values, sites.policy.on_host)
+    taken = set(skip)
+    for repeated in blocks_of(np.array(flat.codes(), np.int64)):
+        forward = flat.calls[repeated.start : repeated.end]
+        if any(c.backward for c in forward) or taken.intersection(
+            range(repeated.start, repeated.end)
+        ):
+            continue
+        cuts = _cuts(flat, repeated.start, repeated.length, repeated.count, readers)
+        cuts = _whole(flat, cuts, repeated.length, taken)
+        taken.update(range(cuts[0], cuts[-1]))
+        parts = [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+        done = [(part, block := _block(flat, part, readers), sites.cut(block)) for part in parts]
+        part, block, made = done[len(done) // 2]
+        what = f"each of {repeated.count} equal blocks at {common_line(block.calls)}"
+        sites.found.append(Site(what, repeated.count, block, made))
+        for part, block, made in done:
+            if pays(block, made):
+                rewriting.again(part, block, made)
+    return rewriting.done()
+
+
+def _block(flat: FlatJaxpr, part: range, readers: Sequence[Sequence[int]]) -> Block:
+    """Values that the forward pass reads elsewhere stay; those that only the backward pass reads
+    are wanted."""
+    outputs = {v for v in flat.outputs if isinstance(v, int)}
+    wanted, held = set(), set()
+    for at in part:
+        for value in flat.calls[at].outs:
+            outside = [r for r in readers[value] if r not in part]
+            back = [flat.calls[r].backward for r in outside]
+            if value in outputs or not all(back):
+                held.add(value)
+            elif back:
+                wanted.add(value)
+    return Block(flat.calls[part.start : part.stop], frozenset(wanted), {}, frozenset(held))
+
+
+@dataclass(eq=False)
+class _Rewriting:
+    """Collects what is done again, and what reads it."""
+
+    flat: FlatJaxpr
+    readers: Sequence[Sequence[int]]
+    values: int
+    on_host: bool
+    before: dict[int, list[tuple[Block, Cut]]] = field(default_factory=dict)
+    away: dict[int, int] = field(default_factory=dict)
+    """What waits in host memory: its number there."""
+
+    def again(self, part: range, block: Block, made: Cut) -> None:
+        """Do a block again in front of the first operation of the backward pass that wants it."""
+        dropped = block.wanted - made.kept
+        if self.on_host:
+            waiting = sorted(block.held | made.kept)
+            self.away.update(zip(waiting, self._fresh(len(waiting)), strict=True))
+        self.before.setdefault(
+            min(r for v in dropped for r in self.readers[v] if r not in part), []
+        ).append((block, made))
+
+    def done(self) -> FlatJaxpr:
+        """The program."""
+        out: list[Call] = []
+        names: dict[int, int] = {}  # what the backward pass reads in place of a value
+        behind: set[int] = set()  # what the backward pass has made so far
+        for at, call in enumerate(self.flat.calls):
+            for block, made in self.before.get(at, ()):
+                out += self._copies(at, block, made, names, behind)
+            out.append(call.reading(names) if call.backward else call)
+            if call.backward:
+                behind.update(call.outs)
+            for v in self.away.keys() & set(call.outs):
+                out.append(Call(call.eqn, (v,), (self.away[v],), _to_host, False))
+        flat = self.flat
+        return FlatJaxpr(tuple(out), flat.inputs, flat.outputs, flat.consts, self.values)
+
+    def _copies(
+        self, at: int, block: Block, made: Cut, names: dict[int, int], behind: set[int]
+    ) -> list[Call]:
+        """The operations of a block once more, from what is kept. They wait for the cotangent that
+        the block's backward pass begins with: a barrier ties the two, or a compiler could do them
+        at once, or merge them with the first ones."""
+        reader = self.flat.calls[at]
+        calls = [block.calls[k] for k in made.again]
+        inside = {v for c in calls for v in c.outs}
+        read = dict.fromkeys(v for c in calls for v in c.ins if isinstance(v, int))
+        kept = [v for v in read if v not in inside or v in block.held or v in made.kept]
+        tied = self._cotangents(at, behind)
+        given = [self.away.get(v, v) for v in kept] + [names.get(v, v) for v in tied]
+        fresh = self._fresh(len(given))
+        out = [Call(reader.eqn, tuple(given), fresh, _barrier, True)]
+        renamed = dict(zip(kept, fresh, strict=False))
+        names.update(zip(tied, fresh[len(kept) :], strict=True))
+        for v in kept:
+            if v in self.away:
+                (here,) = self._fresh(1)
+                out.append(Call(reader.eqn, (renamed[v],), (here,), _to_device, True))
+                renamed[v] = names[v] = here
+        for call in calls:
+            outs = self._fresh(len(call.outs))
+            copy = call.reading(renamed).running(run_behind(call, reader.eqn))
+            out.append(dataclasses.replace(copy, outs=outs, backward=True))
+            for v, new in zip(call.outs, outs, strict=True):
+                if v not in kept:
+                    renamed[v] = new
+                    if v not in block.held and v not in made.kept:
+                        names[v] = new
+        return out
+
+    def _fresh(self, count: int) -> tuple[int, ...]:
+        self.values += count
+        return tuple(range(self.values - count, self.values))
+
+    def _cotangents(self, at: int, behind: set[int]) -> list[int]:
+        """What the backward pass has made that the next operation to read any of it reads."""
+        for call in self.flat.calls[at:]:
+            found = [v for v in dict.fromkeys(call.ins) if isinstance(v, int) and v in behind]
+            if call.backward and found:
+                return found
+        return []
+
+
+def _whole(flat: FlatJaxpr, cuts: list[int], length: int, taken: set[int]) -> list[int]:
+    """The cuts with the first and the last block made as long as the others, where what is beside
+    them is forward and not ``taken``: a first layer that also makes a mask is not equal to the
+    others, but a layer."""
+    if len(cuts) < 3:
+        return cuts
+    first, last = cuts[0], cuts[-1]
+
+    def free(at: int) -> bool:
+        return 0 <= at < len(flat.calls) and at not in taken and not flat.calls[at].backward
+
+    while cuts[1] - first < length and free(first - 1):
+        first -= 1
+    while last - cuts[-2] < length and free(last):
+        last += 1
+    return [first, *cuts[1:-1], last]
+
+
+def _to_host(values: Sequence[object]) -> list[object]:
+    return [to_host(v) for v in values]
+
+
+def _to_device(values: Sequence[object]) -> list[object]:
+    return [to_device(v) for v in values]
+
+
+def _barrier(values: Sequence[object]) -> list[object]:
+    return list(jax.lax.optimization_barrier(tuple(values)))
+
+
+def _cuts(
+    flat: FlatJaxpr, start: int, length: int, count: int, readers: Sequence[Sequence[int]]
+) -> list[int]:
+    """Where to cut equal blocks, once in each: where fewest bytes cross in the forward pass, and of
+    such places where least is to be done again. (Both halves of a transformer layer begin at the
+    residual stream, but only one cut spares the larger product.)"""
+    end = start + length * count
+    rises = np.zeros(length * count + 1)
+    for at in range(start, end):
+        call = flat.calls[at]
+        for value, var in zip(call.outs, call.eqn.outvars, strict=True):
+            last = max((r for r in readers[value] if not flat.calls[r].backward), default=at)
+            rises[at + 1 - start] += nbytes(var.aval)
+            rises[min(last + 1, end) - start] -= nbytes(var.aval)
+    crossing = np.cumsum(rises)[:-1].reshape(count, length)
+    inner = crossing[1:].mean(axis=0) if count > 1 else crossing[0]
+    phases = np.flatnonzero(inner <= LEAST * inner.min()).tolist()
+    first = start + length * ((count - 1) // 2)
+
+    def again(phase: int) -> float:
+        """What it costs to do a block again that is cut here."""
+        part = range(first + phase, min(first + phase + length, end))
+        block = _block(flat, part, readers)
+        return cut(block, parse_policy(FULL)).flop if block.wanted else math.inf
+
+    costs = {p: again(p) for p in phases[:TRIED]}
+    phase = min(costs, key=lambda p: (costs[p], p))
+    return sorted({start, end, *(start + phase + k * length for k in range(count))})

@@ -1,0 +1,200 @@
+"""Which values of a block to keep: a minimum cut through its forward operations.
+
+As in the min-cut partitioner of PyTorch's AOTAutograd, with a price on what is done again in place
+of a list of what must not be: two nodes stand for an operation (it is done again) and for each of
+its results (it is needed). Needed and its operation not done again: it is kept, at its bytes.
+Done again: at its flop over the price, and all that it reads is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+
+from planner import compat
+from planner.graph.jaxpr.walk import Body, called, loop_of
+from planner.remat.flat import Call, nbytes
+from planner.remat.policy import Policy
+
+ELEMENT_FLOP = 16.0
+"""Flop per byte of result that an operation other than a product counts for: its time is that of
+memory, and most of it is absorbed by the kernels around."""
+_SOURCE, _SINK = "source", "sink"
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A part of the forward pass.
+
+    Attributes:
+        calls: its operations, in order.
+        wanted: values that the backward pass reads, and that nothing else holds.
+        entries: values from outside that would have to be kept for it, with their bytes.
+        held: values made in it that stay in memory anyway.
+    """
+
+    calls: Sequence[Call]
+    wanted: frozenset[int]
+    entries: Mapping[int, int]
+    held: frozenset[int]
+
+    @property
+    def bytes_now(self) -> int:
+        """Bytes that wait for the backward pass if nothing is done again."""
+        return sum(n for v, n in _sizes(self).items() if v in self.wanted)
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for blocks of the same operations on the same types, joined in the same way."""
+        number: dict[int, int] = {}
+
+        def of(value: Any) -> Any:
+            return number.setdefault(value, len(number)) if isinstance(value, int) else None
+
+        calls = tuple(
+            (
+                c.kind,
+                tuple(of(v) for v in c.ins),
+                tuple(of(v) for v in c.outs),
+                tuple(
+                    (compat.aval_shape(v.aval), compat.dtype_name(v.aval)) for v in c.eqn.outvars
+                ),
+                tuple(compat.aval_shape(v.aval) for v in c.eqn.invars),
+            )
+            for c in self.calls
+        )
+        marks = (sorted(map(of, s)) for s in (self.wanted, self.held))
+        entries = sorted((of(v), n) for v, n in self.entries.items())
+        return calls, tuple(map(tuple, marks)), tuple(entries)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a block keeps.
+
+    Attributes:
+        kept: values that the backward pass finds in memory, besides those held anyway.
+        again: which of its operations are done again, by position.
+        kept_bytes, flop: of all these.
+    """
+
+    kept: frozenset[int]
+    again: tuple[int, ...]
+    kept_bytes: int
+    flop: float
+
+
+def cut(block: Block, policy: Policy) -> Cut:
+    """The cheapest values to keep under a policy."""
+    sizes, costs = _sizes(block), [_cost(c) for c in block.calls]
+    if policy.flop_per_byte <= 0.0 or not block.wanted:
+        kept = frozenset(v for v in block.wanted if v not in block.held)
+        return Cut(kept, (), sum(sizes[v] for v in kept), 0.0)
+    net = nx.DiGraph()
+    net.add_nodes_from((_SOURCE, _SINK))
+    maker = {v: k for k, c in enumerate(block.calls) for v in c.outs}
+    for v in sorted(maker.keys() | block.entries.keys()):
+        if v not in block.held:
+            above: Any = ("op", maker[v]) if v in maker else _SOURCE
+            net.add_edge(above, ("value", v), capacity=max(sizes[v], 1))
+    for k, call in enumerate(block.calls):
+        stays = _stays(call) or (not policy.products and is_product(call.eqn))
+        price = {} if stays else {"capacity": round(costs[k] / policy.flop_per_byte)}
+        net.add_edge(_SOURCE, ("op", k), **price)
+        for v in {v for v in call.ins if isinstance(v, int)}:
+            if (v in maker or v in block.entries) and v not in block.held:
+                net.add_edge(("value", v), ("op", k))
+    for v in sorted(block.wanted - block.held):
+        net.add_edge(("value", v), _SINK)
+    # on the sink's side: operations that are done again, values that are needed
+    reached = _sink_side(net)
+    again = tuple(k for k in range(len(block.calls)) if ("op", k) in reached)
+    kept = frozenset(
+        v
+        for v in maker.keys() | block.entries.keys()
+        if ("value", v) in reached and not (v in maker and ("op", maker[v]) in reached)
+    )
+    needed = _needed(block, again, kept)
+    read = {v for k in needed for v in block.calls[k].ins if isinstance(v, int)} | block.wanted
+    kept &= read
+    return Cut(kept, needed, sum(sizes[v] for v in kept), sum(costs[k] for k in needed))
+
+
+def _sink_side(net: Any) -> Set[Any]:
+    """The nodes of the sink's side of a minimum cut, the one with the fewest."""
+    residual = nx.algorithms.flow.boykov_kolmogorov(net, _SOURCE, _SINK)
+    back = residual.reverse(copy=False)
+    seen, stack = {_SINK}, [_SINK]
+    while stack:
+        for node, edge in back[stack.pop()].items():
+            if node not in seen and edge["flow"] < edge["capacity"]:
+                seen.add(node)
+                stack.append(node)
+    return seen
+
+
+def _needed(block: Block, again: Sequence[int], kept: Set[int]) -> tuple[int, ...]:
+    """Of the operations that may be done again, those that what is wanted depends on."""
+    wanted = {v for v in block.wanted if v not in kept}
+    out = []
+    for k in reversed(again):
+        call = block.calls[k]
+        if wanted.intersection(call.outs):
+            out.append(k)
+            wanted.update(v for v in call.ins if isinstance(v, int) and v not in kept)
+    return tuple(reversed(out))
+
+
+def _sizes(block: Block) -> dict[int, int]:
+    made = (
+        (v, nbytes(var.aval))
+        for c in block.calls
+        for v, var in zip(c.outs, c.eqn.outvars, strict=True)
+    )
+    return dict(itertools.chain(block.entries.items(), made))
+
+
+def _stays(call: Call) -> bool:
+    """Whether an operation must not be done twice."""
+    return bool(call.eqn.effects) or any(compat.is_ref(v.aval) for v in call.eqn.invars)
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether an equation multiplies matrices, or holds one that does."""
+    return _product_flop(eqn) > 0.0
+
+
+def _cost(call: Call) -> float:
+    """Flop, and bytes counted as flop."""
+    moved = sum(nbytes(v.aval) for v in call.eqn.outvars)
+    return _product_flop(call.eqn) + ELEMENT_FLOP * moved
+
+
+def _product_flop(eqn: Any) -> float:
+    """Flop of the products in an equation."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
+        out = math.prod(compat.aval_shape(eqn.outvars[0].aval))
+        left = compat.aval_shape(eqn.invars[0].aval)
+        numbers = params.get("dimension_numbers")
+        summed = numbers[0][0] if isinstance(numbers, tuple) else (len(left) - 1,)
+        return 2.0 * out * math.prod(left[d] for d in summed)
+    if name == "conv_general_dilated":
+        out = math.prod(compat.aval_shape(eqn.outvars[0].aval))
+        kernel = compat.aval_shape(eqn.invars[1].aval)
+        features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * out * math.prod(kernel) / max(features, 1)
+    if name in ("scan", "while"):
+        loop = loop_of(eqn)
+        flop = sum(map(_flop_of, loop.bodies))
+        return flop * (loop.trips or 1)
+    body = called(eqn) if name != "cond" else None
+    return 0.0 if body is None else _flop_of(body)
+
+
+def _flop_of(body: Body) -> float:
+    return sum(_product_flop(e) for e in compat.body(body.jaxpr).eqns)

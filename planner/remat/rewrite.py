@@ -1,0 +1,157 @@
+"""The step with parts of its forward pass computed again in the backward pass.
+
+This is the program that ``jax.checkpoint`` around the body of each ``lax.scan``, or around each of
+the equal blocks of an unrolled model, would give. It is made from the step's jaxpr, so the user's
+code need not be changed:
+
+* A forward scan whose stacked results only a later scan of the same length reads: a stack of what
+  is kept replaces them, and the later scan computes the rest again.
+* Equal blocks of forward operations: what only the backward pass reads is made again, in front of
+  the first operation that reads it. Blocks are cut where least crosses.
+
+Bodies that the program rematerializes itself (``jax.checkpoint``) are left as they are. What a
+block keeps is a minimum cut under a policy (``frontier``, ``policy``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from planner.graph.trace import Traced, abstract, trace
+from planner.remat.blocks import repeated_blocks
+from planner.remat.flat import FlatJaxpr, Run, execute, flatten
+from planner.remat.frontier import cut
+from planner.remat.policy import FULL, NONE, PRICES, Policy, parse_policy
+from planner.remat.scans import looped, paired_scans
+from planner.remat.sites import Site, Sites, pays, site_text
+
+KEEP_NOTHING = parse_policy(FULL)
+
+
+@dataclass(frozen=True, eq=False)
+class Rematerialized:
+    """A step that computes parts of its forward pass again.
+
+    Attributes:
+        sites: the blocks, and what each keeps; those that do nothing again among them.
+        function: the step, with the same arguments and results.
+    """
+
+    sites: tuple[Site, ...]
+    function: Callable[..., Any]
+
+    @property
+    def what(self) -> str:
+        """Which parts are computed again."""
+        return " and ".join(dict.fromkeys(s.what for s in self.sites if pays(s.block, s.cut)))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For each kind of block, what it keeps and what is computed again."""
+        return tuple(dict.fromkeys(site_text(s) for s in self.sites if pays(s.block, s.cut)))
+
+
+def recomputed(traced: Traced, policy: Policy = KEEP_NOTHING) -> Rematerialized | None:
+    """The step under a policy; None where no loop body or block leaves anything to compute again.
+
+    Args:
+        traced: the step.
+        policy: what is computed again.
+    """
+    sites = Sites(policy)
+    run = _rewritten(flatten(traced.jaxpr), sites)
+    if not any(pays(s.block, s.cut) for s in sites.found):
+        return None
+
+    def step(*args: Any) -> Any:
+        return jax.tree_util.tree_unflatten(traced.out_tree, run(jax.tree_util.tree_leaves(args)))
+
+    return Rematerialized(tuple(sites.found), step)
+
+
+def rematerialized(
+    function: Callable[..., Any], traced: Traced, args: Sequence[Any], policy: str
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """A step that computes what ``function`` does, with a policy's parts of it done again.
+
+    Args:
+        function: a step of pytrees of arrays.
+        traced: what it is for ``args``.
+        args: its arguments, or ShapeDtypeStructs.
+        policy: see ``planner.remat.policy``.
+
+    Returns:
+        A function of the same arguments (those of other shapes are rewritten anew), and a line for
+        each kind of block that it computes again.
+
+    Raises:
+        RequestError: there is no such policy.
+    """
+    asked = parse_policy(policy)
+    if policy == NONE:
+        return function, ()
+
+    def made(traced: Traced) -> Rematerialized:
+        return recomputed(traced, asked) or Rematerialized((), function)
+
+    known = {_shapes(args): made(traced)}
+
+    def rewritten(args: Sequence[Any]) -> Rematerialized:
+        key = _shapes(args)
+        if key not in known:
+            known[key] = made(trace(function, abstract(args)))
+        return known[key]
+
+    @functools.wraps(function)
+    def step(*args: Any) -> Any:
+        return rewritten(args).function(*args)
+
+    return step, rewritten(args).lines
+
+
+def policies(traced: Traced) -> tuple[str, ...]:
+    """Policies that keep different values, from what frees least to ``FULL``; none where nothing
+    can be computed again.
+
+    The prices in between are those of ``PRICES`` at which some block changes what it keeps.
+    """
+    sites = Sites(parse_policy(NONE))
+    _rewritten(flatten(traced.jaxpr), sites)
+    blocks = [s.block for s in sites.found]
+
+    def kept(policy: str) -> tuple[int, ...]:
+        cuts = [cut(b, parse_policy(policy)) for b in blocks]
+        pairs = zip(blocks, cuts, strict=True)
+        return tuple(c.kept_bytes if pays(b, c) else b.bytes_now for b, c in pairs)
+
+    names = [NONE, *(f"{price:g}" for price in PRICES), FULL]
+    bytes_of = {name: kept(name) for name in names}
+    first: dict[tuple[int, ...], str] = {}
+    for name in (NONE, FULL, *names):
+        first.setdefault(bytes_of[name], name)
+    return tuple(n for n in names if n != NONE and n in first.values())
+
+
+def _rewritten(flat: FlatJaxpr, sites: Sites) -> Run:
+    """A program with parts of it computed again."""
+    flat, paired = paired_scans(flat, sites)
+    calls = list(flat.calls)
+    for at, call in enumerate(calls):
+        if call.kind == "scan" and at not in paired:
+            before = len(sites.found)
+            inner = _rewritten(flatten(call.eqn.params["jaxpr"]), sites)
+            if any(pays(s.block, s.cut) for s in sites.found[before:]):
+                calls[at] = call.running(looped(call.eqn, inner))
+    flat = FlatJaxpr(tuple(calls), flat.inputs, flat.outputs, flat.consts, flat.values)
+    flat = repeated_blocks(flat, sites, paired)
+    return functools.partial(execute, flat)
+
+
+def _shapes(args: Sequence[Any]) -> Any:
+    leaves, tree = jax.tree_util.tree_flatten(abstract(args))
+    return tree, tuple((x.shape, str(x.dtype)) for x in leaves)

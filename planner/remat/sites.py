@@ -1,0 +1,100 @@
+"""The parts of a step that were looked at for rematerialization, and what became of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from planner.graph.jaxpr.places import user_lines
+from planner.remat.flat import Call
+from planner.remat.frontier import Block, Cut, cut, is_product
+from planner.remat.policy import Policy
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Equal blocks that keep the same.
+
+    Attributes:
+        what: which blocks, with their line.
+        count: how many there are, or how often the loop runs.
+        block: one of them.
+        cut: what it keeps.
+    """
+
+    what: str
+    count: int
+    block: Block
+    cut: Cut
+
+
+@dataclass(eq=False)
+class Sites:
+    """Cuts blocks under one policy and writes down what it met; equal blocks are cut once."""
+
+    policy: Policy
+    found: list[Site] = field(default_factory=list)
+    known: dict[Any, tuple[Block, Cut]] = field(default_factory=dict)
+
+    def cut(self, block: Block) -> Cut:
+        """``frontier.cut`` under the policy, by the cut of an equal block where there was one."""
+        key = block.key()
+        if key not in self.known:
+            self.known[key] = block, cut(block, self.policy)
+        like, made = self.known[key]
+        if like is block:
+            return made
+        names = dict(zip(_numbers(like), _numbers(block), strict=True))
+        return Cut(frozenset(names[v] for v in made.kept), made.again, made.kept_bytes, made.flop)
+
+
+def _numbers(block: Block) -> list[int]:
+    """The values of a block in the order in which its operations name them."""
+    named = (v for c in block.calls for v in (*c.ins, *c.outs) if isinstance(v, int))
+    return list(dict.fromkeys(itertools.chain(named, sorted(block.entries))))
+
+
+def pays(block: Block, made: Cut) -> bool:
+    """Whether a cut frees anything."""
+    return made.kept_bytes < block.bytes_now and bool(made.again)
+
+
+def site_text(site: Site) -> str:
+    """What a block keeps and what is computed again."""
+    block, made = site.block, site.cut
+    products = [k for k, c in enumerate(block.calls) if is_product(c.eqn)]
+    again = len(set(products) & set(made.again))
+    share = made.kept_bytes / max(block.bytes_now, 1)
+    return (
+        f"{site.what}: keeps {100 * share:.3g} % of what waits for the backward pass "
+        f"({made.kept_bytes:.3g} of {block.bytes_now:.3g} bytes, x{site.count}, before sharding); "
+        f"{again} of {len(products)} products and {len(made.again) - again} other operations are "
+        "done again"
+    )
+
+
+def common_line(calls: Sequence[Call]) -> str:
+    """The innermost line of the user's that all these operations were called from."""
+    common: list[str] | None = None
+    for call in calls:
+        lines = user_lines(call.eqn)
+        if not lines:
+            continue
+        same = lines if common is None else common
+        pairs = zip(same, lines, strict=False)
+        common = [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return common[-1] if common else "an unknown line"
+
+
+def to_host(value: Any) -> Any:
+    """A value in host memory."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+def to_device(value: Any) -> Any:
+    """A value in device memory."""
+    return jax.device_put(value, jax.memory.Space.Device)
