@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,19 @@ from pathlib import Path
 from typing import Any, ParamSpec, Unpack
 
 from costmodels import Cluster
-from planner.advice import Again, Case, Shapes, advise, least_plan, rescued
+from planner.advice import Again, Case, Least, Shapes, advise, least_plan, rescued
 from planner.annotate import MARKS, Pin
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import rules_of, with_logical_axis_rules
-from planner.choose.meshes import Tried, choose, runners_up, search_meshes, unfold
+from planner.choose.meshes import (
+    Tried,
+    choose,
+    memory_floor,
+    runners_up,
+    scout_meshes,
+    search_meshes,
+    unfold,
+)
 from planner.choose.thrift import thrifty
 from planner.collector import paused
 from planner.cost.pricing import Priced
@@ -172,13 +179,22 @@ class _Row:
         self.traced, self.args, self.request = traced, args, request
         self.donate_argnums, self.function = donate_argnums, function
         self.step = self.prepare(traced)
-        self.tried = search_meshes(self.step.quotient, self.step.pins, request)
+
+    @functools.cached_property
+    def searched(self) -> tuple[tuple[Tried, ...], Least | None]:
+        """What was found on all meshes; and the plan of the least peak, where it came to that."""
+        quotient, request = self.step.quotient, self.request
+        tried = search_meshes(quotient, self.step.pins, request)
+        if choose(tried)[1].feasible:
+            return tried, None
+        least = least_plan(quotient, tried, request)
+        return rescued(least, tried, request), least
 
     @property
-    def cost_s(self) -> float:
-        """Seconds of the best plan; infinite where the search found none that fits."""
-        best = choose(self.tried)[1]
-        return best.cost_s if best.feasible else math.inf
+    def fits(self) -> bool:
+        """Whether the search finds a plan that fits."""
+        near = memory_floor(self.step.quotient, self.request) <= self.request.limit_bytes
+        return near and choose(self.searched[0])[1].feasible
 
     def prepare(self, traced: Traced, request: Request | None = None) -> _Prepared:
         """Rules, groups and analysis of a trace."""
@@ -192,7 +208,7 @@ class _Row:
         again = Again(
             self._retraced, lambda r: self.prepare(self.traced, r).quotient, self._recomputed
         )
-        planned = _planned(self.step, self.tried, self.request, begun, again, also)
+        planned = _planned(self.step, *self.searched, self.request, begun, again, also)
         made = recipe_of(self.function)
         plan = dataclasses.replace(
             planned.plan,
@@ -234,35 +250,31 @@ def _under(
     """The plan under the recipe that was asked for, or under the best of those left open."""
     rewriter = Rewriter(function, args)
 
-    def look(recipe: Recipe) -> Outcome[_Row]:
+    def look(recipe: Recipe, known_s: float) -> Outcome[_Row]:
         made = rewriter(recipe)
         row = _Row(trace(made, args), args, request, donate_argnums, made)
-        return Outcome(row.cost_s, row)
+        cost_s, fits = scout_meshes(row.step.quotient, row.step.pins, request, known_s)
+        return Outcome(cost_s, fits, row)
 
-    first = look(wish.recipe)
-    fits_plain = math.isfinite(first.cost_s)
-    if not wish.is_open or (fits_plain and not wish.always):
-        return first.found.planned(begun)
+    made = rewriter(wish.recipe)
+    first = _Row(trace(made, args), args, request, donate_argnums, made)
+    if not wish.is_open or (not wish.always and first.fits):
+        return first.planned(begun)
     counts, why = _counts(wish, rewriter)
     found = policies(rewriter.cut(wish.recipe.microbatches)[1]) if wish.open_remat else ()
     kept = (NONE, *found) if wish.open_remat else (wish.recipe.remat,)
-
-    def looked(recipe: Recipe) -> Outcome[_Row]:
-        return first if recipe == wish.recipe else look(recipe)
-
-    least_s = ideal_s(first.found.step.quotient.whole, request.model, request.cluster.num_devices)
-    best, seen = search_recipes(counts, kept, looked, lambda _: least_s)
+    least_s = ideal_s(first.step.quotient.whole, request.model, request.cluster.num_devices)
+    best, seen = search_recipes(counts, kept, look, lambda _: least_s)
     tried = (
         f"{len(seen)} of {len(counts) * len(kept)} recipes planned: "
         f"{' or '.join(map(str, counts))} microbatches, remat {', '.join(kept)}"
     )
     if why:
         tried += f"; no microbatches: {why}"
-    outcome = seen[best]
-    if not math.isfinite(outcome.cost_s):
-        return first.found.planned(begun, tried)
-    planned = outcome.found.planned(begun)
-    note = tried if fits_plain else f"as it is written, the step fits nowhere; {tried}"
+    if best is None:
+        return first.planned(begun, tried)
+    planned = seen[best].found.planned(begun)
+    note = tried if wish.always else f"as it is, the step fits nowhere; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)
 
@@ -321,15 +333,12 @@ def _prepared(
 def _planned(
     step: _Prepared,
     tried: tuple[Tried, ...],
+    least: Least | None,
     request: Request,
     begun: float,
     again: Again,
     also: str,
 ) -> Planned:
-    least = None
-    if not choose(tried)[1].feasible:
-        least = least_plan(step.quotient, tried, request)
-        tried = rescued(least, tried, request)
     picked = choose(tried)
     best = thrifty(step.quotient, picked, request)
     tried = tuple(best if t is picked else t for t in tried)

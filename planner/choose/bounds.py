@@ -67,6 +67,8 @@ class Field:
     limit_bytes: float
     margin: float
     ideal_s: float
+    known_s: float = math.inf
+    """Meshes that can't cost less are of no interest."""
 
     def cheapest(self, scouts: Sequence[Scout]) -> float:
         """The cheapest choice that fits."""
@@ -90,7 +92,7 @@ def scouted(field: Field) -> list[Scout]:
     done: list[Scout] = []
     for axes in (1, 2, 3):
         level = [m for m in field.meshes if max(1, sum(n > 1 for n in m[0].sizes)) == axes]
-        simpler = field.simpler(done)
+        simpler = min(field.simpler(done), field.known_s)
         for rank in sorted({len(mesh.sizes) for mesh, _ in level}):
             done += _family(field, [m for m in level if len(m[0].sizes) == rank], simpler)
         if field.margin * field.simpler(done) <= field.margin * field.ideal_s:

@@ -17,9 +17,17 @@ from planner.graph.ir import Role
 from planner.modes import PROPAGATION
 from planner.request.options import Request
 from planner.request.pins import Mask
-from planner.search.problem import Problem, Solution, evaluate, fits, make_solution
+from planner.search.problem import (
+    Problem,
+    Solution,
+    evaluate,
+    fits,
+    make_solution,
+    profile_of,
+)
 from planner.search.registry import FAST, QUICK, WHOLE, solve
 from planner.search.relax.bound import lower_bound
+from planner.space.buffer import Port, in_pool
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis, ideal_s
 from planner.step.classes import Quotient
@@ -153,6 +161,46 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
         tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
     return tuple(tried)
+
+
+def scout_meshes(
+    quotient: Quotient, pins: Sequence[Pin], request: Request, known_s: float = math.inf
+) -> tuple[float, bool]:
+    """What a quick look finds, for comparing forms of a step: a fraction of the time of
+    ``search_meshes``, which may find something cheaper, or something that fits after all.
+
+    Args:
+        quotient, pins, request: as for ``search_meshes``.
+        known_s: what does not cost less is of no interest.
+
+    Returns:
+        The cost of the best plan found, infinite where none fits or is of interest; and whether it
+        may be the cost alone that is too high.
+    """
+    if memory_floor(quotient, request) > request.limit_bytes:
+        return math.inf, False
+    meshes = candidate_meshes(request, pins)
+    if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
+        best = choose(search_meshes(quotient, pins, request))[1]
+        return (best.cost_s if best.feasible else math.inf), best.feasible
+    allowed = _allowed(quotient, pins, request, meshes)
+    ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
+    field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal, known_s)
+    tried = [_of_scout(s, request) for s in scouted(field)]
+    best = choose(tried)[1]
+    found = [t for t in tried if t[1].choice]
+    if not best.feasible and found:
+        nearest = min(found, key=lambda t: t[1].peak_bytes)[0].mesh
+        best = _attempt(quotient, pins, request, nearest, FAST)[1]
+    return (best.cost_s if best.feasible else math.inf), best.feasible or not found
+
+
+def memory_floor(quotient: Quotient, request: Request) -> float:
+    """Bytes that every plan takes on some device: everything split over all devices."""
+    pool = in_pool(quotient.whole.buffers)
+    held = [b for b in pool if b.when is None and b.port is not Port.GATHERED]
+    profile = profile_of([b.start for b in held], [b.end for b in held], [b.nbytes for b in held])
+    return float(profile[1].max()) / request.cluster.num_devices + quotient.whole.scalar_bytes
 
 
 def _with_moment(tried: Tried) -> Tried:

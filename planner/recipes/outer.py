@@ -1,9 +1,10 @@
 """Which recipe: a walk along the border of what fits.
 
 Recipes are a grid: microbatches by rematerialization. More of either takes less memory and costs
-more: done again, gathered again. So the cheapest that fit lie on a staircase; for each number of
-microbatches it is the least rematerialization that fits, found by bisection, and its neighbors,
-since what takes less memory may fit on a better mesh.
+more: done again, gathered again. So the cheapest that fit lie on a staircase. For the fewest
+microbatches that fit at all, the least rematerialization that fits is found by bisection; each
+further number of microbatches is worth a look where it lets less be done again. Beside the border,
+what takes less memory may fit on a better mesh: neighbors are looked at while they are faster.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from planner.request.recipe import Recipe
 
 WORTH = 1.01
 """A recipe that rewrites more must be faster by this."""
+PATIENCE = 2
+"""Recipes in a row that may fit and be slower."""
 T = TypeVar("T")
 
 
@@ -25,42 +28,62 @@ class Outcome(Generic[T]):
     """What planning found for a recipe.
 
     Attributes:
-        cost_s: seconds of the best plan; infinite where none was found that fits.
+        cost_s: seconds of the best plan found; infinite where there is none of interest.
+        fits: whether it may be the cost alone that makes it of no interest.
         found: the plan, as the caller has it.
     """
 
     cost_s: float
+    fits: bool
     found: T
 
 
-Look = Callable[[Recipe], Outcome[T]]
+Look = Callable[[Recipe, float], Outcome[T]]
+"""Plans a recipe; what does not cost less than the seconds given is of no interest."""
 
 
 @dataclass(eq=False)
-class _Grid(Generic[T]):
+class _Walk(Generic[T]):
     counts: Sequence[int]
     policies: Sequence[str]
     look: Look[T]
+    floor_s: Callable[[Recipe], float]
     seen: dict[Recipe, Outcome[T]] = field(default_factory=dict)
+    best: Recipe | None = None
+    best_s: float = math.inf
 
-    def cost(self, i: int, j: int) -> float:
+    def at(self, i: int, j: int) -> bool | None:
+        """Look at a recipe: whether it is the best so far; None where it does not fit."""
         recipe = Recipe(self.counts[i], self.policies[j])
+        if self.best is not None and self.floor_s(recipe) * WORTH >= self.best_s:
+            return False
         if recipe not in self.seen:
-            self.seen[recipe] = self.look(recipe)
-        return self.seen[recipe].cost_s
+            self.seen[recipe] = self.look(recipe, self.best_s / WORTH)
+        found = self.seen[recipe]
+        if found.cost_s * (1.0 if self.best is None else WORTH) < self.best_s:
+            self.best, self.best_s = recipe, found.cost_s
+            return True
+        return False if found.fits else None
 
-    def least_that_fits(self, i: int, most: int) -> int | None:
-        """The first policy that fits, if ``most`` does."""
-        low, high = 0, most
-        if math.isinf(self.cost(i, most)):
+    def first_fit(self, i: int) -> int | None:
+        """The first policy that fits, if the last does: by bisection."""
+        low, high = 0, len(self.policies) - 1
+        if self.at(i, high) is None:
             return None
         while low < high:
             middle = (low + high) // 2
-            if math.isinf(self.cost(i, middle)):
-                low = middle + 1
-            else:
-                high = middle
+            low, high = (middle + 1, high) if self.at(i, middle) is None else (low, middle)
         return high
+
+    def down(self, i: int, j: int) -> int:
+        """Do less again than ``j``, one policy after the other, while that fits."""
+        slower = 0
+        while j > 0 and slower < PATIENCE:
+            found = self.at(i, j - 1)
+            if found is None:
+                break
+            j, slower = j - 1, 0 if found else slower + 1
+        return j
 
 
 def search_recipes(
@@ -68,42 +91,30 @@ def search_recipes(
     policies: Sequence[str],
     look: Look[T],
     floor_s: Callable[[Recipe], float] = lambda _: 0.0,
-) -> tuple[Recipe, dict[Recipe, Outcome[T]]]:
+) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
     Args:
-        counts: numbers of microbatches, from 1 up.
+        counts: numbers of microbatches, from the fewest.
         policies: of rematerialization, from what frees least.
         look: plans a recipe.
         floor_s: seconds below which no plan of a recipe can be; saves looks.
 
     Returns:
-        The best recipe (of equal ones the one that rewrites least), and all that were looked at.
+        The best recipe (of equal ones the one that rewrites least), None where none fits; and all
+        that were looked at.
     """
-    grid = _Grid(counts, policies, look)
-    best, best_s = Recipe(counts[0], policies[0]), math.inf
-    most = len(policies) - 1
-
-    def offer(i: int, j: int) -> bool:
-        nonlocal best, best_s
-        recipe = Recipe(counts[i], policies[j])
-        if floor_s(recipe) * WORTH >= best_s:
-            return False
-        cost = grid.cost(i, j)
-        better = cost * (WORTH if math.isfinite(best_s) else 1.0) < best_s
-        if better:
-            best, best_s = recipe, cost
-        return better
-
+    walk = _Walk(counts, policies, look, floor_s)
+    border: int | None = None
     for i in range(len(counts)):
-        j = grid.least_that_fits(i, most)
-        if j is None:
-            continue
-        improved = offer(i, j)
-        k = j + 1
-        while k < len(policies) and offer(i, k):
-            improved, k = True, k + 1
-        most = j
-        if j == 0 or (not improved and math.isfinite(best_s)):
+        if border is None:
+            border = walk.first_fit(i)
+            if border is not None:
+                k = border + 1
+                while k < len(policies) and walk.at(i, k):
+                    k += 1
+        elif border > 0:
+            border = walk.down(i, border)
+        if border == 0:
             break
-    return best, grid.seen
+    return walk.best, walk.seen

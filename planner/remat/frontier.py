@@ -186,11 +186,11 @@ def _product_flop(eqn: Any) -> float:
     if name == "conv_general_dilated":
         out = math.prod(compat.aval_shape(eqn.outvars[0].aval))
         kernel = compat.aval_shape(eqn.invars[1].aval)
-        features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        features = int(kernel[params["dimension_numbers"].rhs_spec[0]])
         return 2.0 * out * math.prod(kernel) / max(features, 1)
     if name in ("scan", "while"):
         loop = loop_of(eqn)
-        flop = sum(map(_flop_of, loop.bodies))
+        flop: float = sum(map(_flop_of, loop.bodies))
         return flop * (loop.trips or 1)
     body = called(eqn) if name != "cond" else None
     return 0.0 if body is None else _flop_of(body)

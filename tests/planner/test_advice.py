@@ -77,6 +77,8 @@ def tanh_args(batch: int = 16384) -> tuple[Any, ...]:
 
 
 def refused(function: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
+    """The error for the step as it is: nothing of it is rewritten to make it fit."""
+    options = {"microbatches": 1, "remat": "none", **options}
     with pytest.raises(MemoryLimitError) as error:
         make_plan(function, *args, **options)
     return error.value
@@ -186,7 +188,7 @@ def seconds(line: str) -> float:
 
 @pytest.mark.long
 def test_what_is_offered_fits_at_the_price_that_is_said_and_half_of_it_does_not() -> None:
-    options: dict[str, Any] = {"memory": 20e6, "search": "recursive_programming"}
+    options: dict[str, Any] = {"memory": 20e6, "search": "recursive_programming", "remat": "none"}
     error = refused(tanh_step, tanh_args(), cluster="h100:8", **options)
     assert error.limit_bytes == 20e6 < error.lower_bytes == error.least_bytes
     lines = reliefs(error)
