@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner.remat.policy import parse_policy
-from planner.remat.rewrite import recomputed
-from planner.graph.ir import Graph
+from executor import compile_plan, parallelize
+from executor.run.export import python_text
+from planner import make_plan
+from planner.errors import RequestError
+from planner.graph.ir import Graph, Phase
 from planner.graph.trace import trace
+from planner.plan.plan import plan_from_json
+from planner.recipes import PLAIN, Recipe
+from planner.remat.flat import flatten, nbytes
+from planner.remat.frontier import Block, cut
+from planner.remat.policy import Policy, parse_policy
+from planner.remat.rewrite import policies, recomputed, rematerialized
+from planner.report.table import plan_text
 
 
 def block(h: jax.Array, p: Any) -> jax.Array:
@@ -147,3 +159,182 @@ def test_a_step_without_loops_or_equal_blocks_is_left_alone() -> None:
         )
     )
     assert recomputed(trace(checkpointed, arguments())) is None
+
+
+# ---- policies -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("policy", ["dots", "20", "60", "4096"])
+@pytest.mark.parametrize("name", ["scanned", "unrolled", "with_skips", "micro_step"])
+def test_numbers_are_equal_under_every_policy(name: str, policy: str) -> None:
+    args = arguments()
+    traced = trace(STEPS[name], args)
+    function, lines = rematerialized(STEPS[name], traced, args, policy)
+    assert lines and all("test_remat.py:" in line for line in lines)
+    again, expected = jax.jit(function)(*args), jax.jit(STEPS[name])(*args)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    more = products(trace(function, args).graph) - products(traced.graph)
+    assert more == 0 if policy in ("dots", "20") else more >= 0
+
+
+def test_policies_free_more_and_do_more_again() -> None:
+    """Along the prices, bytes kept fall and operations done again grow."""
+    args = arguments(width=64)
+    traced = trace(STEPS["scanned"], args)
+    names = policies(traced)
+    assert names[-1] == "full" and len(names) >= 3
+    found = [recomputed(traced, parse_policy(n)) for n in names]
+    cuts = [f.sites[0].cut for f in found if f is not None]
+    kept, flop = [c.kept_bytes for c in cuts], [c.flop for c in cuts]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
+    assert flop == sorted(flop)
+
+
+def test_a_minimum_cut_is_the_best_of_all_choices() -> None:
+    """Against every set of operations that could be done again, on random blocks."""
+    draw = random.Random(0)
+    for _ in range(60):
+        block = random_block(draw)
+        for price in (8.0, 40.0, 300.0, math.inf):
+            policy = Policy(price)
+            made = cut(block, policy)
+            assert priced(made, price) == pytest.approx(best_of_all(block, price), abs=1.0)
+
+
+def random_block(draw: random.Random) -> Block:
+    """A few operations on vectors of random lengths, some of which the backward pass wants."""
+
+    def program(x: Any) -> Any:
+        values = [x, jnp.zeros(draw.choice([2, 64])) + x[0]]
+        for _ in range(draw.randint(2, 6)):
+            a, b = draw.choice(values), draw.choice(values)
+            kind = draw.randrange(4)
+            if kind == 0 and a.shape == b.shape:
+                values.append(a * b)
+            elif kind == 1:
+                values.append(jnp.outer(a, b) @ b)
+            elif kind == 2:
+                values.append(jnp.tanh(a))
+            else:
+                values.append(jnp.broadcast_to(a[:1], (draw.choice([1, 200]),)))
+        return tuple(values)
+
+    flat = flatten(jax.make_jaxpr(program)(jnp.ones(16)))
+    made = [v for c in flat.calls for v in c.outs]
+    wanted = frozenset(draw.sample(made, min(len(made), draw.randint(1, 4))))
+    held = frozenset(draw.sample(sorted(set(made) - wanted), min(1, len(set(made) - wanted))))
+    return Block(flat.calls, wanted, {flat.inputs[0]: 64}, held)
+
+
+def priced(made: Any, price: float) -> float:
+    return made.kept_bytes + (0.0 if math.isinf(price) else made.flop / price)
+
+
+def best_of_all(block: Block, price: float) -> float:
+    """The least of ``priced``, by trying all sets of operations to do again."""
+    sizes = {
+        v: nbytes(o.aval) for c in block.calls for v, o in zip(c.outs, c.eqn.outvars, strict=True)
+    }
+    sizes.update(block.entries)
+    costs = [product_flop(c) + 16.0 * sum(sizes[v] for v in c.outs) for c in block.calls]
+    best = math.inf
+    for again in itertools.product((False, True), repeat=len(block.calls)):
+        made = {v for c, yes in zip(block.calls, again, strict=True) if yes for v in c.outs}
+        read = {
+            v
+            for c, yes in zip(block.calls, again, strict=True)
+            if yes
+            for v in c.ins
+            if isinstance(v, int) and v in sizes
+        }
+        kept = (read | block.wanted) - made - block.held
+        flop = sum(cost for cost, yes in zip(costs, again, strict=True) if yes)
+        total = sum(sizes[v] for v in kept) + (0.0 if math.isinf(price) else flop / price)
+        best = min(best, total)
+    return best
+
+
+def product_flop(call: Any) -> float:
+    if call.kind != "dot_general":
+        return 0.0
+    left, right = (math.prod(v.aval.shape) for v in call.eqn.invars)
+    out = math.prod(call.eqn.outvars[0].aval.shape)
+    return 2.0 * math.sqrt(left * right * out)
+
+
+def test_what_is_done_again_waits_for_the_cotangent() -> None:
+    """Each block begins with a barrier over what it keeps and something of the backward pass."""
+    args = arguments()
+    traced = trace(STEPS["unrolled"], args)
+    found = recomputed(traced)
+    assert found is not None
+    jaxpr = jax.make_jaxpr(found.function)(*args).jaxpr
+    back = {
+        v for e in jaxpr.eqns for v in e.outvars if "transpose(" in str(e.source_info.name_stack)
+    }
+    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    assert len(barriers) >= 5
+    assert all(back.intersection(e.invars) for e in barriers)
+    phases = [op.phase for op in trace(found.function, args).graph.ops]
+    assert phases.count(Phase.BACKWARD) > [op.phase for op in traced.graph.ops].count(
+        Phase.BACKWARD
+    )
+
+
+def test_a_print_is_not_done_twice() -> None:
+    def loud(h: jax.Array, p: Any) -> jax.Array:
+        y = jnp.tanh(h @ p["w"])
+        jax.debug.print("{}", y.sum())
+        return h + jnp.sin(y) * jax.nn.sigmoid(h @ p["v"])
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda h, q: (loud(h, q), None), x, p)[0])
+
+    args = arguments()
+    step = grads_of(loss)
+    function, lines = rematerialized(step, trace(step, args), args, "full")
+    assert lines
+    assert str(jax.make_jaxpr(function)(*args)).count("debug_") == str(
+        jax.make_jaxpr(step)(*args)
+    ).count("debug_")
+
+
+@pytest.mark.parametrize("policy", ["some", -1, 0, True, float("inf"), float("nan"), None])
+def test_bad_policies(policy: Any) -> None:
+    step, args = STEPS["scanned"], arguments()
+    with pytest.raises(RequestError, match=r"remat=.*expected auto, none, full, dots, offload"):
+        make_plan(step, *args, cluster="cpu:8", remat=policy) if policy is not None else (
+            rematerialized(step, trace(step, args), args, "None")
+        )
+
+
+def test_a_plan_tells_what_is_done_again() -> None:
+    step, args = STEPS["scanned"], arguments()
+    plan = make_plan(step, *args, cluster="h100:8", remat="full")
+    assert plan.remat == "full" and "1 of 2 products" not in plan.recomputed[0]
+    assert "test_remat.py:" in plan.recomputed[0] and "remat" in plan_text(plan, 120)
+    assert plan_from_json(plan.to_json()) == plan
+    plain = make_plan(step, *args, cluster="h100:8")
+    assert plain.recipe == PLAIN and '"remat"' not in plain.to_json()
+    with pytest.raises(RequestError, match="remat full"):
+        python_text(plan)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("policy", ["full", "dots", "60", "offload"])
+@pytest.mark.parametrize("name", ["scanned", "unrolled", "micro_step"])
+def test_sharded_rematerialized_steps_train_as_the_unsharded(name: str, policy: str) -> None:
+    step, (params, x) = STEPS[name], arguments()
+    run = parallelize(step, cluster="cpu:8", remat=policy)
+    here = there = params
+    for _ in range(3):
+        here, found = run(here, x)
+        there, expected = jax.jit(step)(there, x)
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+    parts = 1 if name == "micro_step" else 2  # its own loop over parts can't be cut again
+    plan = make_plan(step, params, x, cluster="cpu:8", remat=policy, microbatches=parts)
+    assert plan.recipe == Recipe(parts, policy)
+    _, found = compile_plan(step, plan)(params, x)
+    np.testing.assert_allclose(found, jax.jit(step)(params, x)[1], rtol=2e-5)

@@ -1,0 +1,162 @@
+"""Which recipe is chosen: against all of them, on grids of known costs and on real steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from executor import parallelize
+from planner import make_plan
+from planner.errors import MemoryLimitError, RequestError
+from planner.recipes import PLAIN, Outcome, Recipe, search_recipes
+
+COUNTS = (1, 2, 4, 8, 16)
+POLICIES = ("none", "64", "512", "4096", "full")
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def layered(params: Any, x: Any) -> Any:
+    """A scan of wide layers, by plain gradient descent."""
+
+    def loss(p: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w[0]) @ w[1], None), x, p)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+LAYERS = ((struct(8, 256, 1024), struct(8, 1024, 256)), struct(65536, 256))
+
+
+def grid(draw: random.Random) -> tuple[dict[Recipe, float], dict[Recipe, bool]]:
+    """Seconds that grow along both ways, and memory that shrinks along both."""
+    cut = [0.0, *itertools.accumulate(draw.uniform(0.0, 1.0) for _ in COUNTS[1:])]
+    again = [0.0, *itertools.accumulate(draw.uniform(0.1, 3.0) for _ in POLICIES[1:])]
+    limit = draw.uniform(0.0, 8.0)
+    costs, fits = {}, {}
+    for (i, m), (j, p) in itertools.product(enumerate(COUNTS), enumerate(POLICIES)):
+        costs[Recipe(m, p)] = 10.0 + cut[i] + again[j]
+        fits[Recipe(m, p)] = 8.0 - 1.1 * i - 1.3 * j <= limit
+    return costs, fits
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_walk_finds_the_best_of_all(seed: int) -> None:
+    """Looks that are not needed are saved; what is found is as good as all looks would find."""
+    costs, fits = grid(random.Random(seed))
+    looks: list[Recipe] = []
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[None]:
+        looks.append(recipe)
+        cost = costs[recipe] if fits[recipe] and costs[recipe] < known_s else math.inf
+        return Outcome(cost, fits[recipe], None)
+
+    best, seen = search_recipes(COUNTS, POLICIES, look)
+    least = min((c for r, c in costs.items() if fits[r]), default=math.inf)
+    assert len(looks) == len(set(looks)) == len(seen)
+    if math.isinf(least):
+        assert best is None
+        return
+    assert best is not None and fits[best]
+    assert costs[best] <= 1.01 * least or slower_twice_in_a_row(costs, fits, best, least)
+    assert len(looks) <= 14
+
+
+def slower_twice_in_a_row(
+    costs: dict[Recipe, float], fits: dict[Recipe, bool], best: Recipe, least: float
+) -> bool:
+    """Whether the walk gave up by design: it looks past one slower recipe, not past two."""
+    found = min((r for r in costs if fits[r]), key=lambda r: costs[r])
+    away = POLICIES.index(best.remat) - POLICIES.index(found.remat)
+    return away >= 3 and found.microbatches > best.microbatches and costs[best] <= 1.1 * least
+
+
+def test_a_step_that_fits_is_left_as_it_is() -> None:
+    plan = make_plan(layered, *LAYERS, cluster="h100:8")
+    assert plan.recipe == PLAIN and not plan.recomputed
+
+
+def test_a_step_that_does_not_fit_is_rewritten_and_the_plan_says_so() -> None:
+    plain = make_plan(layered, *LAYERS, cluster="h100:8", mesh="data=8")
+    limit = 0.4 * plain.prediction.peak_bytes
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8", "memory": limit}
+    plan = make_plan(layered, *LAYERS, **options)
+    assert plan.recipe != PLAIN and plan.prediction.peak_bytes <= limit
+    assert "as it is, the step fits nowhere" in plan.notes[-1]
+    costs = {}
+    for count, policy in itertools.product((1, 2, 4, 8), ("none", "32", "64", "full")):
+        try:
+            costs[count, policy] = make_plan(
+                layered, *LAYERS, microbatches=count, remat=policy, **options
+            ).prediction.step_s
+        except MemoryLimitError:
+            continue
+    assert plan.prediction.step_s <= 1.02 * min(costs.values())
+    with pytest.raises(MemoryLimitError):
+        make_plan(layered, *LAYERS, microbatches=1, remat="none", **options)
+
+
+def test_what_is_given_is_kept_and_the_rest_searched() -> None:
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8", "memory": 60e6}
+    assert make_plan(layered, *LAYERS, microbatches=16, **options).microbatches == 16
+    plan = make_plan(layered, *LAYERS, remat="full", **options)
+    assert plan.remat == "full" and plan.microbatches > 1
+
+
+def test_auto_looks_also_where_the_step_fits() -> None:
+    plain = make_plan(layered, *LAYERS, cluster="h100:8")
+    plan = make_plan(layered, *LAYERS, cluster="h100:8", microbatches="auto", remat="auto")
+    assert "recipes planned" in plan.notes[-1]
+    assert plan.prediction.step_s <= plain.prediction.step_s
+    if plan.recipe != PLAIN:
+        assert plan.prediction.step_s <= plain.prediction.step_s / 1.01
+
+
+def test_when_nothing_fits_the_error_says_what_was_tried() -> None:
+    with pytest.raises(MemoryLimitError, match=r"also tried: .* microbatches, remat none") as error:
+        make_plan(layered, *LAYERS, cluster="h100:8", memory=1e6)
+    assert error.value.least_bytes > 1e6
+
+
+def test_a_coupled_step_is_rematerialized_and_not_cut() -> None:
+    def coupled(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w[0]) @ w[1], None), x, p)
+            return jnp.mean((h - h.mean(0)) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    plain = make_plan(coupled, *LAYERS, cluster="h100:8", mesh="data=8")
+    limit = 0.5 * plain.prediction.peak_bytes
+    plan = make_plan(coupled, *LAYERS, cluster="h100:8", mesh="data=8", memory=limit)
+    assert plan.microbatches == 1 and plan.remat != "none"
+    assert "no microbatches: this step can't be cut" in plan.notes[-1]
+
+
+@pytest.mark.parametrize("value", ["some", "1.5", 0, -2, True, 2.0])
+def test_bad_numbers(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"microbatches=.*expected a whole number from 1 on"):
+        make_plan(layered, *LAYERS, cluster="h100:8", microbatches=value)
+
+
+@pytest.mark.devices
+def test_parallelize_says_that_it_rewrote_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    draw = np.random.default_rng(0).normal
+    params = tuple(jnp.asarray(0.05 * draw(size=x.shape), jnp.float32) for x in LAYERS[0])
+    x = jnp.asarray(draw(size=(8192, 256)), jnp.float32)
+    run = parallelize(layered, cluster="cpu:8", mesh="data=8", memory=70e6)
+    _, found = run(params, x)
+    np.testing.assert_allclose(found, jax.jit(layered)(params, x)[1], rtol=2e-5)
+    assert run.plan.recipe != PLAIN
+    assert any("does not fit in device memory as it is" in r.message for r in caplog.records)
