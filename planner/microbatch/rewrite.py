@@ -203,13 +203,22 @@ class _Cut:
     def _loop(self, env: dict[int, Any]) -> None:
         """Run all microbatches; their sums, stacks and what is left go into ``env``."""
 
+        made = {o for n, _ in self.body for o in n.outs} | set(self.sliced)
+        read = {v for n, _ in self.body for v in n.values} | set(self.stacked) | set(self.kept)
+        outer = sorted(v for v in read - made if isinstance(env[v], jax.core.Tracer))
+
         def turn(carry: tuple[list[Any], list[Any]], slices: list[Any]) -> Any:
+            # without these barriers a compiler may gather parameters in front of the loop and reduce
+            # gradients behind it, and hold them whole: where that pays, the plan says it
             inner = dict(env)
-            inner.update(zip(self.sliced, slices, strict=True))
+            names = [*outer, *self.sliced]
+            held = jax.lax.optimization_barrier((*(env[v] for v in outer), *slices))
+            inner.update(zip(names, held, strict=True))
             for n, eqn in self.body:
                 inner.update(_run(n, eqn, inner))
             sums = [
-                a + inner[v].astype(a.dtype) for a, v in zip(carry[0], self.summed, strict=True)
+                a + _alone(inner[v]).astype(a.dtype)
+                for a, v in zip(carry[0], self.summed, strict=True)
             ]
             return (sums, [inner[v] for v in self.kept]), [inner[v] for v in self.stacked]
 
@@ -248,6 +257,11 @@ class _Cut:
         return (
             jnp.moveaxis(stack.reshape(self.parts, *small), 0, d + 1).reshape(apart).reshape(whole)
         )
+
+
+def _alone(value: Any) -> Any:
+    """A value that is whole before it is read."""
+    return jax.lax.optimization_barrier(value)
 
 
 def _read(operand: Operand, env: dict[int, Any]) -> Any:

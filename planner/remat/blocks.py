@@ -143,7 +143,8 @@ class _Rewriting:
     def _cotangents(self, at: int, behind: set[int]) -> list[int]:
         """What the backward pass has made that the next operation to read any of it reads."""
         for call in self.flat.calls[at:]:
-            found = [v for v in dict.fromkeys(call.ins) if isinstance(v, int) and v in behind]
+            read = dict.fromkeys(v for v in call.ins if isinstance(v, int))
+            found = [v for v in read if v in behind]
             if call.backward and found:
                 return found
         return []

@@ -74,6 +74,20 @@ def find_buffers(
     return Lifetimes(tuple(buffers), held.order)
 
 
+def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
+    """The loop that each value of a ``loop_const`` enters, as the region of its body."""
+    out: dict[int, int] = {}
+    homes = {op.outputs[0]: op.region for op in graph.ops if op.kind == "loop_const"}
+    for op in graph.ops:
+        for i in op.inputs if live[op.index] else ():
+            if i in homes and i not in out:
+                region = op.region
+                while region > 0 and graph.regions[region].parent != homes[i]:
+                    region = graph.regions[region].parent
+                out[i] = region
+    return out
+
+
 def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
     """Whether a convolution with a stride pads one end of a dimension more than the other.
 
@@ -130,7 +144,8 @@ class _Finding:
         self.lanes = (
             {} if tile == (1, 1) else feature_dims(graph, groups.op_layouts, groups.fusable)
         )
-        self.stop = extents(graph, found.time)[1]
+        self.begin, self.stop = extents(graph, found.time)
+        self.entered = loops_entered(graph, live)
         self.buffers: list[Buffer] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
         """Per value, the moments at which its bytes are told in a reader's layout."""
@@ -228,8 +243,23 @@ class _Finding:
                 copies.setdefault(link.a, []).append(at)
             elif kinds[link.b] == "anchor":
                 self.lend(link, [at])
+            elif self.graph.ops[link.op].kind == "loop_const":
+                self.enter(link)
         for copy, link in copied.items():
             self.lend(link, sorted(copies.get(copy, [self.found.time[link.op]])))
+
+    def enter(self, link: GroupLink) -> None:
+        """Hold a value that a loop reads in every turn in the layout in which it enters."""
+        graph, inner = self.graph, self.graph.ops[link.op].outputs[0]
+        region = self.entered.get(inner, -1)
+        if region < 0:
+            return
+        base, first, last = self.found.base[link.value], self.begin[region], self.stop[region]
+        self.lend(
+            link, sorted({first, *(t for t in self.found.reads[base] if first <= t <= last), last})
+        )
+        if self.moves is None and graph.values[base].op < 0:  # what it is stored as stays beside it
+            self.add(link.b, first, last + 1, link.value, link.dst, Port.USE)
 
     def share(self, link: GroupLink) -> float:
         """What share of the bytes of a value arrives at the end of a link."""
