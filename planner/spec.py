@@ -177,3 +177,19 @@ def enumerate_meshes(num_devices: int, max_axes: int = 3) -> tuple[MeshSpec, ...
         for sizes in factorizations(num_devices, k):
             out.append(MeshSpec(AXIS_NAMES[k], sizes))
     return tuple(out)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A step's rewriting; the default leaves it as it is.
+
+    Attributes:
+        microbatches: parts of the batch that run one after the other.
+        remat: the policy of what is computed again, as ``planner.remat.policy.policy_text`` has it.
+    """
+
+    microbatches: int = 1
+    remat: str = "none"
+
+
+PLAIN = Recipe()

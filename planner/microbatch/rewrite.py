@@ -208,8 +208,8 @@ class _Cut:
         outer = sorted(v for v in read - made if isinstance(env[v], jax.core.Tracer))
 
         def turn(carry: tuple[list[Any], list[Any]], slices: list[Any]) -> Any:
-            # without these barriers a compiler may gather parameters in front of the loop and reduce
-            # gradients behind it, and hold them whole: where that pays, the plan says it
+            # without these barriers a compiler gathers parameters in front of the loop and reduces
+            # gradients behind it, and holds them whole: where that pays, the plan says it
             inner = dict(env)
             names = [*outer, *self.sliced]
             held = jax.lax.optimization_barrier((*(env[v] for v in outer), *slices))

@@ -24,8 +24,7 @@ from planner.graph.ir import SCALAR, Graph
 from planner.plan.compiled.confirmed import Confirmation
 from planner.plan.compiled.lowering import PLAIN, Lowering
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
-from planner.request.recipe import Recipe
-from planner.spec import MeshSpec, Sharding
+from planner.spec import MeshSpec, Recipe, Sharding
 
 FORMAT = "meshwright-plan-1"
 LARGEST = 256 * MIB

@@ -3,7 +3,7 @@
 from planner.recipes.outer import Look, Outcome, search_recipes
 from planner.recipes.recipe import Rewriter, recipe_of, recomputed_of, rewritten
 from planner.recipes.wish import AUTO, Wish, parse_wish
-from planner.request.recipe import PLAIN, Recipe
+from planner.spec import PLAIN, Recipe
 
 __all__ = [
     "AUTO",

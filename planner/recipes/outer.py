@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from planner.request.recipe import Recipe
+from planner.spec import Recipe
 
 WORTH = 1.01
 """A recipe that rewrites more must be faster by this."""

@@ -10,7 +10,7 @@ from planner.graph.trace import Traced, abstract, trace
 from planner.microbatch.rewrite import microbatched
 from planner.remat.policy import policy_text
 from planner.remat.rewrite import rematerialized
-from planner.request.recipe import PLAIN, Recipe
+from planner.spec import PLAIN, Recipe
 
 
 class Rewriter:

@@ -9,7 +9,7 @@ from typing import Any
 from planner.errors import RequestError
 from planner.recipes.recipe import recipe_of
 from planner.remat.policy import NONE, policy_text
-from planner.request.recipe import Recipe
+from planner.spec import Recipe
 
 AUTO = "auto"
 
