@@ -24,7 +24,9 @@ from planner.errors import MemoryLimitError, PinError
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced, trace
 from planner.plan.plan import Plan
-from planner.planning import plan_traced
+from planner.planning import plan_step, plan_traced
+from planner.recipes import Rewriter, parse_wish
+from planner.remat.policy import DOTS, FULL, NONE
 from planner.request.marks import marks, placed_mesh
 from planner.request.options import (
     Options,
@@ -37,7 +39,7 @@ from planner.request.pins import axis_names
 from planner.request.sequence_parallel import batch_inputs, sequences
 from planner.request.state import StateRequest, find_state
 from planner.search.registry import FAST
-from planner.spec import MeshSpec
+from planner.spec import MeshSpec, Recipe
 
 __all__ = [
     "Candidate",
@@ -139,6 +141,10 @@ def compare(
 ) -> Comparison:
     """Plan a step as asked, and under the usual manual plans.
 
+    All of them are of the step under the recipe of the chosen plan: its microbatches, and what it
+    computes again. Where it computes something again, the chosen plan's rivals are also the
+    searched plans that compute all of each block again, and all but products.
+
     The kinds are: data parallel; ZeRO-1; FSDP (ZeRO-3); tensor parallel over every degree that
     divides the devices, data parallel over the rest; the same with FSDP over the rest; and the
     second dimension of the batch split over every such degree (sequence).
@@ -161,12 +167,21 @@ def compare(
     function = with_logical_axis_rules(bound.function, given.pop("logical_axis_rules", None))
     args = bound.args
     given.setdefault("mesh", placed_mesh(args, cluster))
-    asked = parse_request(cluster, **given)
-    traced = trace(function, args)
-    step = _Step(function, args, traced, donate_argnums)
     progress(CHOSEN)
-    what = f"the plan of mode {asked.mode}"
+    recipe = _recipe(function, args, cluster, donate_argnums, given)
+    asked = parse_request(cluster, **given)
+    rewriter = Rewriter(function, args)
+    step = _Step.under(rewriter, recipe, donate_argnums)
+    traced = step.traced
+    what = f"the plan of mode {asked.mode}{_recipe_text(recipe)}"
     out = [_candidate(step, CHOSEN, what, asked)]
+    for policy in (FULL, DOTS) if recipe.remat != NONE and asked.mode == "AUTO_PARALLEL" else ():
+        if policy != recipe.remat:
+            progress(f"remat {policy}")
+            other = Recipe(recipe.microbatches, policy)
+            what = f"the plan of mode {asked.mode}{_recipe_text(other)}"
+            again = _Step.under(rewriter, other, donate_argnums)
+            out.append(_candidate(again, f"remat {policy}", what, asked))
     for kind in _kinds(traced.graph, asked.cluster.num_devices):
         if not _divides(traced.graph, kind.batch):
             why = f"no argument has a first dimension that {kind.batch} devices divide"
@@ -193,11 +208,44 @@ class _Step:
     traced: Traced
     donate_argnums: int | Sequence[int] | None
 
+    @staticmethod
+    def under(rewriter: Rewriter, recipe: Recipe, donated: int | Sequence[int] | None) -> _Step:
+        """The step under a recipe."""
+        function = rewriter(recipe)
+        return _Step(function, rewriter.args, trace(function, rewriter.args), donated)
+
     def planned(self, request: Request) -> Plan:
         begun, donated = time.perf_counter(), self.donate_argnums
         return plan_traced(
             self.traced, self.args, request, donated, begun, function=self.function
         ).plan
+
+
+def _recipe(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    cluster: str | Cluster,
+    donate_argnums: int | Sequence[int] | None,
+    given: dict[str, Any],
+) -> Recipe:
+    """The recipe of the chosen plan; the plain one where nothing fits. Takes what was asked about
+    recipes out of ``given``."""
+    asked = {name: given.pop(name) for name in ("microbatches", "remat") if name in given}
+    try:
+        plan = plan_step(
+            function, *args, cluster=cluster, donate_argnums=donate_argnums, **asked, **given
+        ).plan
+    except (MemoryLimitError, PinError):
+        wish = parse_wish(asked.get("microbatches"), asked.get("remat"), function, False)
+        return wish.recipe
+    return plan.recipe
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    parts = [] if recipe.microbatches == 1 else [f"{recipe.microbatches} microbatches"]
+    if recipe.remat != NONE:
+        parts.append(f"remat {recipe.remat}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _candidate(step: _Step, name: str, what: str, request: Request) -> Candidate:
