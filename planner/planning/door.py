@@ -1,0 +1,182 @@
+"""``make_plan``: the door. Recipes around meshes around shardings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Unpack
+
+from costmodels import Cluster
+from planner.arguments.calls import Indices, Names, bind
+from planner.arguments.metadata import with_logical_axis_rules
+from planner.choose.meshes import (
+    scout_meshes,
+)
+from planner.collector import paused
+from planner.errors import RequestError
+from planner.graph.trace import Traced, trace
+from planner.microbatch.rewrite import batch_size
+from planner.plan.plan import Plan
+from planner.planning.row import Planned, Row
+from planner.recipes import (
+    Outcome,
+    Recipe,
+    Rewriter,
+    Wish,
+    parse_wish,
+    search_recipes,
+)
+from planner.remat.policy import NONE
+from planner.remat.rewrite import policies
+from planner.request.marks import placed_mesh
+from planner.request.options import (
+    Options,
+    Request,
+    given_options,
+    parse_request,
+    takes_options,
+)
+from planner.step.analysis import ideal_s
+
+_Asked = ParamSpec("_Asked")
+
+
+@takes_options
+def plan_step(
+    function: Callable[..., Any],
+    *args: Any,
+    cluster: str | Cluster,
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: Indices = (),
+    static_argnames: Names = (),
+    **options: Unpack[Options],
+) -> Planned:
+    """Plan a train step for a cluster; starts no backend.
+
+    Args:
+        function: the step, any jit-able function of pytrees, Flax NNX objects and Equinox modules.
+        *args: arrays or ShapeDtypeStructs, and NNX objects that hold such (``nnx.eval_shape``
+            makes them); other leaves than arrays and numbers are static.
+        cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster.
+        donate_argnums: arguments whose memory the results may take; None means every
+            argument that comes back as a result.
+        static_argnums, static_argnames: as for ``jax.jit``.
+        **options: see ``planner.request.options.Options``.
+
+    Returns:
+        The plan (all that ``make_plan`` returns), and what it was made from.
+
+    Raises:
+        ModelError: the step failed while traced.
+        RequestError: the request can't be met (PinError, MemoryLimitError among them).
+
+    >>> import jax, jax.numpy as jnp
+    >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 4096), (65536, 4096)))
+    >>> plan = plan_step(lambda w, x: jnp.tanh(x @ w), w, x, cluster="h100:8").plan
+    >>> tuple(plan.as_partition_specs()["[1]"])
+    ('data',)
+    """
+    begun = time.perf_counter()
+    asked = given_options("make_plan", options)
+    parts, remat = asked.pop("microbatches", None), asked.pop("remat", None)
+    bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
+    rules = asked.pop("logical_axis_rules", None)
+    function, args = with_logical_axis_rules(bound.function, rules), bound.args
+    asked.setdefault("mesh", placed_mesh(args, cluster))
+    request = parse_request(cluster, **asked)
+    wish = parse_wish(parts, remat, function, request.mode == "AUTO_PARALLEL")
+    with paused():
+        return _under(wish, function, args, request, donate_argnums, begun)
+
+
+def _plan_alone(plan: Callable[_Asked, Planned]) -> Callable[_Asked, Plan]:
+    """The same function, which returns the plan and lets go of what it was made from."""
+
+    @functools.wraps(plan)
+    def make_plan(*args: _Asked.args, **options: _Asked.kwargs) -> Plan:
+        return plan(*args, **options).plan
+
+    make_plan.__name__ = make_plan.__qualname__ = "make_plan"
+    return make_plan
+
+
+make_plan = _plan_alone(plan_step)
+
+
+def plan_traced(
+    traced: Traced,
+    args: Sequence[Any],
+    request: Request,
+    donate_argnums: int | Sequence[int] | None,
+    begun: float,
+    *,
+    function: Callable[..., Any] | None = None,
+) -> Planned:
+    """The part of ``plan_step`` after tracing; ``function`` is traced again if no plan fits."""
+    with paused():
+        return Row(traced, args, request, donate_argnums, function).planned(begun)
+
+
+MOST_PARTS = 64
+"""Microbatches that are tried at most."""
+
+
+def _under(
+    wish: Wish,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    request: Request,
+    donate_argnums: int | Sequence[int] | None,
+    begun: float,
+) -> Planned:
+    """The plan under the recipe that was asked for, or under the best of those left open."""
+    rewriter = Rewriter(function, args)
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[Row]:
+        made = rewriter(recipe)
+        row = Row(trace(made, args), args, request, donate_argnums, made)
+        cost_s, fits = scout_meshes(row.step.quotient, row.step.pins, request, known_s)
+        return Outcome(cost_s, fits, row)
+
+    made = rewriter(wish.recipe)
+    first = Row(trace(made, args), args, request, donate_argnums, made)
+    if not wish.is_open or (not wish.always and first.fits):
+        return first.planned(begun)
+    counts, why = _counts(wish, rewriter)
+    found = policies(rewriter.cut(wish.recipe.microbatches)[1]) if wish.open_remat else ()
+    kept = (NONE, *found) if wish.open_remat else (wish.recipe.remat,)
+    least_s = ideal_s(first.step.quotient.whole, request.model, request.cluster.num_devices)
+    best, seen = search_recipes(counts, kept, look, lambda _: least_s)
+    tried = (
+        f"{len(seen)} of {len(counts) * len(kept)} recipes planned: "
+        f"{' or '.join(map(str, counts))} microbatches, remat {', '.join(kept)}"
+    )
+    if why:
+        tried += f"; no microbatches: {why}"
+    if best is None:
+        return first.planned(begun, tried)
+    planned = seen[best].found.planned(begun)
+    note = tried if wish.always else f"as it is, the step fits nowhere; {tried}"
+    plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
+    return dataclasses.replace(planned, plan=plan)
+
+
+def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:
+    """Numbers of microbatches to try, and why there are no more than one."""
+    given = wish.recipe.microbatches
+    if not wish.open_microbatches:
+        return (given,), ""
+    try:
+        size = batch_size(rewriter.cut(1)[1])
+    except RequestError as error:
+        return (1,), str(error)
+    counts = [m for m in range(1, min(size, MOST_PARTS) + 1) if size % m == 0]
+    twos = [m for m in counts if m & (m - 1) == 0]
+    counts = twos if len(twos) > 1 else counts
+    try:
+        rewriter.cut(counts[min(1, len(counts) - 1)])
+    except RequestError as error:
+        return (1,), str(error)
+    return tuple(counts), ""

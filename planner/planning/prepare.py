@@ -1,0 +1,105 @@
+"""A traced step, ready to be planned on any mesh: trace -> rules -> groups -> analysis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.annotate import MARKS, Pin
+from planner.debug.stage import Stage
+from planner.debug.stages import passed
+from planner.graph.trace import Traced
+from planner.report.units import bytes_text
+from planner.request.options import (
+    Request,
+)
+from planner.request.state import find_state
+from planner.rules.borders import border_rule
+from planner.rules.factor import FactorRule
+from planner.rules.key import EqnKey
+from planner.rules.registry import rules_for
+from planner.space.decisions import chosen_values, with_decisions
+from planner.space.groups import build_groups
+from planner.space.replicated import held_whole
+from planner.step.analysis import Analysis, analyse
+from planner.step.classes import Quotient, fold_analysis
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A traced step, ready to be planned on any mesh."""
+
+    rules: tuple[FactorRule, ...]
+    quotient: Quotient
+    pins: tuple[Pin, ...]
+
+
+def prepared(
+    traced: Traced,
+    pins: tuple[Pin, ...],
+    request: Request,
+    donate_argnums: int | Sequence[int] | None,
+) -> Prepared:
+    """Everything about a traced step that no mesh changes.
+
+    Args:
+        traced: the step.
+        pins: what is given.
+        request: what was asked for.
+        donate_argnums: arguments whose memory the results may take; None: all that come back.
+    """
+    graph = traced.graph
+    passed(Stage.GRAPH, graph)
+    rules = graph_rules(traced)
+    donated = _donated(traced, donate_argnums)
+    chosen = chosen_values(graph, request.decided)
+    groups = with_decisions(build_groups(graph, rules, pins), chosen)
+    passed(Stage.GROUPS, groups, graph)
+    analysis = analyse(graph, rules, groups, donated, request.cluster.device, chosen)
+    passed(Stage.ANALYSIS, analysis)
+    along_axis = bool(request.tensor or request.sequence)
+    state = find_state(graph, request.state) if request.state or along_axis else None
+    differ = request.mode != "AUTO_PARALLEL" or along_axis
+    quotient = fold_analysis(analysis, pins, inputs_differ=differ, state=state)
+    passed(Stage.CLASSES, quotient)
+    return Prepared(rules, quotient, pins)
+
+
+def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
+    """One factor rule per operation: borders by hand, the rest from the registry, which is asked
+    once for equal operations."""
+    graph = traced.graph
+    asked: dict[int, EqnKey] = {}
+    alike: list[int] = []  # per operation, the one whose rule it has
+    first: dict[int, int] = {}
+    for op, eqn, code in zip(graph.ops, traced.eqns, graph.codes, strict=True):
+        told = eqn is None or bool(op.attrs) or not eqn.params  # the code tells the parameters
+        at = first.setdefault(code, op.index) if told else op.index
+        alike.append(at)
+        if at == op.index and eqn is not None and op.kind not in MARKS:
+            asked[at] = eqn
+    known = dict(zip(asked, rules_for(list(asked.values())), strict=True))
+    for op, at in zip(graph.ops, alike, strict=True):
+        if at == op.index and at not in known:
+            ins = [graph.values[i].shape if i >= 0 else () for i in op.inputs]
+            known[at] = border_rule(op.kind, ins, [graph.values[o].shape for o in op.outputs])
+    return tuple([known[at] for at in alike])
+
+
+def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tuple[bool, ...]:
+    graph = traced.graph
+    if donate_argnums is None:
+        return tuple(graph.values[v].carried for v in graph.inputs)
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return tuple(any(path.startswith(f"[{n}]") for n in numbers) for path in graph.input_paths)
+
+
+def fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ...]:
+    """A line for each operation that has no sharding rule and runs whole on every device."""
+    return tuple(
+        f"{w.name}: no rule, replicated"
+        + (f" x{w.count}" if w.count > 1 else "")
+        + f"; {bytes_text(w.nbytes)} of operands and results"
+        + (" each" if w.count > 1 else "")
+        for w in held_whole(analysis.graph, rules)
+    )

@@ -1,0 +1,228 @@
+"""A step under one recipe: searched on all meshes, then put together as a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.advice import Again, Case, Least, Shapes, advise, least_plan, rescued
+from planner.annotate import Pin
+from planner.arguments.metadata import rules_of
+from planner.choose.meshes import (
+    Tried,
+    choose,
+    memory_floor,
+    runners_up,
+    search_meshes,
+    unfold,
+)
+from planner.choose.thrift import thrifty
+from planner.cost.pricing import Priced
+from planner.debug.stage import Stage
+from planner.debug.stages import passed
+from planner.errors import MemoryLimitError, RequestError
+from planner.graph.trace import Traced, reshaped, trace
+from planner.plan.assemble import assembled
+from planner.plan.compiled.confirmed import confirmer
+from planner.plan.extract import Extraction
+from planner.plan.plan import Plan
+from planner.planning.prepare import Prepared, fallbacks, prepared
+from planner.recipes import (
+    recipe_of,
+    recomputed_of,
+)
+from planner.remat.policy import FULL, OFFLOAD, parse_policy
+from planner.remat.rewrite import recomputed
+from planner.report.shortage import host_text, shortage_text
+from planner.request.marks import all_pins
+from planner.request.options import (
+    Request,
+)
+from planner.search.iopddl import write_iopddl
+from planner.search.pools import pool_peaks
+from planner.search.problem import fits
+from planner.space.buffer import Memory
+from planner.step.classes import Quotient
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan, and the prices and choices that it was made from (for reports)."""
+
+    plan: Plan
+    extraction: Extraction
+    quotient: Quotient
+    pins: tuple[Pin, ...]
+    request: Request
+    others: tuple[tuple[Plan, Extraction], ...] = ()
+    """The best plans of other meshes: ``request.candidates`` - 1."""
+
+
+class Row:
+    """A step under one recipe, on all meshes."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        args: Sequence[Any],
+        request: Request,
+        donate_argnums: int | Sequence[int] | None,
+        function: Callable[..., Any] | None,
+    ) -> None:
+        self.traced, self.args, self.request = traced, args, request
+        self.donate_argnums, self.function = donate_argnums, function
+        self.step = self.prepare(traced)
+
+    @functools.cached_property
+    def searched(self) -> tuple[tuple[Tried, ...], Least | None]:
+        """What was found on all meshes; and the plan of the least peak, where it came to that."""
+        quotient, request = self.step.quotient, self.request
+        tried = search_meshes(quotient, self.step.pins, request)
+        if choose(tried)[1].feasible:
+            return tried, None
+        least = least_plan(quotient, tried, request)
+        return rescued(least, tried, request), least
+
+    @property
+    def fits(self) -> bool:
+        """Whether the search finds a plan that fits."""
+        near = memory_floor(self.step.quotient, self.request) <= self.request.limit_bytes
+        return near and choose(self.searched[0])[1].feasible
+
+    def prepare(self, traced: Traced, request: Request | None = None) -> Prepared:
+        """Rules, groups and analysis of a trace."""
+        request = self.request if request is None else request
+        rules = rules_of(self.function)
+        pins = all_pins(traced, self.args, request.shardings, rules, request.mode)
+        return prepared(traced, pins, request, self.donate_argnums)
+
+    def planned(self, begun: float, also: str = "") -> Planned:
+        """The plan; raises MemoryLimitError, whose text ends with ``also``."""
+        again = Again(
+            self._retraced, lambda r: self.prepare(self.traced, r).quotient, self._recomputed
+        )
+        planned = _planned(self.step, *self.searched, self.request, begun, again, also)
+        made = recipe_of(self.function)
+        plan = dataclasses.replace(
+            planned.plan,
+            microbatches=made.microbatches,
+            remat=made.remat,
+            recomputed=recomputed_of(self.function),
+        )
+        planned = dataclasses.replace(planned, plan=plan)
+        if self.request.confirm:
+            return _confirmed(planned, self.traced, self.donate_argnums)
+        return planned
+
+    def _retraced(self, shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
+        if self.function is None:
+            raise RequestError("only the trace is known")
+        again = self.prepare(trace(self.function, reshaped(self.args, shapes)))
+        return again.quotient, again.pins
+
+    def _recomputed(self, on_host: bool) -> tuple[str, Quotient, Sequence[Pin]] | None:
+        found = recomputed(self.traced, parse_policy(OFFLOAD if on_host else FULL))
+        if found is None:
+            return None
+        again = self.prepare(trace(found.function, self.args))
+        return found.what, again.quotient, again.pins
+
+
+def _planned(
+    step: Prepared,
+    tried: tuple[Tried, ...],
+    least: Least | None,
+    request: Request,
+    begun: float,
+    again: Again,
+    also: str,
+) -> Planned:
+    picked = choose(tried)
+    best = thrifty(step.quotient, picked, request)
+    tried = tuple(best if t is picked else t for t in tried)
+    priced, solution = unfold(step.quotient, best)
+    passed(Stage.PROBLEM, best[0], priced)
+    passed(Stage.SOLUTION, best, (priced, solution))
+    if request.dump_problem is not None:
+        write_problem(priced, request.dump_problem)
+    if least is not None and not solution.feasible:
+        raise _shortage(Case(step.quotient, step.pins, request, least, again), also)
+    lines = fallbacks(priced.analysis, step.rules)
+    plan, extraction = assembled(
+        step.quotient, step.pins, (priced, solution), best, tried, request, lines, begun
+    )
+    passed(Stage.PLAN, plan, extraction.graph)
+    others = tuple(
+        assembled(
+            step.quotient,
+            step.pins,
+            unfold(step.quotient, t),
+            t,
+            tuple(t if x[0].mesh == t[0].mesh else x for x in tried),
+            request,
+            lines,
+            begun,
+        )
+        for t in runners_up(step.quotient, step.pins, request, best, tried)
+    )
+    return Planned(plan, extraction, step.quotient, step.pins, request, others)
+
+
+def _confirmed(
+    planned: Planned, traced: Traced, donate_argnums: int | Sequence[int] | None
+) -> Planned:
+    """The best of the plans as the compiler sees them."""
+    request = planned.request
+    made = [(planned.plan, planned.extraction), *planned.others]
+    number, plan = confirmer()(
+        [plan for plan, _ in made],
+        traced,
+        request.cluster,
+        donate_argnums=donate_argnums,
+        seconds=request.confirm_limit_s,
+    )
+    return dataclasses.replace(planned, plan=plan, extraction=made[number][1])
+
+
+def _shortage(case: Case, also: str) -> MemoryLimitError:
+    """What to say when no plan fits: the host's memory, where that alone is short, else the
+    device's, with what would help."""
+    request, least = case.request, case.least
+    peaks = pool_peaks(least.priced.problem, least.memory.choice)
+    for pool in least.priced.problem.pools[1:]:
+        if peaks[pool.name] > pool.limit_bytes and fits(
+            peaks[Memory.DEVICE], least.priced.problem.limit_bytes
+        ):
+            return MemoryLimitError(
+                host_text(request.cluster.text, peaks[pool.name], pool.limit_bytes),
+                least_bytes=peaks[pool.name],
+                lower_bytes=0.0,
+                limit_bytes=pool.limit_bytes,
+            )
+    scalars = least.priced.analysis.scalar_bytes
+    if not request.advice:
+        return MemoryLimitError(
+            f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",
+            least_bytes=least.memory.peak_bytes + scalars,
+            lower_bytes=least.lower_bytes,
+            limit_bytes=request.limit_bytes,
+        )
+    shortage = advise(case)
+    return MemoryLimitError(
+        shortage_text(shortage) + (f"\n  also tried: {also}" if also else ""),
+        least_bytes=shortage.least_bytes,
+        lower_bytes=shortage.lower_bytes,
+        limit_bytes=shortage.limit_bytes,
+    )
+
+
+def write_problem(priced: Priced, path: str | Path) -> None:
+    """Write the problem of a mesh; seconds and bytes, memory without that of scalar inputs."""
+    try:
+        write_iopddl(priced.problem, path)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from error
