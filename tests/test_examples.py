@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = ["gpt", "gpt_linen_scan", "lstm", "mlp", "moe", "resnet"]
 TOLERANCE = {"moe": 1e-2}  # a token near a routing border may go to another expert
 SERVED = ["embedding_hybrid", "mnist_like_async", "word2vec_ps"]  # programs of parameter servers
+SIZED = ["llama"]  # a program that takes its size from the command line
 QUICK = ("mlp",)
 STEPS = 3
 
@@ -38,7 +39,7 @@ def losses_of(step, state, data):
 
 
 def test_all_examples_are_here():
-    assert sorted(p.stem for p in EXAMPLES.glob("*.py")) == sorted(NAMES + SERVED)
+    assert sorted(p.stem for p in EXAMPLES.glob("*.py")) == sorted(NAMES + SERVED + SIZED)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,31 @@ def test_example(name):
         module.train_step, *module.example_args(), cluster="cpu:8", donate_argnums=0
     )
     assert abstract.digest == plan.digest
+
+
+@pytest.mark.slow
+def test_llama_trains_in_microbatches_with_remat():
+    """Its own main does so and fails if the losses part from those of the unsharded run."""
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "llama.py"), "--steps", "3"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "microbatches" in done.stdout and "largest difference" in done.stdout
+
+
+@pytest.mark.slow
+def test_llama_at_full_size_fits_and_says_how():
+    module = load("llama")
+    make_state, step, batch = module.build(module.SIZES["8b"])
+    plan = make_plan(step, jax.eval_shape(make_state), batch, cluster="v5p:4x4x4")
+    assert plan.microbatches > 1 and plan.remat != "none"
+    assert plan.prediction.peak_bytes <= plan.prediction.limit_bytes
+    assert "llama.py:" in plan.recomputed[0] and "as it is" in plan.notes[-1]
 
 
 @pytest.mark.slow

@@ -25,7 +25,10 @@ from planner.microbatch.pairs import Node, Number, Operand, Pair, merged, pair
 
 
 def microbatched(
-    function: Callable[..., Any], args: Sequence[Any], parts: int
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    parts: int,
+    whole: Traced | None = None,
 ) -> Callable[..., Any]:
     """A step that computes what ``function`` does, ``parts`` microbatches after each other.
 
@@ -33,6 +36,7 @@ def microbatched(
         function: a step of pytrees of arrays.
         args: its arguments, or ShapeDtypeStructs.
         parts: how many microbatches, 1 or more.
+        whole: the step's trace for ``args``, if it is known.
 
     Returns:
         A function of the same arguments; other shapes are cut anew.
@@ -45,7 +49,7 @@ def microbatched(
         raise RequestError(f"microbatches={parts!r}: expected a whole number from 1 on")
     if parts == 1:
         return function
-    known = {_shapes(args): _rewritten(function, abstract(args), parts)}
+    known = {_shapes(args): _rewritten(function, abstract(args), parts, whole)}
 
     @functools.wraps(function)
     def step(*args: Any) -> Any:
@@ -62,8 +66,10 @@ def _shapes(args: Sequence[Any]) -> Any:
     return tree, tuple((tuple(jnp.shape(x)), str(jnp.result_type(x))) for x in leaves)
 
 
-def _rewritten(function: Callable[..., Any], args: Sequence[Any], parts: int) -> _Cut:
-    whole = trace(function, args)
+def _rewritten(
+    function: Callable[..., Any], args: Sequence[Any], parts: int, whole: Traced | None = None
+) -> _Cut:
+    whole = trace(function, args) if whole is None else whole
     batch = _batch(whole, parts)
     graph = whole.graph
     shapes = {k: graph.values[graph.inputs[k]].shape for k in batch}

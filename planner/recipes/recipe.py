@@ -23,7 +23,8 @@ class Rewriter:
     def cut(self, parts: int) -> tuple[Callable[..., Any], Traced]:
         """The step in microbatches, and its trace."""
         if parts not in self._cuts:
-            made = microbatched(self.function, self.args, parts)
+            whole = None if parts == 1 else self.cut(1)[1]
+            made = microbatched(self.function, self.args, parts, whole)
             self._cuts[parts] = made, trace(made, self.args)
         return self._cuts[parts]
 
