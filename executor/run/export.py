@@ -230,6 +230,7 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             "# The walk over the traced step that puts INSIDE in.\n",
             f"MARKS = frozenset({sorted(MARKS)!r})",
             f"STAGES = {interpret.STAGES!r}",
+            f"BARRIER = {walk.BARRIER!r}",
             *(f"{name} = frozenset(\n    {sorted(getattr(walk, name))!r}\n)" for name in _SETS),
             'V = TypeVar("V")',
             "Shardings = Mapping[tuple[int, str, int], NamedSharding]\n\n",

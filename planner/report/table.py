@@ -93,8 +93,7 @@ def _summary(plan: Plan) -> RenderableType:
                 f"{time_text(p.overlapped_s)} overlapped"
                 + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else ""),
             ),
-            *([("microbatches", _microbatches_text(plan))] if plan.microbatches > 1 else []),
-            *(("remat", line) for line in _remat_lines(plan)),
+            *recipe_lines(plan),
             ("peak memory", memory),
             *([("compiled", _confirmed_text(plan))] if plan.confirmed else []),
             *([("host memory", _host_text(plan))] if p.host_bytes else []),
@@ -104,14 +103,16 @@ def _summary(plan: Plan) -> RenderableType:
     )
 
 
-def _microbatches_text(plan: Plan) -> str:
-    return f"{plan.microbatches}, one after the other; their gradients are added up"
-
-
-def _remat_lines(plan: Plan) -> list[str]:
-    if plan.remat == "none":
-        return []
-    return [f"{plan.remat}: {line}" for line in plan.recomputed or ("nothing to compute again",)]
+def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
+    """How the step was rewritten: its microbatches, and what it computes again."""
+    lines = []
+    if plan.microbatches > 1:
+        text = f"{plan.microbatches}, one after the other; their gradients are added up"
+        lines.append(("microbatches", text))
+    if plan.remat != "none":
+        again = plan.recomputed or ("nothing to compute again",)
+        lines += [("remat", f"{plan.remat}: {line}") for line in again]
+    return lines
 
 
 def _confirmed_text(plan: Plan) -> str:

@@ -26,6 +26,7 @@ function summary() {
     tile("mesh", D.mesh.replaceAll(",", ", "), "", true,
       el("div", {}, D.axes.map((name) => [axisChip(name), " "]), el("span", { class: "soft small", text: `${many(devices, "device")} of ${D.cluster}` })),
       D.idle && el("div", { class: "small", text: `${D.idle}.` }), D.strategy && el("div", { class: "small", text: `${D.strategy}.` }),
+      ...D.recipe.map((line) => el("div", { class: "small", text: `${line}.` })),
       el("div", { class: "soft small", text: micro(`${D.choice}.`) })),
     tile("gap to the lower bound", percentText(D.search.gap), "", true,
       el("div", { class: "small", text: micro(`${D.proof}.`) }),
