@@ -81,6 +81,11 @@ def is_ref(aval: Any) -> bool:
     return hasattr(aval, "inner_aval")
 
 
+def draws_alike(key: str) -> bool:
+    """Whether keys of a dtype give the same numbers under every sharding."""
+    return key == "key<fry>" and bool(getattr(jax.config, "jax_threefry_partitionable", True))
+
+
 def in_host_memory(aval: Any) -> bool:
     """Whether an abstract value lies in host memory."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host

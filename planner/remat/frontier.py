@@ -159,8 +159,15 @@ def _sizes(block: Block) -> dict[int, int]:
 
 
 def _stays(call: Call) -> bool:
-    """Whether an operation must not be done twice."""
-    return bool(call.eqn.effects) or any(compat.is_ref(v.aval) for v in call.eqn.invars)
+    """Whether an operation must not be done twice: it calls out, writes to a reference, or draws
+    random numbers that would be others under another sharding."""
+    eqn = call.eqn
+    if eqn.effects or any(compat.is_ref(v.aval) for v in eqn.invars):
+        return True
+    if eqn.primitive.name.startswith("rng_"):
+        return True
+    drawn = eqn.primitive.name == "random_bits"
+    return drawn and not compat.draws_alike(compat.dtype_name(eqn.invars[0].aval))
 
 
 def is_product(eqn: Any) -> bool:

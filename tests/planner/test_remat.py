@@ -301,6 +301,29 @@ def test_a_print_is_not_done_twice() -> None:
     ).count("debug_")
 
 
+@pytest.mark.parametrize(("kind", "again"), [("threefry2x32", True), ("rbg", False)])
+def test_random_numbers_are_drawn_again_only_if_they_are_the_same(kind: str, again: bool) -> None:
+    """Numbers of XLA's own generator depend on how they are sharded."""
+
+    def loss(p: Any, x: Any, key: Any) -> Any:
+        for k, one in enumerate(jax.random.split(key, 6)):
+            h = jnp.tanh(x @ p["w"][k])
+            x = x + jnp.where(jax.random.bernoulli(one, 0.5, h.shape), jnp.sin(h), h)
+        return jnp.sum(x**2)
+
+    params, x = arguments()
+    args = (params, x, jax.random.key(0, impl=kind))
+    step = jax.grad(loss)
+    function, lines = rematerialized(step, trace(step, args), args, "full")
+    assert lines
+    draws = [
+        [op.kind for op in trace(f, args).graph.ops].count("random_bits") for f in (step, function)
+    ]
+    assert draws == [6, 12 if again else 6]
+    expected, found = jax.jit(step)(*args), jax.jit(function)(*args)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("policy", ["some", -1, 0, True, float("inf"), float("nan"), None])
 def test_bad_policies(policy: Any) -> None:
     step, args = STEPS["scanned"], arguments()
