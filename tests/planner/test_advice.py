@@ -18,12 +18,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from costmodels import parse_cluster
 from planner import MemoryLimitError, make_plan
-from planner import planning as pipeline
 from planner.advice import least as least_module
 from planner.advice.batch import batch_leaves, growing
 from planner.advice.trials import grown
 from planner.graph.trace import trace
 from planner.planning import graph_rules
+from planner.planning import row as pipeline
 from planner.report.shortage import Holder, Relief, Shortage, shortage_text
 from planner.search import SEARCHES, ilp, read_iopddl
 from planner.search.local.memory_limit import least_memory
