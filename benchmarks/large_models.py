@@ -3,9 +3,9 @@
     python benchmarks/large_models.py [NAME ...]
 
 Each model is planned as it is written, without remat and without accumulation, at the batch of a
-known recipe: microbatches and remat are the search's. Beside it stands the recipe as its authors
-run it (FSDP over all devices, what they compute again, their microbatches), predicted by the same
-cost model with memory unlimited. Attention is the plain one for both.
+known recipe: microbatches and remat are the search's. Beside it stands a recipe of the kind that such models are run with (FSDP, at 405B with tensor
+parallelism; what is computed again, microbatches), predicted by the same cost model with memory
+unlimited: its peak says whether it would fit. Attention is the plain one for both.
 
 ``cpu`` is the planner's processor time, tracing included; ``gap`` is against the bound on the
 meshes of the recipe that was chosen. ``looks`` counts the recipes that were planned.
@@ -39,13 +39,15 @@ class Known:
     Attributes:
         model: sizes.
         cluster: devices.
-        microbatches, remat: the usual recipe, under FSDP over all devices.
+        microbatches, remat: the usual recipe.
+        mesh: its mesh; FSDP over all devices where it is empty.
     """
 
     model: llama.Config | decoders.GPT
     cluster: str
     microbatches: int
     remat: str
+    mesh: str = ""
 
 
 def gpt(layers: int, dim: int, heads: int, batch: int, vocab: int = 50368) -> decoders.GPT:
@@ -62,7 +64,9 @@ KNOWN = {
     "llama3.1-70b, 256 v6e": Known(
         dataclasses.replace(llama.SIZES["70b"], seq=8192, batch=512), "v6e:16x16", 1, "offload"
     ),
-    "llama3.1-405b, 16384 v5p": Known(llama.SIZES["405b"], "v5p:16x32x32", 1, "full"),
+    "llama3.1-405b, 16384 v5p": Known(
+        llama.SIZES["405b"], "v5p:16x32x32", 1, "full", "fsdp=2048,model=8"
+    ),
     "mpt-7b, 64 h100": Known(gpt(32, 4096, 32, 1024), "h100:8x8", 2, "none"),
     "mpt-30b, 64 h100": Known(gpt(48, 7168, 56, 1024), "h100:8x8", 2, "full"),
     "mpt-30b, 256 h100": Known(gpt(48, 7168, 56, 2048), "h100:8x32", 1, "full"),
@@ -86,7 +90,7 @@ def row(name: str, known: Known) -> list[str]:
     theirs = make_plan(
         step,
         *args,
-        mesh={"fsdp": devices},
+        mesh=known.mesh or {"fsdp": devices},
         zero=3,
         microbatches=known.microbatches,
         remat=known.remat,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Unpack
@@ -11,9 +12,7 @@ from typing import Any, ParamSpec, Unpack
 from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
-from planner.choose.meshes import (
-    scout_meshes,
-)
+from planner.choose.meshes import memory_floor, scout_meshes
 from planner.collector import paused
 from planner.errors import RequestError
 from planner.graph.trace import Traced, trace
@@ -30,6 +29,7 @@ from planner.recipes import (
 )
 from planner.remat.policy import NONE
 from planner.remat.rewrite import policies
+from planner.report.units import bytes_text
 from planner.request.marks import placed_mesh
 from planner.request.options import (
     Options,
@@ -38,7 +38,6 @@ from planner.request.options import (
     parse_request,
     takes_options,
 )
-from planner.step.analysis import ideal_s
 
 _Asked = ParamSpec("_Asked")
 
@@ -134,30 +133,39 @@ def _under(
     """The plan under the recipe that was asked for, or under the best of those left open."""
     rewriter = Rewriter(function, args)
 
-    def look(recipe: Recipe, known_s: float) -> Outcome[Row]:
+    def row_of(recipe: Recipe) -> Row:
         made = rewriter(recipe)
-        row = Row(trace(made, args), args, request, donate_argnums, made)
-        cost_s, fits = scout_meshes(row.step.quotient, row.step.pins, request, known_s)
+        return Row(trace(made, args), args, request, donate_argnums, made)
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
+        try:
+            row = row_of(recipe)
+            cost_s, fits = scout_meshes(row.step.quotient, row.step.pins, request, known_s)
+        except RequestError:  # such as a microbatch that traces to another program
+            return Outcome(math.inf, False, None)
         return Outcome(cost_s, fits, row)
 
-    made = rewriter(wish.recipe)
-    first = Row(trace(made, args), args, request, donate_argnums, made)
+    first = row_of(wish.recipe)
     if not wish.is_open or (not wish.always and first.fits):
         return first.planned(begun)
     counts, why = _counts(wish, rewriter)
     found = policies(rewriter.cut(wish.recipe.microbatches)[1]) if wish.open_remat else ()
     kept = (NONE, *found) if wish.open_remat else (wish.recipe.remat,)
-    least_s = ideal_s(first.step.quotient.whole, request.model, request.cluster.num_devices)
-    best, seen = search_recipes(counts, kept, look, lambda _: least_s)
+    best, seen = search_recipes(counts, kept, look)
     tried = (
         f"{len(seen)} of {len(counts) * len(kept)} recipes planned: "
         f"{' or '.join(map(str, counts))} microbatches, remat {', '.join(kept)}"
     )
     if why:
         tried += f"; no microbatches: {why}"
-    if best is None:
+    rows = {recipe: outcome.found for recipe, outcome in seen.items()}
+    picked = rows[best] if best is not None else None
+    if picked is None:
+        floors = [memory_floor(r.step.quotient, request) for r in rows.values() if r is not None]
+        if floors:
+            tried += f"; the least of them needs {bytes_text(min(floors))} or more"
         return first.planned(begun, tried)
-    planned = seen[best].found.planned(begun)
+    planned = picked.planned(begun)
     note = tried if wish.always else f"as it is, the step fits nowhere; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)

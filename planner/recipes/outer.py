@@ -47,7 +47,6 @@ class _Walk(Generic[T]):
     counts: Sequence[int]
     policies: Sequence[str]
     look: Look[T]
-    floor_s: Callable[[Recipe], float]
     seen: dict[Recipe, Outcome[T]] = field(default_factory=dict)
     best: Recipe | None = None
     best_s: float = math.inf
@@ -55,8 +54,6 @@ class _Walk(Generic[T]):
     def at(self, i: int, j: int) -> bool | None:
         """Look at a recipe: whether it is the best so far; None where it does not fit."""
         recipe = Recipe(self.counts[i], self.policies[j])
-        if self.best is not None and self.floor_s(recipe) * WORTH >= self.best_s:
-            return False
         if recipe not in self.seen:
             self.seen[recipe] = self.look(recipe, self.best_s / WORTH)
         found = self.seen[recipe]
@@ -90,7 +87,6 @@ def search_recipes(
     counts: Sequence[int],
     policies: Sequence[str],
     look: Look[T],
-    floor_s: Callable[[Recipe], float] = lambda _: 0.0,
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
@@ -98,13 +94,12 @@ def search_recipes(
         counts: numbers of microbatches, from the fewest.
         policies: of rematerialization, from what frees least.
         look: plans a recipe.
-        floor_s: seconds below which no plan of a recipe can be; saves looks.
 
     Returns:
         The best recipe (of equal ones the one that rewrites least), None where none fits; and all
         that were looked at.
     """
-    walk = _Walk(counts, policies, look, floor_s)
+    walk = _Walk(counts, policies, look)
     border: int | None = None
     for i in range(len(counts)):
         if border is None:

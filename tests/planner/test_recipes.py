@@ -124,9 +124,30 @@ def test_auto_looks_also_where_the_step_fits() -> None:
 
 
 def test_when_nothing_fits_the_error_says_what_was_tried() -> None:
-    with pytest.raises(MemoryLimitError, match=r"also tried: .* microbatches, remat none") as error:
+    said = r"also tried: .* microbatches, remat none.*; the least of them needs .* MB or more"
+    with pytest.raises(MemoryLimitError, match=said) as error:
         make_plan(layered, *LAYERS, cluster="h100:8", memory=1e6)
     assert error.value.least_bytes > 1e6
+
+
+def test_a_number_of_microbatches_that_traces_to_another_program_is_left_out() -> None:
+    """Of single examples this loss makes no mean; that is refused, and does not end the search."""
+
+    def loss(p: Any, x: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w[0]) @ w[1], None), x, p)
+        return jnp.mean(h**2) if x.shape[0] > 4 else jnp.sum(jnp.sin(h[0]))
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    args = (LAYERS[0], struct(32, 256))
+    with pytest.raises(RequestError):
+        make_plan(step, *args, cluster="h100:8", microbatches=8)
+    plain = make_plan(step, *args, cluster="h100:8")
+    plan = make_plan(step, *args, cluster="h100:8", microbatches="auto", remat="auto")
+    assert plan.prediction.step_s <= plain.prediction.step_s
+    with pytest.raises(MemoryLimitError, match="also tried"):
+        make_plan(step, *args, cluster="h100:8", memory=1e6)
 
 
 def test_a_coupled_step_is_rematerialized_and_not_cut() -> None:
