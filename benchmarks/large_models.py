@@ -3,9 +3,10 @@
     python benchmarks/large_models.py [NAME ...]
 
 Each model is planned as it is written, without remat and without accumulation, at the batch of a
-known recipe: microbatches and remat are the search's. Beside it stands a recipe of the kind that such models are run with (FSDP, at 405B with tensor
-parallelism; what is computed again, microbatches), predicted by the same cost model with memory
-unlimited: its peak says whether it would fit. Attention is the plain one for both.
+known recipe: microbatches and remat are the search's. Beside it stands a recipe of the kind that
+such models are run with (FSDP, at 405B with tensor parallelism; what is computed again,
+microbatches), predicted by the same cost model with memory unlimited: its peak says whether it
+would fit. Attention is the plain one for both.
 
 ``cpu`` is the planner's processor time, tracing included; ``gap`` is against the bound on the
 meshes of the recipe that was chosen. ``looks`` counts the recipes that were planned.
