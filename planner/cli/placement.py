@@ -86,6 +86,9 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
     check_options(options)
     loss = resolve_loss(target)
     merged = asked_options(options)
+    for name in ("microbatches", "remat"):
+        if name in merged:
+            raise RequestError(f"--placement plans several steps: --{name} is for a step alone")
     request = parse_request(**merged)
     with spinner(f"placing the parameters of {target} for {merged['cluster']} ..."):
         lookups = find_lookups(loss.function, loss.params, loss.batch)

@@ -190,15 +190,19 @@ def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
     return there_and_back + (3 + 2 * moments) * nbytes / SERVER_BYTES_PER_S
 
 
+OF_ONE_STEP = ("dump_problem", "confirm", "microbatches", "remat")
+"""Options that have no meaning where several steps are planned."""
+
+
 def placement_request(cluster: str | Cluster, door: str, options: Mapping[str, Any]) -> Request:
     """The request of a door that places parameters.
 
     Raises:
-        RequestError: as ``parse_request``; or ``dump_problem`` or ``confirm``: several steps are
-            planned, so there is no single problem to write or program to compile.
+        RequestError: as ``parse_request``; or one of ``OF_ONE_STEP``: several steps are planned, so
+            there is no single problem to write, program to compile or step to rewrite.
     """
     given = given_options(door, options)
-    for name in ("dump_problem", "confirm"):
+    for name in OF_ONE_STEP:
         if name in given:
             raise RequestError(
                 f"{door}: {name} is not supported, because several steps are planned; use "

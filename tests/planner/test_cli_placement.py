@@ -301,3 +301,11 @@ def test_it_starts_no_backend(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert [x["path"] for x in json.loads(result.stdout)["placement"]] == ["['embed']"]
+
+
+@pytest.mark.parametrize("flag", [("--microbatches", "2"), ("--remat", "full")])
+def test_recipes_are_for_one_step(
+    flag: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["inspect", EXAMPLE, "--placement", "auto", "--cluster", "cpu:8", *flag])
+    assert code == 2 and f"{flag[0]} is for a step alone" in capsys.readouterr().err
