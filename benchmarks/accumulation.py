@@ -1,4 +1,4 @@
-"""Microbatches from the plain step beside gradient accumulation written by hand, on 8 virtual CPUs.
+"""Microbatches from the plain step against manual gradient accumulation, on 8 virtual CPU devices.
 
     python benchmarks/accumulation.py [--parts 4] [--rounds 14]
 
@@ -25,7 +25,7 @@ from executor import parallelize
 MESHES = ("data=8", "data=4,model=2")
 
 
-def by_hand(gpt: Any, config: Any, parts: int) -> Any:
+def manual_step(gpt: Any, config: Any, parts: int) -> Any:
     """The step of ``examples/gpt.py`` with a loop over microbatches in it."""
     optimizer = optax.adamw(1e-3, weight_decay=0.01)
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, nnx.Rngs(0))))
@@ -63,13 +63,13 @@ def main() -> None:
     config = gpt.Config(batch=32)
     make_state, step, _ = gpt.build(config)
     batch = next(gpt.batches(config=config))
-    hand = by_hand(gpt, config, options.parts)
+    hand = manual_step(gpt, config, options.parts)
     entries: dict[tuple[str, str], list[Any]] = {}
     for mesh in MESHES:
         common: Any = {"donate_argnums": 0, "mesh": mesh}
         for name, run in (
             ("planned", parallelize(step, microbatches=options.parts, **common)),
-            ("by hand", parallelize(hand, microbatches=1, remat="none", **common)),
+            ("manual", parallelize(hand, microbatches=1, remat="none", **common)),
         ):
             state = make_state()
             for _ in range(2):
@@ -85,9 +85,9 @@ def main() -> None:
             entries[key][1], metrics = jax.block_until_ready(run(state, batch))
             times.append(time.perf_counter() - begun)
     for mesh in MESHES:
-        ours, theirs = (statistics.median(entries[mesh, n][2]) for n in ("planned", "by hand"))
+        ours, theirs = (statistics.median(entries[mesh, n][2]) for n in ("planned", "manual"))
         print(
-            f"{mesh}: {1e3 * ours:.1f} ms planned, {1e3 * theirs:.1f} by hand: {ours / theirs:.3f}"
+            f"{mesh}: {1e3 * ours:.1f} ms planned, {1e3 * theirs:.1f} manual: {ours / theirs:.3f}"
         )
 
 

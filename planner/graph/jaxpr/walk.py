@@ -32,8 +32,8 @@ REMAT = frozenset("remat remat2 checkpoint".split())
 """Calls whose body is computed again in the backward pass."""
 
 BARRIER = "optimization_barrier"
-"""The one operation that stands for as many as it has operands, in their order: it computes
-nothing, and one decision for values that have nothing in common would be one too few."""
+"""Counts as one operation per operand, in order: its operands may have unrelated shardings, so they
+must not share a group."""
 
 CUSTOM = frozenset(
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call "
