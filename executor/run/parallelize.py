@@ -188,16 +188,17 @@ class Parallelized:
         return CompiledStep(traced, plan, donate_argnums=bound.donated)
 
     def _tell(self, plan: Plan, options: Mapping[str, Any]) -> None:
-        """Say so where the step was rewritten though nobody asked for it."""
-        if "microbatches" in options or "remat" in options:
-            return
-        log.warning(
-            "%s: does not fit in device memory as it is; it runs in %s with remat %s "
-            "(microbatches=1, remat='none' turn that off)",
-            self.__name__,
-            "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches",
-            plan.remat,
-        )
+        """Warn where the step was rewritten in a respect that no option asks for."""
+        chosen = {"microbatches": plan.microbatches, "remat": plan.remat}
+        plain = {"microbatches": PLAIN.microbatches, "remat": PLAIN.remat}
+        unasked = {k: v for k, v in chosen.items() if k not in options and v != plain[k]}
+        if unasked:
+            log.warning(
+                "%s: does not fit in device memory as it is; it runs with %s (%s turns that off)",
+                self.__name__,
+                ", ".join(f"{k}={v!r}" for k, v in unasked.items()),
+                ", ".join(f"{k}={plain[k]!r}" for k in unasked),
+            )
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run one step; plans first when these shapes or static values are new."""

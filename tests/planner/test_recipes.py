@@ -172,6 +172,15 @@ def test_bad_numbers(value: Any) -> None:
 
 
 @pytest.mark.devices
+def test_a_choice_beside_an_option_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:
+    """Microbatches are given, remat is not: the search adds it, and a warning says so."""
+    run = parallelize(layered, cluster="cpu:8", mesh="data=8", memory=40e6, microbatches=2)
+    run.prepare(LAYERS[0], struct(8192, 256))
+    assert run.plan.microbatches == 2 and run.plan.remat != "none"
+    assert any("remat='" in r.message and "microbatches" not in r.message for r in caplog.records)
+
+
+@pytest.mark.devices
 def test_parallelize_says_that_it_rewrote_the_step(caplog: pytest.LogCaptureFixture) -> None:
     draw = np.random.default_rng(0).normal
     params = tuple(jnp.asarray(0.05 * draw(size=x.shape), jnp.float32) for x in LAYERS[0])
