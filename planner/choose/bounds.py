@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -69,6 +69,8 @@ class Field:
     ideal_s: float
     known_s: float = math.inf
     """Meshes that can't cost less are of no interest."""
+    bounds_s: Mapping[MeshSpec, float] = field(default_factory=dict)
+    """What meshes cost at least, where that is known beforehand."""
 
     def cheapest(self, scouts: Sequence[Scout]) -> float:
         """The cheapest choice that fits."""
@@ -87,12 +89,15 @@ class Field:
         return [s for s in scouts if s.choice and s.peak_bytes <= self.limit_bytes]
 
 
-def scouted(field: Field) -> list[Scout]:
-    """Bound every mesh in question and find choices."""
+def scouted(field: Field, numbers: Sequence[int] = (1, 2, 3)) -> list[Scout]:
+    """Bound every mesh in question of these numbers of axes and find choices."""
     done: list[Scout] = []
-    for axes in (1, 2, 3):
+    for axes in numbers:
         level = [m for m in field.meshes if max(1, sum(n > 1 for n in m[0].sizes)) == axes]
         simpler = min(field.simpler(done), field.known_s)
+        out = [m for m, _ in level if field.bounds_s.get(m, 0.0) >= simpler]
+        done += [Scout(_bare(field, m), field.bounds_s[m]) for m in out]
+        level = [m for m in level if m[0] not in out]
         for rank in sorted({len(mesh.sizes) for mesh, _ in level}):
             done += _family(field, [m for m in level if len(m[0].sizes) == rank], simpler)
         if field.margin * field.simpler(done) <= field.margin * field.ideal_s:

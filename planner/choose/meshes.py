@@ -23,11 +23,9 @@ from planner.search.problem import (
     evaluate,
     fits,
     make_solution,
-    profile_of,
 )
 from planner.search.registry import FAST, QUICK, WHOLE, solve
 from planner.search.relax.bound import lower_bound
-from planner.space.buffer import Port, in_pool
 from planner.spec import MeshSpec
 from planner.step.analysis import Analysis, ideal_s
 from planner.step.classes import Quotient
@@ -124,13 +122,13 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
     meshes = candidate_meshes(request, pins)
     if len(meshes) == 1 or not quotient.part.groups.groups:
         return (_settle(quotient, pins, request, meshes[0]),)
-    allowed = _allowed(quotient, pins, request, meshes)
+    allowed = allowed_meshes(quotient, pins, request, meshes)
     if not request.spreads:
         ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
         field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal)
-        tried = [_of_scout(s, request) for s in scouted(field)]
+        tried = [of_scout(s, request) for s in scouted(field)]
     else:
-        tried = [_attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
+        tried = [attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
     quick, few = request, len(quotient.whole.groups.groups) <= FEW
     if request.search in QUICK:
         quick = dataclasses.replace(
@@ -161,46 +159,6 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
         tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
     return tuple(tried)
-
-
-def scout_meshes(
-    quotient: Quotient, pins: Sequence[Pin], request: Request, known_s: float = math.inf
-) -> tuple[float, bool]:
-    """What a quick look finds, for comparing forms of a step: a fraction of the time of
-    ``search_meshes``, which may find something cheaper, or something that fits after all.
-
-    Args:
-        quotient, pins, request: as for ``search_meshes``.
-        known_s: what does not cost less is of no interest.
-
-    Returns:
-        The cost of the best plan found, infinite where none fits or is of interest; and whether it
-        may be the cost alone that is too high.
-    """
-    if memory_floor(quotient, request) > request.limit_bytes:
-        return math.inf, False
-    meshes = candidate_meshes(request, pins)
-    if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
-        best = choose(search_meshes(quotient, pins, request))[1]
-        return (best.cost_s if best.feasible else math.inf), best.feasible
-    allowed = _allowed(quotient, pins, request, meshes)
-    ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
-    field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal, known_s)
-    tried = [_of_scout(s, request) for s in scouted(field)]
-    best = choose(tried)[1]
-    found = [t for t in tried if t[1].choice]
-    if not best.feasible and found:
-        nearest = min(found, key=lambda t: t[1].peak_bytes)[0].mesh
-        best = _attempt(quotient, pins, request, nearest, FAST)[1]
-    return (best.cost_s if best.feasible else math.inf), best.feasible or not found
-
-
-def memory_floor(quotient: Quotient, request: Request) -> float:
-    """Bytes that every plan takes on some device: everything split over all devices."""
-    pool = in_pool(quotient.whole.buffers)
-    held = [b for b in pool if b.when is None and b.port is not Port.GATHERED]
-    profile = profile_of([b.start for b in held], [b.end for b in held], [b.nbytes for b in held])
-    return float(profile[1].max()) / request.cluster.num_devices + quotient.whole.scalar_bytes
 
 
 def _with_moment(tried: Tried) -> Tried:
@@ -236,7 +194,7 @@ def _better(found: Tried, scout: Tried) -> Tried:
     return found[0], dataclasses.replace(found[1], lower_bound_s=lower)
 
 
-def _allowed(
+def allowed_meshes(
     quotient: Quotient, pins: Sequence[Pin], request: Request, meshes: Sequence[MeshSpec]
 ) -> list[tuple[MeshSpec, Mapping[int, Mask]]]:
     """The meshes on which all pins hold, with what is left of their strategies.
@@ -256,7 +214,7 @@ def _allowed(
     return out
 
 
-def _of_scout(found: Scout, request: Request) -> Tried:
+def of_scout(found: Scout, request: Request) -> Tried:
     """A scouted mesh as one that was tried; without a choice it counts as infeasible."""
     scalars = found.priced.analysis.scalar_bytes
     peak = found.peak_bytes - scalars if found.choice else math.inf
@@ -338,21 +296,21 @@ def _settle(
     where that leaves a gap to an exact search, or does not fit: equal layers may have to differ."""
     name = FAST if request.search == PROPAGATION else request.search
     if name in WHOLE:
-        return _attempt(quotient, pins, request, mesh, name, whole=True)
-    found = _attempt(quotient, pins, request, mesh, FAST)
+        return attempt(quotient, pins, request, mesh, name, whole=True)
+    found = attempt(quotient, pins, request, mesh, FAST)
     enough = SAME - 1 if name == FAST else CLOSED
     if not request.spreads and found[1].gap > enough and found[1].choice:
         found = _better(found, _deeper(quotient, pins, request, mesh))
     if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
         return _named(found, request)
     if name != FAST:
-        other = _attempt(quotient, pins, request, mesh, name)
+        other = attempt(quotient, pins, request, mesh, name)
         found = min(_with_bound(other, found), _with_bound(found, other), key=_rank)
     solution = found[1]
     exact = name != FAST and solution.gap > CLOSED
     if not whole or found[0].problem.counts is None or (solution.feasible and not exact):
         return found
-    other = _attempt(quotient, pins, request, mesh, name, whole=True)
+    other = attempt(quotient, pins, request, mesh, name, whole=True)
     return min(_with_bound(other, found), _with_bound(found, other), key=_rank)
 
 
@@ -360,7 +318,7 @@ def _deeper(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: Mes
     """What more messages find on one mesh."""
     masks = allowed_masks(quotient, pins, request, mesh)
     one = Field(quotient.part, request.model, [(mesh, masks)], request.limit_bytes, SAME, 0.0)
-    return _of_scout(deepened(one), request)
+    return of_scout(deepened(one), request)
 
 
 def _with_bound(tried: Tried, other: Tried) -> Tried:
@@ -369,7 +327,7 @@ def _with_bound(tried: Tried, other: Tried) -> Tried:
     return tried[0], dataclasses.replace(tried[1], lower_bound_s=min(lower, tried[1].cost_s))
 
 
-def _attempt(
+def attempt(
     quotient: Quotient,
     pins: Sequence[Pin],
     request: Request,

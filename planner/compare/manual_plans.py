@@ -22,7 +22,7 @@ from planner.arguments.metadata import with_logical_axis_rules
 from planner.compare.difference import Difference, Exchange, Figure, Moved, Setting, difference
 from planner.errors import MemoryLimitError, PinError
 from planner.graph.ir import Graph
-from planner.graph.trace import Traced, trace
+from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.planning import plan_step, plan_traced
 from planner.recipes import Rewriter, parse_wish
@@ -211,8 +211,8 @@ class _Step:
     @staticmethod
     def under(rewriter: Rewriter, recipe: Recipe, donated: int | Sequence[int] | None) -> _Step:
         """The step under a recipe."""
-        function = rewriter(recipe)
-        return _Step(function, rewriter.args, trace(function, rewriter.args), donated)
+        function, traced = rewriter(recipe)
+        return _Step(function, rewriter.args, traced, donated)
 
     def planned(self, request: Request) -> Plan:
         begun, donated = time.perf_counter(), self.donate_argnums

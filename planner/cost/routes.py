@@ -216,6 +216,8 @@ def _misplaced(
 
 
 IntArray = NDArray[np.int64]
+MOST_CODES = 512
+"""Digits of one side up to which all pairs are tabulated."""
 
 
 def patterns(src: IntArray, dst: IntArray, rank: int) -> IntArray:
@@ -226,6 +228,25 @@ def patterns(src: IntArray, dst: IntArray, rank: int) -> IntArray:
         src, dst: [..., n] digits (see ``reshard``), broadcast against each other.
         rank: of the tensor.
     """
+    n = src.shape[-1]
+    base = rank + 2
+    if base**n > MOST_CODES:
+        return _patterns(src, dst, rank)
+    weights = base ** np.arange(n)
+    found: IntArray = _pattern_table(n, rank)[src @ weights, dst @ weights]
+    return found
+
+
+@lru_cache(maxsize=32)
+def _pattern_table(n: int, rank: int) -> IntArray:
+    """``patterns`` of every pair of digits, by their numbers to the base of ``rank`` + 2."""
+    base = rank + 2
+    every = np.arange(base**n)[:, None] // base ** np.arange(n) % base
+    return _patterns(every[:, None], every[None, :], rank)
+
+
+def _patterns(src: IntArray, dst: IntArray, rank: int) -> IntArray:
+    """See ``patterns``."""
     n = src.shape[-1]
     shape = np.broadcast_shapes(src.shape, dst.shape)
     pairs = [np.broadcast_to(x, shape)[..., k] for k in range(n) for x in (src, dst)]

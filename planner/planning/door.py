@@ -12,10 +12,10 @@ from typing import Any, ParamSpec, Unpack
 from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
-from planner.choose.meshes import memory_floor, scout_meshes
+from planner.choose.quick import free_bounds, memory_floor, scout_meshes
 from planner.collector import paused
 from planner.errors import RequestError
-from planner.graph.trace import Traced, trace
+from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
 from planner.plan.plan import Plan
 from planner.planning.row import Planned, Row
@@ -134,13 +134,15 @@ def _under(
     rewriter = Rewriter(function, args)
 
     def row_of(recipe: Recipe) -> Row:
-        made = rewriter(recipe)
-        return Row(trace(made, args), args, request, donate_argnums, made)
+        made, traced = rewriter(recipe)
+        return Row(traced, args, request, donate_argnums, made)
 
     def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
         try:
             row = row_of(recipe)
-            cost_s, fits = scout_meshes(row.step.quotient, row.step.pins, request, known_s)
+            cost_s, fits = scout_meshes(
+                row.step.quotient, row.step.pins, request, known_s, bounds_s
+            )
         except RequestError:  # such as a microbatch that traces to another program
             return Outcome(math.inf, False, None)
         return Outcome(cost_s, fits, row)
@@ -148,6 +150,7 @@ def _under(
     first = row_of(wish.recipe)
     if not wish.is_open or (not wish.always and first.fits):
         return first.planned(begun)
+    bounds_s = free_bounds(first.step.quotient, first.step.pins, request)
     counts, why = _counts(wish, rewriter)
     found = policies(rewriter.cut(wish.recipe.microbatches)[1]) if wish.open_remat else ()
     kept = (NONE, *found) if wish.open_remat else (wish.recipe.remat,)

@@ -15,11 +15,11 @@ from planner.arguments.metadata import rules_of
 from planner.choose.meshes import (
     Tried,
     choose,
-    memory_floor,
     runners_up,
     search_meshes,
     unfold,
 )
+from planner.choose.quick import memory_floor
 from planner.choose.thrift import thrifty
 from planner.cost.pricing import Priced
 from planner.debug.stage import Stage

@@ -28,10 +28,10 @@ class Rewriter:
             self._cuts[parts] = made, trace(made, self.args)
         return self._cuts[parts]
 
-    def __call__(self, recipe: Recipe) -> Callable[..., Any]:
-        """See ``rewritten``."""
+    def __call__(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
+        """The step under a recipe (see ``rewritten``), and its trace."""
         if recipe == recipe_of(self.function):
-            return self.function
+            return self.function, self.cut(1)[1]
         if recipe_of(self.function) != PLAIN:
             raise ValueError("this function is rewritten already, under another recipe")
         cut, traced = self.cut(recipe.microbatches)
@@ -43,7 +43,7 @@ class Rewriter:
 
         step.recipe = recipe  # type: ignore[attr-defined]
         step.recomputed = lines  # type: ignore[attr-defined]
-        return step
+        return step, traced if made is cut else trace(step, self.args)
 
 
 def rewritten(
@@ -54,7 +54,7 @@ def rewritten(
     Raises:
         NotExactError, RequestError: see ``microbatched`` and ``rematerialized``.
     """
-    return Rewriter(function, args)(recipe)
+    return Rewriter(function, args)(recipe)[0]
 
 
 def recipe_of(function: Any) -> Recipe:
