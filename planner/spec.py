@@ -10,6 +10,7 @@ divides that dimension.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,10 +187,16 @@ class Recipe:
     Attributes:
         microbatches: parts of the batch that run one after the other.
         remat: the policy of what is computed again, as ``planner.remat.policy.policy_text`` has it.
+        chunks: parts of the rows of large products (attention scores, logits) that are computed one
+            after the other.
     """
 
     microbatches: int = 1
     remat: str = "none"
+    chunks: int = 1
 
 
 PLAIN = Recipe()
+
+REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe))
+"""The options that a recipe is made of."""

@@ -212,6 +212,11 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             f"this plan computes parts of the forward pass again (remat {plan.remat}), which no "
             'exported module carries out; plan with remat="none"'
         )
+    if plan.chunks > 1:
+        raise RequestError(
+            f"this plan computes the rows of large products in {plan.chunks} chunks, which no "
+            "exported module carries out; plan with chunks=1"
+        )
     name = name if name.isidentifier() else "sharded"
     kinds = [plan.op_table[k].split("(", 1)[0] for k in plan.op_index]
     return "\n".join(

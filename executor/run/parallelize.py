@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections import OrderedDict
@@ -189,8 +190,7 @@ class Parallelized:
 
     def _tell(self, plan: Plan, options: Mapping[str, Any]) -> None:
         """Warn where the step was rewritten in a respect that no option asks for."""
-        chosen = {"microbatches": plan.microbatches, "remat": plan.remat}
-        plain = {"microbatches": PLAIN.microbatches, "remat": PLAIN.remat}
+        chosen, plain = dataclasses.asdict(plan.recipe), dataclasses.asdict(PLAIN)
         unasked = {k: v for k, v in chosen.items() if k not in options and v != plain[k]}
         if unasked:
             log.warning(

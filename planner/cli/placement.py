@@ -22,6 +22,7 @@ from planner.graph.trace import abstract
 from planner.placement.choice import AUTO, Placement, parse_placement, place_and_plan
 from planner.planning import Planned
 from planner.request.options import parse_request
+from planner.spec import REWRITINGS
 
 _RULE = re.compile(r"(.*?)=(\w+)(?:,|$)", re.DOTALL)
 
@@ -86,7 +87,7 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
     check_options(options)
     loss = resolve_loss(target)
     merged = asked_options(options)
-    for name in ("microbatches", "remat"):
+    for name in REWRITINGS:
         if name in merged:
             raise RequestError(f"--placement plans several steps: --{name} is for a step alone")
     request = parse_request(**merged)

@@ -39,7 +39,7 @@ from planner.request.pins import axis_names
 from planner.request.sequence_parallel import batch_inputs, sequences
 from planner.request.state import StateRequest, find_state
 from planner.search.registry import FAST
-from planner.spec import MeshSpec, Recipe
+from planner.spec import REWRITINGS, MeshSpec, Recipe
 
 __all__ = [
     "Candidate",
@@ -178,7 +178,7 @@ def compare(
     for policy in (FULL, DOTS) if recipe.remat != NONE and asked.mode == "AUTO_PARALLEL" else ():
         if policy != recipe.remat:
             progress(f"remat {policy}")
-            other = Recipe(recipe.microbatches, policy)
+            other = dataclasses.replace(recipe, remat=policy)
             what = f"the plan of mode {asked.mode}{_recipe_text(other)}"
             again = _Step.under(rewriter, other, donate_argnums)
             out.append(_candidate(again, f"remat {policy}", what, asked))
@@ -230,13 +230,13 @@ def _recipe(
 ) -> Recipe:
     """The recipe of the chosen plan; the plain one where nothing fits. Takes what was asked about
     recipes out of ``given``."""
-    asked = {name: given.pop(name) for name in ("microbatches", "remat") if name in given}
+    asked = {name: given.pop(name) for name in REWRITINGS if name in given}
     try:
         plan = plan_step(
             function, *args, cluster=cluster, donate_argnums=donate_argnums, **asked, **given
         ).plan
     except (MemoryLimitError, PinError):
-        wish = parse_wish(asked.get("microbatches"), asked.get("remat"), function, False)
+        wish = parse_wish(asked, function, False)
         return wish.recipe
     return plan.recipe
 
@@ -245,6 +245,8 @@ def _recipe_text(recipe: Recipe) -> str:
     parts = [] if recipe.microbatches == 1 else [f"{recipe.microbatches} microbatches"]
     if recipe.remat != NONE:
         parts.append(f"remat {recipe.remat}")
+    if recipe.chunks > 1:
+        parts.append(f"{recipe.chunks} chunks")
     return f" ({', '.join(parts)})" if parts else ""
 
 

@@ -43,6 +43,7 @@ from planner.request.options import (
     takes_options,
 )
 from planner.space.decisions.host_memory import WORTH
+from planner.spec import REWRITINGS
 
 SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
 """Where a parameter lies: sharded over the devices; on servers, by rows; on servers, pulled and
@@ -190,7 +191,7 @@ def served_seconds(cluster: Cluster, nbytes: float, moments: int) -> float:
     return there_and_back + (3 + 2 * moments) * nbytes / SERVER_BYTES_PER_S
 
 
-OF_ONE_STEP = ("dump_problem", "confirm", "microbatches", "remat")
+OF_ONE_STEP = ("dump_problem", "confirm", *REWRITINGS)
 """Options that have no meaning where several steps are planned."""
 
 

@@ -24,7 +24,8 @@ from planner.graph.ir import SCALAR, Graph
 from planner.plan.compiled.confirmed import Confirmation
 from planner.plan.compiled.lowering import PLAIN, Lowering
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
-from planner.spec import MeshSpec, Recipe, Sharding
+from planner.spec import PLAIN as PLAIN_RECIPE
+from planner.spec import REWRITINGS, MeshSpec, Recipe, Sharding
 
 FORMAT = "meshwright-plan-1"
 LARGEST = 256 * MIB
@@ -213,12 +214,16 @@ class Plan:
     """The policy of what is computed again in the backward pass (``planner.remat.policy``)."""
     recomputed: tuple[str, ...] = ()
     """What that is, a line for each kind of block. Both are left out where there is nothing."""
+    chunks: int = 1
+    """Parts of the rows of large products that are computed one after the other."""
+    chunked: tuple[str, ...] = ()
+    """Which products, a line for each. Both are left out where there are none."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
     def recipe(self) -> Recipe:
         """How the step is rewritten."""
-        return Recipe(self.microbatches, self.remat)
+        return Recipe(**{name: getattr(self, name) for name in REWRITINGS})
 
     @property
     def digest(self) -> str:
@@ -368,6 +373,8 @@ _UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "ho
 _UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0}
 """Fields that stand in the text only where they differ from this."""
 
+_LEFT_OUT = {**dataclasses.asdict(PLAIN_RECIPE), "recomputed": [], "chunked": []}
+"""Fields that the JSON has only where they are not these."""
 _EXACT = frozenset(
     "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()
 )
@@ -395,7 +402,7 @@ def _dump(plain: dict[str, Any]) -> str:
     for key, value in plain.items():
         if key in ("decisions", "apart", "confirmed", "compiler_options") and not value:
             continue
-        if (key, value) in (("microbatches", 1), ("remat", "none"), ("recomputed", [])):
+        if key in _LEFT_OUT and value == _LEFT_OUT[key]:
             continue
         if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
             items = ",\n".join("    " + json.dumps(v) for v in value)

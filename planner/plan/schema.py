@@ -225,6 +225,8 @@ _PLAN = record(
     microbatches=whole(1),
     remat=LINE,
     recomputed=many(LINE),
+    chunks=whole(1),
+    chunked=many(LINE),
 )
 
 

@@ -13,6 +13,7 @@ from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.choose.quick import free_bounds, memory_floor, scout_meshes
+from planner.chunks.rewrite import chunks_worth
 from planner.collector import paused
 from planner.errors import RequestError
 from planner.graph.trace import Traced
@@ -26,6 +27,7 @@ from planner.recipes import (
     Wish,
     parse_wish,
     search_recipes,
+    without_chunks,
 )
 from planner.remat.policy import NONE
 from planner.remat.rewrite import policies
@@ -38,6 +40,7 @@ from planner.request.options import (
     parse_request,
     takes_options,
 )
+from planner.spec import REWRITINGS
 
 _Asked = ParamSpec("_Asked")
 
@@ -79,13 +82,13 @@ def plan_step(
     """
     begun = time.perf_counter()
     asked = given_options("make_plan", options)
-    parts, remat = asked.pop("microbatches", None), asked.pop("remat", None)
+    rewriting = {name: asked.pop(name, None) for name in REWRITINGS}
     bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
     rules = asked.pop("logical_axis_rules", None)
     function, args = with_logical_axis_rules(bound.function, rules), bound.args
     asked.setdefault("mesh", placed_mesh(args, cluster))
     request = parse_request(cluster, **asked)
-    wish = parse_wish(parts, remat, function, request.mode == "AUTO_PARALLEL")
+    wish = parse_wish(rewriting, function, request.mode == "AUTO_PARALLEL")
     with paused():
         return _under(wish, function, args, request, donate_argnums, begun)
 
@@ -148,16 +151,20 @@ def _under(
         return Outcome(cost_s, fits, row)
 
     first = row_of(wish.recipe)
-    if not wish.is_open or (not wish.always and first.fits):
+    if not wish.open or (not wish.always and first.fits):
         return first.planned(begun)
     bounds_s = free_bounds(first.step.quotient, first.step.pins, request)
     counts, why = _counts(wish, rewriter)
-    found = policies(rewriter.cut(wish.recipe.microbatches)[1]) if wish.open_remat else ()
-    kept = (NONE, *found) if wish.open_remat else (wish.recipe.remat,)
-    best, seen = search_recipes(counts, kept, look)
+    plain = rewriter.cut(wish.recipe.microbatches)[1]
+    found = policies(plain) if "remat" in wish.open else ()
+    kept = (NONE, *found) if "remat" in wish.open else (wish.recipe.remat,)
+    chunks = chunks_worth(plain) if "chunks" in wish.open else wish.recipe.chunks
+    best, seen = search_recipes(counts, kept, chunks, look)
+    if chunks > 1 and "chunks" in wish.open:
+        best, seen = without_chunks(counts, kept, best, seen, look)
     tried = (
-        f"{len(seen)} of {len(counts) * len(kept)} recipes planned: "
-        f"{' or '.join(map(str, counts))} microbatches, remat {', '.join(kept)}"
+        f"{len(seen)} recipes planned: {' or '.join(map(str, counts))} microbatches, "
+        f"remat {', '.join(kept)}, {' or '.join(map(str, sorted({r.chunks for r in seen})))} chunks"
     )
     if why:
         tried += f"; no microbatches: {why}"
@@ -177,7 +184,7 @@ def _under(
 def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:
     """Numbers of microbatches to try, and why there are no more than one."""
     given = wish.recipe.microbatches
-    if not wish.open_microbatches:
+    if "microbatches" not in wish.open:
         return (given,), ""
     try:
         size = batch_size(rewriter.cut(1)[1])

@@ -32,6 +32,7 @@ from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
 from planner.planning.prepare import Prepared, fallbacks, prepared
 from planner.recipes import (
+    chunked_of,
     recipe_of,
     recomputed_of,
 )
@@ -112,6 +113,8 @@ class Row:
             microbatches=made.microbatches,
             remat=made.remat,
             recomputed=recomputed_of(self.function),
+            chunks=made.chunks,
+            chunked=chunked_of(self.function),
         )
         planned = dataclasses.replace(planned, plan=plan)
         if self.request.confirm:

@@ -9,6 +9,7 @@ what takes less memory may fit on a better mesh: neighbors are looked at while t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ Look = Callable[[Recipe, float], Outcome[T]]
 class _Walk(Generic[T]):
     counts: Sequence[int]
     policies: Sequence[str]
+    chunks: int
     look: Look[T]
     seen: dict[Recipe, Outcome[T]] = field(default_factory=dict)
     best: Recipe | None = None
@@ -53,7 +55,7 @@ class _Walk(Generic[T]):
 
     def at(self, i: int, j: int) -> bool | None:
         """Look at a recipe: whether it is the best so far; None where it does not fit."""
-        recipe = Recipe(self.counts[i], self.policies[j])
+        recipe = Recipe(self.counts[i], self.policies[j], self.chunks)
         if recipe not in self.seen:
             self.seen[recipe] = self.look(recipe, self.best_s / WORTH)
         found = self.seen[recipe]
@@ -86,6 +88,7 @@ class _Walk(Generic[T]):
 def search_recipes(
     counts: Sequence[int],
     policies: Sequence[str],
+    chunks: int,
     look: Look[T],
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
@@ -93,23 +96,51 @@ def search_recipes(
     Args:
         counts: numbers of microbatches, from the fewest.
         policies: of rematerialization, from what frees least.
+        chunks: of all of them.
         look: plans a recipe.
 
     Returns:
         The best recipe (of equal ones the one that rewrites least), None where none fits; and all
         that were looked at.
     """
-    walk = _Walk(counts, policies, look)
+    walk = _Walk(counts, policies, chunks, look)
+    _go(walk)
+    return walk.best, walk.seen
+
+
+def without_chunks(
+    counts: Sequence[int],
+    policies: Sequence[str],
+    best: Recipe | None,
+    seen: dict[Recipe, Outcome[T]],
+    look: Look[T],
+) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
+    """The better of the best recipe with chunks and of those without. Chunks free more memory than
+    they cost time where scores are large, so recipes without are walked through only where nothing
+    fits with them, or the best one does without, and is not slower."""
+    walk = _Walk(counts, policies, 1, look, dict(seen))
+    if best is not None:
+        plain = dataclasses.replace(best, chunks=1)
+        walk.seen[plain] = found = look(plain, WORTH * seen[best].cost_s)
+        if found.cost_s > seen[best].cost_s:
+            return best, walk.seen
+    _go(walk)
+    if walk.best is None or (best is not None and seen[best].cost_s < walk.best_s):
+        return best, walk.seen
+    return walk.best, walk.seen
+
+
+def _go(walk: _Walk[T]) -> None:
+    """Walk along the border of what fits."""
     border: int | None = None
-    for i in range(len(counts)):
+    for i in range(len(walk.counts)):
         if border is None:
             border = walk.first_fit(i)
             if border is not None:
                 k = border + 1
-                while k < len(policies) and walk.at(i, k):
+                while k < len(walk.policies) and walk.at(i, k):
                     k += 1
         elif border > 0:
             border = walk.down(i, border)
         if border == 0:
             break
-    return walk.best, walk.seen

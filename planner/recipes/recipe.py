@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from planner.chunks.rewrite import chunked, scores
 from planner.graph.trace import Traced, abstract, trace
 from planner.microbatch.rewrite import microbatched
 from planner.remat.policy import policy_text
@@ -35,21 +36,26 @@ class Rewriter:
         if recipe_of(self.function) != PLAIN:
             raise ValueError("this function is rewritten already, under another recipe")
         cut, traced = self.cut(recipe.microbatches)
-        made, lines = rematerialized(cut, traced, self.args, policy_text(recipe.remat))
+        never = scores if recipe.chunks > 1 else None
+        kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
+        traced = traced if kept is cut else trace(kept, self.args)
+        made, chunks = chunked(kept, traced, self.args, recipe.chunks)
 
         @functools.wraps(self.function)
         def step(*args: Any) -> Any:
             return made(*args)
 
         step.recipe = recipe  # type: ignore[attr-defined]
-        step.recomputed = lines  # type: ignore[attr-defined]
-        return step, traced if made is cut else trace(step, self.args)
+        step.recomputed = again  # type: ignore[attr-defined]
+        step.chunked = chunks  # type: ignore[attr-defined]
+        return step, traced if made is kept else trace(step, self.args)
 
 
 def rewritten(
     function: Callable[..., Any], args: Sequence[Any], recipe: Recipe
 ) -> Callable[..., Any]:
-    """The step under a recipe: cut into microbatches, then each of these rematerialized.
+    """The step under a recipe: cut into microbatches, each of these rematerialized, then
+    its large products in chunks.
 
     Raises:
         NotExactError, RequestError: see ``microbatched`` and ``rematerialized``.
@@ -61,6 +67,11 @@ def recipe_of(function: Any) -> Recipe:
     """Under which recipe ``rewritten`` made a function."""
     found = getattr(function, "recipe", PLAIN)
     return found if isinstance(found, Recipe) else PLAIN
+
+
+def chunked_of(function: Any) -> tuple[str, ...]:
+    """What a function of ``rewritten`` computes in chunks, a line for each product."""
+    return tuple(getattr(function, "chunked", ()))
 
 
 def recomputed_of(function: Any) -> tuple[str, ...]:

@@ -1,15 +1,15 @@
-"""What was asked of microbatches and rematerialization."""
+"""What was asked of microbatches, rematerialization and chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from planner.errors import RequestError
 from planner.recipes.recipe import recipe_of
 from planner.remat.policy import NONE, policy_text
-from planner.spec import Recipe
+from planner.spec import PLAIN, REWRITINGS, Recipe
 
 AUTO = "auto"
 
@@ -20,28 +20,21 @@ class Wish:
 
     Attributes:
         recipe: what is given; for what is open, the plain step's.
-        open_microbatches, open_remat: whether the search may choose them.
+        open: the names of what the search may choose.
         always: whether it is to look for something better than the plain step also where that
             fits (``"auto"``), not only where no plan of the plain step does.
     """
 
     recipe: Recipe
-    open_microbatches: bool
-    open_remat: bool
+    open: frozenset[str]
     always: bool
 
-    @property
-    def is_open(self) -> bool:
-        """Whether anything is left to the search."""
-        return self.open_microbatches or self.open_remat
 
-
-def parse_wish(microbatches: Any, remat: Any, function: Callable[..., Any], searches: bool) -> Wish:
-    """Check and parse ``microbatches=`` and ``remat=``.
+def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches: bool) -> Wish:
+    """Check and parse ``microbatches=``, ``remat=`` and ``chunks=``.
 
     Args:
-        microbatches: a number, ``"auto"``, or None: 1 where that fits.
-        remat: a policy, ``"auto"``, or None: ``"none"`` where that fits.
+        asked: by name, a number or a policy, ``"auto"``, or None: the plain step's where that fits.
         function: the step; one that is rewritten already keeps its recipe.
         searches: whether what is None may be searched if nothing fits.
 
@@ -49,26 +42,28 @@ def parse_wish(microbatches: Any, remat: Any, function: Callable[..., Any], sear
         RequestError: a value that has no meaning.
     """
     made = recipe_of(function)
-    if made != Recipe():
-        return Wish(made, False, False, False)
-    parts = 1
-    if isinstance(microbatches, str) and microbatches != AUTO:
-        try:
-            parts = int(microbatches)
-        except ValueError:
-            raise _no_number(microbatches) from None
-    elif microbatches not in (None, AUTO):
-        parts = microbatches
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise _no_number(microbatches)
-    policy = NONE if remat in (None, AUTO) else policy_text(remat)
-    return Wish(
-        Recipe(parts, policy),
-        microbatches == AUTO or (microbatches is None and searches),
-        remat == AUTO or (remat is None and searches),
-        AUTO in (microbatches, remat),
+    if made != PLAIN:
+        return Wish(made, frozenset(), False)
+    remat = asked.get("remat")
+    recipe = Recipe(
+        _number("microbatches", asked.get("microbatches")),
+        NONE if remat in (None, AUTO) else policy_text(remat),
+        _number("chunks", asked.get("chunks")),
     )
+    values = {name: asked.get(name) for name in REWRITINGS}
+    left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
+    return Wish(recipe, frozenset(left), AUTO in values.values())
 
 
-def _no_number(value: Any) -> RequestError:
-    return RequestError(f"microbatches={value!r}: expected a whole number from 1 on, or auto")
+def _number(name: str, value: Any) -> int:
+    if value in (None, AUTO):
+        return 1
+    error = RequestError(f"{name}={value!r}: expected a whole number from 1 on, or auto")
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            raise error from None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise error
+    return value

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from planner.graph.flat import Call, FlatJaxpr, nbytes, run_behind
 from planner.graph.labels.blocks import blocks_of
-from planner.remat.flat import Call, FlatJaxpr, nbytes, run_behind
 from planner.remat.frontier import Block, Cut, cut
 from planner.remat.policy import FULL, parse_policy
 from planner.remat.sites import Site, Sites, common_line, pays, to_device, to_host
@@ -27,6 +27,7 @@ def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> Flat
     """Repeated blocks of the forward pass rewritten, cut where least crosses; ``skip``: calls that
     are left as they are."""
     readers = flat.readers()
+    never = sites.never(flat) if sites.policy.flop_per_byte else frozenset()
     rewriting = _Rewriting(flat, readers, flat.values, sites.policy.on_host)
     taken = set(skip)
     for repeated in blocks_of(np.array(flat.codes(), np.int64)):
@@ -39,7 +40,9 @@ def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> Flat
         cuts = _whole(flat, cuts, repeated.length, taken)
         taken.update(range(cuts[0], cuts[-1]))
         parts = [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]
-        done = [(part, block := _block(flat, part, readers), sites.cut(block)) for part in parts]
+        done = [
+            (part, block := _block(flat, part, readers, never), sites.cut(block)) for part in parts
+        ]
         part, block, made = done[len(done) // 2]
         what = f"each of {repeated.count} equal blocks at {common_line(block.calls)}"
         sites.found.append(Site(what, repeated.count, block, made))
@@ -49,7 +52,12 @@ def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> Flat
     return rewriting.done()
 
 
-def _block(flat: FlatJaxpr, part: range, readers: Sequence[Sequence[int]]) -> Block:
+def _block(
+    flat: FlatJaxpr,
+    part: range,
+    readers: Sequence[Sequence[int]],
+    never: frozenset[int] = frozenset(),
+) -> Block:
     """Values that the forward pass reads elsewhere stay; those that only the backward pass reads
     are wanted."""
     outputs = {v for v in flat.outputs if isinstance(v, int)}
@@ -62,7 +70,9 @@ def _block(flat: FlatJaxpr, part: range, readers: Sequence[Sequence[int]]) -> Bl
                 held.add(value)
             elif back:
                 wanted.add(value)
-    return Block(flat.calls[part.start : part.stop], frozenset(wanted), {}, frozenset(held))
+    never &= wanted
+    calls = flat.calls[part.start : part.stop]
+    return Block(calls, frozenset(wanted), {}, frozenset(held), never)
 
 
 @dataclass(eq=False)

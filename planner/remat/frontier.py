@@ -17,13 +17,15 @@ from typing import Any
 import networkx as nx
 
 from planner import compat
+from planner.graph.flat import Call, nbytes
 from planner.graph.jaxpr.walk import Body, called, loop_of
-from planner.remat.flat import Call, nbytes
 from planner.remat.policy import Policy
 
 ELEMENT_FLOP = 16.0
 """Flop per byte of result that an operation other than a product counts for: its time is that of
 memory, and most of it is absorbed by the kernels around."""
+LEAST_PRICE = 1e-3
+"""Flop per byte where nothing is to be done again but for what must not be kept."""
 _SOURCE, _SINK = "source", "sink"
 
 
@@ -36,12 +38,14 @@ class Block:
         wanted: values that the backward pass reads, and that nothing else holds.
         entries: values from outside that would have to be kept for it, with their bytes.
         held: values made in it that stay in memory anyway.
+        never: values that are not to be kept at any price.
     """
 
     calls: Sequence[Call]
     wanted: frozenset[int]
     entries: Mapping[int, int]
     held: frozenset[int]
+    never: frozenset[int] = frozenset()
 
     @property
     def bytes_now(self) -> int:
@@ -67,7 +71,7 @@ class Block:
             )
             for c in self.calls
         )
-        marks = (sorted(map(of, s)) for s in (self.wanted, self.held))
+        marks = (sorted(map(of, s)) for s in (self.wanted, self.held, self.never & number.keys()))
         entries = sorted((of(v), n) for v, n in self.entries.items())
         return calls, tuple(map(tuple, marks)), tuple(entries)
 
@@ -91,7 +95,8 @@ class Cut:
 def cut(block: Block, policy: Policy) -> Cut:
     """The cheapest values to keep under a policy."""
     sizes, costs = _sizes(block), [_cost(c) for c in block.calls]
-    if policy.flop_per_byte <= 0.0 or not block.wanted:
+    price = policy.flop_per_byte or (LEAST_PRICE if block.never & block.wanted else 0.0)
+    if not price or not block.wanted:
         kept = frozenset(v for v in block.wanted if v not in block.held)
         return Cut(kept, (), sum(sizes[v] for v in kept), 0.0)
     net = nx.DiGraph()
@@ -100,11 +105,13 @@ def cut(block: Block, policy: Policy) -> Cut:
     for v in sorted(maker.keys() | block.entries.keys()):
         if v not in block.held:
             above: Any = ("op", maker[v]) if v in maker else _SOURCE
-            net.add_edge(above, ("value", v), capacity=max(sizes[v], 1))
+            room = {} if v in block.never else {"capacity": max(sizes[v], 1)}
+            net.add_edge(above, ("value", v), **room)
     for k, call in enumerate(block.calls):
-        stays = _stays(call) or (not policy.products and is_product(call.eqn))
-        price = {} if stays else {"capacity": round(costs[k] / policy.flop_per_byte)}
-        net.add_edge(_SOURCE, ("op", k), **price)
+        fixed = not policy.products and not block.never.intersection(call.outs)
+        stays = _stays(call) or (fixed and is_product(call.eqn))
+        room = {} if stays else {"capacity": round(costs[k] / price)}
+        net.add_edge(_SOURCE, ("op", k), **room)
         for v in {v for v in call.ins if isinstance(v, int)}:
             if (v in maker or v in block.entries) and v not in block.held:
                 net.add_edge(("value", v), ("op", k))

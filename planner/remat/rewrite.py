@@ -22,12 +22,12 @@ from typing import Any
 
 import jax
 
+from planner.graph.flat import FlatJaxpr, Run, execute, flatten, looped
 from planner.graph.trace import Traced, abstract, trace
 from planner.remat.blocks import repeated_blocks
-from planner.remat.flat import FlatJaxpr, Run, execute, flatten
 from planner.remat.frontier import cut
 from planner.remat.policy import FULL, NONE, PRICES, Policy, parse_policy
-from planner.remat.scans import looped, paired_scans
+from planner.remat.scans import paired_scans
 from planner.remat.sites import Site, Sites, pays, site_text
 
 KEEP_NOTHING = parse_policy(FULL)
@@ -56,14 +56,21 @@ class Rematerialized:
         return tuple(dict.fromkeys(site_text(s) for s in self.sites if pays(s.block, s.cut)))
 
 
-def recomputed(traced: Traced, policy: Policy = KEEP_NOTHING) -> Rematerialized | None:
+Never = Callable[[FlatJaxpr], frozenset[int]]
+"""Values of a program that must not wait for the backward pass."""
+
+
+def recomputed(
+    traced: Traced, policy: Policy = KEEP_NOTHING, never: Never | None = None
+) -> Rematerialized | None:
     """The step under a policy; None where no loop body or block leaves anything to compute again.
 
     Args:
         traced: the step.
         policy: what is computed again.
+        never: what is computed again under every policy.
     """
-    sites = Sites(policy)
+    sites = Sites(policy) if never is None else Sites(policy, never)
     run = _rewritten(flatten(traced.jaxpr), sites)
     if not any(pays(s.block, s.cut) for s in sites.found):
         return None
@@ -75,7 +82,11 @@ def recomputed(traced: Traced, policy: Policy = KEEP_NOTHING) -> Rematerialized 
 
 
 def rematerialized(
-    function: Callable[..., Any], traced: Traced, args: Sequence[Any], policy: str
+    function: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    policy: str,
+    never: Never | None = None,
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """A step that computes what ``function`` does, with a policy's parts of it done again.
 
@@ -84,6 +95,7 @@ def rematerialized(
         traced: what it is for ``args``.
         args: its arguments, or ShapeDtypeStructs.
         policy: see ``planner.remat.policy``.
+        never: what is computed again under every policy.
 
     Returns:
         A function of the same arguments (those of other shapes are rewritten anew), and a line for
@@ -93,11 +105,11 @@ def rematerialized(
         RequestError: there is no such policy.
     """
     asked = parse_policy(policy)
-    if policy == NONE:
+    if policy == NONE and never is None:
         return function, ()
 
     def made(traced: Traced) -> Rematerialized:
-        return recomputed(traced, asked) or Rematerialized((), function)
+        return recomputed(traced, asked, never) or Rematerialized((), function)
 
     known = {_shapes(args): made(traced)}
 
@@ -111,16 +123,18 @@ def rematerialized(
     def step(*args: Any) -> Any:
         return rewritten(args).function(*args)
 
-    return step, rewritten(args).lines
+    lines = rewritten(args).lines
+    return (step, lines) if lines else (function, ())
 
 
-def policies(traced: Traced) -> tuple[str, ...]:
+def policies(traced: Traced, never: Never | None = None) -> tuple[str, ...]:
     """Policies that keep different values, from what frees least to ``FULL``; none where nothing
     can be computed again.
 
     The prices in between are those of ``PRICES`` at which some block changes what it keeps.
     """
-    sites = Sites(parse_policy(NONE))
+    asked = parse_policy(NONE)
+    sites = Sites(asked) if never is None else Sites(asked, never)
     _rewritten(flatten(traced.jaxpr), sites)
     blocks = [s.block for s in sites.found]
 

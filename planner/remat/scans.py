@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from planner import compat
+from planner.graph.flat import Call, FlatJaxpr, flatten, nbytes, scan
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
-from planner.remat.flat import Call, FlatJaxpr, Run, flatten, nbytes
 from planner.remat.frontier import Block, Cut
 from planner.remat.sites import Site, Sites, pays, to_device, to_host
 
@@ -33,7 +32,7 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
             continue
         paired |= {at, partner}
         body = flatten(call.eqn.params["jaxpr"])
-        block = _block(call, body, dropped)
+        block = _block(call, body, dropped, sites.never(body))
         made = sites.cut(block)
         what = f"the body of the scan at {user_line(call.eqn) or 'an unknown line'}"
         sites.found.append(Site(what, int(call.eqn.params["length"]), block, made))
@@ -75,7 +74,7 @@ def _partner(
     return best, frozenset(by_reader[best])
 
 
-def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int]) -> Block:
+def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int], never: frozenset[int]) -> Block:
     """One turn of the forward scan: its carries could be stacked in place of results."""
     loop = loop_of(call.eqn)
     _, carries, _ = loop.split(body.inputs)
@@ -87,7 +86,8 @@ def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int]) -> Block:
         for v, o in zip(call.outs, body.outputs, strict=True)
         if v in dropped and isinstance(o, int)
     }
-    return Block(body.calls, frozenset(wanted & (made | entries.keys())), entries, frozenset())
+    wanted &= made | entries.keys()
+    return Block(body.calls, frozenset(wanted), entries, frozenset(), never)
 
 
 def _forward(
@@ -160,34 +160,3 @@ def _backward(
 
     ins = (*consts, *carries, *left, *f_consts, *f_rows, *stacks)
     return Call(call.eqn, ins, call.outs, run, call.backward)
-
-
-def looped(eqn: Any, inner: Run) -> Run:
-    """A scan with another body of the same operands and results."""
-    loop = loop_of(eqn)
-
-    def run(values: Sequence[Any]) -> list[Any]:
-        consts, first, rows = loop.split(values)
-
-        def once(carry: Any, xs: Any) -> Any:
-            results = inner([*consts, *carry, *xs])
-            return results[: loop.carries], results[loop.carries :]
-
-        carry, ys = scan(eqn, once, first, rows)
-        return [*carry, *ys]
-
-    return run
-
-
-def scan(eqn: Any, once: Any, first: list[Any], rows: Any) -> Any:
-    """``jax.lax.scan`` with the parameters of an equation."""
-    params = eqn.params
-    with compat.provenance(eqn):
-        return jax.lax.scan(
-            once,
-            first,
-            rows,
-            length=params["length"],
-            reverse=bool(params["reverse"]),
-            unroll=params.get("unroll", 1),
-        )

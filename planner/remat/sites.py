@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from planner.graph.flat import Call, FlatJaxpr
 from planner.graph.jaxpr.places import user_lines
-from planner.remat.flat import Call
 from planner.remat.frontier import Block, Cut, cut, is_product
 from planner.remat.policy import Policy
 
@@ -37,6 +37,8 @@ class Sites:
     """Cuts blocks under one policy and writes down what it met; equal blocks are cut once."""
 
     policy: Policy
+    never: Callable[[FlatJaxpr], frozenset[int]] = lambda flat: frozenset()
+    """Values of a program that must not be kept."""
     found: list[Site] = field(default_factory=list)
     known: dict[Any, tuple[Block, Cut]] = field(default_factory=dict)
 

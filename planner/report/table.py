@@ -104,7 +104,8 @@ def _summary(plan: Plan) -> RenderableType:
 
 
 def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
-    """How the step was rewritten: its microbatches, and what it computes again."""
+    """How the step was rewritten: its microbatches, what it computes again, and what is
+    computed in chunks."""
     lines = []
     if plan.microbatches > 1:
         text = f"{plan.microbatches}, one after the other; their gradients are added up"
@@ -112,6 +113,8 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)
         lines += [("remat", f"{plan.remat}: {line}") for line in again]
+    if plan.chunks > 1:
+        lines += [("chunks", line) for line in plan.chunked or ("no product large enough",)]
     return lines
 
 

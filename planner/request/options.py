@@ -93,6 +93,9 @@ class Options(TypedDict, total=False):
         products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
         costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
         else fits; ``"auto"``: the search decides.
+    chunks: into how many parts the rows of products are cut whose result is much larger than what
+        they multiply (scores of attention, logits): the scores of some rows live at a time. None:
+        1, or more where nothing else fits; ``"auto"``: the search decides.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -165,6 +168,14 @@ class Options(TypedDict, total=False):
             "what the backward pass computes again: auto, none, full, dots, offload, or flop per "
             "byte that it frees (default: none, more where nothing else fits)",
             metavar="POLICY",
+        ),
+    ]
+    chunks: Annotated[
+        int | str | None,
+        Flag(
+            "compute the rows of attention scores and logits in so many parts, one after the "
+            "other; 'auto' lets the search decide (default: 1, more where nothing else fits)",
+            metavar="N",
         ),
     ]
     confirm: Annotated[

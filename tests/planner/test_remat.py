@@ -17,11 +17,11 @@ from executor import compile_plan, parallelize
 from executor.run.export import python_text
 from planner import make_plan
 from planner.errors import RequestError
+from planner.graph.flat import flatten, nbytes
 from planner.graph.ir import Graph, Phase
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 from planner.recipes import PLAIN, Recipe
-from planner.remat.flat import flatten, nbytes
 from planner.remat.frontier import Block, cut
 from planner.remat.policy import Policy, parse_policy
 from planner.remat.rewrite import policies, recomputed, rematerialized

@@ -13,13 +13,13 @@ from jax.extend import core as jex_core
 
 from executor import compile_plan
 from planner import compat, make_plan
+from planner.graph.flat import flatten
 from planner.graph.jaxpr import walk
 from planner.graph.jaxpr.depends import depends
 from planner.graph.jaxpr.places import PlacedWalk
 from planner.graph.jaxpr.walk import Body, Loop, Walk
 from planner.graph.lookups.tables import find_lookups
 from planner.graph.trace import trace
-from planner.remat.flat import flatten
 
 
 class Interpreted(Walk[Any]):

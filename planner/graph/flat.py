@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from planner import compat
 from planner.graph.jaxpr.places import PlacedWalk
-from planner.graph.jaxpr.walk import REMAT, Body
+from planner.graph.jaxpr.walk import REMAT, Body, loop_of
 from planner.graph.trace import FUSED
 
 Run = Callable[[Sequence[Any]], list[Any]]
@@ -27,6 +29,7 @@ class Call:
         outs: the numbers of its results.
         run: computes them.
         backward: whether it belongs to a backward pass that JAX made by transposition.
+        made: whether it computes something else than ``eqn`` says.
     """
 
     eqn: Any
@@ -34,6 +37,7 @@ class Call:
     outs: tuple[int, ...]
     run: Run
     backward: bool
+    made: bool = False
 
     @property
     def kind(self) -> str:
@@ -42,7 +46,7 @@ class Call:
 
     def running(self, run: Run) -> Call:
         """The call with another way to compute it."""
-        return dataclasses.replace(self, run=run)
+        return dataclasses.replace(self, run=run, made=True)
 
     def reading(self, names: Mapping[int, int]) -> Call:
         """The call with some operands replaced."""
@@ -91,6 +95,16 @@ class FlatJaxpr:
         for call in calls:
             results = call.run([cls.read(v, env) for v in call.ins])
             env.update(zip(call.outs, results, strict=True))
+
+    def live(self) -> FlatJaxpr:
+        """Without the calls whose results nobody reads."""
+        wanted = {v for v in self.outputs if isinstance(v, int)}
+        kept = []
+        for call in reversed(self.calls):
+            if wanted.intersection(call.outs) or call.eqn.effects:
+                kept.append(call)
+                wanted.update(v for v in call.ins if isinstance(v, int))
+        return dataclasses.replace(self, calls=tuple(reversed(kept)))
 
     def codes(self) -> list[int]:
         """One number per call, equal where the primitives and the types are."""
@@ -157,6 +171,37 @@ def execute(flat: FlatJaxpr, leaves: Sequence[Any]) -> list[Any]:
     env = flat.env(leaves)
     flat.run(flat.calls, env)
     return [flat.read(v, env) for v in flat.outputs]
+
+
+def looped(eqn: Any, inner: Run) -> Run:
+    """A scan with another body of the same operands and results."""
+    loop = loop_of(eqn)
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        consts, first, rows = loop.split(values)
+
+        def once(carry: Any, xs: Any) -> Any:
+            results = inner([*consts, *carry, *xs])
+            return results[: loop.carries], results[loop.carries :]
+
+        carry, ys = scan(eqn, once, first, rows)
+        return [*carry, *ys]
+
+    return run
+
+
+def scan(eqn: Any, once: Any, first: list[Any], rows: Any) -> Any:
+    """``jax.lax.scan`` with the parameters of an equation."""
+    params = eqn.params
+    with compat.provenance(eqn):
+        return jax.lax.scan(
+            once,
+            first,
+            rows,
+            length=params["length"],
+            reverse=bool(params["reverse"]),
+            unroll=params.get("unroll", 1),
+        )
 
 
 def nbytes(aval: Any) -> int:

@@ -1,0 +1,70 @@
+"""One operation on a chunk of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import compat
+from planner.errors import InternalError
+from planner.graph.flat import Call
+
+Rows = Sequence[int | None]
+"""Per value, the dimension that counts rows; None for none."""
+
+
+def splits(call: Call, ins: Rows, outs: Rows) -> bool:
+    """Whether an operation can be done on a chunk of its rows."""
+    if call.eqn.effects:
+        return False
+    if call.kind == "gather":
+        numbers = call.eqn.params["dimension_numbers"]
+        return outs[0] is not None and ins[0] in getattr(numbers, "operand_batching_dims", ())
+    if call.kind == "scatter-add":
+        numbers = call.eqn.params["dimension_numbers"]
+        return outs[0] is not None and ins[0] in getattr(numbers, "operand_batching_dims", ())
+    return True
+
+
+def on_chunk(
+    call: Call, values: Sequence[Any], outs: Rows, chunk: int, parts: int, number: Any
+) -> list[Any]:
+    """The results of an operation on the rows ``number``, ``number + parts``, and so on.
+
+    Args:
+        call: the operation.
+        values: its operands, those that count rows cut to ``chunk`` of them.
+        outs: per result, the dimension that counts rows.
+        chunk: rows of a chunk.
+        parts: how many chunks.
+        number: which of them; traced.
+    """
+    eqn = call.eqn
+    shapes = [
+        tuple(chunk if d == row else n for d, n in enumerate(compat.aval_shape(v.aval)))
+        for v, row in zip(eqn.outvars, outs, strict=True)
+    ]
+    if call.kind == "iota":
+        with compat.provenance(eqn):
+            made = jax.lax.broadcasted_iota(eqn.params["dtype"], shapes[0], eqn.params["dimension"])
+            if eqn.params["dimension"] == outs[0]:
+                made = made * parts + number.astype(made.dtype)
+            return [made]
+    changed: dict[str, Any] = {}
+    if call.kind == "broadcast_in_dim":
+        changed = {"shape": shapes[0]}
+    elif call.kind == "reshape":
+        changed = {"new_sizes": shapes[0]}
+    elif call.kind == "dot_general" and outs[0] is None:
+        dtype = eqn.outvars[0].aval.dtype
+        if jnp.issubdtype(dtype, jnp.floating):  # one term of a sum: rounded when that is complete
+            changed = {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
+    eqn = eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+    results = compat.evaluate_equation(eqn, values)
+    for x, shape in zip(results, shapes, strict=True):
+        if x.shape != shape:
+            raise InternalError(f"{call.kind} of a chunk gives {x.shape}, expected {shape}")
+    return results

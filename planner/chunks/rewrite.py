@@ -1,0 +1,270 @@
+"""The step with the rows of its large products done in chunks, one after the other.
+
+What Rabe and Staats ("Self-attention does not need O(n^2) memory", 2021) and Liu and Abbeel
+("Blockwise parallel transformer", 2023) write by hand, made from the step's jaxpr: scores of
+attention, masks, softmax, and their gradients live for some rows at a time; so do logits over a
+large vocabulary. Every row is computed as before, from all columns, so results are equal up to the
+order of sums over rows. A device takes every n-th row of a chunk where the rows are split over
+devices: keys and values are gathered, scores are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import compat
+from planner.chunks.labels import Program, Region, large_products, regions_at
+from planner.chunks.resize import on_chunk
+from planner.chunks.stages import Stage, Stages, pays, stages_of
+from planner.graph.flat import Call, FlatJaxpr, Run, execute, flatten, looped
+from planner.graph.jaxpr.places import user_line
+from planner.graph.trace import Traced, abstract, trace
+
+ROWS = 512
+"""Rows of a chunk, where the search chooses."""
+FEWEST, MOST = 4, 64
+"""Chunks, where the search chooses."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The regions of a program that are done in chunks."""
+
+    lines: tuple[str, ...]
+    function: Callable[..., Any]
+
+
+def chunked(
+    function: Callable[..., Any], traced: Traced, args: Sequence[Any], parts: int
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """A step that computes what ``function`` does, the rows of large products in chunks.
+
+    Args:
+        function: a step of pytrees of arrays.
+        traced: what it is for ``args``.
+        args: its arguments, or ShapeDtypeStructs.
+        parts: chunks, at most; the largest number up to this that divides the rows is taken.
+
+    Returns:
+        A function of the same arguments (those of other shapes are rewritten anew), and a line for
+        each product; none where there is nothing to be done.
+    """
+    if parts == 1:
+        return function, ()
+
+    def made(traced: Traced) -> Found:
+        search = _Search(parts)
+        run = search.run(flatten(traced.jaxpr))
+        if not search.lines:
+            return Found((), function)
+
+        def step(*args: Any) -> Any:
+            leaves = run(jax.tree_util.tree_leaves(args))
+            return jax.tree_util.tree_unflatten(traced.out_tree, leaves)
+
+        return Found(tuple(dict.fromkeys(search.lines)), step)
+
+    known = {_shapes(args): made(traced)}
+
+    @functools.wraps(function)
+    def step(*args: Any) -> Any:
+        key = _shapes(args)
+        if key not in known:
+            known[key] = made(trace(function, abstract(args)))
+        return known[key].function(*args)
+
+    lines = known[_shapes(args)].lines
+    return (step, lines) if lines else (function, ())
+
+
+def scores(flat: FlatJaxpr) -> frozenset[int]:
+    """Values of a program that chunks would not hold whole."""
+    program, found = _regions(flat)
+    return frozenset(
+        v for r in found for v in r.both if program and program.makers.get(v) in r.calls
+    )
+
+
+def chunks_worth(traced: Traced) -> int:
+    """A number of chunks for a step: of ``ROWS`` rows, 1 where there are no large products."""
+
+    def rows(flat: FlatJaxpr) -> int:
+        inner = [c.eqn.params["jaxpr"] for c in flat.calls if c.kind == "scan"]
+        own = [r.rows for r in _regions(flat)[1]]
+        return max([0, *own, *(rows(flatten(jaxpr).live()) for jaxpr in inner)])
+
+    most = rows(flatten(traced.jaxpr).live())
+    return 1 if not most else min(MOST, max(FEWEST, 1 << math.ceil(math.log2(max(most / ROWS, 1)))))
+
+
+def _regions(flat: FlatJaxpr) -> tuple[Program | None, list[Region]]:
+    """The regions of a program, those of its loops' bodies left out."""
+    products = large_products(flat)
+    if not products:
+        return None, []
+    program = Program.of(flat)
+    found: list[Region] = []
+    seen: set[int] = set()
+    for seed in products:
+        if not seen.intersection(flat.calls[seed].outs):
+            region = next((r for r in regions_at(program, seed) if stages_of(program, r)), None)
+            if region is not None:
+                found.append(region)
+                seen.update(region.both)
+    return program, found
+
+
+@dataclass(eq=False)
+class _Search:
+    """Rewrites a program and the bodies of its loops."""
+
+    parts: int
+    lines: list[str] = field(default_factory=list)
+
+    def run(self, flat: FlatJaxpr) -> Run:
+        """The program with chunks."""
+        flat = flat.live()
+        calls = list(flat.calls)
+        for at, call in enumerate(calls):
+            if call.kind == "scan":
+                before = len(self.lines)
+                inner = self.run(flatten(call.eqn.params["jaxpr"]))
+                if len(self.lines) > before:
+                    calls[at] = call.running(looped(call.eqn, inner))
+        flat = dataclasses.replace(flat, calls=tuple(calls))
+        done: set[Any] = set()
+        while True:
+            open_ = [at for at in large_products(flat) if id(flat.calls[at].eqn) not in done]
+            if not open_:
+                return functools.partial(execute, flat)
+            program = Program.of(flat)
+            for at in open_:
+                done.add(id(flat.calls[at].eqn))
+                found = self._stages(program, at)
+                if found is not None:
+                    self.lines.append(_line(program, found, self._parts(found.region)))
+                    flat = _with_loops(program, found, self._parts(found.region))
+                    break
+
+    def _stages(self, program: Program, seed: int) -> Stages | None:
+        for region in regions_at(program, seed):
+            if self._parts(region) == 1:
+                continue
+            found = stages_of(program, region)
+            if found is not None and pays(program, found):
+                return found
+        return None
+
+    def _parts(self, region: Region) -> int:
+        """The largest number of chunks."""
+        return max(m for m in range(1, self.parts + 1) if region.rows % m == 0)
+
+
+def _with_loops(program: Program, found: Stages, parts: int) -> FlatJaxpr:
+    """The program with a region as loops; everything as early as before, what it needs first."""
+    flat = program.flat
+    calls = [(at, c) for at, c in enumerate(flat.calls) if at not in found.dropped]
+    for stage in found.loops:
+        own = flat.calls[stage.calls[-1]]
+        run = functools.partial(_loop, flat, found.region, stage, parts)
+        ins, outs = (*stage.read, *stage.sliced), (*stage.stacked, *stage.summed)
+        calls.append((stage.calls[-1], Call(own.eqn, ins, outs, run, own.backward, made=True)))
+    ordered = _sorted(calls)
+    return dataclasses.replace(flat, calls=ordered)
+
+
+def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...]:
+    """Calls in an order in which each comes after what it reads, otherwise by number."""
+    makers = {v: k for k, (_, c) in enumerate(calls) for v in c.outs}
+    needs = [{makers[v] for v in c.ins if isinstance(v, int) and v in makers} for _, c in calls]
+    readers: list[list[int]] = [[] for _ in calls]
+    for k, need in enumerate(needs):
+        for n in need:
+            readers[n].append(k)
+    left = [len(need) for need in needs]
+    ready = [(at, k) for k, (at, _) in enumerate(calls) if not left[k]]
+    heapq.heapify(ready)
+    out = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        out.append(calls[k][1])
+        for r in readers[k]:
+            left[r] -= 1
+            if not left[r]:
+                heapq.heappush(ready, (calls[r][0], r))
+    assert len(out) == len(calls)
+    return tuple(out)
+
+
+def _loop(
+    flat: FlatJaxpr, region: Region, stage: Stage, parts: int, values: Sequence[Any]
+) -> list[Any]:
+    """Run a stage, chunk after chunk."""
+    chunk = region.rows // parts
+    calls = [flat.calls[at] for at in stage.calls]
+    outer = dict(zip((*stage.read, *stage.sliced), values, strict=True))
+    types = {v: var.aval for c in calls for v, var in zip(c.outs, c.eqn.outvars, strict=True)}
+    last = calls[-1].eqn
+
+    def turn(sums: list[Any], xs: tuple[Any, list[Any]]) -> Any:
+        number, slices = xs
+        env = {v: outer[v] for v in stage.read}
+        env.update(zip(stage.sliced, slices, strict=True))
+        for call in calls:
+            rows = [region.row.get(v) for v in call.outs]
+            ins = [flat.read(v, env) for v in call.ins]
+            env.update(zip(call.outs, on_chunk(call, ins, rows, chunk, parts, number), strict=True))
+        new = [a + env[v].astype(a.dtype) for a, v in zip(sums, stage.summed, strict=True)]
+        return new, [env[v] for v in stage.stacked]
+
+    with compat.provenance(last):
+        start = [jnp.zeros(compat.aval_shape(types[v]), _wide(types[v])) for v in stage.summed]
+        slices = [_cut(outer[v], region.row[v], parts) for v in stage.sliced]
+        sums, stacks = jax.lax.scan(turn, start, (jnp.arange(parts), slices))
+        rows = [_joined(x, region.row[v]) for x, v in zip(stacks, stage.stacked, strict=True)]
+        whole = [x.astype(types[v].dtype) for x, v in zip(sums, stage.summed, strict=True)]
+    return [*rows, *whole]
+
+
+def _wide(aval: Any) -> Any:
+    """The type in which terms are added up."""
+    floating = jnp.issubdtype(aval.dtype, jnp.floating)
+    return jnp.promote_types(aval.dtype, jnp.float32) if floating else aval.dtype
+
+
+def _cut(x: Any, row: int, parts: int) -> Any:
+    """[.., rows, ..] -> [parts, .., rows / parts, ..]; row i * parts + j goes to chunk j."""
+    shape = x.shape
+    apart = (*shape[:row], shape[row] // parts, parts, *shape[row + 1 :])
+    return jnp.moveaxis(x.reshape(apart), row + 1, 0)
+
+
+def _joined(x: Any, row: int) -> Any:
+    """The reverse."""
+    y = jnp.moveaxis(x, 0, row + 1)
+    return y.reshape(*y.shape[:row], y.shape[row] * y.shape[row + 1], *y.shape[row + 2 :])
+
+
+def _line(program: Program, found: Stages, parts: int) -> str:
+    """What is done in chunks."""
+    region = found.region
+    where = user_line(program.flat.calls[region.seed].eqn) or "an unknown line"
+    return (
+        f"the product at {where}: {region.rows} rows of {region.columns} in {parts} chunks, "
+        f"{len(region.calls)} operations in {len(found.loops)} loop"
+        + ("s" if len(found.loops) > 1 else "")
+    )
+
+
+def _shapes(args: Sequence[Any]) -> Any:
+    leaves, tree = jax.tree_util.tree_flatten(abstract(args))
+    return tree, tuple((x.shape, str(x.dtype)) for x in leaves)

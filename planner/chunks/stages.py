@@ -1,0 +1,192 @@
+"""The loops of a region: its operations sorted by what has to be complete before them.
+
+Forward and backward pass of one attention are one region, but what leaves the first (its output)
+comes back, through the rest of the step, as what enters the second (its cotangent). Operations are
+in stage n if what they need has left and entered the region n times; each stage is one loop. What a
+later stage needs of an earlier one and has both dimensions is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from planner.chunks.labels import SUMS, Program, Region, rows_factor
+from planner.chunks.resize import splits
+from planner.graph.flat import nbytes
+
+LESS = 0.25
+"""Bytes that leave a region over those of its largest value, at most."""
+
+
+class Kind(Enum):
+    """What a value is to a loop over chunks."""
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One loop.
+
+    Attributes:
+        calls: its operations, in order.
+        read: values that enter it whole.
+        sliced: values that enter it by rows.
+        stacked: results by rows.
+        summed: results that are sums over rows.
+    """
+
+    calls: tuple[int, ...]
+    read: tuple[int, ...]
+    sliced: tuple[int, ...]
+    stacked: tuple[int, ...]
+    summed: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """A region as loops; ``dropped``: operations that they replace."""
+
+    region: Region
+    loops: tuple[Stage, ...]
+    dropped: frozenset[int]
+
+
+def stages_of(program: Program, region: Region) -> Stages | None:
+    """The loops of a region; None where its rows depend on each other, or where what leaves it is
+    large itself."""
+    flat, order = program.flat, sorted(region.calls)
+    stage = _numbers(program, region)
+    maker = {v: at for at in order for v in flat.calls[at].outs}
+    fixed = _fixed(program, order)
+    wanted = {v for v in flat.outputs if isinstance(v, int)}
+    wanted |= {v for v in maker if not region.calls.issuperset(program.readers[v])}
+    loops: list[Stage] = []
+    for number in sorted(set(stage.values()), reverse=True):
+        calls = _with_again(program, region, maker, stage, number)
+        kinds = _kinds(program, region, calls)
+        if kinds is None:
+            return None
+        own = {v for at in calls if stage[at] == number for v in flat.calls[at].outs}
+        left = sorted(own & wanted - fixed)
+        if any(kinds[v] is Kind.WHOLE for v in left):
+            return None
+        if not left:
+            continue
+        made = {v for at in calls for v in flat.calls[at].outs}
+        read = {v for at in calls for v in flat.calls[at].ins if isinstance(v, int)}
+        entering = sorted(read - made)
+        wanted |= read - made
+        loops.append(
+            Stage(
+                tuple(calls),
+                tuple(v for v in entering if v not in region.row),
+                tuple(v for v in entering if v in region.row),
+                tuple(v for v in left if kinds[v] is Kind.ROWS),
+                tuple(v for v in left if kinds[v] is Kind.SUM),
+            )
+        )
+    needed = wanted & fixed
+    for at in reversed(order):  # what is made of constants stays for those outside
+        if needed.intersection(flat.calls[at].outs):
+            needed.update(v for v in flat.calls[at].ins if isinstance(v, int))
+    dropped = frozenset(at for at in order if not needed.intersection(flat.calls[at].outs))
+    return Stages(region, tuple(reversed(loops)), dropped) if loops else None
+
+
+def _numbers(program: Program, region: Region) -> dict[int, int]:
+    """The stage of each call of a region."""
+    inside: dict[int, int] = {}
+    outside: dict[int, int] = {}
+    out: dict[int, int] = {}
+    for at, call in enumerate(program.flat.calls):
+        read = [v for v in call.ins if isinstance(v, int)]
+        if at in region.calls:
+            out[at] = max(
+                (inside[v] if v in inside else outside.get(v, 0) for v in read), default=0
+            )
+            inside.update(dict.fromkeys(call.outs, out[at]))
+        else:
+            levels = [inside[v] + 1 if v in inside else outside.get(v, 0) for v in read]
+            outside.update(dict.fromkeys(call.outs, max(levels, default=0)))
+    return out
+
+
+def _fixed(program: Program, order: Sequence[int]) -> frozenset[int]:
+    """Values that are made of nothing but constants: masks and positions. Whoever else needs them
+    has them whole."""
+    found: set[int] = set()
+    for at in order:
+        call = program.flat.calls[at]
+        if all(v in found for v in call.ins if isinstance(v, int)):
+            found.update(call.outs)
+    return frozenset(found)
+
+
+def _with_again(
+    program: Program,
+    region: Region,
+    maker: Mapping[int, int],
+    stage: Mapping[int, int],
+    number: int,
+) -> list[int]:
+    """The calls of a stage, and those of earlier ones that it does again."""
+    wanted = {at for at, s in stage.items() if s == number}
+    todo = list(wanted)
+    while todo:
+        for v in program.flat.calls[todo.pop()].ins:
+            if not isinstance(v, int) or v not in maker:
+                continue
+            at = maker[v]
+            if at not in wanted and (v in region.both or _is_made(program, at)):
+                wanted.add(at)
+                todo.append(at)
+    return sorted(wanted)
+
+
+def _is_made(program: Program, at: int) -> bool:
+    """Whether a call makes something of nothing."""
+    return not any(isinstance(v, int) for v in program.flat.calls[at].ins)
+
+
+def _kinds(program: Program, region: Region, calls: Sequence[int]) -> dict[int, Kind] | None:
+    """What the results of a loop's operations are; None where rows depend on each other."""
+    flat = program.flat
+    kinds: dict[int, Kind] = {}
+    for at in calls:
+        call, rule = flat.calls[at], program.rules[at]
+        assert rule is not None
+        rows_in = [region.row.get(v) if isinstance(v, int) else None for v in call.ins]
+        rows_out = [region.row.get(v) for v in call.outs]
+        if any(kinds.get(v) is Kind.SUM for v in call.ins if isinstance(v, int)):
+            return None
+        factor = rows_factor(program, at, region.row)
+        if factor is None:
+            kinds.update(dict.fromkeys(call.outs, Kind.WHOLE))
+            continue
+        if factor in rule.replicated or not splits(call, rows_in, rows_out):
+            return None
+        if all(r is not None for r in rows_out):
+            kinds.update(dict.fromkeys(call.outs, Kind.ROWS))
+        elif factor in rule.reduction and call.kind in SUMS:
+            kinds.update(dict.fromkeys(call.outs, Kind.SUM))
+        else:
+            return None
+    return kinds
+
+
+def pays(program: Program, stages: Stages) -> bool:
+    """Whether what leaves the loops is small beside what they hold."""
+    flat, region = program.flat, stages.region
+    sizes = {
+        v: nbytes(var.aval)
+        for at in region.calls
+        for v, var in zip(flat.calls[at].outs, flat.calls[at].eqn.outvars, strict=True)
+    }
+    largest = max(sizes[v] for v in region.both if v in sizes)
+    left = sum(sizes[v] for loop in stages.loops for v in loop.stacked if v in region.both)
+    return left <= LESS * largest
