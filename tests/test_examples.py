@@ -95,7 +95,7 @@ def test_llama_at_full_size_fits_and_says_how():
     plan = make_plan(step, jax.eval_shape(make_state), batch, cluster="v5p:4x4x4")
     assert plan.microbatches > 1 and plan.remat != "none"
     assert plan.prediction.peak_bytes <= plan.prediction.limit_bytes
-    assert "llama.py:" in plan.recomputed[0] and "as it is" in plan.notes[-1]
+    assert "llama.py:" in plan.recomputed[0] and "does not fit as written" in plan.notes[-1]
 
 
 @pytest.mark.slow
