@@ -21,27 +21,23 @@ import orbax.checkpoint as ocp
 
 from executor.checkpoint.common import (
     CheckpointError,
-    Path,
     brief,
     leaves_of,
     nested,
-    path_text,
     sequences_of,
 )
 from executor.checkpoint.fields import MAX_STEP, plan_in, read_json, step_of
 from executor.checkpoint.files.checksums import add_late, read_sums, seal
-from executor.checkpoint.files.guard import writer_of
 from executor.checkpoint.files.orbax_files import (
     DATA_FILE_BYTES,
     Contents,
     StateSave,
     contents,
-    is_description,
     notes,
     state_handler,
     stored_tree,
 )
-from executor.checkpoint.leaves import RequestedLeaf, arrays_to_save, stored_struct, wanted
+from executor.checkpoint.leaves import arrays_to_save, stored_struct, wanted
 from executor.checkpoint.owner import (
     REMOVED,
     FencedError,
@@ -52,6 +48,7 @@ from executor.checkpoint.owner import (
     workplace,
 )
 from executor.checkpoint.parts import PART_BYTES, Stored
+from executor.checkpoint.restoring import check_leaves, read_leaves
 from executor.data.agree import everyones_bytes
 from planner.plan.plan import Plan
 
@@ -293,54 +290,12 @@ class Checkpoints:
         at = self._step(step)
         asked = wanted(like, shardings)
         found = self._contents(at)
-        self._check(asked, found, at, partial)
-        return jax.tree.unflatten(jax.tree.structure(like), self._read(asked, found, at))
+        check_leaves(asked, found, self.directory / str(at), partial)
+        leaves = read_leaves(asked, found, self._folder(at))
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def _handler(self) -> Any:
         return state_handler()
-
-    def _read(self, asked: Mapping[Path, RequestedLeaf], found: Contents, step: int) -> list[Any]:
-        """The leaves that are asked for, in their order."""
-        flat, form = _flat(found.tree)
-        paths = [path for path, x in found.leaves.items() if x.size]  # in the order of the tree
-        chosen = [asked.get(path) for path in paths]
-        item = [ocp.PLACEHOLDER if x is None else x.struct for x in chosen]
-        how = [ocp.RestoreArgs() if x is None else x.restore_args() for x in chosen]
-        assert len(flat) == len(paths)
-        args = ocp.args.PyTreeRestore(
-            jax.tree.unflatten(form, item), restore_args=jax.tree.unflatten(form, how)
-        )
-        folder = self._folder(step)
-        self._compare(found, [path for path in paths if path in asked])
-        read: dict[Path, Any] = {}
-        if any(x is not None for x in chosen):
-            try:
-                with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                    leaves = form.flatten_up_to(reader.restore(folder, args=args))
-            except Exception as error:
-                self._name_damage(found, [p for p in paths if p in asked])
-                raise CheckpointError(f"{folder} can't be restored: {brief(error)}") from error
-            read = dict(zip(paths, leaves, strict=True))
-        return [x.made(read.get(path)) for path, x in asked.items()]
-
-    def _compare(self, found: Contents, paths: list[Path]) -> None:
-        """Compare the data files of leaves with their checksums. Each process takes a share, where
-        it can of files that it wrote; all raise CheckpointError if one finds damage."""
-        files = found.guard.files_of(found.names[path] for path in paths)
-        count, index = jax.process_count(), jax.process_index()
-        wrong = ""
-        try:
-            found.guard.check(x for x in files if writer_of(x) % count == index)
-        except CheckpointError as error:
-            wrong = str(error)
-            if count == 1:
-                self._name_damage(found, paths)
-                raise
-        if count > 1:
-            told = [text.decode() for text in everyones_bytes(wrong.encode())]
-            bad = next(((k, text) for k, text in enumerate(told) if text), None)
-            if bad is not None:
-                raise CheckpointError(f"{bad[1]} (compared by process {bad[0]})")
 
     def _checked(self, step: int | None, item: str) -> File:
         """The folder of an item, compared with its checksums."""
@@ -362,36 +317,6 @@ class Checkpoints:
         for folder in (there, *self._place().glob(f"{self._saving}{UNFINISHED}*")):
             if folder.is_dir():
                 seal(folder)
-
-    def _name_damage(self, found: Contents, paths: list[Path]) -> None:
-        """Raise CheckpointError for the first leaf that can't be read, if there is one."""
-        for path in paths:
-            for index in found.leaves[path].parts():
-                found.leaves[path].read(index)
-
-    def _check(
-        self, asked: Mapping[Path, RequestedLeaf], found: Contents, step: int, partial: bool
-    ) -> None:
-        """Compare leaves with what was saved."""
-        where = self.directory / str(step)
-        for path, leaf in asked.items():
-            if path not in found.leaves:
-                near = ", ".join(sorted(path_text(p) for p in found.leaves)[:3])
-                raise CheckpointError(
-                    f"{where} has no {path_text(path)}; it has {len(found.leaves)} leaves: {near}"
-                )
-            got, want = found.leaves[path], leaf.struct
-            if (got.shape, got.dtype) != (want.shape, want.dtype) and not leaf.fits(got):
-                raise CheckpointError(
-                    f"{where}: {path_text(path)} was saved as {got.dtype}{list(got.shape)}, "
-                    f"expected {want.dtype}{list(want.shape)}"
-                )
-        left = sorted(path_text(p) for p in found.leaves.keys() - asked.keys())
-        if left and not partial:
-            raise CheckpointError(
-                f"{where} has {len(left)} leaves that were not asked for, the first {left[0]}; "
-                "pass partial=True to leave them"
-            )
 
     def _folder(self, step: int) -> File:
         return self.directory / str(step) / STATE
@@ -457,10 +382,6 @@ class FromDisk(Checkpoints):
 
     def _handler(self) -> Any:
         return state_handler(from_disk=True)
-
-
-def _flat(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree_util.tree_flatten(tree, is_leaf=is_description)
 
 
 def _how(leaf: Any) -> ocp.SaveArgs:

@@ -33,8 +33,6 @@ PORTS = 16
 """Ports after the coordinator's, of which process 0 listens on the first that is free."""
 WORD_S = 2.0
 """How long a process that fails waits for the word that another was lost."""
-ANSWER_S = 5.0
-"""How long one try to connect may take."""
 RETRY_S = 0.25
 STRANGERS = 64
 """Connections that may be about to prove themselves at a time."""
@@ -84,12 +82,13 @@ class Watch:
         end: Callable[[str, int], None] = _end,
     ) -> None:
         assert role.coordinator is not None
-        self.secret, self.address = secret, address
+        self.address = address
         self.strangers = threading.BoundedSemaphore(STRANGERS)
         self.role, self.deadline_s, self.end = role, deadline_s, end
         self.me = Peer(role.process, socket.gethostname(), os.getpid())
         self.host, _, port = role.coordinator.rpartition(":")
         self.job = f"meshwright {port}"  # not its host: that has several names
+        self.greeting = hello.Greeting(self.job, secret, role.processes, self.me)
         self.ports = range(int(port) + 1, min(int(port) + 1 + PORTS, 65536))
         self.peers: dict[int, Peer] = {role.process: self.me}
         self.lines: dict[int, Connection] = {}
@@ -143,7 +142,7 @@ class Watch:
     def leave_together(self) -> None:
         """Leave, as all others do by the same error; process 0, with JAX's coordinator, last."""
         self.leave()
-        until = time.monotonic() + ANSWER_S
+        until = time.monotonic() + hello.ANSWER_S
         while self.me.process == 0 and time.monotonic() < until:
             if self.gone >= self.lines.keys():
                 return
@@ -218,17 +217,8 @@ class Watch:
     def _joined(self, line: Connection) -> Peer | None:
         """Who is at the other end, once it has proved that it belongs to the job and is taken in;
         None if it is not, with a line in the log where it belongs to a job of this port."""
-        until = time.monotonic() + ANSWER_S
-        first = line.receive(hello.LONGEST, until) or {}
-        if first.get("job") != self.job:  # not ours: another job, or a port scan
-            return None
-        says, numbers = first.get("says"), (str(first.get("number")), hello.new_number())
-        mine = {"processes": self.role.processes, **self.me.__dict__}
-        shown = hello.proof(self.secret, "listens", numbers, mine)
-        line.send({"job": self.job, "number": numbers[1], "says": mine, "proof": shown})
-        second = line.receive(hello.LONGEST, until) or {}
-        if not hello.is_proof(second.get("proof"), self.secret, "joins", numbers, says):
-            log.error("refused: somebody did not prove that it knows the job's secret")
+        belongs, says = self.greeting.heard(line)
+        if not belongs:
             return None
         with self.lock:
             peer, why = self._checked(says)
@@ -274,32 +264,13 @@ class Watch:
 
     def _greeted(self, port: int) -> bool:
         """Connect to a port, and see whether process 0 of this job is there."""
-        connection = socket.create_connection((self.host.strip("[]"), port), ANSWER_S)
+        connection = socket.create_connection((self.host.strip("[]"), port), hello.ANSWER_S)
         line = Connection(connection, self.deadline_s)
-        says = {"processes": self.role.processes, **self.me.__dict__}
-        number = hello.new_number()
-        line.send({"job": self.job, "number": number, "says": says})
-        until = time.monotonic() + ANSWER_S
-        answer = line.receive(hello.LONGEST, until) or {}
-        if answer.get("job") != self.job:
+        peer = self.greeting.join(line, f"{self.host}:{port}")
+        if peer is None:
             connection.close()
             return False
-        numbers = (number, str(answer.get("number")))
-        theirs = answer.get("says")
-        if not hello.is_proof(answer.get("proof"), self.secret, "listens", numbers, theirs):
-            connection.close()
-            raise HostError(
-                f"who listens at {self.host}:{port} does not know the secret of this job; give all "
-                f"processes the same {hello.SECRET} or {hello.SECRET_FILE}, or none"
-            )
-        line.send({"proof": hello.proof(self.secret, "joins", numbers, says)})
-        verdict = line.receive(hello.LONGEST, until)
-        if verdict is None:
-            connection.close()
-            return False
-        if verdict.get("refused") is not None:
-            raise HostError(f"refused by process 0: {verdict['refused']}")
-        self.peers[0], self.lines[0] = hello.read_peer(theirs, 1), line
+        self.peers[0], self.lines[0] = peer, line
         threading.Thread(target=self._follow, args=(self.peers[0], line), daemon=True).start()
         return True
 

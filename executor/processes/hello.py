@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from executor.processes.sockets import HostError, Peer
+from executor.processes.sockets import Connection, HostError, Peer
 
 SECRET, SECRET_FILE = "MESHWRIGHT_SECRET", "MESHWRIGHT_SECRET_FILE"
 ONCE = "MESHWRIGHT_SECRET_ONCE"
@@ -24,6 +27,10 @@ ONCE = "MESHWRIGHT_SECRET_ONCE"
 LONGEST = 4096
 """Bytes of a message of a process that has not joined."""
 LONGEST_HOST = 255
+ANSWER_S = 5.0
+"""How long one try to connect may take."""
+
+log = logging.getLogger("meshwright")
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes:
@@ -102,3 +109,77 @@ def read_peer(says: Any, processes: int) -> Peer:
     if not isinstance(host, str) or not 0 < len(host) <= LONGEST_HOST or not host.isprintable():
         raise ValueError(f"process {process} says its host is {str(host)[:80]!r}")
     return Peer(process, host, pid)
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a process says when it joins, or when another joins it.
+
+    Attributes:
+        job: name of the job.
+        secret: of the job; empty if there is none.
+        processes: how many the job has.
+        me: the process.
+    """
+
+    job: str
+    secret: bytes = field(repr=False)
+    processes: int
+    me: Peer
+
+    @property
+    def says(self) -> dict[str, Any]:
+        """What the process says of itself."""
+        return {"processes": self.processes, **self.me.__dict__}
+
+    def heard(self, line: Connection) -> tuple[bool, Any]:
+        """Whether the other end belongs to the job, and what it says of itself. Logs an error if it
+        names the job and does not know the secret."""
+        until = time.monotonic() + ANSWER_S
+        first = line.receive(LONGEST, until) or {}
+        if first.get("job") != self.job:  # not ours: another job, or a port scan
+            return False, None
+        says, numbers = first.get("says"), (str(first.get("number")), new_number())
+        mine = self.says
+        shown = proof(self.secret, "listens", numbers, mine)
+        line.send({"job": self.job, "number": numbers[1], "says": mine, "proof": shown})
+        second = line.receive(LONGEST, until) or {}
+        if not is_proof(second.get("proof"), self.secret, "joins", numbers, says):
+            log.error("refused: somebody did not prove that it knows the job's secret")
+            return False, None
+        return True, says
+
+    def join(self, line: Connection, where: str) -> Peer | None:
+        """Join the process at the other end.
+
+        Args:
+            line: to it.
+            where: its address, for messages.
+
+        Returns:
+            That process; None if it belongs to another job, or does not answer in time.
+
+        Raises:
+            HostError: it does not know the secret, or refuses this process.
+        """
+        says, number = self.says, new_number()
+        line.send({"job": self.job, "number": number, "says": says})
+        until = time.monotonic() + ANSWER_S
+        answer = line.receive(LONGEST, until) or {}
+        if answer.get("job") != self.job:
+            return None
+        numbers = (number, str(answer.get("number")))
+        theirs = answer.get("says")
+        if not is_proof(answer.get("proof"), self.secret, "listens", numbers, theirs):
+            line.connection.close()
+            raise HostError(
+                f"who listens at {where} does not know the secret of this job; give all "
+                f"processes the same {SECRET} or {SECRET_FILE}, or none"
+            )
+        line.send({"proof": proof(self.secret, "joins", numbers, says)})
+        verdict = line.receive(LONGEST, until)
+        if verdict is None:
+            return None
+        if verdict.get("refused") is not None:
+            raise HostError(f"refused by process 0: {verdict['refused']}")
+        return read_peer(theirs, 1)

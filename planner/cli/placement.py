@@ -19,7 +19,8 @@ from planner.frontend.loading import Target, resolve_loss
 from planner.frontend.loss import Loss, check_scalar
 from planner.graph.lookups.tables import find_lookups
 from planner.graph.trace import abstract
-from planner.placement.choice import AUTO, Placement, parse_placement, place_and_plan
+from planner.placement.case import AUTO, parse_placement
+from planner.placement.choice import Placement, place_and_plan
 from planner.planning import Planned
 from planner.request.options import parse_request
 from planner.spec import REWRITINGS

@@ -12,7 +12,8 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.placement.choice import SPMD, WHOLE, Placed, Placement
+from planner.placement.case import SPMD, WHOLE
+from planner.placement.choice import Placed, Placement
 from planner.plan.plan import Plan
 from planner.report.layout import add_row, new_table, text_lines
 from planner.report.units import bytes_text, time_text

@@ -16,8 +16,9 @@ from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph
 from planner.plan.compiled.lowering import default_lowering
+from planner.plan.contents.constraints import constraints_of
+from planner.plan.contents.honored import honored
 from planner.plan.extract import Extraction
-from planner.plan.honored import honored
 from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport, rounded
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.options import Request
@@ -86,7 +87,7 @@ def _plan(
         mesh=priced.mesh,
         inputs=inputs,
         outputs=outputs,
-        constraints=extraction.constraints(),
+        constraints=constraints_of(extraction),
         collectives=extraction.collectives(),
         activations=extraction.activations(),
         fallbacks=fallbacks,

@@ -176,7 +176,7 @@ def _under(
             tried += f"; the least of them needs {bytes_text(min(floors))} or more"
         return first.planned(begun, tried)
     planned = picked.planned(begun)
-    note = tried if wish.always else f"as it is, the step fits nowhere; {tried}"
+    note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)
 

@@ -66,16 +66,16 @@ def pays(block: Block, made: Cut) -> bool:
 
 
 def site_text(site: Site) -> str:
-    """What a block keeps and what is computed again."""
+    """What a block stores and what it recomputes."""
     block, made = site.block, site.cut
     products = [k for k, c in enumerate(block.calls) if is_product(c.eqn)]
     again = len(set(products) & set(made.again))
     share = made.kept_bytes / max(block.bytes_now, 1)
     return (
-        f"{site.what}: keeps {100 * share:.3g} % of what waits for the backward pass "
+        f"{site.what}: stores {100 * share:.3g} % of its residuals for the backward pass "
         f"({made.kept_bytes:.3g} of {block.bytes_now:.3g} bytes, x{site.count}, before sharding); "
-        f"{again} of {len(products)} products and {len(made.again) - again} other operations are "
-        "done again"
+        f"recomputes {again} of {len(products)} products and {len(made.again) - again} other "
+        "operations"
     )
 
 

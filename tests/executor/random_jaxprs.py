@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 from tests.executor.random_operations import FLOAT_OPS, INT_OPS, MIXED_OPS, fit, ranked
@@ -211,3 +215,40 @@ def arguments(shapes: Sequence[tuple[int, ...]]) -> tuple[list[Any], list[Any]]:
     floats = [jnp.asarray(rng.uniform(-1, 1, s), jnp.float32) for s in shapes]
     ints = [jnp.asarray(rng.integers(0, 64, s), jnp.int32) for s in ((16,), (8, 8))]
     return floats, ints
+
+
+numbers = st.integers(0, 11)
+leaves = st.tuples(
+    st.sampled_from([*FLOAT_OPS, *MIXED_OPS, *INT_OPS]), numbers, numbers, numbers, st.just(())
+)
+
+
+def regions(inner: st.SearchStrategy[Instruction]) -> st.SearchStrategy[Instruction]:
+    """Operations whose bodies are lists of ``inner``."""
+    bodies = st.lists(inner, min_size=1, max_size=3).map(tuple)
+    return st.tuples(st.sampled_from([*REGIONS]), numbers, numbers, numbers, bodies)
+
+
+instructions = st.recursive(leaves, lambda inner: inner | regions(inner), max_leaves=4)
+
+
+def outcomes_of(
+    check: Callable[..., str], seed: int, count: int, **strategies: st.SearchStrategy[Any]
+) -> Counter[str]:
+    """Call ``check`` with ``count`` random sets of arguments; count what it returns."""
+    outcomes: Counter[str] = Counter()
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(**strategies)
+    def counted(**arguments: Any) -> None:
+        outcomes[check(**arguments)] += 1
+
+    counted()
+    return outcomes

@@ -108,7 +108,7 @@ def test_a_long_hello_and_a_slow_one_are_cut_off(monkeypatch: pytest.MonkeyPatch
     first, starting = started()
     assert stranger(first, b"x" * (hello.LONGEST + 70_000)) is None
     assert stranger(first, b"[" * 3000 + b"\n") is None
-    monkeypatch.setattr("executor.processes.failure_detection.ANSWER_S", 0.2)
+    monkeypatch.setattr("executor.processes.hello.ANSWER_S", 0.2)
     assert stranger(first, b'{"job": ') is None  # and no more
     monkeypatch.undo()
     Watch(Role(2, 1, first.role.coordinator), 30.0, end=Told()).start(20.0)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import MeshwrightError
 from planner.microbatch.rewrite import microbatched
-from tests.executor.random_jaxprs import Arrays, run
-from tests.executor.test_random_programs import instructions
+from tests.executor.random_jaxprs import Arrays, instructions, outcomes_of, run
 from tests.zoo.running import compiled_quickly, difference
 
 ROWS = 16
@@ -44,42 +41,34 @@ def train_step(body: Any, per_example: bool) -> Any:
     return step
 
 
+def outcome(body: Any, width: tuple[int, ...], parts: int, per_example: bool) -> str:
+    """Whether a random step is equal in microbatches, or refused."""
+    draw = np.random.default_rng(len(body))
+    params = [jnp.asarray(draw.uniform(-1, 1, s), jnp.float32) for s in ((4, 6), (6,))]
+    x = jnp.asarray(draw.uniform(-1, 1, (ROWS, *width)), jnp.float32)
+    args = (params, (x, jnp.asarray(draw.integers(0, 64, (ROWS, 2)), jnp.int32)))
+    step = train_step(body, per_example)
+    with compiled_quickly():
+        expected = jax.jit(step)(*args)
+        try:
+            cut = microbatched(step, args, parts)
+        except MeshwrightError:
+            return "refused"
+        assert difference(jax.jit(cut)(*args), expected) <= 2e-5
+    return "equal"
+
+
 def outcomes(seed: int, count: int) -> Counter[str]:
     """How many random steps were equal, and how many refused."""
-    found: Counter[str] = Counter()
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
-    @given(
+    return outcomes_of(
+        outcome,
+        seed,
+        count,
         body=st.lists(instructions, min_size=1, max_size=5),
         width=st.sampled_from([(4,), (3, 6), ()]),
         parts=st.sampled_from([2, 4, 8]),
         per_example=st.booleans(),
     )
-    def check(body: Any, width: tuple[int, ...], parts: int, per_example: bool) -> None:
-        draw = np.random.default_rng(len(body))
-        params = [jnp.asarray(draw.uniform(-1, 1, s), jnp.float32) for s in ((4, 6), (6,))]
-        x = jnp.asarray(draw.uniform(-1, 1, (ROWS, *width)), jnp.float32)
-        args = (params, (x, jnp.asarray(draw.integers(0, 64, (ROWS, 2)), jnp.int32)))
-        step = train_step(body, per_example)
-        with compiled_quickly():
-            expected = jax.jit(step)(*args)
-            try:
-                cut = microbatched(step, args, parts)
-            except MeshwrightError:
-                found["refused"] += 1
-                return
-            assert difference(jax.jit(cut)(*args), expected) <= 2e-5
-        found["equal"] += 1
-
-    check()
-    return found
 
 
 def test_random_steps() -> None:

@@ -1,11 +1,9 @@
 """Random small programs: planned for eight devices and run, they compute what they did."""
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import planner
@@ -13,8 +11,6 @@ from executor import compile_plan
 from planner import make_plan
 from tests.executor import random_jaxprs
 from tests.executor.executor_steps import assert_same
-from tests.executor.random_jaxprs import REGIONS
-from tests.executor.random_operations import FLOAT_OPS, INT_OPS, MIXED_OPS
 from tests.zoo.running import SEARCHES, cluster, compiled_quickly, difference, is_split
 
 pytestmark = pytest.mark.devices
@@ -99,63 +95,44 @@ def compare(names, rows, columns, grad):
     assert_same(compile_plan(function, plan)(x, w), jax.jit(function)(x, w), 1e-5)
 
 
-numbers = st.integers(0, 11)
-leaves = st.tuples(
-    st.sampled_from([*FLOAT_OPS, *MIXED_OPS, *INT_OPS]), numbers, numbers, numbers, st.just(())
-)
-
-
-def regions(inner):
-    bodies = st.lists(inner, min_size=1, max_size=3).map(tuple)
-    return st.tuples(st.sampled_from([*REGIONS]), numbers, numbers, numbers, bodies)
-
-
-instructions = st.recursive(leaves, lambda inner: inner | regions(inner), max_leaves=4)
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24])
 shapes = st.lists(sizes, max_size=3).map(tuple) | st.just((16, 8))
 
 
-def examples(seed, count):
-    """Plan, run and compare that many random programs."""
-    ran = []
+def outcome(body, shapes, grad, free, search):
+    """Whether the plan of a random program splits anything; it computes what the program does."""
+    function, args = random_jaxprs.program(body, grad), random_jaxprs.arguments(shapes)
+    plan = make_plan(function, *args, cluster=cluster() if free else "cpu:8", search=search)
+    with compiled_quickly():
+        got, expected = compile_plan(function, plan)(*args), jax.jit(function)(*args)
+    assert difference(got, expected) <= 2e-5
+    return "split" if is_split(plan) else "whole"
 
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
-    @given(
-        body=st.lists(instructions, min_size=2, max_size=8),
+
+def outcomes(seed, count):
+    """Plan, run and compare that many random programs; count those that are split."""
+    return random_jaxprs.outcomes_of(
+        outcome,
+        seed,
+        count,
+        body=st.lists(random_jaxprs.instructions, min_size=2, max_size=8),
         shapes=st.lists(shapes, min_size=2, max_size=3),
         grad=st.booleans(),
         free=st.booleans(),
         search=st.sampled_from(SEARCHES),
     )
-    def check(body, shapes, grad, free, search):
-        function, args = random_jaxprs.program(body, grad), random_jaxprs.arguments(shapes)
-        plan = make_plan(function, *args, cluster=cluster() if free else "cpu:8", search=search)
-        with compiled_quickly():
-            got, expected = compile_plan(function, plan)(*args), jax.jit(function)(*args)
-        assert difference(got, expected) <= 2e-5
-        ran.append(is_split(plan))
-
-    check()
-    return ran
 
 
 def test_random_jaxprs():
-    ran = examples(0, 15)
-    assert len(ran) >= 15 and sum(ran) > len(ran) / 3
+    ran = outcomes(0, 15)
+    assert ran.total() >= 15 and ran["split"] > ran.total() / 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_many_random_jaxprs(seed):
-    assert len(examples(seed, 50)) >= 50
+    assert outcomes(seed, 50).total() >= 50
 
 
 def test_scatter_at_one_index():

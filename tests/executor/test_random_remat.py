@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from planner.graph.trace import trace
 from planner.recipes import Recipe, rewritten
 from planner.remat.rewrite import rematerialized
-from tests.executor.random_jaxprs import Arrays, run
-from tests.executor.test_random_programs import instructions
+from tests.executor.random_jaxprs import Arrays, instructions, outcomes_of, run
 from tests.zoo.running import compiled_quickly, difference
 
 ROWS, LAYERS = 16, 4
@@ -50,37 +47,30 @@ def train_step(body: Any, scanned: bool) -> Any:
     return step
 
 
+def outcome(body: Any, scanned: bool, policy: str) -> str:
+    """Whether a random step computes something again; its results are equal either way."""
+    draw = np.random.default_rng(len(body))
+    shapes = ((LAYERS, 6, 6), (LAYERS, 6))
+    params = [jnp.asarray(draw.uniform(-1, 1, s), jnp.float32) for s in shapes]
+    x = jnp.asarray(draw.uniform(-1, 1, (ROWS, 6)), jnp.float32)
+    args = (params, (x, jnp.asarray(draw.integers(0, 64, (ROWS, 2)), jnp.int32)))
+    step = train_step(body, scanned)
+    again, lines = rematerialized(step, trace(step, args), args, policy)
+    with compiled_quickly():
+        assert difference(jax.jit(again)(*args), jax.jit(step)(*args)) <= 2e-5
+    return "again" if lines else "left"
+
+
 def outcomes(seed: int, count: int) -> Counter[str]:
     """How many random steps computed something again, all of them with equal results."""
-    found: Counter[str] = Counter()
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
-    @given(
+    return outcomes_of(
+        outcome,
+        seed,
+        count,
         body=st.lists(instructions, min_size=2, max_size=6),
         scanned=st.booleans(),
         policy=st.sampled_from(["full", "dots", "20", "200"]),
     )
-    def check(body: Any, scanned: bool, policy: str) -> None:
-        draw = np.random.default_rng(len(body))
-        shapes = ((LAYERS, 6, 6), (LAYERS, 6))
-        params = [jnp.asarray(draw.uniform(-1, 1, s), jnp.float32) for s in shapes]
-        x = jnp.asarray(draw.uniform(-1, 1, (ROWS, 6)), jnp.float32)
-        args = (params, (x, jnp.asarray(draw.integers(0, 64, (ROWS, 2)), jnp.int32)))
-        step = train_step(body, scanned)
-        again, lines = rematerialized(step, trace(step, args), args, policy)
-        with compiled_quickly():
-            assert difference(jax.jit(again)(*args), jax.jit(step)(*args)) <= 2e-5
-        found["again" if lines else "left"] += 1
-
-    check()
-    return found
 
 
 def test_random_steps() -> None:

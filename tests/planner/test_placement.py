@@ -13,16 +13,14 @@ import pytest
 from costmodels import parse_cluster
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.lookups.tables import find_lookups
-from planner.placement.choice import (
+from planner.placement.case import (
     CALL_S,
     SERVER_BYTES_PER_S,
-    Placement,
     asked_places,
-    make_placement,
     parse_placement,
-    place_and_plan,
     served_seconds,
 )
+from planner.placement.choice import Placement, make_placement, place_and_plan
 from planner.request.options import parse_request
 
 

@@ -23,16 +23,8 @@ from planner.errors import RequestError
 from planner.graph.lookups.rows import Ids, padded, unique_rows
 from planner.graph.lookups.tables import LookUps, find_lookups
 from planner.graph.trace import abstract
-from planner.placement.choice import (
-    AUTO,
-    PS,
-    WHOLE,
-    Placement,
-    parse_placement,
-    place_and_plan,
-    placement_request,
-    plan_hybrid,
-)
+from planner.placement.case import AUTO, PS, WHOLE, parse_placement
+from planner.placement.choice import Placement, place_and_plan, placement_request, plan_hybrid
 from planner.placement.hybrid_step import Split, split_of
 from planner.plan.plan import Plan
 from planner.request.options import (

@@ -7,30 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from executor.parameter_server.jobs.threads import one_at_a_time
 from executor.parameter_server.placement.elementwise import EXACT, check_form
-from executor.parameter_server.placement.layout import SPLIT_BYTES, Array, Flat, Layout, layout_of
+from executor.parameter_server.placement.layout import SPLIT_BYTES, Array, Layout, layout_of
 from executor.parameter_server.placement.partition import Partitioner
 from executor.parameter_server.server.clock import Rule
-from executor.parameter_server.transport.calls import Args, Behind, ServerCalls
+from executor.parameter_server.transport.calls import ServerCalls
 from executor.parameter_server.transport.links import Links
 from executor.parameter_server.transport.wire import check_pull_dtype
+from executor.parameter_server.worker.exchange import Exchange
 from executor.parameter_server.worker.replica import Replica
-from executor.parameter_server.worker.rows import (
-    RowCache,
-    Rows,
-    TableLayout,
-    checked_tables,
-    table_layout,
-)
+from executor.parameter_server.worker.rows import RowCache, TableLayout, table_layout
 from executor.parameter_server.worker.shares import Shares
 from planner.errors import RequestError
-
-Read = tuple[dict[int, int], Any]
-"""The versions that servers read, and their values as a pytree."""
 
 
 class ParameterServer:
@@ -54,9 +45,6 @@ class ParameterServer:
         on_lost: what becomes of the job when a worker is lost, as for ``train``.
         row_cache: rows of tables are taken from memory for this many of this worker's pushes after
             they were read, with what it pushed itself in them; 0 reads always.
-
-    Attributes:
-        version: updates that were in what was read last; the least of all servers.
 
     Raises:
         RequestError: an unknown ``pull_dtype``.
@@ -91,16 +79,18 @@ class ParameterServer:
         self._replica = None
         if update_on == "worker" and optimizer is not None:
             self._replica = Replica(optimizer, EXACT)
-        self._layout: Layout | None = None
-        self._tables: TableLayout | None = None
         self._cache = RowCache(row_cache) if row_cache else None
-        self._adds = optimizer is None and not rule.lag_scaled
-        self._seen: dict[int, int] = {}
-        self._behind: Behind[Read] = Behind()
+        self._exchange = Exchange(
+            links,
+            self._calls,
+            rule=rule,
+            replica=self._replica,
+            cache=self._cache,
+            adds=optimizer is None and not rule.lag_scaled,
+        )
         self.one = threading.RLock()
         self._shares = Shares(self._calls, num_workers, self.settle, wait_s, self.one)
         self._begun = False
-        self.version = 0
 
     @property
     def host(self) -> str:
@@ -120,21 +110,22 @@ class ParameterServer:
     @property
     def layout(self) -> Layout:
         """Which server holds what; raises RequestError before ``init``."""
-        if self._layout is None:
-            raise RequestError("call init(params) first: nothing says what the parameters are")
-        return self._layout
+        return self._exchange.layout
 
     @property
     def shapes(self) -> Any:
         """The parameters as ShapeDtypeStructs; None before ``init``."""
-        return None if self._layout is None else self._layout.like
+        return self._exchange.shapes
 
     @property
     def tables(self) -> TableLayout:
         """The tables; raises RequestError before ``init``."""
-        if self._tables is None:
-            raise RequestError("call init(params) first, or init(params, tables=...)")
-        return self._tables
+        return self._exchange.tables
+
+    @property
+    def version(self) -> int:
+        """Updates that were in what was read last; the least of all servers."""
+        return self._exchange.version
 
     @property
     def cache_hits(self) -> int:
@@ -176,12 +167,12 @@ class ParameterServer:
         kept = table_layout(tables or {}, self._links.count, added=self.optimizer is None)
         if self.is_chief and self.optimizer is not None and self._replica is None:
             check_form(self.optimizer, params, tables or {})
-        self._layout, self._tables = layout, kept
-        self._calls.busy = self._layout.busy(tables=bool(tables))
-        about = self._layout.about | {"tables": self._tables.about}
+        self._exchange.begin(layout, kept)
+        self._calls.busy = layout.busy(tables=bool(tables))
+        about = layout.about | {"tables": kept.about}
         if self.is_chief:
-            flats = self._layout.scatter(jax.device_get(params))
-            parts = self._tables.scatter(tables or {})
+            flats = layout.scatter(jax.device_get(params))
+            parts = kept.scatter(tables or {})
             self._calls.call("init", [(*both, about) for both in zip(flats, parts, strict=True)])
             self._calls.all("describe", self.shapes)
         self._calls.join()
@@ -207,8 +198,7 @@ class ParameterServer:
         Raises:
             WaitError: it might not in time; names the workers that are behind.
         """
-        self.settle()
-        return self._now(self._read(self._calls.pull()))
+        return self._exchange.pull()
 
     @one_at_a_time
     def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
@@ -226,25 +216,7 @@ class ParameterServer:
             RequestError: an unknown table, or ids that it has not.
             WaitError: as for ``pull``.
         """
-        tables = self.tables
-        unique, back = {}, {}
-        for name, ids in checked_tables(rows, "pull_rows", "ids").items():
-            unique[name], back[name] = np.unique(tables.checked(name, ids), return_inverse=True)
-        if self._cache is None:
-            found = self._read_rows(unique)
-        else:
-            found = self._cache.read(unique, self._calls.number, self._read_rows, tables.empty)
-        return {name: found[name][back[name]] for name in rows}
-
-    def _read_rows(self, ids: Mapping[str, Array]) -> dict[str, Array]:
-        self.settle()
-        parts: list[dict[str, Array]] = [{} for _ in range(self._links.count)]
-        for name, wanted in ids.items():
-            for part, (_, local) in zip(parts, self.tables.split(wanted), strict=True):
-                part[name] = local
-        found = self._calls.call("pull_rows", [(self.rank, part) for part in parts])
-        self.version = min(x.version for x in found)
-        return self.tables.merge(ids, [x.values for x in found])
+        return self._exchange.pull_rows(rows)
 
     @one_at_a_time
     def push(self, gradients: Any = None, rows: Mapping[str, Any] | None = None) -> bool:
@@ -258,11 +230,7 @@ class ParameterServer:
         Returns:
             Whether all servers took it; the rule may leave out what comes late.
         """
-        self.settle()
-        pushed, sums = self._numbered(gradients, rows)
-        took = all(self._calls.push("push", pushed).values())
-        self._now_cached(sums, took and self._adds)
-        return took
+        return self._exchange.push(gradients, rows)
 
     @one_at_a_time
     def push_pull(
@@ -281,21 +249,8 @@ class ParameterServer:
             WaitError: as for ``pull``; with ``overlap``, maybe of the call before.
         """
         if overlap:
-            return self._overlapped(gradients, rows)
-        self.settle()
-        pushed, sums = self._numbered(gradients, rows)
-        read = self._push_pulled(pushed)
-        self._now_cached(sums, False)
-        return self._now(read)
-
-    def _overlapped(self, gradients: Any, rows: Mapping[str, Any] | None) -> Any:
-        self.rule.check_overlap()
-        seen = self._seen
-        read = self._behind.arrived() or self._read(self._calls.pull(ahead=1))
-        _, sums = self._numbered(gradients, rows)
-        self._behind.submit(self._push_pulled, self._calls.overlapped(seen))
-        self._now_cached(sums, False)
-        return self._now(read)
+            return self._exchange.overlapped(gradients, rows)
+        return self._exchange.push_pull(gradients, rows)
 
     def settle(self) -> None:
         """Wait for what ``push_pull(overlap=True)`` has sent; every other call does so first.
@@ -303,38 +258,7 @@ class ParameterServer:
         Raises:
             WaitError: as for ``pull``.
         """
-        self._behind.arrived()
-
-    def _push_pulled(self, pushed: Sequence[Args]) -> Read:
-        return self._read(self._calls.push("push_pull", pushed))
-
-    def _read(self, found: Mapping[int, Any]) -> Read:
-        """What servers answered."""
-        flats: list[Flat] = [{}] * self._links.count
-        for server, answer in found.items():
-            flats[server] = answer.values
-        return {server: x.version for server, x in found.items()}, self.layout.gather(flats)
-
-    def _now(self, read: Read) -> Any:
-        """Hand values to the loop, whose next gradients are of them."""
-        self._seen, values = read
-        self.version = min(self._seen.values())
-        return values if self._replica is None else self._replica.take(self.version, values)
-
-    def _numbered(self, gradients: Any, rows: Mapping[str, Any] | None) -> tuple[list[Args], Rows]:
-        """What every server is told of a push, and the rows of it, once each. Dense gradients lie
-        in memory that the next push takes again, where servers do not keep it."""
-        sums, parts = self.tables.push(rows or {})
-        flats: list[Flat] = [{}] * self._links.count
-        if gradients is not None:
-            room = self._links.room(self.layout.sizes)
-            flats = self.layout.scatter(jax.device_get(gradients), room)
-        return self._calls.next_push(flats, parts), sums
-
-    def _now_cached(self, pushed: Rows, added: bool) -> None:
-        """Rows that this worker has pushed: what it reads must have that in it."""
-        if self._cache is not None:
-            self._cache.pushed(pushed, added)
+        self._exchange.settle()
 
     def leave(self) -> None:
         """Say that this worker has finished; the others no longer wait for it, nor it for a thread
@@ -342,17 +266,11 @@ class ParameterServer:
         try:
             if self.one.acquire(blocking=False):
                 try:
-                    self._settle_all()
+                    self._exchange.end()
                 finally:
                     self.one.release()
         finally:
             self._calls.call("leave", self.leaving)
-
-    def _settle_all(self) -> None:
-        self.settle()
-        if self._replica is not None and self._replica.version:
-            flats = self.layout.scatter(jax.device_get(self._replica.params))
-            self._calls.call("end", [(self._replica.version, flat) for flat in flats])
 
     @property
     def leaving(self) -> list[tuple[int, int | None]]:

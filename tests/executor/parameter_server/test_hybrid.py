@@ -17,7 +17,7 @@ import pytest
 from executor.parameter_server import ParameterServer, hybrid, train
 from planner.errors import ModelError, RequestError
 from planner.graph.lookups.tables import find_lookups
-from planner.placement.choice import _moments
+from planner.placement.case import moments_of
 from planner.placement.hybrid_step import looks_across, split_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
@@ -490,12 +490,12 @@ def test_an_optimizer_that_looks_at_the_tree() -> None:
 
     many = optax.multi_transform({"slow": SGD, "fast": optax.adam(0.1)}, labels)
     for optimizer, moments in ((adamw, 2), (many, 2), (SGD, 0)):
-        assert _moments(optimizer, fresh())["['hidden']"] == moments
+        assert moments_of(optimizer, fresh())["['hidden']"] == moments
         run = hybrid(
             loss, fresh(), optimizer, server=Fake(), placement={"embed": "ps"}, cluster="cpu:8"
         )
         first = float(run(*DATA[0]))
         assert float(run(*DATA[0])) < first
-    assert _moments(many, fresh())["['out']"] == 0
+    assert moments_of(many, fresh())["['out']"] == 0
     with pytest.raises(ModelError, match="the optimizer's init of the parameters failed"):
-        _moments(optax.masked(SGD, {"another": True}), fresh())
+        moments_of(optax.masked(SGD, {"another": True}), fresh())

@@ -1,0 +1,172 @@
+"""What one worker pushes and pulls, one message to each server and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from executor.parameter_server.placement.layout import Array, Flat, Layout
+from executor.parameter_server.server.clock import Rule
+from executor.parameter_server.transport.calls import Args, Behind, ServerCalls
+from executor.parameter_server.transport.links import Links
+from executor.parameter_server.worker.replica import Replica
+from executor.parameter_server.worker.rows import RowCache, Rows, TableLayout, checked_tables
+from planner.errors import RequestError
+
+Read = tuple[dict[int, int], Any]
+"""The versions that servers read, and their values as a pytree."""
+
+
+class Exchange:
+    """The pushes and pulls of one worker; one of them may travel while the worker goes on.
+
+    Args:
+        links: to the servers.
+        calls: of the worker, over those links.
+        rule: how far workers may be apart.
+        replica: the worker's updates, where they do not run on the servers.
+        cache: rows of tables that were read; None reads always.
+        adds: whether servers add what is pushed to rows, and nothing else.
+
+    Attributes:
+        version: updates that were in what was read last; the least of all servers.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        calls: ServerCalls,
+        *,
+        rule: Rule,
+        replica: Replica | None,
+        cache: RowCache | None,
+        adds: bool,
+    ) -> None:
+        self._links, self._calls, self._rule = links, calls, rule
+        self._replica, self._cache, self._adds = replica, cache, adds
+        self._layout: Layout | None = None
+        self._tables: TableLayout | None = None
+        self._seen: dict[int, int] = {}
+        self._behind: Behind[Read] = Behind()
+        self.version = 0
+
+    def begin(self, layout: Layout, tables: TableLayout) -> None:
+        """Set what the parameters and the tables are."""
+        self._layout, self._tables = layout, tables
+
+    @property
+    def layout(self) -> Layout:
+        """Which server holds what; raises RequestError before ``begin``."""
+        if self._layout is None:
+            raise RequestError("call init(params) first: nothing says what the parameters are")
+        return self._layout
+
+    @property
+    def shapes(self) -> Any:
+        """The parameters as ShapeDtypeStructs; None before ``begin``."""
+        return None if self._layout is None else self._layout.like
+
+    @property
+    def tables(self) -> TableLayout:
+        """The tables; raises RequestError before ``begin``."""
+        if self._tables is None:
+            raise RequestError("call init(params) first, or init(params, tables=...)")
+        return self._tables
+
+    def pull(self) -> Any:
+        """The parameters; see ``ParameterServer.pull``."""
+        self.settle()
+        return self._now(self._read(self._calls.pull()))
+
+    def pull_rows(self, rows: Mapping[str, Any]) -> dict[str, Array]:
+        """Rows of tables; see ``ParameterServer.pull_rows``."""
+        tables = self.tables
+        unique, back = {}, {}
+        for name, ids in checked_tables(rows, "pull_rows", "ids").items():
+            unique[name], back[name] = np.unique(tables.checked(name, ids), return_inverse=True)
+        if self._cache is None:
+            found = self._read_rows(unique)
+        else:
+            found = self._cache.read(unique, self._calls.number, self._read_rows, tables.empty)
+        return {name: found[name][back[name]] for name in rows}
+
+    def _read_rows(self, ids: Mapping[str, Array]) -> dict[str, Array]:
+        self.settle()
+        parts: list[dict[str, Array]] = [{} for _ in range(self._links.count)]
+        for name, wanted in ids.items():
+            for part, (_, local) in zip(parts, self.tables.split(wanted), strict=True):
+                part[name] = local
+        found = self._calls.call("pull_rows", [(self._calls.rank, part) for part in parts])
+        self.version = min(x.version for x in found)
+        return self.tables.merge(ids, [x.values for x in found])
+
+    def push(self, gradients: Any, rows: Mapping[str, Any] | None) -> bool:
+        """Send gradients; see ``ParameterServer.push``."""
+        self.settle()
+        pushed, sums = self._numbered(gradients, rows)
+        took = all(self._calls.push("push", pushed).values())
+        self._now_cached(sums, took and self._adds)
+        return took
+
+    def push_pull(self, gradients: Any, rows: Mapping[str, Any] | None) -> Any:
+        """A push and a pull; see ``ParameterServer.push_pull``."""
+        self.settle()
+        pushed, sums = self._numbered(gradients, rows)
+        read = self._push_pulled(pushed)
+        self._now_cached(sums, False)
+        return self._now(read)
+
+    def overlapped(self, gradients: Any, rows: Mapping[str, Any] | None) -> Any:
+        """``push_pull`` with ``overlap``; see there."""
+        self._rule.check_overlap()
+        seen = self._seen
+        read = self._behind.arrived() or self._read(self._calls.pull(ahead=1))
+        _, sums = self._numbered(gradients, rows)
+        self._behind.submit(self._push_pulled, self._calls.overlapped(seen))
+        self._now_cached(sums, False)
+        return self._now(read)
+
+    def settle(self) -> None:
+        """Wait for what ``overlapped`` has sent."""
+        self._behind.arrived()
+
+    def end(self) -> None:
+        """Wait as ``settle`` does, and send the values of the worker's updates."""
+        self.settle()
+        if self._replica is not None and self._replica.version:
+            flats = self.layout.scatter(jax.device_get(self._replica.params))
+            self._calls.call("end", [(self._replica.version, flat) for flat in flats])
+
+    def _push_pulled(self, pushed: Sequence[Args]) -> Read:
+        return self._read(self._calls.push("push_pull", pushed))
+
+    def _read(self, found: Mapping[int, Any]) -> Read:
+        """What servers answered."""
+        flats: list[Flat] = [{}] * self._links.count
+        for server, answer in found.items():
+            flats[server] = answer.values
+        return {server: x.version for server, x in found.items()}, self.layout.gather(flats)
+
+    def _now(self, read: Read) -> Any:
+        """Hand values to the loop, whose next gradients are of them."""
+        self._seen, values = read
+        self.version = min(self._seen.values())
+        return values if self._replica is None else self._replica.take(self.version, values)
+
+    def _numbered(self, gradients: Any, rows: Mapping[str, Any] | None) -> tuple[list[Args], Rows]:
+        """What every server is told of a push, and the rows of it, once each. Dense gradients lie
+        in memory that the next push takes again, where servers do not keep it."""
+        sums, parts = self.tables.push(rows or {})
+        flats: list[Flat] = [{}] * self._links.count
+        if gradients is not None:
+            room = self._links.room(self.layout.sizes)
+            flats = self.layout.scatter(jax.device_get(gradients), room)
+        return self._calls.next_push(flats, parts), sums
+
+    def _now_cached(self, pushed: Rows, added: bool) -> None:
+        """Rows that this worker has pushed: what it reads must have that in it."""
+        if self._cache is not None:
+            self._cache.pushed(pushed, added)

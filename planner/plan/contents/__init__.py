@@ -1,0 +1,1 @@
+"""Parts of a plan that are written from what was chosen."""
