@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from planner import compat
+from planner.chunks.constants import with_constants, without_operands
 from planner.chunks.labels import Program, Region, large_products, regions_at
 from planner.chunks.resize import on_chunk
 from planner.chunks.stages import Stage, Stages, pays, stages_of
@@ -137,10 +138,11 @@ class _Search:
         for at, call in enumerate(calls):
             if call.kind == "scan":
                 before = len(self.lines)
-                inner = self.run(flatten(call.eqn.params["jaxpr"]))
+                body, moved = with_constants(flat, call)
+                inner = self.run(body)
                 if len(self.lines) > before:
-                    calls[at] = call.running(looped(call.eqn, inner))
-        flat = dataclasses.replace(flat, calls=tuple(calls))
+                    calls[at] = without_operands(call, moved, looped(call.eqn, inner))
+        flat = dataclasses.replace(flat, calls=tuple(calls)).live()
         done: set[Any] = set()
         while True:
             open_ = [at for at in large_products(flat) if id(flat.calls[at].eqn) not in done]

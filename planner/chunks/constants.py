@@ -1,0 +1,78 @@
+"""Masks that were made in front of a loop, made in it.
+
+Differentiation moves what does not depend on parameters out of a scan: a causal mask, broadcast to
+the shape of all scores, is an operand of the loop then. In the body its rows can be made chunk by
+chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence, Set
+from typing import Any
+
+from planner.graph.flat import Call, FlatJaxpr, Run, flatten
+from planner.graph.jaxpr.walk import loop_of
+
+MOST = 64
+"""Operations that a constant may be made by."""
+
+
+def with_constants(flat: FlatJaxpr, call: Call) -> tuple[FlatJaxpr, frozenset[int]]:
+    """The body of a scan with the constants in it that operations in front of it make of nothing;
+    and which operands these were, by position."""
+    body = flatten(call.eqn.params["jaxpr"])
+    makers = {v: c for c in flat.calls for v in c.outs}
+    copies: list[Call] = []
+    names: dict[int, int] = {}
+    count = body.values
+    moved: set[int] = set()
+    for position in range(loop_of(call.eqn).consts):
+        value = call.ins[position]
+        chain = _chain(makers, value) if isinstance(value, int) else None
+        if chain is None:
+            continue
+        for made in chain:
+            if made.outs[0] not in names:
+                outs = tuple(range(count, count + len(made.outs)))
+                count += len(outs)
+                copies.append(dataclasses.replace(made.reading(names), outs=outs))
+                names.update(zip(made.outs, outs, strict=True))
+        moved.add(position)
+    inside = {body.inputs[k]: names[v] for k, v in enumerate(call.ins) if k in moved and v in names}
+    calls = tuple(c.reading(inside) for c in body.calls)
+    outputs = tuple(inside.get(v, v) if isinstance(v, int) else v for v in body.outputs)
+    made_in = FlatJaxpr((*copies, *calls), body.inputs, outputs, body.consts, count)
+    return made_in, frozenset(moved)
+
+
+def _chain(makers: dict[int, Call], value: int) -> list[Call] | None:
+    """The calls that make a value of nothing, in order; None where it is made of something."""
+    chain: dict[int, Call] = {}
+
+    def visit(v: int) -> bool:
+        call = makers.get(v)
+        if call is None or call.made or call.eqn.effects or len(chain) > MOST:
+            return False
+        if id(call) in chain:
+            return True
+        if not all(visit(x) for x in call.ins if isinstance(x, int)):
+            return False
+        chain[id(call)] = call
+        return True
+
+    return list(chain.values()) if visit(value) else None
+
+
+def without_operands(call: Call, moved: Set[int], run: Run) -> Call:
+    """A scan that no longer reads the operands ``moved``."""
+    left = [k for k in range(len(call.ins)) if k not in moved]
+
+    def all_of(values: Sequence[Any]) -> list[Any]:
+        full: list[Any] = [None] * len(call.ins)
+        for k, x in zip(left, values, strict=True):
+            full[k] = x
+        return run(full)
+
+    ins = tuple(call.ins[k] for k in left)
+    return Call(call.eqn, ins, call.outs, all_of, call.backward, made=True)
