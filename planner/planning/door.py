@@ -159,12 +159,16 @@ def _under(
     found = policies(plain) if "remat" in wish.open else ()
     kept = (NONE, *found) if "remat" in wish.open else (wish.recipe.remat,)
     chunks = chunks_worth(plain) if "chunks" in wish.open else wish.recipe.chunks
+    both = chunks > 1 and "chunks" in wish.open
+    if len(counts) * len(kept) == 1 and not both:
+        return first.planned(begun)
     best, seen = search_recipes(counts, kept, chunks, look)
-    if chunks > 1 and "chunks" in wish.open:
+    if both:
         best, seen = without_chunks(counts, kept, best, seen, look)
     tried = (
-        f"{len(seen)} recipes planned: {' or '.join(map(str, counts))} microbatches, "
-        f"remat {', '.join(kept)}, {' or '.join(map(str, sorted({r.chunks for r in seen})))} chunks"
+        f"{len(seen)} of {len(counts) * len(kept) * (1 + both)} recipes planned: "
+        f"{' or '.join(map(str, counts))} microbatches, remat {', '.join(kept)}"
+        + (f", 1 or {chunks} chunks" if both else "")
     )
     if why:
         tried += f"; no microbatches: {why}"
