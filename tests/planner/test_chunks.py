@@ -1,0 +1,271 @@
+"""Rows of large products in chunks: equal to the step as it is, or left; and what they hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from planner import compat
+from planner.chunks.rewrite import chunked
+from planner.errors import RequestError
+from planner.graph.flat import nbytes
+from planner.graph.trace import trace
+from planner.plan.plan import plan_from_json
+from planner.planning import plan_step
+from planner.recipes import Recipe, rewritten
+from planner.report.table import recipe_lines
+from tests.zoo.running import compiled_quickly, difference
+
+B, T, H, D = 4, 64, 2, 4
+PARTS = 8
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def scores(q: Any, k: Any) -> Any:
+    return jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)
+
+
+def weighted(scores: Any, v: Any) -> Any:
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, -1), v)
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    mask = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+    return weighted(jnp.where(mask, scores(q, k), -1e30), v)
+
+
+def window(q: Any, k: Any, v: Any) -> Any:
+    far = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    return weighted(jnp.where((far >= 0) & (far < 16), scores(q, k), -jnp.inf), v)
+
+
+def capped(q: Any, k: Any, v: Any) -> Any:
+    return weighted(50.0 * jnp.tanh(scores(q, k) / 50.0), v)
+
+
+def grouped(q: Any, k: Any, v: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k[:, :, :1], v[:, :, :1], is_causal=True)
+
+
+def linen(q: Any, k: Any, v: Any) -> Any:
+    return nn.dot_product_attention(q, k, v)
+
+
+def with_dropout(q: Any, k: Any, v: Any) -> Any:
+    return nn.dot_product_attention(
+        q, k, v, dropout_rate=0.1, dropout_rng=jax.random.key(0), deterministic=False
+    )
+
+
+def sloped(q: Any, k: Any, v: Any) -> Any:
+    far = (jnp.arange(T)[None] - jnp.arange(T)[:, None]).astype(jnp.float32)
+    slopes = jnp.asarray([0.5, 0.25])
+    return weighted(scores(q, k) + slopes[:, None, None] * far, v)
+
+
+def sigmoid(q: Any, k: Any, v: Any) -> Any:
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.sigmoid(scores(q, k)), v)
+
+
+ATTENTIONS = [causal, window, capped, grouped, linen, with_dropout, sloped, sigmoid]
+
+
+def gradients(attention: Callable[..., Any]) -> Callable[..., Any]:
+    def step(q: Any, k: Any, v: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            return jnp.mean(jnp.sin(attention(q, k, v)) ** 2)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    return step
+
+
+def largest(function: Callable[..., Any], args: Any) -> int:
+    """Bytes of the largest value that any operation makes."""
+
+    def of(jaxpr: Any) -> int:
+        sizes = [0]
+        for eqn in compat.body(jaxpr).eqns:
+            sizes += [nbytes(v.aval) for v in eqn.outvars]
+            for value in eqn.params.values():
+                if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                    sizes.append(of(value))
+        return max(sizes)
+
+    return of(jax.make_jaxpr(function)(*args))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=lambda f: f.__name__)
+def test_attention_is_equal_and_its_scores_are_never_whole(attention: Any) -> None:
+    args = tuple(normal(B, T, H, D) + k for k in range(3))
+    step = gradients(attention)
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert len(lines) == 1 and "64 rows of 64 in 8 chunks" in lines[0]
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    if attention is not with_dropout:  # the random bits are drawn whole
+        assert largest(made, args) < largest(step, args) / 2
+
+
+def cross_entropy(h: Any, w: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(h @ w, labels).mean()
+
+
+def one_hot_loss(h: Any, w: Any, labels: Any) -> Any:
+    return -jnp.mean(jax.nn.log_softmax(h @ w) * jax.nn.one_hot(labels, 256))
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, one_hot_loss])
+def test_logits_are_equal_and_never_whole(loss: Any) -> None:
+    args = normal(512, 8), normal(8, 256), jnp.arange(512) % 256
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert len(lines) == 1 and "512 rows of 256" in lines[0]
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    assert largest(made, args) < largest(step, args) / 4
+
+
+def contrastive(a: Any, b: Any) -> Any:
+    """Softmax along rows and along columns: no row can do without the others."""
+    logits = a @ b.T
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits, 0) + jax.nn.log_softmax(logits, 1)))
+
+
+def running(a: Any, b: Any) -> Any:
+    """Sums along both ways."""
+    return jnp.mean(jnp.cumsum(jnp.cumsum(a @ b.T, 0), 1) ** 2)
+
+
+def squared(a: Any, b: Any) -> Any:
+    """The product of the scores with themselves: rows meet columns."""
+    logits = jnp.tanh(a @ b.T)
+    return jnp.mean((logits @ logits) ** 2)
+
+
+@pytest.mark.parametrize("loss", [contrastive, running, squared])
+def test_rows_that_need_each_other_are_left_whole(loss: Any) -> None:
+    args = normal(64, 4), normal(64, 4) + 1
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    made, _ = chunked(step, trace(step, args), args, PARTS)
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+
+
+def test_what_leaves_is_not_as_large_as_what_is_held() -> None:
+    """The gradient of a bias of the scores' shape: chunks would not free anything."""
+    bias = normal(B, H, T, T)
+    args = (*(normal(B, T, H, D) + k for k in range(3)), bias)
+
+    def step(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return jax.grad(lambda *a: jnp.sum(weighted(scores(a[0], a[1]) + a[3], a[2]) ** 2), 3)(
+            q, k, v, bias
+        )
+
+    assert chunked(step, trace(step, args), args, PARTS)[1] == ()
+
+
+def random_loss(draw: random.Random) -> Callable[..., Any]:
+    """A loss of two matrices whose product is changed, reduced and multiplied at random."""
+    unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
+    plan = [(draw.randrange(11), draw.randrange(100), draw.randrange(100)) for _ in range(7)]
+
+    def loss(a: Any, b: Any, c: Any) -> Any:
+        known = [a @ b.T]
+        out = 0.0
+        for kind, i, j in plan:
+            x, axis = known[i % len(known)], j % 2
+            if kind < 4:
+                known.append(unary[(i + j) % len(unary)](x))
+            elif kind == 4:
+                known.append(x - jnp.max(x, axis, keepdims=True))
+            elif kind == 5:
+                known.append(x / (1.0 + jnp.sum(x * x, axis, keepdims=True)))
+            elif kind == 6:
+                known.append(jax.nn.softmax(x, axis))
+            elif kind == 7:
+                known.append(x + known[j % len(known)])
+            elif kind == 8:
+                known.append(jnp.where(jnp.arange(64)[:, None] >= jnp.arange(64), x, 0.1))
+            elif kind == 9:
+                out += jnp.mean(jnp.sin((x if j % 3 else x.T) @ c))
+            else:
+                out += jnp.mean(jnp.sum(x, axis) ** 2)
+        return out + jnp.mean(jnp.sin(known[-1] @ c))
+
+    return loss
+
+
+def random_case(seed: int) -> bool:
+    """Whether a random step is done in chunks; its results are equal either way."""
+    step = jax.value_and_grad(random_loss(random.Random(seed)), argnums=(0, 1, 2))
+    with jax.enable_x64(True):
+        args = tuple(x.astype(float) for x in (normal(64, 4), normal(64, 4) + 0.5, normal(64, 3)))
+        made, lines = chunked(step, trace(step, args), args, PARTS)
+        with compiled_quickly():
+            assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 1e-12, seed
+    return bool(lines)
+
+
+def test_random_steps() -> None:
+    assert 5 <= sum(random_case(seed) for seed in range(25)) <= 23
+
+
+@pytest.mark.slow
+def test_many_random_steps() -> None:
+    assert 100 <= sum(random_case(seed) for seed in range(25, 525)) <= 450
+
+
+LAYERS = 3
+
+
+def layered(params: Any, x: Any) -> Any:
+    """A scan of attention layers, trained by plain gradient descent."""
+
+    def layer(h: Any, w: Any) -> Any:
+        q, k, v = (jnp.einsum("btc,chd->bthd", h, w[n]) for n in range(3))
+        return h + causal(q, k, v).reshape(h.shape), None
+
+    def loss(p: Any) -> Any:
+        return jnp.mean(jnp.sin(jax.lax.scan(layer, x, p)[0]))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "64"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_scan_with_chunks_computes_its_scores_again(remat: str, parts: int) -> None:
+    """Also under the policy that computes nothing else again: scores do not wait."""
+    args = 0.3 * normal(LAYERS, 3, H * D, H, D), normal(B, T, H * D)
+    step = rewritten(layered, args, Recipe(parts, remat, 8))
+    assert difference(jax.jit(step)(*args), jax.jit(layered)(*args)) <= 5e-6
+    assert largest(step, args) < largest(layered, args) / 4
+
+
+def test_the_search_takes_chunks_where_scores_do_not_fit() -> None:
+    shapes = (
+        jax.ShapeDtypeStruct((LAYERS, 3, H * D, H, D), jnp.float32),
+        jax.ShapeDtypeStruct((B, 256, H * D), jnp.float32),
+    )
+    options: dict[str, Any] = {"cluster": "v5e:2x2", "mesh": "data=4"}
+    whole = plan_step(layered, *shapes, **options).plan
+    tight = plan_step(layered, *shapes, **options, memory=1e6).plan
+    assert whole.chunks == 1 and whole.prediction.peak_bytes > 4e6
+    assert tight.chunks > 1 and tight.prediction.peak_bytes <= 1e6
+    assert any(name == "chunks" and "256 rows of 256" in text for name, text in recipe_lines(tight))
+    assert plan_from_json(tight.to_json()) == tight
+
+
+@pytest.mark.parametrize("value", [0, -1, "many", 1.5, True])
+def test_a_number_of_chunks_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"chunks=.*expected a whole number from 1 on, or auto"):
+        plan_step(layered, normal(1), normal(1), cluster="v5e:2x2", chunks=value)
