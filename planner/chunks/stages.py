@@ -12,10 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import jax.numpy as jnp
+
 from planner.chunks.labels import SUMS, Program, Region, rows_factor
 from planner.chunks.resize import splits
 from planner.graph.flat import nbytes
 
+ROUNDED_ONCE = frozenset(
+    "dot_general mul div neg max min select_n convert_element_type transpose reshape "
+    "broadcast_in_dim squeeze expand_dims copy stop_gradient".split()
+)
+"""Operations whose results do not depend on what a compiler fuses them with, if these alone come
+before them."""
 LESS = 0.25
 """Bytes that leave a region over those of its largest value, at most."""
 
@@ -59,6 +67,8 @@ class Stages:
 def stages_of(program: Program, region: Region) -> Stages | None:
     """The loops of a region; None where its rows depend on each other, or where what leaves it is
     large itself."""
+    if not _compares_safely(program, region):
+        return None
     flat, order = program.flat, sorted(region.calls)
     stage = _numbers(program, region)
     maker = {v: at for at in order for v in flat.calls[at].outs}
@@ -98,6 +108,36 @@ def stages_of(program: Program, region: Region) -> Stages | None:
     return Stages(region, tuple(reversed(loops)), dropped) if loops else None
 
 
+def _compares_safely(program: Program, region: Region) -> bool:
+    """Whether scores that are compared with their maximum are the same wherever they are computed.
+
+    The gradient of a maximum divides by the number of scores that are equal to it. A compiler may
+    compute the scores of a chunk in two kernels; if one fuses a product into a sum, and so rounds
+    once, and the other does not, none may be equal, and 0/0 is no number (seen with XLA:CPU).
+    """
+    flat = program.flat
+    maker = {v: at for at in region.calls for v in flat.calls[at].outs}
+    todo = [
+        maker[v]
+        for at in region.calls
+        if flat.calls[at].kind in ("eq", "ne")
+        for v in flat.calls[at].ins
+        if isinstance(v, int) and v in region.both and v in maker
+    ]
+    seen: set[int] = set()
+    while todo:
+        at = todo.pop()
+        call = flat.calls[at]
+        if at in seen or not jnp.issubdtype(call.eqn.outvars[0].aval.dtype, jnp.floating):
+            continue
+        if call.kind not in ROUNDED_ONCE:
+            return False
+        seen.add(at)
+        if call.kind != "dot_general":
+            todo += [maker[v] for v in call.ins if isinstance(v, int) and v in maker]
+    return True
+
+
 def _numbers(program: Program, region: Region) -> dict[int, int]:
     """The stage of each call of a region."""
     inside: dict[int, int] = {}
@@ -134,7 +174,9 @@ def _with_again(
     stage: Mapping[int, int],
     number: int,
 ) -> list[int]:
-    """The calls of a stage, and those of earlier ones that it does again."""
+    """The calls of a stage, and those of earlier ones that it does again: all but sums. A maximum
+    must be that of the scores it is compared with, to the last digit: its gradient divides by the
+    number of scores that are equal to it."""
     wanted = {at for at, s in stage.items() if s == number}
     todo = list(wanted)
     while todo:
@@ -142,15 +184,11 @@ def _with_again(
             if not isinstance(v, int) or v not in maker:
                 continue
             at = maker[v]
-            if at not in wanted and (v in region.both or _is_made(program, at)):
+            sums = program.flat.calls[at].kind in SUMS and v not in region.both
+            if at not in wanted and not sums:
                 wanted.add(at)
                 todo.append(at)
     return sorted(wanted)
-
-
-def _is_made(program: Program, at: int) -> bool:
-    """Whether a call makes something of nothing."""
-    return not any(isinstance(v, int) for v in program.flat.calls[at].ins)
 
 
 def _kinds(program: Program, region: Region, calls: Sequence[int]) -> dict[int, Kind] | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.graph.flat import Call, FlatJaxpr, nbytes, run_behind
 from planner.graph.labels.blocks import blocks_of
-from planner.remat.frontier import Block, Cut, cut
+from planner.remat.frontier import Block, Cut, compared_maxima, cut
 from planner.remat.policy import FULL, parse_policy
 from planner.remat.sites import Site, Sites, common_line, pays, to_device, to_host
 
@@ -70,9 +70,11 @@ def _block(
                 held.add(value)
             elif back:
                 wanted.add(value)
-    never &= wanted
     calls = flat.calls[part.start : part.stop]
-    return Block(calls, frozenset(wanted), {}, frozenset(held), never)
+    maxima = compared_maxima(calls)
+    wanted |= {v for v in maxima & held if any(flat.calls[r].backward for r in readers[v])}
+    never = (never | maxima) & (wanted | maxima)
+    return Block(calls, frozenset(wanted), {}, frozenset(held - maxima), never)
 
 
 @dataclass(eq=False)

@@ -131,6 +131,26 @@ def cut(block: Block, policy: Policy) -> Cut:
     return Cut(kept, needed, sum(sizes[v] for v in kept), sum(costs[k] for k in needed))
 
 
+def compared_maxima(calls: Sequence[Call]) -> frozenset[int]:
+    """Maxima and minima that operations compare values with.
+
+    They must not be kept where the values are computed again: the gradient of a maximum divides by
+    the number of values that are equal to it, and a compiler may round the second time otherwise.
+    """
+    found: set[int] = set()
+    moved: dict[int, int] = {}
+    for call in calls:
+        if call.kind in ("reduce_max", "reduce_min"):
+            moved[call.outs[0]] = call.outs[0]
+        elif call.kind in ("reshape", "broadcast_in_dim", "squeeze", "transpose"):
+            source = call.ins[0]
+            if isinstance(source, int) and source in moved:
+                moved[call.outs[0]] = moved[source]
+        elif call.kind in ("eq", "ne"):
+            found.update(moved[v] for v in call.ins if isinstance(v, int) and v in moved)
+    return frozenset(found)
+
+
 def _sink_side(net: Any) -> Set[Any]:
     """The nodes of the sink's side of a minimum cut, the one with the fewest."""
     residual = nx.algorithms.flow.boykov_kolmogorov(net, _SOURCE, _SINK)

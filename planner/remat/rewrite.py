@@ -153,7 +153,7 @@ def policies(traced: Traced, never: Never | None = None) -> tuple[str, ...]:
 
 def _rewritten(flat: FlatJaxpr, sites: Sites) -> Run:
     """A program with parts of it computed again."""
-    flat, paired = paired_scans(flat, sites)
+    flat, paired = paired_scans(flat.live(), sites)
     calls = list(flat.calls)
     for at, call in enumerate(calls):
         if call.kind == "scan" and at not in paired:

@@ -11,7 +11,7 @@ from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, flatten, nbytes, scan
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
-from planner.remat.frontier import Block, Cut
+from planner.remat.frontier import Block, Cut, compared_maxima
 from planner.remat.sites import Site, Sites, pays, to_device, to_host
 
 
@@ -31,8 +31,11 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
         if partner is None:
             continue
         paired |= {at, partner}
-        body = flatten(call.eqn.params["jaxpr"])
-        block = _block(call, body, dropped, sites.never(body))
+        body = flatten(call.eqn.params["jaxpr"]).live()
+        never = sites.never(body)
+        if never or sites.policy.flop_per_byte:
+            never |= compared_maxima(body.calls)
+        block = _block(call, body, dropped, never)
         made = sites.cut(block)
         what = f"the body of the scan at {user_line(call.eqn) or 'an unknown line'}"
         sites.found.append(Site(what, int(call.eqn.params["length"]), block, made))

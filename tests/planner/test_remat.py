@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -22,7 +23,7 @@ from planner.graph.ir import Graph, Phase
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 from planner.recipes import PLAIN, Recipe
-from planner.remat.frontier import Block, cut
+from planner.remat.frontier import Block, compared_maxima, cut
 from planner.remat.policy import Policy, parse_policy
 from planner.remat.rewrite import policies, recomputed, rematerialized
 from planner.report.table import plan_text
@@ -361,3 +362,31 @@ def test_sharded_rematerialized_steps_train_as_the_unsharded(name: str, policy: 
     assert plan.recipe == Recipe(parts, policy)
     _, found = compile_plan(step, plan)(params, x)
     np.testing.assert_allclose(found, jax.jit(step)(params, x)[1], rtol=2e-5)
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("policy", ["full", "dots", "20", "50", "100", "1000"])
+def test_a_maximum_is_never_kept_beside_scores_that_are_made_again(
+    policy: str, scanned: bool
+) -> None:
+    """The gradient of a maximum divides by the number of scores that are equal to it."""
+
+    def layer(h: Any, w: Any) -> Any:
+        scores = jnp.sin((h @ w[0]) * 0.3)
+        return h + jnp.exp(scores - jnp.max(scores, -1, keepdims=True)) @ w[1]
+
+    def step(p: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            if scanned:
+                return jnp.mean(jax.lax.scan(lambda h, w: (layer(h, w), None), x, p)[0] ** 2)
+            return jnp.mean(functools.reduce(layer, p, x) ** 2)
+
+        return jax.value_and_grad(loss)(p)
+
+    args = jnp.ones((4, 2, 16, 16)) * 0.1, jnp.linspace(0, 1, 64 * 16).reshape(64, 16)
+    made = recomputed(trace(step, args), parse_policy(policy))
+    assert made is not None
+    for site in made.sites:
+        maxima = compared_maxima(site.block.calls)
+        assert maxima and not maxima & (site.cut.kept | site.block.held)
+    np.testing.assert_allclose(made.function(*args)[1], jax.jit(step)(*args)[1], atol=1e-7)
