@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from planner import compat
-from planner.chunks.constants import with_constants, without_operands
+from planner.chunks.bodies import again, body_of, with_constants, without_operands
 from planner.chunks.labels import Program, Region, large_products, regions_at
 from planner.chunks.resize import on_chunk
 from planner.chunks.stages import Stage, Stages, pays, stages_of
@@ -99,7 +99,7 @@ def chunks_worth(traced: Traced) -> int:
     """A number of chunks for a step: of ``ROWS`` rows, 1 where there are no large products."""
 
     def rows(flat: FlatJaxpr) -> int:
-        inner = [c.eqn.params["jaxpr"] for c in flat.calls if c.kind == "scan"]
+        inner = [found[0] for c in flat.calls if (found := body_of(c)) is not None]
         own = [r.rows for r in _regions(flat)[1]]
         return max([0, *own, *(rows(flatten(jaxpr).live()) for jaxpr in inner)])
 
@@ -136,12 +136,15 @@ class _Search:
         flat = flat.live()
         calls = list(flat.calls)
         for at, call in enumerate(calls):
-            if call.kind == "scan":
+            inside = body_of(call)
+            if inside is not None:
                 before = len(self.lines)
-                body, moved = with_constants(flat, call)
+                jaxpr, constants = inside
+                body, moved = with_constants(flat, call, jaxpr, constants)
                 inner = self.run(body)
                 if len(self.lines) > before:
-                    calls[at] = without_operands(call, moved, looped(call.eqn, inner))
+                    rebuilt = looped if call.kind == "scan" else again
+                    calls[at] = without_operands(call, moved, rebuilt(call.eqn, inner))
         flat = dataclasses.replace(flat, calls=tuple(calls)).live()
         done: set[Any] = set()
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -249,6 +250,30 @@ def test_a_scan_with_chunks_computes_its_scores_again(remat: str, parts: int) ->
     step = rewritten(layered, args, Recipe(parts, remat, 8))
     assert difference(jax.jit(step)(*args), jax.jit(layered)(*args)) <= 5e-6
     assert largest(step, args) < largest(layered, args) / 4
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_layers_that_the_program_rematerializes(policy: Any) -> None:
+    """Scores are made chunk by chunk in bodies of ``jax.checkpoint``, too, masks with them."""
+    mask = jnp.tril(jnp.ones((T, T), bool))
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(h: Any, w: Any) -> Any:
+        q, k, v = (jnp.einsum("btc,chd->bthd", h, w[n]) for n in range(3))
+        seen = jnp.where(mask, scores(q, k), -1e30)
+        return h + weighted(seen, v).reshape(h.shape)
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return jnp.mean(jnp.sin(functools.reduce(layer, p, x)))
+
+        return jax.value_and_grad(loss)(params)
+
+    args = 0.3 * normal(LAYERS, 3, H * D, H, D), normal(B, T, H * D)
+    made, lines = chunked(step, trace(step, args), args, 8)
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    assert lines or policy is not None  # scores that its policy keeps leave the body whole
+    assert policy is not None or largest(made, args) < largest(step, args) / 4
 
 
 def test_the_search_takes_chunks_where_scores_do_not_fit() -> None:

@@ -1,4 +1,5 @@
-"""Masks that were made in front of a loop, made in it.
+"""Bodies of loops, and of what the program itself rematerializes; masks that were made in front of
+them are made in them.
 
 Differentiation moves what does not depend on parameters out of a scan: a causal mask, broadcast to
 the shape of all scores, is an operand of the loop then. In the body its rows can be made chunk by
@@ -11,23 +12,38 @@ import dataclasses
 from collections.abc import Sequence, Set
 from typing import Any
 
+import jax
+
+from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, Run, flatten
-from planner.graph.jaxpr.walk import loop_of
+from planner.graph.jaxpr.walk import REMAT, called, loop_of
 
 MOST = 64
 """Operations that a constant may be made by."""
 
 
-def with_constants(flat: FlatJaxpr, call: Call) -> tuple[FlatJaxpr, frozenset[int]]:
-    """The body of a scan with the constants in it that operations in front of it make of nothing;
-    and which operands these were, by position."""
-    body = flatten(call.eqn.params["jaxpr"])
+def body_of(call: Call) -> tuple[Any, range] | None:
+    """The body of a scan or a rematerialized part, and which operands it reads as they are."""
+    if call.made:
+        return None
+    if call.kind == "scan":
+        return call.eqn.params["jaxpr"], range(loop_of(call.eqn).consts)
+    body = called(call.eqn) if call.kind in REMAT else None
+    return None if body is None else (body.jaxpr, range(len(call.ins)))
+
+
+def with_constants(
+    flat: FlatJaxpr, call: Call, jaxpr: Any, operands: range
+) -> tuple[FlatJaxpr, frozenset[int]]:
+    """A body with the constants in it that operations in front of it make of nothing; and which
+    operands these were, by position."""
+    body = flatten(jaxpr)
     makers = {v: c for c in flat.calls for v in c.outs}
     copies: list[Call] = []
     names: dict[int, int] = {}
     count = body.values
     moved: set[int] = set()
-    for position in range(loop_of(call.eqn).consts):
+    for position in operands:
         value = call.ins[position]
         chain = _chain(makers, value) if isinstance(value, int) else None
         if chain is None:
@@ -65,7 +81,7 @@ def _chain(makers: dict[int, Call], value: int) -> list[Call] | None:
 
 
 def without_operands(call: Call, moved: Set[int], run: Run) -> Call:
-    """A scan that no longer reads the operands ``moved``."""
+    """A call that no longer reads the operands ``moved``."""
     left = [k for k in range(len(call.ins)) if k not in moved]
 
     def all_of(values: Sequence[Any]) -> list[Any]:
@@ -76,3 +92,28 @@ def without_operands(call: Call, moved: Set[int], run: Run) -> Call:
 
     ins = tuple(call.ins[k] for k in left)
     return Call(call.eqn, ins, call.outs, all_of, call.backward, made=True)
+
+
+def again(eqn: Any, inner: Run) -> Run:
+    """A part that the program rematerializes, with another body of the same operands and
+    results."""
+    body = called(eqn)
+    assert body is not None
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        left = [k for k, x in enumerate(values) if x is not None]
+
+        def once(*given: Any) -> list[Any]:
+            full: list[Any] = [None] * len(values)
+            for k, x in zip(left, given, strict=True):
+                full[k] = x
+            return inner(full)
+
+        structs = [compat.as_struct(jax.typeof(values[k])) for k in left]
+        closed, _ = compat.make_jaxpr(once, structs)
+        made = compat.rebuild(body.jaxpr, closed)
+        params = {**eqn.params, body.param: made}
+        with compat.provenance(eqn):
+            return list(eqn.primitive.bind(*(values[k] for k in left), **params))
+
+    return run
