@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Unpack
 
 from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
+from planner.choose.meshes import SAME
 from planner.choose.quick import free_bounds, memory_floor, scout_meshes
-from planner.chunks.rewrite import chunks_worth
+from planner.chunks.rewrite import chunks_worth, scores
 from planner.collector import paused
-from planner.errors import RequestError
+from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
 from planner.plan.plan import Plan
@@ -27,7 +28,6 @@ from planner.recipes import (
     Wish,
     parse_wish,
     search_recipes,
-    without_chunks,
 )
 from planner.remat.policy import NONE
 from planner.remat.rewrite import policies
@@ -156,33 +156,55 @@ def _under(
     bounds_s = free_bounds(first.step.quotient, first.step.pins, request)
     counts, why = _counts(wish, rewriter)
     plain = rewriter.cut(wish.recipe.microbatches)[1]
-    found = policies(plain) if "remat" in wish.open else ()
-    kept = (NONE, *found) if "remat" in wish.open else (wish.recipe.remat,)
-    chunks = chunks_worth(plain) if "chunks" in wish.open else wish.recipe.chunks
-    both = chunks > 1 and "chunks" in wish.open
-    if len(counts) * len(kept) == 1 and not both:
+    chunks = [1, chunks_worth(plain)] if "chunks" in wish.open else [wish.recipe.chunks]
+    kept = {n: _policies(wish, plain, n) for n in chunks}
+    total = len(counts) * sum(map(len, kept.values()))
+    if total == 1:
         return first.planned(begun)
-    best, seen = search_recipes(counts, kept, chunks, look)
-    if both:
-        best, seen = without_chunks(counts, kept, best, seen, look)
+    best, seen = search_recipes(counts, kept, look)
     tried = (
-        f"{len(seen)} of {len(counts) * len(kept) * (1 + both)} recipes planned: "
-        f"{' or '.join(map(str, counts))} microbatches, remat {', '.join(kept)}"
-        + (f", 1 or {chunks} chunks" if both else "")
+        f"{len(seen)} of {total} recipes planned: {' or '.join(map(str, counts))} microbatches, "
+        f"remat {', '.join(dict.fromkeys(p for mine in kept.values() for p in mine))}"
+        + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
     )
     if why:
         tried += f"; no microbatches: {why}"
-    rows = {recipe: outcome.found for recipe, outcome in seen.items()}
-    picked = rows[best] if best is not None else None
-    if picked is None:
-        floors = [memory_floor(r.step.quotient, request) for r in rows.values() if r is not None]
+    if best is None:
+        rows = [outcome.found for outcome in seen.values() if outcome.found is not None]
+        floors = [memory_floor(row.step.quotient, request) for row in rows]
         if floors:
             tried += f"; the least of them needs {bytes_text(min(floors))} or more"
         return first.planned(begun, tried)
-    planned = picked.planned(begun)
+    planned = _best_planned(_leaders(seen), begun)
     note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)
+
+
+def _leaders(seen: Mapping[Recipe, Outcome[Row | None]]) -> list[Row]:
+    """The best recipe, and the next one where a quick look can't tell them apart."""
+    order = sorted(seen.values(), key=lambda outcome: outcome.cost_s)
+    near = [o.found for o in order if o.cost_s <= SAME * order[0].cost_s and o.found is not None]
+    return near[:2]
+
+
+def _best_planned(rows: Sequence[Row], begun: float) -> Planned:
+    """The fastest of the plans of rows that a quick look found to fit."""
+    found: list[Planned] = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(row.planned(begun))
+        except MemoryLimitError:
+            if number == len(rows) - 1 and not found:
+                raise
+    return min(found, key=lambda planned: planned.plan.prediction.step_s)
+
+
+def _policies(wish: Wish, traced: Traced, chunks: int) -> tuple[str, ...]:
+    """Policies of rematerialization to try with a number of chunks."""
+    if "remat" not in wish.open:
+        return (wish.recipe.remat,)
+    return (NONE, *policies(traced, scores if chunks > 1 else None))
 
 
 def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:

@@ -9,9 +9,8 @@ what takes less memory may fit on a better mesh: neighbors are looked at while t
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -87,47 +86,27 @@ class _Walk(Generic[T]):
 
 def search_recipes(
     counts: Sequence[int],
-    policies: Sequence[str],
-    chunks: int,
+    policies: Mapping[int, Sequence[str]],
     look: Look[T],
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
     Args:
         counts: numbers of microbatches, from the fewest.
-        policies: of rematerialization, from what frees least.
-        chunks: of all of them.
+        policies: per number of chunks, policies of rematerialization, from what frees least. What
+            must beat the other comes last.
         look: plans a recipe.
 
     Returns:
-        The best recipe (of equal ones the one that rewrites least), None where none fits; and all
-        that were looked at.
+        The best recipe, None where none fits; and all that were looked at.
     """
-    walk = _Walk(counts, policies, chunks, look)
-    _go(walk)
-    return walk.best, walk.seen
-
-
-def without_chunks(
-    counts: Sequence[int],
-    policies: Sequence[str],
-    best: Recipe | None,
-    seen: dict[Recipe, Outcome[T]],
-    look: Look[T],
-) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
-    """The better of the best recipe with chunks and of those without. Chunks free more memory than
-    they cost time where scores are large, so recipes without are walked through only where nothing
-    fits with them, or the best one does without, and is not slower."""
-    walk = _Walk(counts, policies, 1, look, dict(seen))
-    if best is not None:
-        plain = dataclasses.replace(best, chunks=1)
-        walk.seen[plain] = found = look(plain, WORTH * seen[best].cost_s)
-        if found.cost_s > seen[best].cost_s:
-            return best, walk.seen
-    _go(walk)
-    if walk.best is None or (best is not None and seen[best].cost_s < walk.best_s):
-        return best, walk.seen
-    return walk.best, walk.seen
+    best, best_s = None, math.inf
+    seen: dict[Recipe, Outcome[T]] = {}
+    for chunks, mine in policies.items():
+        walk = _Walk(counts, mine, chunks, look, seen, best, best_s)
+        _go(walk)
+        best, best_s = walk.best, walk.best_s
+    return best, seen
 
 
 def _go(walk: _Walk[T]) -> None:

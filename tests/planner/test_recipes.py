@@ -62,7 +62,7 @@ def test_the_walk_finds_the_best_of_all(seed: int) -> None:
         cost = costs[recipe] if fits[recipe] and costs[recipe] < known_s else math.inf
         return Outcome(cost, fits[recipe], None)
 
-    best, seen = search_recipes(COUNTS, POLICIES, 1, look)
+    best, seen = search_recipes(COUNTS, {1: POLICIES}, look)
     least = min((c for r, c in costs.items() if fits[r]), default=math.inf)
     assert len(looks) == len(set(looks)) == len(seen)
     if math.isinf(least):
