@@ -182,10 +182,13 @@ def _under(
 
 
 def _leaders(seen: Mapping[Recipe, Outcome[Row | None]]) -> list[Row]:
-    """The best recipe, and the next one where a quick look can't tell them apart."""
-    order = sorted(seen.values(), key=lambda outcome: outcome.cost_s)
-    near = [o.found for o in order if o.cost_s <= SAME * order[0].cost_s and o.found is not None]
-    return near[:2]
+    """The best recipe; and that with another number of chunks where a quick look can't tell the
+    two apart."""
+    order = sorted(seen, key=lambda recipe: seen[recipe].cost_s)
+    near = [r for r in order if seen[r].cost_s <= SAME * seen[order[0]].cost_s]
+    other = [r for r in near if r.chunks != near[0].chunks]
+    rows = [seen[r].found for r in (near[0], *other[:1])]
+    return [row for row in rows if row is not None]
 
 
 def _best_planned(rows: Sequence[Row], begun: float) -> Planned:
