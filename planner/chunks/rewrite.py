@@ -146,19 +146,24 @@ class _Search:
                     rebuilt = looped if call.kind == "scan" else again
                     calls[at] = without_operands(call, moved, rebuilt(call.eqn, inner))
         flat = dataclasses.replace(flat, calls=tuple(calls)).live()
-        done: set[Any] = set()
-        while True:
-            open_ = [at for at in large_products(flat) if id(flat.calls[at].eqn) not in done]
-            if not open_:
-                return functools.partial(execute, flat)
+        done: set[int] = set()
+        while open_ := [at for at in large_products(flat) if id(flat.calls[at].eqn) not in done]:
+            done.update(id(flat.calls[at].eqn) for at in open_)
             program = Program.of(flat)
+            found: list[Stages] = []
             for at in open_:
-                done.add(id(flat.calls[at].eqn))
-                found = self._stages(program, at)
-                if found is not None:
-                    self.lines.append(_line(program, found, self._parts(found.region)))
-                    flat = _with_loops(program, found, self._parts(found.region))
-                    break
+                if not any(at in f.region.calls for f in found):
+                    stages = self._stages(program, at)
+                    if stages and not any(f.region.calls & stages.region.calls for f in found):
+                        found.append(stages)
+            made = self._with_loops(program, found)
+            if made is None:  # they wait for each other: one after the other
+                made = self._with_loops(program, found[:1])
+                for stages in found[1:]:
+                    done.discard(id(flat.calls[stages.region.seed].eqn))
+            assert made is not None
+            flat = made
+        return functools.partial(execute, flat)
 
     def _stages(self, program: Program, seed: int) -> Stages | None:
         for region in regions_at(program, seed):
@@ -173,22 +178,30 @@ class _Search:
         """The largest number of chunks."""
         return max(m for m in range(1, self.parts + 1) if region.rows % m == 0)
 
+    def _with_loops(self, program: Program, found: Sequence[Stages]) -> FlatJaxpr | None:
+        """The program with regions as loops; everything as early as before, what it needs first.
+        None where they wait for each other."""
+        flat = program.flat
+        dropped = {at for stages in found for at in stages.dropped}
+        calls = [(at, c) for at, c in enumerate(flat.calls) if at not in dropped]
+        for stages in found:
+            parts = self._parts(stages.region)
+            for stage in stages.loops:
+                own = flat.calls[stage.calls[-1]]
+                run = functools.partial(_loop, flat, stages.region, stage, parts)
+                ins, outs = (*stage.read, *stage.sliced), (*stage.stacked, *stage.summed)
+                loop = Call(own.eqn, ins, outs, run, own.backward, made=True)
+                calls.append((stage.calls[-1], loop))
+        ordered = _sorted(calls)
+        if ordered is None:
+            return None
+        self.lines += [_line(program, f, self._parts(f.region)) for f in found]
+        return dataclasses.replace(flat, calls=ordered)
 
-def _with_loops(program: Program, found: Stages, parts: int) -> FlatJaxpr:
-    """The program with a region as loops; everything as early as before, what it needs first."""
-    flat = program.flat
-    calls = [(at, c) for at, c in enumerate(flat.calls) if at not in found.dropped]
-    for stage in found.loops:
-        own = flat.calls[stage.calls[-1]]
-        run = functools.partial(_loop, flat, found.region, stage, parts)
-        ins, outs = (*stage.read, *stage.sliced), (*stage.stacked, *stage.summed)
-        calls.append((stage.calls[-1], Call(own.eqn, ins, outs, run, own.backward, made=True)))
-    ordered = _sorted(calls)
-    return dataclasses.replace(flat, calls=ordered)
 
-
-def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...]:
-    """Calls in an order in which each comes after what it reads, otherwise by number."""
+def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...] | None:
+    """Calls in an order in which each comes after what it reads, otherwise by number; None where
+    some wait for each other."""
     makers = {v: k for k, (_, c) in enumerate(calls) for v in c.outs}
     needs = [{makers[v] for v in c.ins if isinstance(v, int) and v in makers} for _, c in calls]
     readers: list[list[int]] = [[] for _ in calls]
@@ -206,8 +219,7 @@ def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...]:
             left[r] -= 1
             if not left[r]:
                 heapq.heappush(ready, (calls[r][0], r))
-    assert len(out) == len(calls)
-    return tuple(out)
+    return tuple(out) if len(out) == len(calls) else None
 
 
 def _loop(

@@ -11,6 +11,7 @@ names a place in the program for both.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,18 +35,45 @@ FUSED = "flash_attention"
 """Start of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traced:
-    """A traced step: its graph, the jaxpr, and one ``EqnKey`` per operation (None for borders)."""
+    """A traced step.
 
-    graph: Graph
-    eqns: tuple[EqnKey | None, ...]
+    Attributes:
+        jaxpr: closed.
+        in_tree, out_tree: of its arguments and results.
+        out_shape: its results as ShapeDtypeStructs.
+        in_paths, out_paths: the paths of their leaves.
+        updated: how many of the outputs, the first ones, update arguments in place.
+    """
+
     jaxpr: Any
     in_tree: Any
     out_tree: Any
     out_shape: Any
-    bodies: tuple[tuple[int, int], ...] = ()
-    """Per operation, the region and the rematerialized body that contain it (0: none)."""
+    in_paths: list[tuple[Any, ...]]
+    out_paths: list[tuple[Any, ...]]
+    updated: int
+
+    @property
+    def graph(self) -> Graph:
+        """Its graph, made when it is first asked for: forms of a step that are only rewritten
+        further need none."""
+        return self._made[0]
+
+    @functools.cached_property
+    def eqns(self) -> tuple[EqnKey | None, ...]:
+        """One key per operation, None for borders."""
+        return tuple(self._made[1].eqns)
+
+    @functools.cached_property
+    def bodies(self) -> tuple[tuple[int, int], ...]:
+        """Per operation, the region and the rematerialized body that contain it (0: none)."""
+        return tuple(self._made[1].bodies)
+
+    @functools.cached_property
+    def _made(self) -> tuple[Graph, _Builder]:
+        return _graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
 
 
 def _attrs(params: Mapping[str, Any]) -> str:
@@ -271,9 +299,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     paths = [p for p, _ in outs]
     if isinstance(out_shape, StepOutcome) and not updated:
         paths = [p[1:] for p in paths]
-    graph, builder = _graph_of(closed, [p for p, _ in ins], paths, updated)
-    eqns, bodies = tuple(builder.eqns), tuple(builder.bodies)
-    return Traced(graph, eqns, closed, in_tree, out_tree, out_shape, bodies)
+    return Traced(closed, in_tree, out_tree, out_shape, [p for p, _ in ins], paths, updated)
 
 
 def _graph_of(
@@ -282,7 +308,7 @@ def _graph_of(
     out_paths: list[tuple[Any, ...]],
     updated: int,
 ) -> tuple[Graph, _Builder]:
-    """``updated``: how many of the outputs, the first ones, update arguments in place."""
+    """See ``Traced``."""
     builder = _Builder()
     inner = compat.body(closed)
     names = [jax.tree_util.keystr(p) for p in in_paths]

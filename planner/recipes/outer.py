@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from planner.remat.policy import parse_policy
 from planner.spec import Recipe
 
 WORTH = 1.01
@@ -37,6 +38,11 @@ class Outcome(Generic[T]):
     fits: bool
     found: T
 
+    @property
+    def too_slow(self) -> bool:
+        """Whether it is out of the question for its cost, whatever memory it takes."""
+        return self.fits and math.isinf(self.cost_s)
+
 
 Look = Callable[[Recipe, float], Outcome[T]]
 """Plans a recipe; what does not cost less than the seconds given is of no interest."""
@@ -56,6 +62,8 @@ class _Walk(Generic[T]):
         """Look at a recipe: whether it is the best so far; None where it does not fit."""
         recipe = Recipe(self.counts[i], self.policies[j], self.chunks)
         if recipe not in self.seen:
+            if any(_does_more(recipe, r) for r, o in self.seen.items() if o.too_slow):
+                return False
             self.seen[recipe] = self.look(recipe, self.best_s / WORTH)
         found = self.seen[recipe]
         if found.cost_s * (1.0 if self.best is None else WORTH) < self.best_s:
@@ -107,6 +115,18 @@ def search_recipes(
         _go(walk)
         best, best_s = walk.best, walk.best_s
     return best, seen
+
+
+def _does_more(recipe: Recipe, other: Recipe) -> bool:
+    """Whether a recipe rewrites as much as another, or more, in every respect: then it is no
+    faster, but for memory."""
+    again, less = (parse_policy(r.remat) for r in (recipe, other))
+    return (
+        recipe.microbatches >= other.microbatches
+        and recipe.chunks >= other.chunks
+        and again.flop_per_byte >= less.flop_per_byte
+        and (again.products, again.on_host) == (less.products, less.on_host)
+    )
 
 
 def _go(walk: _Walk[T]) -> None:
