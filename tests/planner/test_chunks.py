@@ -173,6 +173,31 @@ def test_what_leaves_is_not_as_large_as_what_is_held() -> None:
     assert chunked(step, trace(step, args), args, PARTS)[1] == ()
 
 
+def normalized(a: Any, b: Any) -> Any:
+    """A graph's adjacency by the degrees of both its ends: as many rows as columns."""
+    near = jax.nn.relu(a @ b.T)
+    degrees = 1.0 + near.sum(0) * near.sum(1)
+    return jnp.mean(jnp.sin((near / degrees[:, None]) @ b))
+
+
+def counted(a: Any, b: Any) -> Any:
+    """One array of positions, of rows and of columns."""
+    places = jax.lax.iota(a.dtype, 64)
+    near = jnp.tanh(a @ b.T) + jax.lax.broadcast_in_dim(places, (64, 64), (1,))
+    mean = near.sum(1) * places
+    return jnp.mean(jnp.sin((near / (1.0 + mean[:, None] ** 2)) @ b))
+
+
+@pytest.mark.parametrize("loss", [normalized, counted])
+def test_a_vector_of_columns_is_none_of_rows(loss: Any) -> None:
+    with jax.enable_x64(True):
+        args = normal(64, 4).astype(float), normal(64, 4).astype(float) + 1
+        step = jax.value_and_grad(loss, argnums=(0, 1))
+        made, lines = chunked(step, trace(step, args), args, PARTS)
+        assert lines and largest(made, args) < largest(step, args) / 4
+        assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 1e-12
+
+
 def random_loss(draw: random.Random) -> Callable[..., Any]:
     """A loss of two matrices whose product is changed, reduced and multiplied at random."""
     unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
