@@ -143,14 +143,14 @@ class _Search:
                 if len(self.lines) > before:
                     calls[at] = without_operands(call, moved, looped(call.eqn, inner))
         flat = dataclasses.replace(flat, calls=tuple(calls)).live()
-        done: set[Any] = set()
+        done: set[int] = set()
         while True:
-            open_ = [at for at in large_products(flat) if id(flat.calls[at].eqn) not in done]
+            open_ = [at for at in large_products(flat) if flat.calls[at].outs[0] not in done]
             if not open_:
                 return functools.partial(execute, flat)
             program = Program.of(flat)
             for at in open_:
-                done.add(id(flat.calls[at].eqn))
+                done.add(flat.calls[at].outs[0])
                 found = self._stages(program, at)
                 if found is not None:
                     self.lines.append(_line(program, found, self._parts(found.region)))

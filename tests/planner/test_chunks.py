@@ -198,6 +198,16 @@ def test_a_vector_of_columns_is_none_of_rows(loss: Any) -> None:
         assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 1e-12
 
 
+def test_a_jitted_attention_that_is_called_twice_is_in_chunks_twice() -> None:
+    """Both calls share their equations."""
+    args = tuple(normal(B, T, H, D) + k for k in range(3))
+    layer = jax.jit(causal)
+    step = gradients(lambda q, k, v: layer(layer(q, k, v), k, v))
+    made, _ = chunked(step, trace(step, args), args, PARTS)
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    assert largest(made, args) < largest(step, args) / 2
+
+
 def random_loss(draw: random.Random) -> Callable[..., Any]:
     """A loss of two matrices whose product is changed, reduced and multiplied at random."""
     unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
