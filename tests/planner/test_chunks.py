@@ -208,6 +208,19 @@ def test_a_jitted_attention_that_is_called_twice_is_in_chunks_twice() -> None:
     assert largest(made, args) < largest(step, args) / 2
 
 
+def test_a_deep_program_in_front_of_a_scan() -> None:
+    args = normal(64, 4), normal(64, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        deep = a[0, 0]
+        for _ in range(1200):
+            deep = jnp.sin(deep)
+        return jax.lax.scan(lambda c, _: (jax.nn.softmax(c @ b.T + deep) @ b, None), a, None, 2)[0]
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert lines and difference(made(*args), step(*args)) <= 5e-6
+
+
 def random_loss(draw: random.Random) -> Callable[..., Any]:
     """A loss of two matrices whose product is changed, reduced and multiplied at random."""
     unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
