@@ -221,6 +221,18 @@ def test_a_deep_program_in_front_of_a_scan() -> None:
     assert lines and difference(made(*args), step(*args)) <= 5e-6
 
 
+def test_positions_of_rows_are_rounded_as_those_of_columns() -> None:
+    """bfloat16 can't count to 700."""
+    args = normal(700, 4), normal(700, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        row, column = (jax.lax.broadcasted_iota(jnp.bfloat16, (700, 700), d) for d in (0, 1))
+        return jax.nn.softmax(jnp.where(row >= column, a @ b.T, -1e9)) @ b
+
+    made, lines = chunked(step, trace(step, args), args, 7)
+    assert lines and difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+
+
 def random_loss(draw: random.Random) -> Callable[..., Any]:
     """A loss of two matrices whose product is changed, reduced and multiplied at random."""
     unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
