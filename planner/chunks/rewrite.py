@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from planner import compat
 from planner.chunks.constants import with_constants, without_operands
 from planner.chunks.labels import Program, Region, large_products, regions_at
-from planner.chunks.resize import on_chunk
+from planner.chunks.resize import on_chunk, wide
 from planner.chunks.stages import Stage, Stages, pays, stages_of
 from planner.graph.flat import Call, FlatJaxpr, Run, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
@@ -229,18 +229,12 @@ def _loop(
         return new, [env[v] for v in stage.stacked]
 
     with compat.provenance(last):
-        start = [jnp.zeros(compat.aval_shape(types[v]), _wide(types[v])) for v in stage.summed]
+        start = [jnp.zeros(compat.aval_shape(types[v]), wide(types[v].dtype)) for v in stage.summed]
         slices = [_cut(outer[v], region.row[v], parts) for v in stage.sliced]
         sums, stacks = jax.lax.scan(turn, start, (jnp.arange(parts), slices))
         rows = [_joined(x, region.row[v]) for x, v in zip(stacks, stage.stacked, strict=True)]
         whole = [x.astype(types[v].dtype) for x, v in zip(sums, stage.summed, strict=True)]
     return [*rows, *whole]
-
-
-def _wide(aval: Any) -> Any:
-    """The type in which terms are added up."""
-    floating = jnp.issubdtype(aval.dtype, jnp.floating)
-    return jnp.promote_types(aval.dtype, jnp.float32) if floating else aval.dtype
 
 
 def _cut(x: Any, row: int, parts: int) -> Any:

@@ -233,6 +233,20 @@ def test_positions_of_rows_are_rounded_as_those_of_columns() -> None:
     assert lines and difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16])
+def test_short_types_are_added_up_in_a_wide_one(dtype: Any) -> None:
+    args = normal(64, 4), normal(64, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        kept = jnp.tanh(a @ b.T).astype(dtype)
+        sums = jnp.einsum("ij,ik->jk", kept, a.astype(dtype), preferred_element_type=dtype)
+        return sums.astype(jnp.float32)
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert lines and made(*args).dtype == jnp.float32
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 0.07
+
+
 def random_loss(draw: random.Random) -> Callable[..., Any]:
     """A loss of two matrices whose product is changed, reduced and multiplied at random."""
     unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
