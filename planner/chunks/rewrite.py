@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -185,9 +186,13 @@ def _with_loops(program: Program, found: Stages, parts: int) -> FlatJaxpr:
 
 
 def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...]:
-    """Calls in an order in which each comes after what it reads, otherwise by number."""
+    """Calls in an order in which each comes after what it reads, and effects (prints, updates of
+    references) after those before them; otherwise by number."""
     makers = {v: k for k, (_, c) in enumerate(calls) for v in c.outs}
     needs = [{makers[v] for v in c.ins if isinstance(v, int) and v in makers} for _, c in calls]
+    effects = [k for k, (_, c) in enumerate(calls) if c.eqn.effects]
+    for before, after in itertools.pairwise(effects):
+        needs[after].add(before)
     readers: list[list[int]] = [[] for _ in calls]
     for k, need in enumerate(needs):
         for n in need:

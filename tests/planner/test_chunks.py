@@ -247,6 +247,43 @@ def test_short_types_are_added_up_in_a_wide_one(dtype: Any) -> None:
     assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 0.07
 
 
+def test_effects_stay_in_order() -> None:
+    """What is added to a reference depends on a loop; what reads it later does not."""
+    args = normal(64, 4), normal(64, 4) + 1
+    printed: list[float] = []
+
+    def step(a: Any, b: Any) -> Any:
+        near = jnp.tanh(a @ b.T)
+        rows = near.sum(1)
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] += rows.sum()
+        seen = total[...]
+        total[...] = a.sum()
+        jax.debug.callback(lambda x: printed.append(float(x)), 0.0 * rows[0], ordered=True)
+        jax.debug.callback(lambda x: printed.append(1.0 + float(x)), 0.0 * a[0, 0], ordered=True)
+        return jnp.sin((near / (1.0 + rows[:, None] ** 2)) @ b), seen, total[...]
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert lines and difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    jax.effects_barrier()
+    assert printed == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_an_effect_between_two_loops() -> None:
+    """Its result enters the region again, and waits for an effect that waits for the region."""
+    args = normal(64, 4), normal(64, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        near = jnp.tanh(a @ b.T)
+        cell = jax.new_ref(jnp.ones(()))
+        cell[...] += near.sum(1)[0] ** 2
+        return jnp.sin((near / cell[...]) @ b)
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert "2 loops" in lines[0]
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+
+
 def random_loss(draw: random.Random) -> Callable[..., Any]:
     """A loss of two matrices whose product is changed, reduced and multiplied at random."""
     unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
