@@ -38,14 +38,14 @@ def with_constants(
     """A body with the constants in it that operations in front of it make of nothing; and which
     operands these were, by position."""
     body = flatten(jaxpr)
-    makers = {v: c for c in flat.calls for v in c.outs}
+    makers = {v: at for at, c in enumerate(flat.calls) for v in c.outs}
     copies: list[Call] = []
     names: dict[int, int] = {}
     count = body.values
     moved: set[int] = set()
     for position in operands:
         value = call.ins[position]
-        chain = _chain(makers, value) if isinstance(value, int) else None
+        chain = _chain(flat, makers, value) if isinstance(value, int) else None
         if chain is None:
             continue
         for made in chain:
@@ -62,22 +62,18 @@ def with_constants(
     return made_in, frozenset(moved)
 
 
-def _chain(makers: dict[int, Call], value: int) -> list[Call] | None:
+def _chain(flat: FlatJaxpr, makers: dict[int, int], value: int) -> list[Call] | None:
     """The calls that make a value of nothing, in order; None where it is made of something."""
-    chain: dict[int, Call] = {}
-
-    def visit(v: int) -> bool:
-        call = makers.get(v)
-        if call is None or call.made or call.eqn.effects or len(chain) > MOST:
-            return False
-        if id(call) in chain:
-            return True
-        if not all(visit(x) for x in call.ins if isinstance(x, int)):
-            return False
-        chain[id(call)] = call
-        return True
-
-    return list(chain.values()) if visit(value) else None
+    chain: set[int] = set()
+    todo = [value]
+    while todo:
+        at = makers.get(todo.pop())
+        if at is None or flat.calls[at].made or flat.calls[at].eqn.effects or len(chain) > MOST:
+            return None
+        if at not in chain:
+            chain.add(at)
+            todo += [v for v in flat.calls[at].ins if isinstance(v, int)]
+    return [flat.calls[at] for at in sorted(chain)]
 
 
 def without_operands(call: Call, moved: Set[int], run: Run) -> Call:

@@ -210,6 +210,7 @@ def _closed(
     (sums of rows on their way back)."""
     flat = program.flat
     made = {v for at in touched for v in flat.calls[at].outs}
+    whole = {v for at in touched for v, _ in program.sides(at)}.difference(row)
     fixed: set[int] = set()
     rows = dict(row)
     between: dict[int, dict[int, int]] = {}
@@ -221,8 +222,11 @@ def _closed(
         if read <= fixed:
             fixed.update(call.outs)
         elif read <= made | fixed and (mine := _by_rows(program, at, rows)) is not None:
+            if whole.intersection(mine):
+                continue  # a sum over rows with as many entries, positions of columns
             between[at] = mine
             rows.update(mine)
+            whole.update(read.difference(mine))
             made.update(call.outs)
     wanted = {v for at in touched for v in flat.calls[at].ins if isinstance(v, int)}
     inside = set(touched)

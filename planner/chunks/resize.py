@@ -49,10 +49,10 @@ def on_chunk(
     ]
     if call.kind == "iota":
         with compat.provenance(eqn):
-            made = jax.lax.broadcasted_iota(eqn.params["dtype"], shapes[0], eqn.params["dimension"])
+            made = jax.lax.broadcasted_iota(jnp.int32, shapes[0], eqn.params["dimension"])
             if eqn.params["dimension"] == outs[0]:
-                made = made * parts + number.astype(made.dtype)
-            return [made]
+                made = made * parts + number.astype(jnp.int32)
+            return [made.astype(eqn.params["dtype"])]  # rounded once
     changed: dict[str, Any] = {}
     if call.kind == "broadcast_in_dim":
         changed = {"shape": shapes[0]}
@@ -60,11 +60,17 @@ def on_chunk(
         changed = {"new_sizes": shapes[0]}
     elif call.kind == "dot_general" and outs[0] is None:
         dtype = eqn.outvars[0].aval.dtype
-        if jnp.issubdtype(dtype, jnp.floating):  # one term of a sum: rounded when that is complete
-            changed = {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
+        if wide(dtype) != dtype:  # one term of a sum: rounded when that is complete
+            changed = {"preferred_element_type": wide(dtype)}
     eqn = eqn.replace(params={**eqn.params, **changed}) if changed else eqn
     results = compat.evaluate_equation(eqn, values)
     for x, shape in zip(results, shapes, strict=True):
         if x.shape != shape:
             raise InternalError(f"{call.kind} of a chunk gives {x.shape}, expected {shape}")
     return results
+
+
+def wide(dtype: Any) -> Any:
+    """The type in which terms are added up."""
+    short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if short else dtype

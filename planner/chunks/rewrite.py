@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from planner import compat
 from planner.chunks.bodies import again, body_of, with_constants, without_operands
 from planner.chunks.labels import Program, Region, large_products, regions_at
-from planner.chunks.resize import on_chunk
+from planner.chunks.resize import on_chunk, wide
 from planner.chunks.stages import Stage, Stages, pays, stages_of
 from planner.graph.flat import Call, FlatJaxpr, Run, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
@@ -147,21 +148,23 @@ class _Search:
                     calls[at] = without_operands(call, moved, rebuilt(call.eqn, inner))
         flat = dataclasses.replace(flat, calls=tuple(calls)).live()
         done: set[int] = set()
-        while open_ := [at for at in large_products(flat) if id(flat.calls[at].eqn) not in done]:
-            done.update(id(flat.calls[at].eqn) for at in open_)
+        while open_ := [at for at in large_products(flat) if flat.calls[at].outs[0] not in done]:
             program = Program.of(flat)
             found: list[Stages] = []
             for at in open_:
-                if not any(at in f.region.calls for f in found):
-                    stages = self._stages(program, at)
-                    if stages and not any(f.region.calls & stages.region.calls for f in found):
-                        found.append(stages)
+                if any(at in f.region.calls for f in found):
+                    continue
+                stages = self._stages(program, at)
+                if stages is None:
+                    done.update(flat.calls[at].outs)
+                elif not any(f.region.calls & stages.region.calls for f in found):
+                    found.append(stages)
             made = self._with_loops(program, found)
             if made is None:  # they wait for each other: one after the other
-                made = self._with_loops(program, found[:1])
-                for stages in found[1:]:
-                    done.discard(id(flat.calls[stages.region.seed].eqn))
+                found = found[:1]
+                made = self._with_loops(program, found)
             assert made is not None
+            done.update(v for f in found for v in flat.calls[f.region.seed].outs)
             flat = made
         return functools.partial(execute, flat)
 
@@ -200,10 +203,14 @@ class _Search:
 
 
 def _sorted(calls: Sequence[tuple[int, Call]]) -> tuple[Call, ...] | None:
-    """Calls in an order in which each comes after what it reads, otherwise by number; None where
-    some wait for each other."""
+    """Calls in an order in which each comes after what it reads, and effects (prints, updates of
+    references) after those before them, otherwise by number; None where some wait for each other.
+    """
     makers = {v: k for k, (_, c) in enumerate(calls) for v in c.outs}
     needs = [{makers[v] for v in c.ins if isinstance(v, int) and v in makers} for _, c in calls]
+    effects = [k for k, (_, c) in enumerate(calls) if c.eqn.effects]
+    for before, after in itertools.pairwise(effects):
+        needs[after].add(before)
     readers: list[list[int]] = [[] for _ in calls]
     for k, need in enumerate(needs):
         for n in need:
@@ -244,18 +251,12 @@ def _loop(
         return new, [env[v] for v in stage.stacked]
 
     with compat.provenance(last):
-        start = [jnp.zeros(compat.aval_shape(types[v]), _wide(types[v])) for v in stage.summed]
+        start = [jnp.zeros(compat.aval_shape(types[v]), wide(types[v].dtype)) for v in stage.summed]
         slices = [_cut(outer[v], region.row[v], parts) for v in stage.sliced]
         sums, stacks = jax.lax.scan(turn, start, (jnp.arange(parts), slices))
         rows = [_joined(x, region.row[v]) for x, v in zip(stacks, stage.stacked, strict=True)]
         whole = [x.astype(types[v].dtype) for x, v in zip(sums, stage.summed, strict=True)]
     return [*rows, *whole]
-
-
-def _wide(aval: Any) -> Any:
-    """The type in which terms are added up."""
-    floating = jnp.issubdtype(aval.dtype, jnp.floating)
-    return jnp.promote_types(aval.dtype, jnp.float32) if floating else aval.dtype
 
 
 def _cut(x: Any, row: int, parts: int) -> Any:

@@ -139,10 +139,11 @@ def _compares_safely(program: Program, region: Region) -> bool:
 
 
 def _numbers(program: Program, region: Region) -> dict[int, int]:
-    """The stage of each call of a region."""
+    """The stage of each call of a region; effects wait for those before them."""
     inside: dict[int, int] = {}
     outside: dict[int, int] = {}
     out: dict[int, int] = {}
+    effects = 0
     for at, call in enumerate(program.flat.calls):
         read = [v for v in call.ins if isinstance(v, int)]
         if at in region.calls:
@@ -152,7 +153,10 @@ def _numbers(program: Program, region: Region) -> dict[int, int]:
             inside.update(dict.fromkeys(call.outs, out[at]))
         else:
             levels = [inside[v] + 1 if v in inside else outside.get(v, 0) for v in read]
-            outside.update(dict.fromkeys(call.outs, max(levels, default=0)))
+            level = max(levels, default=0)
+            if call.eqn.effects:
+                level = effects = max(level, effects)
+            outside.update(dict.fromkeys(call.outs, level))
     return out
 
 

@@ -174,6 +174,117 @@ def test_what_leaves_is_not_as_large_as_what_is_held() -> None:
     assert chunked(step, trace(step, args), args, PARTS)[1] == ()
 
 
+def normalized(a: Any, b: Any) -> Any:
+    """A graph's adjacency by the degrees of both its ends: as many rows as columns."""
+    near = jax.nn.relu(a @ b.T)
+    degrees = 1.0 + near.sum(0) * near.sum(1)
+    return jnp.mean(jnp.sin((near / degrees[:, None]) @ b))
+
+
+def counted(a: Any, b: Any) -> Any:
+    """One array of positions, of rows and of columns."""
+    places = jax.lax.iota(a.dtype, 64)
+    near = jnp.tanh(a @ b.T) + jax.lax.broadcast_in_dim(places, (64, 64), (1,))
+    mean = near.sum(1) * places
+    return jnp.mean(jnp.sin((near / (1.0 + mean[:, None] ** 2)) @ b))
+
+
+@pytest.mark.parametrize("loss", [normalized, counted])
+def test_a_vector_of_columns_is_none_of_rows(loss: Any) -> None:
+    with jax.enable_x64(True):
+        args = normal(64, 4).astype(float), normal(64, 4).astype(float) + 1
+        step = jax.value_and_grad(loss, argnums=(0, 1))
+        made, lines = chunked(step, trace(step, args), args, PARTS)
+        assert lines and largest(made, args) < largest(step, args) / 4
+        assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 1e-12
+
+
+def test_a_jitted_attention_that_is_called_twice_is_in_chunks_twice() -> None:
+    """Both calls share their equations."""
+    args = tuple(normal(B, T, H, D) + k for k in range(3))
+    layer = jax.jit(causal)
+    step = gradients(lambda q, k, v: layer(layer(q, k, v), k, v))
+    made, _ = chunked(step, trace(step, args), args, PARTS)
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    assert largest(made, args) < largest(step, args) / 2
+
+
+def test_a_deep_program_in_front_of_a_scan() -> None:
+    args = normal(64, 4), normal(64, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        deep = a[0, 0]
+        for _ in range(1200):
+            deep = jnp.sin(deep)
+        return jax.lax.scan(lambda c, _: (jax.nn.softmax(c @ b.T + deep) @ b, None), a, None, 2)[0]
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert lines and difference(made(*args), step(*args)) <= 5e-6
+
+
+def test_positions_of_rows_are_rounded_as_those_of_columns() -> None:
+    """bfloat16 can't count to 700."""
+    args = normal(700, 4), normal(700, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        row, column = (jax.lax.broadcasted_iota(jnp.bfloat16, (700, 700), d) for d in (0, 1))
+        return jax.nn.softmax(jnp.where(row >= column, a @ b.T, -1e9)) @ b
+
+    made, lines = chunked(step, trace(step, args), args, 7)
+    assert lines and difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16])
+def test_short_types_are_added_up_in_a_wide_one(dtype: Any) -> None:
+    args = normal(64, 4), normal(64, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        kept = jnp.tanh(a @ b.T).astype(dtype)
+        sums = jnp.einsum("ij,ik->jk", kept, a.astype(dtype), preferred_element_type=dtype)
+        return sums.astype(jnp.float32)
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert lines and made(*args).dtype == jnp.float32
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 0.07
+
+
+def test_effects_stay_in_order() -> None:
+    """What is added to a reference depends on a loop; what reads it later does not."""
+    args = normal(64, 4), normal(64, 4) + 1
+    printed: list[float] = []
+
+    def step(a: Any, b: Any) -> Any:
+        near = jnp.tanh(a @ b.T)
+        rows = near.sum(1)
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] += rows.sum()
+        seen = total[...]
+        total[...] = a.sum()
+        jax.debug.callback(lambda x: printed.append(float(x)), 0.0 * rows[0], ordered=True)
+        jax.debug.callback(lambda x: printed.append(1.0 + float(x)), 0.0 * a[0, 0], ordered=True)
+        return jnp.sin((near / (1.0 + rows[:, None] ** 2)) @ b), seen, total[...]
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert lines and difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+    jax.effects_barrier()
+    assert printed == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_an_effect_between_two_loops() -> None:
+    """Its result enters the region again, and waits for an effect that waits for the region."""
+    args = normal(64, 4), normal(64, 4) + 1
+
+    def step(a: Any, b: Any) -> Any:
+        near = jnp.tanh(a @ b.T)
+        cell = jax.new_ref(jnp.ones(()))
+        cell[...] += near.sum(1)[0] ** 2
+        return jnp.sin((near / cell[...]) @ b)
+
+    made, lines = chunked(step, trace(step, args), args, PARTS)
+    assert "2 loops" in lines[0]
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
+
+
 def random_loss(draw: random.Random) -> Callable[..., Any]:
     """A loss of two matrices whose product is changed, reduced and multiplied at random."""
     unary = [jnp.tanh, jnp.sin, lambda x: 0.5 * x, lambda x: x * x, jax.nn.sigmoid, jnp.abs]
