@@ -1,0 +1,34 @@
+"""Every program of the zoo with its large products in chunks: equal, or left."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from planner.chunks.rewrite import chunked
+from planner.errors import MeshwrightError
+from planner.graph.trace import trace
+from tests.zoo.running import compiled_quickly, difference, load
+
+FIRST = {"mlp_train_step", "decoder_linen_train_step", "remat_dots_policy", "optimization_barrier"}
+"""Run in every test; the others with ``slow``."""
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in sorted(load())],
+)
+def test_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.chunks.labels.LARGE", 0.5)  # the zoo's programs are small
+    program = load()[name]
+    step, args = program.build()
+    try:
+        traced = trace(step, args)
+    except MeshwrightError:
+        pytest.skip("not a step that can be traced alone")
+    made, lines = chunked(step, traced, args, 4)
+    if not lines:
+        return  # no product is that large, or its rows need each other
+    with compiled_quickly():
+        assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance
