@@ -46,11 +46,13 @@ HALF = 0.5
 @dataclass(frozen=True)
 class Roles:
     """Per mesh axis its role, and over which axes optimizer state alone is split (ZeRO-1);
-    ``batch``: into how many pieces the batch is cut."""
+    ``batch``: into how many pieces the batch is cut, ``examples``: into how many of these along its
+    first dimension."""
 
     of: tuple[str, ...]
     zero: frozenset[int]
     batch: int
+    examples: int
 
 
 def roles_of(plan: Extraction) -> Roles:
@@ -75,7 +77,7 @@ def roles_of(plan: Extraction) -> Roles:
         elif role == DATA and _share(plan, sorted(state.others), k) >= HALF:
             zero.add(k)
         roles.append(role)
-    return Roles(tuple(roles), frozenset(zero), _pieces(plan, fed or graph.inputs))
+    return Roles(tuple(roles), frozenset(zero), *_pieces(plan, fed or graph.inputs))
 
 
 def renamed(mesh: MeshSpec, roles: Roles, named: frozenset[str]) -> MeshSpec:
@@ -106,6 +108,9 @@ def strategy_text(sizes: Sequence[int], roles: Roles) -> str:
     if idle > 1:
         parts.append(f"{idle} groups that repeat the same work" if parts else "no parallelism")
     batch = f"batch split {roles.batch} ways" if roles.batch > 1 else "batch whole on every device"
+    if roles.examples < roles.batch:
+        along = roles.batch // roles.examples
+        batch += f", {roles.examples} by examples and {along} along other dimensions"
     return f"{' x '.join(parts)}; {batch}"
 
 
@@ -190,15 +195,18 @@ def _share(plan: Extraction, values: Sequence[int], axis: int) -> float:
     return split / total if total else 0.0
 
 
-def _pieces(plan: Extraction, values: Sequence[int]) -> int:
-    """The least pieces that an array of the batch is cut into, of those as long as the largest."""
+def _pieces(plan: Extraction, values: Sequence[int]) -> tuple[int, int]:
+    """The least pieces that an array of the batch is cut into, of those as long as the largest, and
+    how many of these along its first dimension."""
     arrays = [v for v in values if plan.graph.values[v].shape]
     if not arrays:
-        return 1
+        return 1, 1
     mesh, known = plan.priced.mesh, plan.graph.values
     length = known[max(arrays, key=lambda v: known[v].nbytes)].shape[0]
-    return min(
-        max(plan.value_sharding(v, port).shards(mesh) for port in ("store", "use"))
-        for v in arrays
-        if known[v].shape[0] == length
-    )
+
+    def pieces(value: int) -> tuple[int, int]:
+        both = [plan.value_sharding(value, port) for port in ("store", "use")]
+        most = max(both, key=lambda sharding: sharding.shards(mesh))
+        return most.shards(mesh), math.prod(mesh.size(a) for a in (*most.dims, ())[0])
+
+    return min(pieces(v) for v in arrays if known[v].shape[0] == length)

@@ -114,7 +114,8 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
         again = plan.recomputed or ("nothing to compute again",)
         lines += [("remat", f"{plan.remat}: {line}") for line in again]
     if plan.chunks > 1:
-        lines += [("chunks", line) for line in plan.chunked or ("no product large enough",)]
+        none = ("none: no product is that large, or its rows need each other",)
+        lines += [("chunks", line) for line in plan.chunked or none]
     return lines
 
 
