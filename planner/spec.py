@@ -195,6 +195,14 @@ class Recipe:
     remat: str = "none"
     chunks: int = 1
 
+    def __str__(self) -> str:
+        parts = [
+            f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
+            f"remat {self.remat}" if self.remat != "none" else "",
+            f"{self.chunks} chunks" if self.chunks > 1 else "",
+        ]
+        return ", ".join(filter(None, parts))
+
 
 PLAIN = Recipe()
 

@@ -17,6 +17,7 @@ from planner.plan.extract import Extraction
 from planner.report.shortage import Relief, Shortage
 from planner.request.options import Request
 from planner.space.replicated import held_whole
+from planner.spec import PLAIN, Recipe
 from planner.step.classes import Quotient
 
 ADVICE_S = 60.0
@@ -51,6 +52,7 @@ class Case:
         request: what was asked for.
         least: the plan with the least peak.
         again: other forms of the step.
+        recipe: how the step was rewritten.
     """
 
     quotient: Quotient
@@ -58,6 +60,7 @@ class Case:
     request: Request
     least: Least
     again: Again
+    recipe: Recipe = PLAIN
 
 
 def advise(case: Case) -> Shortage:
@@ -79,6 +82,7 @@ def advise(case: Case) -> Shortage:
         moment=moment_text(extraction, moment),
         holders=holders(extraction, moment),
         reliefs=tuple(_reliefs(case)),
+        recipe=str(case.recipe),
         whole=tuple(sorted(large, key=lambda w: (-w.nbytes * w.count, w.name))),
     )
 
@@ -108,6 +112,8 @@ def _reliefs(case: Case) -> Iterator[Relief]:
 def _computed_again(case: Case) -> Iterator[Relief]:
     """Loop bodies and repeated blocks computed again; then what is left in host memory; where there
     are none, an estimate of single activations."""
+    if case.recipe.remat != PLAIN.remat:
+        return
     last = None
     for on_host in (False, True):
         try:

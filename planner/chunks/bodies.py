@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from planner import compat
-from planner.graph.flat import Call, FlatJaxpr, Run, flatten
+from planner.graph.flat import Call, FlatJaxpr, Run, flatten, runs_once
 from planner.graph.jaxpr.walk import REMAT, called, loop_of
 
 MOST = 64
@@ -68,7 +68,7 @@ def _chain(flat: FlatJaxpr, makers: dict[int, int], value: int) -> list[Call] | 
     todo = [value]
     while todo:
         at = makers.get(todo.pop())
-        if at is None or flat.calls[at].made or flat.calls[at].eqn.effects or len(chain) > MOST:
+        if at is None or flat.calls[at].made or runs_once(flat.calls[at].eqn) or len(chain) > MOST:
             return None
         if at not in chain:
             chain.add(at)

@@ -223,7 +223,7 @@ def _closed(
             fixed.update(call.outs)
         elif read <= made | fixed and (mine := _by_rows(program, at, rows)) is not None:
             if whole.intersection(mine):
-                continue  # a sum over rows with as many entries, positions of columns
+                continue  # a vector of columns, where there are equal numbers of rows and columns
             between[at] = mine
             rows.update(mine)
             whole.update(read.difference(mine))

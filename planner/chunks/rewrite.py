@@ -1,7 +1,7 @@
 """The step with the rows of its large products done in chunks, one after the other.
 
 What Rabe and Staats ("Self-attention does not need O(n^2) memory", 2021) and Liu and Abbeel
-("Blockwise parallel transformer", 2023) write by hand, made from the step's jaxpr: scores of
+("Blockwise parallel transformer", 2023) do for attention, made from the step's jaxpr: scores of
 attention, masks, softmax, and their gradients live for some rows at a time; so do logits over a
 large vocabulary. Every row is computed as before, from all columns, so results are equal up to the
 order of sums over rows. A device takes every n-th row of a chunk where the rows are split over
@@ -29,20 +29,13 @@ from planner.chunks.resize import on_chunk, wide
 from planner.chunks.stages import Stage, Stages, pays, stages_of
 from planner.graph.flat import Call, FlatJaxpr, Run, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
-from planner.graph.trace import Traced, abstract, trace
+from planner.graph.shapes import by_shapes
+from planner.graph.trace import Traced, trace
 
 ROWS = 512
 """Rows of a chunk, where the search chooses."""
 FEWEST, MOST = 4, 64
 """Chunks, where the search chooses."""
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """The regions of a program that are done in chunks."""
-
-    lines: tuple[str, ...]
-    function: Callable[..., Any]
 
 
 def chunked(
@@ -63,29 +56,22 @@ def chunked(
     if parts == 1:
         return function, ()
 
-    def made(traced: Traced) -> Found:
+    def made(traced: Traced) -> tuple[Callable[..., Any], tuple[str, ...]]:
         search = _Search(parts)
         run = search.run(flatten(traced.jaxpr))
         if not search.lines:
-            return Found((), function)
+            return function, ()
 
         def step(*args: Any) -> Any:
             leaves = run(jax.tree_util.tree_leaves(args))
             return jax.tree_util.tree_unflatten(traced.out_tree, leaves)
 
-        return Found(tuple(dict.fromkeys(search.lines)), step)
+        return step, tuple(dict.fromkeys(search.lines))
 
-    known = {_shapes(args): made(traced)}
-
-    @functools.wraps(function)
-    def step(*args: Any) -> Any:
-        key = _shapes(args)
-        if key not in known:
-            known[key] = made(trace(function, abstract(args)))
-        return known[key].function(*args)
-
-    lines = known[_shapes(args)].lines
-    return (step, lines) if lines else (function, ())
+    first, lines = made(traced)
+    if not lines:
+        return function, ()
+    return by_shapes(function, args, first, lambda args: made(trace(function, args))[0]), lines
 
 
 def scores(flat: FlatJaxpr) -> frozenset[int]:
@@ -281,8 +267,3 @@ def _line(program: Program, found: Stages, parts: int) -> str:
         f"{len(region.calls)} operations in {len(found.loops)} loop"
         + ("s" if len(found.loops) > 1 else "")
     )
-
-
-def _shapes(args: Sequence[Any]) -> Any:
-    leaves, tree = jax.tree_util.tree_flatten(abstract(args))
-    return tree, tuple((x.shape, str(x.dtype)) for x in leaves)

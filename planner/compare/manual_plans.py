@@ -39,7 +39,7 @@ from planner.request.pins import axis_names
 from planner.request.sequence_parallel import batch_inputs, sequences
 from planner.request.state import StateRequest, find_state
 from planner.search.registry import FAST
-from planner.spec import REWRITINGS, MeshSpec, Recipe
+from planner.spec import PLAIN, REWRITINGS, MeshSpec, Recipe
 
 __all__ = [
     "Candidate",
@@ -242,12 +242,7 @@ def _recipe(
 
 
 def _recipe_text(recipe: Recipe) -> str:
-    parts = [] if recipe.microbatches == 1 else [f"{recipe.microbatches} microbatches"]
-    if recipe.remat != NONE:
-        parts.append(f"remat {recipe.remat}")
-    if recipe.chunks > 1:
-        parts.append(f"{recipe.chunks} chunks")
-    return f" ({', '.join(parts)})" if parts else ""
+    return f" ({recipe})" if recipe != PLAIN else ""
 
 
 def _candidate(step: _Step, name: str, what: str, request: Request) -> Candidate:

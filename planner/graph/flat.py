@@ -207,3 +207,14 @@ def scan(eqn: Any, once: Any, first: list[Any], rows: Any) -> Any:
 def nbytes(aval: Any) -> int:
     """Bytes of a value."""
     return compat.itemsize(aval) * math.prod(compat.aval_shape(aval))
+
+
+def runs_once(eqn: Any) -> bool:
+    """Whether an equation must not be computed twice, or elsewhere: it calls out, writes to a
+    reference, or draws random numbers that would be others under another sharding."""
+    if eqn.effects or any(compat.is_ref(v.aval) for v in eqn.invars):
+        return True
+    if eqn.primitive.name.startswith("rng_"):
+        return True
+    drawn = eqn.primitive.name == "random_bits"
+    return drawn and not compat.draws_alike(compat.dtype_name(eqn.invars[0].aval))

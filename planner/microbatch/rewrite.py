@@ -6,7 +6,6 @@ where contiguous microbatches would make XLA gather the batch. Sums are kept in 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from planner import compat
 from planner.errors import ModelError, RequestError
 from planner.graph.ir import Role
 from planner.graph.jaxpr.walk import STRUCTURED
+from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.classes import FREE, MAP, POST, SUM, Classes, classify
 from planner.microbatch.errors import NotExactError
@@ -49,21 +49,8 @@ def microbatched(
         raise RequestError(f"microbatches={parts!r}: expected a whole number from 1 on")
     if parts == 1:
         return function
-    known = {_shapes(args): _rewritten(function, abstract(args), parts, whole)}
-
-    @functools.wraps(function)
-    def step(*args: Any) -> Any:
-        key = _shapes(args)
-        if key not in known:
-            known[key] = _rewritten(function, abstract(args), parts)
-        return known[key](*args)
-
-    return step
-
-
-def _shapes(args: Sequence[Any]) -> Any:
-    leaves, tree = jax.tree_util.tree_flatten(tuple(args))
-    return tree, tuple((tuple(jnp.shape(x)), str(jnp.result_type(x))) for x in leaves)
+    first = _rewritten(function, abstract(args), parts, whole)
+    return by_shapes(function, args, first, lambda args: _rewritten(function, args, parts))
 
 
 def _rewritten(

@@ -29,7 +29,7 @@ from planner.recipes import (
     parse_wish,
     search_recipes,
 )
-from planner.remat.policy import NONE
+from planner.remat.policy import NONE, OFFLOAD
 from planner.remat.rewrite import policies
 from planner.report.units import bytes_text
 from planner.request.marks import placed_mesh
@@ -162,23 +162,33 @@ def _under(
     if total == 1:
         return first.planned(begun)
     best, seen = search_recipes(counts, kept, look)
+    on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
+    if on_host:
+        best, more = search_recipes(counts, dict.fromkeys(kept, (OFFLOAD,)), look)
+        total, seen = total + len(counts) * len(kept), seen | more
+    names = dict.fromkeys(p for mine in kept.values() for p in mine)
     tried = (
         f"{len(seen)} of {total} recipes planned: {' or '.join(map(str, counts))} microbatches, "
-        f"remat {', '.join(dict.fromkeys(p for mine in kept.values() for p in mine))}"
+        f"remat {', '.join([*names, *[OFFLOAD] * on_host])}"
         + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
     )
     if why:
         tried += f"; no microbatches: {why}"
-    if best is None:
-        rows = [outcome.found for outcome in seen.values() if outcome.found is not None]
-        floors = [memory_floor(row.step.quotient, request) for row in rows]
-        if floors:
-            tried += f"; the least of them needs {bytes_text(min(floors))} or more"
-        return first.planned(begun, tried)
-    planned = _best_planned(_leaders(seen), begun)
+    rows = [first] if best is None else _leaders(seen)
+    if best is None and (nearest := _nearest(seen, request)) is not None:
+        rows = [nearest]
+        floor = memory_floor(nearest.step.quotient, request)
+        tried += f"; the least of them needs {bytes_text(floor)} or more"
+    planned = _best_planned(rows, begun, tried)
     note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)
+
+
+def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Row | None:
+    """The recipe whose plans need the least memory."""
+    rows = [outcome.found for outcome in seen.values() if outcome.found is not None]
+    return min(rows, key=lambda r: memory_floor(r.step.quotient, request), default=None)
 
 
 def _leaders(seen: Mapping[Recipe, Outcome[Row | None]]) -> list[Row]:
@@ -191,12 +201,13 @@ def _leaders(seen: Mapping[Recipe, Outcome[Row | None]]) -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-def _best_planned(rows: Sequence[Row], begun: float) -> Planned:
-    """The fastest of the plans of rows that a quick look found to fit."""
+def _best_planned(rows: Sequence[Row], begun: float, tried: str) -> Planned:
+    """The fastest of the plans of some rows; raises MemoryLimitError, which names what was
+    ``tried``, where none fits."""
     found: list[Planned] = []
     for number, row in enumerate(rows):
         try:
-            found.append(row.planned(begun))
+            found.append(row.planned(begun, tried))
         except MemoryLimitError:
             if number == len(rows) - 1 and not found:
                 raise

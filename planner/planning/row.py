@@ -47,6 +47,7 @@ from planner.search.iopddl import write_iopddl
 from planner.search.pools import pool_peaks
 from planner.search.problem import fits
 from planner.space.buffer import Memory
+from planner.spec import Recipe
 from planner.step.classes import Quotient
 
 
@@ -106,8 +107,8 @@ class Row:
         again = Again(
             self._retraced, lambda r: self.prepare(self.traced, r).quotient, self._recomputed
         )
-        planned = _planned(self.step, *self.searched, self.request, begun, again, also)
         made = recipe_of(self.function)
+        planned = _planned(self.step, *self.searched, self.request, begun, again, made, also)
         plan = dataclasses.replace(
             planned.plan,
             microbatches=made.microbatches,
@@ -142,6 +143,7 @@ def _planned(
     request: Request,
     begun: float,
     again: Again,
+    recipe: Recipe,
     also: str,
 ) -> Planned:
     picked = choose(tried)
@@ -153,7 +155,7 @@ def _planned(
     if request.dump_problem is not None:
         write_problem(priced, request.dump_problem)
     if least is not None and not solution.feasible:
-        raise _shortage(Case(step.quotient, step.pins, request, least, again), also)
+        raise _shortage(Case(step.quotient, step.pins, request, least, again, recipe), also)
     lines = fallbacks(priced.analysis, step.rules)
     plan, extraction = assembled(
         step.quotient, step.pins, (priced, solution), best, tried, request, lines, begun

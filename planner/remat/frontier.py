@@ -17,7 +17,7 @@ from typing import Any
 import networkx as nx
 
 from planner import compat
-from planner.graph.flat import Call, nbytes
+from planner.graph.flat import Call, nbytes, runs_once
 from planner.graph.jaxpr.walk import Body, called, loop_of
 from planner.remat.policy import Policy
 
@@ -109,7 +109,7 @@ def cut(block: Block, policy: Policy) -> Cut:
             net.add_edge(above, ("value", v), **room)
     for k, call in enumerate(block.calls):
         fixed = not policy.products and not block.never.intersection(call.outs)
-        stays = _stays(call) or (fixed and is_product(call.eqn))
+        stays = runs_once(call.eqn) or (fixed and is_product(call.eqn))
         room = {} if stays else {"capacity": round(costs[k] / price)}
         net.add_edge(_SOURCE, ("op", k), **room)
         for v in {v for v in call.ins if isinstance(v, int)}:
@@ -183,18 +183,6 @@ def _sizes(block: Block) -> dict[int, int]:
         for v, var in zip(c.outs, c.eqn.outvars, strict=True)
     )
     return dict(itertools.chain(block.entries.items(), made))
-
-
-def _stays(call: Call) -> bool:
-    """Whether an operation must not be done twice: it calls out, writes to a reference, or draws
-    random numbers that would be others under another sharding."""
-    eqn = call.eqn
-    if eqn.effects or any(compat.is_ref(v.aval) for v in eqn.invars):
-        return True
-    if eqn.primitive.name.startswith("rng_"):
-        return True
-    drawn = eqn.primitive.name == "random_bits"
-    return drawn and not compat.draws_alike(compat.dtype_name(eqn.invars[0].aval))
 
 
 def is_product(eqn: Any) -> bool:

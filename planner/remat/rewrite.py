@@ -23,7 +23,8 @@ from typing import Any
 import jax
 
 from planner.graph.flat import FlatJaxpr, Run, execute, flatten, looped
-from planner.graph.trace import Traced, abstract, trace
+from planner.graph.shapes import by_shapes
+from planner.graph.trace import Traced, trace
 from planner.remat.blocks import repeated_blocks
 from planner.remat.frontier import cut
 from planner.remat.policy import FULL, NONE, PRICES, Policy, parse_policy
@@ -111,20 +112,13 @@ def rematerialized(
     def made(traced: Traced) -> Rematerialized:
         return recomputed(traced, asked, never) or Rematerialized((), function)
 
-    known = {_shapes(args): made(traced)}
-
-    def rewritten(args: Sequence[Any]) -> Rematerialized:
-        key = _shapes(args)
-        if key not in known:
-            known[key] = made(trace(function, abstract(args)))
-        return known[key]
-
-    @functools.wraps(function)
-    def step(*args: Any) -> Any:
-        return rewritten(args).function(*args)
-
-    lines = rewritten(args).lines
-    return (step, lines) if lines else (function, ())
+    first = made(traced)
+    if not first.lines:
+        return function, ()
+    step = by_shapes(
+        function, args, first.function, lambda args: made(trace(function, args)).function
+    )
+    return step, first.lines
 
 
 def policies(traced: Traced, never: Never | None = None) -> tuple[str, ...]:
@@ -164,8 +158,3 @@ def _rewritten(flat: FlatJaxpr, sites: Sites) -> Run:
     flat = FlatJaxpr(tuple(calls), flat.inputs, flat.outputs, flat.consts, flat.values)
     flat = repeated_blocks(flat, sites, paired)
     return functools.partial(execute, flat)
-
-
-def _shapes(args: Sequence[Any]) -> Any:
-    leaves, tree = jax.tree_util.tree_flatten(abstract(args))
-    return tree, tuple((x.shape, str(x.dtype)) for x in leaves)

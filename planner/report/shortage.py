@@ -69,6 +69,7 @@ class Shortage:
         holders: what holds it, largest first.
         reliefs: what was tried.
         whole: operations without a sharding rule, whose operands and results no device can share.
+        recipe: how the step was rewritten for it; empty if it was not.
     """
 
     cluster: str
@@ -80,6 +81,7 @@ class Shortage:
     holders: tuple[Holder, ...]
     reliefs: tuple[Relief, ...]
     whole: tuple[Whole, ...] = ()
+    recipe: str = ""
 
 
 def host_text(cluster: str, needs_bytes: float, has_bytes: float) -> str:
@@ -94,10 +96,11 @@ def host_text(cluster: str, needs_bytes: float, has_bytes: float) -> str:
 def shortage_text(shortage: Shortage) -> str:
     """A line that says what is missing, then what holds the memory and what would help."""
     s = shortage
+    under = f" with {s.recipe}" if s.recipe else ""
     lines = [
         f"no plan fits in {bytes_text(s.limit_bytes)} per device on {s.cluster}: the least peak "
-        f"found is {bytes_text(s.least_bytes)}, {bytes_text(s.least_bytes - s.limit_bytes)} too "
-        f"many; {_bound_text(s)}",
+        f"found is {bytes_text(s.least_bytes)}{under}, {bytes_text(s.least_bytes - s.limit_bytes)} "
+        f"too many; {_bound_text(s)}",
         f"  that peak is on mesh {s.mesh}, at {s.moment}, and held by",
     ]
     lines[1:1] = _whole_lines(s.whole)
@@ -132,7 +135,8 @@ def _bound_text(shortage: Shortage) -> str:
         return "no lower bound is known"
     if shortage.least_bytes <= shortage.lower_bytes * (1 + 1e-9):
         return "proved the least on the meshes tried"
-    lower = f"at least {bytes_text(shortage.lower_bytes)} on the meshes tried"
+    under = " under this recipe" if shortage.recipe else ""
+    lower = f"at least {bytes_text(shortage.lower_bytes)}{under} on the meshes tried"
     if shortage.lower_bytes > shortage.limit_bytes:
         return f"every plan needs {lower}"
     return f"every plan needs {lower}, so one that fits is not ruled out"

@@ -175,7 +175,7 @@ def test_what_leaves_is_not_as_large_as_what_is_held() -> None:
 
 
 def normalized(a: Any, b: Any) -> Any:
-    """A graph's adjacency by the degrees of both its ends: as many rows as columns."""
+    """A graph's adjacency by the degrees of both its ends; rows and columns are equally many."""
     near = jax.nn.relu(a @ b.T)
     degrees = 1.0 + near.sum(0) * near.sum(1)
     return jnp.mean(jnp.sin((near / degrees[:, None]) @ b))

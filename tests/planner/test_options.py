@@ -62,7 +62,14 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(door: str) -> None:
 
 @pytest.mark.parametrize("door", ["make_placement", "hybrid"])
 @pytest.mark.parametrize(
-    "option", [{"logical_axis_rules": (("a", "data"),)}, {"dump_problem": "problem.json"}]
+    "option",
+    [
+        {"logical_axis_rules": (("a", "data"),)},
+        {"dump_problem": "problem.json"},
+        {"microbatches": 2},
+        {"remat": "full"},
+        {"chunks": 8},
+    ],
 )
 def test_what_placement_does_not_support_is_refused(door: str, option: dict[str, Any]) -> None:
     (name,) = option

@@ -15,6 +15,7 @@ import pytest
 from executor import parallelize
 from planner import make_plan
 from planner.errors import MemoryLimitError, RequestError
+from planner.planning.door import _leaders
 from planner.recipes import PLAIN, Outcome, Recipe, search_recipes
 
 COUNTS = (1, 2, 4, 8, 16)
@@ -124,10 +125,36 @@ def test_auto_looks_also_where_the_step_fits() -> None:
 
 
 def test_when_nothing_fits_the_error_says_what_was_tried() -> None:
-    said = r"also tried: .* microbatches, remat none.*; the least of them needs .* MB or more"
+    said = (
+        r"least peak found is .* with 64 microbatches, remat \w+, (?s:.*)also tried: .* "
+        r"microbatches, remat none.* offload; the least of them needs .* MB or more"
+    )
     with pytest.raises(MemoryLimitError, match=said) as error:
         make_plan(layered, *LAYERS, cluster="h100:8", memory=1e6)
-    assert error.value.least_bytes > 1e6
+    with pytest.raises(MemoryLimitError) as plain:
+        make_plan(
+            layered, *LAYERS, cluster="h100:8", memory=1e6, microbatches=1, remat="none", chunks=1
+        )
+    assert 1e6 < error.value.least_bytes < 0.5 * plain.value.least_bytes
+
+
+def test_recipes_with_and_without_chunks_that_cost_the_same_are_both_planned() -> None:
+    rows: Any = {name: object() for name in "abcd"}
+    seen = {
+        Recipe(2, "none", 1): Outcome(1.0, True, rows["a"]),
+        Recipe(4, "none", 1): Outcome(1.01, True, rows["b"]),
+        Recipe(1, "none", 8): Outcome(1.02, True, rows["c"]),
+        Recipe(1, "full", 8): Outcome(1.03, True, rows["d"]),
+    }
+    assert _leaders(seen) == [rows["a"], rows["c"]]
+    seen[Recipe(1, "none", 8)] = Outcome(1.2, True, rows["c"])
+    seen[Recipe(1, "full", 8)] = Outcome(1.3, True, rows["d"])
+    assert _leaders(seen) == [rows["a"]]
+
+
+def test_a_recipe_in_words() -> None:
+    assert str(Recipe(8, "full", 4)) == "8 microbatches, remat full, 4 chunks"
+    assert str(PLAIN) == ""
 
 
 def test_a_number_of_microbatches_that_traces_to_another_program_is_left_out() -> None:

@@ -157,7 +157,7 @@ class Exchange:
         return values if self._replica is None else self._replica.take(self.version, values)
 
     def _numbered(self, gradients: Any, rows: Mapping[str, Any] | None) -> tuple[list[Args], Rows]:
-        """What every server is told of a push, and the rows of it, once each. Dense gradients lie
+        """What is sent to every server about a push, and its rows, once each. Dense gradients lie
         in memory that the next push takes again, where servers do not keep it."""
         sums, parts = self.tables.push(rows or {})
         flats: list[Flat] = [{}] * self._links.count
