@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from costmodels import parse_cluster
 from executor.verify.aot import compile_function, compile_step, devices_of
-from planner import make_plan
+from planner import StoredAs, make_plan
 from planner.errors import MeshwrightError
 from planner.graph.trace import trace
 from planner.recipes import rewritten
@@ -49,7 +49,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
 def programs(tokens: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """By name, a step, the shapes of its arguments, and options."""
     x = jax.ShapeDtypeStruct((1, tokens, HEADS, WIDTH), jnp.bfloat16)
-    split = {"mesh": "tokens=8", "shardings": {r"\[[012]\]": P(None, "tokens")}}
+    split = {"mesh": "tokens=8", "shardings": {r"\[[012]\]": StoredAs(P(None, "tokens"))}}
     llama = example("llama")
     small = dataclasses.replace(llama.SIZES["1b"], layers=2, batch=1, seq=tokens, vocab=32768)
     make_state, step, batch = llama.build(small)
