@@ -58,9 +58,13 @@ class _Walk(Generic[T]):
     best: Recipe | None = None
     best_s: float = math.inf
 
+    def recipe(self, i: int, j: int) -> Recipe:
+        """A recipe by its place."""
+        return Recipe(self.counts[i], self.policies[j], self.chunks)
+
     def at(self, i: int, j: int) -> bool | None:
         """Look at a recipe: whether it is the best so far; None where it does not fit."""
-        recipe = Recipe(self.counts[i], self.policies[j], self.chunks)
+        recipe = self.recipe(i, j)
         if recipe not in self.seen:
             if any(_does_more(recipe, r) for r, o in self.seen.items() if o.too_slow):
                 return False
@@ -131,6 +135,10 @@ def _does_more(recipe: Recipe, other: Recipe) -> bool:
 
 def _go(walk: _Walk[T]) -> None:
     """Walk along the border of what fits."""
+    if walk.best is not None and walk.at(0, 0) is False:
+        least = walk.seen.get(walk.recipe(0, 0))
+        if least is None or least.too_slow:
+            return  # so are all others, which do more
     border: int | None = None
     for i in range(len(walk.counts)):
         if border is None:
