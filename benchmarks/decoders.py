@@ -52,12 +52,33 @@ class GPT:
     remat: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class Mixtral(Llama):
+    """Sizes of the 8x22B model (Mistral AI, 2024), layers scanned and not recomputed.
+
+    Each token goes to its best ``top`` of ``experts``; an expert takes ``capacity`` times its fair
+    share of a sequence, by one-hot einsums (GShard, Lepikhin et al. 2020).
+    """
+
+    layers: int = 56
+    dim: int = 6144
+    heads: int = 48
+    ffn: int = 16384
+    vocab: int = 32768
+    batch: int = 2048
+    scan: bool = True
+    experts: int = 8
+    top: int = 2
+    capacity: float = 1.25
+
+
 def parameters(c: Llama) -> dict[str, Any]:
     """Shapes of the parameters (float32)."""
 
     def of(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
+    many = (c.experts,) if isinstance(c, Mixtral) else ()
     layer = {
         "norm1": of(c.dim),
         "norm2": of(c.dim),
@@ -65,10 +86,12 @@ def parameters(c: Llama) -> dict[str, Any]:
         "k": of(c.dim, c.kv_heads, c.head),
         "v": of(c.dim, c.kv_heads, c.head),
         "o": of(c.heads, c.head, c.dim),
-        "gate": of(c.dim, c.ffn),
-        "up": of(c.dim, c.ffn),
-        "down": of(c.ffn, c.dim),
+        "gate": of(*many, c.dim, c.ffn),
+        "up": of(*many, c.dim, c.ffn),
+        "down": of(*many, c.ffn, c.dim),
     }
+    if many:
+        layer["router"] = of(c.dim, *many)
     return {
         "embed": of(c.vocab, c.dim),
         "layers": {name: of(c.layers, *x.shape) for name, x in layer.items()}
@@ -116,14 +139,39 @@ def feed_forward(x: jax.Array, p: Any) -> jax.Array:
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
+def mixture(x: jax.Array, p: Any, c: Mixtral) -> jax.Array:
+    """SwiGLU experts; what finds no room is dropped. ``x`` is [batch, seq, dim]."""
+    room = int(c.capacity * c.seq * c.top / c.experts)
+    gates = jax.nn.softmax(jnp.einsum("bsd,de->bse", x.astype(jnp.float32), p["router"]))
+    weights, chosen = jax.lax.top_k(gates, c.top)
+    picks = jax.nn.one_hot(chosen, c.experts, dtype=jnp.int32)
+    queue = picks.reshape(picks.shape[0], -1, c.experts)
+    places = (jnp.cumsum(queue, axis=1) * queue - 1).reshape(picks.shape)
+    slots = jax.nn.one_hot(places, room, dtype=x.dtype)  # no place: all zero
+    combine = jnp.einsum("bst,bstec->bsec", weights.astype(x.dtype), slots)
+    dispatch = jnp.sum(slots, axis=2)
+    inputs = jnp.einsum("bsec,bsd->ebcd", dispatch, x)
+    gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
+    hidden = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", inputs, gate))
+    hidden *= jnp.einsum("ebcd,edf->ebcf", inputs, up)
+    outputs = jnp.einsum("ebcf,efd->ebcd", hidden, down)
+    return jnp.einsum("bsec,ebcd->bsd", combine, outputs)
+
+
 def layer(x: jax.Array, p: Any, c: Llama) -> jax.Array:
     x = x + attention(rms_norm(x, p["norm1"]), p, c)
-    return x + feed_forward(rms_norm(x, p["norm2"]), p)
+    y = rms_norm(x, p["norm2"])
+    return x + (mixture(y, p, c) if isinstance(c, Mixtral) else feed_forward(y, p))
 
 
 def loss_fn(params: Any, batch: Any, c: Llama) -> jax.Array:
     x = params["embed"][batch["tokens"]].astype(jnp.bfloat16)
-    once = jax.checkpoint(lambda x, p: layer(x, p, c))
+
+    def once(x: jax.Array, p: Any) -> jax.Array:
+        return layer(x, p, c)
+
+    if not isinstance(c, Mixtral):
+        once = jax.checkpoint(once)
     if c.scan:
         x, _ = jax.lax.scan(lambda x, p: (once(x, p), None), x, params["layers"])
     else:

@@ -44,7 +44,7 @@ class Known:
         mesh: its mesh; FSDP over all devices where it is empty.
     """
 
-    model: llama.Config | decoders.GPT
+    model: llama.Config | decoders.GPT | decoders.Mixtral
     cluster: str
     microbatches: int
     remat: str
@@ -71,13 +71,18 @@ KNOWN = {
     "mpt-7b, 64 h100": Known(gpt(32, 4096, 32, 1024), "h100:8x8", 2, "none"),
     "mpt-30b, 64 h100": Known(gpt(48, 7168, 56, 1024), "h100:8x8", 2, "full"),
     "mpt-30b, 256 h100": Known(gpt(48, 7168, 56, 2048), "h100:8x32", 1, "full"),
+    "mixtral-8x22b, 256 v6e": Known(
+        decoders.Mixtral(), "v6e:16x16", 1, "offload", "fsdp=64,expert=4"
+    ),
     "gpt3-175b, 256 v6e": Known(gpt(96, 12288, 96, 512, 50304), "v6e:16x16", 1, "full"),
 }
 
 
-def built(model: llama.Config | decoders.GPT) -> tuple[Any, tuple[Any, ...]]:
+def built(
+    model: llama.Config | decoders.GPT | decoders.Mixtral,
+) -> tuple[Any, tuple[Any, ...]]:
     """The step and the shapes of its arguments."""
-    if isinstance(model, decoders.GPT):
+    if not isinstance(model, llama.Config):
         return decoders.build(model)
     make_state, step, batch = llama.build(model)
     return step, (jax.eval_shape(make_state), batch)

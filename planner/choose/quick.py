@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from planner.annotate import Pin
@@ -30,13 +31,28 @@ FIRST, LAST = (1, 2), (3,)
 fits."""
 
 
+@dataclass(frozen=True)
+class Glance:
+    """What a quick look found.
+
+    Attributes:
+        cost_s: of the best plan found; infinite where none fits or is of interest.
+        fits: whether it may be the cost alone that is too high.
+        bound_s: no plan on the meshes looked at costs less.
+    """
+
+    cost_s: float
+    fits: bool
+    bound_s: float = math.inf
+
+
 def scout_meshes(
     quotient: Quotient,
     pins: Sequence[Pin],
     request: Request,
     known_s: float = math.inf,
     bounds_s: Mapping[MeshSpec, float] = MappingProxyType({}),
-) -> tuple[float, bool]:
+) -> Glance:
     """What a quick look finds, for comparing forms of a step: a fraction of the time of
     ``search_meshes``, which may find something cheaper, on more mesh axes, or something that
     fits after all.
@@ -46,16 +62,14 @@ def scout_meshes(
         known_s: what does not cost less is of no interest.
         bounds_s: what meshes cost at least, where that is known beforehand (``free_bounds``).
 
-    Returns:
-        The cost of the best plan found, infinite where none fits or is of interest; and whether it
-        may be the cost alone that is too high.
     """
     if memory_floor(quotient, request) > request.limit_bytes:
-        return math.inf, False
+        return Glance(math.inf, False)
     meshes = candidate_meshes(request, pins)
     if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
         best = choose(search_meshes(quotient, pins, request))[1]
-        return (best.cost_s if best.feasible else math.inf), best.feasible
+        cost_s = best.cost_s if best.feasible else math.inf
+        return Glance(cost_s, best.feasible, best.lower_bound_s)
     allowed = allowed_meshes(quotient, pins, request, meshes)
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     limit = request.limit_bytes
@@ -66,14 +80,15 @@ def scout_meshes(
         if not tried:
             continue
         if not found:
-            return math.inf, True
+            return Glance(math.inf, True)
+        bound_s = min(t[1].lower_bound_s for t in tried)
         best = choose(found)[1]
         if not best.feasible:
             nearest = min(found, key=lambda t: t[1].peak_bytes)[0].mesh
             best = attempt(quotient, pins, request, nearest, FAST)[1]
         if best.feasible:
-            return best.cost_s, True
-    return math.inf, False
+            return Glance(best.cost_s, True, bound_s)
+    return Glance(math.inf, False)
 
 
 def free_bounds(quotient: Quotient, pins: Sequence[Pin], request: Request) -> dict[MeshSpec, float]:

@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, Unpack
 from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
-from planner.choose.meshes import SAME
 from planner.choose.quick import free_bounds, memory_floor, scout_meshes
 from planner.chunks.rewrite import chunks_worth, scores
 from planner.collector import paused
@@ -22,6 +21,7 @@ from planner.microbatch.rewrite import batch_size
 from planner.plan.plan import Plan
 from planner.planning.row import Planned, Row
 from planner.recipes import (
+    WORTH,
     Outcome,
     Recipe,
     Rewriter,
@@ -123,6 +123,10 @@ def plan_traced(
 
 MOST_PARTS = 64
 """Microbatches that are tried at most."""
+MOST_PLANNED = 4
+"""Recipes that are planned whole."""
+HOPE = 1.03
+"""Only those that may be faster by this than what is known."""
 
 
 def _under(
@@ -143,12 +147,10 @@ def _under(
     def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
         try:
             row = row_of(recipe)
-            cost_s, fits = scout_meshes(
-                row.step.quotient, row.step.pins, request, known_s, bounds_s
-            )
+            seen = scout_meshes(row.step.quotient, row.step.pins, request, known_s, bounds_s)
         except RequestError:  # such as a microbatch that traces to another program
             return Outcome(math.inf, False, None)
-        return Outcome(cost_s, fits, row)
+        return Outcome(seen.cost_s, seen.fits, row, seen.bound_s)
 
     first = row_of(wish.recipe)
     if not wish.open or (not wish.always and first.fits):
@@ -174,12 +176,13 @@ def _under(
     )
     if why:
         tried += f"; no microbatches: {why}"
-    rows = [first] if best is None else _leaders(seen)
-    if best is None and (nearest := _nearest(seen, request)) is not None:
-        rows = [nearest]
+    if best is not None:
+        planned = _best_planned(_leaders(seen), begun, tried)
+    else:
+        nearest = _nearest(seen, request) or first
         floor = memory_floor(nearest.step.quotient, request)
         tried += f"; the least of them needs {bytes_text(floor)} or more"
-    planned = _best_planned(rows, begun, tried)
+        planned = nearest.planned(begun, tried)
     note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)
@@ -191,27 +194,27 @@ def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Ro
     return min(rows, key=lambda r: memory_floor(r.step.quotient, request), default=None)
 
 
-def _leaders(seen: Mapping[Recipe, Outcome[Row | None]]) -> list[Row]:
-    """The best recipe; and that with another number of chunks where a quick look can't tell the
-    two apart."""
-    order = sorted(seen, key=lambda recipe: seen[recipe].cost_s)
-    near = [r for r in order if seen[r].cost_s <= SAME * seen[order[0]].cost_s]
-    other = [r for r in near if r.chunks != near[0].chunks]
-    rows = [seen[r].found for r in (near[0], *other[:1])]
-    return [row for row in rows if row is not None]
+def _leaders(seen: Mapping[Recipe, Outcome[Row | None]]) -> list[tuple[Row, float]]:
+    """The rows to plan whole, each with what it may cost at least: the best of a quick look, then
+    those that a longer search may find to be better, the most hopeful first."""
+    fit = sorted((o for o in seen.values() if o.cost_s < math.inf), key=lambda o: o.cost_s)
+    hope = sorted(fit[1:], key=lambda o: o.bound_s)
+    return [(o.found, o.bound_s) for o in (*fit[:1], *hope) if o.found is not None]
 
 
-def _best_planned(rows: Sequence[Row], begun: float, tried: str) -> Planned:
-    """The fastest of the plans of some rows; raises MemoryLimitError, which names what was
-    ``tried``, where none fits."""
-    found: list[Planned] = []
-    for number, row in enumerate(rows):
+def _best_planned(rows: Sequence[tuple[Row, float]], begun: float, tried: str) -> Planned:
+    """The fastest of the plans of rows that a quick look found to fit."""
+    best: Planned | None = None
+    for row, bound_s in rows[:MOST_PLANNED]:
+        if best is not None and bound_s * HOPE >= best.plan.search.cost_s:
+            continue
         try:
-            found.append(row.planned(begun, tried))
+            found = row.planned(begun, tried)
         except MemoryLimitError:
-            if number == len(rows) - 1 and not found:
-                raise
-    return min(found, key=lambda planned: planned.plan.prediction.step_s)
+            continue
+        if best is None or found.plan.search.cost_s * WORTH < best.plan.search.cost_s:
+            best = found
+    return rows[0][0].planned(begun, tried) if best is None else best
 
 
 def _policies(wish: Wish, traced: Traced, chunks: int) -> tuple[str, ...]:

@@ -32,11 +32,13 @@ class Outcome(Generic[T]):
         cost_s: seconds of the best plan found; infinite where there is none of interest.
         fits: whether it may be the cost alone that makes it of no interest.
         found: the plan, as the caller has it.
+        bound_s: what a longer search can hope for.
     """
 
     cost_s: float
     fits: bool
     found: T
+    bound_s: float = math.inf
 
     @property
     def too_slow(self) -> bool:

@@ -138,18 +138,15 @@ def test_when_nothing_fits_the_error_says_what_was_tried() -> None:
     assert 1e6 < error.value.least_bytes < 0.5 * plain.value.least_bytes
 
 
-def test_recipes_with_and_without_chunks_that_cost_the_same_are_both_planned() -> None:
+def test_recipes_that_may_be_better_than_a_quick_look_finds_are_planned_too() -> None:
     rows: Any = {name: object() for name in "abcd"}
     seen = {
-        Recipe(2, "none", 1): Outcome(1.0, True, rows["a"]),
-        Recipe(4, "none", 1): Outcome(1.01, True, rows["b"]),
-        Recipe(1, "none", 8): Outcome(1.02, True, rows["c"]),
-        Recipe(1, "full", 8): Outcome(1.03, True, rows["d"]),
+        Recipe(2): Outcome(1.0, True, rows["a"], 0.97),
+        Recipe(4): Outcome(1.3, True, rows["b"], 0.9),
+        Recipe(8): Outcome(1.1, True, rows["c"], 0.95),
+        Recipe(1): Outcome(math.inf, False, rows["d"]),
     }
-    assert _leaders(seen) == [rows["a"], rows["c"]]
-    seen[Recipe(1, "none", 8)] = Outcome(1.2, True, rows["c"])
-    seen[Recipe(1, "full", 8)] = Outcome(1.3, True, rows["d"])
-    assert _leaders(seen) == [rows["a"]]
+    assert _leaders(seen) == [(rows["a"], 0.97), (rows["b"], 0.9), (rows["c"], 0.95)]
 
 
 def test_a_recipe_in_words() -> None:
