@@ -19,7 +19,7 @@ from planner.choose.meshes import (
     search_meshes,
 )
 from planner.request.options import Request
-from planner.search.problem import profile_of
+from planner.search.problem import Solution, profile_of
 from planner.search.registry import FAST
 from planner.space.buffer import Port, in_pool
 from planner.spec import MeshSpec
@@ -29,6 +29,9 @@ from planner.step.classes import Quotient
 FIRST, LAST = (1, 2), (3,)
 """Numbers of mesh axes that a quick look begins with, and those that it goes on to if no plan
 fits."""
+TIGHT = 1.2
+"""Cost over its bound from which on memory is what decides, and the mesh of the least peak is worth
+a look."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,21 @@ def scout_meshes(
             return Glance(math.inf, True)
         bound_s = min(t[1].lower_bound_s for t in tried)
         best = choose(found)[1]
-        if not best.feasible:
-            nearest = min(found, key=lambda t: t[1].peak_bytes)[0].mesh
-            best = attempt(quotient, pins, request, nearest, FAST)[1]
+        hopeful = min(found, key=lambda t: t[1].lower_bound_s)
+        nearest = min(found, key=lambda t: t[1].peak_bytes)
+        enough_s = min(known_s, best.cost_s / SAME if best.feasible else math.inf)
+        if hopeful[1].lower_bound_s < enough_s:
+            best = _cheaper(best, attempt(quotient, pins, request, hopeful[0].mesh, FAST)[1])
+        if not best.feasible or best.cost_s > TIGHT * bound_s:
+            best = _cheaper(best, attempt(quotient, pins, request, nearest[0].mesh, FAST)[1])
         if best.feasible:
             return Glance(best.cost_s, True, bound_s)
     return Glance(math.inf, False)
+
+
+def _cheaper(a: Solution, b: Solution) -> Solution:
+    """The cheaper of two, of those that fit."""
+    return min(a, b, key=lambda s: (not s.feasible, s.cost_s))
 
 
 def free_bounds(quotient: Quotient, pins: Sequence[Pin], request: Request) -> dict[MeshSpec, float]:

@@ -123,10 +123,10 @@ def plan_traced(
 
 MOST_PARTS = 64
 """Microbatches that are tried at most."""
-MOST_PLANNED = 4
-"""Recipes that are planned whole."""
-HOPE = 1.03
-"""Only those that may be faster by this than what is known."""
+MOST_PLANNED = 2
+"""Recipes that are planned whole, at most."""
+NEAR = 1.01
+"""A quick look this close to a plan may have missed the better one."""
 
 
 def _under(
@@ -177,7 +177,7 @@ def _under(
     if why:
         tried += f"; no microbatches: {why}"
     if best is not None:
-        planned = _best_planned(_leaders(seen), begun, tried)
+        planned = _best_planned(seen, begun, tried)
     else:
         nearest = _nearest(seen, request) or first
         floor = memory_floor(nearest.step.quotient, request)
@@ -194,25 +194,21 @@ def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Ro
     return min(rows, key=lambda r: memory_floor(r.step.quotient, request), default=None)
 
 
-def _leaders(seen: Mapping[Recipe, Outcome[Row | None]]) -> list[tuple[Row, float]]:
-    """The rows to plan whole, each with what it may cost at least: the best of a quick look, then
-    those that a longer search may find to be better, the most hopeful first."""
-    fit = sorted((o for o in seen.values() if o.cost_s < math.inf), key=lambda o: o.cost_s)
-    hope = sorted(fit[1:], key=lambda o: o.bound_s)
-    return [(o.found, o.bound_s) for o in (*fit[:1], *hope) if o.found is not None]
-
-
-def _best_planned(rows: Sequence[tuple[Row, float]], begun: float, tried: str) -> Planned:
-    """The fastest of the plans of rows that a quick look found to fit."""
+def _best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried: str) -> Planned:
+    """The fastest of the plans of recipes that a quick look found to fit, the most promising
+    planned first, and others while the look found something faster for them (up to ``NEAR``)."""
     best: Planned | None = None
-    for row, bound_s in rows[:MOST_PLANNED]:
-        if best is not None and bound_s * HOPE >= best.plan.search.cost_s:
+    rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
+    rows.sort(key=lambda row: row[1].cost_s)
+    for row, look in rows[:MOST_PLANNED]:
+        known_s = math.inf if best is None else best.plan.search.cost_s
+        if look.cost_s > NEAR * known_s or look.bound_s * WORTH > known_s:
             continue
         try:
             found = row.planned(begun, tried)
         except MemoryLimitError:
             continue
-        if best is None or found.plan.search.cost_s * WORTH < best.plan.search.cost_s:
+        if best is None or found.plan.search.cost_s * WORTH < known_s:
             best = found
     return rows[0][0].planned(begun, tried) if best is None else best
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 from executor import parallelize
 from planner import make_plan
 from planner.errors import MemoryLimitError, RequestError
-from planner.planning.door import _leaders
+from planner.planning.door import _best_planned
 from planner.recipes import PLAIN, Outcome, Recipe, search_recipes
 
 COUNTS = (1, 2, 4, 8, 16)
@@ -138,15 +139,41 @@ def test_when_nothing_fits_the_error_says_what_was_tried() -> None:
     assert 1e6 < error.value.least_bytes < 0.5 * plain.value.least_bytes
 
 
-def test_recipes_that_may_be_better_than_a_quick_look_finds_are_planned_too() -> None:
-    rows: Any = {name: object() for name in "abcd"}
+class Fake:
+    """A row whose plan costs something else than a quick look found; None: it does not fit."""
+
+    def __init__(self, cost_s: float | None) -> None:
+        self.cost_s, self.asked = cost_s, 0
+
+    def planned(self, begun: float, tried: str) -> Any:
+        self.asked += 1
+        if self.cost_s is None:
+            raise MemoryLimitError("no", least_bytes=1, lower_bytes=1, limit_bytes=0)
+        return SimpleNamespace(
+            plan=SimpleNamespace(search=SimpleNamespace(cost_s=self.cost_s), name=self)
+        )
+
+
+@pytest.mark.parametrize(
+    ("rows", "best", "planned"),
+    [
+        ([(1.0, 0.9, 1.0), (1.1, 0.9, 0.8)], 0, 1),  # a look that held
+        ([(1.0, 0.9, 1.2), (1.1, 0.9, 1.05)], 1, 2),  # one that did not
+        ([(1.0, 0.9, 1.2), (1.1, 1.2, 1.0)], 0, 1),  # a bound that leaves no hope
+        ([(1.0, 0.9, 1.0), (1.001, 0.9, 0.95)], 1, 2),  # two that a look can't tell apart
+        ([(1.0, 0.9, None), (1.1, 0.9, 1.3)], 1, 2),  # it does not fit after all
+    ],
+)
+def test_recipes_are_planned_whole_while_a_look_promises_more(
+    rows: list[tuple[float, float, float | None]], best: int, planned: int
+) -> None:
+    fakes: Any = [Fake(cost_s) for _, _, cost_s in rows]
     seen = {
-        Recipe(2): Outcome(1.0, True, rows["a"], 0.97),
-        Recipe(4): Outcome(1.3, True, rows["b"], 0.9),
-        Recipe(8): Outcome(1.1, True, rows["c"], 0.95),
-        Recipe(1): Outcome(math.inf, False, rows["d"]),
+        Recipe(2**k): Outcome(look_s, True, fakes[k], bound_s)
+        for k, (look_s, bound_s, _) in enumerate(rows)
     }
-    assert _leaders(seen) == [(rows["a"], 0.97), (rows["b"], 0.9), (rows["c"], 0.95)]
+    found: Any = _best_planned(seen, 0.0, "")
+    assert found.plan.name is fakes[best] and sum(f.asked for f in fakes) == planned
 
 
 def test_a_recipe_in_words() -> None:
