@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.compute_on import compute_on
@@ -138,12 +138,22 @@ def marks_places() -> bool:
     return "out_memory_spaces" not in inspect.signature(compute_on).parameters
 
 
-def provenance(eqn: Any, named: Any = None) -> AbstractContextManager[Any]:
-    """While it is open, new operations carry the source line of ``eqn`` and its names, or those of
-    the equation ``named``."""
-    named = eqn if named is None else named
-    names = source_info_util.current_name_stack() + named.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+class Origin(NamedTuple):
+    """Where an operation comes from: the equation with its source line, and those with its names,
+    outermost first."""
+
+    line: Any
+    names: tuple[Any, ...]
+
+
+def provenance(eqn: Any) -> AbstractContextManager[Any]:
+    """While it is open, new operations carry the source line and names of an equation, or those of
+    an ``Origin``."""
+    origin = eqn if isinstance(eqn, Origin) else Origin(eqn, (eqn,))
+    names = source_info_util.current_name_stack()
+    for named in origin.names:
+        names += named.source_info.name_stack
+    return source_info_util.user_context(origin.line.source_info.traceback, name_stack=names)
 
 
 def computed_on(eqn: Any) -> AbstractContextManager[Any]:
@@ -156,12 +166,12 @@ def computed_on(eqn: Any) -> AbstractContextManager[Any]:
     return marked
 
 
-def evaluate_equation(eqn: Any, values: Sequence[Any], named: Any = None) -> list[Any]:
-    """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would; ``named``: see
-    ``provenance``."""
+def evaluate_equation(eqn: Any, values: Sequence[Any], origin: Origin | None = None) -> list[Any]:
+    """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would; ``origin``: where it
+    comes from, if not from itself."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
-    with provenance(eqn, named), computed_on(eqn):
+    with provenance(origin or eqn), computed_on(eqn):
         result = eqn.primitive.bind(*functions, *values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
 

@@ -87,7 +87,7 @@ def without_operands(call: Call, moved: Set[int], run: Run) -> Call:
         return run(full)
 
     ins = tuple(call.ins[k] for k in left)
-    return Call(call.eqn, ins, call.outs, all_of, call.backward, made=True)
+    return Call(call.eqn, ins, call.outs, all_of, call.backward, made=True, place=call.place)
 
 
 def again(eqn: Any, inner: Run) -> Run:

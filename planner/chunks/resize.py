@@ -48,7 +48,7 @@ def on_chunk(
         for v, row in zip(eqn.outvars, outs, strict=True)
     ]
     if call.kind == "iota":
-        with compat.provenance(eqn):
+        with compat.provenance(call.origin):
             made = jax.lax.broadcasted_iota(jnp.int32, shapes[0], eqn.params["dimension"])
             if eqn.params["dimension"] == outs[0]:
                 made = made * parts + number.astype(jnp.int32)
@@ -63,7 +63,7 @@ def on_chunk(
         if wide(dtype) != dtype:  # one term of a sum: rounded when that is complete
             changed = {"preferred_element_type": wide(dtype)}
     eqn = eqn.replace(params={**eqn.params, **changed}) if changed else eqn
-    results = compat.evaluate_equation(eqn, values)
+    results = compat.evaluate_equation(eqn, values, call.origin)
     for x, shape in zip(results, shapes, strict=True):
         if x.shape != shape:
             raise InternalError(f"{call.kind} of a chunk gives {x.shape}, expected {shape}")

@@ -179,7 +179,7 @@ class _Search:
                 own = flat.calls[stage.calls[-1]]
                 run = functools.partial(_loop, flat, stages.region, stage, parts)
                 ins, outs = (*stage.read, *stage.sliced), (*stage.stacked, *stage.summed)
-                loop = Call(own.eqn, ins, outs, run, own.backward, made=True)
+                loop = Call(own.eqn, ins, outs, run, own.backward, made=True, place=own.place)
                 calls.append((stage.calls[-1], loop))
         ordered = _sorted(calls)
         if ordered is None:
@@ -223,7 +223,6 @@ def _loop(
     calls = [flat.calls[at] for at in stage.calls]
     outer = dict(zip((*stage.read, *stage.sliced), values, strict=True))
     types = {v: var.aval for c in calls for v, var in zip(c.outs, c.eqn.outvars, strict=True)}
-    last = calls[-1].eqn
 
     def turn(sums: list[Any], xs: tuple[Any, list[Any]]) -> Any:
         number, slices = xs
@@ -236,7 +235,7 @@ def _loop(
         new = [a + env[v].astype(a.dtype) for a, v in zip(sums, stage.summed, strict=True)]
         return new, [env[v] for v in stage.stacked]
 
-    with compat.provenance(last):
+    with compat.provenance(calls[-1].origin):
         start = [jnp.zeros(compat.aval_shape(types[v]), wide(types[v].dtype)) for v in stage.summed]
         slices = [_cut(outer[v], region.row[v], parts) for v in stage.sliced]
         sums, stacks = jax.lax.scan(turn, start, (jnp.arange(parts), slices))

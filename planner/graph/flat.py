@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from planner import compat
-from planner.graph.jaxpr.places import PlacedWalk
+from planner.graph.jaxpr.places import Place, PlacedWalk, origin_of
 from planner.graph.jaxpr.walk import REMAT, Body, loop_of
 from planner.graph.trace import FUSED
 
@@ -30,6 +30,7 @@ class Call:
         run: computes them.
         backward: whether it belongs to a backward pass that JAX made by transposition.
         made: whether it computes something else than ``eqn`` says.
+        place: where ``eqn`` stands; None: at the top.
     """
 
     eqn: Any
@@ -38,6 +39,12 @@ class Call:
     run: Run
     backward: bool
     made: bool = False
+    place: Place | None = None
+
+    @property
+    def origin(self) -> compat.Origin:
+        """Where it comes from."""
+        return origin_of(self.eqn, ()) if self.place is None else self.place.origin
 
     @property
     def kind(self) -> str:
@@ -153,17 +160,20 @@ class _Flattened(PlacedWalk[Any]):
 
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         outs = tuple(self.number() for _ in eqn.outvars)
-        self.calls.append(Call(eqn, tuple(ins), outs, _binding(eqn), self.place.backward))
+        place = self.place
+        run = _binding(eqn, place)
+        self.calls.append(Call(eqn, tuple(ins), outs, run, place.backward, place=place))
         return outs
 
 
-def _binding(eqn: Any) -> Run:
-    return lambda values: compat.evaluate_equation(eqn, values)
+def _binding(eqn: Any, place: Place) -> Run:
+    return lambda values: compat.evaluate_equation(eqn, values, place.origin)
 
 
-def run_behind(call: Call, reader: Any) -> Run:
-    """Computes a call, under the names of another equation."""
-    return lambda values: compat.evaluate_equation(call.eqn, values, reader)
+def run_behind(call: Call, reader: Call) -> Run:
+    """Computes a call, under the names of another one."""
+    origin = compat.Origin(call.origin.line, reader.origin.names)
+    return lambda values: compat.evaluate_equation(call.eqn, values, origin)
 
 
 def execute(flat: FlatJaxpr, leaves: Sequence[Any]) -> list[Any]:

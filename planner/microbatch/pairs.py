@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from planner import compat
-from planner.graph.jaxpr.places import user_line
+from planner.graph.jaxpr.places import origin_of, user_line
 from planner.graph.jaxpr.walk import CALLS, REMAT, STRUCTURED, called
 from planner.microbatch.errors import NotExactError
 
@@ -41,14 +41,19 @@ Operand = int | Number
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An equation in both traces; ``ins`` and ``outs`` number values, ``around`` is the line of the
-    call that it stands in."""
+    """An equation in both traces; ``ins`` and ``outs`` number values, ``around`` are the calls that
+    it stands in, in the whole trace, outermost first."""
 
     whole: Any
     small: Any
     ins: tuple[Operand, ...]
     outs: tuple[int, ...]
-    around: str = ""
+    around: tuple[Any, ...] = ()
+
+    @property
+    def origin(self) -> compat.Origin:
+        """Where it comes from."""
+        return origin_of(self.whole, self.around)
 
     @property
     def name(self) -> str:
@@ -58,7 +63,7 @@ class Node:
     @property
     def line(self) -> str:
         """``file.py:line`` of the user's code."""
-        return user_line(self.whole) or self.around
+        return user_line(self.origin.line)
 
     @property
     def changed(self) -> str:
@@ -135,7 +140,7 @@ def _new(out: Pair, whole: Any, small: Any) -> int:
 
 
 def _inline(
-    out: Pair, whole: Any, small: Any, args: Sequence[Operand], around: str = ""
+    out: Pair, whole: Any, small: Any, args: Sequence[Operand], around: tuple[Any, ...] = ()
 ) -> list[Operand]:
     inner, other = compat.body(whole), compat.body(small)
     env: dict[Any, Operand] = {}
@@ -157,7 +162,7 @@ def _inline(
             names = [str(x.primitive) if x is not None else "nothing" for x in (a, b)]
             raise NotExactError(
                 "this step can't be cut into microbatches: "
-                f"{user_line(a if a is not None else b) or around}: {names[0]} for the whole batch "
+                f"{user_line(origin_of(a or b, around).line)}: {names[0]} for the whole batch "
                 f"is {names[1]} for a microbatch; if that holds one example, take fewer"
             )
         ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
@@ -165,8 +170,8 @@ def _inline(
         if name in CALLS - REMAT and (callee := called(a)) is not None:
             twin = called(b)
             assert twin is not None
-            line = user_line(a) or around
-            results = _inline(out, callee.jaxpr, twin.jaxpr, callee.args(ins), line)
+            inside = (*around, a)
+            results = _inline(out, callee.jaxpr, twin.jaxpr, callee.args(ins), inside)
             env.update(zip(a.outvars, results, strict=True))
             continue
         outs = tuple(_new(out, x, y) for x, y in zip(a.outvars, b.outvars, strict=True))

@@ -263,4 +263,4 @@ def _read(operand: Operand, env: dict[int, Any]) -> Any:
 
 def _run(node: Node, eqn: Any, env: dict[int, Any]) -> dict[int, Any]:
     ins = [_read(i, env) for i in node.ins]
-    return dict(zip(node.outs, compat.evaluate_equation(eqn, ins), strict=True))
+    return dict(zip(node.outs, compat.evaluate_equation(eqn, ins, node.origin), strict=True))

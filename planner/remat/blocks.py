@@ -111,7 +111,7 @@ class _Rewriting:
             if call.backward:
                 behind.update(call.outs)
             for v in self.away.keys() & set(call.outs):
-                out.append(Call(call.eqn, (v,), (self.away[v],), _to_host, False))
+                out.append(Call(call.eqn, (v,), (self.away[v],), _to_host, False, place=call.place))
         flat = self.flat
         return FlatJaxpr(tuple(out), flat.inputs, flat.outputs, flat.consts, self.values)
 
@@ -129,17 +129,19 @@ class _Rewriting:
         tied = self._cotangents(at, behind)
         given = [self.away.get(v, v) for v in kept] + [names.get(v, v) for v in tied]
         fresh = self._fresh(len(given))
-        out = [Call(reader.eqn, tuple(given), fresh, _barrier, True)]
+        out = [Call(reader.eqn, tuple(given), fresh, _barrier, True, place=reader.place)]
         renamed = dict(zip(kept, fresh, strict=False))
         names.update(zip(tied, fresh[len(kept) :], strict=True))
         for v in kept:
             if v in self.away:
                 (here,) = self._fresh(1)
-                out.append(Call(reader.eqn, (renamed[v],), (here,), _to_device, True))
+                out.append(
+                    Call(reader.eqn, (renamed[v],), (here,), _to_device, True, place=reader.place)
+                )
                 renamed[v] = names[v] = here
         for call in calls:
             outs = self._fresh(len(call.outs))
-            copy = call.reading(renamed).running(run_behind(call, reader.eqn))
+            copy = call.reading(renamed).running(run_behind(call, reader))
             out.append(dataclasses.replace(copy, outs=outs, backward=True))
             for v, new in zip(call.outs, outs, strict=True):
                 if v not in kept:

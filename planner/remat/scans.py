@@ -121,7 +121,7 @@ def _forward(
         return [*carry, *ys, *saved]
 
     outs = (*call.outs[:n_carry], *(call.outs[n_carry + k] for k in left), *stacks)
-    return Call(call.eqn, call.ins, outs, run, call.backward)
+    return Call(call.eqn, call.ins, outs, run, call.backward, place=call.place)
 
 
 def _backward(
@@ -162,4 +162,4 @@ def _backward(
         return [*carry, *ys]
 
     ins = (*consts, *carries, *left, *f_consts, *f_rows, *stacks)
-    return Call(call.eqn, ins, call.outs, run, call.backward)
+    return Call(call.eqn, ins, call.outs, run, call.backward, place=call.place)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from planner import compat
 from planner.graph.jaxpr.walk import V, Walk
 
 _HERE = Path(__file__).absolute().parents[3]
@@ -58,6 +59,12 @@ def _user_frames(eqn: Any) -> Iterator[str]:
             yield f"{os.path.basename(code.co_filename)}:{line}"
 
 
+def origin_of(eqn: Any, around: Sequence[Any]) -> compat.Origin:
+    """Where an equation comes from; ``around``: those whose bodies it is in, outermost first."""
+    line = next((e for e in (eqn, *reversed(around)) if user_line(e)), eqn)
+    return compat.Origin(line, (*around, eqn))
+
+
 class Place:
     """Where an equation stands: itself, and the place of the equation whose body it is in.
 
@@ -77,6 +84,15 @@ class Place:
         if self._line is None and self.outer is not None:
             self._line = user_line(self.eqn) or self.outer.line
         return self._line or ""
+
+    @property
+    def origin(self) -> compat.Origin:
+        """What rewritten operations say about where they come from."""
+        chain, place = [], self
+        while place.outer is not None:
+            chain.append(place.eqn)
+            place = place.outer
+        return origin_of(chain[0], chain[:0:-1])
 
     @property
     def names(self) -> str:
