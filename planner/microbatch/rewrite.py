@@ -29,6 +29,8 @@ def microbatched(
     args: Sequence[Any],
     parts: int,
     whole: Traced | None = None,
+    *,
+    apart: bool = False,
 ) -> Callable[..., Any]:
     """A step that computes what ``function`` does, ``parts`` microbatches after each other.
 
@@ -37,6 +39,8 @@ def microbatched(
         args: its arguments, or ShapeDtypeStructs.
         parts: how many microbatches, 1 or more.
         whole: the step's trace for ``args``, if it is known.
+        apart: whether what is added up is only joined behind the loop, and the loop holds nothing
+            together, so that its parts can be taken apart (``planner.stages``).
 
     Returns:
         A function of the same arguments; other shapes are cut anew.
@@ -49,12 +53,16 @@ def microbatched(
         raise RequestError(f"microbatches={parts!r}: expected a whole number from 1 on")
     if parts == 1:
         return function
-    first = _rewritten(function, abstract(args), parts, whole)
-    return by_shapes(function, args, first, lambda args: _rewritten(function, args, parts))
+    first = _rewritten(function, abstract(args), parts, apart, whole)
+    return by_shapes(function, args, first, lambda args: _rewritten(function, args, parts, apart))
 
 
 def _rewritten(
-    function: Callable[..., Any], args: Sequence[Any], parts: int, whole: Traced | None = None
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    parts: int,
+    apart: bool,
+    whole: Traced | None = None,
 ) -> _Cut:
     whole = trace(function, args) if whole is None else whole
     batch = _batch(whole, parts)
@@ -72,7 +80,7 @@ def _rewritten(
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
         raise NotExactError("the results of a microbatch have another structure")
     step = pair(whole.jaxpr, small.jaxpr)
-    return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, parts)
+    return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, parts, apart)
 
 
 def batch_size(whole: Traced) -> int:
@@ -132,9 +140,17 @@ class _Cut:
     summed: list[int]
     stacked: list[int]
     kept: list[int]
+    apart: bool
 
     @staticmethod
-    def of(whole: Traced, step: Pair, found: Classes, batch: Sequence[int], parts: int) -> _Cut:
+    def of(
+        whole: Traced,
+        step: Pair,
+        found: Classes,
+        batch: Sequence[int],
+        parts: int,
+        apart: bool,
+    ) -> _Cut:
         """Sort the equations."""
         live, of = step.live(), found.of
         nodes = [n for n, x in zip(step.nodes, live, strict=True) if x]
@@ -144,6 +160,9 @@ class _Cut:
         for n in nodes:
             classes = {of[o] for o in n.outs}
             here = classes & {MAP, SUM} and not found.drawn.intersection(n.outs)
+            if apart and classes == {SUM} and MAP not in {of[v] for v in n.values}:
+                after.append(n)  # sums of sums can wait
+                continue
             if n.whole.effects and any(of[v] > MAP or v in late for v in n.values):
                 after.append(n)
             elif here or (POST not in classes and late.intersection(n.values)):
@@ -176,7 +195,9 @@ class _Cut:
         sliced = sorted((inputs | found.drawn) & (reads | set(stacked)))
         run = [(n, merged(n.whole, n.small) if n.name in STRUCTURED else n.small) for n in body]
         examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
-        return _Cut(whole, step, parts, examples, once, run, after, sliced, summed, stacked, kept)
+        return _Cut(
+            whole, step, parts, examples, once, run, after, sliced, summed, stacked, kept, apart
+        )
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = jax.tree_util.tree_flatten(args)
@@ -205,12 +226,14 @@ class _Cut:
             # gradients behind it, and holds them whole: where that pays, the plan says it
             inner = dict(env)
             names = [*outer, *self.sliced]
-            held = jax.lax.optimization_barrier((*(env[v] for v in outer), *slices))
+            held = [*(env[v] for v in outer), *slices]
+            if not self.apart:
+                held = jax.lax.optimization_barrier(tuple(held))
             inner.update(zip(names, held, strict=True))
             for n, eqn in self.body:
                 inner.update(_run(n, eqn, inner))
             sums = [
-                a + _alone(inner[v]).astype(a.dtype)
+                a + (inner[v] if self.apart else _alone(inner[v])).astype(a.dtype)
                 for a, v in zip(carry[0], self.summed, strict=True)
             ]
             return (sums, [inner[v] for v in self.kept]), [inner[v] for v in self.stacked]

@@ -27,7 +27,7 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
     for at, call in enumerate(flat.calls):
         if call.kind != "scan" or at in paired:
             continue
-        partner, dropped = _partner(flat, at, readers)
+        partner, dropped = partner_of(flat, at, readers)
         if partner is None:
             continue
         paired |= {at, partner}
@@ -51,7 +51,7 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
     return done, frozenset(paired)
 
 
-def _partner(
+def partner_of(
     flat: FlatJaxpr, at: int, readers: Sequence[Sequence[int]]
 ) -> tuple[int | None, frozenset[int]]:
     """The scan that goes over most of the stacked results of another, and those that only it

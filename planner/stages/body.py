@@ -1,0 +1,98 @@
+"""The loop over microbatches of a step, taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.graph.flat import Call, FlatJaxpr, flatten
+from planner.graph.jaxpr.walk import Loop, loop_of
+from planner.stages.chain import made_by
+from planner.stages.errors import refused
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """One turn.
+
+    Attributes:
+        call: the loop.
+        loop: its structure.
+        flat: its body.
+        rows: what it goes over, by number.
+        summed: per carry, the value (or literal) that a turn adds to it.
+        stacked: what it stacks.
+        batch: values that depend on what it goes over.
+    """
+
+    call: Call
+    loop: Loop
+    flat: FlatJaxpr
+    rows: tuple[int, ...]
+    summed: tuple[Any, ...]
+    stacked: tuple[Any, ...]
+    batch: frozenset[int]
+
+
+def body_at(flat: FlatJaxpr, parts: int) -> int:
+    """Where the loop over microbatches stands: of the scans of that length the one that does
+    most."""
+    found = [
+        at for at, c in enumerate(flat.calls) if c.kind == "scan" and loop_of(c.eqn).trips == parts
+    ]
+    if not found:
+        raise refused("no loop over microbatches was found in it")
+    return max(found, key=lambda at: len(flatten(flat.calls[at].eqn.params["jaxpr"]).calls))
+
+
+def body_of(call: Call) -> Body:
+    """Take a loop over microbatches apart.
+
+    Raises:
+        NoStagesError: a turn does more than to add to its carries.
+    """
+    flat = flatten(call.eqn.params["jaxpr"]).live()
+    loop = loop_of(call.eqn)
+    _, carries, rows = loop.split(flat.inputs)
+    makers = {v: c for c in flat.calls for v in c.outs}
+    summed, adds = [], set()
+    for carry, out in zip(carries, flat.outputs, strict=False):
+        add = makers.get(out) if isinstance(out, int) else None
+        if add is None or add.kind != "add" or carry not in add.ins:
+            raise refused("a value is kept from the last microbatch alone")
+        adds.add(id(add))
+        summed.append(add.ins[1] if add.ins[0] == carry else add.ins[0])
+    calls = tuple(c for c in flat.calls if id(c) not in adds)
+    if any(isinstance(v, int) and v in set(carries) for c in calls for v in c.ins):
+        raise refused("a microbatch reads what those before it added up")
+    for c in calls:
+        if c.eqn.effects:
+            raise refused(f"{c.place.line if c.place else ''}: {c.kind} has an effect")
+    stacked = flat.outputs[loop.carries :]
+    flat = FlatJaxpr(calls, flat.inputs, (*summed, *stacked), flat.consts, flat.values)
+    return Body(
+        call, loop, flat, tuple(rows), tuple(summed), tuple(stacked), depends(calls, rows)
+    )
+
+
+def depends(calls: Sequence[Call], on: Sequence[int]) -> frozenset[int]:
+    """Some values, and all that calls make of them."""
+    out = set(on)
+    for c in calls:
+        if any(isinstance(v, int) and v in out for v in c.ins):
+            out.update(c.outs)
+    return frozenset(out)
+
+
+def closure(calls: Sequence[Call], wanted: Sequence[int]) -> list[Call]:
+    """The calls that make some values, in order."""
+    need, found = set(wanted), []
+    for c in reversed(calls):
+        if need.intersection(c.outs):
+            found.append(c)
+            need.update(v for v in c.ins if isinstance(v, int))
+    return found[::-1]
+
+
+__all__ = ["Body", "body_at", "body_of", "closure", "depends", "made_by"]

@@ -1,0 +1,122 @@
+"""Stages of a model whose layers are one scan: each takes an equal share of its turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from planner import compat
+from planner.graph.flat import Call, nbytes
+from planner.graph.jaxpr.places import user_line
+from planner.graph.jaxpr.walk import loop_of
+from planner.remat.scans import partner_of
+from planner.stages.body import Body
+from planner.stages.chain import Chain, Stack, Task
+from planner.stages.errors import refused
+
+
+def scan_chain(body: Body, count: int) -> Chain | None:
+    """The chain of the forward scan with the largest stacks and the backward scan that reads them;
+    None where there is no such pair.
+
+    Raises:
+        NoStagesError: there is one that can't be cut.
+    """
+    flat = body.flat
+    readers = flat.readers()
+    pairs = []
+    for at, call in enumerate(flat.calls):
+        if call.kind == "scan" and not call.backward and any(v in body.batch for v in call.outs):
+            other, stacks = partner_of(flat, at, readers)
+            if other is not None:
+                size = sum(nbytes(v.aval) for v in call.eqn.invars)
+                pairs.append((size, at, other, stacks))
+    if not pairs:
+        return None
+    _, at, other, stacks = max(pairs)
+    ahead, back = flat.calls[at], flat.calls[other]
+    line = user_line(ahead.eqn) or "an unknown line"
+    length = int(ahead.eqn.params["length"])
+    if length % count:
+        raise refused(f"the {length} turns of the scan at {line} can't be cut into {count}")
+    if ahead.eqn.params["reverse"] or not back.eqn.params["reverse"]:
+        raise refused(f"the scan at {line} does not run forward, and its gradient backward")
+    fresh = iter(range(flat.values, 1 << 62))
+    forward = _task(body, ahead, count, fresh, frozenset(), "forward", readers)
+    backward = _task(body, back, count, fresh, stacks, "backward", readers)
+    what = f"{count} stages of {length // count} turns of the scan at {line}"
+    return Chain(forward, backward, {at: True, other: False}, what)
+
+
+def _task(
+    body: Body,
+    call: Call,
+    count: int,
+    fresh: Any,
+    stacks: frozenset[int],
+    kind: str,
+    readers: Sequence[Sequence[int]],
+) -> Task:
+    """A share of a scan's turns."""
+    loop = loop_of(call.eqn)
+    line = user_line(call.eqn) or "an unknown line"
+    consts, carries, rows = loop.split(call.ins)
+    reads = [next(fresh) for _ in carries]
+    own: dict[int, Stack] = {}
+    over = []
+    for v in rows:
+        if v in stacks:
+            over.append(v)
+            continue
+        if not isinstance(v, int) or v in body.batch:
+            raise refused(f"the scan at {line} goes over values of the batch, a row for each layer")
+        over.append(next(fresh))
+        own[over[-1]] = Stack((v,))
+    sums: dict[int, Stack] = {}
+    last = {v for v in body.flat.outputs if isinstance(v, int)}
+    for v in call.outs[loop.carries :]:
+        if readers[v] and kind == "backward":
+            raise refused(f"results of the scan at {line} are used before they are added up")
+        if v in last:
+            sums[v] = Stack((v,))
+    made = dataclasses.replace(
+        call, ins=(*consts, *reads, *over), run=_share(call.eqn, count), made=True
+    )
+    return Task(
+        calls=(made,),
+        carries=tuple(zip(reads, call.outs, carries, strict=False)),
+        exits=tuple((v, v) for v in call.outs[: loop.carries]),
+        stacks=own,
+        rows={},
+        shared=frozenset(v for v in consts if isinstance(v, int)),
+        sums=sums,
+        residuals=tuple(v for v in rows if v in stacks),
+    )
+
+
+def _share(eqn: Any, count: int) -> Any:
+    """Runs an equal share of a scan's turns."""
+    loop, params = loop_of(eqn), eqn.params
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        consts, first, rows = loop.split(values)
+
+        def once(carry: Any, xs: Any) -> Any:
+            results = compat.evaluate_body(params["jaxpr"], (*consts, *carry, *xs))
+            return list(results[: loop.carries]), list(results[loop.carries :])
+
+        with compat.provenance(eqn):
+            carry, ys = jax.lax.scan(
+                once,
+                first,
+                rows,
+                length=params["length"] // count,
+                reverse=bool(params["reverse"]),
+                unroll=params.get("unroll", 1),
+            )
+        return [*carry, *ys]
+
+    return run

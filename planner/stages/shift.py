@@ -1,0 +1,43 @@
+"""Values that go from every stage to the next one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.interpreters import mlir
+
+from planner.annotate import FREE, shard
+
+STAGE = "stage"
+"""The mesh axis of stages."""
+SHIFT = "planner_shift"
+"""The operation; along a dimension that is split, devices send to their neighbors."""
+
+_shift = jex_core.Primitive(SHIFT)
+
+
+def _moved(x: Any, *, by: int) -> Any:
+    config = [(by, -by, 0), *((0, 0, 0) for _ in x.shape[1:])]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+_shift.def_impl(_moved)
+_shift.def_abstract_eval(lambda x, *, by: x)
+mlir.register_lowering(_shift, mlir.lower_fun(_moved, multiple_results=False))
+
+
+def shift(x: jax.Array, by: int) -> jax.Array:
+    """[stages, ...]: row k becomes row k + ``by``; zeros come in.
+
+    >>> shift(jnp.arange(1.0, 4.0), 1).tolist()
+    [0.0, 1.0, 2.0]
+    """
+    return _shift.bind(x, by=by)  # type: ignore[no-any-return]
+
+
+def by_stage(x: Any) -> Any:
+    """[stages, ...] with a row on each stage's devices; the rest is left to the planner."""
+    return shard(x, STAGE, *(FREE for _ in x.shape[1:]))

@@ -1,0 +1,321 @@
+"""The loop over microbatches as a pipeline, in one program.
+
+Stages are a dimension of every array, split over the devices of the mesh axis ``stage``; a tick is
+one forward and one backward pass of all stages, each on another microbatch. Tick t does the forward
+pass of microbatch t - s on stage s, and, from tick p - 1 on, the backward pass of microbatch
+t - 2 (p - 1) + s: that of the last stage directly behind its forward pass (1F1B; Narayanan et al.,
+"PipeDream", 2019; its flushed form: "Memory-efficient pipeline-parallel DNN training", 2021). So
+m microbatches take (m + p - 1) forward and as many backward passes of a stage, and no stage holds
+what more than 2 p - 1 microbatches left for their backward pass.
+
+What is not a stage's is done by all devices, a microbatch at a time: in front of the first stage
+(embeddings), behind the last (logits, loss, and their gradient), and behind the first stage's
+backward pass (the embeddings' gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import compat
+from planner.graph.flat import Call, FlatJaxpr
+from planner.stages.body import Body, closure, depends
+from planner.stages.chain import Chain, Stack, Task
+from planner.stages.parts import Parts
+from planner.stages.shift import by_stage, shift
+
+Env = dict[int, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The loop of ``body``, run as a pipeline of ``count`` stages over ``parts`` microbatches."""
+
+    body: Body
+    chain: Chain
+    rest: Parts
+    count: int
+    parts: int
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """The results of the loop from its operands."""
+        with compat.provenance(self.body.call.origin):
+            return _Run(self, values).results()
+
+
+class _Run:
+    """One evaluation."""
+
+    def __init__(self, pipeline: Pipeline, values: Sequence[Any]) -> None:
+        self.pipeline = p = pipeline
+        body, self.count, self.parts = p.body, p.count, p.parts
+        consts, self.start, rows = body.loop.split(values)
+        flat = body.flat
+        numbers, _, over = body.loop.split(flat.inputs)
+        self.free: Env = {**dict(zip(numbers, consts, strict=True)), **flat.consts}
+        self.rows: Env = dict(zip(over, rows, strict=True))
+        self.ahead, self.back = p.chain.forward, p.chain.backward
+        self.stage = jnp.arange(self.count)
+        once = [c for c in p.rest.base if not body.batch.intersection(c.outs)]
+        wanted = [v for c in flat.calls for v in c.ins if isinstance(v, int)]
+        flat.run(closure(once, wanted), self.free)
+        self.base = [c for c in p.rest.base if body.batch.intersection(c.outs)]
+        self.depth = 2 * self.count - 1
+
+    # what is done once per microbatch
+
+    def at(self, values: Sequence[Any], i: Any) -> Env:
+        """Values that depend on the batch alone, of microbatch ``i``."""
+        env = dict(self.free)
+        numbers = [v for v in values if isinstance(v, int)]
+        calls = closure(self.base, numbers)
+        read = {v for c in calls for v in c.ins if isinstance(v, int)} | set(numbers)
+        for v in sorted(read & self.rows.keys()):
+            env[v] = jax.lax.dynamic_index_in_dim(self.rows[v], i, 0, keepdims=False)
+        FlatJaxpr.run(calls, env)
+        return env
+
+    def rest(self, calls: Sequence[Call], outs: Sequence[Any], given: Env, i: Any) -> list[Any]:
+        """Some calls outside of the stages, of microbatch ``i``."""
+        made = {v for c in calls for v in c.outs} | given.keys()
+        read = [v for c in calls for v in c.ins] + list(outs)
+        env = self.at([v for v in read if isinstance(v, int) and v not in made], i)
+        env.update(given)
+        FlatJaxpr.run(calls, env)
+        return [FlatJaxpr.read(v, env) for v in outs]
+
+    # stages
+
+    def lanes(self, task: Task, numbers: Any) -> Callable[..., Any]:
+        """All stages' task at once: of (carries, residuals), each [stages, ...]."""
+        stacks = list(task.stacks)
+        joined = [by_stage(task.stacks[v].joined(self.free, self.count)) for v in stacks]
+        own = list(task.rows)
+        over = [
+            by_stage(jnp.stack([self.rows[r] for r in task.rows[v].values])) for v in own
+        ]
+        if task is self.ahead:
+            out = sorted({*(u for u, _ in task.exits), *self.back.residuals, *task.sums})
+            out = [v for v in out if v in {x for c in task.calls for x in c.outs}]
+        else:
+            out = sorted({*(u for u, _ in task.exits), *task.sums})
+        out = sorted({*out, *(made for _, made, _ in task.carries)})
+
+        def lane(i: Any, mine: list[Any], sliced: list[Any], carries: Any, left: Any) -> Env:
+            env = self.at(sorted(task.shared), i)
+            env.update(zip(stacks, mine, strict=True))
+            env.update(
+                (v, jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False))
+                for v, x in zip(own, sliced, strict=True)
+            )
+            env.update(left)
+            env.update(zip((read for read, _, _ in task.carries), carries, strict=True))
+            FlatJaxpr.run(task.calls, env)
+            return {v: env[v] for v in out}
+
+        def run(i: Any, carries: list[Any], left: Env) -> Env:
+            made = jax.vmap(lane)(jnp.clip(i, 0, self.parts - 1), joined, over, carries, left)
+            return {v: by_stage(x) for v, x in made.items()}
+
+        return run
+
+    def picked(self, x: Any, at: int) -> Any:
+        """The row of one stage, for all devices."""
+        mask = (self.stage == at).reshape(-1, *(1,) * (x.ndim - 1))
+        chosen = jnp.where(mask, x, jnp.zeros((), x.dtype))
+        if x.dtype == jnp.bool_:
+            return chosen.any(axis=0)
+        return chosen.sum(axis=0, dtype=x.dtype)
+
+    def entered(self, x: Any, first: Any, at: int) -> Any:
+        """[stages, ...] with another row for one stage."""
+        mask = (self.stage == at).reshape(-1, *(1,) * (x.ndim - 1))
+        return by_stage(jnp.where(mask, jnp.broadcast_to(first, x.shape), x))
+
+    # the loop
+
+    def results(self) -> list[Any]:
+        count, parts = self.count, self.parts
+        forward, backward = self.lanes(self.ahead, "F"), self.lanes(self.back, "B")
+        kept = self.back.residuals
+        first = [c for _, _, c in self.ahead.carries]
+
+        def step_forward(t: Any, h: list[Any], rings: Env) -> tuple[list[Any], Env, Env, Env]:
+            begun = self.rest([], first, {}, jnp.clip(t, 0, parts - 1))
+            h = [self.entered(x, a, 0) for x, a in zip(h, begun, strict=True)]
+            made = forward(t - self.stage, h, {})
+            inputs = dict(zip((r for r, _, _ in self.ahead.carries), h, strict=True))
+            rings = {v: self.put(rings[v], made.get(v, inputs.get(v)), t) for v in rings}
+            return [shift(made[u], 1) for _, u, _ in self.ahead.carries], rings, made, inputs
+
+        def step_backward(t: Any, d: list[Any], rings: Env) -> tuple[list[Any], Env]:
+            i = t - 2 * (count - 1) + self.stage
+            left = {v: self.take(rings[v], i + self.stage) for v in kept}
+            made = backward(i, d, left)
+            return [shift(made[u], -1) for _, u, _ in self.back.carries], made
+
+        def add(sums: Env, task: Task, made: Env, i: Any) -> Env:
+            valid = (i >= 0) & (i < parts)
+            out = dict(sums)
+            for v in task.sums:
+                mask = valid.reshape(-1, *(1,) * (made[v].ndim - 1))
+                out[v] = by_stage(sums[v] + jnp.where(mask, made[v], 0).astype(sums[v].dtype))
+            return out
+
+        def tail(t: Any, sums: Env, made: Env) -> Env:
+            i = t - 2 * (count - 1)
+            given = {r: self.picked(made[u], 0) for u, r in self.back.exits}
+            outs = self.rest(self.tail, self.late, given, jnp.clip(i, 0, parts - 1))
+            valid = (i >= 0) & (i < parts)
+            new = dict(sums)
+            for v, x in zip(self.late, outs, strict=True):
+                new[v] = sums[v] + jnp.where(valid, x, 0).astype(sums[v].dtype)
+            return new
+
+        def warm(state: Any, t: Any) -> Any:
+            h, d, rings, sums = state
+            h, rings, made, _ = step_forward(t, h, rings)
+            return (h, d, rings, add(sums, self.ahead, made, t - self.stage)), None
+
+        def steady(state: Any, t: Any) -> Any:
+            h, d, rings, sums = state
+            h, rings, made, _ = step_forward(t, h, rings)
+            sums = add(sums, self.ahead, made, t - self.stage)
+            i = t - (count - 1)
+            given = {r: self.picked(made[u], count - 1) for u, r in self.ahead.exits}
+            wanted = [*self.begins, *self.soon, *self.pipeline.body.stacked]
+            outs = iter(self.rest(self.pipeline.rest.middle, wanted, given, i))
+            d = [self.entered(x, next(outs), count - 1) for x in d]
+            for v in self.soon:
+                sums = {**sums, v: sums[v] + next(outs).astype(sums[v].dtype)}
+            d, made = step_backward(t, d, rings)
+            sums = add(sums, self.back, made, t - 2 * (count - 1) + self.stage)
+            return (h, d, rings, tail(t, sums, made)), list(outs)
+
+        def cool(state: Any, t: Any) -> Any:
+            h, d, rings, sums = state
+            d, made = step_backward(t, d, rings)
+            sums = add(sums, self.back, made, t - 2 * (count - 1) + self.stage)
+            return (h, d, rings, tail(t, sums, made)), None
+
+        state: Any = self.zeros(forward, backward)
+        state, _ = jax.lax.scan(warm, state, jnp.arange(count - 1))
+        steps = jnp.arange(count - 1, count - 1 + parts)
+        state, stacks = jax.lax.scan(steady, state, steps)
+        steps = jnp.arange(count - 1 + parts, 2 * (count - 1) + parts)
+        state, _ = jax.lax.scan(cool, state, steps)
+        return self.finished(state[3], stacks)
+
+    @property
+    def tail(self) -> Sequence[Call]:
+        return self.pipeline.rest.tail
+
+    @property
+    def begins(self) -> list[Any]:
+        return [c for _, _, c in self.back.carries]
+
+    @property
+    def soon(self) -> list[int]:
+        """What the part behind the last stage, or the batch alone, adds up."""
+        return self.pipeline.rest.soon
+
+    @property
+    def late(self) -> list[int]:
+        """What the part behind the first stage's backward pass adds up."""
+        return self.pipeline.rest.late
+
+    def put(self, ring: Any, x: Any, t: Any) -> Any:
+        """Keep what each stage left at tick ``t``."""
+        slot = t % self.depth
+        return by_stage(jax.lax.dynamic_update_index_in_dim(ring, x, slot, 1))
+
+    def take(self, ring: Any, t: Any) -> Any:
+        """What stage s left at tick ``t[s]``."""
+        slots = t % self.depth
+        one = lambda row, k: jax.lax.dynamic_index_in_dim(row, k, 0, keepdims=False)  # noqa: E731
+        return by_stage(jax.vmap(one)(ring, slots))
+
+    def zeros(self, forward: Any, backward: Any) -> Any:
+        """The state in front of the first tick."""
+        body = self.pipeline.body
+        zero = jnp.zeros((), jnp.int32)
+        count = self.count
+
+        def lanes(task: Task, run: Any, ins: Sequence[Any], left: Any) -> Any:
+            grown = [jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in ins]
+            return jax.eval_shape(lambda a, b: run(self.stage, a, b), grown, left)
+
+        def struct(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+        first = [c for _, _, c in self.ahead.carries]
+        begun = jax.eval_shape(lambda i: self.rest([], first, {}, i), zero)
+        ahead = lanes(self.ahead, forward, begun, {})
+        inputs = dict(zip((r for r, _, _ in self.ahead.carries), begun, strict=True))
+        left = {}
+        for v in self.back.residuals:
+            x = ahead.get(v)
+            left[v] = x if x is not None else jax.ShapeDtypeStruct(
+                (count, *inputs[v].shape), inputs[v].dtype
+            )
+        given = {
+            r: jax.ShapeDtypeStruct(ahead[u].shape[1:], ahead[u].dtype)
+            for u, r in self.ahead.exits
+        }
+        middle = self.pipeline.rest.middle
+        ends = jax.eval_shape(lambda g, i: self.rest(middle, self.begins, g, i), given, zero)
+        back = lanes(self.back, backward, ends, left)
+
+        def filled(x: Any) -> Any:
+            return by_stage(jnp.zeros(x.shape, x.dtype))
+
+        h = [filled(ahead[u]) for _, u, _ in self.ahead.carries]
+        d = [filled(back[u]) for _, u, _ in self.back.carries]
+        rings = {
+            v: by_stage(jnp.zeros((count, self.depth, *x.shape[1:]), x.dtype))
+            for v, x in left.items()
+        }
+        wide = self.dtypes
+        sums: Env = {}
+        for task, made in ((self.ahead, ahead), (self.back, back)):
+            for v, stack in task.sums.items():
+                sums[v] = by_stage(jnp.zeros(made[v].shape, wide[stack.values[0]]))
+        types = {
+            v: self.start[k]
+            for k, v in enumerate(body.summed)
+            if isinstance(v, int) and v in {*self.soon, *self.late}
+        }
+        sums.update((v, jnp.zeros(x.shape, x.dtype)) for v, x in types.items())
+        return h, d, rings, sums
+
+    @property
+    def dtypes(self) -> dict[int, Any]:
+        """The dtype in which a value is added up."""
+        pairs = zip(self.pipeline.body.summed, self.start, strict=True)
+        return {v: x.dtype for v, x in pairs if isinstance(v, int)}
+
+    def finished(self, sums: Env, stacks: Sequence[Any]) -> list[Any]:
+        """The loop's results."""
+        found: Env = {v: sums[v] for v in (*self.soon, *self.late)}
+        for task in (self.ahead, self.back):
+            for v, stack in task.sums.items():
+                found.update(stack.apart(sums[v]))
+        body = self.pipeline.body
+        out = []
+        for v, x in zip(body.summed, self.start, strict=True):
+            total = found[v] if isinstance(v, int) else v.val * self.parts
+            out.append(x + jnp.asarray(total, x.dtype))
+        return [*out, *stacks]
+
+
+def stack_of(values: Mapping[int, Stack], number: int) -> Stack | None:
+    """The stack that a value belongs to."""
+    return next((s for s in values.values() if number in s.values), None)
+
+
+__all__ = ["Pipeline", "depends"]
