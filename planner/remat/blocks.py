@@ -7,11 +7,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
-from planner.graph.flat import Call, FlatJaxpr, nbytes, run_behind
+from planner import compat
+from planner.graph.flat import Call, FlatJaxpr, Run, nbytes, run_behind
 from planner.graph.labels.blocks import blocks_of
 from planner.remat.frontier import Block, Cut, compared_maxima, cut
 from planner.remat.policy import FULL, parse_policy
@@ -36,7 +38,7 @@ def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> Flat
             range(repeated.start, repeated.end)
         ):
             continue
-        cuts = _cuts(flat, repeated.start, repeated.length, repeated.count, readers)
+        cuts = cuts_of(flat, repeated.start, repeated.length, repeated.count, readers)
         cuts = _whole(flat, cuts, repeated.length, taken)
         taken.update(range(cuts[0], cuts[-1]))
         parts = [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]
@@ -111,7 +113,7 @@ class _Rewriting:
             if call.backward:
                 behind.update(call.outs)
             for v in self.away.keys() & set(call.outs):
-                out.append(Call(call.eqn, (v,), (self.away[v],), _to_host, False, place=call.place))
+                out.append(_at(call, (v,), (self.away[v],), _to_host, False))
         flat = self.flat
         return FlatJaxpr(tuple(out), flat.inputs, flat.outputs, flat.consts, self.values)
 
@@ -129,15 +131,13 @@ class _Rewriting:
         tied = self._cotangents(at, behind)
         given = [self.away.get(v, v) for v in kept] + [names.get(v, v) for v in tied]
         fresh = self._fresh(len(given))
-        out = [Call(reader.eqn, tuple(given), fresh, _barrier, True, place=reader.place)]
+        out = [_at(reader, tuple(given), fresh, _barrier, True)]
         renamed = dict(zip(kept, fresh, strict=False))
         names.update(zip(tied, fresh[len(kept) :], strict=True))
         for v in kept:
             if v in self.away:
                 (here,) = self._fresh(1)
-                out.append(
-                    Call(reader.eqn, (renamed[v],), (here,), _to_device, True, place=reader.place)
-                )
+                out.append(_at(reader, (renamed[v],), (here,), _to_device, True))
                 renamed[v] = names[v] = here
         for call in calls:
             outs = self._fresh(len(call.outs))
@@ -182,6 +182,18 @@ def _whole(flat: FlatJaxpr, cuts: list[int], length: int, taken: set[int]) -> li
     return [first, *cuts[1:-1], last]
 
 
+def _at(
+    call: Call, ins: tuple[int, ...], outs: tuple[int, ...], run: Run, backward: bool
+) -> Call:
+    """Another operation in the place of a call, with its line and names."""
+
+    def placed(values: Sequence[Any]) -> list[Any]:
+        with compat.provenance(call.origin):
+            return run(values)
+
+    return Call(call.eqn, ins, outs, placed, backward, place=call.place)
+
+
 def _to_host(values: Sequence[object]) -> list[object]:
     return [to_host(v) for v in values]
 
@@ -194,23 +206,14 @@ def _barrier(values: Sequence[object]) -> list[object]:
     return list(jax.lax.optimization_barrier(tuple(values)))
 
 
-def _cuts(
+def cuts_of(
     flat: FlatJaxpr, start: int, length: int, count: int, readers: Sequence[Sequence[int]]
 ) -> list[int]:
     """Where to cut equal blocks, once in each: where fewest bytes cross in the forward pass, and of
     such places where least is to be done again. (Both halves of a transformer layer begin at the
     residual stream, but only one cut spares the larger product.)"""
     end = start + length * count
-    rises = np.zeros(length * count + 1)
-    for at in range(start, end):
-        call = flat.calls[at]
-        for value, var in zip(call.outs, call.eqn.outvars, strict=True):
-            last = max((r for r in readers[value] if not flat.calls[r].backward), default=at)
-            rises[at + 1 - start] += nbytes(var.aval)
-            rises[min(last + 1, end) - start] -= nbytes(var.aval)
-    crossing = np.cumsum(rises)[:-1].reshape(count, length)
-    inner = crossing[1:].mean(axis=0) if count > 1 else crossing[0]
-    phases = np.flatnonzero(inner <= LEAST * inner.min()).tolist()
+    phases = phases_of(flat, start, length, count, readers)
     first = start + length * ((count - 1) // 2)
 
     def again(phase: int) -> float:
@@ -222,3 +225,20 @@ def _cuts(
     costs = {p: again(p) for p in phases[:TRIED]}
     phase = min(costs, key=lambda p: (costs[p], p))
     return sorted({start, end, *(start + phase + k * length for k in range(count))})
+
+
+def phases_of(
+    flat: FlatJaxpr, start: int, length: int, count: int, readers: Sequence[Sequence[int]]
+) -> list[int]:
+    """The places in equal blocks where fewest bytes cross in the forward pass."""
+    end = start + length * count
+    rises = np.zeros(length * count + 1)
+    for at in range(start, end):
+        call = flat.calls[at]
+        for value, var in zip(call.outs, call.eqn.outvars, strict=True):
+            last = max((r for r in readers[value] if not flat.calls[r].backward), default=at)
+            rises[at + 1 - start] += nbytes(var.aval)
+            rises[min(last + 1, end) - start] -= nbytes(var.aval)
+    crossing = np.cumsum(rises)[:-1].reshape(count, length)
+    inner = crossing[1:].mean(axis=0) if count > 1 else crossing[0]
+    return [int(p) for p in np.flatnonzero(inner <= LEAST * inner.min())]

@@ -13,6 +13,7 @@ from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
 from planner.stages.body import body_at, body_of
 from planner.stages.errors import refused
+from planner.stages.groups import group_chain
 from planner.stages.parts import parts_of
 from planner.stages.scans import scan_chain
 from planner.stages.ticks import Pipeline
@@ -46,7 +47,7 @@ def staged(
         flat = flatten(traced.jaxpr).live()
         at = body_at(flat, parts)
         body = body_of(flat.calls[at])
-        chain = scan_chain(body, count)
+        chain = scan_chain(body, count) or group_chain(body, count)
         if chain is None:
             raise refused("it has no repeated layers with a backward pass")
         pipeline = Pipeline(body, chain, parts_of(body, chain), count, parts)

@@ -1,0 +1,270 @@
+"""Stages of a model whose layers are written out one after the other: groups of equal blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from planner.graph.flat import Call, FlatJaxpr
+from planner.graph.ir import Block
+from planner.graph.labels.blocks import blocks_of
+from planner.remat.blocks import phases_of
+from planner.remat.sites import common_line
+from planner.stages.body import Body, depends
+from planner.stages.chain import Chain, Stack, Task, made_by, read_by
+from planner.stages.errors import NoStagesError, refused
+from planner.stages.match import Keys, Match, all_laid
+
+Groups = list[list[Call]]
+
+TRIED = 8
+"""Places to cut at that are tried."""
+
+
+def group_chain(body: Body, count: int) -> Chain | None:
+    """The chain of the largest run of equal forward blocks; None where there is none. Blocks that
+    are left over stay behind the stages.
+
+    Raises:
+        NoStagesError: there is one that can't be cut.
+    """
+    flat = body.flat
+    runs = [
+        run
+        for run in blocks_of(np.array(flat.codes(), np.int64))
+        if not any(c.backward for c in flat.calls[run.start : run.end])
+    ]
+    if not runs:
+        return None
+    run = max(runs, key=lambda r: r.length * r.count)
+    each = run.count // count
+    if not each:
+        line = common_line(flat.calls[run.start : run.end])
+        raise refused(f"there are {run.count} equal blocks at {line}, fewer than {count} stages")
+    first: NoStagesError | None = None
+    keys = Keys()
+    for start in _starts(flat, run):
+        ends = [start + k * each * run.length for k in range(count + 1)]
+        if ends[-1] > len(flat.calls) or any(c.backward for c in flat.calls[start : ends[-1]]):
+            continue
+        grouping = _Grouping(body, ends, each, keys)
+        for of_reader in (True, False):
+            try:
+                return grouping.chain(of_reader)
+            except NoStagesError as error:
+                first = first or error
+    raise first or refused("its layers are not equal")
+
+
+def _starts(flat: FlatJaxpr, run: Block) -> list[int]:
+    """Where the first block may begin: where least crosses."""
+    phases = phases_of(flat, run.start, run.length, run.count, flat.readers())[:TRIED]
+    starts = [run.start + p - back for back in (0, run.length) for p in phases]
+    return [s for s in starts if s >= 0]
+
+
+class _Grouping:
+    """``group_chain`` in progress."""
+
+    def __init__(self, body: Body, ends: Sequence[int], blocks: int, keys: Keys) -> None:
+        self.body, self.flat, self.ends, self.blocks = body, body.flat, ends, blocks
+        self.keys = keys
+        self.count = len(ends) - 1
+        self.position = {id(c): at for at, c in enumerate(self.flat.calls)}
+        self.like = 1 if self.count > 2 else self.count - 1
+
+    def chain(self, of_reader: bool) -> Chain:
+        """The chain, if the groups are equal.
+
+        Args:
+            of_reader: whether the backward pass of a stage reads what it was given (else, what it
+                handed on).
+        """
+        ahead = self._forward()
+        there, pattern = all_laid([Match() for _ in ahead], self.like, ahead, self.keys)
+        forward = self._task(pattern, there, None)
+        back = self._backward(there, forward, of_reader)
+        here, pattern_back = all_laid(there, self.like, back, self.keys)
+        if not pattern_back:
+            raise refused("its layers have no backward pass")
+        backward = self._task(pattern_back, here, forward)
+        members = {self.position[id(c)]: True for m in there for c in m.calls}
+        members |= {self.position[id(c)]: False for m in here for c in m.calls}
+        wanted = {v for v in self.flat.outputs if isinstance(v, int)}
+        for at, c in enumerate(self.flat.calls):
+            if at not in members:
+                wanted.update(v for v in c.ins if isinstance(v, int))
+        line = common_line(pattern)
+        what = f"{self.count} stages of {self.blocks} of the equal blocks at {line}"
+        return Chain(
+            _leaving(forward, there[-1], made_by(pattern), wanted),
+            _leaving(backward, here[0], made_by(pattern_back), wanted),
+            members,
+            what,
+        )
+
+    def _forward(self) -> Groups:
+        """The forward calls of each stage."""
+        groups: Groups = []
+        for s, (a, b) in enumerate(itertools.pairwise(self.ends)):
+            calls = list(self.flat.calls[a:b])
+            if s:
+                before = made_by(self.flat.calls[self.ends[s - 1] : a])
+                later = depends(calls, [v for v in before if v in read_by(calls)])
+                calls = [c for c in calls if later.intersection(c.outs)]
+            groups.append(calls)
+        return self._joined(groups, list(self.flat.calls[: self.ends[-1]]))
+
+    def _joined(self, groups: Groups, calls: Sequence[Call]) -> Groups:
+        """Groups with those of ``calls`` whose results they alone read."""
+        owner = {id(c): s for s, g in enumerate(groups) for c in g}
+        readers: dict[int, set[Any]] = {}
+        out = [{id(c) for c in g} for g in groups]
+        open_ = {id(c) for c in calls}
+        for c in reversed(self.flat.calls):
+            mine = owner.get(id(c))
+            if mine is None:
+                found = {r for v in c.outs for r in readers.get(v, ())}
+                if len(found) == 1 and id(c) in open_ and None not in found:
+                    (mine,) = found
+                    out[mine].add(id(c))
+            for v in c.ins:
+                if isinstance(v, int):
+                    readers.setdefault(v, set()).add(mine)
+        return [[c for c in self.flat.calls if id(c) in mine] for mine in out]
+
+    def _backward(self, there: Sequence[Match], forward: Task, of_reader: bool) -> Groups:
+        """The calls behind the last stage, by the stage whose values they read."""
+        count = self.count
+        made = {v: s for s, m in enumerate(there) for v in m.names.values()}
+        for _, u, first in forward.carries:
+            for s, m in enumerate(there):
+                made[m.names[u]] = s + of_reader
+            if isinstance(first, int) and of_reader:
+                made[first] = 0
+        for stack in forward.stacks.values():
+            made.update(zip(stack.values, range(count), strict=True))
+        calls = self.flat.calls[self.ends[-1] :]
+        crossing: dict[int, int] = {}
+        for _ in range(2):  # what a stage hands back counts as its reader's the second time
+            stage = _stages(calls, made, crossing, count)
+            for c in calls:
+                mine = stage.get(c.outs[0], count)
+                for v in c.ins:
+                    if isinstance(v, int) and mine < stage.get(v, -1):
+                        crossing[v] = min(mine, crossing.get(v, mine))
+        groups: Groups = [[] for _ in range(count)]
+        for c in calls:
+            if stage.get(c.outs[0], count) < count:
+                groups[stage[c.outs[0]]].append(c)
+        return self._joined(groups, [c for c in calls if c.outs[0] not in stage])
+
+    def _task(
+        self,
+        pattern: Sequence[Call],
+        matches: Sequence[Match],
+        forward: Task | None,
+    ) -> Task:
+        """Sort what the pattern reads."""
+        count = self.count
+        made = made_by(pattern)
+        names = [{v: m.names[v] for v in made} for m in matches]
+        reverse = [{b: a for a, b in n.items()} for n in names]
+        carries: list[tuple[int, int, Any]] = []
+        stacks: dict[int, Stack] = {}
+        rows: dict[int, Stack] = {}
+        shared: set[int] = set()
+        residuals: list[int] = []
+        reads = {} if forward is None else {r: None for r, _, _ in forward.carries}
+        for a, call in read_by(pattern).items():
+            if a in made:
+                continue
+            if forward is not None and (a in matches[0].names or a in reads):
+                residuals.append(a)
+                continue
+            if forward is not None and a in forward.stacks:
+                stacks[a] = forward.stacks[a]
+                continue
+            if forward is not None and a in forward.rows:
+                rows[a] = forward.rows[a]
+                continue
+            values = [m.outer[a] for m in matches]
+            numbers = [v for v in values if isinstance(v, int)]
+            if len(numbers) == count and len(set(numbers)) == 1:
+                shared.add(a)
+                continue
+            u = self._carried(values, reverse, forward is None)
+            if u is not None:
+                carries.append((a, u, values[0 if forward is None else -1]))
+            elif len(numbers) == count and set(numbers) <= set(self.body.rows):
+                rows[a] = Stack(tuple(numbers))
+            elif len(numbers) == count and not self.body.batch.intersection(numbers):
+                stacks[a] = Stack(tuple(numbers))
+            else:
+                raise refused(
+                    f"{common_line([call])}: {call.kind} of one stage reads what that of another "
+                    "stage does not"
+                )
+        summed = {v for v in self.body.summed if isinstance(v, int)}
+        sums = {}
+        for u in sorted(made):
+            mine = tuple(n[u] for n in names)
+            if summed.intersection(mine):
+                if not summed.issuperset(mine):
+                    raise refused("a sum of one stage is not added up in another")
+                sums[u] = Stack(mine)
+        return Task(
+            tuple(pattern),
+            tuple(carries),
+            (),
+            stacks,
+            rows,
+            frozenset(shared),
+            sums,
+            tuple(residuals),
+        )
+
+    def _carried(
+        self, values: Sequence[Any], reverse: Sequence[Mapping[int, int]], forward: bool
+    ) -> int | None:
+        """Under what number the pattern makes what the next stage reads as ``values``; None if it
+        is not made by the stage before."""
+        count = self.count
+        order = range(1, count) if forward else range(count - 2, -1, -1)
+        step = -1 if forward else 1
+        found = {reverse[s + step].get(values[s]) for s in order}
+        return found.pop() if len(found) == 1 else None
+
+
+def _stages(
+    calls: Sequence[Call], made: Mapping[int, int], crossing: Mapping[int, int], count: int
+) -> dict[int, int]:
+    """The stage that makes each value of the backward pass; ``count`` behind the last.
+
+    A call belongs to the last stage whose values it reads, but not behind that of what it goes on
+    from. What says nothing is left out.
+    """
+    stage: dict[int, int] = {}
+    for call in calls:
+        read = [v for v in call.ins if isinstance(v, int)]
+        evidence = [made[v] for v in read if v in made]
+        behind = [crossing.get(v, stage[v]) for v in read if v in stage]
+        if not behind and not evidence:
+            continue
+        found = count
+        if call.backward:
+            found = min([max(evidence)] if evidence else behind)
+            found = min([found, *behind])
+        stage.update(dict.fromkeys(call.outs, found))
+    return stage
+
+
+def _leaving(task: Task, match: Match, made: set[int], wanted: set[int]) -> Task:
+    """A task with what the rest of the step reads of its last stage."""
+    own = {v for s in task.sums.values() for v in s.values}
+    names = ((u, match.names[u]) for u in sorted(made))
+    return dataclasses.replace(task, exits=tuple(x for x in names if x[1] in wanted - own))

@@ -1,0 +1,144 @@
+"""Equal runs of operations: which value of one is which of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from planner.graph.flat import Call
+from planner.graph.jaxpr.places import user_line
+from planner.rules.key import EqnKey
+from planner.stages.errors import refused
+
+
+class Keys:
+    """Numbers of calls, equal where the operations are."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+        self._of: dict[int, int] = {}
+
+    def of(self, call: Call) -> int:
+        """The number of a call."""
+        found = self._of.get(id(call.eqn))
+        if found is None:
+            key = EqnKey.of(call.eqn).signature()
+            found = self._of[id(call.eqn)] = self._known.setdefault(key, len(self._known))
+        return found
+
+
+@dataclass(eq=False)
+class Match:
+    """A run of calls laid on that of another stage, the *pattern*.
+
+    Attributes:
+        names: per value that the pattern makes, this stage's.
+        outer: per value that the pattern reads and does not make, what this stage reads.
+        calls: this stage's calls that have a counterpart.
+        spare: those that have none.
+    """
+
+    names: dict[int, int] = field(default_factory=dict)
+    outer: dict[int, Any] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    spare: list[Call] = field(default_factory=list)
+
+
+def laid(
+    match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Keys
+) -> list[Call]:
+    """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare.
+
+    Returns:
+        The calls of the pattern that have no counterpart.
+    """
+    inside = {v for c in pattern for v in c.outs} | match.names.keys()
+    missing, begin = [], 0
+    for one in pattern:
+        key = keys.of(one)
+        found = next(
+            (
+                k
+                for k in range(begin, len(calls))
+                if keys.of(calls[k]) == key and _fits(match, one, calls[k], inside)
+            ),
+            None,
+        )
+        if found is None:
+            missing.append(one)
+            continue
+        match.spare += calls[begin:found]
+        begin, other = found + 1, calls[found]
+        match.calls.append(other)
+        match.names.update(zip(one.outs, other.outs, strict=True))
+        for a, b in zip(one.ins, other.ins, strict=True):
+            if isinstance(a, int) and a not in inside:
+                match.outer[a] = b
+    match.spare += calls[begin:]
+    return missing
+
+
+def all_laid(
+    matches: Sequence[Match], like: int, groups: Sequence[Sequence[Call]], keys: Keys
+) -> tuple[list[Match], list[Call]]:
+    """All stages laid on one of them.
+
+    Args:
+        matches: what is known of each stage.
+        like: the pattern's stage.
+        groups: the calls of each stage.
+        keys: which operations are equal.
+
+    Returns:
+        The matches, and the pattern. Of two stages, it is what both have.
+
+    Raises:
+        NoStagesError: a stage lacks a call of the pattern.
+    """
+    pattern = list(groups[like])
+    while True:
+        out = [Match(dict(m.names), dict(m.outer)) for m in matches]
+        missing = [laid(m, pattern, calls, keys) for m, calls in zip(out, groups, strict=True)]
+        lacking = next((s for s, m in enumerate(missing) if m), None)
+        if lacking is None:
+            return out, pattern
+        one = missing[lacking][0]
+        if len(groups) > 2:
+            raise refused(
+                f"its parts are not equal: {_line(one)}: {one.kind} is in one stage and has no "
+                f"counterpart in stage {lacking}"
+            )
+        dropped = {id(c) for m in missing for c in m}
+        pattern = [c for c in pattern if id(c) not in dropped]
+
+
+def _fits(match: Match, one: Call, other: Call, inside: set[int]) -> bool:
+    """Whether two equal operations read the same."""
+    for a, b in zip(one.ins, other.ins, strict=True):
+        if not isinstance(a, int):
+            if isinstance(b, int) or not _same(a.val, b.val):
+                return False
+        elif a in inside:
+            if match.names.get(a) != b:
+                return False
+        elif a in match.outer and not _equal(match.outer[a], b):
+            return False
+    return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, int) or isinstance(b, int):
+        return a is b or a == b
+    return _same(a.val, b.val)
+
+
+def _same(a: Any, b: Any) -> bool:
+    x, y = np.asarray(a), np.asarray(b)
+    return bool(x.dtype == y.dtype and x.shape == y.shape and (x == y).all())
+
+
+def _line(call: Call) -> str:
+    return user_line(call.eqn) or "an unknown line"
