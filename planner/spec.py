@@ -189,22 +189,28 @@ class Recipe:
         remat: the policy of what is computed again, as ``planner.remat.policy.policy_text`` has it.
         chunks: parts of the rows of large products (attention scores, logits) that are computed one
             after the other.
+        stages: groups of layers, each on devices of its own, that microbatches pass through.
     """
 
     microbatches: int = 1
     remat: str = "none"
     chunks: int = 1
+    stages: int = 1
 
     def __str__(self) -> str:
         parts = [
             f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
             f"remat {self.remat}" if self.remat != "none" else "",
             f"{self.chunks} chunks" if self.chunks > 1 else "",
+            f"{self.stages} stages" if self.stages > 1 else "",
         ]
         return ", ".join(filter(None, parts))
 
 
 PLAIN = Recipe()
+
+STAGE = "stage"
+"""The mesh axis of pipeline stages."""
 
 REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe))
 """The options that a recipe is made of."""

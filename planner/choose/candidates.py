@@ -17,7 +17,7 @@ from planner.request.uses import use_masks
 from planner.space.decisions import DECISIONS
 from planner.space.groups import Groups
 from planner.space.strategies import strategies_of
-from planner.spec import MeshSpec, enumerate_meshes, factorizations
+from planner.spec import STAGE, MeshSpec, enumerate_meshes, factorizations
 from planner.step.classes import Quotient
 
 
@@ -26,6 +26,10 @@ def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, .
     n = request.cluster.num_devices
     if request.mesh is not None:
         return (request.mesh,)
+    if request.stages > 1:
+        inside = enumerate_meshes(n // request.stages, 2)
+        stages = request.stages
+        return tuple(MeshSpec((STAGE, *m.names), (stages, *m.sizes)) for m in inside)
     names = axis_names(pins)
     if request.mode == "DATA_PARALLEL":
         return (MeshSpec(("data",), (n,)),)

@@ -218,6 +218,10 @@ class Plan:
     """Parts of the rows of large products that are computed one after the other."""
     chunked: tuple[str, ...] = ()
     """Which products, a line for each. Both are left out where there are none."""
+    stages: int = 1
+    """Pipeline stages, the size of the mesh axis ``stage``."""
+    staged: tuple[str, ...] = ()
+    """What a stage is. Both are left out where there are none."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -373,7 +377,7 @@ _UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "ho
 _UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0}
 """Fields that stand in the text only where they differ from this."""
 
-_LEFT_OUT = {**dataclasses.asdict(PLAIN_RECIPE), "recomputed": [], "chunked": []}
+_LEFT_OUT = {**dataclasses.asdict(PLAIN_RECIPE), "recomputed": [], "chunked": [], "staged": []}
 """Fields that the JSON has only where they are not these."""
 _EXACT = frozenset(
     "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()

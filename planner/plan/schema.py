@@ -227,6 +227,8 @@ _PLAN = record(
     recomputed=many(LINE),
     chunks=whole(1),
     chunked=many(LINE),
+    stages=whole(1),
+    staged=many(LINE),
 )
 
 

@@ -139,6 +139,8 @@ def _under(
 ) -> Planned:
     """The plan under the recipe that was asked for, or under the best of those left open."""
     rewriter = Rewriter(function, args)
+    if wish.recipe.stages > 1:
+        wish = _with_stages(wish, rewriter, request)
 
     def row_of(recipe: Recipe) -> Row:
         made, traced = rewriter(recipe)
@@ -157,16 +159,18 @@ def _under(
         return first.planned(begun)
     bounds_s = free_bounds(first.step.quotient, first.step.pins, request)
     counts, why = _counts(wish, rewriter)
-    plain = rewriter.cut(wish.recipe.microbatches)[1]
+    plain = rewriter.cut(wish.recipe.microbatches, wish.recipe.stages > 1)[1]
     chunks = [1, chunks_worth(plain)] if "chunks" in wish.open else [wish.recipe.chunks]
     kept = {n: _policies(wish, plain, n) for n in chunks}
     total = len(counts) * sum(map(len, kept.values()))
     if total == 1:
         return first.planned(begun)
-    best, seen = search_recipes(counts, kept, look)
+    best, seen = search_recipes(counts, kept, look, wish.recipe.stages)
     on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
     if on_host:
-        best, more = search_recipes(counts, dict.fromkeys(kept, (OFFLOAD,)), look)
+        best, more = search_recipes(
+            counts, dict.fromkeys(kept, (OFFLOAD,)), look, wish.recipe.stages
+        )
         total, seen = total + len(counts) * len(kept), seen | more
     names = dict.fromkeys(p for mine in kept.values() for p in mine)
     tried = (
@@ -218,6 +222,36 @@ def _policies(wish: Wish, traced: Traced, chunks: int) -> tuple[str, ...]:
     if "remat" not in wish.open:
         return (wish.recipe.remat,)
     return (NONE, *policies(traced, scores if chunks > 1 else None))
+
+
+PER_STAGE = 4
+"""Microbatches for each stage where nothing is said: the bubble is a fifth of a step at most."""
+
+
+def _with_stages(wish: Wish, rewriter: Rewriter, request: Request) -> Wish:
+    """The wish with a number of microbatches for its stages.
+
+    Raises:
+        RequestError: the devices can't be cut into so many groups, or the batch can't be cut.
+    """
+    stages = wish.recipe.stages
+    if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
+        raise RequestError(f"stages={stages}: mode {request.mode} has no pipeline stages")
+    devices = request.cluster.num_devices
+    if devices % stages:
+        raise RequestError(
+            f"stages={stages}: {devices} devices can't be cut into {stages} equal groups"
+        )
+    if "microbatches" not in wish.open:
+        return wish
+    size = batch_size(rewriter.cut(1)[1])
+    parts = [m for m in range(2, PER_STAGE * stages + 1) if size % m == 0]
+    if not parts:
+        raise RequestError(
+            f"stages={stages}: a batch of {size} examples can't be cut into microbatches"
+        )
+    recipe = dataclasses.replace(wish.recipe, microbatches=parts[-1])
+    return dataclasses.replace(wish, recipe=recipe, open=wish.open - {"microbatches"})
 
 
 def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:

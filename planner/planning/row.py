@@ -35,6 +35,7 @@ from planner.recipes import (
     chunked_of,
     recipe_of,
     recomputed_of,
+    staged_of,
 )
 from planner.remat.policy import FULL, OFFLOAD, parse_policy
 from planner.remat.rewrite import recomputed
@@ -75,7 +76,8 @@ class Row:
         donate_argnums: int | Sequence[int] | None,
         function: Callable[..., Any] | None,
     ) -> None:
-        self.traced, self.args, self.request = traced, args, request
+        self.traced, self.args = traced, args
+        self.request = dataclasses.replace(request, stages=recipe_of(function).stages)
         self.donate_argnums, self.function = donate_argnums, function
         self.step = self.prepare(traced)
 
@@ -116,6 +118,8 @@ class Row:
             recomputed=recomputed_of(self.function),
             chunks=made.chunks,
             chunked=chunked_of(self.function),
+            stages=made.stages,
+            staged=staged_of(self.function),
         )
         planned = dataclasses.replace(planned, plan=plan)
         if self.request.confirm:

@@ -1,7 +1,7 @@
-"""Rewriting a step before it is planned: microbatches and rematerialization, given or searched."""
+"""Rewriting a step before it is planned: microbatches, rematerialization, chunks, stages."""
 
 from planner.recipes.outer import WORTH, Look, Outcome, search_recipes
-from planner.recipes.recipe import Rewriter, chunked_of, recipe_of, recomputed_of, rewritten
+from planner.recipes.recipe import Rewriter, chunked_of, recipe_of, recomputed_of, rewritten, staged_of
 from planner.recipes.wish import AUTO, Wish, parse_wish
 from planner.spec import PLAIN, Recipe
 
@@ -20,4 +20,5 @@ __all__ = [
     "recomputed_of",
     "rewritten",
     "search_recipes",
+    "staged_of",
 ]

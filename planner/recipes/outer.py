@@ -55,6 +55,7 @@ class _Walk(Generic[T]):
     counts: Sequence[int]
     policies: Sequence[str]
     chunks: int
+    stages: int
     look: Look[T]
     seen: dict[Recipe, Outcome[T]] = field(default_factory=dict)
     best: Recipe | None = None
@@ -62,7 +63,7 @@ class _Walk(Generic[T]):
 
     def recipe(self, i: int, j: int) -> Recipe:
         """A recipe by its place."""
-        return Recipe(self.counts[i], self.policies[j], self.chunks)
+        return Recipe(self.counts[i], self.policies[j], self.chunks, self.stages)
 
     def at(self, i: int, j: int) -> bool | None:
         """Look at a recipe: whether it is the best so far; None where it does not fit."""
@@ -102,6 +103,7 @@ def search_recipes(
     counts: Sequence[int],
     policies: Mapping[int, Sequence[str]],
     look: Look[T],
+    stages: int = 1,
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
@@ -110,6 +112,7 @@ def search_recipes(
         policies: per number of chunks, policies of rematerialization, from what frees least. What
             must beat the other comes last.
         look: plans a recipe.
+        stages: of every recipe.
 
     Returns:
         The best recipe, None where none fits; and all that were looked at.
@@ -117,7 +120,7 @@ def search_recipes(
     best, best_s = None, math.inf
     seen: dict[Recipe, Outcome[T]] = {}
     for chunks, mine in policies.items():
-        walk = _Walk(counts, mine, chunks, look, seen, best, best_s)
+        walk = _Walk(counts, mine, chunks, stages, look, seen, best, best_s)
         _go(walk)
         best, best_s = walk.best, walk.best_s
     return best, seen

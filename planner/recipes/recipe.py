@@ -1,4 +1,4 @@
-"""How a step is rewritten before it is planned: in microbatches, and with parts done again."""
+"""How a step is rewritten before it is planned: microbatches, rematerialization, stages, chunks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from planner.microbatch.rewrite import microbatched
 from planner.remat.policy import policy_text
 from planner.remat.rewrite import rematerialized
 from planner.spec import PLAIN, Recipe
+from planner.stages.rewrite import staged
 
 
 class Rewriter:
@@ -19,15 +20,17 @@ class Rewriter:
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function, self.args = function, abstract(args)
-        self._cuts: dict[int, tuple[Callable[..., Any], Traced]] = {}
+        self._cuts: dict[tuple[int, bool], tuple[Callable[..., Any], Traced]] = {}
 
-    def cut(self, parts: int) -> tuple[Callable[..., Any], Traced]:
-        """The step in microbatches, and its trace."""
-        if parts not in self._cuts:
+    def cut(self, parts: int, apart: bool = False) -> tuple[Callable[..., Any], Traced]:
+        """The step in microbatches, and its trace; ``apart``: such that stages can be made of
+        it."""
+        key = parts, apart and parts > 1
+        if key not in self._cuts:
             whole = None if parts == 1 else self.cut(1)[1]
-            made = microbatched(self.function, self.args, parts, whole)
-            self._cuts[parts] = made, trace(made, self.args)
-        return self._cuts[parts]
+            made = microbatched(self.function, self.args, parts, whole, apart=apart)
+            self._cuts[key] = made, trace(made, self.args)
+        return self._cuts[key]
 
     def __call__(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
         """The step under a recipe (see ``rewritten``), and its trace."""
@@ -35,11 +38,14 @@ class Rewriter:
             return self.function, self.cut(1)[1]
         if recipe_of(self.function) != PLAIN:
             raise ValueError("this function is rewritten already, under another recipe")
-        cut, traced = self.cut(recipe.microbatches)
+        cut, traced = self.cut(recipe.microbatches, recipe.stages > 1)
         never = scores if recipe.chunks > 1 else None
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
         traced = traced if kept is cut else trace(kept, self.args)
-        made, chunks = chunked(kept, traced, self.args, recipe.chunks)
+        parts, count = recipe.microbatches, recipe.stages
+        piped, stages = staged(kept, traced, self.args, parts, count)
+        traced = traced if piped is kept else trace(piped, self.args)
+        made, chunks = chunked(piped, traced, self.args, recipe.chunks)
 
         @functools.wraps(self.function)
         def step(*args: Any) -> Any:
@@ -48,14 +54,15 @@ class Rewriter:
         step.recipe = recipe  # type: ignore[attr-defined]
         step.recomputed = again  # type: ignore[attr-defined]
         step.chunked = chunks  # type: ignore[attr-defined]
-        return step, traced if made is kept else trace(step, self.args)
+        step.staged = stages  # type: ignore[attr-defined]
+        return step, traced if made is piped else trace(step, self.args)
 
 
 def rewritten(
     function: Callable[..., Any], args: Sequence[Any], recipe: Recipe
 ) -> Callable[..., Any]:
-    """The step under a recipe: cut into microbatches, each of these rematerialized, then
-    its large products in chunks.
+    """The step under a recipe: cut into microbatches, each of these rematerialized, its layers in
+    stages, then its large products in chunks.
 
     Raises:
         NotExactError, RequestError: see ``microbatched`` and ``rematerialized``.
@@ -72,6 +79,11 @@ def recipe_of(function: Any) -> Recipe:
 def chunked_of(function: Any) -> tuple[str, ...]:
     """What a function of ``rewritten`` computes in chunks, a line for each product."""
     return tuple(getattr(function, "chunked", ()))
+
+
+def staged_of(function: Any) -> tuple[str, ...]:
+    """What the stages of a function of ``rewritten`` are."""
+    return tuple(getattr(function, "staged", ()))
 
 
 def recomputed_of(function: Any) -> tuple[str, ...]:

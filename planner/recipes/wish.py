@@ -1,4 +1,4 @@
-"""What was asked of microbatches, rematerialization and chunks."""
+"""What was asked of microbatches, rematerialization, chunks and stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Wish:
 
 
 def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches: bool) -> Wish:
-    """Check and parse ``microbatches=``, ``remat=`` and ``chunks=``.
+    """Check and parse ``microbatches=``, ``remat=``, ``chunks=`` and ``stages=``.
 
     Args:
         asked: by name, a number or a policy, ``"auto"``, or None: the plain step's where that fits.
@@ -49,16 +49,21 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _number("microbatches", asked.get("microbatches")),
         NONE if remat in (None, AUTO) else policy_text(remat),
         _number("chunks", asked.get("chunks")),
+        _number("stages", asked.get("stages"), fixed=True),
     )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
+    left.discard("stages")
+    if recipe.stages > 1 and values["microbatches"] is None:
+        left.add("microbatches")
     return Wish(recipe, frozenset(left), AUTO in values.values())
 
 
-def _number(name: str, value: Any) -> int:
-    if value in (None, AUTO):
+def _number(name: str, value: Any, fixed: bool = False) -> int:
+    if value is None or (value == AUTO and not fixed):
         return 1
-    error = RequestError(f"{name}={value!r}: expected a whole number from 1 on, or auto")
+    other = "" if fixed else ", or auto"
+    error = RequestError(f"{name}={value!r}: expected a whole number from 1 on{other}")
     if isinstance(value, str):
         try:
             value = int(value)

@@ -104,11 +104,13 @@ def _summary(plan: Plan) -> RenderableType:
 
 
 def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
-    """How the step was rewritten: its microbatches, what it computes again, and what is
+    """How the step was rewritten: its stages, its microbatches, what it computes again, and what is
     computed in chunks."""
-    lines = []
+    lines = [("stages", line) for line in plan.staged]
     if plan.microbatches > 1:
         text = f"{plan.microbatches}, one after the other; their gradients are added up"
+        if plan.stages > 1:
+            text = f"{plan.microbatches}, 1F1B through the stages; their gradients are added up"
         lines.append(("microbatches", text))
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)

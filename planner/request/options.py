@@ -96,6 +96,9 @@ class Options(TypedDict, total=False):
     chunks: into how many parts the rows of products are cut whose result is much larger than what
         they multiply (scores of attention, logits): the scores of some rows live at a time. None:
         1, or more where nothing else fits; ``"auto"``: the search decides.
+    stages: into how many pipeline stages the repeated layers are cut, each on devices of its own
+        (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
+        ``microbatches`` says nothing. Equal to the plain step, or refused with the line.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -175,6 +178,14 @@ class Options(TypedDict, total=False):
         Flag(
             "compute the rows of attention scores and logits in so many parts, one after the "
             "other; 'auto' lets the search decide (default: 1, more where nothing else fits)",
+            metavar="N",
+        ),
+    ]
+    stages: Annotated[
+        int | str | None,
+        Flag(
+            "cut the repeated layers into so many pipeline stages, on the devices of a mesh axis "
+            "'stage' (default: 1)",
             metavar="N",
         ),
     ]
@@ -291,6 +302,8 @@ class Request:
     """No compilation starts after these seconds."""
     compiler_options: tuple[tuple[str, str], ...] = ()
     """XLA options."""
+    stages: int = 1
+    """Pipeline stages: the size of the mesh axis ``stage``."""
     advice: bool = True
     """Whether to try what would help when no plan fits."""
 

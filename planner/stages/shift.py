@@ -10,9 +10,8 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from planner.annotate import FREE, shard
+from planner.spec import STAGE
 
-STAGE = "stage"
-"""The mesh axis of stages."""
 SHIFT = "planner_shift"
 """The operation; along a dimension that is split, devices send to their neighbors."""
 

@@ -30,7 +30,7 @@ ELEMENTWISE: frozenset[str] = frozenset(
     igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
     mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow pvary
     random_gamma random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt
-    select_n
+    planner_shift select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()
