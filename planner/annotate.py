@@ -18,6 +18,8 @@ from planner.errors import PinError
 from planner.spec import Entry, Sharding
 
 MARK = "planner_shard"
+SHIFT = "planner_shift"
+"""Rows that become their neighbors' (``planner.stages.shift``)."""
 MARKS = frozenset({MARK, "sharding_constraint"})
 """Operations that mark a value: identities where its sharding may change."""
 

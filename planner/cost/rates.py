@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels import CostModel
+from costmodels.collectives import Collective
 from costmodels.schedule import Overlap
 from planner.cost.reshard import Transitions, coefficients, transition_costs
 from planner.cost.routes import patterns
@@ -38,6 +39,7 @@ class Rates:
     Attributes:
         size: [meshes, masks] devices along the axes of a mask.
         alpha_s, beta_s_per_byte: [meshes, masks] of an all-reduce along them.
+        shift: the two of a permutation.
         costs: see ``Transitions``.
     """
 
@@ -46,6 +48,7 @@ class Rates:
     size: Array
     alpha_s: Array
     beta_s_per_byte: Array
+    shift: tuple[Array, Array]
     costs: Transitions
     splits: dict[tuple[int, tuple[int, ...]], Array] = field(default_factory=dict)
 
@@ -57,9 +60,14 @@ class Rates:
         for mask in range(1, 1 << n):
             axes = [k for k in range(n) if mask >> k & 1]
             size[:, mask] = [math.prod(sizes[k] for k in axes) for sizes in meshes]
-        found = [coefficients("all_reduce", sizes, model) for sizes in meshes]
-        alpha, beta = (np.stack(column) for column in zip(*found, strict=True))
-        return Rates(model, n, size, alpha, beta, transition_costs(meshes, model))
+
+        def table(kind: Collective) -> tuple[Array, Array]:
+            found = [coefficients(kind, sizes, model) for sizes in meshes]
+            alpha, beta = (np.stack(column) for column in zip(*found, strict=True))
+            return alpha, beta
+
+        costs = transition_costs(meshes, model)
+        return Rates(model, n, size, *table("all_reduce"), table("permute"), costs)
 
     def take(self, rows: IntArray) -> Rates:
         """The tables of some of the meshes."""
@@ -76,6 +84,7 @@ class Rates:
             size=self.size[rows],
             alpha_s=self.alpha_s[rows],
             beta_s_per_byte=self.beta_s_per_byte[rows],
+            shift=(self.shift[0][rows], self.shift[1][rows]),
             costs=kept,
             splits={},
         )
@@ -124,12 +133,14 @@ class Rates:
         )
         return seconds[:, self.codes(assign, item.classes)]
 
-    def all_reduce_s(self, r: Reduction, assign: IntArray) -> Array:
-        """[meshes, strategies] seconds of the all-reduces of a reduction inside a group."""
+    def reduction_s(self, r: Reduction, assign: IntArray) -> Array:
+        """[meshes, strategies] seconds of the collectives of a reduction inside a group."""
         over, kept = self.masks(assign, r.over), self.masks(assign, r.kept)
-        alpha = (self.model.combined_latency if r.gradient else 1.0) * self.alpha_s[:, over]
+        tables = self.shift if r.shifts else (self.alpha_s, self.beta_s_per_byte)
+        alpha, beta = (table[:, over] for table in tables)
+        latency = self.model.combined_latency if r.gradient else 1.0
         local = r.nbytes / self.size[:, kept]
-        return r.weight * np.where(over > 0, alpha + self.beta_s_per_byte[:, over] * local, 0.0)
+        return r.weight * np.where(over > 0, latency * alpha + beta * local, 0.0)
 
     def gather_s(
         self, nbytes: float, layout: tuple[int, ...], chosen: StrategySet, change_s: float
@@ -154,7 +165,7 @@ class Rates:
             compute += self.compute_s(item, chosen.use)
         for r in analysis.facts[group].reductions:
             part = off_path if r.gradient else on_path
-            part += self.all_reduce_s(r, chosen.use)
+            part += self.reduction_s(r, chosen.use)
         stored = analysis.facts[group].stored
         if stored is not None:
             off_path += self.gather_s(*stored, chosen, change_s)

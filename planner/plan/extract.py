@@ -197,6 +197,12 @@ class Extraction:
             known = self.known[key] = reshard_steps(src, dst, rank, nbytes, sizes, model, combined)
         return known
 
+    def _shift(self, axes: tuple[int, ...], nbytes: float) -> ReshardStep:
+        """Rows to the neighbors along some axes."""
+        model = self.priced.model
+        alpha, beta = model.collective_coefficients("permute", self.priced.mesh.sizes, axes)
+        return ReshardStep("permute", axes, nbytes, alpha + beta * nbytes)
+
     def link_steps(self, link: GroupLink) -> tuple[ReshardStep, ...]:
         """The collectives of a link."""
         src, dst = self.link_digits(link)
@@ -237,6 +243,10 @@ class Extraction:
                         priced.mesh.sizes[k] for k, f in enumerate(row) if f in r.kept
                     )
                     op = graph.ops[r.op]
+                    if r.shifts:
+                        s = self._shift(tuple(k for k, x in enumerate(src) if x), local)
+                        out.append(Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, False))
+                        continue
                     for s in self.steps(src, (0,) * len(row), 1, local, r.gradient):
                         out.append(
                             Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, r.gradient)

@@ -10,6 +10,7 @@ the first dimension of the activation          data
 another one of it that the parameter lacks     seq
 a dimension of the parameter, summed or not    model
 a dimension of both operands and the result    expert
+the same, of the axis of pipeline stages       stage
 =============================================  =========
 
 Of the activation's dimensions, those count that the parameter lacks. An axis with the role
@@ -28,7 +29,7 @@ from planner.choose.devices import idle_axes
 from planner.graph.ir import PRODUCTS, SCALAR, Graph
 from planner.plan.extract import Extraction
 from planner.request.state import StateRequest, find_state
-from planner.spec import MeshSpec
+from planner.spec import STAGE, MeshSpec
 from planner.step.feeding import fed_inputs
 
 DATA, FSDP, MODEL, EXPERT, SEQ, IDLE = "data", "fsdp", "model", "expert", "seq", "idle"
@@ -37,6 +38,7 @@ WORDS: Mapping[str, str] = {
     FSDP: "FSDP",
     MODEL: "tensor parallel",
     EXPERT: "expert parallel",
+    STAGE: "pipeline parallel",
     SEQ: "sequence parallel",
 }
 HALF = 0.5
@@ -70,6 +72,8 @@ def roles_of(plan: Extraction) -> Roles:
             roles.append(IDLE)
             continue
         role = max(votes[k], key=lambda r: votes[k][r]) if votes[k] else ""
+        if role == EXPERT and priced.mesh.names[k] == STAGE:
+            role = STAGE
         if role in (SEQ, ""):
             role = _cuts(plan, fed or graph.inputs, k) or role or DATA
         if role in (DATA, SEQ) and parameters:

@@ -9,11 +9,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from planner.annotate import FREE, shard
+from planner.annotate import FREE, SHIFT, shard
 from planner.spec import STAGE
-
-SHIFT = "planner_shift"
-"""The operation; along a dimension that is split, devices send to their neighbors."""
 
 _shift = jex_core.Primitive(SHIFT)
 

@@ -15,7 +15,7 @@ backward pass (the embeddings' gradient).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ import jax.numpy as jnp
 
 from planner import compat
 from planner.graph.flat import Call, FlatJaxpr
-from planner.stages.body import Body, closure, depends
-from planner.stages.chain import Chain, Stack, Task
+from planner.stages.body import Body, closure
+from planner.stages.chain import Chain, Task
 from planner.stages.parts import Parts
+from planner.stages.rows import row_of, with_row
 from planner.stages.shift import by_stage, shift
 
 Env = dict[int, Any]
@@ -76,7 +77,7 @@ class _Run:
         calls = closure(self.base, numbers)
         read = {v for c in calls for v in c.ins if isinstance(v, int)} | set(numbers)
         for v in sorted(read & self.rows.keys()):
-            env[v] = jax.lax.dynamic_index_in_dim(self.rows[v], i, 0, keepdims=False)
+            env[v] = row_of(self.rows[v], i)
         FlatJaxpr.run(calls, env)
         return env
 
@@ -110,7 +111,7 @@ class _Run:
             env = self.at(sorted(task.shared), i)
             env.update(zip(stacks, mine, strict=True))
             env.update(
-                (v, jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False))
+                (v, row_of(x, i))
                 for v, x in zip(own, sliced, strict=True)
             )
             env.update(left)
@@ -231,14 +232,11 @@ class _Run:
 
     def put(self, ring: Any, x: Any, t: Any) -> Any:
         """Keep what each stage left at tick ``t``."""
-        slot = t % self.depth
-        return by_stage(jax.lax.dynamic_update_index_in_dim(ring, x, slot, 1))
+        return by_stage(with_row(ring, x, t % self.depth))
 
     def take(self, ring: Any, t: Any) -> Any:
         """What stage s left at tick ``t[s]``."""
-        slots = t % self.depth
-        one = lambda row, k: jax.lax.dynamic_index_in_dim(row, k, 0, keepdims=False)  # noqa: E731
-        return by_stage(jax.vmap(one)(ring, slots))
+        return by_stage(jax.vmap(row_of)(ring, t % self.depth))
 
     def zeros(self, forward: Any, backward: Any) -> Any:
         """The state in front of the first tick."""
@@ -311,11 +309,3 @@ class _Run:
             total = found[v] if isinstance(v, int) else v.val * self.parts
             out.append(x + jnp.asarray(total, x.dtype))
         return [*out, *stacks]
-
-
-def stack_of(values: Mapping[int, Stack], number: int) -> Stack | None:
-    """The stack that a value belongs to."""
-    return next((s for s in values.values() if number in s.values), None)
-
-
-__all__ = ["Pipeline", "depends"]

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from costmodels import CostModel, Device
 from costmodels.schedule import StageSeconds, step_seconds
+from planner.annotate import SHIFT
 from planner.graph.ir import Graph, Op, Role
 from planner.rules.factor import FactorRule
 from planner.space.buffer import Buffer
@@ -160,6 +161,15 @@ def analyse(
             continue  # priced as a copy over the host link
         workload.add(op, rules[op.index])
         group, ins, outs = entry
+        if op.kind == SHIFT and outs[0][0] >= 0:
+            (value,) = op.outputs
+            others = frozenset(f for f in outs[0][1:] if f >= 0)
+            row = graph.values[value].nbytes / graph.values[value].shape[0]
+            weight = graph.regions[op.region].weight
+            over = frozenset(outs[0][:1])
+            reductions[group].append(
+                Reduction(over, others, row, weight, op.index, shifts=True)
+            )
         if op.kind.startswith(("reduce_", "arg")):
             over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
             out = float(sum(graph.values[o].nbytes for o in op.outputs))

@@ -19,8 +19,9 @@ from planner.step.kernels.costs import Work
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce inside a group: the result's bytes and factors, the summed factors; ``op`` says
-    which operation it is, and is no fact."""
+    """A collective inside a group: the result's bytes and factors, the summed factors; ``op`` says
+    which operation it is, and is no fact. It is an all-reduce, or ``shifts`` rows to the neighbors
+    along the factor: ``nbytes`` are those of a row."""
 
     over: frozenset[int]
     kept: frozenset[int]
@@ -28,6 +29,7 @@ class Reduction:
     weight: float
     op: int = field(compare=False)
     gradient: bool = False
+    shifts: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Facts:
     Attributes:
         kind, sizes, shardable, reduction, decisions: those of the group.
         work: see ``Work``.
-        reductions: all-reduces inside it.
+        reductions: all-reduces and shifts inside it.
         stored: bytes and layout of an input that operations see as ``used``.
         decided: by decision, what its seconds follow from.
         fed: its arrays that the host feeds at every step.
