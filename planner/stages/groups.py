@@ -117,16 +117,19 @@ class _Grouping:
                 later = depends(calls, [v for v in before if v in read_by(calls)])
                 calls = [c for c in calls if later.intersection(c.outs)]
             groups.append(calls)
-        return self._joined(groups, list(self.flat.calls[: self.ends[-1]]))
+        return self._joined(groups, list(self.flat.calls[: self.ends[-1]]), forward=True)
 
-    def _joined(self, groups: Groups, calls: Sequence[Call]) -> Groups:
-        """Groups with those of ``calls`` whose results they alone read."""
+    def _joined(self, groups: Groups, calls: Sequence[Call], forward: bool) -> Groups:
+        """Groups with those of ``calls`` whose results they alone read, in the forward pass if
+        ``forward``."""
         owner = {id(c): s for s, g in enumerate(groups) for c in g}
         readers: dict[int, set[Any]] = {}
         out = [{id(c) for c in g} for g in groups]
         open_ = {id(c) for c in calls}
         for c in reversed(self.flat.calls):
             mine = owner.get(id(c))
+            if forward and c.backward:
+                continue
             if mine is None:
                 found = {r for v in c.outs for r in readers.get(v, ())}
                 if len(found) == 1 and id(c) in open_ and None not in found:
@@ -161,7 +164,7 @@ class _Grouping:
         for c in calls:
             if stage.get(c.outs[0], count) < count:
                 groups[stage[c.outs[0]]].append(c)
-        return self._joined(groups, [c for c in calls if c.outs[0] not in stage])
+        return self._joined(groups, [c for c in calls if c.outs[0] not in stage], forward=False)
 
     def _task(
         self,

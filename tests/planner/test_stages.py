@@ -1,0 +1,180 @@
+"""Steps in pipeline stages: equal to the plain step, or refused with the line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner import RequestError
+from planner.recipes import Recipe, rewritten
+from planner.stages.errors import NoStagesError
+from tests.zoo.running import difference
+
+WIDTH, VOCAB, SEQ, BATCH = 8, 12, 6, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A small language model.
+
+    Attributes:
+        layers: how many.
+        scanned: whether they are one scan.
+        tied: whether the head is the embedding.
+        shared: whether all layers read one more parameter.
+        masked: whether a mask is made of the batch and read by all layers.
+        dropout: whether layers drop out, by a key in the state.
+        extra: whether every layer adds to the loss.
+        momentum: whether the optimizer has state.
+        checkpointed: whether layers are under ``jax.checkpoint``.
+    """
+
+    layers: int = 4
+    scanned: bool = False
+    tied: bool = False
+    shared: bool = False
+    masked: bool = False
+    dropout: bool = False
+    extra: bool = False
+    momentum: bool = False
+    checkpointed: bool = False
+
+    def parameters(self) -> Any:
+        rng = np.random.default_rng(0)
+
+        def normal(*shape: int) -> jax.Array:
+            return jnp.asarray(0.5 * rng.normal(size=shape), jnp.float32)
+
+        one = [
+            {
+                "up": normal(WIDTH, 2 * WIDTH),
+                "bias": normal(2 * WIDTH),
+                "down": normal(2 * WIDTH, WIDTH),
+                "scale": 1 + normal(WIDTH),
+                "out": normal(WIDTH),
+            }
+            for _ in range(self.layers)
+        ]
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *one)
+        return {
+            "embed": normal(VOCAB, WIDTH),
+            "layers": stacked if self.scanned else one,
+            "shared": normal(WIDTH),
+            "norm": 1 + normal(WIDTH),
+            **({} if self.tied else {"head": normal(WIDTH, VOCAB)}),
+        }
+
+    def layer(self, x: Any, p: Any, shared: Any, mask: Any, key: Any) -> Any:
+        y = p["scale"] * x / (1e-3 + jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)))
+        if self.shared:
+            y = y * shared
+        y = jnp.tanh(y @ p["up"] + p["bias"])
+        if self.dropout:
+            y = jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0.0)
+        y = jax.nn.gelu(y @ p["down"] + p["out"])
+        mixed = jnp.einsum("bts,bsd->btd", mask, y) if self.masked else y
+        return x + mixed
+
+    def step(self, state: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            x = params["embed"][batch["tokens"]]
+            seen = (batch["tokens"] > 0).astype(jnp.float32)
+            mask = seen[:, None, :] * jnp.tril(jnp.ones((SEQ, SEQ))) / SEQ
+            more = 0.0
+            run = jax.checkpoint(self.layer) if self.checkpointed else self.layer
+            if self.scanned:
+
+                def turn(x: Any, p: Any) -> Any:
+                    x = run(x, p, params["shared"], mask, None)
+                    return x, jnp.sum(x**2) if self.extra else None
+
+                x, each = jax.lax.scan(turn, x, params["layers"])
+                more = 1e-3 * jnp.sum(each) if self.extra else 0.0
+            else:
+                for k, p in enumerate(params["layers"]):
+                    key = jax.random.fold_in(state["key"], k)
+                    x = run(x, p, params["shared"], mask, key)
+                    more = more + 1e-3 * jnp.sum(x**2) if self.extra else more
+            head = params["embed"].T if self.tied else params["head"]
+            logits = jax.nn.log_softmax((x * params["norm"]) @ head)
+            picked = jnp.take_along_axis(logits, batch["targets"][..., None], -1)
+            return -jnp.mean(picked) + more / BATCH
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        new = {**state, "key": jax.random.split(state["key"])[0]}
+        if self.momentum:
+            new["m"] = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+            grads = new["m"]
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        scale = jnp.minimum(1.0, 1.0 / norm)
+        new["params"] = jax.tree.map(lambda p, g: p - 0.1 * scale * g, state["params"], grads)
+        return new, {"loss": loss, "norm": norm}
+
+    def args(self) -> tuple[Any, Any]:
+        params = self.parameters()
+        state = {"params": params, "key": jax.random.key(0)}
+        if self.momentum:
+            state["m"] = jax.tree.map(jnp.ones_like, params)
+        rng = np.random.default_rng(1)
+        words = jnp.asarray(rng.integers(0, VOCAB, (2, BATCH, SEQ)), jnp.int32)
+        return state, {"tokens": words[0], "targets": words[1]}
+
+
+def recipe(stages: int, parts: int, remat: str = "none") -> Recipe:
+    return Recipe(microbatches=parts, remat=remat, stages=stages)
+
+
+def plain(result: Any) -> Any:
+    """Without keys, which numpy can't compare."""
+    state, metrics = result
+    return {k: v for k, v in state.items() if k != "key"}, metrics
+
+
+def check(model: Model, how: Recipe) -> Callable[..., Any]:
+    args = model.args()
+    made = rewritten(model.step, args, how)
+    got, expected = jax.jit(made)(*args), jax.jit(model.step)(*args)
+    assert difference(plain(got), plain(expected)) <= 2e-6
+    assert (jax.random.key_data(got[0]["key"]) == jax.random.key_data(expected[0]["key"])).all()
+    return made
+
+
+MODELS = {
+    "scanned": Model(scanned=True),
+    "scanned, all at once": Model(scanned=True, tied=True, shared=True, masked=True, momentum=True),
+    "scanned, checkpointed": Model(scanned=True, checkpointed=True, masked=True),
+    "written out": Model(),
+    "written out, all at once": Model(tied=True, shared=True, masked=True, momentum=True),
+    "written out, dropout": Model(dropout=True, masked=True),
+    "written out, checkpointed": Model(checkpointed=True, masked=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("stages", "parts"), [(2, 4), (4, 2)])
+def test_equal_numbers(name: str, stages: int, parts: int) -> None:
+    made = check(MODELS[name], recipe(stages, parts))
+    assert f"{stages} stages of" in made.staged[0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["scanned, all at once", "written out, all at once"])
+@pytest.mark.parametrize("remat", ["full", "dots", "64"])
+def test_with_rematerialization(name: str, remat: str) -> None:
+    check(MODELS[name], recipe(2, 4, remat))
+
+
+@pytest.mark.parametrize("name", ["scanned", "written out"])
+def test_blocks_of_several_layers(name: str) -> None:
+    made = check(dataclasses.replace(MODELS[name], layers=6), recipe(3, 8))
+    assert "3 stages of 2" in made.staged[0]  # type: ignore[attr-defined]
+
+
+def test_layers_that_are_left_over_stay_behind_the_stages() -> None:
+    made = check(Model(layers=5), recipe(4, 4))
+    assert "4 stages of 1 of the equal blocks" in made.staged[0]  # type: ignore[attr-defined]
