@@ -19,7 +19,7 @@ from planner.spec import Entry, Sharding
 
 MARK = "planner_shard"
 SHIFT = "planner_shift"
-"""Rows that become their neighbors' (``planner.stages.shift``)."""
+"""Rows that become their neighbors' (``planner.stages.arrays``)."""
 MARKS = frozenset({MARK, "sharding_constraint"})
 """Operations that mark a value: identities where its sharding may change."""
 

@@ -1,7 +1,14 @@
 """Rewriting a step before it is planned: microbatches, rematerialization, chunks, stages."""
 
 from planner.recipes.outer import WORTH, Look, Outcome, search_recipes
-from planner.recipes.recipe import Rewriter, chunked_of, recipe_of, recomputed_of, rewritten, staged_of
+from planner.recipes.recipe import (
+    Rewriter,
+    chunked_of,
+    recipe_of,
+    recomputed_of,
+    rewritten,
+    staged_of,
+)
 from planner.recipes.wish import AUTO, Wish, parse_wish
 from planner.spec import PLAIN, Recipe
 

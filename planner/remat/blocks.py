@@ -182,9 +182,7 @@ def _whole(flat: FlatJaxpr, cuts: list[int], length: int, taken: set[int]) -> li
     return [first, *cuts[1:-1], last]
 
 
-def _at(
-    call: Call, ins: tuple[int, ...], outs: tuple[int, ...], run: Run, backward: bool
-) -> Call:
+def _at(call: Call, ins: tuple[int, ...], outs: tuple[int, ...], run: Run, backward: bool) -> Call:
     """Another operation in the place of a call, with its line and names."""
 
     def placed(values: Sequence[Any]) -> list[Any]:

@@ -1,1 +1,1 @@
-"""A step in pipeline stages: its repeated layers on groups of devices, microbatches passing through."""
+"""A step in pipeline stages: its repeated layers on groups of devices of their own."""

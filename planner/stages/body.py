@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.graph.flat import Call, FlatJaxpr, flatten
 from planner.graph.jaxpr.walk import Loop, loop_of
-from planner.stages.chain import made_by
+from planner.stages.chains.chain import made_by
 from planner.stages.errors import refused
 
 
@@ -71,9 +71,7 @@ def body_of(call: Call) -> Body:
             raise refused(f"{c.place.line if c.place else ''}: {c.kind} has an effect")
     stacked = flat.outputs[loop.carries :]
     flat = FlatJaxpr(calls, flat.inputs, (*summed, *stacked), flat.consts, flat.values)
-    return Body(
-        call, loop, flat, tuple(rows), tuple(summed), tuple(stacked), depends(calls, rows)
-    )
+    return Body(call, loop, flat, tuple(rows), tuple(summed), tuple(stacked), depends(calls, rows))
 
 
 def depends(calls: Sequence[Call], on: Sequence[int]) -> frozenset[int]:

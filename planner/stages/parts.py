@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner.graph.flat import Call
 from planner.graph.jaxpr.places import user_line
 from planner.stages.body import Body
-from planner.stages.chain import Chain, made_by
+from planner.stages.chains.chain import Chain, made_by
 from planner.stages.errors import refused
 
 

@@ -12,10 +12,10 @@ from planner.graph.flat import execute, flatten
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
 from planner.stages.body import body_at, body_of
+from planner.stages.chains.groups import group_chain
+from planner.stages.chains.scans import scan_chain
 from planner.stages.errors import refused
-from planner.stages.groups import group_chain
 from planner.stages.parts import parts_of
-from planner.stages.scans import scan_chain
 from planner.stages.ticks import Pipeline
 
 

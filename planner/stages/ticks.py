@@ -24,11 +24,10 @@ import jax.numpy as jnp
 
 from planner import compat
 from planner.graph.flat import Call, FlatJaxpr
+from planner.stages.arrays import by_stage, row_of, shift, with_row
 from planner.stages.body import Body, closure
-from planner.stages.chain import Chain, Task
+from planner.stages.chains.chain import Chain, Task
 from planner.stages.parts import Parts
-from planner.stages.rows import row_of, with_row
-from planner.stages.shift import by_stage, shift
 
 Env = dict[int, Any]
 
@@ -97,9 +96,7 @@ class _Run:
         stacks = list(task.stacks)
         joined = [by_stage(task.stacks[v].joined(self.free, self.count)) for v in stacks]
         own = list(task.rows)
-        over = [
-            by_stage(jnp.stack([self.rows[r] for r in task.rows[v].values])) for v in own
-        ]
+        over = [by_stage(jnp.stack([self.rows[r] for r in task.rows[v].values])) for v in own]
         if task is self.ahead:
             out = sorted({*(u for u, _ in task.exits), *self.back.residuals, *task.sums})
             out = [v for v in out if v in {x for c in task.calls for x in c.outs}]
@@ -110,10 +107,7 @@ class _Run:
         def lane(i: Any, mine: list[Any], sliced: list[Any], carries: Any, left: Any) -> Env:
             env = self.at(sorted(task.shared), i)
             env.update(zip(stacks, mine, strict=True))
-            env.update(
-                (v, row_of(x, i))
-                for v, x in zip(own, sliced, strict=True)
-            )
+            env.update((v, row_of(x, i)) for v, x in zip(own, sliced, strict=True))
             env.update(left)
             env.update(zip((read for read, _, _ in task.carries), carries, strict=True))
             FlatJaxpr.run(task.calls, env)
@@ -258,12 +252,13 @@ class _Run:
         left = {}
         for v in self.back.residuals:
             x = ahead.get(v)
-            left[v] = x if x is not None else jax.ShapeDtypeStruct(
-                (count, *inputs[v].shape), inputs[v].dtype
+            left[v] = (
+                x
+                if x is not None
+                else jax.ShapeDtypeStruct((count, *inputs[v].shape), inputs[v].dtype)
             )
         given = {
-            r: jax.ShapeDtypeStruct(ahead[u].shape[1:], ahead[u].dtype)
-            for u, r in self.ahead.exits
+            r: jax.ShapeDtypeStruct(ahead[u].shape[1:], ahead[u].dtype) for u, r in self.ahead.exits
         }
         middle = self.pipeline.rest.middle
         ends = jax.eval_shape(lambda g, i: self.rest(middle, self.begins, g, i), given, zero)

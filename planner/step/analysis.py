@@ -167,9 +167,7 @@ def analyse(
             row = graph.values[value].nbytes / graph.values[value].shape[0]
             weight = graph.regions[op.region].weight
             over = frozenset(outs[0][:1])
-            reductions[group].append(
-                Reduction(over, others, row, weight, op.index, shifts=True)
-            )
+            reductions[group].append(Reduction(over, others, row, weight, op.index, shifts=True))
         if op.kind.startswith(("reduce_", "arg")):
             over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
             out = float(sum(graph.values[o].nbytes for o in op.outputs))

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner import RequestError
 from planner.recipes import Recipe, rewritten
-from planner.stages.errors import NoStagesError
 from tests.zoo.running import difference
 
 WIDTH, VOCAB, SEQ, BATCH = 8, 12, 6, 16

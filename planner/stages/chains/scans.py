@@ -14,7 +14,7 @@ from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
 from planner.remat.scans import partner_of
 from planner.stages.body import Body
-from planner.stages.chain import Chain, Stack, Task
+from planner.stages.chains.chain import Chain, Stack, Task
 from planner.stages.errors import refused
 
 

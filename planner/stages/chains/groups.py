@@ -15,9 +15,9 @@ from planner.graph.labels.blocks import blocks_of
 from planner.remat.blocks import phases_of
 from planner.remat.sites import common_line
 from planner.stages.body import Body, depends
-from planner.stages.chain import Chain, Stack, Task, made_by, read_by
+from planner.stages.chains.chain import Chain, Stack, Task, made_by, read_by
+from planner.stages.chains.match import Keys, Match, all_laid
 from planner.stages.errors import NoStagesError, refused
-from planner.stages.match import Keys, Match, all_laid
 
 Groups = list[list[Call]]
 

@@ -1,4 +1,4 @@
-"""Values that go from every stage to the next one."""
+"""Arrays with a dimension of stages: rows that go to the next stage, rows by number."""
 
 from __future__ import annotations
 
@@ -37,3 +37,28 @@ def shift(x: jax.Array, by: int) -> jax.Array:
 def by_stage(x: Any) -> Any:
     """[stages, ...] with a row on each stage's devices; the rest is left to the planner."""
     return shard(x, STAGE, *(FREE for _ in x.shape[1:]))
+
+
+def row_of(x: Any, k: Any) -> Any:
+    """``x[k]`` for a scalar k.
+
+    >>> import jax.numpy as jnp
+    >>> row_of(jnp.arange(6).reshape(3, 2), jnp.array(1)).tolist()
+    [2, 3]
+    """
+    dims = jax.lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(x.ndim - 1)), collapsed_slice_dims=(0,), start_index_map=(0,)
+    )
+    mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return jax.lax.gather(x, k[None], dims, (1, *x.shape[1:]), mode=mode)
+
+
+def with_row(x: Any, row: Any, k: Any) -> Any:
+    """``x`` with ``x[:, k]`` replaced.
+
+    >>> import jax.numpy as jnp
+    >>> with_row(jnp.zeros((2, 3)), jnp.ones(2), jnp.array(1)).tolist()
+    [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    starts = [0, k, *(0 for _ in x.shape[2:])]
+    return jax.lax.dynamic_update_slice(x, row[:, None], starts, allow_negative_indices=False)

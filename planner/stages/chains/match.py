@@ -47,9 +47,7 @@ class Match:
     spare: list[Call] = field(default_factory=list)
 
 
-def laid(
-    match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Keys
-) -> list[Call]:
+def laid(match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Keys) -> list[Call]:
     """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare.
 
     Returns:

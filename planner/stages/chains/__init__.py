@@ -1,0 +1,1 @@
+"""Chains of equal stages in a loop over microbatches, and how they are found."""
