@@ -130,6 +130,8 @@ def parsed() -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=2)
     for name in ("batch", "seq", "layers"):
         parser.add_argument(f"--{name}", type=int)
     options = parser.parse_args(sys.argv[1:])
@@ -174,7 +176,8 @@ def main() -> None:
             losses.append(float(metrics["loss"]))
         return losses
 
-    planned = parallelize(step, donate_argnums=0, microbatches=2, remat="full")
+    recipe = {"microbatches": options.microbatches, "stages": options.stages}
+    planned = parallelize(step, donate_argnums=0, remat="full", **recipe)
     losses, alone = train(planned), train(jax.jit(step, donate_argnums=0))
     print(planned.plan)
     difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))

@@ -217,6 +217,11 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             f"this plan computes the rows of large products in {plan.chunks} chunks, which no "
             "exported module carries out; plan with chunks=1"
         )
+    if plan.stages > 1:
+        raise RequestError(
+            f"this plan has {plan.stages} pipeline stages, which no exported module carries out; "
+            "plan with stages=1"
+        )
     name = name if name.isidentifier() else "sharded"
     kinds = [plan.op_table[k].split("(", 1)[0] for k in plan.op_index]
     return "\n".join(

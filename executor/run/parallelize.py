@@ -193,9 +193,13 @@ class Parallelized:
         chosen, plain = dataclasses.asdict(plan.recipe), dataclasses.asdict(PLAIN)
         unasked = {k: v for k, v in chosen.items() if k not in options and v != plain[k]}
         if unasked:
+            why = "does not fit in device memory as it is; it runs with"
+            if plan.stages > 1:
+                why = f"runs in {plan.stages} pipeline stages, and for them with"
             log.warning(
-                "%s: does not fit in device memory as it is; it runs with %s (%s turns that off)",
+                "%s: %s %s (%s turns that off)",
                 self.__name__,
+                why,
                 ", ".join(f"{k}={v!r}" for k, v in unasked.items()),
                 ", ".join(f"{k}={plain[k]!r}" for k in unasked),
             )

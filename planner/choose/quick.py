@@ -77,8 +77,9 @@ def scout_meshes(
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     limit = request.limit_bytes
     field = Field(quotient.part, request.model, allowed, limit, SAME, ideal, known_s, bounds_s)
+    own = int(request.stages > 1)  # the axis of stages is in every mesh
     for axes in (FIRST, LAST):
-        tried = [of_scout(s, request) for s in scouted(field, axes)]
+        tried = [of_scout(s, request) for s in scouted(field, tuple(k + own for k in axes))]
         found = [t for t in tried if t[1].choice]
         if not tried:
             continue

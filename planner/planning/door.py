@@ -7,6 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, Unpack
 
 from costmodels import Cluster
@@ -29,7 +30,7 @@ from planner.recipes import (
     parse_wish,
     search_recipes,
 )
-from planner.remat.policy import NONE, OFFLOAD
+from planner.remat.policy import FULL, NONE, OFFLOAD
 from planner.remat.rewrite import policies
 from planner.report.units import bytes_text
 from planner.request.marks import placed_mesh
@@ -40,7 +41,7 @@ from planner.request.options import (
     parse_request,
     takes_options,
 )
-from planner.spec import REWRITINGS
+from planner.spec import REWRITINGS, STAGE, MeshSpec
 
 _Asked = ParamSpec("_Asked")
 
@@ -139,25 +140,52 @@ def _under(
 ) -> Planned:
     """The plan under the recipe that was asked for, or under the best of those left open."""
     rewriter = Rewriter(function, args)
+    door = _Door(rewriter, args, request, donate_argnums, begun)
+    if "stages" in wish.open:
+        return _over_stages(wish, door)
     if wish.recipe.stages > 1:
-        wish = _with_stages(wish, rewriter, request)
+        wish = _with_stages(wish, door)
+    return _searched(wish, door)
 
-    def row_of(recipe: Recipe) -> Row:
-        made, traced = rewriter(recipe)
-        return Row(traced, args, request, donate_argnums, made)
 
-    def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
+@dataclass(frozen=True, eq=False)
+class _Door:
+    """What all recipes of a step have in common."""
+
+    rewriter: Rewriter
+    args: Sequence[Any]
+    request: Request
+    donate_argnums: int | Sequence[int] | None
+    begun: float
+
+    def row_of(self, recipe: Recipe) -> Row:
+        """The step under a recipe."""
+        made, traced = self.rewriter(recipe)
+        return Row(traced, self.args, self.request, self.donate_argnums, made)
+
+    def look(
+        self, recipe: Recipe, known_s: float, bounds_s: Mapping[MeshSpec, float]
+    ) -> Outcome[Row | None]:
+        """A quick look at a recipe; see ``scout_meshes``."""
         try:
-            row = row_of(recipe)
-            seen = scout_meshes(row.step.quotient, row.step.pins, request, known_s, bounds_s)
+            row = self.row_of(recipe)
+            seen = scout_meshes(row.step.quotient, row.step.pins, row.request, known_s, bounds_s)
         except RequestError:  # such as a microbatch that traces to another program
             return Outcome(math.inf, False, None)
         return Outcome(seen.cost_s, seen.fits, row, seen.bound_s)
 
-    first = row_of(wish.recipe)
+
+def _searched(wish: Wish, door: _Door) -> Planned:
+    """The plan under the best recipe of those that a wish leaves open, but for stages."""
+    rewriter, request, begun = door.rewriter, door.request, door.begun
+    first = door.row_of(wish.recipe)
     if not wish.open or (not wish.always and first.fits):
         return first.planned(begun)
-    bounds_s = free_bounds(first.step.quotient, first.step.pins, request)
+    bounds_s = free_bounds(first.step.quotient, first.step.pins, first.request)
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
+        return door.look(recipe, known_s, bounds_s)
+
     counts, why = _counts(wish, rewriter)
     plain = rewriter.cut(wish.recipe.microbatches, wish.recipe.stages > 1)[1]
     chunks = [1, chunks_worth(plain)] if "chunks" in wish.open else [wish.recipe.chunks]
@@ -190,6 +218,55 @@ def _under(
     note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)
+
+
+MOST_STAGES = 16
+"""Stages that are tried at most."""
+
+
+def _over_stages(wish: Wish, door: _Door) -> Planned:
+    """The best plan with stages or without."""
+    inner = dataclasses.replace(wish, open=wish.open - {"stages"})
+    found: Planned | None = None
+    error: MemoryLimitError | None = None
+    try:
+        found = _searched(inner, door)
+    except MemoryLimitError as failed:
+        error = failed
+    known_s = math.inf if found is None else found.plan.search.cost_s
+    seen: dict[Recipe, Outcome[Row | None]] = {}
+    refused = ""
+    stages = 2
+    while stages <= min(MOST_STAGES, door.request.cluster.num_devices):
+        try:
+            recipe = dataclasses.replace(wish.recipe, stages=stages)
+            one = dataclasses.replace(inner, recipe=recipe)
+            if recipe.microbatches == 1:
+                one = dataclasses.replace(one, open=one.open | {"microbatches"})
+            one = _with_stages(one, door)
+            door.rewriter(one.recipe)
+        except RequestError as failed:
+            refused = refused or str(failed)
+            break
+        for remat in (FULL, NONE) if "remat" in wish.open else (wish.recipe.remat,):
+            recipe = dataclasses.replace(one.recipe, remat=remat)
+            seen[recipe] = door.look(recipe, known_s / WORTH, {})
+            known_s = min(known_s, seen[recipe].cost_s)
+        stages *= 2
+    tried = f"pipelines of up to {stages // 2} stages: {len(seen)} recipes planned"
+    if refused:
+        tried = f"{tried}; {refused}" if seen else f"no stages: {refused}"
+    if any(o.cost_s < math.inf for o in seen.values()):
+        piped = _best_planned(seen, door.begun, tried)
+        if found is None or piped.plan.search.cost_s * WORTH < found.plan.search.cost_s:
+            found = piped
+    if found is None:
+        assert error is not None
+        raise error
+    planning_s = time.perf_counter() - door.begun
+    notes = (*found.plan.notes, tried)
+    plan = dataclasses.replace(found.plan, notes=notes, planning_s=planning_s)
+    return dataclasses.replace(found, plan=plan)
 
 
 def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Row | None:
@@ -228,13 +305,13 @@ PER_STAGE = 4
 """Microbatches for each stage where nothing is said: the bubble is a fifth of a step at most."""
 
 
-def _with_stages(wish: Wish, rewriter: Rewriter, request: Request) -> Wish:
+def _with_stages(wish: Wish, door: _Door) -> Wish:
     """The wish with a number of microbatches for its stages.
 
     Raises:
         RequestError: the devices can't be cut into so many groups, or the batch can't be cut.
     """
-    stages = wish.recipe.stages
+    stages, request = wish.recipe.stages, door.request
     if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
         raise RequestError(f"stages={stages}: mode {request.mode} has no pipeline stages")
     devices = request.cluster.num_devices
@@ -242,9 +319,16 @@ def _with_stages(wish: Wish, rewriter: Rewriter, request: Request) -> Wish:
         raise RequestError(
             f"stages={stages}: {devices} devices can't be cut into {stages} equal groups"
         )
+    mesh = request.mesh
+    if mesh is not None and (STAGE not in mesh.names or mesh.size(STAGE) != stages):
+        raise RequestError(
+            f"stages={stages}: the mesh {mesh} has no axis {STAGE}={stages}; give it one, in front "
+            "of the others, or leave mesh= out"
+        )
+    wish = dataclasses.replace(wish, open=wish.open - {"chunks"})
     if "microbatches" not in wish.open:
         return wish
-    size = batch_size(rewriter.cut(1)[1])
+    size = batch_size(door.rewriter.cut(1)[1])
     parts = [m for m in range(2, PER_STAGE * stages + 1) if size % m == 0]
     if not parts:
         raise RequestError(

@@ -49,21 +49,22 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _number("microbatches", asked.get("microbatches")),
         NONE if remat in (None, AUTO) else policy_text(remat),
         _number("chunks", asked.get("chunks")),
-        _number("stages", asked.get("stages"), fixed=True),
+        _number("stages", asked.get("stages")),
     )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
-    left.discard("stages")
+    if values["stages"] is None:  # a step that fits needs none, and one that does not gains little
+        left.discard("stages")
     if recipe.stages > 1 and values["microbatches"] is None:
         left.add("microbatches")
-    return Wish(recipe, frozenset(left), AUTO in values.values())
+    always = any(v == AUTO for name, v in values.items() if name != "stages")
+    return Wish(recipe, frozenset(left), always or (recipe.stages > 1 and "remat" in left))
 
 
-def _number(name: str, value: Any, fixed: bool = False) -> int:
-    if value is None or (value == AUTO and not fixed):
+def _number(name: str, value: Any) -> int:
+    if value in (None, AUTO):
         return 1
-    other = "" if fixed else ", or auto"
-    error = RequestError(f"{name}={value!r}: expected a whole number from 1 on{other}")
+    error = RequestError(f"{name}={value!r}: expected a whole number from 1 on, or auto")
     if isinstance(value, str):
         try:
             value = int(value)

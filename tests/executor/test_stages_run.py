@@ -1,0 +1,112 @@
+"""Steps in pipeline stages on eight devices: equal numbers, and stages where the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from executor import compile_plan, parallelize
+from executor.run.export import python_text
+from planner import MemoryLimitError, RequestError, load_plan, make_plan
+from tests.planner.test_stages import MODELS, Model, plain
+from tests.zoo.running import difference
+
+pytestmark = pytest.mark.devices
+
+SCANNED, WRITTEN = MODELS["scanned, all at once"], MODELS["written out, all at once"]
+
+
+def trained(run: Any, model: Model, steps: int = 3) -> Any:
+    """The state and metrics after some steps."""
+    state, batch = model.args()
+    metrics = None
+    for _ in range(steps):
+        state, metrics = run(state, batch)
+    return plain((state, metrics))
+
+
+@pytest.mark.parametrize("model", [SCANNED, WRITTEN], ids=["scanned", "written out"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_numbers_equal_the_unsharded_step(model: Model, stages: int) -> None:
+    run = parallelize(model.step, stages=stages, microbatches=4)
+    assert difference(trained(run, model), trained(jax.jit(model.step), model)) <= 5e-6
+    plan = run.plan
+    assert plan.stages == stages and plan.mesh.size("stage") == stages
+    assert f"pipeline parallel over {stages}" in plan.strategy
+    assert any(row.kind == "permute" and "stage" in row.axes for row in plan.collectives)
+
+
+def test_a_plan_in_a_file_runs_the_same(tmp_path: Any) -> None:
+    args = SCANNED.args()
+    plan = make_plan(SCANNED.step, *args, cluster="cpu:8", stages=4, microbatches=8)
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == plan and again.recipe.stages == 4 and again.staged == plan.staged
+    got = compile_plan(SCANNED.step, again)(*args)
+    assert difference(plain(got), plain(jax.jit(SCANNED.step)(*args))) <= 2e-6
+
+
+def test_a_stage_holds_its_own_layers() -> None:
+    """What a loop carries from stage to stage lies on that stage's devices alone."""
+    args = SCANNED.args()
+    run = parallelize(SCANNED.step, stages=4, microbatches=8, mesh="stage=4,data=2")
+    run(*args)
+    text = run.lower(*args).compile().as_text()
+    sent = [line for line in text.splitlines() if " collective-permute(" in line]
+    assert any("f32[1," in line for line in sent), sent[:3]
+
+
+def test_a_state_goes_on_without_stages() -> None:
+    state, batch = SCANNED.args()
+    piped = parallelize(SCANNED.step, stages=4, microbatches=4)
+    alone = parallelize(SCANNED.step)
+    one, _ = jax.device_get(piped(state, batch))
+    two, _ = alone(one, batch)
+    expected = trained(jax.jit(SCANNED.step), SCANNED, 2)[0]
+    assert difference(plain((two, 0))[0], expected) <= 5e-6
+
+
+def test_microbatches_follow_from_the_stages() -> None:
+    plan = make_plan(SCANNED.step, *SCANNED.args(), cluster="h100:8", stages=2)
+    assert plan.microbatches == 8  # four for each stage
+    assert plan.remat in ("none", "full") or float(plan.remat) > 0
+
+
+def test_auto_says_what_it_looked_at() -> None:
+    plan = make_plan(SCANNED.step, *SCANNED.args(), cluster="h100:8", stages="auto")
+    assert plan.stages == 1  # so small a model has no use for stages
+    assert "pipelines of up to" in plan.notes[-1]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no number": ({"stages": "many"}, "stages='many': expected a whole number from 1 on, or auto"),
+    "fewer layers": ({"stages": 8, "microbatches": 4}, "the 4 turns of the scan at test_stages.py"),
+    "devices": ({"stages": 3, "microbatches": 4}, "8 devices can't be cut into 3 equal groups"),
+    "one microbatch": ({"stages": 2, "microbatches": 1}, "ask for microbatches=2 or more"),
+    "a mode": ({"stages": 2, "mode": "DATA_PARALLEL"}, "mode DATA_PARALLEL has no pipeline stages"),
+    "a mesh without stages": (
+        {"stages": 2, "microbatches": 4, "mesh": "data=8"},
+        "stages=2: the mesh data=8 has no axis stage=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests(name: str) -> None:
+    options, text = BAD[name]
+    with pytest.raises(RequestError) as refused:
+        make_plan(SCANNED.step, *SCANNED.args(), cluster="cpu:8", **options)
+    assert text in str(refused.value)
+
+
+def test_no_exported_module_has_stages() -> None:
+    plan = make_plan(SCANNED.step, *SCANNED.args(), cluster="cpu:8", stages=2, microbatches=4)
+    with pytest.raises(RequestError, match="which no exported module carries out"):
+        python_text(plan)
+
+
+def test_no_plan_fits_says_so() -> None:
+    with pytest.raises(MemoryLimitError, match="2 stages"):
+        make_plan(SCANNED.step, *SCANNED.args(), cluster="cpu:8", stages=2, memory="1kB")
