@@ -16,6 +16,7 @@ from planner.stages.chains.groups import group_chain
 from planner.stages.chains.scans import scan_chain
 from planner.stages.errors import refused
 from planner.stages.parts import parts_of
+from planner.stages.passed import passed_along
 from planner.stages.ticks import Pipeline
 
 
@@ -50,7 +51,8 @@ def staged(
         chain = scan_chain(body, count) or group_chain(body, count)
         if chain is None:
             raise refused("it has no repeated layers with a backward pass")
-        pipeline = Pipeline(body, chain, parts_of(body, chain), count, parts)
+        rest = parts_of(body, chain)
+        pipeline = Pipeline(body, passed_along(body, chain, rest), rest, count, parts)
         calls = list(flat.calls)
         calls[at] = calls[at].running(pipeline.run)
         program = dataclasses.replace(flat, calls=tuple(calls))

@@ -158,7 +158,7 @@ MODELS = {
 @pytest.mark.parametrize(("stages", "parts"), [(2, 4), (4, 2)])
 def test_equal_numbers(name: str, stages: int, parts: int) -> None:
     made = check(MODELS[name], recipe(stages, parts))
-    assert f"{stages} stages of" in made.staged[0]  # type: ignore[attr-defined]
+    assert f"{stages} stages, each " in made.staged[0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["scanned, all at once", "written out, all at once"])
@@ -170,9 +170,49 @@ def test_with_rematerialization(name: str, remat: str) -> None:
 @pytest.mark.parametrize("name", ["scanned", "written out"])
 def test_blocks_of_several_layers(name: str) -> None:
     made = check(dataclasses.replace(MODELS[name], layers=6), recipe(3, 8))
-    assert "3 stages of 2" in made.staged[0]  # type: ignore[attr-defined]
+    assert "3 stages, each 2 of the 6" in made.staged[0]  # type: ignore[attr-defined]
+
+
+def encoded(scanned: bool) -> Callable[..., Any]:
+    """A step of an encoder and a decoder that attends to its output in every layer."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            memory = params["embed"][batch["tokens"]]
+            for p in params["encoder"]:
+                memory = memory + jnp.tanh(memory @ p["up"]) @ p["down"]
+            x = params["embed"][batch["targets"]]
+
+            def layer(x: Any, p: Any) -> Any:
+                weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x * p["scale"], memory))
+                x = x + jnp.einsum("bts,bsd->btd", weights, memory) * p["out"]
+                return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+            if scanned:
+                x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+            else:
+                for p in params["layers"]:
+                    x = layer(x, p)
+            return jnp.mean((x * params["norm"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+    return step
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_every_layer_attends_to_goes_along(scanned: bool, remat: str) -> None:
+    model = Model(scanned=scanned)
+    state, batch = model.args()
+    params = {**state["params"], "encoder": Model(layers=1).parameters()["layers"]}
+    step = encoded(scanned)
+    made = rewritten(step, (params, batch), recipe(4, 4, remat))
+    got, expected = jax.jit(made)(params, batch), jax.jit(step)(params, batch)
+    assert difference(got, expected) <= 2e-6
 
 
 def test_layers_that_are_left_over_stay_behind_the_stages() -> None:
     made = check(Model(layers=5), recipe(4, 4))
-    assert "4 stages of 1 of the equal blocks" in made.staged[0]  # type: ignore[attr-defined]
+    assert "1 of the 5 equal blocks" in made.staged[0] and "1 behind" in made.staged[0]  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def group_chain(body: Body, count: int) -> Chain | None:
         ends = [start + k * each * run.length for k in range(count + 1)]
         if ends[-1] > len(flat.calls) or any(c.backward for c in flat.calls[start : ends[-1]]):
             continue
-        grouping = _Grouping(body, ends, each, keys)
+        grouping = _Grouping(body, ends, each, run.count, keys)
         for of_reader in (True, False):
             try:
                 return grouping.chain(of_reader)
@@ -70,8 +70,11 @@ def _starts(flat: FlatJaxpr, run: Block) -> list[int]:
 class _Grouping:
     """``group_chain`` in progress."""
 
-    def __init__(self, body: Body, ends: Sequence[int], blocks: int, keys: Keys) -> None:
-        self.body, self.flat, self.ends, self.blocks = body, body.flat, ends, blocks
+    def __init__(
+        self, body: Body, ends: Sequence[int], blocks: int, found: int, keys: Keys
+    ) -> None:
+        self.body, self.flat, self.ends = body, body.flat, ends
+        self.blocks, self.found = blocks, found
         self.keys = keys
         self.count = len(ends) - 1
         self.position = {id(c): at for at, c in enumerate(self.flat.calls)}
@@ -88,7 +91,7 @@ class _Grouping:
         there, pattern = all_laid([Match() for _ in ahead], self.like, ahead, self.keys)
         forward = self._task(pattern, there, None)
         back = self._backward(there, forward, of_reader)
-        here, pattern_back = all_laid(there, self.like, back, self.keys)
+        here, pattern_back = all_laid(there, self.like, back, self.keys, self.count - 1)
         if not pattern_back:
             raise refused("its layers have no backward pass")
         backward = self._task(pattern_back, here, forward)
@@ -99,7 +102,9 @@ class _Grouping:
             if at not in members:
                 wanted.update(v for v in c.ins if isinstance(v, int))
         line = common_line(pattern)
-        what = f"{self.count} stages of {self.blocks} of the equal blocks at {line}"
+        what = f"{self.count} stages, each {self.blocks} of the {self.found} equal blocks at {line}"
+        if left := self.found - self.count * self.blocks:
+            what += f"; {left} behind the last"
         return Chain(
             _leaving(forward, there[-1], made_by(pattern), wanted),
             _leaving(backward, here[0], made_by(pattern_back), wanted),
@@ -176,7 +181,6 @@ class _Grouping:
         count = self.count
         made = made_by(pattern)
         names = [{v: m.names[v] for v in made} for m in matches]
-        reverse = [{b: a for a, b in n.items()} for n in names]
         carries: list[tuple[int, int, Any]] = []
         stacks: dict[int, Stack] = {}
         rows: dict[int, Stack] = {}
@@ -200,7 +204,7 @@ class _Grouping:
             if len(numbers) == count and len(set(numbers)) == 1:
                 shared.add(a)
                 continue
-            u = self._carried(values, reverse, forward is None)
+            u = self._carried(values, names, forward is None)
             if u is not None:
                 carries.append((a, u, values[0 if forward is None else -1]))
             elif len(numbers) == count and set(numbers) <= set(self.body.rows):
@@ -232,15 +236,14 @@ class _Grouping:
         )
 
     def _carried(
-        self, values: Sequence[Any], reverse: Sequence[Mapping[int, int]], forward: bool
+        self, values: Sequence[Any], names: Sequence[Mapping[int, int]], forward: bool
     ) -> int | None:
         """Under what number the pattern makes what the next stage reads as ``values``; None if it
         is not made by the stage before."""
-        count = self.count
-        order = range(1, count) if forward else range(count - 2, -1, -1)
+        order = range(1, self.count) if forward else range(self.count - 1)
         step = -1 if forward else 1
-        found = {reverse[s + step].get(values[s]) for s in order}
-        return found.pop() if len(found) == 1 else None
+        found = [u for u in names[0] if all(names[s + step][u] == values[s] for s in order)]
+        return found[0] if found else None
 
 
 def _stages(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from planner import compat
 from planner.graph.flat import Call
 from planner.graph.jaxpr.places import user_line
 from planner.rules.key import EqnKey
@@ -47,8 +48,18 @@ class Match:
     spare: list[Call] = field(default_factory=list)
 
 
-def laid(match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Keys) -> list[Call]:
-    """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare.
+@dataclass(frozen=True)
+class Zero:
+    """Stands for zeros, as a literal does for a number."""
+
+    val: Any
+
+
+def laid(
+    match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Keys, first: bool
+) -> list[Call]:
+    """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare. Where a
+    cotangent is added up from stage to stage, the ``first`` one has nothing to add to.
 
     Returns:
         The calls of the pattern that have no counterpart.
@@ -66,7 +77,8 @@ def laid(match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Key
             None,
         )
         if found is None:
-            missing.append(one)
+            if not (first and _begins(match, one, inside)):
+                missing.append(one)
             continue
         match.spare += calls[begin:found]
         begin, other = found + 1, calls[found]
@@ -80,7 +92,11 @@ def laid(match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Key
 
 
 def all_laid(
-    matches: Sequence[Match], like: int, groups: Sequence[Sequence[Call]], keys: Keys
+    matches: Sequence[Match],
+    like: int,
+    groups: Sequence[Sequence[Call]],
+    keys: Keys,
+    first: int | None = None,
 ) -> tuple[list[Match], list[Call]]:
     """All stages laid on one of them.
 
@@ -89,6 +105,7 @@ def all_laid(
         like: the pattern's stage.
         groups: the calls of each stage.
         keys: which operations are equal.
+        first: the stage that begins, if what it adds up may begin there.
 
     Returns:
         The matches, and the pattern. Of two stages, it is what both have.
@@ -99,7 +116,10 @@ def all_laid(
     pattern = list(groups[like])
     while True:
         out = [Match(dict(m.names), dict(m.outer)) for m in matches]
-        missing = [laid(m, pattern, calls, keys) for m, calls in zip(out, groups, strict=True)]
+        missing = [
+            laid(m, pattern, calls, keys, s == first)
+            for s, (m, calls) in enumerate(zip(out, groups, strict=True))
+        ]
         lacking = next((s for s, m in enumerate(missing) if m), None)
         if lacking is None:
             return out, pattern
@@ -111,6 +131,18 @@ def all_laid(
             )
         dropped = {id(c) for m in missing for c in m}
         pattern = [c for c in pattern if id(c) not in dropped]
+
+
+def _begins(match: Match, one: Call, inside: set[int]) -> bool:
+    """Whether a call adds to what comes from the stage before; then this one adds to zeros."""
+    new = [v for v in one.ins if isinstance(v, int) and v not in inside and v not in match.outer]
+    old = [v for v in one.ins if v in match.names]
+    if one.kind not in ("add_any", "add") or len(new) != 1 or len(old) != 1:
+        return False
+    aval = one.eqn.outvars[0].aval
+    match.outer[new[0]] = Zero(np.zeros(compat.aval_shape(aval), aval.dtype))
+    match.names[one.outs[0]] = match.names[old[0]]
+    return True
 
 
 def _fits(match: Match, one: Call, other: Call, inside: set[int]) -> bool:

@@ -47,7 +47,7 @@ def scan_chain(body: Body, count: int) -> Chain | None:
     fresh = iter(range(flat.values, 1 << 62))
     forward = _task(body, ahead, count, fresh, frozenset(), "forward", readers)
     backward = _task(body, back, count, fresh, stacks, "backward", readers)
-    what = f"{count} stages of {length // count} turns of the scan at {line}"
+    what = f"{count} stages, each {length // count} of the {length} turns of the scan at {line}"
     return Chain(forward, backward, {at: True, other: False}, what)
 
 

@@ -1,0 +1,44 @@
+"""What all stages read of a microbatch, and is dear to make, goes along from stage to stage.
+
+An encoder's output, which every layer of a decoder attends to, is made once for a microbatch,
+enters the first stage with it, and waits in each for the backward pass. What is cheap (masks,
+positions) each stage makes of its own rows of the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from planner.remat.frontier import is_product
+from planner.stages.body import Body, closure
+from planner.stages.chains.chain import Chain, made_by
+from planner.stages.parts import Parts
+
+
+def passed_along(body: Body, chain: Chain, rest: Parts) -> Chain:
+    """The chain, with values that all stages read among those that go from stage to stage."""
+    ahead, back = chain.forward, chain.backward
+    dear = {v for v in (ahead.shared | back.shared) & body.batch if _is_dear(body, v)}
+    middle = made_by(rest.middle) | {r for _, r in ahead.exits}
+    first = sorted(dear & ahead.shared - middle)
+    second = sorted(back.shared & (middle | dear) - set(first))
+    own = sorted(back.shared & set(first))
+    return dataclasses.replace(
+        chain,
+        forward=dataclasses.replace(
+            ahead,
+            carries=(*ahead.carries, *((v, v, v) for v in first)),
+            shared=ahead.shared - set(first),
+        ),
+        backward=dataclasses.replace(
+            back,
+            carries=(*back.carries, *((v, v, v) for v in second)),
+            shared=back.shared - set(first) - set(second),
+            residuals=(*back.residuals, *own),
+        ),
+    )
+
+
+def _is_dear(body: Body, value: int) -> bool:
+    """Whether products are made for a value."""
+    return any(is_product(c.eqn) for c in closure(body.flat.calls, [value]))
