@@ -287,6 +287,18 @@ class Graph:
                     out[i].append(op.index)
         return tuple(tuple(c) for c in out)
 
+    @cached_property
+    def read_once(self) -> frozenset[int]:
+        """Values that operations make and a single other one reads, besides the borders behind a
+        loop that carries them."""
+        count = [0] * len(self.values)
+        for op in self.ops:
+            if op.kind not in ("loop_back", "loop_out"):
+                for v in {v for v in op.inputs if v != SCALAR}:
+                    count[v] += 1
+        single = {k for k, n in enumerate(count) if n == 1}
+        return frozenset(single - {*self.inputs, *self.outputs})
+
     def live_ops(self) -> tuple[bool, ...]:
         """Which operations reach an output (loop carries included) or have an effect."""
         return self._live

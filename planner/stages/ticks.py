@@ -63,7 +63,9 @@ class _Run:
         self.stage = jnp.arange(self.count)
         once = [c for c in p.rest.base if not body.batch.intersection(c.outs)]
         wanted = [v for c in flat.calls for v in c.ins if isinstance(v, int)]
+        wanted += [v for c in p.chain.before for v in c.ins if isinstance(v, int)]
         flat.run(closure(once, wanted), self.free)
+        flat.run(p.chain.before, self.free)
         self.base = [c for c in p.rest.base if body.batch.intersection(c.outs)]
         self.depth = 2 * self.count - 1
 

@@ -70,6 +70,7 @@ class Chain:
     Attributes:
         forward, backward: the tasks; backward the last stage begins.
         members: calls of the body that belong to it, by position: True if they are forward.
+        before: calls that make what stacks are made of, from what does not depend on the batch.
         what: a line about it.
     """
 
@@ -77,6 +78,7 @@ class Chain:
     backward: Task
     members: Mapping[int, bool]
     what: str
+    before: tuple[Call, ...] = ()
 
 
 def made_by(calls: Sequence[Call]) -> set[int]:

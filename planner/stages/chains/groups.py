@@ -137,7 +137,8 @@ class _Grouping:
                 continue
             if mine is None:
                 found = {r for v in c.outs for r in readers.get(v, ())}
-                if len(found) == 1 and id(c) in open_ and None not in found:
+                batch = self.body.batch.intersection(c.outs)  # the rest is made once, for all
+                if batch and len(found) == 1 and id(c) in open_ and None not in found:
                     (mine,) = found
                     out[mine].add(id(c))
             for v in c.ins:

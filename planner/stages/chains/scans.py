@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from planner import compat
-from planner.graph.flat import Call, nbytes
+from planner.graph.flat import Call, flatten, nbytes
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
 from planner.remat.scans import partner_of
-from planner.stages.body import Body
+from planner.stages.body import Body, closure, depends
 from planner.stages.chains.chain import Chain, Stack, Task
 from planner.stages.errors import refused
 
@@ -46,16 +46,65 @@ def scan_chain(body: Body, count: int) -> Chain | None:
         raise refused(f"the scan at {line} does not run forward, and its gradient backward")
     fresh = iter(range(flat.values, 1 << 62))
     forward = _task(body, ahead, count, fresh, frozenset(), "forward", readers)
-    backward = _task(body, back, count, fresh, stacks, "backward", readers)
+    alike = _alike(body, ahead, stacks)
+    before, once = _once(ahead, alike, fresh)
+    back = back.reading(once)
+    backward = _task(body, back, count, fresh, stacks - alike, "backward", readers)
     what = f"{count} stages, each {length // count} of the {length} turns of the scan at {line}"
-    return Chain(forward, backward, {at: True, other: False}, what)
+    return Chain(forward, backward, {at: True, other: False}, what, before)
+
+
+def _alike(body: Body, call: Call, stacks: frozenset[int]) -> frozenset[int]:
+    """The stacked results of a scan that are alike for all microbatches, such as parameters in
+    another dtype."""
+    loop = loop_of(call.eqn)
+    inner = flatten(call.eqn.params["jaxpr"])
+    consts, carries, _ = loop.split(inner.inputs)
+    given = loop.split(call.ins)[0]
+    varies = [c for c, v in zip(consts, given, strict=True) if v in body.batch] + carries
+    hit = depends(inner.calls, varies)
+    pairs = zip(call.outs[loop.carries :], inner.outputs[loop.carries :], strict=True)
+    return frozenset(v for v, o in pairs if v in stacks and isinstance(o, int) and o not in hit)
+
+
+def _once(
+    call: Call, alike: frozenset[int], fresh: Iterator[int]
+) -> tuple[tuple[Call, ...], dict[int, int]]:
+    """A call that makes some stacked results of a scan from what it goes over, and their new
+    numbers."""
+    if not alike:
+        return (), {}
+    loop = loop_of(call.eqn)
+    inner = flatten(call.eqn.params["jaxpr"])
+    consts, _, rows = loop.split(call.ins)
+    made = dict(zip(call.outs, inner.outputs, strict=True))
+    calls = closure(inner.calls, [made[v] for v in alike])
+    read = {v for c in calls for v in c.ins if isinstance(v, int)} | {made[v] for v in alike}
+    pairs = list(zip(inner.inputs[: loop.consts], consts, strict=True))
+    shared = [(n, v) for n, v in pairs if n in read]
+    pairs = list(zip(inner.inputs[loop.consts + loop.carries :], rows, strict=True))
+    over = [(n, v) for n, v in pairs if n in read]
+    names = {v: next(fresh) for v in sorted(alike)}
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        fixed = dict(zip((n for n, _ in shared), values, strict=False))
+
+        def one(turn: list[Any]) -> list[Any]:
+            env = {**inner.consts, **fixed, **dict(zip((n for n, _ in over), turn, strict=True))}
+            inner.run(calls, env)
+            return [inner.read(made[v], env) for v in names]
+
+        return list(jax.vmap(one)(list(values[len(shared) :])))
+
+    ins = tuple(v for _, v in (*shared, *over))
+    return (Call(call.eqn, ins, tuple(names.values()), run, False, True, call.place),), names
 
 
 def _task(
     body: Body,
     call: Call,
     count: int,
-    fresh: Any,
+    fresh: Iterator[int],
     stacks: frozenset[int],
     kind: str,
     readers: Sequence[Sequence[int]],

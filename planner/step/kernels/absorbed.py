@@ -17,7 +17,7 @@ from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
 from planner.rules.factor import FactorRule
 from planner.space.groups import Groups
 from planner.step.buffers import padding
-from planner.step.kernels.flops import op_flops
+from planner.step.kernels.flops import in_place, op_flops
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
 from planner.step.memory.lanes import feature_dims
@@ -206,6 +206,9 @@ def vector_bytes(
         written = sum(lanes(o, found.nbytes[o]) for o in writes)
         if op.kind in ("gather", "dynamic_slice"):
             out[op.index] = 2.0 * written
+            continue
+        if in_place(graph, op):
+            out[op.index] = 2.0 * lanes(op.inputs[1], found.nbytes[op.inputs[1]])
             continue
         read = 0.0
         for i in op.inputs:

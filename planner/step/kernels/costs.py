@@ -16,7 +16,7 @@ from planner.rules.factor import FactorRule
 from planner.space.factors import Layout
 from planner.space.groups import Groups
 from planner.step.kernels.absorbed import ProductKernel
-from planner.step.kernels.flops import op_flops
+from planner.step.kernels.flops import in_place, op_flops
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
 
@@ -118,6 +118,8 @@ class Workload:
             nbytes = 0.0
         elif op.kind in ("gather", "dynamic_slice"):
             nbytes = 2.0 * sum(values[v].nbytes for v in op.outputs)
+        elif in_place(self.graph, op):
+            nbytes = 2.0 * values[op.inputs[1]].nbytes
         if self.moved:
             nbytes = self.moved[op.index]
         flops *= self.seen_share[op.index]

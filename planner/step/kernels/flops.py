@@ -13,6 +13,12 @@ MOVES = frozenset(
 )
 
 
+def in_place(graph: Graph, op: Op) -> bool:
+    """Whether an operation writes some rows of an array that nobody else reads: XLA leaves the
+    others where they are, in loops too."""
+    return op.kind == "dynamic_update_slice" and op.inputs[0] in graph.read_once
+
+
 def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
     """Flop of one run of an operation, unsharded."""
     values = graph.values
