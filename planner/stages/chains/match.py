@@ -136,7 +136,7 @@ def all_laid(
 def _begins(match: Match, one: Call, inside: set[int]) -> bool:
     """Whether a call adds to what comes from the stage before; then this one adds to zeros."""
     new = [v for v in one.ins if isinstance(v, int) and v not in inside and v not in match.outer]
-    old = [v for v in one.ins if v in match.names]
+    old = [v for v in one.ins if isinstance(v, int) and v in match.names]
     if one.kind not in ("add_any", "add") or len(new) != 1 or len(old) != 1:
         return False
     aval = one.eqn.outvars[0].aval
