@@ -110,7 +110,8 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.microbatches > 1:
         text = f"{plan.microbatches}, one after the other; their gradients are added up"
         if plan.stages > 1:
-            text = f"{plan.microbatches}, 1F1B through the stages; their gradients are added up"
+            idle = (plan.stages - 1) / (plan.microbatches + plan.stages - 1)
+            text = f"{plan.microbatches}, 1F1B through the stages, bubble {percent_text(idle)}"
         lines.append(("microbatches", text))
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from executor import compile_plan, parallelize
+from executor import compile_plan, parallelize, train
 from executor.run.export import python_text
 from planner import MemoryLimitError, RequestError, load_plan, make_plan
 from tests.planner.test_stages import MODELS, Model, plain
@@ -66,6 +66,25 @@ def test_a_state_goes_on_without_stages() -> None:
     two, _ = alone(one, batch)
     expected = trained(jax.jit(SCANNED.step), SCANNED, 2)[0]
     assert difference(plain((two, 0))[0], expected) <= 5e-6
+
+
+def test_a_checkpoint_of_stages_is_restored_without_them(tmp_path: Any) -> None:
+    model = MODELS["scanned"]
+    state, batch = model.args()
+    state = plain((state, 0))[0]  # a key is no number
+
+    def step(state: Any, batch: Any) -> Any:
+        new, metrics = model.step({**state, "key": jax.random.key(0)}, batch)
+        return plain((new, metrics))
+
+    batches = [batch] * 4
+    options: dict[str, Any] = {"directory": tmp_path, "progress": False, "log_every": 1}
+    train(parallelize(step, stages=4, microbatches=4), state, batches, steps=2, **options)
+    done = train(parallelize(step), state, batches, steps=4, **options)
+    expected = state
+    for _ in range(4):
+        expected, _ = jax.jit(step)(expected, batch)
+    assert done.step == 4 and difference(done.state, expected) <= 5e-6
 
 
 def test_microbatches_follow_from_the_stages() -> None:
