@@ -21,7 +21,8 @@ class Body:
         loop: its structure.
         flat: its body.
         rows: what it goes over, by number.
-        summed: per carry, the value (or literal) that a turn adds to it.
+        summed: per carry, the value (or literal) that a turn adds to it, or several: the parts
+            of its first dimension, in order.
         stacked: what it stacks.
         batch: values that depend on what it goes over.
     """
@@ -33,6 +34,12 @@ class Body:
     summed: tuple[Any, ...]
     stacked: tuple[Any, ...]
     batch: frozenset[int]
+
+    @property
+    def added(self) -> frozenset[int]:
+        """The values that are added up."""
+        pieces = (v for x in self.summed for v in (x if isinstance(x, tuple) else (x,)))
+        return frozenset(v for v in pieces if isinstance(v, int))
 
 
 def body_at(flat: FlatJaxpr, parts: int) -> int:
@@ -62,7 +69,16 @@ def body_of(call: Call) -> Body:
         if add is None or add.kind != "add" or carry not in add.ins:
             raise refused("a value is kept from the last microbatch alone")
         adds.add(id(add))
-        summed.append(add.ins[1] if add.ins[0] == carry else add.ins[0])
+        added = add.ins[1] if add.ins[0] == carry else add.ins[0]
+        joined = makers.get(added) if isinstance(added, int) else None
+        if (
+            joined is not None
+            and joined.kind == "concatenate"
+            and not joined.eqn.params["dimension"]
+        ):
+            adds.add(id(joined))
+            added = tuple(joined.ins)
+        summed.append(added)
     calls = tuple(c for c in flat.calls if id(c) not in adds)
     if any(isinstance(v, int) and v in set(carries) for c in calls for v in c.ins):
         raise refused("a microbatch reads what those before it added up")
@@ -70,7 +86,8 @@ def body_of(call: Call) -> Body:
         if c.eqn.effects:
             raise refused(f"{c.place.line if c.place else ''}: {c.kind} has an effect")
     stacked = flat.outputs[loop.carries :]
-    flat = FlatJaxpr(calls, flat.inputs, (*summed, *stacked), flat.consts, flat.values)
+    pieces = [v for x in summed for v in (x if isinstance(x, tuple) else (x,))]
+    flat = FlatJaxpr(calls, flat.inputs, (*pieces, *stacked), flat.consts, flat.values).live()
     return Body(call, loop, flat, tuple(rows), tuple(summed), tuple(stacked), depends(calls, rows))
 
 

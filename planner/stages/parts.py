@@ -62,7 +62,7 @@ def parts_of(body: Body, chain: Chain) -> Parts:
             of_middle.update(call.outs)
         else:
             base.append(call)
-    summed = {v for v in body.summed if isinstance(v, int)}
+    summed = body.added
     own = {v for t in (chain.forward, chain.backward) for s in t.sums.values() for v in s.values}
     if bad := summed & (ahead | back) - own - out_ahead - out_back:
         raise refused(f"a sum over stages is added up as one value ({len(bad)})")

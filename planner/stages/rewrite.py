@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from planner.graph.flat import execute, flatten
+from planner.graph.flat import FlatJaxpr, Run, execute, flatten, looped
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
-from planner.stages.body import body_at, body_of
+from planner.stages.body import Body, body_at, body_of
+from planner.stages.chains.chain import Chain
+from planner.stages.chains.evened import evened
 from planner.stages.chains.groups import group_chain
 from planner.stages.chains.scans import scan_chain
-from planner.stages.errors import refused
+from planner.stages.errors import NoStagesError, refused
 from planner.stages.parts import parts_of
 from planner.stages.passed import passed_along
 from planner.stages.ticks import Pipeline
@@ -44,24 +47,48 @@ def staged(
     if parts == 1:
         raise refused("stages work on microbatches; ask for microbatches=2 or more")
 
-    def made(traced: Traced) -> tuple[Callable[..., Any], str]:
+    def made(traced: Traced, args: Sequence[Any]) -> tuple[Callable[..., Any], str]:
         flat = flatten(traced.jaxpr).live()
         at = body_at(flat, parts)
+        even = evened(flatten(flat.calls[at].eqn.params["jaxpr"]).live(), count)
+        if even is not None:
+            program, left = even
+            loop = looped(flat.calls[at].eqn, functools.partial(execute, program))
+            step, what = made(trace(_with(flat, at, loop, traced), args), args)
+            return step, f"{what}; {left} more behind the last"
         body = body_of(flat.calls[at])
-        chain = scan_chain(body, count) or group_chain(body, count)
-        if chain is None:
-            raise refused("it has no repeated layers with a backward pass")
+        chain = _chain(body, count)
         rest = parts_of(body, chain)
         pipeline = Pipeline(body, passed_along(body, chain, rest), rest, count, parts)
-        calls = list(flat.calls)
-        calls[at] = calls[at].running(pipeline.run)
-        program = dataclasses.replace(flat, calls=tuple(calls))
+        return _with(flat, at, pipeline.run, traced), chain.what
 
-        def step(*args: Any) -> Any:
-            leaves = execute(program, jax.tree_util.tree_leaves(args))
-            return jax.tree_util.tree_unflatten(traced.out_tree, leaves)
+    first, line = made(traced, args)
+    step = by_shapes(function, args, first, lambda args: made(trace(function, args), args)[0])
+    return step, (line,)
 
-        return step, chain.what
 
-    first, line = made(traced)
-    return by_shapes(function, args, first, lambda args: made(trace(function, args))[0]), (line,)
+def _chain(body: Body, count: int) -> Chain:
+    """The chain of a loop's body: a scan, or else written-out layers."""
+    first: NoStagesError | None = None
+    for find in (scan_chain, group_chain):
+        try:
+            chain = find(body, count)
+        except NoStagesError as error:
+            first = first or error
+            continue
+        if chain is not None:
+            return chain
+    raise first or refused("it has no repeated layers with a backward pass")
+
+
+def _with(flat: FlatJaxpr, at: int, run: Run, traced: Traced) -> Callable[..., Any]:
+    """The step with another way to compute one of its calls."""
+    calls = list(flat.calls)
+    calls[at] = calls[at].running(run)
+    program = dataclasses.replace(flat, calls=tuple(calls))
+
+    def step(*args: Any) -> Any:
+        leaves = execute(program, jax.tree_util.tree_leaves(args))
+        return jax.tree_util.tree_unflatten(traced.out_tree, leaves)
+
+    return step

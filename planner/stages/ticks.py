@@ -15,6 +15,7 @@ backward pass (the embeddings' gradient).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -236,7 +237,6 @@ class _Run:
 
     def zeros(self, forward: Any, backward: Any) -> Any:
         """The state in front of the first tick."""
-        body = self.pipeline.body
         zero = jnp.zeros((), jnp.int32)
         count = self.count
 
@@ -275,24 +275,28 @@ class _Run:
             v: by_stage(jnp.zeros((count, self.depth, *x.shape[1:]), x.dtype))
             for v, x in left.items()
         }
-        wide = self.dtypes
         sums: Env = {}
         for task, made in ((self.ahead, ahead), (self.back, back)):
             for v, stack in task.sums.items():
-                sums[v] = by_stage(jnp.zeros(made[v].shape, wide[stack.values[0]]))
-        types = {
-            v: self.start[k]
-            for k, v in enumerate(body.summed)
-            if isinstance(v, int) and v in {*self.soon, *self.late}
-        }
-        sums.update((v, jnp.zeros(x.shape, x.dtype)) for v, x in types.items())
+                sums[v] = by_stage(jnp.zeros(made[v].shape, self.types[stack.values[0]][1]))
+        sums.update((v, jnp.zeros(*self.types[v])) for v in (*self.soon, *self.late))
         return h, d, rings, sums
 
-    @property
-    def dtypes(self) -> dict[int, Any]:
-        """The dtype in which a value is added up."""
-        pairs = zip(self.pipeline.body.summed, self.start, strict=True)
-        return {v: x.dtype for v, x in pairs if isinstance(v, int)}
+    @functools.cached_property
+    def types(self) -> dict[int, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype in which a value is added up."""
+        found: dict[int, tuple[tuple[int, ...], Any]] = {}
+        avals = {
+            v: var.aval
+            for c in self.pipeline.body.flat.calls
+            for v, var in zip(c.outs, c.eqn.outvars, strict=False)
+        }
+        for value, x in zip(self.pipeline.body.summed, self.start, strict=True):
+            for v in value if isinstance(value, tuple) else (value,):
+                if isinstance(v, int):
+                    whole = not isinstance(value, tuple)
+                    found[v] = (x.shape if whole else compat.aval_shape(avals[v]), x.dtype)
+        return found
 
     def finished(self, sums: Env, stacks: Sequence[Any]) -> list[Any]:
         """The loop's results."""
@@ -303,6 +307,9 @@ class _Run:
         body = self.pipeline.body
         out = []
         for v, x in zip(body.summed, self.start, strict=True):
-            total = found[v] if isinstance(v, int) else v.val * self.parts
+            if isinstance(v, tuple):
+                total = jnp.concatenate([found[k] for k in v])
+            else:
+                total = found[v] if isinstance(v, int) else v.val * self.parts
             out.append(x + jnp.asarray(total, x.dtype))
         return [*out, *stacks]

@@ -101,7 +101,7 @@ def test_auto_says_what_it_looked_at() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no number": ({"stages": "many"}, "stages='many': expected a whole number from 1 on, or auto"),
-    "fewer layers": ({"stages": 8, "microbatches": 4}, "the 4 turns of the scan at test_stages.py"),
+    "fewer layers": ({"stages": 8, "microbatches": 4}, "has 4 turns, fewer than 8 stages"),
     "devices": ({"stages": 3, "microbatches": 4}, "8 devices can't be cut into 3 equal groups"),
     "one microbatch": ({"stages": 2, "microbatches": 1}, "ask for microbatches=2 or more"),
     "a mode": ({"stages": 2, "mode": "DATA_PARALLEL"}, "mode DATA_PARALLEL has no pipeline stages"),

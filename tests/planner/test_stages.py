@@ -213,6 +213,10 @@ def test_what_every_layer_attends_to_goes_along(scanned: bool, remat: str) -> No
     assert difference(got, expected) <= 2e-6
 
 
-def test_layers_that_are_left_over_stay_behind_the_stages() -> None:
-    made = check(Model(layers=5), recipe(4, 4))
-    assert "1 of the 5 equal blocks" in made.staged[0] and "1 behind" in made.staged[0]  # type: ignore[attr-defined]
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("scanned", [True, False])
+def test_layers_that_are_left_over_stay_behind_the_stages(scanned: bool, remat: str) -> None:
+    model = Model(layers=7, scanned=scanned, masked=True, tied=True, momentum=True)
+    made = check(model, recipe(3, 4, remat))
+    (line,) = made.staged  # type: ignore[attr-defined]
+    assert "3 stages, each 2 of the " in line and line.split("; ")[1][0] == "1"

@@ -9,8 +9,14 @@ from planner.errors import MeshwrightError
 from planner.recipes import Recipe, rewritten
 from tests.zoo.running import compiled_quickly, difference, load
 
-CHANGED = {"scan_over_layers", "scan_over_layers_remat", "remat_dots_policy"}
-"""Programs with four equal layers in a scan; they must not be refused."""
+CHANGED = {
+    "scan_over_layers",
+    "scan_over_layers_remat",
+    "remat_dots_policy",
+    "linen_scan_with_remat",
+    "nnx_scan_over_layers",
+}
+"""Programs with layers in a scan; they must not be refused."""
 FIRST = {"scan_over_layers", "mlp_train_step", "gru_linen", "unet_with_skips"}
 """Run in every test; the others with ``slow``."""
 

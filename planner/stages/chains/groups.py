@@ -217,7 +217,7 @@ class _Grouping:
                     f"{common_line([call])}: {call.kind} of one stage reads what that of another "
                     "stage does not"
                 )
-        summed = {v for v in self.body.summed if isinstance(v, int)}
+        summed = self.body.added
         sums = {}
         for u in sorted(made):
             mine = tuple(n[u] for n in names)

@@ -40,8 +40,8 @@ def scan_chain(body: Body, count: int) -> Chain | None:
     ahead, back = flat.calls[at], flat.calls[other]
     line = user_line(ahead.eqn) or "an unknown line"
     length = int(ahead.eqn.params["length"])
-    if length % count:
-        raise refused(f"the {length} turns of the scan at {line} can't be cut into {count}")
+    if length < count:
+        raise refused(f"the scan at {line} has {length} turns, fewer than {count} stages")
     if ahead.eqn.params["reverse"] or not back.eqn.params["reverse"]:
         raise refused(f"the scan at {line} does not run forward, and its gradient backward")
     fresh = iter(range(flat.values, 1 << 62))
