@@ -8,7 +8,6 @@ from typing import Any
 
 from planner.graph.flat import Call, FlatJaxpr, flatten
 from planner.graph.jaxpr.walk import Loop, loop_of
-from planner.stages.chains.chain import made_by
 from planner.stages.errors import refused
 
 
@@ -108,6 +107,3 @@ def closure(calls: Sequence[Call], wanted: Sequence[int]) -> list[Call]:
             found.append(c)
             need.update(v for v in c.ins if isinstance(v, int))
     return found[::-1]
-
-
-__all__ = ["Body", "body_at", "body_of", "closure", "depends", "made_by"]

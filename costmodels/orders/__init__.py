@@ -1,0 +1,23 @@
+"""Schedules as data: per device, the order of passes; and what such an order takes."""
+
+from costmodels.orders.deadlock import DeadlockError
+from costmodels.orders.draw import drawn
+from costmodels.orders.files import read_order, write_order
+from costmodels.orders.named import NAMES, named_order
+from costmodels.orders.order import Order, OrderError, Task
+from costmodels.orders.simulate import Simulated, Work, simulate
+
+__all__ = [
+    "NAMES",
+    "DeadlockError",
+    "Order",
+    "OrderError",
+    "Simulated",
+    "Task",
+    "Work",
+    "drawn",
+    "named_order",
+    "read_order",
+    "simulate",
+    "write_order",
+]

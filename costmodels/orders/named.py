@@ -1,0 +1,116 @@
+"""The orders of passes that have names.
+
+- ``gpipe``: all forward passes first (Huang et al. 2019).
+- ``1f1b``: as many forward passes as there are stages behind, then one of each
+  (PipeDream-Flush: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training").
+- ``interleaved``: the same over several chunks per device, microbatches in groups of ``stages``
+  (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+  Megatron-LM", section 2.2).
+- ``zb-h1``, ``zb-h2``: gradients of weights apart, behind by as many microbatches as fill the
+  ramp (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). H1 holds what the first
+  stage of 1F1B holds, on every stage; H2 almost twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from costmodels.orders.order import BACKWARD, FORWARD, WEIGHTS, Order, OrderError, tasks_of
+
+_Tasks = list[tuple[str, int, int]]
+
+
+def _gpipe(p: int, m: int, device: int) -> _Tasks:
+    forward = [(FORWARD, device, i) for i in range(m)]
+    return [*forward, *((BACKWARD, device, i) for i in range(m))]
+
+
+def _behind(m: int, device: int, ahead: int, late: int | None) -> _Tasks:
+    """``ahead`` forward passes, then one of each; gradients of weights ``late`` microbatches
+    behind."""
+    out: _Tasks = [(FORWARD, device, i) for i in range(min(ahead, m))]
+    for i in range(m):
+        if i + ahead < m:
+            out.append((FORWARD, device, i + ahead))
+        out.append((BACKWARD, device, i))
+        if late is not None and i >= late:
+            out.append((WEIGHTS, device, i - late))
+    if late is not None:
+        out += [(WEIGHTS, device, i) for i in range(max(0, m - late), m)]
+    return out
+
+
+def _one_each(p: int, m: int, device: int) -> _Tasks:
+    return _behind(m, device, p - 1 - device, None)
+
+
+def _h1(p: int, m: int, device: int) -> _Tasks:
+    return _behind(m, device, p - 1 - device, device)
+
+
+def _h2(p: int, m: int, device: int) -> _Tasks:
+    return _behind(m, device, 2 * (p - 1 - device), 2 * device)
+
+
+_PLAIN: Mapping[str, Callable[[int, int, int], _Tasks]] = MappingProxyType(
+    {"gpipe": _gpipe, "1f1b": _one_each, "zb-h1": _h1, "zb-h2": _h2}
+)
+
+NAMES = (*_PLAIN, "interleaved")
+"""The schedules that ``named_order`` knows."""
+
+
+def named_order(name: str, stages: int, microbatches: int, virtual: int = 1) -> Order:
+    """A schedule by name.
+
+    Args:
+        name: one of `NAMES`.
+        stages: devices, or groups of them.
+        microbatches: parts of the batch.
+        virtual: chunks of the model per device; more than one for ``interleaved`` alone.
+
+    Raises:
+        OrderError: the name is not known, or the schedule does not run such counts.
+
+    >>> [str(task) for task in named_order("1f1b", 2, 2).devices[1][:2]]
+    ['F0 of chunk 1', 'B0 of chunk 1']
+    """
+    if stages < 1 or microbatches < 1 or virtual < 1:
+        raise OrderError(
+            f"schedule {name!r}: {stages} stages, {microbatches} microbatches and {virtual} chunks "
+            "per device; each must be at least 1"
+        )
+    if name == "interleaved":
+        return _interleaved(stages, microbatches, virtual)
+    if name not in _PLAIN:
+        raise OrderError(f"no schedule {name!r}: use one of {', '.join(NAMES)}")
+    if virtual != 1:
+        raise OrderError(f"schedule {name!r} runs one chunk per device, not {virtual}")
+    devices = tuple(tasks_of(_PLAIN[name](stages, microbatches, d)) for d in range(stages))
+    return Order(name, devices, tuple(range(stages)), microbatches)
+
+
+def _interleaved(p: int, m: int, v: int) -> Order:
+    if v < 2 or m % p:
+        raise OrderError(
+            f"schedule 'interleaved' runs at least 2 chunks per device and a multiple of {p} "
+            f"microbatches, not {v} and {m}"
+        )
+
+    def turn(k: int, device: int, back: bool) -> tuple[int, int]:
+        """Chunk and microbatch of a device's k-th pass in one direction."""
+        group, rest = divmod(k, p * v)
+        chunk, i = divmod(rest, p)
+        return (v - 1 - chunk if back else chunk) * p + device, group * p + i
+
+    devices = []
+    for d in range(p):
+        ahead = min(m * v, 2 * (p - d - 1) + (v - 1) * p)
+        tasks: _Tasks = [(FORWARD, *turn(k, d, False)) for k in range(ahead)]
+        for k in range(m * v):
+            if k + ahead < m * v:
+                tasks.append((FORWARD, *turn(k + ahead, d, False)))
+            tasks.append((BACKWARD, *turn(k, d, True)))
+        devices.append(tasks_of(tasks))
+    return Order("interleaved", tuple(devices), tuple(c % p for c in range(p * v)), m)

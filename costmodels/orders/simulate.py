@@ -1,0 +1,180 @@
+"""What an order of passes takes: an event simulation of single passes.
+
+A task starts when the one before it on its device has ended and what it reads has arrived:
+
+- ``F`` of a chunk reads ``F`` of the chunk before it,
+- ``B`` reads ``B`` of the chunk behind it, and of the last chunk ``F``,
+- ``W`` reads ``B`` of its chunk.
+
+What ``B`` reads of its own ``F`` is there then. Transfers take time and no device: a device sends
+while it computes the next task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodels.orders.deadlock import deadlock
+from costmodels.orders.order import BACKWARD, FORWARD, WEIGHTS, Order, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one microbatch takes in one chunk.
+
+    Attributes:
+        forward_s: seconds of the forward pass.
+        backward_s: seconds of the input's gradient.
+        weights_s: seconds of the weights' gradient; part of the backward pass where an order does
+            not split that.
+        held_bytes: of what the forward pass leaves for the backward passes.
+        late_bytes: of what is left between ``B`` and ``W``, if the order has both.
+    """
+
+    forward_s: float
+    backward_s: float
+    weights_s: float = 0.0
+    held_bytes: float = 0.0
+    late_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """An order with times.
+
+    Attributes:
+        order: the order.
+        work: per chunk.
+        ends: per device, the seconds at which its tasks end, in order.
+        step_s: seconds until the last task ends.
+        busy_s: per device, seconds of its tasks.
+        peak_bytes: per device, the most bytes held for backward passes.
+    """
+
+    order: Order
+    work: tuple[Work, ...]
+    ends: tuple[tuple[float, ...], ...]
+    step_s: float
+    busy_s: tuple[float, ...]
+    peak_bytes: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step that the busiest device waits."""
+        return 1.0 - max(self.busy_s) / self.step_s if self.step_s > 0 else 0.0
+
+    def seconds_of(self, task: Task) -> float:
+        """How long a task takes."""
+        return _seconds(self.order, self.work, task.kind, task.chunk)
+
+    def held_over_time(self, device: int) -> list[tuple[float, float]]:
+        """Seconds, and bytes held from then on."""
+        now, out = 0.0, []
+        for task, end in zip(self.order.devices[device], self.ends[device], strict=True):
+            now += _change(self.order, self.work, task.kind, task.chunk)
+            begun = end - self.seconds_of(task)
+            out.append((begun if task.kind == FORWARD else end, now))
+        return out
+
+
+def _seconds(order: Order, work: Sequence[Work], kind: str, chunk: int) -> float:
+    one = work[chunk]
+    if kind == FORWARD:
+        return one.forward_s
+    if kind == WEIGHTS:
+        return one.weights_s
+    return one.backward_s if order.split else one.backward_s + one.weights_s
+
+
+def _change(order: Order, work: Sequence[Work], kind: str, chunk: int) -> float:
+    """Bytes that a task adds to what its device holds."""
+    one = work[chunk]
+    if kind == FORWARD:
+        return one.held_bytes
+    if kind == WEIGHTS:
+        return -one.late_bytes
+    return one.late_bytes - one.held_bytes if order.split else -one.held_bytes
+
+
+def simulate(order: Order, work: Sequence[Work], transfer_s: float = 0.0) -> Simulated:
+    """When every task of an order runs, and what the devices hold.
+
+    Args:
+        order: the order.
+        work: per chunk.
+        transfer_s: seconds from the end of a pass until another device can read its result.
+
+    Raises:
+        DeadlockError: devices wait for each other; names the cycle.
+        ValueError: ``work`` has another length than the order has chunks.
+    """
+    place = order.place
+    if len(work) != len(place):
+        raise ValueError(f"work of {len(work)} chunks for an order of {len(place)}")
+    rows, most = _rows(order, work, transfer_s), []
+    ends: list[list[float]] = [[] for _ in order.devices]
+    at = [0] * len(order.devices)
+    waiting: dict[int, int] = {}  # per row of results, whom to wake
+    ready = list(range(len(order.devices)))[::-1]
+    while ready:
+        device = ready.pop()
+        tasks, mine = order.devices[device], ends[device]
+        now, begin = (mine[-1] if mine else 0.0), at[device]
+        for kind, chunk, i in tasks[begin:] if begin else tasks:
+            source, into, seconds, late = rows[kind][chunk]
+            known = source[i]
+            if known is None:
+                waiting[id(source)] = device
+                break
+            known += late
+            now = (known if known > now else now) + seconds
+            into[i] = now
+            mine.append(now)
+            if waiting:
+                reader = waiting.pop(id(into), None)
+                if reader is not None and reader != device:
+                    ready.append(reader)
+        at[device] = len(mine)
+    if any(n < len(tasks) for n, tasks in zip(at, order.devices, strict=True)):
+        raise deadlock(order, at)
+    for tasks in order.devices:
+        held = peak = 0.0
+        change = {(k, c): _change(order, work, k, c) for k, c in {(t[0], t[1]) for t in tasks}}
+        for kind, chunk, _ in tasks:
+            held += change[kind, chunk]
+            peak = max(peak, held)
+        most.append(peak)
+    busy = [0.0] * len(order.devices)
+    for chunk, device in enumerate(place):
+        kinds = (FORWARD, BACKWARD, WEIGHTS) if order.split else (FORWARD, BACKWARD)
+        busy[device] += order.microbatches * sum(_seconds(order, work, k, chunk) for k in kinds)
+    step_s = max(mine[-1] for mine in ends if mine)
+    return Simulated(order, tuple(work), tuple(map(tuple, ends)), step_s, tuple(busy), tuple(most))
+
+
+_Row = tuple[list[float | None], list[float | None], float, float]
+
+
+def _rows(order: Order, work: Sequence[Work], transfer_s: float) -> dict[str, list[_Row]]:
+    """Per kind and chunk: when what it reads is made, by microbatch; where to write when it ends;
+    its seconds; seconds of the transfer."""
+    m, place = order.microbatches, order.place
+    last = len(place) - 1
+    made: dict[str, list[list[float | None]]] = {
+        kind: [[None] * m for _ in place] for kind in (FORWARD, BACKWARD, WEIGHTS)
+    }
+    begun: list[float | None] = [0.0] * m
+    out: dict[str, list[_Row]] = {FORWARD: [], BACKWARD: [], WEIGHTS: []}
+    for c in range(len(place)):
+        before = begun if c == 0 else made[FORWARD][c - 1]
+        behind = made[FORWARD][c] if c == last else made[BACKWARD][c + 1]
+        far = transfer_s if c and place[c - 1] != place[c] else 0.0
+        back = transfer_s if c < last and place[c + 1] != place[c] else 0.0
+        for kind, source, late in (
+            (FORWARD, before, far),
+            (BACKWARD, behind, back),
+            (WEIGHTS, made[BACKWARD][c], 0.0),
+        ):
+            out[kind].append((source, made[kind][c], _seconds(order, work, kind, c), late))
+    return out
