@@ -1,0 +1,120 @@
+"""The public names of meshwright in one import: ``import meshwright as mw``.
+
+A name is imported from ``planner`` or ``executor`` when it is first used, so the import itself
+takes no time.
+"""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from executor import (
+        Batches,
+        Checkpoints,
+        CompiledStep,
+        Parallelized,
+        Trained,
+        check,
+        compile_plan,
+        detect_cluster,
+        initialize,
+        parallelize,
+        train,
+    )
+    from meshwright.inspection import inspect
+    from planner import (
+        MODES,
+        MemoryLimitError,
+        MeshSpec,
+        MeshwrightError,
+        ParallelMode,
+        Plan,
+        RequestError,
+        Sharding,
+        get_parallel_mode,
+        load_plan,
+        make_plan,
+        set_parallel_mode,
+        shard,
+        with_logical_axis_rules,
+    )
+
+    __version__: str
+
+__all__ = [
+    "MODES",
+    "Batches",
+    "Checkpoints",
+    "CompiledStep",
+    "MemoryLimitError",
+    "MeshSpec",
+    "MeshwrightError",
+    "ParallelMode",
+    "Parallelized",
+    "Plan",
+    "RequestError",
+    "Sharding",
+    "Trained",
+    "__version__",
+    "check",
+    "compile_plan",
+    "detect_cluster",
+    "get_parallel_mode",
+    "initialize",
+    "inspect",
+    "load_plan",
+    "make_plan",
+    "parallelize",
+    "set_parallel_mode",
+    "shard",
+    "train",
+    "with_logical_axis_rules",
+]
+
+_OF_EXECUTOR = frozenset(
+    "Batches Checkpoints CompiledStep Parallelized Trained check compile_plan detect_cluster "
+    "initialize parallelize train".split()
+)
+_HERE = Path(__file__).resolve().parents[1]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported now.
+
+    Raises:
+        AttributeError: there is no such name.
+        ImportError: another distribution's ``planner`` or ``executor`` hides meshwright's; says
+            where it lies.
+    """
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("meshwright")
+    elif name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    elif name == "inspect":
+        value = importlib.import_module("meshwright.inspection").inspect
+    else:
+        value = getattr(_own("executor" if name in _OF_EXECUTOR else "planner"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted({*globals(), *__all__})
+
+
+def _own(name: str) -> Any:
+    """One of meshwright's packages, and not another distribution's package of that name."""
+    module = importlib.import_module(name)
+    places = [module.__file__] if module.__file__ else list(module.__path__)
+    if not places or Path(places[0]).resolve().is_relative_to(_HERE / name):
+        return module
+    raise ImportError(
+        f"import {name}: Python found {places[0]}, which is not meshwright's {_HERE / name}; "
+        f"uninstall that distribution, rename that folder, or put {_HERE} first on sys.path",
+        name=name,
+        path=str(places[0]),
+    )

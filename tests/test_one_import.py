@@ -1,0 +1,63 @@
+"""``import meshwright as mw``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+
+
+def step(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+
+ARGS = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32))
+
+
+def test_every_name_is_the_packages_own() -> None:
+    import executor
+    import planner
+
+    assert len(set(mw.__all__)) == len(mw.__all__)
+    for name in set(mw.__all__) - {"__version__", "inspect"}:
+        homes = [m for m in (planner, executor) if name in m.__all__]
+        assert any(getattr(mw, name) is getattr(m, name) for m in homes), name
+    assert mw.shard is planner.shard
+    assert mw.__version__.count(".") >= 2
+    assert set(mw.__all__) <= set(dir(mw))
+    with pytest.raises(AttributeError, match="has no attribute 'paralelize'"):
+        mw.paralelize  # noqa: B018
+
+
+def test_inspect_prints_the_plan_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = mw.inspect(step, *ARGS, cluster="h100:8")
+    said = capsys.readouterr().out
+    assert isinstance(plan, mw.Plan) and plan.cluster == "h100:8"
+    assert said.strip() == str(plan).strip() and plan.strategy in said
+
+
+def ran(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[1]
+    begin = f"import sys; sys.path[:0] = {[*map(str, paths), str(root)]!r}\n"
+    return subprocess.run(
+        [sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_import_brings_nothing_along() -> None:
+    code = "import meshwright\nprint(sorted({'jax','planner','executor'} & set(sys.modules)))"
+    assert ran(code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("name", "public"), [("planner", "make_plan"), ("executor", "train")])
+def test_another_package_of_that_name_is_named(tmp_path: Path, name: str, public: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    done = ran(f"import meshwright\nmeshwright.{public}", tmp_path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError")
+    assert f"import {name}: Python found {tmp_path / name}" in last and "uninstall" in last
