@@ -12,7 +12,7 @@ _HIDDEN = tuple(
     for path in (
         *(
             os.path.join(_ROOT, room)
-            for room in ("planner", "planner_command", "executor", "costmodels")
+            for room in ("meshwright", "planner", "planner_command", "executor", "costmodels")
         ),
         *(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")),
     )

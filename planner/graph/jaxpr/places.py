@@ -16,7 +16,7 @@ from planner import compat
 from planner.graph.jaxpr.walk import V, Walk
 
 _HERE = Path(__file__).absolute().parents[3]
-_OURS = tuple(f"{_HERE / room}{os.sep}" for room in ("planner", "executor"))
+_OURS = tuple(f"{_HERE / room}{os.sep}" for room in ("meshwright", "planner", "executor"))
 
 
 @functools.cache
