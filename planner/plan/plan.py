@@ -276,6 +276,17 @@ class Plan:
 
         return plan_text(self)
 
+    def __repr__(self) -> str:
+        from planner.html.card import one_line
+
+        return one_line(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from planner.html.card import card
+
+        return card(self)
+
     def check_matches(self, graph: Graph) -> None:
         """Raise PlanMismatchError, naming the first difference, unless made for ``graph``."""
         inputs = [

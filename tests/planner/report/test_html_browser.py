@@ -260,3 +260,27 @@ def test_96_layers_open_and_answer(
     assert status.text.replace(",", "").startswith(f"{len(deep(96).plan.collectives)} rows")
     assert browser.find_element(By.CSS_SELECTOR, "#graph .times").text.strip()[1:] == "96"
     silent(browser, path)
+
+
+@pytest.mark.parametrize("width", [420, 900, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_notebook_card_fits_its_page(
+    browser: Any, tmp_path: Path, width: int, scheme: str
+) -> None:
+    page = tmp_path / "card.html"
+    page.write_text(
+        f'<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="{scheme}">'
+        f"<title>card</title><body>{deep(96).plan._repr_html_()}",
+        encoding="utf-8",
+    )
+    browser.get_log("browser")
+    browser.set_window_size(width, 1000)
+    browser.get(page.as_uri())
+    for folded in browser.find_elements(By.TAG_NAME, "summary"):
+        folded.click()
+    assert len(browser.find_elements(By.CSS_SELECTOR, "details[open]")) == 2
+    wide, seen = browser.execute_script(
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert wide <= seen
+    assert browser.get_log("browser") == []
