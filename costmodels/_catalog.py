@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import tomllib
@@ -123,8 +124,10 @@ def catalog_entry(name: str) -> Table:
     """
     kind = _aliases().get(name.strip().lower())
     if kind is None:
+        near = difflib.get_close_matches(name.strip().lower(), _aliases(), n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
         raise ClusterError(
-            f"unknown device {name!r}; known devices: {', '.join(known_kinds())}; "
+            f"unknown device {name!r}; known devices: {', '.join(known_kinds())}; {meant}"
             "pick one of these, or describe yours in a .toml file that starts from one of them"
         )
     entry = {table: dict(values) for table, values in _read(kind).items()}

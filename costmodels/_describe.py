@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides, shown
+from ._spelled import respelled
 
 _FORMS = (
     "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'v5e:16x16+4' (4 slices of a "
-    "torus), 'cpu:8', a .toml path, or one with a size, 'profile.toml:8x4'"
+    "torus), 'cpu:8', a .toml path, or one with a size, 'profile.toml:8x4'; or a count or a "
+    "cloud's name: '2x8xH100', 'v5p-64', 'p5.48xlarge'"
 )
 
 
@@ -53,6 +55,7 @@ def described(text: str) -> Description:
     text = text.strip()
     if text.lower().endswith(".toml"):
         return _read_file(text)
+    text = respelled(text)
     name, colon, shape_text = text.rpartition(":")
     if not name or not colon:
         raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; give both parts")

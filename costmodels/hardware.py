@@ -158,7 +158,9 @@ def parse_cluster(text: str) -> Cluster:
 
     '+4' says that 4 such slices are joined by the data-centre network (a torus only). Rates come
     in flop/s and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind with
-    `shared_cores` are the host's, divided by the devices of a node.
+    `shared_cores` are the host's, divided by the devices of a node. Counts and clouds' names will
+    do as well: '8xH100', '2x8xA100' (2 nodes of 8), 'v5p-64' (64 cores: 32 chips), 'v5litepod-16',
+    'p5.48xlarge', '4xa3-ultragpu-8g'.
 
     Raises:
         ClusterError: unknown device, bad or non-positive shape, unreadable file, bad key or value.
