@@ -6,6 +6,7 @@ from costmodels.orders.files import read_order, write_order
 from costmodels.orders.named import NAMES, named_order
 from costmodels.orders.order import Order, OrderError, Task
 from costmodels.orders.simulate import Simulated, Work, simulate
+from costmodels.orders.ticks import in_ticks
 
 __all__ = [
     "NAMES",
@@ -16,6 +17,7 @@ __all__ = [
     "Task",
     "Work",
     "drawn",
+    "in_ticks",
     "named_order",
     "read_order",
     "simulate",

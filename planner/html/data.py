@@ -16,7 +16,7 @@ from planner.html.time import StepInTime, reach, step_in_time
 from planner.plan.plan import Leaf, Plan
 from planner.planning import Planned
 from planner.report.fold import common_path, is_optimizer_state, pattern
-from planner.report.table import recipe_lines
+from planner.report.table import recipe_lines, schedule_text
 from planner.report.units import array_text
 from planner.report.verdict import choice_text, mesh_text, proof_text
 from planner.spec import MeshSpec
@@ -88,6 +88,7 @@ class ReportData:
     axes: tuple[str, ...]
     strategy: str
     recipe: tuple[str, ...]
+    schedule: str
     idle: str
     choice: str
     proof: str
@@ -145,6 +146,7 @@ def report_data(
         axes=plan.mesh.names,
         strategy=plan.strategy,
         recipe=tuple(f"{name} {text}" for name, text in recipe_lines(plan)),
+        schedule=schedule_text(plan),
         idle=plan.idle,
         choice=choice_text(plan),
         proof=proof_text(plan),

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from costmodels.orders import Work, drawn, in_ticks
 from planner.plan.plan import MeshVerdict, Plan
 from planner.report.fold import (
     LeafRow,
@@ -40,6 +41,12 @@ from planner.report.verdict import choice_text, devices_text, mesh_text, proof_t
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
+_STAGES_DRAWN = 8
+SCHEDULE_TITLE = (
+    "schedule (a row per stage; digits: forward pass of that microbatch, letters: backward pass, "
+    "drawn at twice the time; dots: idle)"
+)
+"""Above the drawing of ``schedule_text``."""
 
 
 def plan_text(plan: Plan, width: int = 100) -> str:
@@ -56,6 +63,8 @@ def _parts(plan: Plan) -> Iterable[RenderableType]:
     yield Text(f"plan: {plan.mode} on {plan.cluster}", style="bold")
     yield ""
     yield Padding(_summary(plan), (0, 0, 0, 2), expand=False)
+    if schedule := schedule_text(plan):
+        yield from section(SCHEDULE_TITLE, Text(schedule))
     yield from section("meshes tried", _meshes(plan))
     yield from _inputs(plan)
     if plan.pins:
@@ -120,6 +129,18 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
         none = ("none: no product is that large, or its rows need each other",)
         lines += [("chunks", line) for line in plan.chunked or none]
     return lines
+
+
+def schedule_text(plan: Plan) -> str:
+    """The order of the passes of a plan with stages, drawn; empty without stages, or where there
+    are too many to draw."""
+    if not 1 < plan.stages <= _STAGES_DRAWN:
+        return ""
+    shown = min(plan.microbatches, 2 * plan.stages)
+    ticks = shown + plan.stages - 1
+    left = plan.microbatches - shown
+    drawing = drawn(in_ticks(plan.stages, shown, Work(1.0, 2.0)), columns=3 * ticks)
+    return drawing + (f"\n{left} more microbatches run the same way between these" if left else "")
 
 
 def _confirmed_text(plan: Plan) -> str:

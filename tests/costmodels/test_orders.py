@@ -14,6 +14,7 @@ from costmodels.orders import (
     Task,
     Work,
     drawn,
+    in_ticks,
     named_order,
     read_order,
     simulate,
@@ -215,3 +216,28 @@ def test_a_schedule_is_drawn() -> None:
         "1  .01.a2b+3c+d++",
         "2  ..0a1b2c+3d+++",
     ]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 1), (2, 3), (4, 2), (4, 8), (8, 32)])
+def test_ticks_are_one_forward_and_one_backward_pass_in_step(p: int, m: int) -> None:
+    done = in_ticks(p, m, Work(1.0, 2.0, held_bytes=1.0))
+    assert done.step_s == 3 * (m + p - 1)
+    free = simulate(done.order, [Work(1.0, 2.0, held_bytes=1.0)] * p)  # the same order can run
+    assert free.step_s <= done.step_s
+    assert done.busy_s == free.busy_s
+    for s, (tasks, ends) in enumerate(zip(done.order.devices, done.ends, strict=True)):
+        at = dict(zip(tasks, ends, strict=True))
+        for i in range(m):
+            forward, backward = at[Task("F", s, i)], at[Task("B", s, i)]
+            assert backward - 2.0 >= forward
+            if s:
+                before = dict(zip(done.order.devices[s - 1], done.ends[s - 1], strict=True))
+                assert forward - 1.0 >= before[Task("F", s - 1, i)]
+                assert before[Task("B", s - 1, i)] - 2.0 >= backward
+        held = [sum(at[Task("F", s, i)] <= t < at[Task("B", s, i)] for i in range(m)) for t in ends]
+        assert max(held) == done.peak_bytes[s]
+
+
+def test_ticks_need_a_stage() -> None:
+    with pytest.raises(OrderError, match="0 stages"):
+        in_ticks(0, 2, Work(1.0, 2.0))

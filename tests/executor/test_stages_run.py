@@ -44,6 +44,9 @@ def test_a_plan_in_a_file_runs_the_same(tmp_path: Any) -> None:
     plan.save(tmp_path / "plan.json")
     again = load_plan(tmp_path / "plan.json")
     assert again == plan and again.recipe.stages == 4 and again.staged == plan.staged
+    assert "\nschedule (a row per stage" in str(plan)
+    assert "\n  0  0123..4..5..6aa7bb" in str(plan)
+    assert "\n  3  ...0aa1bb2cc3dd" in str(plan)
     got = compile_plan(SCANNED.step, again)(*args)
     assert difference(plain(got), plain(jax.jit(SCANNED.step)(*args))) <= 2e-6
 

@@ -27,6 +27,7 @@ function summary() {
       el("div", {}, D.axes.map((name) => [axisChip(name), " "]), el("span", { class: "soft small", text: `${many(devices, "device")} of ${D.cluster}` })),
       D.idle && el("div", { class: "small", text: `${D.idle}.` }), D.strategy && el("div", { class: "small", text: `${D.strategy}.` }),
       ...D.recipe.map((line) => el("div", { class: "small", text: `${line}.` })),
+      D.schedule && el("pre", { class: "small schedule", role: "img", tabindex: "0", "aria-label": "the schedule: a row per stage, time from left to right", style: { "overflow-x": "auto", margin: "6px 0" }, text: D.schedule }),
       el("div", { class: "soft small", text: micro(`${D.choice}.`) })),
     tile("gap to the lower bound", percentText(D.search.gap), "", true,
       el("div", { class: "small", text: micro(`${D.proof}.`) }),
