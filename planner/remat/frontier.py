@@ -94,7 +94,7 @@ class Cut:
 
 def cut(block: Block, policy: Policy) -> Cut:
     """The cheapest values to keep under a policy."""
-    sizes, costs = _sizes(block), [_cost(c) for c in block.calls]
+    sizes, costs = _sizes(block), [call_cost(c) for c in block.calls]
     price = policy.flop_per_byte or (LEAST_PRICE if block.never & block.wanted else 0.0)
     if not price or not block.wanted:
         kept = frozenset(v for v in block.wanted if v not in block.held)
@@ -190,7 +190,7 @@ def is_product(eqn: Any) -> bool:
     return _product_flop(eqn) > 0.0
 
 
-def _cost(call: Call) -> float:
+def call_cost(call: Call) -> float:
     """Flop, and bytes counted as flop."""
     moved = sum(nbytes(v.aval) for v in call.eqn.outvars)
     return _product_flop(call.eqn) + ELEMENT_FLOP * moved

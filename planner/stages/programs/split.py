@@ -1,0 +1,299 @@
+"""A microbatch as one forward and one backward program for each stage.
+
+A forward call belongs to the stage between two cuts. A backward call goes to the last stage at
+which all of its operands are: what a forward pass makes is at its own stage and at those whose
+forward pass reads it; what a backward pass makes is at its stage and goes down to those before.
+So what a forward pass leaves for a backward pass crosses no border by itself. What depends on
+the batch alone and is cheap (masks, positions) and what does not depend on it each program makes
+for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.graph.flat import Call
+from planner.graph.jaxpr.places import user_line
+from planner.remat.frontier import is_product
+from planner.stages.body import Body, closure
+from planner.stages.errors import refused
+from planner.stages.programs.cuts import cut_forward
+
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+LARGE = 1 << 16
+"""Bytes from which on it matters at which stage an array of the state is."""
+ADDS = frozenset({"add", "add_any"})
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What one stage does for one microbatch.
+
+    Attributes:
+        kind: ``F`` (forward), ``B`` (gradients that other stages wait for) or ``W`` (the rest).
+        stage: which.
+        calls: what it runs, in order.
+        own: those of them that only it runs (the others are cheap, and made by each reader).
+        ins: values of this microbatch that other tasks make.
+        fixed: operands of the loop and constants, which do not change between microbatches.
+        rows: what it reads of the batch.
+        outs: values that other tasks read.
+        sums: values that are added up over the microbatches.
+        stacked: values that are kept of every microbatch.
+    """
+
+    kind: str
+    stage: int
+    calls: tuple[Call, ...]
+    own: tuple[Call, ...]
+    ins: tuple[int, ...]
+    fixed: tuple[int, ...]
+    rows: tuple[int, ...]
+    outs: tuple[int, ...]
+    sums: tuple[int, ...]
+    stacked: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A microbatch in tasks.
+
+    Attributes:
+        body: the microbatch.
+        count: stages.
+        tasks: by kind and stage.
+        makers: per value that a task makes for others, adds up or stacks, the task.
+        pieces: per carry of the loop, what is added up for it: parts of its first dimension, each
+            a sum of values.
+    """
+
+    body: Body
+    count: int
+    tasks: dict[tuple[str, int], Task]
+    makers: dict[int, tuple[str, int]]
+    pieces: tuple[tuple[tuple[object, ...], ...], ...]
+
+    @property
+    def moves(self) -> list[tuple[int, tuple[str, int], tuple[str, int]]]:
+        """(value, task that makes it, task of another stage that reads it)."""
+        return [
+            (v, self.makers[v], key)
+            for key, task in self.tasks.items()
+            for v in task.ins
+            if self.makers[v][1] != key[1]
+        ]
+
+
+def split(body: Body, count: int, weights: bool = True) -> Split:
+    """Split a microbatch.
+
+    Args:
+        body: the loop over microbatches, taken apart.
+        count: stages, two or more.
+        weights: whether what no other stage waits for is a task of its own.
+
+    Raises:
+        NoStagesError: there are fewer blocks than stages, or a call reads values of two stages
+            that never meet; names its line.
+    """
+    spread, ahead, back = _sorted(body)
+    stage: dict[int, int] = {}
+    masks: dict[int, int] = {}
+    everywhere = (1 << count) - 1
+    groups = cut_forward(ahead, count)
+    for call, group in zip(ahead, groups, strict=True):
+        stage[id(call)] = group
+        masks.update((v, 1 << group) for v in call.outs)
+    for call, group in zip(ahead, groups, strict=True):
+        for v in call.ins:
+            if isinstance(v, int) and v in masks:
+                masks[v] |= 1 << group
+    liked = _liked(body, spread, ahead, groups)
+    for call in back:
+        mask, wish = everywhere, everywhere
+        for v in call.ins:
+            if isinstance(v, int):
+                mask &= masks.get(v, everywhere)
+                wish &= liked.get(v, everywhere)
+        if not mask:
+            raise refused(
+                f"{user_line(call.eqn) or 'an unknown line'}: {call.kind} of the backward pass "
+                "reads values of stages that never meet"
+            )
+        at = (mask & wish or mask).bit_length() - 1
+        stage[id(call)] = at
+        masks.update((v, (2 << at) - 1) for v in call.outs)
+    return _tasks(body, count, spread, (ahead, back), stage, weights)
+
+
+def _sorted(body: Body) -> tuple[list[Call], list[Call], list[Call]]:
+    """Calls that every reader makes for itself; the forward pass; the backward pass."""
+    cheap: set[int] = set(body.rows)
+    large = {v for v, n in _sizes(body).items() if v not in body.batch and n >= LARGE}
+    behind: set[int] = set()
+    spread, ahead, back = [], [], []
+    for call in body.flat.calls:
+        read = {v for v in call.ins if isinstance(v, int)}
+        if not body.batch.intersection(call.outs):
+            spread.append(call)
+        elif read & body.batch <= cheap and not read & large and not is_product(call.eqn):
+            spread.append(call)
+            cheap.update(call.outs)
+        elif call.backward or read & behind:
+            back.append(call)
+            behind.update(call.outs)
+        else:
+            ahead.append(call)
+    return spread, ahead, back
+
+
+def _sizes(body: Body) -> dict[int, int]:
+    from planner.graph.flat import nbytes
+
+    sizes: dict[int, int] = {}
+    for c in body.flat.calls:
+        for v, var in zip((*c.ins, *c.outs), (*c.eqn.invars, *c.eqn.outvars), strict=False):
+            if isinstance(v, int) and v not in sizes:
+                sizes[v] = nbytes(var.aval)
+    return sizes
+
+
+def _liked(
+    body: Body, spread: Sequence[Call], ahead: Sequence[Call], groups: Sequence[int]
+) -> dict[int, int]:
+    """Per large array that does not change, and what is made of it alone: the stages whose forward
+    pass reads it."""
+    sizes = _sizes(body)
+    roots: dict[int, set[int]] = {}
+    for call in spread:
+        read = [v for v in call.ins if isinstance(v, int)]
+        if not body.batch.intersection(call.outs):
+            found = set().union(*(roots.get(v, {v}) for v in read)) if read else set()
+            roots.update((v, found) for v in call.outs)
+    at: dict[int, int] = {}
+    for call, group in zip(ahead, groups, strict=True):
+        for v in call.ins:
+            for root in roots.get(v, {v}) if isinstance(v, int) else ():
+                at[root] = at.get(root, 0) | 1 << group
+            if isinstance(v, int):
+                at[v] = at.get(v, 0) | 1 << group
+    out: dict[int, int] = {}
+    for v, nbytes in sizes.items():
+        if v in body.batch or nbytes < LARGE:
+            continue
+        masks = [at[v]] if v in at else [at[r] for r in roots.get(v, {v}) if r in at]
+        for mask in masks:
+            out[v] = out.get(v, mask) & mask
+        if out.get(v) == 0:
+            del out[v]
+    return out
+
+
+def _tasks(
+    body: Body,
+    count: int,
+    spread: Sequence[Call],
+    passes: tuple[Sequence[Call], Sequence[Call]],
+    stage: dict[int, int],
+    weights: bool,
+) -> Split:
+    ahead, back = passes
+    maker = {v: c for c in (*ahead, *back) for v in c.outs}
+    readers: dict[int, int] = {}
+    for c in body.flat.calls:
+        for v in {v for v in c.ins if isinstance(v, int)}:
+            readers[v] = readers.get(v, 0) + 1
+    for x in (
+        *body.stacked,
+        *(v for s in body.summed for v in (s if isinstance(s, tuple) else (s,))),
+    ):
+        if isinstance(x, int):
+            readers[x] = readers.get(x, 0) + 1
+    dropped: set[int] = set()
+
+    def addends(v: object) -> tuple[object, ...]:
+        """A sum over stages in its parts, which are added up apart."""
+        call = maker.get(v) if isinstance(v, int) else None
+        if call is None or call.kind not in ADDS or readers[v] > 1:  # type: ignore[index]
+            return (v,)
+        types = {(u.aval.shape, u.aval.dtype) for u in (*call.eqn.invars, *call.eqn.outvars)}
+        if len(types) > 1 or not all(isinstance(u, int) and u in maker for u in call.ins):
+            return (v,)
+        parts = tuple(p for u in call.ins for p in addends(u))
+        if len({stage[id(maker[p])] for p in parts if p in maker}) == 1:
+            return (v,)
+        dropped.add(id(call))
+        return parts
+
+    pieces = tuple(
+        tuple(addends(v) for v in (s if isinstance(s, tuple) else (s,))) for s in body.summed
+    )
+    ahead = [c for c in ahead if id(c) not in dropped]
+    back = [c for c in back if id(c) not in dropped]
+    keyed = {id(c): (FORWARD, stage[id(c)]) for c in ahead}
+    keyed.update({id(c): (BACKWARD, stage[id(c)]) for c in back})
+    if weights:
+        for c in _waiting(back, stage):
+            keyed[id(c)] = (WEIGHTS, stage[id(c)])
+    own: dict[tuple[str, int], list[Call]] = {
+        (kind, s): []
+        for kind in (FORWARD, BACKWARD, *((WEIGHTS,) if weights else ()))
+        for s in range(count)
+    }
+    for c in (*ahead, *back):
+        own[keyed[id(c)]].append(c)
+    made_by = {v: keyed[id(c)] for c in (*ahead, *back) for v in c.outs}
+    first = (FORWARD, 0)
+    sums: dict[tuple[str, int], set[int]] = {key: set() for key in own}
+    for p in {p for s in pieces for parts in s for p in parts if isinstance(p, int)}:
+        sums[made_by.setdefault(p, first)].add(p)
+    stacked: dict[tuple[str, int], set[int]] = {key: set() for key in own}
+    for p in {v for v in body.stacked if isinstance(v, int)}:
+        stacked[made_by.setdefault(p, first)].add(p)
+    tasks = {}
+    kept = {v for c in spread for v in c.outs}
+    fixed = set(body.flat.consts) | set(body.loop.split(body.flat.inputs)[0])
+    rows = set(body.rows)
+    for key, mine in own.items():
+        wanted = {v for c in mine for v in c.ins if isinstance(v, int)} | sums[key] | stacked[key]
+        before = closure(spread, sorted(wanted & kept))
+        calls = (*before, *mine)
+        made = {v for c in calls for v in c.outs}
+        read = ({v for c in calls for v in c.ins if isinstance(v, int)} | wanted) - made
+        tasks[key] = Task(
+            *key,
+            calls,
+            tuple(mine),
+            tuple(sorted(read - fixed - rows)),
+            tuple(sorted(read & fixed)),
+            tuple(sorted(read & rows)),
+            (),
+            tuple(sorted(sums[key])),
+            tuple(sorted(stacked[key])),
+        )
+    outs: dict[tuple[str, int], set[int]] = {key: set() for key in tasks}
+    for task in tasks.values():
+        for v in task.ins:
+            outs[made_by[v]].add(v)
+    tasks = {k: dataclasses.replace(t, outs=tuple(sorted(outs[k]))) for k, t in tasks.items()}
+    return Split(body, count, tasks, made_by, pieces)
+
+
+def _waiting(back: Sequence[Call], stage: dict[int, int]) -> Iterable[Call]:
+    """Calls of the backward pass that no other stage waits for."""
+    at = {v: stage[id(c)] for c in back for v in c.outs}
+    needed = {
+        v
+        for c in back
+        for v in c.ins
+        if isinstance(v, int) and at.get(v, stage[id(c)]) != stage[id(c)]
+    }
+    out = []
+    for c in reversed(back):
+        if needed.intersection(c.outs):
+            needed.update(v for v in c.ins if isinstance(v, int) and v in at)
+        else:
+            out.append(c)
+    return out
