@@ -128,14 +128,14 @@ class FlatJaxpr:
 def flatten(jaxpr: Any) -> FlatJaxpr:
     """Number the values of a jaxpr and put the bodies of its calls in their places; bodies that the
     program itself rematerializes, and kernels, stay what they are."""
-    walk = _Flattened()
+    walk = Flattener()
     inputs = tuple(walk.number() for _ in compat.body(jaxpr).invars)
     outputs = tuple(walk.run(jaxpr, inputs))
     return FlatJaxpr(tuple(walk.calls), inputs, outputs, walk.consts, walk.count)
 
 
 @dataclass(eq=False)
-class _Flattened(PlacedWalk[Any]):
+class Flattener(PlacedWalk[Any]):
     """Writes down calls; a value is its number, or a literal."""
 
     calls: list[Call] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""A plan whose stages are programs of their own, run from the host."""

@@ -1,0 +1,175 @@
+"""The programs of a step with stages, each jitted: in front of the loop over microbatches, the
+passes of every stage, and behind the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from executor.run.decisions import applied
+from executor.run.lowered import LoweredStep, lower_plan
+from executor.run.mesh import mesh_axes
+from executor.stages.places import Places
+from planner.graph.flat import Call, FlatJaxpr
+from planner.graph.trace import Traced
+from planner.plan.plan import Plan
+from planner.spec import STAGE
+from planner.stages.programs.homes import ALL, Made
+from planner.stages.programs.split import Split, Task
+
+Names = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A jitted function of the values named ``ins``, in order, that gives those named ``outs``."""
+
+    ins: Names
+    outs: Names
+    run: Callable[..., Any]
+
+
+class Builder:
+    """Makes the programs of a step under a plan.
+
+    Args:
+        traced: the step in microbatches.
+        plan: its plan.
+        places: the devices.
+        starts: per call, by ``id``, the operation that it starts with.
+    """
+
+    def __init__(
+        self, traced: Traced, plan: Plan, places: Places, starts: Mapping[int, int]
+    ) -> None:
+        self.places, self.starts = places, starts
+        self.kinds, self.decided = [op.kind for op in traced.graph.ops], applied(plan)
+        axes = {n: v for n, v in mesh_axes(plan).items() if n != STAGE}
+        self.lowered = [lower_plan(plan, traced, mesh, axes) for mesh in places.stages]
+
+    def evaluate(self, calls: Sequence[Call], env: dict[int, Any], place: int) -> None:
+        """Run calls under the plan's constraints; on all devices without."""
+        if place == ALL:
+            FlatJaxpr.run(calls, env)
+            return
+        walk = LoweredStep(self.kinds, self.lowered[place], self.decided)
+        for call in calls:
+            ins = [FlatJaxpr.read(v, env) for v in call.ins]
+            start = self.starts.get(id(call))
+            if start is None or call.made:
+                outs: Sequence[Any] = call.run(ins)
+            else:
+                walk.next = start
+                outs = walk.equation(call.eqn, ins)
+            env.update(zip(call.outs, outs, strict=True))
+
+    def once(
+        self,
+        calls: Sequence[Call],
+        ins: Sequence[int],
+        outs: Sequence[int],
+        place: int,
+        shardings: Mapping[int, Any],
+    ) -> Program:
+        """What is made once, in front of the loop."""
+
+        def ahead(*values: Any) -> list[Any]:
+            env = dict(zip(ins, values, strict=True))
+            self.evaluate(calls, env, place)
+            return [env[v] for v in outs]
+
+        held = [shardings.get(v) for v in outs]
+        return Program(tuple(ins), tuple(outs), jax.jit(ahead, out_shardings=held))
+
+    def task(self, task: Task, given: frozenset[int], consts: Mapping[int, Any]) -> Program:
+        """A pass of a stage; ``given``: slices of the state that it need not make."""
+        calls = [c for c in task.calls if not given.intersection(c.outs)]
+        read = {v for c in calls for v in c.ins if isinstance(v, int)}
+        read |= {v for v in (*task.sums, *task.stacked)}
+        read -= {v for c in calls for v in c.outs}
+        ins = tuple(sorted(read - consts.keys()))
+        outs = (*task.outs, *task.sums, *task.stacked)
+
+        def run(*values: Any) -> list[Any]:
+            env = {v: consts[v] for v in read & consts.keys()}
+            env.update(zip(ins, values, strict=True))
+            self.evaluate(calls, env, task.stage)
+            return [env[v] for v in outs]
+
+        run.__name__ = f"{_WORDS[task.kind]}_{task.stage}"
+        return Program(ins, outs, jax.jit(run))
+
+    def behind(
+        self,
+        made: Sequence[Made],
+        wanted: frozenset[int],
+        split: Split,
+        joined: frozenset[int],
+        consts: Mapping[int, Any],
+        shardings: Mapping[int, Any],
+    ) -> Program:
+        """What is done behind the loop at one place and level; reads sums as ``("sum", value)``,
+        pieces of all stages as ``("joined", result)``, stacks as ``("stack", value, microbatch)``.
+        """
+        loop = split.body.call
+        results = {v: k for k, v in enumerate(loop.outs)}
+        own = {v for m in made for v in m.outs}
+        ins: dict[Any, None] = {}
+        for m in made:
+            ins.update(
+                (v, None) for v in m.ins if isinstance(v, int) and v not in own | consts.keys()
+            )
+            if m.call is None:
+                ins.update((name, None) for name in self._pieces(split, results[m.outs[0]], joined))
+        names = tuple(ins)
+        outs = tuple(v for m in made for v in m.outs if v in wanted)
+        place = made[0].place
+
+        def behind(*values: Any) -> list[Any]:
+            env = {**consts, **dict(zip(names, values, strict=True))}
+            for m in made:
+                if m.call is not None:
+                    self.evaluate([m.call], env, place)
+                else:
+                    env[m.outs[0]] = self._result(split, results[m.outs[0]], joined, env, m)
+            return [env[v] for v in outs]
+
+        held = [shardings.get(v) for v in outs]
+        return Program(names, outs, jax.jit(behind, out_shardings=held))
+
+    @staticmethod
+    def _pieces(split: Split, at: int, joined: frozenset[int]) -> list[Any]:
+        out = split.body.call.outs[at]
+        if at >= len(split.pieces):
+            v = split.body.stacked[at - len(split.pieces)]
+            parts = split.body.loop.trips or 0
+            return [("stack", v, i) for i in range(parts)] if isinstance(v, int) else []
+        if out in joined:
+            return [("joined", out)]
+        return [("sum", p) for piece in split.pieces[at] for p in piece if isinstance(p, int)]
+
+    @staticmethod
+    def _result(split: Split, at: int, joined: frozenset[int], env: dict[Any, Any], m: Made) -> Any:
+        """A result of the loop."""
+        parts = split.body.loop.trips or 0
+        if at >= len(split.pieces):
+            v: Any = split.body.stacked[at - len(split.pieces)]
+            rows = [env["stack", v, i] if isinstance(v, int) else v.val for i in range(parts)]
+            return jnp.stack([jnp.asarray(x) for x in rows])
+        start = FlatJaxpr.read(m.ins[0], env)
+        if m.outs[0] in joined:
+            total = env["joined", m.outs[0]]
+        else:
+            sums = []
+            for piece in split.pieces[at]:
+                terms = [env["sum", p] if isinstance(p, int) else p.val * parts for p in piece]
+                sums.append(sum(terms[1:], start=terms[0]))
+            total = jnp.concatenate(sums) if len(sums) > 1 else sums[0]
+        return start + jnp.asarray(total, jnp.result_type(start))
+
+
+_WORDS = {"F": "forward", "B": "backward", "W": "weights"}

@@ -1,0 +1,267 @@
+"""Where what is done once in a step is done: in front of the loop over microbatches, and behind.
+
+A *place* is a stage, or ``ALL``: all devices. An array of the state lives at the first stage that
+reads it; its moments and its update with it, for they have its shape. The state of scanned layers
+lives on all devices, its first dimension split over the stages, so that each has its own layers.
+Small things (step counts, losses, norms of several stages) are everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner import compat
+from planner.graph.flat import Call, FlatJaxpr, nbytes
+from planner.stages.body import closure, depends
+from planner.stages.programs.split import Split
+
+ALL = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """One thing that is done once: a call, or the sum of a result of the loop.
+
+    Attributes:
+        call: the call; None for a sum.
+        ins: what it reads: numbers of values, or literals.
+        outs: what it makes.
+        place: where.
+        level: programs of other places that must have ended.
+    """
+
+    call: Call | None
+    ins: tuple[Any, ...]
+    outs: tuple[int, ...]
+    place: int
+    level: int
+
+
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """What is where.
+
+    Attributes:
+        ahead: per stage, calls in front of the loop that make what the stage reads.
+        sliced: per operand of the loop that lives on all devices, by its number outside: what its
+            slices are called inside, a stage each.
+        home: per argument of the step, its place.
+        place: per value outside of the loop, where it is made (arguments: ``home``).
+        behind: what is done behind the loop, in order.
+        joined: results of the loop that are pieces of all stages.
+        parted: arguments on all devices of which each stage has its part of the first dimension.
+    """
+
+    ahead: tuple[tuple[Call, ...], ...]
+    sliced: Mapping[int, tuple[tuple[int, ...], ...]]
+    home: tuple[int, ...]
+    place: Mapping[int, int]
+    behind: tuple[Made, ...]
+    joined: frozenset[int]
+    parted: frozenset[int]
+
+
+def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
+    """Find them.
+
+    Args:
+        flat: the step.
+        at: which of its calls is the loop.
+        split: the loop's body.
+    """
+    body, loop_call, count = split.body, flat.calls[at], split.count
+    inside, _, over = body.loop.split(body.flat.inputs)
+    consts, starts, rows = body.loop.split(loop_call.ins)
+    outer = dict(zip((*inside, *over), (*consts, *rows), strict=True))
+    others = [c for k, c in enumerate(flat.calls) if k != at]
+    late = depends(others, loop_call.outs)
+    early = [c for c in others if not late.intersection(c.outs)]
+    sliced = _sliced(split, outer)
+    needs: list[set[int]] = [set() for _ in range(count)]
+    for (_, stage), task in split.tasks.items():
+        own = {outer.get(v) for v in (*task.fixed, *task.rows)}
+        needs[stage] |= {v for v in own if isinstance(v, int) and v not in sliced}
+    ahead = tuple(tuple(closure(early, sorted(need))) for need in needs)
+    leaves = set(flat.inputs)
+    readers: dict[int, int] = {}
+    for stage, (calls, need) in enumerate(zip(ahead, needs, strict=True)):
+        for v in {*need, *(v for c in calls for v in c.ins if isinstance(v, int))} & leaves:
+            readers.setdefault(v, stage)
+    for c in closure(early, sorted(sliced)):
+        readers.update((v, ALL) for v in c.ins if isinstance(v, int) and v in leaves)
+    readers.update((v, ALL) for v in sliced if v in leaves)
+
+    sizes = _sizes(flat)
+    nodes, joined, seeds = _sums(split, loop_call, starts)
+    wanted = [v for v in flat.outputs if isinstance(v, int)]
+    behind = [c for c in others if late.intersection(c.outs)]
+    read = {v for c in behind for v in c.ins if isinstance(v, int)} | set(wanted)
+    read |= {v for v in starts if isinstance(v, int)}
+    before = closure(early, sorted(read))
+    groups = _Groups(sizes)
+    calls: list[tuple[Call | None, tuple[Any, ...], tuple[int, ...]]] = [
+        *((c, c.ins, c.outs) for c in before),
+        *((None, ins, outs) for ins, outs in nodes),
+        *((c, c.ins, c.outs) for c in behind),
+    ]
+    for _, reads, makes in calls:
+        groups.join([v for v in (*reads, *makes) if isinstance(v, int)])
+    for v, where in seeds.items():
+        groups.seed(v, where, first=False)
+    for v, where in readers.items():
+        groups.seed(v, where, first=True)
+    parted = frozenset(v for v in flat.inputs if groups.place(v) == ALL)
+    place: dict[int, int] = {}
+    for v in flat.inputs:
+        found = groups.place(v)
+        place[v] = ALL if found is None else found
+    place.update(dict.fromkeys(flat.consts, ALL))
+    level: dict[int, int] = {}
+    made = []
+    for call, read_, outs in calls:
+        numbers = [v for v in read_ if isinstance(v, int)]
+        known = groups.place_of([*numbers, *outs])
+        if known is None:
+            near = {seeds[v] for v in outs} if call is None else {place[v] for v in numbers}
+            known = near.pop() if len(near) == 1 else ALL
+            groups.seed_all(outs, known)
+        step = max(
+            (level.get(v, 0) + (place[v] != known and v in level) for v in numbers), default=0
+        )
+        made.append(Made(call, read_, outs, known, step))
+        place.update((v, known) for v in outs)
+        level.update((v, step) for v in outs)
+    return Homes(
+        ahead, sliced, tuple(place[v] for v in flat.inputs), place, tuple(made), joined, parted
+    )
+
+
+def _sliced(split: Split, outer: Mapping[int, Any]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Operands of the loop of which every stage reads its own part of the first dimension, and
+    nothing reads more."""
+    body, count = split.body, split.count
+    at: dict[int, set[int]] = {}
+    for (_, stage), task in split.tasks.items():
+        for c in task.calls:
+            for v in c.outs:
+                at.setdefault(v, set()).add(stage)
+    inside = set(body.loop.split(body.flat.inputs)[0])
+    found: dict[int, list[list[int]]] = {}
+    bad: set[int] = {v for v in (*body.stacked, *body.added) if isinstance(v, int)}
+    for c in body.flat.calls:
+        for v in {v for v in c.ins if isinstance(v, int) and v in inside}:
+            part = _part(c, count)
+            if part is None or not at.get(c.outs[0], {part}) <= {part}:
+                bad.add(v)
+            else:
+                found.setdefault(v, [[] for _ in range(count)])[part].append(c.outs[0])
+    return {
+        outer[v]: tuple(map(tuple, parts))
+        for v, parts in found.items()
+        if v not in bad and all(parts) and isinstance(outer.get(v), int)
+    }
+
+
+def _part(call: Call, count: int) -> int | None:
+    """Which of ``count`` equal parts of its operand's first dimension a call is."""
+    if call.kind != "slice":
+        return None
+    shape = compat.aval_shape(call.eqn.invars[0].aval)
+    begin, end, strides = (
+        call.eqn.params[k] for k in ("start_indices", "limit_indices", "strides")
+    )
+    if not shape or shape[0] % count or (strides and any(s != 1 for s in strides)):
+        return None
+    size = shape[0] // count
+    whole = all(b == 0 and e == n for b, e, n in list(zip(begin, end, shape, strict=True))[1:])
+    if not whole or begin[0] % size or end[0] - begin[0] != size:
+        return None
+    return int(begin[0]) // size
+
+
+Sum = tuple[tuple[Any, ...], tuple[int, ...]]
+
+
+def _sums(
+    split: Split, call: Call, starts: Sequence[Any]
+) -> tuple[list[Sum], frozenset[int], dict[int, int]]:
+    """The results of the loop: (operands outside, result) each; which are pieces of all stages;
+    where the others are made first."""
+    nodes: list[Sum] = []
+    joined: set[int] = set()
+    seeds: dict[int, int] = {}
+    for out, start, pieces in zip(call.outs, starts, split.pieces, strict=False):
+        stages = [split.makers[p][1] for parts in pieces for p in parts if isinstance(p, int)]
+        if len(pieces) == split.count > 1 and stages == list(range(split.count)):
+            joined.add(out)
+            seeds[out] = ALL
+        else:
+            seeds[out] = stages[0] if stages else ALL
+        nodes.append(((start,), (out,)))
+    for out, v in zip(call.outs[len(split.pieces) :], split.body.stacked, strict=True):
+        seeds[out] = split.makers[v][1] if isinstance(v, int) else ALL
+        nodes.append(((), (out,)))
+    return nodes, frozenset(joined), seeds
+
+
+def _sizes(flat: FlatJaxpr) -> dict[int, tuple[int, int]]:
+    """Per value, its elements and bytes."""
+    out: dict[int, tuple[int, int]] = {}
+    for c in flat.calls:
+        for v, var in zip((*c.ins, *c.outs), (*c.eqn.invars, *c.eqn.outvars), strict=False):
+            if isinstance(v, int):
+                out[v] = (math.prod(compat.aval_shape(var.aval)), nbytes(var.aval))
+    return out
+
+
+class _Groups:
+    """Values of one size that are computed from each other, and the place of each group."""
+
+    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        self.sizes = sizes
+        self.parent: dict[int, int] = {}
+        self.where: dict[int, tuple[bool, int]] = {}
+
+    def root(self, v: int) -> int:
+        while v in self.parent:
+            v = self.parent[v]
+        return v
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The values with the most elements, if that is more than one."""
+        most = max((self.sizes.get(v, (1, 0))[0] for v in values), default=1)
+        return [v for v in values if most > 1 and self.sizes.get(v, (1, 0))[0] == most]
+
+    def join(self, values: Sequence[int]) -> None:
+        roots = sorted({self.root(v) for v in self.largest(values)})
+        self.parent.update((r, roots[0]) for r in roots[1:])
+
+    def seed(self, v: int, where: int, first: bool) -> None:
+        """Where a value is, and its group unless that is known; ``first``: arguments, which count
+        for more, and of these what is on all devices."""
+        root = self.root(v)
+        known = self.where.get(root)
+        if (
+            known is None
+            or (first and (not known[0] or where == ALL))
+            or (where == ALL and not known[0] and not first)
+        ):
+            self.where[root] = (first, where)
+
+    def seed_all(self, values: Sequence[int], where: int) -> None:
+        for v in values:
+            self.where.setdefault(self.root(v), (False, where))
+
+    def place(self, v: int) -> int | None:
+        found = self.where.get(self.root(v))
+        return None if found is None else found[1]
+
+    def place_of(self, values: Sequence[int]) -> int | None:
+        for v in self.largest(values):
+            found = self.place(v)
+            if found is not None:
+                return found
+        return None
