@@ -54,13 +54,13 @@ def staged(
         if even is not None:
             program, left = even
             loop = looped(flat.calls[at].eqn, functools.partial(execute, program))
-            step, what = made(trace(_with(flat, at, loop, traced), args), args)
+            step, what = made(trace(with_call(flat, at, loop, traced), args), args)
             return step, f"{what}; {left} more behind the last"
         body = body_of(flat.calls[at])
         chain = _chain(body, count)
         rest = parts_of(body, chain)
         pipeline = Pipeline(body, passed_along(body, chain, rest), rest, count, parts)
-        return _with(flat, at, pipeline.run, traced), chain.what
+        return with_call(flat, at, pipeline.run, traced), chain.what
 
     first, line = made(traced, args)
     step = by_shapes(function, args, first, lambda args: made(trace(function, args), args)[0])
@@ -81,7 +81,7 @@ def _chain(body: Body, count: int) -> Chain:
     raise first or refused("it has no repeated layers with a backward pass")
 
 
-def _with(flat: FlatJaxpr, at: int, run: Run, traced: Traced) -> Callable[..., Any]:
+def with_call(flat: FlatJaxpr, at: int, run: Run, traced: Traced) -> Callable[..., Any]:
     """The step with another way to compute one of its calls."""
     calls = list(flat.calls)
     calls[at] = calls[at].running(run)
