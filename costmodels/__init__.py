@@ -15,6 +15,7 @@ from .hardware import (
     known_kinds,
     parse_bytes,
     parse_cluster,
+    part_of,
     with_memory,
     with_profile,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "op_time_s",
     "parse_bytes",
     "parse_cluster",
+    "part_of",
     "with_memory",
     "with_profile",
 ]

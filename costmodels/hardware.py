@@ -187,6 +187,39 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
     return dataclasses.replace(cluster, device=device)
 
 
+def part_of(cluster: Cluster, count: int) -> Cluster:
+    """One of ``count`` equal parts of a cluster, each of devices that are numbered in a row.
+
+    A dimension of a torus that is cut is a line; the text stays that of the whole.
+
+    Raises:
+        ClusterError: nodes or dimensions can't be cut so.
+
+    >>> part_of(parse_cluster("h100:8x4"), 8).shape, part_of(parse_cluster("v5p:4x4x8"), 4).shape
+    ((4, 1), (1, 4, 8))
+    """
+    error = ClusterError(f"{cluster.text} can't be cut into {count} equal parts")
+    if cluster.kind == "hierarchy":
+        local, nodes = cluster.shape[0], math.prod(cluster.shape[1:])
+        outer = math.gcd(nodes, count)
+        if local % (count // outer):
+            raise error
+        shape = (local * outer // count, *((nodes // outer,) if cluster.shape[1:] else ()))
+        return dataclasses.replace(cluster, shape=shape)
+    slices = cluster.slices // math.gcd(cluster.slices, count)
+    left = count // math.gcd(cluster.slices, count)
+    sizes, is_cut = list(cluster.shape), False
+    for k, size in enumerate(sizes):
+        here = math.gcd(size, left)
+        sizes[k], left, is_cut = size // here, left // here, is_cut or here > 1
+        if sizes[k] > 1:
+            break
+    if left > 1:
+        raise error
+    wrap = max(cluster.shape) + 1 if is_cut else cluster.wrap_multiple
+    return dataclasses.replace(cluster, shape=tuple(sizes), slices=slices, wrap_multiple=wrap)
+
+
 def parse_bytes(text: str) -> int:
     """Bytes in '80GB', '500MB' (SI decimal), '16GiB' (binary) or '1024' (plain bytes).
 

@@ -190,12 +190,15 @@ class Recipe:
         chunks: parts of the rows of large products (attention scores, logits) that are computed one
             after the other.
         stages: groups of layers, each on devices of its own, that microbatches pass through.
+        schedule: the order of their passes, where each stage is a program of its own; empty: all
+            stages in one program, tick by tick.
     """
 
     microbatches: int = 1
     remat: str = "none"
     chunks: int = 1
     stages: int = 1
+    schedule: str = ""
 
     def __str__(self) -> str:
         parts = [
@@ -203,6 +206,7 @@ class Recipe:
             f"remat {self.remat}" if self.remat != "none" else "",
             f"{self.chunks} chunks" if self.chunks > 1 else "",
             f"{self.stages} stages" if self.stages > 1 else "",
+            f"schedule {self.schedule}" if self.schedule else "",
         ]
         return ", ".join(filter(None, parts))
 

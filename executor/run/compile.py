@@ -85,15 +85,11 @@ class CompiledStep:
         expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
         kinds, decided = [op.kind for op in traced.graph.ops], applied(plan)
 
-        self._donated = _donated(traced, donate_argnums)
+        self._donated = donated_leaves(traced, donate_argnums)
         self._back = back = tuple(
             k for k in kept_leaves(traced.out_shape) if k in frozenset(self._donated)
         )
-        self._weak = [
-            (k, aval.weak_type)
-            for k, aval in enumerate(traced.jaxpr.in_avals)
-            if getattr(aval, "weak_type", False) or not compat.aval_shape(aval)
-        ]
+        self._weak = weak_leaves(traced)
 
         def step(*args: Any) -> Any:
             leaves, tree = jax.tree_util.tree_flatten(args)
@@ -292,11 +288,31 @@ def _options(plan: Plan, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) ->
     return {name: value for name, value in options.items() if name not in away}
 
 
-def _donated(traced: Traced, donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
+def donated_leaves(traced: Traced, donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
     """Numbers of the arguments' arrays that are donated."""
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     roots = tuple(f"[{n}]" for n in numbers)
     return tuple(k for k, path in enumerate(traced.graph.input_paths) if path.startswith(roots))
+
+
+def weak_leaves(traced: Traced) -> list[tuple[int, bool]]:
+    """Arguments whose weak type counts, by number, and that type."""
+    return [
+        (k, bool(getattr(aval, "weak_type", False)))
+        for k, aval in enumerate(traced.jaxpr.in_avals)
+        if getattr(aval, "weak_type", False) or not compat.aval_shape(aval)
+    ]
+
+
+def compiled_step(
+    traced: Traced, plan: Plan, *, donate_argnums: int | Sequence[int] = ()
+) -> CompiledStep:
+    """The step under a plan: one program, or one for each pass of each stage."""
+    if not plan.schedule:
+        return CompiledStep(traced, plan, donate_argnums=donate_argnums)
+    from executor.stages.compiled import StagedStep
+
+    return StagedStep(traced, plan, donate_argnums=donate_argnums)
 
 
 def _is_weak(x: Any) -> bool:
@@ -349,7 +365,7 @@ class _Unplanned:
         function = with_logical_axis_rules(bound.function)
         compare_program(function, bound.args)
         traced = trace(self._cut(function, bound.args), abstract(bound.args))
-        self.compiled = CompiledStep(traced, self.plan, donate_argnums=bound.donated)
+        self.compiled = compiled_step(traced, self.plan, donate_argnums=bound.donated)
         self._key = bound.key
         return self.compiled
 

@@ -14,7 +14,7 @@ import jax
 
 from executor.processes.agreement.alike import compare_program
 from executor.processes.bootstrap import agree
-from executor.run.compile import CompiledStep, ShapesChangedError, is_inside
+from executor.run.compile import CompiledStep, ShapesChangedError, compiled_step, is_inside
 from executor.run.follow import follow
 from executor.run.mesh import detect_cluster, detected_memory
 from planner.arguments.calls import Bound, Calls, Indices, Names, captured_objects, name_of
@@ -132,7 +132,7 @@ class Parallelized:
             function = with_logical_axis_rules(bound.function, rules)
             traced = trace(rewritten(function, shapes, entry.step.plan.recipe), shapes)
             try:
-                return CompiledStep(traced, entry.step.plan, donate_argnums=bound.donated)
+                return compiled_step(traced, entry.step.plan, donate_argnums=bound.donated)
             except PlanMismatchError:
                 return None
         return None
@@ -186,7 +186,7 @@ class Parallelized:
             traced = trace(rewritten(function, shapes, plan.recipe), shapes)
         for line in replicated(traced, plan):
             log.warning("%s: %s", self.__name__, line)
-        return CompiledStep(traced, plan, donate_argnums=bound.donated)
+        return compiled_step(traced, plan, donate_argnums=bound.donated)
 
     def _tell(self, plan: Plan, options: Mapping[str, Any]) -> None:
         """Warn where the step was rewritten in a respect that no option asks for."""

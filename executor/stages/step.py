@@ -60,9 +60,7 @@ class Runner:
 
     def __init__(self, traced: Traced, plan: Plan, order: Order, devices: Any = None) -> None:
         self.order, self.traced = order, traced
-        self.apart: Apart = taken_apart(
-            traced, plan.microbatches, plan.stages, has_weights(order)
-        )
+        self.apart: Apart = taken_apart(traced, plan.microbatches, plan.stages, has_weights(order))
         self.places = Places.of(build_mesh(plan.mesh, devices))
         self._sorted = _in_time(order)
         self._build(traced, plan)
@@ -159,7 +157,9 @@ class Runner:
         key_of = {v: key for key, made in groups.items() for m in made for v in m.outs}
         wanted = {v for v in flat.outputs if isinstance(v, int)}
         for key, made in groups.items():
-            wanted |= {v for m in made for v in m.ins if isinstance(v, int) and key_of.get(v) != key}
+            wanted |= {
+                v for m in made for v in m.ins if isinstance(v, int) and key_of.get(v) != key
+            }
         out = []
         for key in sorted(groups):
             made, held = groups[key], {v: s for v, s in final.items() if key_of.get(v) == key}
@@ -237,7 +237,9 @@ class Runner:
             new = [found[v] for v in task.sums]
             if task.sums:
                 known = [sums[v] for v in task.sums] if task.sums[0] in sums else None
-                sums.update(zip(task.sums, new if known is None else _added(known, new), strict=True))
+                sums.update(
+                    zip(task.sums, new if known is None else _added(known, new), strict=True)
+                )
             for v in task.stacked:
                 stacks["stack", v, i] = found[v], stage
             for v in program.ins:
@@ -254,18 +256,16 @@ class Runner:
             pieces = split.pieces[split.body.call.outs.index(out)]
             parts = []
             for stage, piece in enumerate(pieces):
-                total = sums[piece[0]]  # type: ignore[index]
+                total = sums[piece[0]]
                 for p in piece[1:]:
-                    total = total + places.moved(sums[p], split.makers[p][1], stage)  # type: ignore[index]
+                    total = total + places.moved(sums[p], split.makers[p][1], stage)
                 parts.append(total)
             values.held["joined", out] = places.joined(parts), ALL
         for place, program in self.behind:
             results = program.run(*(values.at(v, place) for v in program.ins))
             for v, x in zip(program.outs, results, strict=True):
                 values.held[v] = x, place
-        return [
-            self._result(values, v, j) for v, j in zip(flat.outputs, self.updates, strict=True)
-        ]
+        return [self._result(values, v, j) for v, j in zip(flat.outputs, self.updates, strict=True)]
 
     def _result(self, values: _Values, v: Any, j: int | None) -> Any:
         """A result where the next step wants it; small ones that are no state everywhere."""
@@ -292,6 +292,7 @@ def _in_time(order: Order) -> list[Task]:
 
 
 def has_weights(order: Order) -> bool:
+    """Whether the gradients of weights are passes of their own."""
     return any(t.kind == "W" for tasks in order.devices for t in tasks)
 
 

@@ -143,22 +143,27 @@ class Flattener(PlacedWalk[Any]):
     count: int = 0
 
     def number(self) -> int:
+        """The next number."""
         self.count += 1
         return self.count - 1
 
     def const(self, var: Any, value: Any) -> Any:
+        """A constant, under a number."""
         number = self.number()
         self.consts[number] = value
         return number
 
     def literal(self, atom: Any) -> Any:
+        """A literal stays one."""
         return atom
 
     def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
+        """Bodies of calls are walked through, but for those that stay whole."""
         whole = eqn.primitive.name in REMAT or str(eqn.params.get("name", "")).startswith(FUSED)
         return self.operation(eqn, ins) if whole else super().call(eqn, ins, body)
 
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """Write a call down."""
         outs = tuple(self.number() for _ in eqn.outvars)
         place = self.place
         run = _binding(eqn, place)

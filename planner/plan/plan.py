@@ -222,6 +222,9 @@ class Plan:
     """Pipeline stages, the size of the mesh axis ``stage``."""
     staged: tuple[str, ...] = ()
     """What a stage is. Both are left out where there are none."""
+    schedule: str = ""
+    """The order of the passes of stages that are programs of their own; left out where all stages
+    are one program."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property

@@ -229,6 +229,7 @@ _PLAN = record(
     chunked=many(LINE),
     stages=whole(1),
     staged=many(LINE),
+    schedule=LINE,
 )
 
 

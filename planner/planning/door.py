@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Unpack
 
-from costmodels import Cluster
+from costmodels import Cluster, ClusterError, part_of
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.choose.quick import free_bounds, memory_floor, scout_meshes
@@ -145,6 +145,8 @@ def _under(
         return _over_stages(wish, door)
     if wish.recipe.stages > 1:
         wish = _with_stages(wish, door)
+    if wish.recipe.schedule:
+        door = dataclasses.replace(door, request=_of_stage(request, wish.recipe.stages))
     return _searched(wish, door)
 
 
@@ -336,6 +338,33 @@ def _with_stages(wish: Wish, door: _Door) -> Wish:
         )
     recipe = dataclasses.replace(wish.recipe, microbatches=parts[-1])
     return dataclasses.replace(wish, recipe=recipe, open=wish.open - {"microbatches"})
+
+
+def _of_stage(request: Request, stages: int) -> Request:
+    """The request for the whole step on the devices of one stage, with the memory of all.
+
+    Raises:
+        RequestError: something that stages as programs of their own do not have.
+    """
+    if request.confirm:
+        raise RequestError("confirm= compiles one program; stages with schedule= are several")
+    offload = request.decided.get("offload")
+    if offload is not None and (offload.patterns or offload.auto):
+        raise RequestError("offload= with schedule=: stages keep their state on their devices")
+    try:
+        cluster = part_of(request.cluster, stages)
+    except ClusterError as error:
+        raise RequestError(f"stages={stages}: {error}") from None
+    mesh = request.mesh
+    if mesh is not None:
+        inner = [(n, k) for n, k in zip(mesh.names, mesh.sizes, strict=True) if n != STAGE]
+        names, sizes = zip(*inner, strict=True) if inner else (("data",), (1,))
+        mesh = MeshSpec(tuple(names), tuple(sizes))
+    model = dataclasses.replace(request.model, cluster=cluster)  # type: ignore[type-var]
+    limit = request.limit_bytes * stages
+    return dataclasses.replace(
+        request, cluster=cluster, model=model, mesh=mesh, limit_bytes=limit, advice=False
+    )
 
 
 def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:

@@ -49,6 +49,7 @@ from planner.search.pools import pool_peaks
 from planner.search.problem import fits
 from planner.space.buffer import Memory
 from planner.spec import Recipe
+from planner.stages.programs.predicted import through_stages
 from planner.step.classes import Quotient
 
 
@@ -77,7 +78,8 @@ class Row:
         function: Callable[..., Any] | None,
     ) -> None:
         self.traced, self.args = traced, args
-        self.request = dataclasses.replace(request, stages=recipe_of(function).stages)
+        made = recipe_of(function)
+        self.request = dataclasses.replace(request, stages=1 if made.schedule else made.stages)
         self.donate_argnums, self.function = donate_argnums, function
         self.step = self.prepare(traced)
 
@@ -120,7 +122,10 @@ class Row:
             chunked=chunked_of(self.function),
             stages=made.stages,
             staged=staged_of(self.function),
+            schedule=made.schedule,
         )
+        if made.schedule:
+            plan = through_stages(plan, planned.extraction, self.traced)
         planned = dataclasses.replace(planned, plan=plan)
         if self.request.confirm:
             return _confirmed(planned, self.traced, self.donate_argnums)

@@ -12,6 +12,7 @@ from planner.microbatch.rewrite import microbatched
 from planner.remat.policy import policy_text
 from planner.remat.rewrite import rematerialized
 from planner.spec import PLAIN, Recipe
+from planner.stages.programs.layered import layered
 from planner.stages.rewrite import staged
 
 
@@ -43,7 +44,8 @@ class Rewriter:
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
         traced = traced if kept is cut else trace(kept, self.args)
         parts, count = recipe.microbatches, recipe.stages
-        piped, stages = staged(kept, traced, self.args, parts, count)
+        pipe = layered if recipe.schedule else staged
+        piped, stages = pipe(kept, traced, self.args, parts, count)
         traced = traced if piped is kept else trace(piped, self.args)
         made, chunks = chunked(piped, traced, self.args, recipe.chunks)
 

@@ -31,7 +31,7 @@ class Wish:
 
 
 def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches: bool) -> Wish:
-    """Check and parse ``microbatches=``, ``remat=``, ``chunks=`` and ``stages=``.
+    """Check and parse ``microbatches=``, ``remat=``, ``chunks=``, ``stages=`` and ``schedule=``.
 
     Args:
         asked: by name, a number or a policy, ``"auto"``, or None: the plain step's where that fits.
@@ -50,15 +50,34 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         NONE if remat in (None, AUTO) else policy_text(remat),
         _number("chunks", asked.get("chunks")),
         _number("stages", asked.get("stages")),
+        _schedule(asked),
     )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
     if values["stages"] is None:  # a step that fits needs none, and one that does not gains little
         left.discard("stages")
+    left.discard("schedule")
     if recipe.stages > 1 and values["microbatches"] is None:
         left.add("microbatches")
     always = any(v == AUTO for name, v in values.items() if name != "stages")
     return Wish(recipe, frozenset(left), always or (recipe.stages > 1 and "remat" in left))
+
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""Schedules of stages that are programs of their own."""
+
+
+def _schedule(asked: Mapping[str, Any]) -> str:
+    name = asked.get("schedule")
+    if name is None:
+        return ""
+    if name not in SCHEDULES:
+        raise RequestError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")
+    if asked.get("stages") in (None, 1, "1", AUTO):
+        raise RequestError(
+            f"schedule={name!r} orders the passes of pipeline stages; give stages=2 or more too"
+        )
+    return str(name)
 
 
 def _number(name: str, value: Any) -> int:

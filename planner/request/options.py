@@ -99,6 +99,9 @@ class Options(TypedDict, total=False):
     stages: into how many pipeline stages the repeated layers are cut, each on devices of its own
         (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
         ``microbatches`` says nothing. Equal to the plain step, or refused with the line.
+    schedule: makes each stage a program of its own, which need not be like the others, and says in
+        which order the passes run: ``"gpipe"``, ``"1f1b"``, ``"zb-h1"`` or ``"zb-h2"``. None: all
+        stages in one program, which takes equal ones.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -187,6 +190,15 @@ class Options(TypedDict, total=False):
             "cut the repeated layers into so many pipeline stages, on the devices of a mesh axis "
             "'stage' (default: 1)",
             metavar="N",
+        ),
+    ]
+    schedule: Annotated[
+        str | None,
+        Flag(
+            "make each stage a program of its own and run their passes in this order: gpipe, 1f1b, "
+            "zb-h1 or zb-h2 (default: all stages in one program)",
+            metavar="NAME",
+            type=str.lower,
         ),
     ]
     confirm: Annotated[

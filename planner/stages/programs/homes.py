@@ -102,12 +102,12 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     read |= {v for v in starts if isinstance(v, int)}
     before = closure(early, sorted(read))
     groups = _Groups(sizes)
-    calls: list[tuple[Call | None, tuple[Any, ...], tuple[int, ...]]] = [
+    once: list[tuple[Call | None, tuple[Any, ...], tuple[int, ...]]] = [
         *((c, c.ins, c.outs) for c in before),
         *((None, ins, outs) for ins, outs in nodes),
         *((c, c.ins, c.outs) for c in behind),
     ]
-    for _, reads, makes in calls:
+    for _, reads, makes in once:
         groups.join([v for v in (*reads, *makes) if isinstance(v, int)])
     for v, where in seeds.items():
         groups.seed(v, where, first=False)
@@ -121,7 +121,7 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     place.update(dict.fromkeys(flat.consts, ALL))
     level: dict[int, int] = {}
     made = []
-    for call, read_, outs in calls:
+    for call, read_, outs in once:
         numbers = [v for v in read_ if isinstance(v, int)]
         known = groups.place_of([*numbers, *outs])
         if known is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from planner.graph.flat import Call
 from planner.graph.jaxpr.places import user_line
@@ -73,7 +74,7 @@ class Split:
     count: int
     tasks: dict[tuple[str, int], Task]
     makers: dict[int, tuple[str, int]]
-    pieces: tuple[tuple[tuple[object, ...], ...], ...]
+    pieces: tuple[tuple[tuple[Any, ...], ...], ...]
 
     @property
     def moves(self) -> list[tuple[int, tuple[str, int], tuple[str, int]]]:
@@ -213,10 +214,10 @@ def _tasks(
             readers[x] = readers.get(x, 0) + 1
     dropped: set[int] = set()
 
-    def addends(v: object) -> tuple[object, ...]:
+    def addends(v: Any) -> tuple[Any, ...]:
         """A sum over stages in its parts, which are added up apart."""
         call = maker.get(v) if isinstance(v, int) else None
-        if call is None or call.kind not in ADDS or readers[v] > 1:  # type: ignore[index]
+        if call is None or call.kind not in ADDS or readers[v] > 1:
             return (v,)
         types = {(u.aval.shape, u.aval.dtype) for u in (*call.eqn.invars, *call.eqn.outvars)}
         if len(types) > 1 or not all(isinstance(u, int) and u in maker for u in call.ins):

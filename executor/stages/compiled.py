@@ -1,0 +1,99 @@
+"""A step that runs under a plan whose stages are programs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from costmodels.orders import named_order
+from executor.run.compile import (
+    CompiledStep,
+    ShapesChangedError,
+    donated_leaves,
+    is_inside,
+    weak_leaves,
+)
+from executor.stages.step import Runner
+from planner.arguments.outcome import kept_leaves
+from planner.errors import RequestError
+from planner.graph.trace import Traced
+from planner.plan.plan import Plan
+from planner.space.decisions.host_memory import DEVICE
+
+
+class StagedStep(CompiledStep):
+    """As ``CompiledStep``; runs many programs, from the host, in one process.
+
+    Raises (at the call):
+        RequestError: more than one process, or a call inside of another transformation.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        plan: Plan,
+        *,
+        donate_argnums: int | Sequence[int] = (),
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
+        plan.check_matches(traced.graph)
+        if jax.process_count() > 1:
+            raise RequestError(
+                f"schedule={plan.schedule!r}: stages as programs of their own run in one process so "
+                "far; leave schedule= out for stages in one program, which many processes can run"
+            )
+        if any(leaf.memory != DEVICE for leaf in plan.inputs):
+            raise RequestError("a plan with schedule= can't keep its state in host memory")
+        self.plan, self.traced = plan, traced
+        order = named_order(plan.schedule, plan.stages, plan.microbatches)
+        self.runner = Runner(traced, plan, order, devices)
+        self.mesh = self.runner.places.mesh
+        self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, self.runner.shardings)
+        self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
+        self._donated = donated_leaves(traced, donate_argnums)
+        self._back = tuple(
+            k for k in kept_leaves(traced.out_shape) if k in frozenset(self._donated)
+        )
+        self._weak = weak_leaves(traced)
+        self.jitted = _NoProgram(plan.schedule)  # type: ignore[assignment]
+
+    def run(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run one step; returns its result and the arguments where the plan wants them."""
+        if is_inside(args):
+            raise RequestError(
+                f"schedule={self.plan.schedule!r}: the step is many programs and can't run inside "
+                "of jax.jit or another transformation; call it from Python"
+            )
+        if not self.fits(args):
+            raise ShapesChangedError
+        leaves = jax.tree_util.tree_leaves(args)
+        shardings = self.runner.shardings
+        if any(getattr(x, "sharding", None) != s for x, s in zip(leaves, shardings, strict=True)):
+            leaves = jax.device_put(leaves, shardings)
+        results = self.runner(leaves)
+        kept = {id(x) for x in results} | {id(leaves[k]) for k in self._back}
+        for k in self._donated:
+            if id(leaves[k]) not in kept:
+                leaves[k].delete()
+        result = jax.tree_util.tree_unflatten(self.traced.out_tree, results)
+        return result, jax.tree_util.tree_unflatten(self.traced.in_tree, leaves)
+
+
+class _NoProgram:
+    """In place of a jitted function."""
+
+    def __init__(self, schedule: str) -> None:
+        self.schedule = schedule
+
+    def lower(self, *_: Any, **__: Any) -> Any:
+        """There is no one program.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(
+            f"schedule={self.schedule!r}: the stages are programs of their own, so there is no one "
+            "program to lower"
+        )

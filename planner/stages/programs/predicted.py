@@ -1,0 +1,159 @@
+"""What a step takes whose stages are programs of their own: seconds and memory of each stage, from
+the plan of the whole step on the devices of one, run through the schedule."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from costmodels.orders import Simulated, Work, simulate
+from costmodels.orders.named import named_order
+from costmodels.schedule import Overlap
+from planner.cost.op_seconds import op_seconds
+from planner.graph.flat import Call, nbytes
+from planner.graph.ir import Graph
+from planner.graph.trace import Traced
+from planner.plan.extract import Extraction
+from planner.plan.plan import Plan
+from planner.report.units import bytes_text, time_text
+from planner.spec import STAGE, MeshSpec
+from planner.stages.programs.homes import ALL
+from planner.stages.programs.layered import Apart, taken_apart
+from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
+
+SPLIT = frozenset({"zb-h1", "zb-h2"})
+"""Schedules in which the gradients of weights are passes of their own."""
+
+
+def through_stages(plan: Plan, extraction: Extraction, traced: Traced) -> Plan:
+    """The plan of all stages from the plan of the step on the devices of one."""
+    weights = plan.schedule in SPLIT
+    apart = taken_apart(traced, plan.microbatches, plan.stages, weights)
+    ran, rest = _seconds(plan, extraction, apart)
+    peaks = _peaks(plan, extraction, apart, ran)
+    old = plan.prediction
+    fixed = extraction.priced.model.step_latency_s
+    step = fixed + ran.step_s + max(rest)
+    worst = max(range(plan.stages), key=peaks.__getitem__)
+    share = old.compute_s / max(old.compute_s + old.communication_s, 1e-30)
+    busy = max(ran.busy_s) + max(rest)
+    limit = old.limit_bytes / plan.stages
+    prediction = dataclasses.replace(
+        old,
+        compute_s=fixed + share * busy,
+        communication_s=(1 - share) * busy,
+        overlapped_s=0.0,
+        step_s=step,
+        peak_bytes=peaks[worst],
+        limit_bytes=limit,
+        device_bytes=old.device_bytes,
+        peak_holders=(f"stage {worst}: state, sums, and what waits for the backward pass",),
+    )
+    lines = [
+        f"{line}; {time_text(busy_s)} busy, {bytes_text(peak)}"
+        for line, busy_s, peak in zip(plan.staged, ran.busy_s, peaks, strict=False)
+    ]
+    note = (
+        f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %; transfers between stages "
+        "are not counted, and memory is an estimate"
+    )
+    mesh = MeshSpec((STAGE, *plan.mesh.names), (plan.stages, *plan.mesh.sizes))
+    return dataclasses.replace(
+        plan,
+        mesh=mesh,
+        prediction=prediction,
+        staged=(*lines, *plan.staged[len(lines) :]),
+        notes=(*plan.notes, note),
+    )
+
+
+def _seconds(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Simulated, list[float]]:
+    """The schedule with times, and per stage the seconds of what is done once."""
+    split, parts = apart.split, plan.microbatches
+    spent = list(op_seconds(extraction))
+    overlap = Overlap.of(extraction.priced.model)
+    for s in extraction.sent():
+        if s.op >= 0:
+            spent[s.op] += (1 - overlap.share(s.off_path)) * s.time_s * s.count
+    owner: dict[int, tuple[str, int]] = {}
+    for key, task in split.tasks.items():
+        owner.update((id(c), key) for c in task.own)
+    once: dict[int, int] = {}
+    for m in apart.homes.behind:
+        if m.call is not None:
+            once[id(m.call)] = m.place
+    starts = sorted((at, ident) for ident, at in apart.starts.items())
+    places = [at for at, _ in starts]
+    tasks: dict[tuple[str, int], float] = dict.fromkeys(split.tasks, 0.0)
+    rest = [0.0] * split.count
+    for op, seconds in enumerate(spent):
+        if not seconds:
+            continue
+        ident = starts[max(bisect.bisect(places, op) - 1, 0)][1]
+        if ident in owner:
+            tasks[owner[ident]] += seconds / parts
+        elif once.get(ident, ALL) == ALL:
+            rest = [x + seconds / split.count for x in rest]
+        else:
+            rest[once[ident]] += seconds
+    held = _held(extraction, apart)
+    work = [
+        Work(
+            tasks[FORWARD, s],
+            tasks[BACKWARD, s],
+            tasks.get((WEIGHTS, s), 0.0),
+            held[s],
+            held[s] if (WEIGHTS, s) in tasks else 0.0,
+        )
+        for s in range(split.count)
+    ]
+    return simulate(named_order(plan.schedule, split.count, parts), work), rest
+
+
+def _held(extraction: Extraction, apart: Apart) -> list[float]:
+    """Per stage, bytes per device that the forward pass of a microbatch leaves for others."""
+    size = _sizes(extraction, apart)
+    return [
+        sum(size(v) for v in apart.split.tasks[FORWARD, s].outs) for s in range(apart.split.count)
+    ]
+
+
+def _peaks(plan: Plan, extraction: Extraction, apart: Apart, ran: Simulated) -> list[float]:
+    """Per stage, the most bytes on a device."""
+    size, split = _sizes(extraction, apart), apart.split
+    state = [0.0] * split.count
+    for v, leaf, place in zip(apart.flat.inputs, plan.inputs, apart.homes.home, strict=True):
+        parted = split.count if v in apart.homes.parted else 1
+        for s in range(split.count) if place == ALL else (place,):
+            state[s] += leaf.nbytes_per_device / parted
+    out = []
+    for s in range(split.count):
+        tasks = [t for (_, stage), t in split.tasks.items() if stage == s]
+        sums = sum(size(v) for t in tasks for v in t.sums)
+        inside = max(sum(size(v) for c in t.own for v in c.outs) for t in tasks)
+        out.append(2 * state[s] + 2 * sums + ran.peak_bytes[s] + inside)
+    return out
+
+
+def _sizes(extraction: Extraction, apart: Apart) -> Callable[[int], float]:
+    """Bytes of a value of a microbatch on a device."""
+    graph, mesh = extraction.graph, extraction.priced.mesh
+    found: dict[int, float] = {}
+    for call in apart.split.body.flat.calls:
+        values = _values(graph, call, apart.starts.get(id(call)))
+        for v, var, value in zip(call.outs, call.eqn.outvars, values, strict=False):
+            shards = 1 if value is None else extraction.value_sharding(value).shards(mesh)
+            found[v] = nbytes(var.aval) / shards
+    return lambda v: found.get(v, 0.0)
+
+
+def _values(graph: Graph, call: Call, start: int | None) -> Sequence[int | None]:
+    """The graph's values that are the results of a call; None where that is not known."""
+    none: list[int | None] = [None] * len(call.outs)
+    if start is None or start >= len(graph.ops):
+        return none
+    op = graph.ops[start]
+    if op.kind == call.kind and len(op.outputs) == len(call.outs):
+        return op.outputs
+    return none
