@@ -51,6 +51,11 @@ class Order:
     place: tuple[int, ...]
     microbatches: int
 
+    @property
+    def splits_weights(self) -> bool:
+        """Whether the gradients of weights are passes of their own."""
+        return any(t.kind == "W" for tasks in self.devices for t in tasks)
+
     def __post_init__(self) -> None:
         if not self.place or self.microbatches < 1:
             raise OrderError(f"schedule {self.name!r} has no chunks or no microbatches")

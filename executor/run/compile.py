@@ -310,7 +310,7 @@ def compiled_step(
     """The step under a plan: one program, or one for each pass of each stage."""
     if not plan.schedule:
         return CompiledStep(traced, plan, donate_argnums=donate_argnums)
-    from executor.stages.compiled import StagedStep
+    from executor.run.stages.compiled import StagedStep
 
     return StagedStep(traced, plan, donate_argnums=donate_argnums)
 

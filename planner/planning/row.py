@@ -31,6 +31,7 @@ from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
 from planner.planning.prepare import Prepared, fallbacks, prepared
+from planner.planning.through_stages import through_stages
 from planner.recipes import (
     chunked_of,
     recipe_of,
@@ -49,7 +50,6 @@ from planner.search.pools import pool_peaks
 from planner.search.problem import fits
 from planner.space.buffer import Memory
 from planner.spec import Recipe
-from planner.stages.programs.predicted import through_stages
 from planner.step.classes import Quotient
 
 

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from costmodels.orders import Work, drawn, in_ticks
+from costmodels.orders import Simulated, Work, drawn, in_ticks, named_order, simulate
 from planner.plan.plan import MeshVerdict, Plan
 from planner.report.fold import (
     LeafRow,
@@ -119,8 +119,9 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.microbatches > 1:
         text = f"{plan.microbatches}, one after the other; their gradients are added up"
         if plan.stages > 1:
-            idle = (plan.stages - 1) / (plan.microbatches + plan.stages - 1)
-            text = f"{plan.microbatches}, 1F1B through the stages, bubble {percent_text(idle)}"
+            name, idle = (plan.schedule or "1F1B").upper(), _ran(plan, plan.microbatches).bubble
+            text = f"{plan.microbatches}, {name} through the stages"
+            text += f", bubble {percent_text(idle)} where they are equal"
         lines.append(("microbatches", text))
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)
@@ -139,8 +140,17 @@ def schedule_text(plan: Plan) -> str:
     shown = min(plan.microbatches, 2 * plan.stages)
     ticks = shown + plan.stages - 1
     left = plan.microbatches - shown
-    drawing = drawn(in_ticks(plan.stages, shown, Work(1.0, 2.0)), columns=3 * ticks)
+    drawing = drawn(_ran(plan, shown), columns=3 * ticks)
     return drawing + (f"\n{left} more microbatches run the same way between these" if left else "")
+
+
+def _ran(plan: Plan, microbatches: int) -> Simulated:
+    """The schedule of a plan with equal stages; a backward pass takes twice a forward pass."""
+    if not plan.schedule:
+        return in_ticks(plan.stages, microbatches, Work(1.0, 2.0))
+    order = named_order(plan.schedule, plan.stages, microbatches)
+    one = Work(1.0, 1.0, 1.0) if order.splits_weights else Work(1.0, 2.0)
+    return simulate(order, [one] * plan.stages)
 
 
 def _confirmed_text(plan: Plan) -> str:

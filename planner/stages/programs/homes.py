@@ -82,7 +82,7 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     sliced = _sliced(split, outer)
     needs: list[set[int]] = [set() for _ in range(count)]
     for (_, stage), task in split.tasks.items():
-        own = {outer.get(v) for v in (*task.fixed, *task.rows)}
+        own = (outer.get(v) for v in (*task.fixed, *task.rows))
         needs[stage] |= {v for v in own if isinstance(v, int) and v not in sliced}
     ahead = tuple(tuple(closure(early, sorted(need))) for need in needs)
     leaves = set(flat.inputs)

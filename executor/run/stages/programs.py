@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from executor.run.decisions import applied
 from executor.run.lowered import LoweredStep, lower_plan
 from executor.run.mesh import mesh_axes
-from executor.stages.places import Places
+from executor.run.stages.places import Places
 from planner.graph.flat import Call, FlatJaxpr
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
@@ -89,7 +89,7 @@ class Builder:
         """A pass of a stage; ``given``: slices of the state that it need not make."""
         calls = [c for c in task.calls if not given.intersection(c.outs)]
         read = {v for c in calls for v in c.ins if isinstance(v, int)}
-        read |= {v for v in (*task.sums, *task.stacked)}
+        read |= {*task.sums, *task.stacked}
         read -= {v for c in calls for v in c.outs}
         ins = tuple(sorted(read - consts.keys()))
         outs = (*task.outs, *task.sums, *task.stacked)

@@ -43,7 +43,7 @@ class Places:
         if before == after:
             return x
         spec = spec_of(x)
-        if before == ALL and isinstance(x, jax.Array):
+        if before == ALL and getattr(getattr(x, "sharding", None), "mesh", None) == self.mesh:
             if not _uses(spec, STAGE):
                 return self.view(x, after, spec, x.shape)
             spec = _without(spec)

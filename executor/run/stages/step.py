@@ -13,10 +13,11 @@ import numpy as np
 
 from costmodels.orders import Order, Task, Work, simulate
 from executor.run.mesh import build_mesh
-from executor.stages.places import Places, over_stages
-from executor.stages.programs import Builder, Program
+from executor.run.stages.places import Places, over_stages
+from executor.run.stages.programs import Builder, Program
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
+from planner.stages.body import closure
 from planner.stages.programs.homes import ALL, Made
 from planner.stages.programs.layered import Apart, taken_apart
 
@@ -60,7 +61,9 @@ class Runner:
 
     def __init__(self, traced: Traced, plan: Plan, order: Order, devices: Any = None) -> None:
         self.order, self.traced = order, traced
-        self.apart: Apart = taken_apart(traced, plan.microbatches, plan.stages, has_weights(order))
+        self.apart: Apart = taken_apart(
+            traced, plan.microbatches, plan.stages, order.splits_weights
+        )
         self.places = Places.of(build_mesh(plan.mesh, devices))
         self._sorted = _in_time(order)
         self._build(traced, plan)
@@ -121,30 +124,27 @@ class Runner:
         flat, where = apart.flat, apart.homes
         out = []
         known = {*flat.inputs, *flat.consts}
-        early = {c.outs[0]: c for calls in where.ahead for c in calls}
         for stage, calls in enumerate(where.ahead):
             made = {v for c in calls for v in c.outs}
-            need = {
+            need = [
                 self.outer.get(v)
                 for (_, s), task in apart.split.tasks.items()
                 if s == stage
                 for v in (*task.fixed, *task.rows)
-            }
+            ]
+            need = list({v for v in need if isinstance(v, int)})
             outs = sorted(v for v in need if isinstance(v, int) and v in made)
             read = sorted({v for c in calls for v in c.ins if isinstance(v, int)} & known)
             if outs:
                 out.append((stage, builder.once(calls, read, outs, stage, {})))
         sliced = [v for v in where.sliced if v not in known]
         if sliced:
-            from planner.stages.body import closure
-
             others = [c for k, c in enumerate(flat.calls) if k != apart.at]
             calls = tuple(closure(others, sliced))
             read = sorted({v for c in calls for v in c.ins if isinstance(v, int)} & known)
             spec = over_stages(jax.sharding.PartitionSpec())
             held = {v: self.places.sharding(ALL, spec) for v in sliced}
             out.append((ALL, builder.once(calls, read, sliced, ALL, held)))
-        del early
         return out
 
     def _behind(self, builder: Builder, final: Mapping[int, Any]) -> list[tuple[int, Program]]:
@@ -281,7 +281,7 @@ class Runner:
 
 def _in_time(order: Order) -> list[Task]:
     """The tasks of all devices in an order in which each finds what it reads."""
-    one = Work(1.0, 1.0, 1.0) if has_weights(order) else Work(1.0, 2.0)
+    one = Work(1.0, 1.0, 1.0) if order.splits_weights else Work(1.0, 2.0)
     done = simulate(order, [one] * len(order.place))
     timed = [
         (end, device, task)
@@ -289,11 +289,6 @@ def _in_time(order: Order) -> list[Task]:
         for task, end in zip(tasks, ends, strict=True)
     ]
     return [task for _, _, task in sorted(timed)]
-
-
-def has_weights(order: Order) -> bool:
-    """Whether the gradients of weights are passes of their own."""
-    return any(t.kind == "W" for tasks in order.devices for t in tasks)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -15,7 +15,7 @@ from executor.run.compile import (
     is_inside,
     weak_leaves,
 )
-from executor.stages.step import Runner
+from executor.run.stages.step import Runner
 from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced
@@ -41,8 +41,8 @@ class StagedStep(CompiledStep):
         plan.check_matches(traced.graph)
         if jax.process_count() > 1:
             raise RequestError(
-                f"schedule={plan.schedule!r}: stages as programs of their own run in one process so "
-                "far; leave schedule= out for stages in one program, which many processes can run"
+                f"schedule={plan.schedule!r}: stages as programs of their own run in one process; "
+                "leave schedule= out for stages in one program, which many processes can run"
             )
         if any(leaf.memory != DEVICE for leaf in plan.inputs):
             raise RequestError("a plan with schedule= can't keep its state in host memory")
