@@ -56,6 +56,11 @@ class CompiledStep:
         abstract_mesh: bool = False,
     ) -> None:
         plan.check_matches(traced.graph)
+        if plan.schedule:
+            raise RequestError(
+                f"schedule={plan.schedule!r}: the stages of this plan are programs of their own; "
+                "here one program is needed: plan without schedule="
+            )
         self.plan = plan
         self.traced = traced
         if abstract_mesh:  # of no device, so in no way that suits one

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from executor.run.compile import CompiledStep
+from planner.errors import RequestError
 
 
 def follow(
@@ -31,6 +32,12 @@ def follow(
         one that the plan gives it. And the options, with the leader's mesh and without what is kept
         in host memory: that is of a state which comes back.
     """
+    if leader.plan.schedule:
+        raise RequestError(
+            "like=: the step to follow has stages that are programs of their own "
+            f"(schedule={leader.plan.schedule!r}), each with its part of the state; no other step "
+            "can be planned on these devices"
+        )
     known: dict[tuple[str, tuple[int, ...]], set[jax.sharding.NamedSharding]] = {}
     placed = jax.tree_util.tree_leaves_with_path(leader.in_shardings)
     for (path, sharding), leaf in zip(placed, leader.plan.inputs, strict=True):

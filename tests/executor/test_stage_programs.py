@@ -1,0 +1,206 @@
+"""Stages that are programs of their own compute what the plain step computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from executor import compile_plan, parallelize
+from planner import load_plan, make_plan
+from planner.errors import RequestError
+from tests.zoo.running import difference
+
+pytestmark = pytest.mark.devices
+KEY = jax.random.key(0)
+
+
+def draw(number: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(KEY, number), shape) * 0.2
+
+
+def trained(loss: Any) -> Any:
+    """A step with momentum and clipping by the norm of all gradients."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, speed, count = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 0.1), grads)
+        speed = jax.tree.map(lambda s, g: 0.9 * s + g, speed, grads)
+        params = jax.tree.map(lambda p, s: p - 0.1 * s, params, speed)
+        return (params, speed, count + 1), {"loss": value, "norm": norm}
+
+    return step
+
+
+def state_of(params: Any) -> Any:
+    return params, jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32)
+
+
+def layers() -> tuple[Any, Any, Any]:
+    """Unequal layers, and a table at both ends."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = params["table"][batch["tokens"]].mean(axis=1)
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w) @ w.T
+        scores = jax.nn.log_softmax(x @ params["table"].T)
+        return -jnp.mean(jnp.take_along_axis(scores, batch["next"][:, None], axis=1))
+
+    widths = (64, 128, 64, 96, 64, 128)
+    params = {"table": draw(0, 512, 64), "layers": [draw(k, 64, n) for k, n in enumerate(widths)]}
+    tokens = jax.random.randint(KEY, (16, 8), 0, 512)
+    return trained(loss), state_of(params), {"tokens": tokens, "next": tokens[:, 0]}
+
+
+def scanned() -> tuple[Any, Any, Any]:
+    """Layers in a scan, with their parameters in one array."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        def layer(x: Any, p: Any) -> Any:
+            return x + jnp.tanh(x @ p["w"] + p["b"]), None
+
+        x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])
+        return jnp.mean((x @ params["out"] - batch["y"]) ** 2)
+
+    params = {
+        "in": draw(1, 32, 128),
+        "layers": {"w": draw(2, 8, 128, 128), "b": jnp.zeros((8, 128))},
+        "out": draw(3, 128, 32),
+    }
+    return trained(loss), state_of(params), {"x": draw(4, 16, 32), "y": draw(5, 16, 32)}
+
+
+def recurrent() -> tuple[Any, Any, Any]:
+    """A stack of recurrent layers over time."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = jnp.moveaxis(batch["x"], 1, 0)
+        for w, u in params:
+
+            def cell(h: Any, v: Any, w: Any = w, u: Any = u) -> Any:
+                h = jnp.tanh(h @ w + v @ u)
+                return h, h
+
+            _, x = jax.lax.scan(cell, jnp.zeros(x.shape[1:]), x)
+        return jnp.mean((x[-1] - batch["y"]) ** 2)
+
+    params = [(draw(k, 64, 64), draw(k + 9, 64, 64)) for k in range(4)]
+    return trained(loss), state_of(params), {"x": draw(20, 16, 6, 64), "y": draw(21, 16, 64)}
+
+
+def two_towers() -> tuple[Any, Any, Any]:
+    """An encoder whose result every layer of the decoder reads."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        memory = batch["x"]
+        for w in params["encoder"]:
+            memory = memory + jnp.tanh(memory @ w)
+        x = batch["y"]
+        for w, u in params["decoder"]:
+            x = x + jnp.tanh(x @ w + memory @ u)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params = {
+        "encoder": [draw(k, 128, 128) for k in range(4)],
+        "decoder": [(draw(k, 128, 128), draw(k + 5, 128, 128)) for k in range(4)],
+    }
+    return trained(loss), state_of(params), {"x": draw(40, 16, 128), "y": draw(41, 16, 128)}
+
+
+PROGRAMS = {f.__name__: f for f in (layers, scanned, recurrent, two_towers)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equal_to_the_plain_step(name: str, schedule: str) -> None:
+    step, state, batch = PROGRAMS[name]()
+    made = parallelize(step, stages=4, microbatches=8, schedule=schedule, cluster="cpu:8")
+    plain, want, got = jax.jit(step), state, state
+    for _ in range(3):
+        want, expected = plain(want, batch)
+        got, found = made(got, batch)
+        assert difference(found, expected) < 1e-5
+    assert difference(got, want) < 1e-5
+    assert made.plan.schedule == schedule and made.plan.mesh.size("stage") == 4
+
+
+def test_each_stage_holds_its_own_layers() -> None:
+    step, state, batch = scanned()
+    made = parallelize(step, stages=4, microbatches=8, schedule="1f1b", cluster="cpu:8")
+    (params, _, _), _ = made(state, batch)
+    rows = {
+        (s.index[0].start or 0): {d.data.shape[0] for d in params["layers"]["w"].addressable_shards}
+        for s in params["layers"]["w"].addressable_shards
+    }
+    assert set(rows) == {0, 2, 4, 6}
+    ends = [{d.id for d in params[name].sharding.device_set} for name in ("in", "out")]
+    assert ends == [{0, 1}, {6, 7}]
+
+
+def test_a_plan_from_a_file_runs(tmp_path: Any) -> None:
+    step, state, batch = layers()
+    plan = make_plan(
+        step, state, batch, cluster="cpu:8", stages=2, microbatches=4, schedule="zb-h1"
+    )
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == plan and again.schedule == "zb-h1"
+    got = compile_plan(step, again)(state, batch)
+    assert difference(got, jax.jit(step)(state, batch)) < 1e-5
+    text = str(plan)
+    assert "ZB-H1 through the stages" in text and "0  0" in text
+
+
+def test_donated_arguments_are_given_away() -> None:
+    step, state, batch = layers()
+    made = parallelize(
+        step, stages=2, microbatches=2, schedule="1f1b", cluster="cpu:8", donate_argnums=0
+    )
+    state, _ = made(state, batch)
+    before = jax.tree.leaves(state)
+    after, _ = made(state, batch)
+    assert all(x.is_deleted() for x in before)
+    assert np.isfinite(jax.tree.leaves(after)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "1f1b"}, "give stages=2 or more"),
+        ({"schedule": "zigzag", "stages": 2}, "expected one of gpipe, 1f1b, zb-h1, zb-h2"),
+        ({"schedule": "1f1b", "stages": 4, "microbatches": 1}, "microbatches=2 or more"),
+        ({"schedule": "1f1b", "stages": 3}, "can't be cut into 3 equal groups"),
+        ({"schedule": "1f1b", "stages": 8}, "blocks"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Any, said: str) -> None:
+    step, state, batch = two_towers() if options.get("stages") != 8 else small()
+    with pytest.raises(RequestError, match=said):
+        make_plan(step, state, batch, cluster="cpu:8", **options)
+
+
+def small() -> tuple[Any, Any, Any]:
+    """One layer."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch["x"] @ params) ** 2)
+
+    return trained(loss), state_of(draw(1, 16, 16)), {"x": draw(2, 16, 16)}
+
+
+def test_not_inside_of_another_program() -> None:
+    step, state, batch = layers()
+    made = parallelize(step, stages=2, microbatches=2, schedule="1f1b", cluster="cpu:8")
+    made(state, batch)
+    with pytest.raises(RequestError, match="can't run inside"):
+        jax.jit(made)(state, batch)
+    with pytest.raises(RequestError, match="no one program"):
+        made.lower(state, batch)
+    follower = parallelize(lambda state, batch: state[2], like=made)
+    with pytest.raises(RequestError, match="no other step"):
+        follower(state, batch)
