@@ -195,12 +195,11 @@ def _searched(wish: Wish, door: _Door) -> Planned:
     total = len(counts) * sum(map(len, kept.values()))
     if total == 1:
         return first.planned(begun)
-    best, seen = search_recipes(counts, kept, look, wish.recipe.stages)
+    best, seen = search_recipes(counts, kept, look, wish.recipe)
     on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
+    on_host = on_host and not wish.recipe.schedule
     if on_host:
-        best, more = search_recipes(
-            counts, dict.fromkeys(kept, (OFFLOAD,)), look, wish.recipe.stages
-        )
+        best, more = search_recipes(counts, dict.fromkeys(kept, (OFFLOAD,)), look, wish.recipe)
         total, seen = total + len(counts) * len(kept), seen | more
     names = dict.fromkeys(p for mine in kept.values() for p in mine)
     tried = (

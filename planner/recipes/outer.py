@@ -9,13 +9,14 @@ what takes less memory may fit on a better mesh: neighbors are looked at while t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from planner.remat.policy import parse_policy
-from planner.spec import Recipe
+from planner.spec import PLAIN, Recipe
 
 WORTH = 1.01
 """A recipe that rewrites more must be faster by this."""
@@ -55,7 +56,7 @@ class _Walk(Generic[T]):
     counts: Sequence[int]
     policies: Sequence[str]
     chunks: int
-    stages: int
+    base: Recipe
     look: Look[T]
     seen: dict[Recipe, Outcome[T]] = field(default_factory=dict)
     best: Recipe | None = None
@@ -63,7 +64,12 @@ class _Walk(Generic[T]):
 
     def recipe(self, i: int, j: int) -> Recipe:
         """A recipe by its place."""
-        return Recipe(self.counts[i], self.policies[j], self.chunks, self.stages)
+        return dataclasses.replace(
+            self.base,
+            microbatches=self.counts[i],
+            remat=self.policies[j],
+            chunks=self.chunks,
+        )
 
     def at(self, i: int, j: int) -> bool | None:
         """Look at a recipe: whether it is the best so far; None where it does not fit."""
@@ -103,7 +109,7 @@ def search_recipes(
     counts: Sequence[int],
     policies: Mapping[int, Sequence[str]],
     look: Look[T],
-    stages: int = 1,
+    base: Recipe = PLAIN,
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
@@ -112,7 +118,7 @@ def search_recipes(
         policies: per number of chunks, policies of rematerialization, from what frees least. What
             must beat the other comes last.
         look: plans a recipe.
-        stages: of every recipe.
+        base: the rest of every recipe.
 
     Returns:
         The best recipe, None where none fits; and all that were looked at.
@@ -120,7 +126,7 @@ def search_recipes(
     best, best_s = None, math.inf
     seen: dict[Recipe, Outcome[T]] = {}
     for chunks, mine in policies.items():
-        walk = _Walk(counts, mine, chunks, stages, look, seen, best, best_s)
+        walk = _Walk(counts, mine, chunks, base, look, seen, best, best_s)
         _go(walk)
         best, best_s = walk.best, walk.best_s
     return best, seen
