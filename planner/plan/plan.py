@@ -225,6 +225,8 @@ class Plan:
     schedule: str = ""
     """The order of the passes of stages that are programs of their own; left out where all stages
     are one program."""
+    cuts: tuple[int, ...] = ()
+    """Of such stages, the operation that each one's forward pass begins with."""
     planning_s: float = field(default=0.0, compare=False)
 
     @property
@@ -391,7 +393,13 @@ _UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "ho
 _UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0}
 """Fields that stand in the text only where they differ from this."""
 
-_LEFT_OUT = {**dataclasses.asdict(PLAIN_RECIPE), "recomputed": [], "chunked": [], "staged": []}
+_LEFT_OUT = {
+    **dataclasses.asdict(PLAIN_RECIPE),
+    "recomputed": [],
+    "chunked": [],
+    "staged": [],
+    "cuts": [],
+}
 """Fields that the JSON has only where they are not these."""
 _EXACT = frozenset(
     "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()

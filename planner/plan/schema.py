@@ -230,6 +230,7 @@ _PLAN = record(
     stages=whole(1),
     staged=many(LINE),
     schedule=LINE,
+    cuts=many(SIZE),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 from costmodels.orders import Simulated, Work, simulate
@@ -19,7 +20,7 @@ from planner.plan.plan import Plan
 from planner.report.units import bytes_text, time_text
 from planner.spec import STAGE, MeshSpec
 from planner.stages.programs.homes import ALL
-from planner.stages.programs.layered import Apart, taken_apart
+from planner.stages.programs.layered import Apart, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
 
 SPLIT = frozenset({"zb-h1", "zb-h2"})
@@ -29,8 +30,16 @@ SPLIT = frozenset({"zb-h1", "zb-h2"})
 def through_stages(plan: Plan, extraction: Extraction, traced: Traced) -> Plan:
     """The plan of all stages from the plan of the step on the devices of one."""
     weights = plan.schedule in SPLIT
-    apart = taken_apart(traced, plan.microbatches, plan.stages, weights)
-    ran, rest = _seconds(plan, extraction, apart)
+    spent = _spent(extraction)
+    first = taken_apart(traced, plan.microbatches, plan.stages, weights)
+    borders = sorted({*first.starts.values(), len(spent)})
+    after = dict(itertools.pairwise(borders))
+
+    def seconds(op: int) -> float:
+        return sum(spent[op : after[op]])
+
+    apart = taken_apart(traced, plan.microbatches, plan.stages, weights, seconds=seconds)
+    ran, rest = _seconds(plan, extraction, apart, spent)
     peaks = _peaks(plan, extraction, apart, ran)
     old = plan.prediction
     fixed = extraction.priced.model.step_latency_s
@@ -50,9 +59,10 @@ def through_stages(plan: Plan, extraction: Extraction, traced: Traced) -> Plan:
         device_bytes=old.device_bytes,
         peak_holders=(f"stage {worst}: state, sums, and what waits for the backward pass",),
     )
+    told = stage_lines(apart)
     lines = [
         f"{line}; {time_text(busy_s)} busy, {bytes_text(peak)}"
-        for line, busy_s, peak in zip(plan.staged, ran.busy_s, peaks, strict=False)
+        for line, busy_s, peak in zip(told, ran.busy_s, peaks, strict=False)
     ]
     note = (
         f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %; transfers between stages "
@@ -63,19 +73,27 @@ def through_stages(plan: Plan, extraction: Extraction, traced: Traced) -> Plan:
         plan,
         mesh=mesh,
         prediction=prediction,
-        staged=(*lines, *plan.staged[len(lines) :]),
+        staged=(*lines, *told[len(lines) :]),
+        cuts=apart.cuts,
         notes=(*plan.notes, note),
     )
 
 
-def _seconds(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Simulated, list[float]]:
-    """The schedule with times, and per stage the seconds of what is done once."""
-    split, parts = apart.split, plan.microbatches
+def _spent(extraction: Extraction) -> list[float]:
+    """Per operation, its seconds with what it waits for collectives."""
     spent = list(op_seconds(extraction))
     overlap = Overlap.of(extraction.priced.model)
     for s in extraction.sent():
         if s.op >= 0:
-            spent[s.op] += (1 - overlap.share(s.off_path)) * s.time_s * s.count
+            spent[s.op] += (1 - overlap.share(s.off_path)) * s.time_s
+    return spent
+
+
+def _seconds(
+    plan: Plan, extraction: Extraction, apart: Apart, spent: Sequence[float]
+) -> tuple[Simulated, list[float]]:
+    """The schedule with times, and per stage the seconds of what is done once."""
+    split, parts = apart.split, plan.microbatches
     owner: dict[int, tuple[str, int]] = {}
     for key, task in split.tasks.items():
         owner.update((id(c), key) for c in task.own)

@@ -187,16 +187,16 @@ def _sizes(block: Block) -> dict[int, int]:
 
 def is_product(eqn: Any) -> bool:
     """Whether an equation multiplies matrices, or holds one that does."""
-    return _product_flop(eqn) > 0.0
+    return product_flop(eqn) > 0.0
 
 
 def call_cost(call: Call) -> float:
     """Flop, and bytes counted as flop."""
     moved = sum(nbytes(v.aval) for v in call.eqn.outvars)
-    return _product_flop(call.eqn) + ELEMENT_FLOP * moved
+    return product_flop(call.eqn) + ELEMENT_FLOP * moved
 
 
-def _product_flop(eqn: Any) -> float:
+def product_flop(eqn: Any) -> float:
     """Flop of the products in an equation."""
     name, params = eqn.primitive.name, eqn.params
     if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
@@ -219,4 +219,4 @@ def _product_flop(eqn: Any) -> float:
 
 
 def _flop_of(body: Body) -> float:
-    return sum(_product_flop(e) for e in compat.body(body.jaxpr).eqns)
+    return sum(product_flop(e) for e in compat.body(body.jaxpr).eqns)

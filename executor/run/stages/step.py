@@ -62,7 +62,7 @@ class Runner:
     def __init__(self, traced: Traced, plan: Plan, order: Order, devices: Any = None) -> None:
         self.order, self.traced = order, traced
         self.apart: Apart = taken_apart(
-            traced, plan.microbatches, plan.stages, order.splits_weights
+            traced, plan.microbatches, plan.stages, order.splits_weights, plan.cuts
         )
         self.places = Places.of(build_mesh(plan.mesh, devices))
         self._sorted = _in_time(order)

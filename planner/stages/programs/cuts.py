@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.graph.flat import Call, nbytes
-from planner.remat.frontier import call_cost
+from planner.remat.frontier import call_cost, product_flop
 from planner.stages.errors import refused
 
 WINDOW = 0.25
@@ -19,22 +19,16 @@ SLACK = 1.05
 """How much more than the narrowest may cross a narrow cut."""
 
 
-def cut_forward(calls: Sequence[Call], count: int) -> list[int]:
-    """Cut calls into consecutive groups: the most work of a group is least, then what crosses.
-
-    Args:
-        calls: the forward pass, in order.
-        count: groups.
-
-    Returns:
-        Per call, its group.
+def narrow_places(calls: Sequence[Call], count: int) -> list[int]:
+    """Where calls, the forward pass in order, may be cut: the beginning, places that little
+    crosses, and the end.
 
     Raises:
-        NoStagesError: there are fewer places to cut at.
-
-    Source: the interval program of Alpa (Zheng et al., 2022, section 5.2), over narrow places.
+        NoStagesError: ``count`` groups need more.
     """
-    work = np.cumsum([0.0, *(call_cost(c) for c in calls)])
+    products = [product_flop(c.eqn) for c in calls]
+    costs = products if any(products) else [call_cost(c) for c in calls]
+    work = np.cumsum([0.0, *costs])
     across = crossing(calls)
     reach = WINDOW * work[-1] / count
     places = [0]
@@ -49,27 +43,43 @@ def cut_forward(calls: Sequence[Call], count: int) -> list[int]:
     places.append(len(calls))
     if len(places) <= count:
         raise refused(f"{count} stages were asked for, and it has {len(places) - 1} blocks")
-    ends = work[places]
-    # best[k][j]: the least (most work, bytes across) of places[:j] in k groups, and where to cut
-    best: list[list[tuple[float, float, int]]] = [
-        [(0.0, 0.0, 0)] + [(math.inf, 0.0, 0)] * (len(places) - 1)
-    ]
+    return places
+
+
+def cut_blocks(seconds: Sequence[float], across: Sequence[float], count: int) -> list[int]:
+    """Cut blocks into consecutive groups: the longest takes least, then least crosses.
+
+    Args:
+        seconds: per block.
+        across: per block, bytes that come into it.
+        count: groups.
+
+    Returns:
+        The first block of each group.
+
+    Source: the interval program of Alpa (Zheng et al., 2022, section 5.2).
+
+    >>> cut_blocks([1.0, 1.0, 1.0, 3.0], [0, 1, 1, 1], 2)
+    [0, 3]
+    """
+    ends = np.cumsum([0.0, *seconds])
+    row = [(0.0, 0.0, 0)] + [(math.inf, 0.0, 0)] * len(seconds)
+    rows = [row]
     for _ in range(count):
-        row = [(math.inf, 0.0, 0)]
-        for j in range(1, len(places)):
+        before, row = rows[-1], [(math.inf, 0.0, 0)]
+        for j in range(1, len(ends)):
             row.append(
                 min(
-                    (max(best[-1][i][0], ends[j] - ends[i]), best[-1][i][1] + across[places[i]], i)
+                    (max(before[i][0], ends[j] - ends[i]), before[i][1] + across[i], i)
                     for i in range(j)
                 )
             )
-        best.append(row)
-    cuts, j = [], len(places) - 1
+        rows.append(row)
+    begins, j = [], len(seconds)
     for k in range(count, 0, -1):
-        j = best[k][j][2]
-        cuts.append(places[j])
-    cuts.reverse()
-    return [bisect.bisect(cuts, at) - 1 for at in range(len(calls))]
+        j = rows[k][j][2]
+        begins.append(j)
+    return begins[::-1]
 
 
 def crossing(calls: Sequence[Call]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from planner.stages.errors import refused
 from planner.stages.programs.homes import ALL, Homes, homes
 from planner.stages.programs.numbers import body_start, operations
 from planner.stages.programs.ranges import in_ranges
-from planner.stages.programs.split import FORWARD, Split, split
+from planner.stages.programs.split import FORWARD, Split, balanced, passes_of, split
 from planner.stages.rewrite import with_call
 
 
@@ -30,6 +31,7 @@ class Apart:
         split: its body in tasks.
         homes: where the rest is done.
         starts: per call, by ``id``, the operation of the graph that it starts with.
+        cuts: per stage, the operation that its forward pass begins with.
     """
 
     flat: FlatJaxpr
@@ -37,9 +39,17 @@ class Apart:
     split: Split
     homes: Homes
     starts: dict[int, int]
+    cuts: tuple[int, ...]
 
 
-def taken_apart(traced: Traced, parts: int, count: int, weights: bool) -> Apart:
+def taken_apart(
+    traced: Traced,
+    parts: int,
+    count: int,
+    weights: bool,
+    cuts: Sequence[int] = (),
+    seconds: Callable[[int], float] | None = None,
+) -> Apart:
     """A step of ``layered`` in the programs of its stages.
 
     Args:
@@ -47,6 +57,9 @@ def taken_apart(traced: Traced, parts: int, count: int, weights: bool) -> Apart:
         parts: microbatches.
         count: stages.
         weights: whether the gradients of weights are tasks of their own.
+        cuts: per stage, the operation of the graph that its forward pass begins with; without,
+            stages are made that take about the same time.
+        seconds: what the operations of a call take, by the first of them; without, by flop.
 
     Raises:
         NoStagesError: see ``split``.
@@ -55,13 +68,23 @@ def taken_apart(traced: Traced, parts: int, count: int, weights: bool) -> Apart:
     at = body_at(flat, parts)
     loop = flat.calls[at]
     body = body_of(loop)
-    done = split(body, count, weights)
     found = operations(traced.jaxpr)
     first = found[loop.outs[0]] + body_start(loop.eqn)
     inside = operations(loop.eqn.params["jaxpr"])
     starts = {id(c): found[c.outs[0]] for c in flat.calls if c.outs}
     starts.update((id(c), first + inside[c.outs[0]]) for c in body.flat.calls if c.outs)
-    return Apart(flat, at, done, homes(flat, at, done), starts)
+    passes = passes_of(body)
+    if cuts:
+        order = [starts[id(c)] for c in passes.ahead]
+        begins = [bisect.bisect_left(order, op) for op in cuts]
+    elif seconds is not None:
+        spent = seconds
+        begins = balanced(body, passes, count, lambda c: spent(starts[id(c)]))
+    else:
+        begins = balanced(body, passes, count)
+    done = split(body, passes, begins, weights)
+    ops = tuple(starts[id(passes.ahead[k])] for k in begins)
+    return Apart(flat, at, done, homes(flat, at, done), starts, ops)
 
 
 def layered(
@@ -97,10 +120,10 @@ def layered(
             function, args, first, lambda args: made(trace(function, args)) or function
         )
         traced = trace(step, args)
-    return step, _lines(taken_apart(traced, parts, count, False))
+    return step, stage_lines(taken_apart(traced, parts, count, False))
 
 
-def _lines(apart: Apart) -> tuple[str, ...]:
+def stage_lines(apart: Apart) -> tuple[str, ...]:
     """What each stage is, for the report."""
     split, where = apart.split, apart.homes
     out = []
@@ -108,7 +131,7 @@ def _lines(apart: Apart) -> tuple[str, ...]:
         calls = split.tasks[FORWARD, stage].own
         places = [p for p in (user_line(c.eqn) for c in calls) if p]
         here = sum(p == stage for p in where.home)
-        span = f"{places[0]} to {places[-1]}" if places else "no line of yours"
+        span = " to ".join(dict.fromkeys((places[0], places[-1]))) if places else "no line of yours"
         out.append(f"{stage}: {len(calls)} operations, {span}; {here} arrays of the state")
     everywhere = sum(p == ALL for p in where.home)
     if everywhere:

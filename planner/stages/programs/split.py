@@ -10,21 +10,25 @@ for itself.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.graph.flat import Call
+from planner.graph.flat import Call, nbytes
 from planner.graph.jaxpr.places import user_line
-from planner.remat.frontier import is_product
+from planner.remat.frontier import call_cost, is_product
 from planner.stages.body import Body, closure
 from planner.stages.errors import refused
-from planner.stages.programs.cuts import cut_forward
+from planner.stages.programs.cuts import crossing, cut_blocks, narrow_places
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 LARGE = 1 << 16
 """Bytes from which on it matters at which stage an array of the state is."""
+MOST_LOOKS = 200
+"""Moves of a border that are tried."""
 ADDS = frozenset({"add", "add_any"})
 
 
@@ -87,23 +91,85 @@ class Split:
         ]
 
 
-def split(body: Body, count: int, weights: bool = True) -> Split:
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """The calls of a microbatch: ``spread`` (every reader makes them for itself), the forward pass
+    and the backward pass."""
+
+    spread: list[Call]
+    ahead: list[Call]
+    back: list[Call]
+
+
+def split(body: Body, passes: Passes, begins: Sequence[int], weights: bool = True) -> Split:
     """Split a microbatch.
 
     Args:
         body: the loop over microbatches, taken apart.
-        count: stages, two or more.
+        passes: its calls (``passes_of``).
+        begins: the first call of each stage's forward pass.
         weights: whether what no other stage waits for is a task of its own.
 
     Raises:
-        NoStagesError: there are fewer blocks than stages, or a call reads values of two stages
-            that never meet; names its line.
+        NoStagesError: a call reads values of two stages that never meet; names its line.
     """
-    spread, ahead, back = _sorted(body)
+    stage = _stages(body, passes, begins)
+    return _tasks(body, len(begins), passes.spread, (passes.ahead, passes.back), stage, weights)
+
+
+def balanced(
+    body: Body, passes: Passes, count: int, seconds: Callable[[Call], float] = call_cost
+) -> list[int]:
+    """The first call of each stage's forward pass, such that the longest stage, with its backward
+    pass, takes least. First as if every block were a stage; then borders are moved while that
+    helps, for what is computed again may go to another stage where a block of it is cut.
+
+    Args:
+        body, passes: the microbatch.
+        count: stages.
+        seconds: what a call takes.
+
+    Raises:
+        NoStagesError: there are fewer blocks than stages, or it can't be split.
+    """
+    blocks = narrow_places(passes.ahead, count)[:-1]
+    cost = {id(c): seconds(c) for c in (*passes.ahead, *passes.back)}
+
+    def spent(begins: Sequence[int]) -> list[float]:
+        """Per stage."""
+        stage = _stages(body, passes, begins)
+        out = [0.0] * len(begins)
+        for c, at in stage.items():
+            out[at] += cost[c]
+        return out
+
+    def score(chosen: Sequence[int]) -> tuple[float, float]:
+        found = spent([blocks[k] for k in chosen])
+        return max(found), sum(s * s for s in found)
+
+    across = crossing(passes.ahead)
+    best = cut_blocks(spent(blocks), [across[b] for b in blocks], count)
+    least, looks = score(best), 0
+    better = True
+    while better and looks < MOST_LOOKS:
+        better = False
+        for k, step in itertools.product(range(1, count), (1, -1, 2, -2)):
+            near = [*best[:k], best[k] + step, *best[k + 1 :]]
+            if near != sorted(set(near)) or near[-1] >= len(blocks):
+                continue
+            looks += 1
+            if (found := score(near)) < least:
+                best, least, better = near, found, True
+    return [blocks[k] for k in best]
+
+
+def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> dict[int, int]:
+    """Per call, by ``id``, its stage."""
+    ahead = passes.ahead
     stage: dict[int, int] = {}
     masks: dict[int, int] = {}
-    everywhere = (1 << count) - 1
-    groups = cut_forward(ahead, count)
+    everywhere = (1 << len(begins)) - 1
+    groups = [bisect.bisect(begins, at) - 1 for at in range(len(ahead))]
     for call, group in zip(ahead, groups, strict=True):
         stage[id(call)] = group
         masks.update((v, 1 << group) for v in call.outs)
@@ -111,8 +177,8 @@ def split(body: Body, count: int, weights: bool = True) -> Split:
         for v in call.ins:
             if isinstance(v, int) and v in masks:
                 masks[v] |= 1 << group
-    liked = _liked(body, spread, ahead, groups)
-    for call in back:
+    liked = _liked(body, passes.spread, ahead, groups)
+    for call in passes.back:
         mask, wish = everywhere, everywhere
         for v in call.ins:
             if isinstance(v, int):
@@ -126,7 +192,12 @@ def split(body: Body, count: int, weights: bool = True) -> Split:
         at = (mask & wish or mask).bit_length() - 1
         stage[id(call)] = at
         masks.update((v, (2 << at) - 1) for v in call.outs)
-    return _tasks(body, count, spread, (ahead, back), stage, weights)
+    return stage
+
+
+def passes_of(body: Body) -> Passes:
+    """The calls of a microbatch by what they belong to."""
+    return Passes(*_sorted(body))
 
 
 def _sorted(body: Body) -> tuple[list[Call], list[Call], list[Call]]:
@@ -151,8 +222,6 @@ def _sorted(body: Body) -> tuple[list[Call], list[Call], list[Call]]:
 
 
 def _sizes(body: Body) -> dict[int, int]:
-    from planner.graph.flat import nbytes
-
     sizes: dict[int, int] = {}
     for c in body.flat.calls:
         for v, var in zip((*c.ins, *c.outs), (*c.eqn.invars, *c.eqn.outvars), strict=False):
@@ -181,8 +250,8 @@ def _liked(
             if isinstance(v, int):
                 at[v] = at.get(v, 0) | 1 << group
     out: dict[int, int] = {}
-    for v, nbytes in sizes.items():
-        if v in body.batch or nbytes < LARGE:
+    for v, size in sizes.items():
+        if v in body.batch or size < LARGE:
             continue
         masks = [at[v]] if v in at else [at[r] for r in roots.get(v, {v}) if r in at]
         for mask in masks:

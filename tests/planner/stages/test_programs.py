@@ -1,0 +1,116 @@
+"""A microbatch in the programs of its stages: cuts, borders and homes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.errors import RequestError
+from planner.graph.trace import trace
+from planner.recipes import Recipe, Rewriter
+from planner.stages.programs.cuts import cut_blocks
+from planner.stages.programs.homes import ALL
+from planner.stages.programs.layered import Apart, taken_apart
+from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
+
+
+def step(params: Any, batch: Any) -> Any:
+    def loss(params: Any) -> Any:
+        x = batch["x"] @ params["tied"]
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x @ params["tied"] - batch["x"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def args(layers: int = 8) -> Any:
+    array = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    batch = {"x": jax.ShapeDtypeStruct((16, 128), jnp.float32)}
+    return {"layers": [array] * layers, "tied": array}, batch
+
+
+def apart(stages: int = 4, weights: bool = True, cuts: Any = ()) -> Apart:
+    recipe = Recipe(microbatches=4, stages=stages, schedule="1f1b")
+    made, traced = Rewriter(step, args())(recipe)
+    assert trace(made, args()).graph.ops == traced.graph.ops
+    return taken_apart(traced, 4, stages, weights, cuts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_are_cut_where_the_longest_group_is_shortest(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    seconds, across = rng.integers(1, 9, 9).tolist(), rng.integers(1, 5, 9).tolist()
+    count = int(rng.integers(2, 5))
+
+    def score(begins: Any) -> tuple[float, float]:
+        ends = [*begins[1:], len(seconds)]
+        longest = max(sum(seconds[a:b]) for a, b in zip(begins, ends, strict=True))
+        return longest, sum(across[b] for b in begins)
+
+    found = cut_blocks(seconds, across, count)
+    every = ((0, *rest) for rest in itertools.combinations(range(1, len(seconds)), count - 1))
+    assert score(found)[0] == min(score(b)[0] for b in every)
+
+
+def test_only_declared_values_cross_and_each_once_in_its_direction() -> None:
+    split = apart().split
+    for task in split.tasks.values():
+        made = {v for c in task.calls for v in c.outs}
+        read = {v for c in task.calls for v in c.ins if isinstance(v, int)}
+        assert read <= made | {*task.ins, *task.fixed, *task.rows}
+    for value, (kind, source), (_, reader) in split.moves:
+        assert source < reader if kind == FORWARD else source > reader, value
+
+
+def test_what_a_forward_pass_leaves_stays_where_it_is_read() -> None:
+    split = apart().split
+    for value, (kind, _), (reading, reader) in split.moves:
+        if kind == FORWARD and reading != FORWARD:  # the input of a stage, which it has anyway
+            assert value in split.tasks[FORWARD, reader].ins
+
+
+def test_nothing_waits_for_the_gradients_of_weights() -> None:
+    split = apart().split
+    assert all(not task.outs for key, task in split.tasks.items() if key[0] == WEIGHTS)
+    assert any(task.sums for key, task in split.tasks.items() if key[0] == WEIGHTS)
+    whole = apart(weights=False).split
+    assert not any(kind == WEIGHTS for kind, _ in whole.tasks)
+    own = [sum(len(t.own) for t in s.tasks.values()) for s in (split, whole)]
+    assert own[0] == own[1]
+
+
+def test_a_parameter_lives_where_it_is_read_and_a_shared_one_once() -> None:
+    found = apart()
+    home = found.homes.home
+    assert list(home[:8]) == sorted(home[:8]) and set(home[:8]) == {0, 1, 2, 3}
+    assert home[8] == 0 and ALL not in home[:9]
+    pieces = [p for p in found.split.pieces if len(p[0]) > 1]
+    assert len(pieces) == 1  # the gradient of what two stages read
+
+
+def test_cuts_from_a_plan_are_taken() -> None:
+    first = apart()
+    assert apart(cuts=first.cuts).cuts == first.cuts
+    other = (first.cuts[0], first.cuts[2], first.cuts[3])
+    assert apart(stages=3, cuts=other).cuts == other
+
+
+def test_more_stages_than_blocks() -> None:
+    with pytest.raises(RequestError, match="40 stages were asked for, and it has"):
+        apart(stages=40)
+
+
+def test_backward_passes_wait_for_those_behind_them() -> None:
+    split = apart().split
+    assert all(
+        any(maker == (BACKWARD, 3) for maker in [split.makers[v]])
+        for v in split.tasks[BACKWARD, 2].ins
+        if split.makers[v][0] == BACKWARD
+    )
