@@ -131,6 +131,7 @@ def parsed() -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--schedule", help="of stages as programs of their own, such as zb-h1")
     parser.add_argument("--microbatches", type=int, default=2)
     for name in ("batch", "seq", "layers"):
         parser.add_argument(f"--{name}", type=int)
@@ -177,6 +178,8 @@ def main() -> None:
         return losses
 
     recipe = {"microbatches": options.microbatches, "stages": options.stages}
+    if options.schedule:
+        recipe["schedule"] = options.schedule
     planned = parallelize(step, donate_argnums=0, remat="full", **recipe)
     losses, alone = train(planned), train(jax.jit(step, donate_argnums=0))
     print(planned.plan)

@@ -150,7 +150,7 @@ def _peaks(plan: Plan, extraction: Extraction, apart: Apart, ran: Simulated) -> 
         tasks = [t for (_, stage), t in split.tasks.items() if stage == s]
         sums = sum(size(v) for t in tasks for v in t.sums)
         inside = max(sum(size(v) for c in t.own for v in c.outs) for t in tasks)
-        out.append(2 * state[s] + 2 * sums + ran.peak_bytes[s] + inside)
+        out.append(state[s] + 2 * sums + ran.peak_bytes[s] + inside)
     return out
 
 

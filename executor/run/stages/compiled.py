@@ -48,14 +48,13 @@ class StagedStep(CompiledStep):
             raise RequestError("a plan with schedule= can't keep its state in host memory")
         self.plan, self.traced = plan, traced
         order = named_order(plan.schedule, plan.stages, plan.microbatches)
-        self.runner = Runner(traced, plan, order, devices)
+        donated = donated_leaves(traced, donate_argnums)
+        back = tuple(k for k in kept_leaves(traced.out_shape) if k in frozenset(donated))
+        self.runner = Runner(traced, plan, order, devices, sorted({*donated} - {*back}))
         self.mesh = self.runner.places.mesh
         self.in_shardings = jax.tree_util.tree_unflatten(traced.in_tree, self.runner.shardings)
         self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
-        self._donated = donated_leaves(traced, donate_argnums)
-        self._back = tuple(
-            k for k in kept_leaves(traced.out_shape) if k in frozenset(self._donated)
-        )
+        self._donated, self._back = donated, back
         self._weak = weak_leaves(traced)
         self.jitted = _NoProgram(plan.schedule)  # type: ignore[assignment]
 
@@ -68,6 +67,7 @@ class StagedStep(CompiledStep):
             )
         if not self.fits(args):
             raise ShapesChangedError
+        args = self._unshared(args) if self._donated else args
         leaves = jax.tree_util.tree_leaves(args)
         shardings = self.runner.shardings
         if any(getattr(x, "sharding", None) != s for x, s in zip(leaves, shardings, strict=True)):

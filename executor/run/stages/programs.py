@@ -111,9 +111,11 @@ class Builder:
         joined: frozenset[int],
         consts: Mapping[int, Any],
         shardings: Mapping[int, Any],
+        given: frozenset[int],
     ) -> Program:
         """What is done behind the loop at one place and level; reads sums as ``("sum", value)``,
         pieces of all stages as ``("joined", result)``, stacks as ``("stack", value, microbatch)``.
+        ``given``: arguments whose memory it may take.
         """
         loop = split.body.call
         results = {v: k for k, v in enumerate(loop.outs)}
@@ -139,7 +141,9 @@ class Builder:
             return [env[v] for v in outs]
 
         held = [shardings.get(v) for v in outs]
-        return Program(names, outs, jax.jit(behind, out_shardings=held))
+        donated = tuple(k for k, name in enumerate(names) if name in given)
+        run = jax.jit(behind, out_shardings=held, donate_argnums=donated)
+        return Program(names, outs, run)
 
     @staticmethod
     def _pieces(split: Split, at: int, joined: frozenset[int]) -> list[Any]:

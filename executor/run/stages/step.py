@@ -59,8 +59,15 @@ class Runner:
         in_shardings, places: of the arguments, in order.
     """
 
-    def __init__(self, traced: Traced, plan: Plan, order: Order, devices: Any = None) -> None:
-        self.order, self.traced = order, traced
+    def __init__(
+        self,
+        traced: Traced,
+        plan: Plan,
+        order: Order,
+        devices: Any = None,
+        donated: Sequence[int] = (),
+    ) -> None:
+        self.order, self.traced, self.donated = order, traced, frozenset(donated)
         self.apart: Apart = taken_apart(
             traced, plan.microbatches, plan.stages, order.splits_weights, plan.cuts
         )
@@ -161,10 +168,29 @@ class Runner:
                 v for m in made for v in m.ins if isinstance(v, int) and key_of.get(v) != key
             }
         out = []
+        ties = {
+            j: v
+            for v, j in zip(flat.outputs, self.updates, strict=True)
+            if j in self.donated and isinstance(v, int) and v in final
+        }
+        last = {v: key for key in sorted(groups) for m in groups[key] for v in m.ins if _int(v)}
+        given = {
+            flat.inputs[j]: key_of[v]
+            for j, v in ties.items()
+            if key_of.get(v) is not None
+            and last.get(flat.inputs[j]) == key_of[v]
+            and flat.inputs[j] not in flat.outputs
+        }
         for key in sorted(groups):
             made, held = groups[key], {v: s for v, s in final.items() if key_of.get(v) == key}
             program = builder.behind(
-                made, frozenset(wanted), apart.split, where.joined, flat.consts, held
+                made,
+                frozenset(wanted),
+                apart.split,
+                where.joined,
+                flat.consts,
+                held,
+                frozenset(v for v, at in given.items() if at == key),
             )
             out.append((key[1], program))
         return out
@@ -277,6 +303,10 @@ class Runner:
             return x if x.sharding == self.shardings[j] else jax.device_put(x, self.shardings[j])
         small = place != ALL and x.nbytes <= SMALL
         return self.places.moved(x, place, ALL) if small else x
+
+
+def _int(v: Any) -> bool:
+    return isinstance(v, int)
 
 
 def _in_time(order: Order) -> list[Task]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from planner import compat
 from planner.graph.flat import Call, nbytes
 from planner.remat.frontier import call_cost, product_flop
 from planner.stages.errors import refused
@@ -94,3 +95,20 @@ def crossing(calls: Sequence[Call]) -> list[int]:
                 change[at + 1] += nbytes(var.aval)
                 change[last[v] + 1] -= nbytes(var.aval)
     return list(itertools.accumulate(change))[: len(calls)]
+
+
+def slice_part(call: Call, count: int) -> int | None:
+    """Which of ``count`` equal parts of its operand's first dimension a call is."""
+    if call.kind != "slice":
+        return None
+    shape = compat.aval_shape(call.eqn.invars[0].aval)
+    begin, end, strides = (
+        call.eqn.params[k] for k in ("start_indices", "limit_indices", "strides")
+    )
+    if not shape or shape[0] % count or (strides and any(s != 1 for s in strides)):
+        return None
+    size = shape[0] // count
+    whole = all(b == 0 and e == n for b, e, n in list(zip(begin, end, shape, strict=True))[1:])
+    if not whole or begin[0] % size or end[0] - begin[0] != size:
+        return None
+    return int(begin[0]) // size

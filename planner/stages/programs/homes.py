@@ -16,6 +16,7 @@ from typing import Any
 from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, nbytes
 from planner.stages.body import closure, depends
+from planner.stages.programs.cuts import slice_part
 from planner.stages.programs.split import Split
 
 ALL = -1
@@ -153,7 +154,7 @@ def _sliced(split: Split, outer: Mapping[int, Any]) -> dict[int, tuple[tuple[int
     bad: set[int] = {v for v in (*body.stacked, *body.added) if isinstance(v, int)}
     for c in body.flat.calls:
         for v in {v for v in c.ins if isinstance(v, int) and v in inside}:
-            part = _part(c, count)
+            part = slice_part(c, count)
             if part is None or not at.get(c.outs[0], {part}) <= {part}:
                 bad.add(v)
             else:
@@ -163,23 +164,6 @@ def _sliced(split: Split, outer: Mapping[int, Any]) -> dict[int, tuple[tuple[int
         for v, parts in found.items()
         if v not in bad and all(parts) and isinstance(outer.get(v), int)
     }
-
-
-def _part(call: Call, count: int) -> int | None:
-    """Which of ``count`` equal parts of its operand's first dimension a call is."""
-    if call.kind != "slice":
-        return None
-    shape = compat.aval_shape(call.eqn.invars[0].aval)
-    begin, end, strides = (
-        call.eqn.params[k] for k in ("start_indices", "limit_indices", "strides")
-    )
-    if not shape or shape[0] % count or (strides and any(s != 1 for s in strides)):
-        return None
-    size = shape[0] // count
-    whole = all(b == 0 and e == n for b, e, n in list(zip(begin, end, shape, strict=True))[1:])
-    if not whole or begin[0] % size or end[0] - begin[0] != size:
-        return None
-    return int(begin[0]) // size
 
 
 Sum = tuple[tuple[Any, ...], tuple[int, ...]]

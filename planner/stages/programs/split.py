@@ -22,7 +22,7 @@ from planner.graph.jaxpr.places import user_line
 from planner.remat.frontier import call_cost, is_product
 from planner.stages.body import Body, closure
 from planner.stages.errors import refused
-from planner.stages.programs.cuts import crossing, cut_blocks, narrow_places
+from planner.stages.programs.cuts import crossing, cut_blocks, narrow_places, slice_part
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 LARGE = 1 << 16
@@ -122,7 +122,8 @@ def balanced(
 ) -> list[int]:
     """The first call of each stage's forward pass, such that the longest stage, with its backward
     pass, takes least. First as if every block were a stage; then borders are moved while that
-    helps, for what is computed again may go to another stage where a block of it is cut.
+    helps, for what is computed again may go to another stage where a block of it is cut. Scanned
+    layers that are cut into as many parts stay together with their stage's part of the state.
 
     Args:
         body, passes: the microbatch.
@@ -143,12 +144,21 @@ def balanced(
             out[at] += cost[c]
         return out
 
-    def score(chosen: Sequence[int]) -> tuple[float, float]:
-        found = spent([blocks[k] for k in chosen])
-        return max(found), sum(s * s for s in found)
+    layers = _layers(passes, count)
+
+    def score(chosen: Sequence[int]) -> tuple[int, float, float]:
+        begins = [blocks[k] for k in chosen]
+        found = spent(begins)
+        away = sum(bisect.bisect(begins, at) - 1 != part for at, part in layers)
+        return away, max(found), sum(s * s for s in found)
 
     across = crossing(passes.ahead)
-    best = cut_blocks(spent(blocks), [across[b] for b in blocks], count)
+    starts = [cut_blocks(spent(blocks), [across[b] for b in blocks], count)]
+    firsts = [min((at for at, part in layers if part == k), default=0) for k in range(count)]
+    aligned = [0, *(bisect.bisect(blocks, at) - 1 for at in firsts[1:])]
+    if aligned == sorted(set(aligned)):
+        starts.append(aligned)
+    best = min(starts, key=score)
     least, looks = score(best), 0
     better = True
     while better and looks < MOST_LOOKS:
@@ -161,6 +171,23 @@ def balanced(
             if (found := score(near)) < least:
                 best, least, better = near, found, True
     return [blocks[k] for k in best]
+
+
+def _layers(passes: Passes, count: int) -> list[tuple[int, int]]:
+    """Calls of the forward pass that go over one of ``count`` parts of scanned layers: (number,
+    part). A part lies on the devices of the stage of that number. Of several scans, none: they
+    can't all be aligned."""
+    parts = {
+        v: part for c in passes.spread if (part := slice_part(c, count)) is not None for v in c.outs
+    }
+    found = {
+        (at, parts[v])
+        for at, c in enumerate(passes.ahead)
+        if c.kind == "scan"
+        for v in c.ins
+        if isinstance(v, int) and v in parts
+    }
+    return sorted(found) if len(found) == count else []
 
 
 def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> dict[int, int]:
