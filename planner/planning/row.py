@@ -31,7 +31,7 @@ from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
 from planner.planning.prepare import Prepared, fallbacks, prepared
-from planner.planning.through_stages import through_stages
+from planner.planning.through_stages import scheduled
 from planner.recipes import (
     chunked_of,
     recipe_of,
@@ -122,10 +122,9 @@ class Row:
             chunked=chunked_of(self.function),
             stages=made.stages,
             staged=staged_of(self.function),
-            schedule=made.schedule,
         )
         if made.schedule:
-            plan = through_stages(plan, planned.extraction, self.traced)
+            plan = scheduled(plan, planned.extraction, self.traced, made.schedule)
         planned = dataclasses.replace(planned, plan=plan)
         if self.request.confirm:
             return _confirmed(planned, self.traced, self.donate_argnums)

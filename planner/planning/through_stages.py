@@ -8,38 +8,95 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+from costmodels import ClusterError, parse_cluster
 from costmodels.orders import Simulated, Work, simulate
 from costmodels.orders.named import named_order
 from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
+from planner.errors import MemoryLimitError
 from planner.graph.flat import Call, nbytes
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
+from planner.recipes import WORTH
+from planner.recipes.wish import AUTO, SCHEDULES
 from planner.report.units import bytes_text, time_text
 from planner.spec import STAGE, MeshSpec
 from planner.stages.programs.homes import ALL
 from planner.stages.programs.layered import Apart, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
 
-SPLIT = frozenset({"zb-h1", "zb-h2"})
-"""Schedules in which the gradients of weights are passes of their own."""
 
+def scheduled(plan: Plan, extraction: Extraction, traced: Traced, schedule: str) -> Plan:
+    """The plan of all stages from the plan of the step on the devices of one.
 
-def through_stages(plan: Plan, extraction: Extraction, traced: Traced) -> Plan:
-    """The plan of all stages from the plan of the step on the devices of one."""
-    weights = plan.schedule in SPLIT
+    Args:
+        plan: that plan; its memory limit is that of all stages together.
+        extraction: what it was made from.
+        traced: the step.
+        schedule: a name, or ``"auto"``: the schedule that is predicted fastest, the simpler one
+            where that gains less than a hundredth.
+
+    Raises:
+        MemoryLimitError: a stage needs more memory than a device has.
+    """
+    names = SCHEDULES if schedule == AUTO else (schedule,)
     spent = _spent(extraction)
-    first = taken_apart(traced, plan.microbatches, plan.stages, weights)
-    borders = sorted({*first.starts.values(), len(spent)})
-    after = dict(itertools.pairwise(borders))
+    cuts = _cuts(plan, traced, spent)
+    plans = [
+        _through(dataclasses.replace(plan, schedule=n), extraction, traced, spent, cuts)
+        for n in names
+    ]
+    limit = plan.prediction.limit_bytes / plan.stages
+    fit = [p for p in plans if p.prediction.peak_bytes <= limit]
+    if not fit:
+        least = min(plans, key=lambda p: p.prediction.peak_bytes)
+        peak = least.prediction.peak_bytes
+        raise MemoryLimitError(
+            f"{plan.stages} stages run by {least.schedule} need {bytes_text(peak)} per device on "
+            f"{plan.cluster} ({least.prediction.peak_holders[0]}), and {bytes_text(limit)} may be "
+            'used; more stages, more microbatches or remat="full" take less',
+            least_bytes=peak,
+            lower_bytes=0.0,
+            limit_bytes=limit,
+        )
+    best = fit[0]
+    for other in fit[1:]:
+        if other.prediction.step_s * WORTH < best.prediction.step_s:
+            best = other
+    if len(names) == 1:
+        return best
+    seen = ", ".join(
+        f"{p.schedule} {time_text(p.prediction.step_s)}" + ("" if p in fit else " (does not fit)")
+        for p in plans
+    )
+    return dataclasses.replace(best, notes=(*best.notes, f"schedules compared: {seen}"))
+
+
+def _cuts(plan: Plan, traced: Traced, spent: Sequence[float]) -> tuple[int, ...]:
+    """Where stages begin, by the seconds of operations."""
+    first = taken_apart(traced, plan.microbatches, plan.stages, False)
+    after = dict(itertools.pairwise(sorted({*first.starts.values(), len(spent)})))
 
     def seconds(op: int) -> float:
         return sum(spent[op : after[op]])
 
-    apart = taken_apart(traced, plan.microbatches, plan.stages, weights, seconds=seconds)
-    ran, rest = _seconds(plan, extraction, apart, spent)
+    return taken_apart(traced, plan.microbatches, plan.stages, False, seconds=seconds).cuts
+
+
+def _through(
+    plan: Plan,
+    extraction: Extraction,
+    traced: Traced,
+    spent: Sequence[float],
+    cuts: tuple[int, ...],
+) -> Plan:
+    """The plan under one schedule."""
+    order = named_order(plan.schedule, plan.stages, plan.microbatches)
+    apart = taken_apart(traced, plan.microbatches, plan.stages, order.splits_weights, cuts)
+    late = _transfer_s(extraction, apart)
+    ran, rest = _seconds(plan, extraction, apart, spent, late)
     peaks = _peaks(plan, extraction, apart, ran)
     old = plan.prediction
     fixed = extraction.priced.model.step_latency_s
@@ -65,8 +122,8 @@ def through_stages(plan: Plan, extraction: Extraction, traced: Traced) -> Plan:
         for line, busy_s, peak in zip(told, ran.busy_s, peaks, strict=False)
     ]
     note = (
-        f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %; transfers between stages "
-        "are not counted, and memory is an estimate"
+        f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %, a transfer between stages "
+        f"{time_text(late)}; memory is an estimate"
     )
     mesh = MeshSpec((STAGE, *plan.mesh.names), (plan.stages, *plan.mesh.sizes))
     return dataclasses.replace(
@@ -90,7 +147,7 @@ def _spent(extraction: Extraction) -> list[float]:
 
 
 def _seconds(
-    plan: Plan, extraction: Extraction, apart: Apart, spent: Sequence[float]
+    plan: Plan, extraction: Extraction, apart: Apart, spent: Sequence[float], late: float
 ) -> tuple[Simulated, list[float]]:
     """The schedule with times, and per stage the seconds of what is done once."""
     split, parts = apart.split, plan.microbatches
@@ -126,7 +183,26 @@ def _seconds(
         )
         for s in range(split.count)
     ]
-    return simulate(named_order(plan.schedule, split.count, parts), work), rest
+    return simulate(named_order(plan.schedule, split.count, parts), work, late), rest
+
+
+def _transfer_s(extraction: Extraction, apart: Apart) -> float:
+    """Seconds of the largest transfer between stages; over the network if there is one."""
+    size = _sizes(extraction, apart)
+    borders: dict[tuple[tuple[str, int], int], float] = {}
+    seen: set[tuple[int, int]] = set()
+    for v, source, (_, reader) in apart.split.moves:
+        if (v, reader) not in seen:
+            seen.add((v, reader))
+            borders[source, reader] = borders.get((source, reader), 0.0) + size(v)
+    cluster = extraction.priced.model.cluster
+    try:
+        whole = parse_cluster(cluster.text)
+    except ClusterError:
+        whole = cluster
+    apart_nodes = whole.num_devices > whole.devices_per_node
+    link = whole.network if apart_nodes and whole.network is not None else whole.link
+    return link.latency_s + max(borders.values(), default=0.0) / link.bytes_per_s
 
 
 def _held(extraction: Extraction, apart: Apart) -> list[float]:

@@ -63,16 +63,16 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
     return Wish(recipe, frozenset(left), always or (recipe.stages > 1 and "remat" in left))
 
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Schedules of stages that are programs of their own."""
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
+"""Schedules of stages that are programs of their own, the simplest first."""
 
 
 def _schedule(asked: Mapping[str, Any]) -> str:
     name = asked.get("schedule")
     if name is None:
         return ""
-    if name not in SCHEDULES:
-        raise RequestError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")
+    if name not in (*SCHEDULES, AUTO):
+        raise RequestError(f"schedule={name!r}: expected auto or one of {', '.join(SCHEDULES)}")
     if asked.get("stages") in (None, 1, "1", AUTO):
         raise RequestError(
             f"schedule={name!r} orders the passes of pipeline stages; give stages=2 or more too"

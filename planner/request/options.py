@@ -100,8 +100,8 @@ class Options(TypedDict, total=False):
         (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
         ``microbatches`` says nothing. Equal to the plain step, or refused with the line.
     schedule: makes each stage a program of its own, which need not be like the others, and says in
-        which order the passes run: ``"gpipe"``, ``"1f1b"``, ``"zb-h1"`` or ``"zb-h2"``. None: all
-        stages in one program, which takes equal ones.
+        which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``, or the fastest
+        of them (``"auto"``). None: all stages in one program, which takes equal ones.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -195,8 +195,8 @@ class Options(TypedDict, total=False):
     schedule: Annotated[
         str | None,
         Flag(
-            "make each stage a program of its own and run their passes in this order: gpipe, 1f1b, "
-            "zb-h1 or zb-h2 (default: all stages in one program)",
+            "make each stage a program of its own and run their passes in this order: 1f1b, gpipe, "
+            "zb-h1, zb-h2 or auto (default: all stages in one program)",
             metavar="NAME",
             type=str.lower,
         ),

@@ -156,6 +156,19 @@ def test_a_plan_from_a_file_runs(tmp_path: Any) -> None:
     assert "ZB-H1 through the stages" in text and "0  0" in text
 
 
+def test_the_schedule_that_is_predicted_fastest_is_taken() -> None:
+    step, state, batch = two_towers()
+    options: Any = {"cluster": "h100:8x8", "stages": 4, "microbatches": 8, "remat": "none"}
+    names = ("1f1b", "gpipe", "zb-h1", "zb-h2")
+    plans = {n: make_plan(step, state, batch, schedule=n, **options) for n in names}
+    chosen = make_plan(step, state, batch, schedule="auto", **options)
+    least = min(p.prediction.step_s for p in plans.values())
+    assert chosen.prediction.step_s <= 1.01 * least
+    assert chosen.prediction == plans[chosen.schedule].prediction
+    assert "schedules compared: 1f1b" in chosen.notes[-1]
+    assert len({p.cuts for p in plans.values()}) == 1
+
+
 def test_donated_arguments_are_given_away() -> None:
     step, state, batch = layers()
     made = parallelize(
@@ -172,10 +185,11 @@ def test_donated_arguments_are_given_away() -> None:
     ("options", "said"),
     [
         ({"schedule": "1f1b"}, "give stages=2 or more"),
-        ({"schedule": "zigzag", "stages": 2}, "expected one of gpipe, 1f1b, zb-h1, zb-h2"),
+        ({"schedule": "zigzag", "stages": 2}, "expected auto or one of 1f1b, gpipe, zb-h1, zb-h2"),
         ({"schedule": "1f1b", "stages": 4, "microbatches": 1}, "microbatches=2 or more"),
         ({"schedule": "1f1b", "stages": 3}, "can't be cut into 3 equal groups"),
         ({"schedule": "1f1b", "stages": 8}, "blocks"),
+        ({"schedule": "zb-h2", "stages": 2, "memory": "1MB"}, "2 stages run by zb-h2 need"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Any, said: str) -> None:
