@@ -122,8 +122,8 @@ def _through(
         for line, busy_s, peak in zip(told, ran.busy_s, peaks, strict=False)
     ]
     note = (
-        f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %, a transfer between stages "
-        f"{time_text(late)}; memory is an estimate"
+        f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %, a transfer between "
+        f"stages {time_text(late)}; memory is an estimate"
     )
     mesh = MeshSpec((STAGE, *plan.mesh.names), (plan.stages, *plan.mesh.sizes))
     return dataclasses.replace(

@@ -100,8 +100,8 @@ class Options(TypedDict, total=False):
         (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
         ``microbatches`` says nothing. Equal to the plain step, or refused with the line.
     schedule: makes each stage a program of its own, which need not be like the others, and says in
-        which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``, or the fastest
-        of them (``"auto"``). None: all stages in one program, which takes equal ones.
+        which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``, or the
+        fastest of them (``"auto"``). None: all stages in one program, which takes equal ones.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
