@@ -10,9 +10,10 @@ from typing import Any
 
 from planner.graph.flat import FlatJaxpr, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
+from planner.graph.jaxpr.walk import loop_of
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
-from planner.stages.body import body_at, body_of
+from planner.stages.body import body_at, body_of, depends
 from planner.stages.errors import refused
 from planner.stages.programs.homes import ALL, Homes, homes
 from planner.stages.programs.numbers import body_start, operations
@@ -109,7 +110,9 @@ def layered(
         flat = flatten(traced.jaxpr).live()
         at = body_at(flat, parts)
         eqn = flat.calls[at].eqn
-        program, cut = in_ranges(flatten(eqn.params["jaxpr"]).live(), count)
+        inner = flatten(eqn.params["jaxpr"]).live()
+        batch = depends(inner.calls, loop_of(eqn).split(inner.inputs)[2])
+        program, cut = in_ranges(inner, count, batch)
         loop = looped(eqn, functools.partial(execute, program))
         return with_call(flat, at, loop, traced) if cut else None
 
@@ -136,4 +139,13 @@ def stage_lines(apart: Apart) -> tuple[str, ...]:
     everywhere = sum(p == ALL for p in where.home)
     if everywhere:
         out.append(f"on all stages, or split over them: {everywhere} arrays of the state")
+    sent = {
+        (v, reader)
+        for v, (kind, _), (reading, reader) in split.moves
+        if kind == FORWARD != reading and v not in split.tasks[FORWARD, reader].ins
+    }
+    if sent:
+        out.append(
+            f"{len(sent)} results of forward passes are sent to the backward pass of another stage"
+        )
     return tuple(out)

@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from planner import compat
-from planner.graph.flat import Call, FlatJaxpr, Run
+from planner.graph.flat import Call, FlatJaxpr, Run, nbytes
 from planner.graph.jaxpr.walk import loop_of
 from planner.remat.scans import partner_of
 
 
-def in_ranges(flat: FlatJaxpr, count: int) -> tuple[FlatJaxpr, int]:
-    """A loop's body in which every pair of scans, forward and backward, is ``count`` pairs, each
-    over a part of the turns; and how many scans were cut. Scans whose turns ``count`` does not
-    divide stay whole.
+def in_ranges(flat: FlatJaxpr, count: int, batch: frozenset[int]) -> tuple[FlatJaxpr, int]:
+    """A loop's body in which every pair of scans over layers, forward and backward, is ``count``
+    pairs, each over a part of the turns; and how many scans were cut.
+
+    A scan is over layers if most of what it goes over does not depend on the batch (``batch``:
+    the values that do). Scans over time, and those whose turns ``count`` does not divide, stay
+    whole.
 
     What the backward scan reads of the forward scan stays in parts; what it makes of each turn (a
     gradient per layer) is put together again.
@@ -27,6 +30,8 @@ def in_ranges(flat: FlatJaxpr, count: int) -> tuple[FlatJaxpr, int]:
     calls, values, cut = list(flat.calls), flat.values, 0
     for at, call in enumerate(flat.calls):
         if call.kind != "scan" or call.backward or int(call.eqn.params["length"]) % count:
+            continue
+        if not _is_over_layers(call, batch):
             continue
         other, stacks = partner_of(flat, at, readers)
         if other is None:
@@ -49,6 +54,14 @@ def in_ranges(flat: FlatJaxpr, count: int) -> tuple[FlatJaxpr, int]:
         calls[other] = dataclasses.replace(back, ins=ins, run=run, made=True)
         cut += 1
     return dataclasses.replace(flat, calls=tuple(calls), values=values), cut
+
+
+def _is_over_layers(call: Call, batch: frozenset[int]) -> bool:
+    loop = loop_of(call.eqn)
+    _, _, rows = loop.split(list(zip(call.ins, call.eqn.invars, strict=True)))
+    sizes = [(v in batch, nbytes(var.aval)) for v, var in rows if isinstance(v, int)]
+    fixed = sum(n for moves, n in sizes if not moves)
+    return fixed > 0 and 2 * fixed >= sum(n for _, n in sizes)
 
 
 def _ahead(call: Call, count: int, kept: Sequence[bool]) -> Run:

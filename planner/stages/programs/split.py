@@ -3,7 +3,8 @@
 A forward call belongs to the stage between two cuts. A backward call goes to the last stage at
 which all of its operands are: what a forward pass makes is at its own stage and at those whose
 forward pass reads it; what a backward pass makes is at its stage and goes down to those before.
-So what a forward pass leaves for a backward pass crosses no border by itself. What depends on
+So what a forward pass leaves for a backward pass crosses no border by itself; where no stage has
+all operands, it is sent to the one that needs it, and cuts avoid that. What depends on
 the batch alone and is cheap (masks, positions) and what does not depend on it each program makes
 for itself.
 """
@@ -18,10 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.graph.flat import Call, nbytes
-from planner.graph.jaxpr.places import user_line
 from planner.remat.frontier import call_cost, is_product
 from planner.stages.body import Body, closure
-from planner.stages.errors import refused
 from planner.stages.programs.cuts import crossing, cut_blocks, narrow_places, slice_part
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
@@ -29,6 +28,8 @@ LARGE = 1 << 16
 """Bytes from which on it matters at which stage an array of the state is."""
 MOST_LOOKS = 200
 """Moves of a border that are tried."""
+SENT = 0.01
+"""Share of the longest stage that a backward call counts for whose operands must be sent to it."""
 ADDS = frozenset({"add", "add_any"})
 
 
@@ -110,10 +111,8 @@ def split(body: Body, passes: Passes, begins: Sequence[int], weights: bool = Tru
         begins: the first call of each stage's forward pass.
         weights: whether what no other stage waits for is a task of its own.
 
-    Raises:
-        NoStagesError: a call reads values of two stages that never meet; names its line.
     """
-    stage = _stages(body, passes, begins)
+    stage, _ = _stages(body, passes, begins)
     return _tasks(body, len(begins), passes.spread, (passes.ahead, passes.back), stage, weights)
 
 
@@ -131,29 +130,29 @@ def balanced(
         seconds: what a call takes.
 
     Raises:
-        NoStagesError: there are fewer blocks than stages, or it can't be split.
+        NoStagesError: there are fewer blocks than stages.
     """
     blocks = narrow_places(passes.ahead, count)[:-1]
     cost = {id(c): seconds(c) for c in (*passes.ahead, *passes.back)}
 
-    def spent(begins: Sequence[int]) -> list[float]:
-        """Per stage."""
-        stage = _stages(body, passes, begins)
+    def spent(begins: Sequence[int]) -> tuple[list[float], int]:
+        """Per stage; and how many backward calls find their operands at no one stage."""
+        stage, alone = _stages(body, passes, begins)
         out = [0.0] * len(begins)
         for c, at in stage.items():
             out[at] += cost[c]
-        return out
+        return out, alone
 
     layers = _layers(passes, count)
 
     def score(chosen: Sequence[int]) -> tuple[int, float, float]:
         begins = [blocks[k] for k in chosen]
-        found = spent(begins)
+        found, alone = spent(begins)
         away = sum(bisect.bisect(begins, at) - 1 != part for at, part in layers)
-        return away, max(found), sum(s * s for s in found)
+        return away, max(found) * (1 + SENT * alone), sum(s * s for s in found)
 
     across = crossing(passes.ahead)
-    starts = [cut_blocks(spent(blocks), [across[b] for b in blocks], count)]
+    starts = [cut_blocks(spent(blocks)[0], [across[b] for b in blocks], count)]
     firsts = [min((at for at, part in layers if part == k), default=0) for k in range(count)]
     aligned = [0, *(bisect.bisect(blocks, at) - 1 for at in firsts[1:])]
     if aligned == sorted(set(aligned)):
@@ -190,36 +189,36 @@ def _layers(passes: Passes, count: int) -> list[tuple[int, int]]:
     return sorted(found) if len(found) == count else []
 
 
-def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> dict[int, int]:
-    """Per call, by ``id``, its stage."""
+def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> tuple[dict[int, int], int]:
+    """Per call, by ``id``, its stage; and how many backward calls find their operands at no one
+    stage."""
     ahead = passes.ahead
     stage: dict[int, int] = {}
-    masks: dict[int, int] = {}
+    there: dict[int, int] = {}  # per value of the forward pass, a bit for each stage that has it
+    below: dict[int, int] = {}  # per value of the backward pass, those at its stage and before
     everywhere = (1 << len(begins)) - 1
     groups = [bisect.bisect(begins, at) - 1 for at in range(len(ahead))]
     for call, group in zip(ahead, groups, strict=True):
         stage[id(call)] = group
-        masks.update((v, 1 << group) for v in call.outs)
+        there.update((v, 1 << group) for v in call.outs)
     for call, group in zip(ahead, groups, strict=True):
         for v in call.ins:
-            if isinstance(v, int) and v in masks:
-                masks[v] |= 1 << group
+            if isinstance(v, int) and v in there:
+                there[v] |= 1 << group
     liked = _liked(body, passes.spread, ahead, groups)
+    alone = 0
     for call in passes.back:
-        mask, wish = everywhere, everywhere
+        mask, own, wish = everywhere, everywhere, everywhere
         for v in call.ins:
             if isinstance(v, int):
-                mask &= masks.get(v, everywhere)
+                mask &= there.get(v, everywhere)
+                own &= below.get(v, everywhere)
                 wish &= liked.get(v, everywhere)
-        if not mask:
-            raise refused(
-                f"{user_line(call.eqn) or 'an unknown line'}: {call.kind} of the backward pass "
-                "reads values of stages that never meet"
-            )
-        at = (mask & wish or mask).bit_length() - 1
+        alone += not mask & own
+        at = (mask & own & wish or mask & own or own).bit_length() - 1
         stage[id(call)] = at
-        masks.update((v, (2 << at) - 1) for v in call.outs)
-    return stage
+        below.update((v, (2 << at) - 1) for v in call.outs)
+    return stage, alone
 
 
 def passes_of(body: Body) -> Passes:
