@@ -210,6 +210,23 @@ def small() -> tuple[Any, Any, Any]:
     return trained(loss), state_of(draw(1, 16, 16)), {"x": draw(2, 16, 16)}
 
 
+def test_what_acts_outside_of_the_microbatches_acts_once() -> None:
+    step, state, batch = layers()
+    seen: list[int] = []
+
+    def told(state: Any, batch: Any) -> Any:
+        jax.debug.callback(lambda n: seen.append(int(n)), state[2])
+        state, metrics = step(state, batch)
+        jax.debug.callback(lambda n: seen.append(int(n) + 100), state[2])
+        return state, metrics
+
+    made = parallelize(told, stages=2, microbatches=4, schedule="1f1b", cluster="cpu:8")
+    for _ in range(2):
+        state, _ = made(state, batch)
+    jax.effects_barrier()
+    assert sorted(set(seen)) == [0, 1, 101, 102]
+
+
 def test_not_inside_of_another_program() -> None:
     step, state, batch = layers()
     made = parallelize(step, stages=2, microbatches=2, schedule="1f1b", cluster="cpu:8")

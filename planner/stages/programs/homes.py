@@ -101,7 +101,10 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     behind = [c for c in others if late.intersection(c.outs)]
     read = {v for c in behind for v in c.ins if isinstance(v, int)} | set(wanted)
     read |= {v for v in starts if isinstance(v, int)}
-    before = closure(early, sorted(read))
+    acting = {id(c) for c in early if c.eqn.effects}
+    read |= {v for c in early if id(c) in acting for v in c.ins if isinstance(v, int)}
+    made_first = {id(c) for c in closure(early, sorted(read))} | acting
+    before = [c for c in early if id(c) in made_first]
     groups = _Groups(sizes)
     once: list[tuple[Call | None, tuple[Any, ...], tuple[int, ...]]] = [
         *((c, c.ins, c.outs) for c in before),
