@@ -18,11 +18,12 @@ from planner.graph.flat import Call, nbytes
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced
 from planner.plan.extract import Extraction
-from planner.plan.plan import Plan
+from planner.plan.plan import Constraint, Plan
 from planner.recipes import WORTH
 from planner.recipes.wish import AUTO, SCHEDULES
 from planner.report.units import bytes_text, time_text
-from planner.spec import STAGE, MeshSpec
+from planner.spec import STAGE, MeshSpec, Sharding
+from planner.stages.programs.handed import handed_places
 from planner.stages.programs.homes import ALL
 from planner.stages.programs.layered import Apart, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
@@ -132,8 +133,21 @@ def _through(
         prediction=prediction,
         staged=(*lines, *told[len(lines) :]),
         cuts=apart.cuts,
+        constraints=_said(plan, extraction, apart),
         notes=(*plan.notes, note),
     )
+
+
+def _said(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Constraint, ...]:
+    """The plan's constraints, and one for each value that leaves the place where it is made."""
+    known = {(c.op, c.slot, c.position): c for c in plan.constraints}
+    graph = extraction.graph
+    for op, position in handed_places(apart):
+        outs = graph.ops[op].outputs if op < len(graph.ops) else ()
+        if position < len(outs) and outs[position] >= 0:
+            spec = Sharding.of(extraction.value_sharding(outs[position]).entries)
+            known.setdefault((op, "out", position), Constraint(op, "out", position, spec))
+    return tuple(known[place] for place in sorted(known))
 
 
 def _spent(extraction: Extraction) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from costmodels.orders import named_order
+from executor.processes.progress import begin_step, refuse_step
 from executor.run.compile import (
     CompiledStep,
     ShapesChangedError,
@@ -15,6 +16,7 @@ from executor.run.compile import (
     is_inside,
     weak_leaves,
 )
+from executor.run.stages.sending import placed
 from executor.run.stages.step import Runner
 from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
@@ -24,10 +26,11 @@ from planner.space.decisions.host_memory import DEVICE
 
 
 class StagedStep(CompiledStep):
-    """As ``CompiledStep``; runs many programs, from the host, in one process.
+    """As ``CompiledStep``; runs many programs from the host, in one process or several.
 
     Raises (at the call):
-        RequestError: more than one process, or a call inside of another transformation.
+        RequestError: a call inside of another transformation, or an argument on devices of several
+            processes other than those where the plan wants it.
     """
 
     def __init__(
@@ -39,11 +42,6 @@ class StagedStep(CompiledStep):
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         plan.check_matches(traced.graph)
-        if jax.process_count() > 1:
-            raise RequestError(
-                f"schedule={plan.schedule!r}: stages as programs of their own run in one process; "
-                "leave schedule= out for stages in one program, which many processes can run"
-            )
         if any(leaf.memory != DEVICE for leaf in plan.inputs):
             raise RequestError("a plan with schedule= can't keep its state in host memory")
         self.plan, self.traced = plan, traced
@@ -56,6 +54,7 @@ class StagedStep(CompiledStep):
         self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
         self._donated, self._back = donated, back
         self._weak = weak_leaves(traced)
+        self._spans, self._compared = self.runner.places.many, False
         self.jitted = _NoProgram(plan.schedule)  # type: ignore[assignment]
 
     def run(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -68,17 +67,44 @@ class StagedStep(CompiledStep):
         if not self.fits(args):
             raise ShapesChangedError
         args = self._unshared(args) if self._donated else args
-        leaves = jax.tree_util.tree_leaves(args)
-        shardings = self.runner.shardings
-        if any(getattr(x, "sharding", None) != s for x, s in zip(leaves, shardings, strict=True)):
-            leaves = jax.device_put(leaves, shardings)
-        results = self.runner(leaves)
+        if self._spans and not self._compared:
+            self._compare(args)
+        leaves = self._placed(jax.tree_util.tree_leaves(args))
+        results = self._walked(leaves)
         kept = {id(x) for x in results} | {id(leaves[k]) for k in self._back}
         for k in self._donated:
             if id(leaves[k]) not in kept:
                 leaves[k].delete()
         result = jax.tree_util.tree_unflatten(self.traced.out_tree, results)
         return result, jax.tree_util.tree_unflatten(self.traced.in_tree, leaves)
+
+    def place(self, *args: Any) -> tuple[Any, ...]:
+        """Put arguments where the plan wants them; see ``CompiledStep.place``."""
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        placed: tuple[Any, ...] = jax.tree_util.tree_unflatten(tree, self._placed(leaves))
+        return placed
+
+    def _placed(self, leaves: list[Any]) -> list[Any]:
+        shardings = self.runner.shardings
+        if not self._spans:
+            if all(
+                getattr(x, "sharding", None) == s for x, s in zip(leaves, shardings, strict=True)
+            ):
+                return leaves
+            return list(jax.device_put(leaves, shardings))
+        paths = [leaf.path for leaf in self.plan.inputs]
+        return list(map(placed, leaves, shardings, paths))
+
+    def _walked(self, leaves: list[Any]) -> list[Any]:
+        """Run the programs; counted where other processes wait for it."""
+        if not self._spans:
+            return self.runner(leaves)
+        begin_step()
+        try:
+            return self.runner(leaves)
+        except Exception:
+            refuse_step()
+            raise
 
 
 class _NoProgram:

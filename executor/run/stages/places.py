@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from executor.run.compile import spread
 from planner.spec import STAGE
 from planner.stages.programs.homes import ALL
 
@@ -19,6 +22,14 @@ class Places:
 
     mesh: Mesh
     stages: tuple[Mesh, ...]
+
+    @functools.cached_property
+    def _processes(self) -> dict[int, frozenset[int]]:
+        meshes = {ALL: self.mesh, **dict(enumerate(self.stages))}
+        return {
+            place: frozenset(d.process_index for d in mesh.devices.flat)
+            for place, mesh in meshes.items()
+        }
 
     @classmethod
     def of(cls, mesh: Mesh) -> Places:
@@ -38,16 +49,31 @@ class Places:
         """A sharding at a place."""
         return NamedSharding(self.mesh_of(place), spec)
 
-    def moved(self, x: Any, before: int, after: int) -> Any:
-        """An array of one place at another, split in the same way."""
-        if before == after:
-            return x
-        spec = spec_of(x)
-        if before == ALL and getattr(getattr(x, "sharding", None), "mesh", None) == self.mesh:
-            if not _uses(spec, STAGE):
-                return self.view(x, after, spec, x.shape)
-            spec = _without(spec)
-        return jax.device_put(x, self.sharding(after, spec))
+    def processes(self, place: int) -> frozenset[int]:
+        """The processes that have devices of a place."""
+        return self._processes[place]
+
+    def mine(self, place: int) -> bool:
+        """Whether this process has devices of a place."""
+        return jax.process_index() in self._processes[place]
+
+    @property
+    def many(self) -> bool:
+        """Whether the devices are of several processes."""
+        return len(self._processes[ALL]) > 1
+
+    def over(self, x: Any) -> bool:
+        """Whether an array is split over the stages."""
+        return _uses(spec_of(x), STAGE)
+
+    @staticmethod
+    def is_local(device: jax.Device) -> bool:
+        """Whether it is a device of this process."""
+        return bool(device.process_index == jax.process_index())
+
+    def put(self, x: Any, sharding: NamedSharding) -> Any:
+        """An array that this process has whole, on the devices of a sharding."""
+        return spread(x, sharding) if self.many else jax.device_put(x, sharding)
 
     def view(self, x: jax.Array, stage: int, spec: PartitionSpec, shape: Sequence[int]) -> Any:
         """What a stage's devices hold of an array of all devices; copies nothing."""
@@ -59,20 +85,22 @@ class Places:
 
     def part(self, x: jax.Array, stage: int) -> Any:
         """A stage's part of the first dimension of an array that is split over the stages."""
-        spec = _without(spec_of(x))
+        spec = inside(spec_of(x))
         shape = (x.shape[0] // len(self.stages), *x.shape[1:])
+        if not self.mine(stage):
+            return jax.ShapeDtypeStruct(shape, x.dtype)
         return self.view(x, stage, spec, shape)
 
-    def joined(self, parts: Sequence[Any]) -> Any:
-        """One array of all devices from a part of its first dimension on each stage."""
-        spec = spec_of(parts[0])
-        parts = [
-            x if spec_of(x) == spec else jax.device_put(x, self.sharding(k, spec))
-            for k, x in enumerate(parts)
+    def joined(self, parts: Sequence[Any], spec: PartitionSpec | None) -> Any:
+        """One array of all devices from a part of its first dimension on each stage; ``spec``: how
+        the parts are split, None for as the first is."""
+        here = [(k, x) for k, x in enumerate(parts) if isinstance(x, jax.Array)]
+        spec = spec_of(here[0][1]) if spec is None else spec_of_entries(spec)
+        same = [
+            x if spec_of(x) == spec else jax.device_put(x, self.sharding(k, spec)) for k, x in here
         ]
-        first = parts[0]
-        shape = (sum(x.shape[0] for x in parts), *first.shape[1:])
-        shards = [s.data for x in parts for s in x.addressable_shards]
+        shape = (sum(x.shape[0] for x in parts), *parts[0].shape[1:])
+        shards = [s.data for x in same for s in x.addressable_shards]
         sharding = NamedSharding(self.mesh, over_stages(spec))
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
@@ -82,21 +110,43 @@ def spec_of(x: Any) -> PartitionSpec:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return PartitionSpec()
-    entries = list(sharding.spec)
+    return spec_of_entries(sharding.spec)
+
+
+def spec_of_entries(spec: PartitionSpec) -> PartitionSpec:
+    """Without what says nothing at its end."""
+    entries = list(spec)
     while entries and entries[-1] in (None, ()):
         entries.pop()
     return PartitionSpec(*entries)
 
 
+def absent(x: Any) -> jax.ShapeDtypeStruct:
+    """What stands for an array in a process that has none of its devices."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
 def over_stages(spec: PartitionSpec) -> PartitionSpec:
     """The same with the first dimension split over the stages first."""
+    return split_first(spec, STAGE)
+
+
+def split_first(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """The same with the first dimension split along another axis first."""
     entries = list(spec) or [None]
     first = entries[0]
     own = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-    return PartitionSpec((STAGE, *own), *entries[1:])
+    return PartitionSpec((axis, *own), *entries[1:])
 
 
-def _without(spec: PartitionSpec) -> PartitionSpec:
+def divides(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> bool:
+    """Whether a sharding cuts a shape in equal parts."""
+    sizes = dict(mesh.shape)
+    parts = [math.prod(sizes[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in spec]
+    return len(parts) <= len(shape) and all(n % k == 0 for n, k in zip(shape, parts, strict=False))
+
+
+def inside(spec: PartitionSpec) -> PartitionSpec:
     """The same inside of a stage."""
     out: list[Any] = []
     for e in spec:

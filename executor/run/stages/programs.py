@@ -9,16 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from executor.run.decisions import applied
 from executor.run.lowered import LoweredStep, lower_plan
 from executor.run.mesh import mesh_axes
-from executor.run.stages.places import Places
+from executor.run.stages.places import Places, divides
+from planner import compat
 from planner.graph.flat import Call, FlatJaxpr
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.spec import STAGE
+from planner.stages.programs.handed import handed, result_place
 from planner.stages.programs.homes import ALL, Made
+from planner.stages.programs.layered import Apart
 from planner.stages.programs.split import Split, Task
 
 Names = tuple[Any, ...]
@@ -26,10 +30,12 @@ Names = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A jitted function of the values named ``ins``, in order, that gives those named ``outs``."""
+    """A jitted function of the values named ``ins``, in order, that gives those named ``outs``, at
+    a place."""
 
     ins: Names
     outs: Names
+    place: int
     run: Callable[..., Any]
 
 
@@ -40,16 +46,50 @@ class Builder:
         traced: the step in microbatches.
         plan: its plan.
         places: the devices.
-        starts: per call, by ``id``, the operation that it starts with.
+        apart: the step taken apart.
+
+    Attributes:
+        inner, outer: how what leaves its place is split, by value of a microbatch and outside.
     """
 
-    def __init__(
-        self, traced: Traced, plan: Plan, places: Places, starts: Mapping[int, int]
-    ) -> None:
-        self.places, self.starts = places, starts
+    def __init__(self, traced: Traced, plan: Plan, places: Places, apart: Apart) -> None:
+        self.places, self.starts = places, apart.starts
         self.kinds, self.decided = [op.kind for op in traced.graph.ops], applied(plan)
         axes = {n: v for n, v in mesh_axes(plan).items() if n != STAGE}
         self.lowered = [lower_plan(plan, traced, mesh, axes) for mesh in places.stages]
+        inner, outer = handed(apart)
+        body = apart.split.body.flat.calls
+        self.inner = self._specs(body, inner, apart.ops)
+        self.outer = self._specs(apart.flat.calls, outer, apart.ops)
+
+    def _specs(
+        self, calls: Sequence[Call], values: frozenset[int], ops: Mapping[int, range]
+    ) -> dict[int, PartitionSpec]:
+        """How values that leave their place are split: as the plan says; where it does not, as one
+        of the same shape, and between processes not at all."""
+        mesh, said = self.places.stages[0], self.lowered[0].shardings
+        found: dict[int, PartitionSpec] = {}
+        alike: dict[tuple[int, ...], PartitionSpec] = {}
+        unknown: dict[int, tuple[int, ...]] = {}
+        for call in calls:
+            for k, (v, var) in enumerate(zip(call.outs, call.eqn.outvars, strict=False)):
+                if v not in values:
+                    continue
+                place, shape = result_place(call, k, ops), compat.aval_shape(var.aval)
+                held = None if place is None else said.get((place[0], "out", place[1]))
+                if held is not None and divides(mesh, held.spec, shape):
+                    found[v] = alike[shape] = held.spec
+                else:
+                    unknown[v] = shape
+        if self.places.many:
+            found.update((v, alike.get(shape, PartitionSpec())) for v, shape in unknown.items())
+        return found
+
+    def _held(
+        self, place: int, values: Sequence[int], specs: Mapping[int, PartitionSpec]
+    ) -> list[NamedSharding | None]:
+        """The shardings that results are given; None leaves it to the compiler."""
+        return [self.places.sharding(place, specs[v]) if v in specs else None for v in values]
 
     def evaluate(self, calls: Sequence[Call], env: dict[int, Any], place: int) -> None:
         """Run calls under the plan's constraints; on all devices without."""
@@ -83,7 +123,7 @@ class Builder:
             return [env[v] for v in outs]
 
         held = [shardings.get(v) for v in outs]
-        return Program(tuple(ins), tuple(outs), jax.jit(ahead, out_shardings=held))
+        return Program(tuple(ins), tuple(outs), place, jax.jit(ahead, out_shardings=held))
 
     def task(self, task: Task, given: frozenset[int], consts: Mapping[int, Any]) -> Program:
         """A pass of a stage; ``given``: slices of the state that it need not make."""
@@ -101,7 +141,8 @@ class Builder:
             return [env[v] for v in outs]
 
         run.__name__ = f"{_WORDS[task.kind]}_{task.stage}"
-        return Program(ins, outs, jax.jit(run))
+        held = self._held(task.stage, outs, self.inner)
+        return Program(ins, outs, task.stage, jax.jit(run, out_shardings=held))
 
     def behind(
         self,
@@ -140,10 +181,11 @@ class Builder:
                     env[m.outs[0]] = self._result(split, results[m.outs[0]], joined, env, m)
             return [env[v] for v in outs]
 
-        held = [shardings.get(v) for v in outs]
+        own_way = self._held(place, outs, self.outer)
+        held = [shardings.get(v, way) for v, way in zip(outs, own_way, strict=True)]
         donated = tuple(k for k, name in enumerate(names) if name in given)
         run = jax.jit(behind, out_shardings=held, donate_argnums=donated)
-        return Program(names, outs, run)
+        return Program(names, outs, place, run)
 
     @staticmethod
     def _pieces(split: Split, at: int, joined: frozenset[int]) -> list[Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,43 +11,18 @@ import numpy as np
 
 from costmodels.orders import Order, Task, Work, simulate
 from executor.run.mesh import build_mesh
-from executor.run.stages.places import Places, over_stages
+from executor.run.stages.places import Places, over_stages, spec_of
 from executor.run.stages.programs import Builder, Program
+from executor.run.stages.sending import Sender, nowhere
+from executor.run.stages.walk import Pass, Shapes, Store, passes
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.stages.body import closure
 from planner.stages.programs.homes import ALL, Made
 from planner.stages.programs.layered import Apart, taken_apart
 
-log = logging.getLogger("meshwright")
-
 SMALL = 1 << 20
 """Bytes up to which a result that is no state comes to all devices."""
-
-
-@dataclass(eq=False)
-class _Values:
-    """Values of one step by name, where each is, and their copies elsewhere."""
-
-    places: Places
-    held: dict[Any, tuple[Any, int]]
-    copies: dict[tuple[Any, int], Any]
-
-    def at(self, name: Any, place: int) -> Any:
-        """A value at a place."""
-        x, here = self.held[name]
-        if here == place:
-            return x
-        if (name, place) not in self.copies:
-            self.copies[name, place] = self.places.moved(x, here, place)
-        return self.copies[name, place]
-
-    def drop(self, names: Sequence[Any]) -> None:
-        """Forget values."""
-        for name in names:
-            self.held.pop(name, None)
-            for place in range(len(self.places.stages)):
-                self.copies.pop((name, place), None)
 
 
 class Runner:
@@ -72,6 +45,7 @@ class Runner:
             traced, plan.microbatches, plan.stages, order.splits_weights, plan.cuts
         )
         self.places = Places.of(build_mesh(plan.mesh, devices))
+        self.sender, self.shapes = Sender(self.places), Shapes(self.places)
         self._sorted = _in_time(order)
         self._build(traced, plan)
 
@@ -82,7 +56,7 @@ class Runner:
             places.sharding(place, self._spec(leaf.spec, v, leaf.shape))
             for v, leaf, place in zip(flat.inputs, plan.inputs, where.home, strict=True)
         ]
-        builder = Builder(traced, plan, places, apart.starts)
+        builder = Builder(traced, plan, places, apart)
         graph = traced.graph
         number = {v: k for k, v in enumerate(graph.inputs)}
         after = {graph.next_values[v]: number[v] for v in graph.inputs if v in graph.next_values}
@@ -106,10 +80,25 @@ class Runner:
         }
         literals = {v: u.val for v, u in self.outer.items() if not isinstance(u, int)}
         fixed = {**split.body.flat.consts, **literals}
-        self.tasks = {k: builder.task(t, given, fixed) for k, t in split.tasks.items()}
+        self.tasks = {
+            key: self._pass(builder.task(t, given, fixed), t) for key, t in split.tasks.items()
+        }
+        self.readers: dict[int, int] = {}
+        for task in self.tasks.values():
+            for k in task.others:
+                v = task.program.ins[k]
+                self.readers[v] = self.readers.get(v, 0) + 1
         self.ahead = self._ahead(builder)
         self.behind = self._behind(builder, final)
-        self._plan_drops()
+        self.specs = {v: s.spec for v, s in zip(flat.inputs, self.shardings, strict=True)}
+        self.specs.update(builder.outer)
+        self.inner = builder.inner
+
+    def _pass(self, program: Program, task: Any) -> Pass:
+        rows = [k for k, v in enumerate(program.ins) if v in self.over]
+        once = {*self.over, *self.given, *self.outer}
+        others = [k for k, v in enumerate(program.ins) if v not in once]
+        return Pass(program, task.outs, task.sums, task.stacked, tuple(rows), tuple(others))
 
     def _spec(self, spec: Any, v: int, shape: tuple[int, ...]) -> Any:
         """How an argument lies at its place."""
@@ -125,7 +114,7 @@ class Runner:
             return over_stages(jax.sharding.PartitionSpec(None, *inner[1:]))
         return inner
 
-    def _ahead(self, builder: Builder) -> list[tuple[int, Program]]:
+    def _ahead(self, builder: Builder) -> list[Program]:
         """Programs in front of the loop."""
         apart = self.apart
         flat, where = apart.flat, apart.homes
@@ -143,7 +132,7 @@ class Runner:
             outs = sorted(v for v in need if isinstance(v, int) and v in made)
             read = sorted({v for c in calls for v in c.ins if isinstance(v, int)} & known)
             if outs:
-                out.append((stage, builder.once(calls, read, outs, stage, {})))
+                out.append(builder.once(calls, read, outs, stage, {}))
         sliced = [v for v in where.sliced if v not in known]
         if sliced:
             others = [c for k, c in enumerate(flat.calls) if k != apart.at]
@@ -151,10 +140,10 @@ class Runner:
             read = sorted({v for c in calls for v in c.ins if isinstance(v, int)} & known)
             spec = over_stages(jax.sharding.PartitionSpec())
             held = {v: self.places.sharding(ALL, spec) for v in sliced}
-            out.append((ALL, builder.once(calls, read, sliced, ALL, held)))
+            out.append(builder.once(calls, read, sliced, ALL, held))
         return out
 
-    def _behind(self, builder: Builder, final: Mapping[int, Any]) -> list[tuple[int, Program]]:
+    def _behind(self, builder: Builder, final: Mapping[int, Any]) -> list[Program]:
         """Programs behind the loop, in order."""
         apart = self.apart
         flat, where = apart.flat, apart.homes
@@ -192,89 +181,48 @@ class Runner:
                 held,
                 frozenset(v for v, at in given.items() if at == key),
             )
-            out.append((key[1], program))
+            out.append(program)
         return out
 
-    def _plan_drops(self) -> None:
-        """After which task each value of a microbatch is not needed any more."""
-        self.readers: dict[int, int] = {}
-        for program in self.tasks.values():
-            for v in program.ins:
-                self.readers[v] = self.readers.get(v, 0) + 1
+    def _outer_spec(self, name: Any) -> Any:
+        """How what is outside of the loop is split between places."""
+        if isinstance(name, int):
+            return self.specs.get(name)
+        return self.inner.get(name[1]) if name[0] in ("sum", "stack") else None
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """The results of the step, in order, for its arguments, which are in place."""
         apart, places = self.apart, self.places
         flat, split, where = apart.flat, apart.split, apart.homes
-        values = _Values(places, {}, {})
+        values = Store(self.sender, self._outer_spec)
         for v, x, place in zip(flat.inputs, leaves, where.home, strict=True):
             values.held[v] = x, place
         values.held.update((v, (x, ALL)) for v, x in flat.consts.items())
         made_at: dict[tuple[int, int], Any] = {}
-        for place, program in self.ahead:
-            results = program.run(*(values.at(v, place) for v in program.ins))
+        for program in self.ahead:
+            results = self.shapes.run(program, values.at(program.ins, program.place))
             for v, x in zip(program.outs, results, strict=True):
-                if place == ALL:
-                    values.held[v] = x, place
+                if program.place == ALL:
+                    values.held[v] = x, ALL
                 else:
-                    made_at[v, place] = x
+                    made_at[v, program.place] = x
         cache: dict[tuple[int, int], Any] = {}
 
         def constant(v: int, stage: int) -> Any:
-            """What does not change between microbatches, and the whole batch."""
             if (v, stage) not in cache:
                 if v in self.given:
-                    u, _ = self.given[v]
-                    x = places.part(values.held[u][0], stage)
+                    x = places.part(values.held[self.given[v][0]][0], stage)
                 else:
                     u = self.outer[v]
-                    x = made_at[u, stage] if (u, stage) in made_at else values.at(u, stage)
+                    x = made_at[u, stage] if (u, stage) in made_at else values.at([u], stage)[0]
                 cache[v, stage] = x
             return cache[v, stage]
 
-        rows: dict[tuple[int, int], list[Any]] = {}
-        env: dict[tuple[int, int], tuple[Any, int]] = {}
-        copies: dict[tuple[int, int, int], Any] = {}
-        left = {}
-        sums: dict[int, Any] = {}
-        stacks: dict[tuple[Any, ...], tuple[Any, int]] = {}
-
-        def read(v: int, stage: int, i: int) -> Any:
-            if v in self.over:
-                if (v, stage) not in rows:
-                    rows[v, stage] = _rows(constant(v, stage), self.order.microbatches)
-                return rows[v, stage][i]
-            if v in self.given or v in self.outer:
-                return constant(v, stage)
-            x, here = env[v, i]
-            if here == stage:
-                return x
-            if (v, i, stage) not in copies:
-                copies[v, i, stage] = places.moved(x, here, stage)
-            return copies[v, i, stage]
-
-        for kind, stage, i in self._sorted:
-            task, program = split.tasks[kind, stage], self.tasks[kind, stage]
-            results = program.run(*(read(v, stage, i) for v in program.ins))
-            found = dict(zip(program.outs, results, strict=True))
-            for v in task.outs:
-                env[v, i] = found[v], stage
-                left[v, i] = self.readers.get(v, 0)
-            new = [found[v] for v in task.sums]
-            if task.sums:
-                known = [sums[v] for v in task.sums] if task.sums[0] in sums else None
-                sums.update(
-                    zip(task.sums, new if known is None else _added(known, new), strict=True)
-                )
-            for v in task.stacked:
-                stacks["stack", v, i] = found[v], stage
-            for v in program.ins:
-                if (v, i) in left:
-                    left[v, i] -= 1
-                    if not left[v, i]:
-                        del env[v, i], left[v, i]
-                        for s in range(split.count):
-                            copies.pop((v, i, s), None)
+        within = Store(self.sender, lambda name: self.inner.get(name[0]))
+        count = self.order.microbatches
+        sums, stacks = passes(
+            self._sorted, self.tasks, self.readers, constant, within, self.shapes, count
+        )
         for v, x in sums.items():
             values.held["sum", v] = x, split.makers[v][1]
         values.held.update(stacks)
@@ -282,27 +230,35 @@ class Runner:
             pieces = split.pieces[split.body.call.outs.index(out)]
             parts = []
             for stage, piece in enumerate(pieces):
-                total = sums[piece[0]]
-                for p in piece[1:]:
-                    total = total + places.moved(sums[p], split.makers[p][1], stage)
-                parts.append(total)
-            values.held["joined", out] = places.joined(parts), ALL
-        for place, program in self.behind:
-            results = program.run(*(values.at(v, place) for v in program.ins))
+                terms = values.at([("sum", p) for p in piece], stage)
+                here = places.mine(stage)
+                parts.append(sum(terms[1:], start=terms[0]) if here else terms[0])
+            values.held["joined", out] = places.joined(parts, self.inner.get(pieces[0][0])), ALL
+        for program in self.behind:
+            results = self.shapes.run(program, values.at(program.ins, program.place))
             for v, x in zip(program.outs, results, strict=True):
-                values.held[v] = x, place
+                values.held[v] = x, program.place
         return [self._result(values, v, j) for v, j in zip(flat.outputs, self.updates, strict=True)]
 
-    def _result(self, values: _Values, v: Any, j: int | None) -> Any:
+    def _result(self, values: Store, v: Any, j: int | None) -> Any:
         """A result where the next step wants it; small ones that are no state everywhere."""
         if not isinstance(v, int):
-            spec = jax.sharding.PartitionSpec()
-            return jax.device_put(v.val, self.places.sharding(ALL, spec))
+            return self.places.put(v.val, self.places.sharding(ALL, jax.sharding.PartitionSpec()))
         x, place = values.held[v]
         if j is not None:
-            return x if x.sharding == self.shardings[j] else jax.device_put(x, self.shardings[j])
-        small = place != ALL and x.nbytes <= SMALL
-        return self.places.moved(x, place, ALL) if small else x
+            x = values.at([v], self.apart.homes.home[j])[0]
+            return self._as(x, self.shardings[j])
+        size = math.prod(x.shape) * x.dtype.itemsize
+        if place != ALL and size <= SMALL:
+            return values.at([v], ALL)[0]
+        return self._as(x, self.places.sharding(place, values.spec(v) or spec_of(x)))
+
+    def _as(self, x: Any, sharding: jax.sharding.NamedSharding) -> Any:
+        """An array on the devices that it is on, split in another way; without its parts in a
+        process that has none of them."""
+        if isinstance(x, jax.Array):
+            return x if x.sharding == sharding else jax.device_put(x, sharding)
+        return nowhere(x, sharding)
 
 
 def _int(v: Any) -> bool:
@@ -319,13 +275,3 @@ def _in_time(order: Order) -> list[Task]:
         for task, end in zip(tasks, ends, strict=True)
     ]
     return [task for _, _, task in sorted(timed)]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _added(old: list[Any], new: list[Any]) -> list[Any]:
-    return [a + b for a, b in zip(old, new, strict=True)]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _rows(x: Any, count: int) -> list[Any]:
-    return [x[i] for i in range(count)]

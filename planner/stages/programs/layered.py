@@ -31,7 +31,7 @@ class Apart:
         at: which of its calls is the loop over microbatches.
         split: its body in tasks.
         homes: where the rest is done.
-        starts: per call, by ``id``, the operation of the graph that it starts with.
+        ops: per call, by ``id``, its operations of the graph.
         cuts: per stage, the operation that its forward pass begins with.
     """
 
@@ -39,8 +39,13 @@ class Apart:
     at: int
     split: Split
     homes: Homes
-    starts: dict[int, int]
+    ops: dict[int, range]
     cuts: tuple[int, ...]
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """Per call, by ``id``, the first of its operations."""
+        return {call: span.start for call, span in self.ops.items()}
 
 
 def taken_apart(
@@ -70,10 +75,11 @@ def taken_apart(
     loop = flat.calls[at]
     body = body_of(loop)
     found = operations(traced.jaxpr)
-    first = found[loop.outs[0]] + body_start(loop.eqn)
+    first = found[loop.outs[0]].start + body_start(loop.eqn)
     inside = operations(loop.eqn.params["jaxpr"])
-    starts = {id(c): found[c.outs[0]] for c in flat.calls if c.outs}
-    starts.update((id(c), first + inside[c.outs[0]]) for c in body.flat.calls if c.outs)
+    ops = {id(c): found[c.outs[0]] for c in flat.calls if c.outs}
+    ops.update((id(c), _behind(inside[c.outs[0]], first)) for c in body.flat.calls if c.outs)
+    starts = {call: span.start for call, span in ops.items()}
     passes = passes_of(body)
     if cuts:
         order = [starts[id(c)] for c in passes.ahead]
@@ -84,8 +90,12 @@ def taken_apart(
     else:
         begins = balanced(body, passes, count)
     done = split(body, passes, begins, weights)
-    ops = tuple(starts[id(passes.ahead[k])] for k in begins)
-    return Apart(flat, at, done, homes(flat, at, done), starts, ops)
+    here = tuple(starts[id(passes.ahead[k])] for k in begins)
+    return Apart(flat, at, done, homes(flat, at, done), ops, here)
+
+
+def _behind(span: range, by: int) -> range:
+    return range(span.start + by, span.stop + by)
 
 
 def layered(

@@ -11,12 +11,12 @@ from planner.graph.flat import Flattener
 from planner.graph.jaxpr.walk import BARRIER, Body, Loop, Walk, loop_of
 
 
-def operations(jaxpr: Any) -> dict[int, int]:
-    """Per call of ``flatten(jaxpr)``, by its first result: the operation of the traced graph that
-    it starts with, counted from the beginning of ``jaxpr``."""
+def operations(jaxpr: Any) -> dict[int, range]:
+    """Per call of ``flatten(jaxpr)``, by its first result: its operations in the traced graph,
+    counted from the beginning of ``jaxpr``."""
     walk = _Numbered()
     walk.run(jaxpr, tuple(walk.number() for _ in compat.body(jaxpr).invars))
-    return walk.starts
+    return walk.spans
 
 
 def body_start(eqn: Any) -> int:
@@ -27,12 +27,12 @@ def body_start(eqn: Any) -> int:
 @dataclass(eq=False)
 class _Numbered(Flattener):
     ops: int = 0
-    starts: dict[int, int] = field(default_factory=dict)
+    spans: dict[int, range] = field(default_factory=dict)
 
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        self.starts[self.count] = self.ops
         counter = _Counter()
         counter.equation(eqn, [None] * len(eqn.invars))
+        self.spans[self.count] = range(self.ops, self.ops + counter.ops)
         self.ops += counter.ops
         return super().operation(eqn, ins)
 
