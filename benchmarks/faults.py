@@ -7,7 +7,7 @@ bit for bit, among it a count of the rows that it has seen (a batch lost or doub
 every step must stand once in the metrics. "noticed" is the time from the kill to the word of it on
 the other processes.
 
-    python benchmarks/faults.py --kills 20 --processes 2
+    python benchmarks/faults.py --kills 20 --processes 2 [--stages 2]
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +40,7 @@ import hashlib, json, os, sys
 from pathlib import Path
 from pydoc_data.topics import topics
 import jax, jax.numpy as jnp, numpy as np, optax
+from jax.experimental import multihost_utils
 from executor import initialize, parallelize, train
 from executor.data import shard
 
@@ -82,18 +85,29 @@ def train_step(state, batch):
     return {{"params": params, "opt": opt, "seen": seen}}, value
 
 
-step = parallelize(train_step, donate_argnums=0)
+step = parallelize(train_step, donate_argnums=0, **json.loads(sys.argv[2]))
 state = make_state()
 compiled = step.prepare(state, {{k: v[:64] for k, v in rows.items()}})
 batches = shard(rows, compiled.in_shardings[1], batch_size=64, seed=3)
 done = train(step, state, batches, steps={STEPS}, directory=(folder / "run").resolve(),
              save_every={SAVE_EVERY}, log_every=5)
-whole = jax.jit(lambda s: s, out_shardings=jax.sharding.NamedSharding(
-    compiled.mesh, jax.sharding.PartitionSpec()))(done.state)
-leaves = jax.device_get(jax.tree.leaves(whole))
+
+
+def parts(x):
+    # what this process has of an array, in order
+    found = {{str(s.index): np.asarray(s.data).tobytes() for s in x.addressable_shards}}
+    return b"".join(found[k] for k in sorted(found))
+
+
+def everyones(mine):
+    return np.asarray(multihost_utils.process_allgather(np.asarray(mine)))
+
+
+own = hashlib.sha256(b"".join(map(parts, jax.tree.leaves(done.state)))).digest()
+digest = hashlib.sha256(everyones(np.frombuffer(own, np.uint8)).tobytes()).hexdigest()
+seen = {{k: x.addressable_shards for k, x in done.state["seen"].items()}}
+seen = {{k: int(everyones(s[0].data if s else np.uint32(0)).max()) for k, s in seen.items()}}
 if role.process == 0:
-    digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()
-    seen = {{k: int(v) for k, v in jax.device_get(whole["seen"]).items()}}
     (folder / "result.json").write_text(json.dumps({{"digest": digest, "seen": seen}}))
 """
 
@@ -116,15 +130,16 @@ def launched(
     processes: int,
     kill: tuple[str, int, float] | None,
     number: signal.Signals = signal.SIGKILL,
+    how: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run the work; ``kill`` is (what to wait for, process, seconds after that), ``number`` the
-    signal that is sent then."""
+    signal that is sent then, ``how`` the options of ``parallelize``."""
     folder.mkdir(parents=True)
     script = folder / "work.py"
     script.write_text(WORK)
     command = [sys.executable, "-m", "executor.cli", "launch", "-n", str(processes)]
     command += ["--devices-per-process", "2", "--logs", str(folder / "logs")]
-    command += ["--max-restarts", "3", str(script), str(folder)]
+    command += ["--max-restarts", "3", str(script), str(folder), json.dumps(how or {})]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     begun = time.monotonic()
     child = subprocess.Popen(
@@ -190,8 +205,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--stages", type=int, help="pipeline stages, each a program of its own")
+    parser.add_argument("--schedule", default="1f1b", help="of the stages")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    how: dict[str, Any] = {}
+    if options.stages:
+        how = {"stages": options.stages, "microbatches": 4, "schedule": options.schedule}
     draw = random.Random(options.seed)
     table = Table(title=f"{options.kills} kills, {options.processes} processes, {STEPS} steps")
     for column in (
@@ -206,7 +226,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     good, halves, waits = 0, 0, []
     with tempfile.TemporaryDirectory() as folder:
-        calm = launched(Path(folder) / "calm", options.processes, None)
+        calm = launched(Path(folder) / "calm", options.processes, None, how=how)
         if calm.code:
             raise SystemExit(calm.output)
         table.add_row("none", "", "", "", f"{calm.seconds:.0f}", "-", "yes")
@@ -214,7 +234,7 @@ def main() -> None:
             what = "save" if k % 3 == 2 else "any"
             at = draw.uniform(0, 0.2) if what == "save" else draw.uniform(3, calm.seconds)
             kill = (what, draw.randrange(options.processes), at)
-            run = launched(Path(folder) / str(k), options.processes, kill)
+            run = launched(Path(folder) / str(k), options.processes, kill, how=how)
             same = run.code == 0 and run.result == calm.result
             once = run.steps == list(range(1, STEPS + 1))
             good += same and once

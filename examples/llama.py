@@ -163,11 +163,13 @@ def main() -> None:
     """Train over simulated devices, then unsharded, and compare the losses."""
     config, options = parsed()
     flag = f"--xla_force_host_platform_device_count={options.devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:  # else the launcher said how many
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 
-    from executor import parallelize
+    from executor import initialize, parallelize
 
+    initialize()  # joins the other processes, if a launcher started several
     make_state, step, _ = build(config)
 
     def train(run: Any) -> list[float]:
@@ -182,7 +184,8 @@ def main() -> None:
         recipe["schedule"] = options.schedule
     planned = parallelize(step, donate_argnums=0, remat="full", **recipe)
     losses, alone = train(planned), train(jax.jit(step, donate_argnums=0))
-    print(planned.plan)
+    if jax.process_index() == 0:
+        print(planned.plan)
     difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
     print(f"first loss {losses[0]:.4f}, last loss {losses[-1]:.4f}")
     print(f"largest difference from the unsharded losses: {difference:.1e}")

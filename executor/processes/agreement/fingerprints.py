@@ -270,7 +270,8 @@ def arguments(args: Any, shardings: Any, whole: Callable[[int], bool]) -> tuple[
 
 
 def _argument(name: str, x: Any, sharding: Any, whole: bool) -> list[Fingerprint]:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    placed = isinstance(x, jax.Array) and (not x.is_fully_addressable or x.sharding == sharding)
+    if placed:  # a stage may lie on this process's devices alone
         sharding, whole = x.sharding, False
         form = f"{name} is {x.dtype}{list(x.shape)} over all devices"
         layout = f"{form} as {getattr(sharding, 'spec', type(sharding).__name__)}"

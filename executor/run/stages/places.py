@@ -62,6 +62,13 @@ class Places:
         """Whether the devices are of several processes."""
         return len(self._processes[ALL]) > 1
 
+    @functools.cached_property
+    def waits(self) -> bool:
+        """Whether a program has to end before the next one begins: on CPUs of several processes,
+        whose collectives hold a thread each while they wait, so that the work that they wait for
+        may find none."""
+        return self.many and self.mesh.devices.flat[0].platform == "cpu"
+
     def over(self, x: Any) -> bool:
         """Whether an array is split over the stages."""
         return _uses(spec_of(x), STAGE)

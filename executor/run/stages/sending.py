@@ -27,7 +27,7 @@ PAIR = "pair"
 class Sender:
     """Moves arrays between places.
 
-    In a process that has no devices of a place, a ShapeDtypeStruct stands for an array of that place.
+    In a process without devices of a place, a ShapeDtypeStruct stands for an array of that place.
     """
 
     def __init__(self, places: Places) -> None:
@@ -97,7 +97,11 @@ class Sender:
             data = [own.get(d, b) for d, b in blank.items()]
             inputs.append(jax.make_array_from_single_device_arrays(full, held, data))
         program = self._program(mesh, axis, before, tuple(whole), tuple(one))
+        if places.waits:
+            jax.block_until_ready(inputs)
         results = program(inputs)
+        if places.waits:
+            jax.block_until_ready(results)
         if after == ALL:
             return list(results)
         if not places.mine(after):

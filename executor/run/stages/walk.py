@@ -90,7 +90,10 @@ class Shapes:
     def run(self, program: Program, args: Sequence[Any]) -> Sequence[Any]:
         """The results of a program, or what stands for them."""
         if self.places.mine(program.place):
-            return program.run(*args)  # type: ignore[no-any-return]
+            results = program.run(*args)
+            if self.places.waits:
+                jax.block_until_ready(results)
+            return results  # type: ignore[no-any-return]
         if id(program) not in self.known:
             found = jax.eval_shape(program.run, *map(absent, args))
             self.known[id(program)] = [absent(x) for x in found]
@@ -160,6 +163,8 @@ def passes(
             new = [found[v] for v in task.sums]
             if task.sums[0] in sums and shapes.places.mine(stage):
                 new = _added([sums[v] for v in task.sums], new)
+                if shapes.places.waits:
+                    jax.block_until_ready(new)
             sums.update(zip(task.sums, new, strict=True))
         for v in task.stacked:
             stacks["stack", v, i] = found[v], stage
