@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from executor.checkpoint.common import CheckpointError, Path, leaves_of, path_text
 from executor.checkpoint.parts import Stored
+from executor.processes.meet import meet
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class RequestedLeaf:
             dtype=self.struct.dtype,
         )
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether no device of this process has a part of it."""
+        sharding = self.struct.sharding
+        return sharding is not None and not sharding.addressable_devices
+
     def fits(self, got: Stored) -> bool:
         """Whether another dtype will do: of a number of Python only its kind counts."""
         same_kind = got.dtype.kind == self.struct.dtype.kind
@@ -45,7 +53,12 @@ class RequestedLeaf:
 
     def made(self, read: Any) -> Any:
         """The leaf, from what was read (None of an empty array)."""
-        if self.struct.size == 0:
+        if self.is_elsewhere:
+            struct = self.struct
+            read = jax.make_array_from_single_device_arrays(
+                struct.shape, struct.sharding, [], dtype=struct.dtype
+            )
+        elif self.struct.size == 0:
             read = _empty(self.struct)
         if isinstance(self.like, _NUMBERS):
             return type(self.like)(np.asarray(read).item())
@@ -76,6 +89,33 @@ def arrays_to_save(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Any]:
             )
         out[path] = leaf
     return out
+
+
+def check_holders(leaves: Mapping[Path, Any]) -> None:
+    """Whether no two processes have an array of their own under one name; all call it.
+
+    Raises:
+        CheckpointError: some have; names it. In all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    own = [
+        path_text(path)
+        for path, x in leaves.items()
+        if isinstance(x, jax.Array) and x.is_fully_addressable
+    ]
+    twice = meet("saving a state", own, _twice)
+    if twice:
+        raise CheckpointError(
+            f"{twice[0]} is an array of its own in each of several processes; expected one over "
+            "the processes, as executor.parallelize returns it; nothing was saved"
+        )
+
+
+def _twice(told: list[list[str]]) -> list[str]:
+    """Names that are in more than one list."""
+    counts = Counter(name for names in told for name in names)
+    return [name for name, count in counts.items() if count > 1]
 
 
 def wanted(like: Any, shardings: Any) -> dict[Path, RequestedLeaf]:

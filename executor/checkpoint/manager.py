@@ -37,7 +37,7 @@ from executor.checkpoint.files.orbax_files import (
     state_handler,
     stored_tree,
 )
-from executor.checkpoint.leaves import arrays_to_save, stored_struct, wanted
+from executor.checkpoint.leaves import arrays_to_save, check_holders, stored_struct, wanted
 from executor.checkpoint.owner import (
     REMOVED,
     FencedError,
@@ -150,6 +150,7 @@ class Checkpoints:
             raise CheckpointError(
                 "a state is a container with arrays in it, such as a dict; nothing was saved"
             )
+        check_holders(full)
         empty = {path: x for path, x in leaves.items() if path not in full}
         tree = stored_tree(full)
         items = {

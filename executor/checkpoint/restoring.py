@@ -63,7 +63,8 @@ def read_leaves(asked: Mapping[Path, RequestedLeaf], found: Contents, folder: Fi
     """
     flat, form = _flat(found.tree)
     paths = [path for path, x in found.leaves.items() if x.size]  # in the order of the tree
-    chosen = [asked.get(path) for path in paths]
+    here = {path: x for path, x in asked.items() if not x.is_elsewhere}
+    chosen = [here.get(path) for path in paths]
     item = [ocp.PLACEHOLDER if x is None else x.struct for x in chosen]
     how = [ocp.RestoreArgs() if x is None else x.restore_args() for x in chosen]
     assert len(flat) == len(paths)
@@ -74,13 +75,24 @@ def read_leaves(asked: Mapping[Path, RequestedLeaf], found: Contents, folder: Fi
     read: dict[Path, Any] = {}
     if any(x is not None for x in chosen):
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            with _reader() as reader:
                 leaves = form.flatten_up_to(reader.restore(folder, args=args))
         except Exception as error:
             _name_damage(found, [p for p in paths if p in asked])
             raise CheckpointError(f"{folder} can't be restored: {brief(error)}") from error
         read = dict(zip(paths, leaves, strict=True))
     return [x.made(read.get(path)) for path, x in asked.items()]
+
+
+def _reader() -> ocp.Checkpointer:
+    """Reads what this process wants, and waits for no other: one may want nothing."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix=f"process{jax.process_index()}",
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _compare(found: Contents, paths: list[Path]) -> None:

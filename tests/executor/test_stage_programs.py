@@ -112,7 +112,30 @@ def two_towers() -> tuple[Any, Any, Any]:
     return trained(loss), state_of(params), {"x": draw(40, 16, 128), "y": draw(41, 16, 128)}
 
 
-PROGRAMS = {f.__name__: f for f in (layers, scanned, recurrent, two_towers)}
+def noisy() -> tuple[Any, Any, Any]:
+    """Layers with dropout from a random key in the state."""
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        x = batch["x"]
+        for number, w in enumerate(params):
+            x = x + jnp.tanh(x @ w)
+            if number == 2:
+                x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / 0.8, 0.0)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, speed, key = state
+        key, drop = jax.random.split(key)
+        value, grads = jax.value_and_grad(loss)(params, batch, drop)
+        speed = jax.tree.map(lambda s, g: 0.9 * s + g, speed, grads)
+        return (jax.tree.map(lambda p, s: p - 0.1 * s, params, speed), speed, key), value
+
+    params = [draw(k, 64, 64) for k in range(8)]
+    state = params, jax.tree.map(jnp.zeros_like, params), jax.random.key(7)
+    return step, state, {"x": draw(60, 16, 64), "y": draw(61, 16, 64)}
+
+
+PROGRAMS = {f.__name__: f for f in (layers, scanned, recurrent, two_towers, noisy)}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])

@@ -247,6 +247,48 @@ class _StoredHandler(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
             self._failed = False
 
 
+class _Own:
+    """An array as Orbax reads it; Orbax takes a ``jax.Array`` on the devices of one process for a
+    mistake."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._array = array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array, name)
+
+
+class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+    """Also writes arrays that some processes have no part of, as those of a pipeline stage; Orbax
+    has process 0 describe every array, and expects a part of it there."""
+
+    def __init__(self) -> None:
+        super().__init__(use_replica_parallel=jax.process_count() > 1)
+        self._parts = ocp.type_handlers.ArrayHandler(
+            use_replica_parallel=True, primary_host=None, enable_write_sharding_file=False
+        )
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        """See Orbax."""
+        args = args or [ocp.SaveArgs()] * len(values)
+        rows = list(zip(values, infos, args, strict=True))
+        some = [row for row in rows if not everywhere(row[0])]
+        whole = [row for row in rows if everywhere(row[0])]
+        futures = []
+        if whole:
+            futures += await super().serialize(*zip(*whole, strict=True))
+        here = [(_Own(x), *rest) for x, *rest in some if x.addressable_shards]
+        if here:
+            futures += await self._parts.serialize(*zip(*here, strict=True))
+        return futures
+
+
+def everywhere(x: jax.Array) -> bool:
+    """Whether every process has a part of an array."""
+    devices: set[Any] = set(x.sharding.device_set)
+    return bool(len({d.process_index for d in devices}) == jax.process_count())
+
+
 class _StateHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     """Has each process write the checksums of its files once they are written."""
 
@@ -284,11 +326,7 @@ def state_handler(*, from_disk: bool = False) -> _StateHandler:
     handlers = ocp.type_handlers
     known: list[tuple[Any, Any]] = [(Stored, _StoredHandler())]
     if not from_disk:
-        apart = jax.process_count() > 1
-        known = [
-            (np.ndarray, handlers.NumpyHandler()),
-            (jax.Array, handlers.ArrayHandler(use_replica_parallel=apart)),
-        ]
+        known = [(np.ndarray, handlers.NumpyHandler()), (jax.Array, _ArrayHandler())]
     return _StateHandler(
         use_compression=False,
         type_handler_registry=handlers.create_type_handler_registry(*known),
