@@ -30,6 +30,7 @@ import numpy as np
 from costmodels.orders import Work, named_order, simulate
 from executor import parallelize
 from planner import make_plan
+from planner.errors import MeshwrightError
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 
@@ -139,6 +140,7 @@ def predictions(quick: bool) -> None:
     names = ("one program", *SCHEDULES)
     print(f"{'cluster':12}{'stages':8}{'m':4}" + "".join(f"{n:>13}" for n in names))
     step, args = decoder(16, 2048, 32_000)
+    refusals: list[str] = []
     for cluster, stages, parts in (
         (("h100:8x2", 4, 16),)
         if quick
@@ -147,11 +149,17 @@ def predictions(quick: bool) -> None:
         row = []
         for name in names:
             options = {} if name == "one program" else {"schedule": name}
-            plan = make_plan(
-                step, *args, cluster=cluster, stages=stages, microbatches=parts, **options
-            )
+            try:
+                plan = make_plan(
+                    step, *args, cluster=cluster, stages=stages, microbatches=parts, **options
+                )
+            except MeshwrightError as error:
+                refusals.append(f"{cluster}, {name}: {error}")
+                row.append(f"{'refused':>13}")
+                continue
             row.append(f"{1e3 * plan.prediction.step_s:13.1f}")
         print(f"{cluster:12}{stages:<8}{parts:<4}" + "".join(row))
+    print(*refusals, sep="\n")
 
 
 def main() -> None:

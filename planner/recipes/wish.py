@@ -73,9 +73,10 @@ def _schedule(asked: Mapping[str, Any]) -> str:
         return ""
     if name not in (*SCHEDULES, AUTO):
         raise RequestError(f"schedule={name!r}: expected auto or one of {', '.join(SCHEDULES)}")
-    if asked.get("stages") in (None, 1, "1", AUTO):
+    if asked.get("stages") in (None, 1, "1"):
         raise RequestError(
-            f"schedule={name!r} orders the passes of pipeline stages; give stages=2 or more too"
+            f"schedule={name!r} orders the passes of pipeline stages; give stages=2 or more, or "
+            "auto, too"
         )
     return str(name)
 

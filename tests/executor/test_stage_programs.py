@@ -207,7 +207,7 @@ def test_donated_arguments_are_given_away() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": "1f1b"}, "give stages=2 or more"),
+        ({"schedule": "1f1b"}, "give stages=2 or more, or auto"),
         ({"schedule": "zigzag", "stages": 2}, "expected auto or one of 1f1b, gpipe, zb-h1, zb-h2"),
         ({"schedule": "1f1b", "stages": 4, "microbatches": 1}, "microbatches=2 or more"),
         ({"schedule": "1f1b", "stages": 3}, "can't be cut into 3 equal groups"),

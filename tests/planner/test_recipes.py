@@ -16,7 +16,7 @@ import pytest
 from executor import parallelize
 from planner import make_plan
 from planner.errors import MemoryLimitError, RequestError
-from planner.planning.door import _best_planned
+from planner.planning.open_recipes import best_planned
 from planner.recipes import PLAIN, Outcome, Recipe, search_recipes
 
 COUNTS = (1, 2, 4, 8, 16)
@@ -172,7 +172,7 @@ def test_recipes_are_planned_whole_while_a_look_promises_more(
         Recipe(2**k): Outcome(look_s, True, fakes[k], bound_s)
         for k, (look_s, bound_s, _) in enumerate(rows)
     }
-    found: Any = _best_planned(seen, 0.0, "")
+    found: Any = best_planned(seen, 0.0, "")
     assert found.plan.name is fakes[best] and sum(f.asked for f in fakes) == planned
 
 

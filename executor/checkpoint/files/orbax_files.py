@@ -263,9 +263,13 @@ class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
     has process 0 describe every array, and expects a part of it there."""
 
     def __init__(self) -> None:
-        super().__init__(use_replica_parallel=jax.process_count() > 1)
-        self._parts = ocp.type_handlers.ArrayHandler(
-            use_replica_parallel=True, primary_host=None, enable_write_sharding_file=False
+        apart = jax.process_count() > 1
+        super().__init__(use_replica_parallel=apart)
+        self._whole, self._parts = (
+            ocp.type_handlers.ArrayHandler(
+                use_replica_parallel=apart, primary_host=host, enable_write_sharding_file=False
+            )
+            for host in (0, None)
         )
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
@@ -273,10 +277,12 @@ class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
         args = args or [ocp.SaveArgs()] * len(values)
         rows = list(zip(values, infos, args, strict=True))
         some = [row for row in rows if not everywhere(row[0])]
+        if not some:
+            return await super().serialize(values, infos, args)
         whole = [row for row in rows if everywhere(row[0])]
         futures = []
-        if whole:
-            futures += await super().serialize(*zip(*whole, strict=True))
+        if whole:  # a file of shardings would have to name all arrays
+            futures += await self._whole.serialize(*zip(*whole, strict=True))
         here = [(_Own(x), *rest) for x, *rest in some if x.addressable_shards]
         if here:
             futures += await self._parts.serialize(*zip(*here, strict=True))

@@ -247,6 +247,10 @@ class _Grouping:
         return found[0] if found else None
 
 
+WIDENS = frozenset({"convert_element_type", "optimization_barrier"})
+"""What a gradient goes through before it is added up."""
+
+
 def _stages(
     calls: Sequence[Call], made: Mapping[int, int], crossing: Mapping[int, int], count: int
 ) -> dict[int, int]:
@@ -266,6 +270,8 @@ def _stages(
         if call.backward:
             found = min([max(evidence)] if evidence else behind)
             found = min([found, *behind])
+        elif call.kind in WIDENS and behind:
+            found = min(behind)
         stage.update(dict.fromkeys(call.outs, found))
     return stage
 

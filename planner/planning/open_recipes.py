@@ -1,0 +1,151 @@
+"""The recipes of a step that a wish leaves open: which are looked at, and the best plan of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.choose.quick import free_bounds, memory_floor, scout_meshes
+from planner.chunks.rewrite import chunks_worth, scores
+from planner.errors import MemoryLimitError, RequestError
+from planner.graph.trace import Traced
+from planner.microbatch.rewrite import batch_size
+from planner.planning.row import Planned, Row
+from planner.recipes import WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
+from planner.remat.policy import NONE, OFFLOAD
+from planner.remat.rewrite import policies
+from planner.report.units import bytes_text
+from planner.request.options import Request
+from planner.spec import MeshSpec
+
+MOST_PARTS = 64
+"""Microbatches that are tried at most."""
+MOST_PLANNED = 2
+"""Recipes that are planned whole, at most."""
+NEAR = 1.01
+"""A quick look this close to a plan may have missed the better one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Door:
+    """What all recipes of a step have in common."""
+
+    rewriter: Rewriter
+    args: Sequence[Any]
+    request: Request
+    donate_argnums: int | Sequence[int] | None
+    begun: float
+
+    def row_of(self, recipe: Recipe) -> Row:
+        """The step under a recipe."""
+        made, traced = self.rewriter(recipe)
+        return Row(traced, self.args, self.request, self.donate_argnums, made)
+
+    def look(
+        self, recipe: Recipe, known_s: float, bounds_s: Mapping[MeshSpec, float]
+    ) -> Outcome[Row | None]:
+        """A quick look at a recipe; see ``scout_meshes``."""
+        try:
+            row = self.row_of(recipe)
+            seen = scout_meshes(row.step.quotient, row.step.pins, row.request, known_s, bounds_s)
+        except RequestError:  # such as a microbatch that traces to another program
+            return Outcome(math.inf, False, None)
+        return Outcome(seen.cost_s, seen.fits, row, seen.bound_s)
+
+
+def searched(wish: Wish, door: Door) -> Planned:
+    """The plan under the best recipe of those that a wish leaves open, but for stages."""
+    rewriter, request, begun = door.rewriter, door.request, door.begun
+    first = door.row_of(wish.recipe)
+    if not wish.open or (not wish.always and first.fits):
+        return first.planned(begun)
+    bounds_s = free_bounds(first.step.quotient, first.step.pins, first.request)
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
+        return door.look(recipe, known_s, bounds_s)
+
+    counts, why = _counts(wish, rewriter)
+    plain = rewriter.cut(wish.recipe.microbatches, wish.recipe.stages > 1)[1]
+    chunks = [1, chunks_worth(plain)] if "chunks" in wish.open else [wish.recipe.chunks]
+    kept = {n: _policies(wish, plain, n) for n in chunks}
+    total = len(counts) * sum(map(len, kept.values()))
+    if total == 1:
+        return first.planned(begun)
+    best, seen = search_recipes(counts, kept, look, wish.recipe)
+    on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
+    on_host = on_host and not wish.recipe.schedule
+    if on_host:
+        best, more = search_recipes(counts, dict.fromkeys(kept, (OFFLOAD,)), look, wish.recipe)
+        total, seen = total + len(counts) * len(kept), seen | more
+    names = dict.fromkeys(p for mine in kept.values() for p in mine)
+    tried = (
+        f"{len(seen)} of {total} recipes planned: {' or '.join(map(str, counts))} microbatches, "
+        f"remat {', '.join([*names, *[OFFLOAD] * on_host])}"
+        + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
+    )
+    if why:
+        tried += f"; no microbatches: {why}"
+    if best is not None:
+        planned = best_planned(seen, begun, tried)
+    else:
+        nearest = _nearest(seen, request) or first
+        floor = memory_floor(nearest.step.quotient, request)
+        tried += f"; the least of them needs {bytes_text(floor)} or more"
+        planned = nearest.planned(begun, tried)
+    note = tried if wish.always else f"the step does not fit as written; {tried}"
+    plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
+    return dataclasses.replace(planned, plan=plan)
+
+
+def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Row | None:
+    """The recipe whose plans need the least memory."""
+    rows = [outcome.found for outcome in seen.values() if outcome.found is not None]
+    return min(rows, key=lambda r: memory_floor(r.step.quotient, request), default=None)
+
+
+def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried: str) -> Planned:
+    """The fastest of the plans of recipes that a quick look found to fit, the most promising
+    planned first, and others while the look found something faster for them (up to ``NEAR``)."""
+    best: Planned | None = None
+    rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
+    rows.sort(key=lambda row: row[1].cost_s)
+    for row, look in rows[:MOST_PLANNED]:
+        known_s = math.inf if best is None else best.plan.search.cost_s
+        if look.cost_s > NEAR * known_s or look.bound_s * WORTH > known_s:
+            continue
+        try:
+            found = row.planned(begun, tried)
+        except MemoryLimitError:
+            continue
+        if best is None or found.plan.search.cost_s * WORTH < known_s:
+            best = found
+    return rows[0][0].planned(begun, tried) if best is None else best
+
+
+def _policies(wish: Wish, traced: Traced, chunks: int) -> tuple[str, ...]:
+    """Policies of rematerialization to try with a number of chunks."""
+    if "remat" not in wish.open:
+        return (wish.recipe.remat,)
+    return (NONE, *policies(traced, scores if chunks > 1 else None))
+
+
+def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:
+    """Numbers of microbatches to try, and why there are no more than one."""
+    given = wish.recipe.microbatches
+    if "microbatches" not in wish.open:
+        return (given,), ""
+    try:
+        size = batch_size(rewriter.cut(1)[1])
+    except RequestError as error:
+        return (1,), str(error)
+    counts = [m for m in range(1, min(size, MOST_PARTS) + 1) if size % m == 0]
+    twos = [m for m in counts if m & (m - 1) == 0]
+    counts = twos if len(twos) > 1 else counts
+    try:
+        rewriter.cut(counts[min(1, len(counts) - 1)])
+    except RequestError as error:
+        return (1,), str(error)
+    return tuple(counts), ""

@@ -1,0 +1,186 @@
+"""Numbers of pipeline stages, in one program or as programs of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+from costmodels import ClusterError, part_of
+from planner.errors import MemoryLimitError, RequestError
+from planner.microbatch.rewrite import batch_size
+from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned, searched
+from planner.planning.row import Planned, Row
+from planner.recipes import WORTH, Outcome, Recipe, Wish
+from planner.remat.policy import FULL, NONE
+from planner.report.units import time_text
+from planner.request.options import Request
+from planner.spec import STAGE, MeshSpec
+
+MOST_STAGES = 16
+"""Stages that are tried at most."""
+
+
+def over_stages(wish: Wish, door: Door) -> Planned:
+    """The best plan with stages or without."""
+    schedule = wish.recipe.schedule
+    recipe = dataclasses.replace(wish.recipe, schedule="")
+    inner = dataclasses.replace(wish, recipe=recipe, open=wish.open - {"stages"})
+    found: Planned | None = None
+    error: MemoryLimitError | None = None
+    try:
+        found = searched(inner, door)
+    except MemoryLimitError as failed:
+        error = failed
+    known_s = math.inf if found is None else found.plan.search.cost_s
+    seen: dict[Recipe, Outcome[Row | None]] = {}
+    refused = ""
+    stages = 2
+    while stages <= min(MOST_STAGES, door.request.cluster.num_devices):
+        try:
+            recipe = dataclasses.replace(inner.recipe, stages=stages)
+            one = dataclasses.replace(inner, recipe=recipe)
+            if recipe.microbatches == 1:
+                one = dataclasses.replace(one, open=one.open | {"microbatches"})
+            one = with_stages(one, door)
+            door.rewriter(one.recipe)
+        except RequestError as failed:
+            refused = refused or str(failed)
+            break
+        for remat in (FULL, NONE) if "remat" in wish.open else (wish.recipe.remat,):
+            recipe = dataclasses.replace(one.recipe, remat=remat)
+            seen[recipe] = door.look(recipe, known_s / WORTH, {})
+            known_s = min(known_s, seen[recipe].cost_s)
+        stages *= 2
+    tried = f"pipelines of up to {stages // 2} stages: {len(seen)} recipes planned"
+    if refused:
+        tried = f"{tried}; {refused}" if seen else f"no stages: {refused}"
+    if any(o.cost_s < math.inf for o in seen.values()):
+        piped = best_planned(seen, door.begun, tried)
+        if found is None or piped.plan.search.cost_s * WORTH < found.plan.search.cost_s:
+            found = piped
+    if schedule:
+        found, more = _over_schedules(inner, schedule, door, found)
+        tried = f"{tried}; {more}"
+    if found is None:
+        assert error is not None
+        raise error
+    planning_s = time.perf_counter() - door.begun
+    notes = (*found.plan.notes, tried)
+    plan = dataclasses.replace(found.plan, notes=notes, planning_s=planning_s)
+    return dataclasses.replace(found, plan=plan)
+
+
+LEAST_IDLE = 1 / 3
+"""Of the idle time of 1F1B, what a schedule that splits weight gradients leaves where all passes
+take equally long."""
+
+
+def _over_schedules(
+    wish: Wish, schedule: str, door: Door, found: Planned | None
+) -> tuple[Planned | None, str]:
+    """The faster of a plan and of the best with stages that are programs of their own, and what was
+    tried. A quick look at the step on the devices of one stage bounds what a schedule can reach."""
+    rows: list[tuple[float, Recipe, Row]] = []
+    refused, stages = "", 2
+    while stages <= min(MOST_STAGES, door.request.cluster.num_devices):
+        try:
+            recipe = dataclasses.replace(wish.recipe, stages=stages, schedule=schedule)
+            one = dataclasses.replace(wish, recipe=recipe)
+            if recipe.microbatches == 1:
+                one = dataclasses.replace(one, open=one.open | {"microbatches"})
+            one = with_stages(one, door)
+            inside = dataclasses.replace(door, request=of_stage(door.request, stages))
+            door.rewriter(one.recipe)
+        except RequestError as failed:
+            refused = refused or str(failed)
+            break
+        idle = 1 + LEAST_IDLE * (stages - 1) / one.recipe.microbatches
+        for remat in (FULL, NONE) if "remat" in wish.open else (wish.recipe.remat,):
+            recipe = dataclasses.replace(one.recipe, remat=remat)
+            look = inside.look(recipe, math.inf, {})
+            if look.found is not None and look.cost_s < math.inf:
+                rows.append((look.cost_s / stages * idle, recipe, look.found))
+        stages *= 2
+    rows.sort(key=lambda row: row[0])
+    told = []
+    for bound_s, recipe, row in rows[:MOST_PLANNED]:
+        known_s = math.inf if found is None else found.plan.prediction.step_s
+        if bound_s * WORTH > known_s:
+            continue
+        try:
+            planned = row.planned(door.begun)
+        except MemoryLimitError:
+            continue
+        step_s = planned.plan.prediction.step_s
+        told.append(f"{recipe.stages} stages by {planned.plan.schedule} {time_text(step_s)}")
+        if step_s * WORTH < known_s:
+            found = planned
+    tried = f"stages by a schedule: {len(rows)} recipes looked at"
+    if told:
+        tried += f", planned: {', '.join(told)}"
+    return found, f"{tried}; {refused}" if refused else tried
+
+
+PER_STAGE = 4
+"""Microbatches for each stage where nothing is said: the bubble is a fifth of a step at most."""
+
+
+def with_stages(wish: Wish, door: Door) -> Wish:
+    """The wish with a number of microbatches for its stages.
+
+    Raises:
+        RequestError: the devices can't be cut into so many groups, or the batch can't be cut.
+    """
+    stages, request = wish.recipe.stages, door.request
+    if request.mode in ("STAND_ALONE", "DATA_PARALLEL"):
+        raise RequestError(f"stages={stages}: mode {request.mode} has no pipeline stages")
+    devices = request.cluster.num_devices
+    if devices % stages:
+        raise RequestError(
+            f"stages={stages}: {devices} devices can't be cut into {stages} equal groups"
+        )
+    mesh = request.mesh
+    if mesh is not None and (STAGE not in mesh.names or mesh.size(STAGE) != stages):
+        raise RequestError(
+            f"stages={stages}: the mesh {mesh} has no axis {STAGE}={stages}; give it one, in front "
+            "of the others, or leave mesh= out"
+        )
+    wish = dataclasses.replace(wish, open=wish.open - {"chunks"})
+    if "microbatches" not in wish.open:
+        return wish
+    size = batch_size(door.rewriter.cut(1)[1])
+    parts = [m for m in range(2, PER_STAGE * stages + 1) if size % m == 0]
+    if not parts:
+        raise RequestError(
+            f"stages={stages}: a batch of {size} examples can't be cut into microbatches"
+        )
+    recipe = dataclasses.replace(wish.recipe, microbatches=parts[-1])
+    return dataclasses.replace(wish, recipe=recipe, open=wish.open - {"microbatches"})
+
+
+def of_stage(request: Request, stages: int) -> Request:
+    """The request for the whole step on the devices of one stage, with the memory of all.
+
+    Raises:
+        RequestError: something that stages as programs of their own do not have.
+    """
+    if request.confirm:
+        raise RequestError("confirm= compiles one program; stages with schedule= are several")
+    offload = request.decided.get("offload")
+    if offload is not None and (offload.patterns or offload.auto):
+        raise RequestError("offload= with schedule=: stages keep their state on their devices")
+    try:
+        cluster = part_of(request.cluster, stages)
+    except ClusterError as error:
+        raise RequestError(f"stages={stages}: {error}") from None
+    mesh = request.mesh
+    if mesh is not None:
+        inner = [(n, k) for n, k in zip(mesh.names, mesh.sizes, strict=True) if n != STAGE]
+        names, sizes = zip(*inner, strict=True) if inner else (("data",), (1,))
+        mesh = MeshSpec(tuple(names), tuple(sizes))
+    model = dataclasses.replace(request.model, cluster=cluster)  # type: ignore[type-var]
+    limit = request.limit_bytes * stages
+    return dataclasses.replace(
+        request, cluster=cluster, model=model, mesh=mesh, limit_bytes=limit, advice=False
+    )
