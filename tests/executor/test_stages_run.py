@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from executor import compile_plan, parallelize, train
@@ -36,6 +37,28 @@ def test_numbers_equal_the_unsharded_step(model: Model, stages: int) -> None:
     assert plan.stages == stages and plan.mesh.size("stage") == stages
     assert f"pipeline parallel over {stages}" in plan.strategy
     assert any(row.kind == "permute" and "stage" in row.axes for row in plan.collectives)
+
+
+def test_layers_in_bfloat16() -> None:
+    """Gradients are widened before they are added up; that is no reason to refuse stages."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = batch @ params[0]
+            for w in params[1:]:
+                x = x + jnp.tanh(x @ w)
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return [w - 0.5 * g for w, g in zip(params, grads, strict=True)], value
+
+    keys = jax.random.split(jax.random.key(0), 10)
+    params = [0.1 * jax.random.normal(k, (64, 64), jnp.bfloat16) for k in keys[:9]]
+    batch = jax.random.normal(keys[9], (32, 64), jnp.bfloat16)
+    run = parallelize(step, stages=4, microbatches=4)
+    alike = parallelize(step, microbatches=4)
+    assert difference(plain(run(params, batch)), plain(alike(params, batch))) <= 4e-3
+    assert run.plan.stages == 4
 
 
 def test_a_plan_in_a_file_runs_the_same(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -10,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from costmodels import parse_cluster
+from planner import make_plan
 from planner.errors import RequestError
 from planner.graph.trace import trace
 from planner.recipes import Recipe, Rewriter
+from planner.recipes.wish import SCHEDULES
 from planner.stages.programs.cuts import cut_blocks
+from planner.stages.programs.handed import handed_places
 from planner.stages.programs.homes import ALL
 from planner.stages.programs.layered import Apart, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
@@ -113,3 +118,37 @@ def test_backward_passes_wait_for_those_behind_them() -> None:
         for v in split.tasks[BACKWARD, 2].ins
         if split.makers[v][0] == BACKWARD
     )
+
+
+def test_a_plan_says_how_what_leaves_its_stage_is_split() -> None:
+    plan = make_plan(step, *args(), cluster="cpu:8", stages=4, microbatches=4, schedule="1f1b")
+    _, traced = Rewriter(step, args())(plan.recipe)
+    said = {(c.op, c.position) for c in plan.constraints if c.slot == "out"}
+    found = handed_places(taken_apart(traced, 4, 4, False, plan.cuts))
+    assert len(found) >= 6 and said.issuperset(found)
+    assert plan.strategy.startswith("pipeline parallel over 4 by 1f1b; ")
+
+
+def test_a_slow_network_is_worth_stages() -> None:
+    def deep(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = batch
+            for w in params:
+                x = x + jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    shape = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    shapes = [shape] * 8, jax.ShapeDtypeStruct((2**16, 4096), jnp.float32)
+    fast = parse_cluster("h100:8x2")
+    assert fast.network is not None
+    slow = dataclasses.replace(fast, network=dataclasses.replace(fast.network, bytes_per_s=1e9))
+    parts: Any = {"remat": "none", "microbatches": 16}
+    options = {"stages": "auto", "schedule": "auto", **parts}
+    plain, alone = (make_plan(deep, *shapes, cluster=c, **parts) for c in (fast, slow))
+    near, far = (make_plan(deep, *shapes, cluster=c, **options) for c in (fast, slow))
+    assert far.stages > 1 and far.schedule in SCHEDULES
+    assert far.prediction.step_s < alone.prediction.step_s
+    assert near.prediction.step_s <= 1.01 * plain.prediction.step_s
+    assert "stages by a schedule: " in far.notes[-1] and "planned: " in far.notes[-1]
