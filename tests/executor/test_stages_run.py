@@ -53,11 +53,14 @@ def test_layers_in_bfloat16() -> None:
         return [w - 0.5 * g for w, g in zip(params, grads, strict=True)], value
 
     keys = jax.random.split(jax.random.key(0), 10)
-    params = [0.1 * jax.random.normal(k, (64, 64), jnp.bfloat16) for k in keys[:9]]
-    batch = jax.random.normal(keys[9], (32, 64), jnp.bfloat16)
+    sizes = [(16, 64), *[(64, 64)] * 8]
+    params = [
+        0.1 * jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, sizes, strict=False)
+    ]
+    batch = jax.random.normal(keys[9], (32, 16), jnp.bfloat16)
     run = parallelize(step, stages=4, microbatches=4)
     alike = parallelize(step, microbatches=4)
-    assert difference(plain(run(params, batch)), plain(alike(params, batch))) <= 4e-3
+    assert difference(run(params, batch), alike(params, batch)) <= 4e-3
     assert run.plan.stages == 4
 
 
