@@ -192,6 +192,8 @@ class Recipe:
         stages: groups of layers, each on devices of its own, that microbatches pass through.
         schedule: the order of their passes, where each stage is a program of its own; empty: all
             stages in one program, tick by tick.
+        by_hand: (pattern, stage): which stages begin where; empty: where they take about equally
+            long. A plan keeps the places (``Plan.cuts``), not the patterns.
     """
 
     microbatches: int = 1
@@ -199,6 +201,7 @@ class Recipe:
     chunks: int = 1
     stages: int = 1
     schedule: str = ""
+    by_hand: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         parts = [
@@ -216,5 +219,5 @@ PLAIN = Recipe()
 STAGE = "stage"
 """The mesh axis of pipeline stages."""
 
-REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe))
+REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "by_hand")
 """The options that a recipe is made of."""

@@ -124,7 +124,7 @@ class Row:
             staged=staged_of(self.function),
         )
         if made.schedule:
-            plan = scheduled(plan, planned.extraction, self.traced, made.schedule)
+            plan = scheduled(plan, planned.extraction, self.traced, made)
         planned = dataclasses.replace(planned, plan=plan)
         if self.request.confirm:
             return _confirmed(planned, self.traced, self.donate_argnums)

@@ -22,29 +22,29 @@ from planner.plan.plan import Constraint, Plan
 from planner.recipes import WORTH
 from planner.recipes.wish import AUTO, SCHEDULES
 from planner.report.units import bytes_text, time_text
-from planner.spec import STAGE, MeshSpec, Sharding
+from planner.spec import STAGE, MeshSpec, Recipe, Sharding
 from planner.stages.programs.handed import handed_places
 from planner.stages.programs.homes import ALL
 from planner.stages.programs.layered import Apart, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
 
 
-def scheduled(plan: Plan, extraction: Extraction, traced: Traced, schedule: str) -> Plan:
+def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe) -> Plan:
     """The plan of all stages from the plan of the step on the devices of one.
 
     Args:
         plan: that plan; its memory limit is that of all stages together.
         extraction: what it was made from.
         traced: the step.
-        schedule: a name, or ``"auto"``: the schedule that is predicted fastest, the simpler one
-            where that gains less than a hundredth.
+        recipe: with the name of a schedule, or ``"auto"``: the one that is predicted fastest, the
+            simpler one where that gains less than a hundredth.
 
     Raises:
         MemoryLimitError: a stage needs more memory than a device has.
     """
-    names = SCHEDULES if schedule == AUTO else (schedule,)
+    names = SCHEDULES if recipe.schedule == AUTO else (recipe.schedule,)
     spent = _spent(extraction)
-    cuts = _cuts(plan, traced, spent)
+    cuts = _cuts(plan, traced, spent, recipe)
     plans = [
         _through(dataclasses.replace(plan, schedule=n), extraction, traced, spent, cuts)
         for n in names
@@ -75,9 +75,12 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, schedule: str)
     return dataclasses.replace(best, notes=(*best.notes, f"schedules compared: {seen}"))
 
 
-def _cuts(plan: Plan, traced: Traced, spent: Sequence[float]) -> tuple[int, ...]:
-    """Where stages begin, by the seconds of operations."""
-    first = taken_apart(traced, plan.microbatches, plan.stages, False)
+def _cuts(plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe) -> tuple[int, ...]:
+    """Where stages begin: as given by hand, or by the seconds of operations."""
+    hand = recipe.by_hand
+    first = taken_apart(traced, plan.microbatches, plan.stages, False, by_hand=hand)
+    if hand:
+        return first.cuts
     after = dict(itertools.pairwise(sorted({*first.starts.values(), len(spent)})))
 
     def seconds(op: int) -> float:

@@ -44,8 +44,10 @@ class Rewriter:
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
         traced = traced if kept is cut else trace(kept, self.args)
         parts, count = recipe.microbatches, recipe.stages
-        pipe = layered if recipe.schedule else staged
-        piped, stages = pipe(kept, traced, self.args, parts, count)
+        if recipe.schedule:
+            piped, stages = layered(kept, traced, self.args, parts, count, recipe.by_hand)
+        else:
+            piped, stages = staged(kept, traced, self.args, parts, count)
         traced = traced if piped is kept else trace(piped, self.args)
         made, chunks = chunked(piped, traced, self.args, recipe.chunks)
 

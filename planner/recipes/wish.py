@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,10 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
     made = recipe_of(function)
     if made != PLAIN:
         return Wish(made, frozenset(), False)
+    by_hand = _by_hand(asked.get("stages"))
+    if by_hand:
+        count = max(stage for _, stage in by_hand) + 1
+        asked = {"schedule": SCHEDULES[0], **_given(asked), "stages": count}
     remat = asked.get("remat")
     recipe = Recipe(
         _number("microbatches", asked.get("microbatches")),
@@ -51,6 +56,7 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _number("chunks", asked.get("chunks")),
         _number("stages", asked.get("stages")),
         _schedule(asked),
+        by_hand,
     )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
@@ -65,6 +71,38 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Schedules of stages that are programs of their own, the simplest first."""
+
+
+def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _by_hand(stages: Any) -> tuple[tuple[str, int], ...]:
+    """(pattern, stage) of ``stages={"regex": k}``, or of ``"regex=k,regex=k"``."""
+    if isinstance(stages, str) and "=" in stages:
+        parts = [part.rpartition("=") for part in stages.split(",")]
+        stages = {name: int(k) if k.isdecimal() else k for name, _, k in parts}
+    if not isinstance(stages, Mapping):
+        return ()
+    for pattern, stage in stages.items():
+        if not isinstance(pattern, str) or isinstance(stage, bool) or not isinstance(stage, int):
+            raise RequestError(
+                f"stages={{{pattern!r}: {stage!r}}}: expected a regular expression over paths or "
+                "lines, and the number of a stage"
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise RequestError(
+                f"stages={{{pattern!r}: ...}}: no regular expression: {error}"
+            ) from None
+    numbers = set(stages.values())
+    if len(numbers) < 2 or numbers != set(range(len(numbers))):
+        raise RequestError(
+            f"stages= by hand names the stages {sorted(numbers)}; expected all from 0 to the last, "
+            "two or more"
+        )
+    return tuple(stages.items())
 
 
 def _schedule(asked: Mapping[str, Any]) -> str:

@@ -98,7 +98,9 @@ class Options(TypedDict, total=False):
         1, or more where nothing else fits; ``"auto"``: the search decides.
     stages: into how many pipeline stages the repeated layers are cut, each on devices of its own
         (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
-        ``microbatches`` says nothing. Equal to the plain step, or refused with the line.
+        ``microbatches`` says nothing. Equal to the plain step, or refused with the line. By hand:
+        regular expressions over lines, or over paths of arrays of the state, and the stage that
+        begins where the forward pass first meets one; implies ``schedule="1f1b"``.
     schedule: makes each stage a program of its own, which need not be like the others, and says in
         which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``, or the
         fastest of them (``"auto"``). None: all stages in one program, which takes equal ones.
@@ -185,10 +187,11 @@ class Options(TypedDict, total=False):
         ),
     ]
     stages: Annotated[
-        int | str | None,
+        int | str | Mapping[str, int] | None,
         Flag(
-            "cut the repeated layers into so many pipeline stages, on the devices of a mesh axis "
-            "'stage' (default: 1)",
+            "cut the layers into so many pipeline stages, on the devices of a mesh axis 'stage'; "
+            "'auto' compares some; 'encoder=0,decoder=1' says by patterns over paths or lines "
+            "where stages begin (default: 1)",
             metavar="N",
         ),
     ]

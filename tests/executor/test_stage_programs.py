@@ -261,3 +261,39 @@ def test_not_inside_of_another_program() -> None:
     follower = parallelize(lambda state, batch: state[2], like=made)
     with pytest.raises(RequestError, match="no other step"):
         follower(state, batch)
+
+
+def test_stages_by_hand() -> None:
+    step, state, batch = two_towers()
+    stages = {"encoder": 0, r"decoder'\]\[0\]": 1, r"decoder'\]\[2\]": 2, r"decoder'\]\[3\]": 3}
+    made = parallelize(step, stages=stages, microbatches=8, cluster="cpu:8")
+    got, want = made(state, batch), jax.jit(step)(state, batch)
+    assert difference(got, want) < 1e-5
+    assert made.plan.stages == 4 and made.plan.schedule == "1f1b"
+    homes = [{d.id for d in w.devices()} for w in got[0][0]["encoder"]]
+    assert homes == [{0, 1}] * 4
+    homes = [{d.id for d in w.devices()} for w, _ in got[0][0]["decoder"]]
+    assert homes == [{2, 3}, {2, 3}, {4, 5}, {6, 7}]
+    plan = make_plan(step, state, batch, cluster="cpu:8", stages=stages, microbatches=8)
+    assert plan.cuts == made.plan.cuts
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ({"encoder": 0, "decoder": 2}, r"names the stages \[0, 2\]; expected all from 0"),
+        ({"encoder": 0}, "two or more"),
+        ({"(": 0, "decoder": 1}, "no regular expression"),
+        ({"encoder": "a", "decoder": 1}, "expected a regular expression over paths or lines"),
+        ({"encoder": 0, "attention": 1}, "'attention' .stage 1. is found in no line"),
+        (
+            {"decoder": 1, "encoder": 2, "programs.py": 0},
+            "stage 2 begins at .*, which is not behind",
+        ),
+        ("encoder=0,attention=1", "'attention' .stage 1. is found in no line"),
+    ],
+)
+def test_stages_by_hand_that_cannot_be(stages: Any, said: str) -> None:
+    step, state, batch = two_towers()
+    with pytest.raises(RequestError, match=said):
+        make_plan(step, state, batch, cluster="cpu:6", stages=stages, microbatches=8)

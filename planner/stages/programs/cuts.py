@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,40 @@ WINDOW = 0.25
 """A cut is narrow if none in this share of a stage's work around it is narrower."""
 SLACK = 1.05
 """How much more than the narrowest may cross a narrow cut."""
+
+
+def named_begins(labels: Sequence[Sequence[str]], by_hand: Sequence[tuple[str, int]]) -> list[int]:
+    """Where stages begin that are given by hand: at the first call that a pattern of theirs finds.
+
+    Args:
+        labels: per call of the forward pass, in order, its line and the paths of the arrays of the
+            state that it reads.
+        by_hand: (pattern, stage).
+
+    Raises:
+        NoStagesError: a pattern finds nothing, or a stage begins before the one in front of it.
+    """
+    begins: dict[int, int] = {}
+    for pattern, stage in by_hand:
+        found = [k for k, texts in enumerate(labels) if any(re.search(pattern, t) for t in texts)]
+        if not found:
+            known = [t for texts in labels for t in texts]
+            some = ", ".join(dict.fromkeys(known[:: max(1, len(known) // 6)]))
+            raise refused(
+                f"{pattern!r} (stage {stage}) is found in no line of the forward pass and in no "
+                f"path of what it reads, such as {some}"
+            )
+        begins[stage] = min(found[0], begins.get(stage, found[0]))
+    begins[0] = 0
+    order = [begins[stage] for stage in sorted(begins)]
+    for stage, (first, second) in enumerate(itertools.pairwise(order)):
+        if second <= first:
+            where = [texts[0] if texts else "an unknown line" for texts in labels]
+            raise refused(
+                f"stage {stage + 1} begins at {where[second]}, which is not behind the beginning "
+                f"of stage {stage} at {where[first]}"
+            )
+    return order
 
 
 def narrow_places(calls: Sequence[Call], count: int) -> list[int]:

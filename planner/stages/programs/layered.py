@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.graph.flat import FlatJaxpr, execute, flatten, looped
+from planner.graph.flat import Call, FlatJaxpr, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
-from planner.stages.body import body_at, body_of, depends
+from planner.stages.body import Body, body_at, body_of, depends
 from planner.stages.errors import refused
+from planner.stages.programs.cuts import named_begins
 from planner.stages.programs.homes import ALL, Homes, homes
 from planner.stages.programs.numbers import body_start, operations
 from planner.stages.programs.ranges import in_ranges
@@ -55,6 +56,7 @@ def taken_apart(
     weights: bool,
     cuts: Sequence[int] = (),
     seconds: Callable[[int], float] | None = None,
+    by_hand: Sequence[tuple[str, int]] = (),
 ) -> Apart:
     """A step of ``layered`` in the programs of its stages.
 
@@ -66,9 +68,10 @@ def taken_apart(
         cuts: per stage, the operation of the graph that its forward pass begins with; without,
             stages are made that take about the same time.
         seconds: what the operations of a call take, by the first of them; without, by flop.
+        by_hand: (pattern, stage), instead of stages that take about the same time.
 
     Raises:
-        NoStagesError: see ``split``.
+        NoStagesError: see ``balanced`` and ``named_begins``.
     """
     flat = flatten(traced.jaxpr).live()
     at = body_at(flat, parts)
@@ -84,6 +87,8 @@ def taken_apart(
     if cuts:
         order = [starts[id(c)] for c in passes.ahead]
         begins = [bisect.bisect_left(order, op) for op in cuts]
+    elif by_hand:
+        begins = named_begins(_labels(traced, flat, body, loop, passes.ahead), by_hand)
     elif seconds is not None:
         spent = seconds
         begins = balanced(body, passes, count, lambda c: spent(starts[id(c)]))
@@ -94,12 +99,49 @@ def taken_apart(
     return Apart(flat, at, done, homes(flat, at, done), ops, here)
 
 
+def _labels(
+    traced: Traced, flat: FlatJaxpr, body: Body, loop: Call, calls: Sequence[Call]
+) -> list[list[str]]:
+    """Per call, its line and the paths of the arrays of the step's arguments that it reads; through
+    what does not depend on the batch."""
+    inside, _, _ = body.loop.split(body.flat.inputs)
+    outside, _, _ = body.loop.split(loop.ins)
+    paths: dict[int, set[str]] = {
+        v: {path} for v, path in zip(flat.inputs, traced.graph.input_paths, strict=True)
+    }
+    for c in flat.calls:
+        if c is loop:
+            break
+        known = set().union(*(paths.get(v, ()) for v in c.ins if isinstance(v, int)))
+        paths.update((v, known) for v in c.outs)
+    within = {v: paths.get(u, set()) for v, u in zip(inside, outside, strict=True) if _int(u)}
+    for c in body.flat.calls:
+        if not body.batch.intersection(c.outs):
+            known = set().union(*(within.get(v, ()) for v in c.ins if isinstance(v, int)))
+            within.update((v, known) for v in c.outs)
+    out = []
+    for c in calls:
+        line = user_line(c.eqn)
+        read = set().union(*(within.get(v, ()) for v in c.ins if isinstance(v, int)))
+        out.append([*([line] if line else []), *sorted(read)])
+    return out
+
+
+def _int(v: Any) -> bool:
+    return isinstance(v, int)
+
+
 def _behind(span: range, by: int) -> range:
     return range(span.start + by, span.stop + by)
 
 
 def layered(
-    function: Callable[..., Any], traced: Traced, args: Sequence[Any], parts: int, count: int
+    function: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    parts: int,
+    count: int,
+    by_hand: Sequence[tuple[str, int]] = (),
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """A step whose stages can be programs of their own, and lines that say what they are.
 
@@ -109,6 +151,7 @@ def layered(
         args: its arguments, or ShapeDtypeStructs.
         parts: microbatches, two or more.
         count: stages.
+        by_hand: see ``taken_apart``.
 
     Raises:
         NoStagesError: it has too few blocks, or can't be split.
@@ -133,7 +176,7 @@ def layered(
             function, args, first, lambda args: made(trace(function, args)) or function
         )
         traced = trace(step, args)
-    return step, stage_lines(taken_apart(traced, parts, count, False))
+    return step, stage_lines(taken_apart(traced, parts, count, False, by_hand=by_hand))
 
 
 def stage_lines(apart: Apart) -> tuple[str, ...]:
