@@ -3,7 +3,7 @@
 from costmodels.orders.deadlock import DeadlockError
 from costmodels.orders.draw import drawn
 from costmodels.orders.files import read_order, write_order
-from costmodels.orders.named import NAMES, named_order
+from costmodels.orders.named import NAMES, chunks_of, named_order
 from costmodels.orders.order import Order, OrderError, Task
 from costmodels.orders.simulate import Simulated, Work, simulate
 from costmodels.orders.ticks import in_ticks
@@ -16,6 +16,7 @@ __all__ = [
     "Simulated",
     "Task",
     "Work",
+    "chunks_of",
     "drawn",
     "in_ticks",
     "named_order",

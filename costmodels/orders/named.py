@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -61,11 +62,21 @@ NAMES = (*_PLAIN, "interleaved")
 """The schedules that ``named_order`` knows."""
 
 
+def chunks_of(name: str) -> int:
+    """Chunks of the model per device that a name asks for; 1 where it says nothing.
+
+    >>> chunks_of("interleaved-2"), chunks_of("1f1b")
+    (2, 1)
+    """
+    base, _, count = name.partition("-")
+    return int(count) if base == "interleaved" and count.isdecimal() else 1
+
+
 def named_order(name: str, stages: int, microbatches: int, virtual: int = 1) -> Order:
     """A schedule by name.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `NAMES`, or ``"interleaved-2"`` for two chunks per device.
         stages: devices, or groups of them.
         microbatches: parts of the batch.
         virtual: chunks of the model per device; more than one for ``interleaved`` alone.
@@ -76,13 +87,14 @@ def named_order(name: str, stages: int, microbatches: int, virtual: int = 1) -> 
     >>> [str(task) for task in named_order("1f1b", 2, 2).devices[1][:2]]
     ['F0 of chunk 1', 'B0 of chunk 1']
     """
+    virtual = max(virtual, chunks_of(name))
     if stages < 1 or microbatches < 1 or virtual < 1:
         raise OrderError(
             f"schedule {name!r}: {stages} stages, {microbatches} microbatches and {virtual} chunks "
             "per device; each must be at least 1"
         )
-    if name == "interleaved":
-        return _interleaved(stages, microbatches, virtual)
+    if name.partition("-")[0] == "interleaved":
+        return dataclasses.replace(_interleaved(stages, microbatches, virtual), name=name)
     if name not in _PLAIN:
         raise OrderError(f"no schedule {name!r}: use one of {', '.join(NAMES)}")
     if virtual != 1:

@@ -4,13 +4,13 @@ the plan of the whole step on the devices of one, run through the schedule."""
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
 from costmodels import ClusterError, parse_cluster
-from costmodels.orders import Simulated, Work, simulate
-from costmodels.orders.named import named_order
+from costmodels.orders import Order, Simulated, Work, chunks_of, simulate
 from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
 from planner.errors import MemoryLimitError
@@ -20,12 +20,13 @@ from planner.graph.trace import Traced
 from planner.plan.extract import Extraction
 from planner.plan.plan import Constraint, Plan
 from planner.recipes import WORTH
-from planner.recipes.wish import AUTO, SCHEDULES
+from planner.recipes.wish import AUTO, INTERLEAVED, SCHEDULES
 from planner.report.units import bytes_text, time_text
 from planner.spec import STAGE, MeshSpec, Recipe, Sharding
+from planner.stages.errors import NoStagesError, refused
 from planner.stages.programs.handed import handed_places
 from planner.stages.programs.homes import ALL
-from planner.stages.programs.layered import Apart, stage_lines, taken_apart
+from planner.stages.programs.layered import Apart, order_of, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
 
 
@@ -44,11 +45,16 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe
     """
     names = SCHEDULES if recipe.schedule == AUTO else (recipe.schedule,)
     spent = _spent(extraction)
-    cuts = _cuts(plan, traced, spent, recipe)
+    cuts = _cuts(plan, traced, spent, recipe, chunks_of(names[0]))
     plans = [
         _through(dataclasses.replace(plan, schedule=n), extraction, traced, spent, cuts)
         for n in names
     ]
+    if len(names) > 1 and not recipe.by_hand and plan.microbatches % plan.stages == 0:
+        with contextlib.suppress(NoStagesError):  # too few blocks, or the layers are one array
+            more = _cuts(plan, traced, spent, recipe, chunks_of(INTERLEAVED))
+            plan = dataclasses.replace(plan, schedule=INTERLEAVED)
+            plans.append(_through(plan, extraction, traced, spent, more))
     limit = plan.prediction.limit_bytes / plan.stages
     fit = [p for p in plans if p.prediction.peak_bytes <= limit]
     if not fit:
@@ -75,10 +81,12 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe
     return dataclasses.replace(best, notes=(*best.notes, f"schedules compared: {seen}"))
 
 
-def _cuts(plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe) -> tuple[int, ...]:
-    """Where stages begin: as given by hand, or by the seconds of operations."""
-    hand = recipe.by_hand
-    first = taken_apart(traced, plan.microbatches, plan.stages, False, by_hand=hand)
+def _cuts(
+    plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe, chunks: int
+) -> tuple[int, ...]:
+    """Where chunks begin: as given by hand, or by the seconds of operations."""
+    hand, count = recipe.by_hand, chunks * plan.stages
+    first = taken_apart(traced, plan.microbatches, count, False, by_hand=hand)
     if hand:
         return first.cuts
     after = dict(itertools.pairwise(sorted({*first.starts.values(), len(spent)})))
@@ -86,7 +94,7 @@ def _cuts(plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe) ->
     def seconds(op: int) -> float:
         return sum(spent[op : after[op]])
 
-    return taken_apart(traced, plan.microbatches, plan.stages, False, seconds=seconds).cuts
+    return taken_apart(traced, plan.microbatches, count, False, seconds=seconds).cuts
 
 
 def _through(
@@ -97,11 +105,16 @@ def _through(
     cuts: tuple[int, ...],
 ) -> Plan:
     """The plan under one schedule."""
-    order = named_order(plan.schedule, plan.stages, plan.microbatches)
-    apart = taken_apart(traced, plan.microbatches, plan.stages, order.splits_weights, cuts)
+    order = order_of(plan.schedule, plan.stages, plan.microbatches)
+    apart = taken_apart(traced, plan.microbatches, len(order.place), order.splits_weights, cuts)
+    if apart.homes.parted and len(order.place) > plan.stages:
+        raise refused(
+            f"{plan.schedule}: {len(apart.homes.parted)} arrays have the layers of all chunks in "
+            "one; an interleaved schedule takes layers with arrays of their own"
+        )
     late = _transfer_s(extraction, apart)
-    ran, rest = _seconds(plan, extraction, apart, spent, late)
-    peaks = _peaks(plan, extraction, apart, ran)
+    ran, rest = _seconds(order, extraction, apart, spent, late)
+    peaks = _peaks(plan, extraction, apart, order, ran)
     old = plan.prediction
     fixed = extraction.priced.model.step_latency_s
     step = fixed + ran.step_s + max(rest)
@@ -122,8 +135,11 @@ def _through(
     )
     told = stage_lines(apart)
     lines = [
-        f"{line}; {time_text(busy_s)} busy, {bytes_text(peak)}"
-        for line, busy_s, peak in zip(told, ran.busy_s, peaks, strict=False)
+        f"{line}; "
+        + (f"{where}'s " if len(order.place) > plan.stages else "")
+        + f"{time_text(ran.busy_s[d])} busy, {bytes_text(peaks[d])}"
+        for line, d in zip(told, order.place, strict=False)
+        for where in [f"device group {d}"]
     ]
     note = (
         f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %, a transfer between "
@@ -165,10 +181,10 @@ def _spent(extraction: Extraction) -> list[float]:
 
 
 def _seconds(
-    plan: Plan, extraction: Extraction, apart: Apart, spent: Sequence[float], late: float
+    order: Order, extraction: Extraction, apart: Apart, spent: Sequence[float], late: float
 ) -> tuple[Simulated, list[float]]:
-    """The schedule with times, and per stage the seconds of what is done once."""
-    split, parts = apart.split, plan.microbatches
+    """The schedule with times, and per group of devices the seconds of what is done once."""
+    split, parts = apart.split, order.microbatches
     owner: dict[int, tuple[str, int]] = {}
     for key, task in split.tasks.items():
         owner.update((id(c), key) for c in task.own)
@@ -201,7 +217,17 @@ def _seconds(
         )
         for s in range(split.count)
     ]
-    return simulate(named_order(plan.schedule, split.count, parts), work, late), rest
+    return simulate(order, work, late), _by_device(order, rest, sum)
+
+
+def _by_device(
+    order: Order, chunks: Sequence[float], of: Callable[[list[float]], float]
+) -> list[float]:
+    """Per group of devices, a number made of those of its chunks."""
+    return [
+        of([x for x, place in zip(chunks, order.place, strict=True) if place == d])
+        for d in range(len(order.devices))
+    ]
 
 
 def _transfer_s(extraction: Extraction, apart: Apart) -> float:
@@ -231,21 +257,26 @@ def _held(extraction: Extraction, apart: Apart) -> list[float]:
     ]
 
 
-def _peaks(plan: Plan, extraction: Extraction, apart: Apart, ran: Simulated) -> list[float]:
-    """Per stage, the most bytes on a device."""
+def _peaks(
+    plan: Plan, extraction: Extraction, apart: Apart, order: Order, ran: Simulated
+) -> list[float]:
+    """Per group of devices, the most bytes on a device."""
     size, split = _sizes(extraction, apart), apart.split
     state = [0.0] * split.count
     for v, leaf, place in zip(apart.flat.inputs, plan.inputs, apart.homes.home, strict=True):
-        parted = split.count if v in apart.homes.parted else 1
-        for s in range(split.count) if place == ALL else (place,):
+        everywhere = range(len(order.devices))
+        parted = len(everywhere) if v in apart.homes.parted else 1
+        for s in everywhere if place == ALL else (place,):
             state[s] += leaf.nbytes_per_device / parted
-    out = []
+    held, most = [], []
     for s in range(split.count):
         tasks = [t for (_, stage), t in split.tasks.items() if stage == s]
         sums = sum(size(v) for t in tasks for v in t.sums)
         inside = max(sum(size(v) for c in t.own for v in c.outs) for t in tasks)
-        out.append(state[s] + 2 * sums + ran.peak_bytes[s] + inside)
-    return out
+        held.append(state[s] + 2 * sums)
+        most.append(inside)
+    parts = (_by_device(order, held, sum), _by_device(order, most, max), ran.peak_bytes)
+    return [sum(bytes_) for bytes_ in zip(*parts, strict=True)]
 
 
 def _sizes(extraction: Extraction, apart: Apart) -> Callable[[int], float]:

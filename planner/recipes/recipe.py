@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from costmodels.orders import chunks_of
 from planner.chunks.rewrite import chunked, scores
 from planner.graph.trace import Traced, abstract, trace
 from planner.microbatch.rewrite import microbatched
@@ -45,7 +46,11 @@ class Rewriter:
         traced = traced if kept is cut else trace(kept, self.args)
         parts, count = recipe.microbatches, recipe.stages
         if recipe.schedule:
-            piped, stages = layered(kept, traced, self.args, parts, count, recipe.by_hand)
+            ranges = count if chunks_of(recipe.schedule) == 1 else 1
+            count *= chunks_of(recipe.schedule)
+            piped, stages = layered(
+                kept, traced, self.args, parts, count, ranges, by_hand=recipe.by_hand
+            )
         else:
             piped, stages = staged(kept, traced, self.args, parts, count)
         traced = traced if piped is kept else trace(piped, self.args)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from costmodels.orders import chunks_of
 from planner.errors import RequestError
 from planner.recipes.recipe import recipe_of
 from planner.remat.policy import NONE, policy_text
@@ -47,6 +48,7 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         return Wish(made, frozenset(), False)
     by_hand = _by_hand(asked.get("stages"))
     if by_hand:
+        _schedule(asked)
         count = max(stage for _, stage in by_hand) + 1
         asked = {"schedule": SCHEDULES[0], **_given(asked), "stages": count}
     remat = asked.get("remat")
@@ -71,6 +73,8 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Schedules of stages that are programs of their own, the simplest first."""
+INTERLEAVED = "interleaved-2"
+"""Another, for as many chunks as two on each group of devices."""
 
 
 def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +113,14 @@ def _schedule(asked: Mapping[str, Any]) -> str:
     name = asked.get("schedule")
     if name is None:
         return ""
-    if name not in (*SCHEDULES, AUTO):
-        raise RequestError(f"schedule={name!r}: expected auto or one of {', '.join(SCHEDULES)}")
+    known = name in (*SCHEDULES, AUTO) or (isinstance(name, str) and chunks_of(name) > 1)
+    if not known:
+        raise RequestError(
+            f"schedule={name!r}: expected auto, one of {', '.join(SCHEDULES)}, or interleaved-2 "
+            "with the number of chunks per device"
+        )
+    if chunks_of(name) > 1 and _by_hand(asked.get("stages")):
+        raise RequestError(f"schedule={name!r}: stages by hand have one chunk per device")
     if asked.get("stages") in (None, 1, "1"):
         raise RequestError(
             f"schedule={name!r} orders the passes of pipeline stages; give stages=2 or more, or "

@@ -150,7 +150,7 @@ def _ran(plan: Plan, microbatches: int) -> Simulated:
         return in_ticks(plan.stages, microbatches, Work(1.0, 2.0))
     order = named_order(plan.schedule, plan.stages, microbatches)
     one = Work(1.0, 1.0, 1.0) if order.splits_weights else Work(1.0, 2.0)
-    return simulate(order, [one] * plan.stages)
+    return simulate(order, [one] * len(order.place))
 
 
 def _confirmed_text(plan: Plan) -> str:

@@ -102,8 +102,9 @@ class Options(TypedDict, total=False):
         regular expressions over lines, or over paths of arrays of the state, and the stage that
         begins where the forward pass first meets one; implies ``schedule="1f1b"``.
     schedule: makes each stage a program of its own, which need not be like the others, and says in
-        which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``, or the
-        fastest of them (``"auto"``). None: all stages in one program, which takes equal ones.
+        which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``,
+        ``"interleaved-2"`` (chunks per device), or the fastest of them (``"auto"``). None: all
+        stages in one program, which takes equal ones.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -199,7 +200,7 @@ class Options(TypedDict, total=False):
         str | None,
         Flag(
             "make each stage a program of its own and run their passes in this order: 1f1b, gpipe, "
-            "zb-h1, zb-h2 or auto (default: all stages in one program)",
+            "zb-h1, zb-h2, interleaved-2 or auto (default: all stages in one program)",
             metavar="NAME",
             type=str.lower,
         ),

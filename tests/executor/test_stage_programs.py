@@ -208,8 +208,12 @@ def test_donated_arguments_are_given_away() -> None:
     ("options", "said"),
     [
         ({"schedule": "1f1b"}, "give stages=2 or more, or auto"),
-        ({"schedule": "zigzag", "stages": 2}, "expected auto or one of 1f1b, gpipe, zb-h1, zb-h2"),
+        ({"schedule": "zigzag", "stages": 2}, "expected auto, one of 1f1b, gpipe, zb-h1, zb-h2"),
         ({"schedule": "1f1b", "stages": 4, "microbatches": 1}, "microbatches=2 or more"),
+        (
+            {"schedule": "interleaved-2", "stages": 4, "microbatches": 2},
+            "a multiple of 4 microbatches",
+        ),
         ({"schedule": "1f1b", "stages": 3}, "can't be cut into 3 equal groups"),
         ({"schedule": "1f1b", "stages": 8}, "blocks"),
         (
@@ -261,6 +265,23 @@ def test_not_inside_of_another_program() -> None:
     follower = parallelize(lambda state, batch: state[2], like=made)
     with pytest.raises(RequestError, match="no other step"):
         follower(state, batch)
+
+
+@pytest.mark.parametrize("name", ["layers", "two_towers"])
+def test_several_chunks_on_a_group_of_devices(name: str) -> None:
+    step, state, batch = PROGRAMS[name]()
+    options: Any = {"stages": 2, "microbatches": 8, "schedule": "interleaved-2"}
+    made = parallelize(step, cluster="cpu:8", **options)
+    plain, want, got = jax.jit(step), state, state
+    for _ in range(3):
+        want, expected = plain(want, batch)
+        got, found = made(got, batch)
+        assert difference(found, expected) < 1e-5
+    assert difference(got, want) < 1e-5
+    assert len(made.plan.cuts) == 4 and made.plan.mesh.size("stage") == 2
+    held = [frozenset(d.id for d in x.devices()) for x in jax.tree.leaves(got[0])]
+    assert len(set(held) - {frozenset(range(8))}) == 2
+    assert "interleaved-2" in str(made.plan)
 
 
 def test_stages_by_hand() -> None:

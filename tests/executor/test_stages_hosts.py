@@ -74,7 +74,12 @@ def launched(processes: int, *words: object) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("processes", "name", "stages", "schedule"),
-    [(2, "layers", 2, "1f1b"), (4, "scanned", 4, "zb-h1"), (2, "noisy", 2, "zb-h1")],
+    [
+        (2, "layers", 2, "1f1b"),
+        (4, "scanned", 4, "zb-h1"),
+        (2, "noisy", 2, "zb-h1"),
+        (2, "layers", 2, "interleaved-2"),
+    ],
 )
 def test_equal_saved_and_restored(
     processes: int, name: str, stages: int, schedule: str, tmp_path: Path

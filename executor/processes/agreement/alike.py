@@ -57,6 +57,8 @@ def compare_parts(name: str, parts: Parts) -> None:
     if not meet(name, totals, _differences):
         return
     where = meet(f"{name}, compared", hashes, _differences)
+    if not where:  # one process has parts that another has not, as those of a stage
+        return
     mine = {
         part: {k: parts[part][int(k)].text if int(k) < len(parts[part]) else "nothing" for k in ks}
         for part, ks in _asked(where).items()

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from costmodels.orders import named_order
 from executor.processes.progress import begin_step, refuse_step
 from executor.run.compile import (
     CompiledStep,
@@ -23,6 +22,7 @@ from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.space.decisions.host_memory import DEVICE
+from planner.stages.programs.layered import order_of
 
 
 class StagedStep(CompiledStep):
@@ -45,7 +45,7 @@ class StagedStep(CompiledStep):
         if any(leaf.memory != DEVICE for leaf in plan.inputs):
             raise RequestError("a plan with schedule= can't keep its state in host memory")
         self.plan, self.traced = plan, traced
-        order = named_order(plan.schedule, plan.stages, plan.microbatches)
+        order = order_of(plan.schedule, plan.stages, plan.microbatches)
         donated = donated_leaves(traced, donate_argnums)
         back = tuple(k for k in kept_leaves(traced.out_shape) if k in frozenset(donated))
         self.runner = Runner(traced, plan, order, devices, sorted({*donated} - {*back}))

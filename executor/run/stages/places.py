@@ -18,10 +18,13 @@ from planner.stages.programs.homes import ALL
 
 @dataclass(frozen=True)
 class Places:
-    """The devices of all stages (``mesh``, whose first axis is ``stage``) and those of each."""
+    """The devices of all stages (``mesh``, whose first axis is ``stage``) and those of each; chunks
+    of an interleaved schedule are stages that share devices."""
 
     mesh: Mesh
     stages: tuple[Mesh, ...]
+    group: tuple[int, ...]
+    """Per stage, the number of its devices along the axis ``stage``."""
 
     @functools.cached_property
     def _processes(self) -> dict[int, frozenset[int]]:
@@ -32,14 +35,16 @@ class Places:
         }
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Places:
-        """The places of a mesh with an axis ``stage``."""
+    def of(cls, mesh: Mesh, place: Sequence[int]) -> Places:
+        """The places of a mesh with an axis ``stage``; ``place``: which group of devices each stage
+        has."""
         at = mesh.axis_names.index(STAGE)
         names = tuple(n for n in mesh.axis_names if n != STAGE)
         rows = mesh.devices.swapaxes(0, at) if at else mesh.devices
         if not names:  # a stage is one device
             names, rows = ("data",), rows.reshape(-1, 1)
-        return cls(mesh, tuple(Mesh(row, names) for row in rows))
+        groups = [Mesh(row, names) for row in rows]
+        return cls(mesh, tuple(groups[k] for k in place), tuple(place))
 
     def mesh_of(self, place: int) -> Mesh:
         """The devices of a place."""

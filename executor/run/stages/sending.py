@@ -46,7 +46,7 @@ class Sender:
             specs: how each is split.
         """
         places = self.places
-        if before == after:
+        if before == after or (ALL not in (before, after) and self._same(before, after)):
             return list(values)
         if before == ALL:
             both = zip(values, specs, strict=True)
@@ -63,6 +63,10 @@ class Sender:
         bits = [x if k is None else _bits(x) for x, k in zip(values, keys, strict=True)]
         sent = self._sent(bits, before, after, list(specs))
         return [x if k is None else _keys(x, k) for x, k in zip(sent, keys, strict=True)]
+
+    def _same(self, before: int, after: int) -> bool:
+        """Whether two stages have the same devices."""
+        return self.places.stages[before] is self.places.stages[after]
 
     def _from_all(self, x: Any, after: int, spec: PartitionSpec) -> Any:
         """What a stage holds of an array that every device has whole, or its part of the stage."""
@@ -96,7 +100,7 @@ class Sender:
             blank = self._blank(held, full, shape.dtype)
             data = [own.get(d, b) for d, b in blank.items()]
             inputs.append(jax.make_array_from_single_device_arrays(full, held, data))
-        program = self._program(mesh, axis, before, tuple(whole), tuple(one))
+        program = self._program(mesh, axis, places.group[before], tuple(whole), tuple(one))
         if places.waits:
             jax.block_until_ready(inputs)
         results = program(inputs)
@@ -141,18 +145,18 @@ class Sender:
         self,
         mesh: Mesh,
         axis: str,
-        before: int,
+        group: int,
         specs: tuple[PartitionSpec, ...],
         long: tuple[bool, ...],
     ) -> Any:
-        key = mesh, axis, before, specs, long
+        key = mesh, axis, group, specs, long
         if key not in self._programs:
 
             def permuted(xs: list[Any]) -> list[Any]:
                 return [jax.lax.ppermute(x, PAIR, [(0, 1)]) for x in xs]
 
             def spread(xs: list[Any]) -> list[Any]:
-                found = [jax.lax.all_gather(x, STAGE)[before] for x in xs]
+                found = [jax.lax.all_gather(x, STAGE)[group] for x in xs]
                 return [x if is_long else x[0] for x, is_long in zip(found, long, strict=True)]
 
             outs = [inner(s) for s in specs] if axis == STAGE else list(specs)

@@ -42,9 +42,9 @@ class Runner:
     ) -> None:
         self.order, self.traced, self.donated = order, traced, frozenset(donated)
         self.apart: Apart = taken_apart(
-            traced, plan.microbatches, plan.stages, order.splits_weights, plan.cuts
+            traced, plan.microbatches, len(order.place), order.splits_weights, plan.cuts
         )
-        self.places = Places.of(build_mesh(plan.mesh, devices))
+        self.places = Places.of(build_mesh(plan.mesh, devices), order.place)
         self.sender, self.shapes = Sender(self.places), Shapes(self.places)
         self._sorted = _in_time(order)
         self._build(traced, plan)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from costmodels.orders import Order, OrderError, named_order
+from planner.errors import RequestError
 from planner.graph.flat import Call, FlatJaxpr, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
@@ -141,6 +143,8 @@ def layered(
     args: Sequence[Any],
     parts: int,
     count: int,
+    ranges: int,
+    *,
     by_hand: Sequence[tuple[str, int]] = (),
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """A step whose stages can be programs of their own, and lines that say what they are.
@@ -151,6 +155,7 @@ def layered(
         args: its arguments, or ShapeDtypeStructs.
         parts: microbatches, two or more.
         count: stages.
+        ranges: into how many parts scans over layers are cut.
         by_hand: see ``taken_apart``.
 
     Raises:
@@ -165,7 +170,7 @@ def layered(
         eqn = flat.calls[at].eqn
         inner = flatten(eqn.params["jaxpr"]).live()
         batch = depends(inner.calls, loop_of(eqn).split(inner.inputs)[2])
-        program, cut = in_ranges(inner, count, batch)
+        program, cut = in_ranges(inner, ranges, batch) if ranges > 1 else (inner, 0)
         loop = looped(eqn, functools.partial(execute, program))
         return with_call(flat, at, loop, traced) if cut else None
 
@@ -177,6 +182,18 @@ def layered(
         )
         traced = trace(step, args)
     return step, stage_lines(taken_apart(traced, parts, count, False, by_hand=by_hand))
+
+
+def order_of(schedule: str, stages: int, microbatches: int) -> Order:
+    """The schedule of a plan.
+
+    Raises:
+        RequestError: it does not run such counts.
+    """
+    try:
+        return named_order(schedule, stages, microbatches)
+    except OrderError as error:
+        raise RequestError(str(error)) from None
 
 
 def stage_lines(apart: Apart) -> tuple[str, ...]:
