@@ -28,16 +28,17 @@ def weight(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 def layers_of(rng: np.random.Generator, width: int) -> list[Layer]:
     """Layers that keep ``width``, as (kind, parameters)."""
+    triple = 3 * width
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "dense": lambda: {"w": weight(rng, width, width), "b": jnp.zeros(width)},
         "residual": lambda: {
-            "up": weight(rng, width, 3 * width),
-            "down": weight(rng, 3 * width, width),
+            "up": weight(rng, width, triple),
+            "down": weight(rng, triple, width),
         },
         "gated": lambda: {"w": weight(rng, width, 2 * width)},
         "norm": lambda: {"scale": jnp.ones(width)},
         "attention": lambda: {
-            "qkv": weight(rng, width, 3 * width),
+            "qkv": weight(rng, width, triple),
             "out": weight(rng, width, width),
         },
         "mixing": lambda: {"w": weight(rng, SEQ, SEQ)},

@@ -11,7 +11,7 @@ import pytest
 
 from executor.launch.start import Job, run_local
 
-pytestmark = [pytest.mark.devices, pytest.mark.slow]
+pytestmark = pytest.mark.devices
 ROOT = Path(__file__).resolve().parents[2]
 
 WORK = f"""
@@ -76,9 +76,9 @@ def launched(processes: int, *words: object) -> list[Any]:
     ("processes", "name", "stages", "schedule"),
     [
         (2, "layers", 2, "1f1b"),
-        (4, "scanned", 4, "zb-h1"),
-        (2, "noisy", 2, "zb-h1"),
-        (2, "layers", 2, "interleaved-2"),
+        pytest.param(4, "scanned", 4, "zb-h1", marks=pytest.mark.slow),
+        pytest.param(2, "noisy", 2, "zb-h1", marks=pytest.mark.slow),
+        pytest.param(4, "layers", 2, "interleaved-2", marks=pytest.mark.slow),
     ],
 )
 def test_equal_saved_and_restored(
