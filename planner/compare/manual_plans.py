@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
-
-from jax.sharding import PartitionSpec
 
 from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.compare.difference import Difference, Exchange, Figure, Moved, Setting, difference
-from planner.errors import MemoryLimitError, PinError
-from planner.graph.ir import Graph
+from planner.compare.kinds import (
+    batch_rules,
+    divides,
+    kinds,
+    note,
+    whole_rules,
+    with_marked,
+)
+from planner.errors import MemoryLimitError, PinError, RequestError
 from planner.graph.trace import Traced
+from planner.microbatch.rewrite import batch_size
 from planner.plan.plan import Plan
-from planner.planning import plan_step, plan_traced
+from planner.planning import of_stage, plan_step, plan_traced
 from planner.recipes import Rewriter, parse_wish
 from planner.remat.policy import DOTS, FULL, NONE
-from planner.request.marks import marks, placed_mesh
+from planner.request.marks import placed_mesh
 from planner.request.options import (
     Options,
     Request,
@@ -35,11 +40,8 @@ from planner.request.options import (
     parse_request,
     takes_options,
 )
-from planner.request.pins import axis_names
-from planner.request.sequence_parallel import batch_inputs, sequences
-from planner.request.state import StateRequest, find_state
 from planner.search.registry import FAST
-from planner.spec import PLAIN, REWRITINGS, MeshSpec, Recipe
+from planner.spec import PLAIN, REWRITINGS, STAGE, MeshSpec, Recipe
 
 __all__ = [
     "Candidate",
@@ -113,21 +115,6 @@ class Comparison:
         return self.candidates[0]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of plan as a request."""
-
-    name: str
-    what: str
-    batch: int
-    """Devices that the batch is split over."""
-    options: dict[str, Any]
-    axes: tuple[str, ...] = ()
-    """Mesh axes of the batch's dimensions, by position; nothing is said where it is empty."""
-    tensor: str = ""
-    sequence: str = ""
-
-
 @takes_options
 def compare(
     function: Callable[..., Any],
@@ -147,7 +134,8 @@ def compare(
 
     The kinds are: data parallel; ZeRO-1; FSDP (ZeRO-3); tensor parallel over every degree that
     divides the devices, data parallel over the rest; the same with FSDP over the rest; and the
-    second dimension of the batch split over every such degree (sequence).
+    second dimension of the batch split over every such degree (sequence). On two nodes or more
+    also 2, 4 and 8 pipeline stages by 1F1B, alone and with tensor parallelism inside of a node.
 
     Args:
         function: the step.
@@ -172,33 +160,95 @@ def compare(
     asked = parse_request(cluster, **given)
     rewriter = Rewriter(function, args)
     step = _Step.under(rewriter, recipe, donate_argnums)
-    traced = step.traced
     what = f"the plan of mode {asked.mode}{_recipe_text(recipe)}"
-    out = [_candidate(step, CHOSEN, what, asked)]
+    whole = of_stage(asked, recipe.stages) if recipe.schedule else asked
+    out = [_candidate(step, CHOSEN, what, whole)]
     for policy in (FULL, DOTS) if recipe.remat != NONE and asked.mode == "AUTO_PARALLEL" else ():
         if policy != recipe.remat:
             progress(f"remat {policy}")
             other = dataclasses.replace(recipe, remat=policy)
             what = f"the plan of mode {asked.mode}{_recipe_text(other)}"
             again = _Step.under(rewriter, other, donate_argnums)
-            out.append(_candidate(again, f"remat {policy}", what, asked))
-    for kind in _kinds(traced.graph, asked.cluster.num_devices):
-        if not _divides(traced.graph, kind.batch):
+            out.append(_candidate(again, f"remat {policy}", what, whole))
+    alone = dataclasses.replace(recipe, stages=1, schedule="")
+    step = step if alone == recipe else _Step.under(rewriter, alone, donate_argnums)
+    traced = step.traced
+    for kind in kinds(traced.graph, asked.cluster.num_devices):
+        if not divides(traced.graph, kind.batch):
             why = f"no argument has a first dimension that {kind.batch} devices divide"
             out.append(Candidate(kind.name, kind.what, None, False, why))
             continue
         progress(kind.name)
         request = parse_request(cluster, **common, **kind.options)
-        request = dataclasses.replace(request, mesh=_with_marked(request.mesh, traced))
-        rules = _batch_rules(traced.graph, request.mesh, kind.axes)
+        request = dataclasses.replace(request, mesh=with_marked(request.mesh, traced))
+        rules = batch_rules(traced.graph, request.mesh, kind.axes)
         if kind.sequence:
-            rules |= _whole_rules(traced.graph)
+            rules |= whole_rules(traced.graph)
         request = dataclasses.replace(
             request, tensor=kind.tensor, sequence=kind.sequence, shardings=rules
         )
         made = _candidate(step, kind.name, kind.what, request)
-        out.append(dataclasses.replace(made, note=_note(traced.graph, kind, made.plan)))
+        out.append(dataclasses.replace(made, note=note(traced.graph, kind, made.plan)))
+    if asked.cluster.num_devices > asked.cluster.devices_per_node or alone != recipe:
+        for stages in STAGES:
+            progress(f"{stages} stages")
+            rows = _piped(rewriter, recipe, stages, donate_argnums, cluster, common)
+            out += rows
+            if rows and rows[0].plan is None and not rows[0].fits and len(rows) == 1:
+                break  # more stages are refused too
     return Comparison(asked.cluster.text, asked.limit_bytes, tuple(out))
+
+
+STAGES = (2, 4, 8)
+"""Numbers of pipeline stages with rows of their own."""
+
+
+def _piped(
+    rewriter: Rewriter,
+    recipe: Recipe,
+    stages: int,
+    donated: int | Sequence[int] | None,
+    cluster: str | Cluster,
+    common: dict[str, Any],
+) -> list[Candidate]:
+    """Stages by 1F1B, alone and with tensor parallelism inside of a node, data parallelism and
+    ZeRO-1 over the rest; one row without a plan where the step has no such stages."""
+    plain = parse_request(cluster, **common)
+    devices = plain.cluster.num_devices
+    if devices % stages:
+        return []
+    name = f"{stages} stages"
+    try:
+        size = batch_size(rewriter.cut(1)[1])
+        parts = max((m for m in range(2, 4 * stages + 1) if size % m == 0), default=1)
+        piped = dataclasses.replace(
+            recipe, stages=stages, schedule="1f1b", microbatches=parts, chunks=1, by_hand=()
+        )
+        step = _Step.under(rewriter, piped, donated)
+        of_stage(plain, stages)
+    except RequestError as error:
+        return [Candidate(name, "layers in groups, by 1F1B", None, False, str(error))]
+    rest = devices // stages
+    within = math.gcd(rest, plain.cluster.devices_per_node)
+    out = []
+    for t in dict.fromkeys((1, within)):
+        mesh = MeshSpec((STAGE, "data", "model"), (stages, rest // t, t))
+        options: dict[str, Any] = {"mode": "AUTO_PARALLEL", "search": FAST, "mesh": mesh, "zero": 1}
+        request = of_stage(parse_request(cluster, **common, **options), stages)
+        rules = batch_rules(step.traced.graph, request.mesh, ("data",))
+        request = dataclasses.replace(
+            request,
+            mesh=with_marked(request.mesh, step.traced),
+            tensor="model" if t > 1 else "",
+            shardings=rules,
+        )
+        what = f"{parts} microbatches by 1F1B, matrices over {t}, batch over {rest // t}"
+        made = _candidate(step, f"{name} x tensor {t} x data {rest // t}", what, request)
+        if made.plan is not None and not made.fits:
+            told = dataclasses.replace(made.plan.prediction, limit_bytes=plain.limit_bytes)
+            made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, prediction=told))
+        out.append(made)
+    return out
 
 
 @dataclass(frozen=True)
@@ -215,6 +265,7 @@ class _Step:
         return _Step(function, rewriter.args, traced, donated)
 
     def planned(self, request: Request) -> Plan:
+        """The plan; of stages that are programs of their own, ``request`` is that of one stage."""
         begun, donated = time.perf_counter(), self.donate_argnums
         return plan_traced(
             self.traced, self.args, request, donated, begun, function=self.function
@@ -257,114 +308,3 @@ def _candidate(step: _Step, name: str, what: str, request: Request) -> Candidate
         plan = step.planned(free)
         told = dataclasses.replace(plan.prediction, limit_bytes=request.limit_bytes)
         return Candidate(name, what, dataclasses.replace(plan, prediction=told), False)
-
-
-def _kinds(graph: Graph, devices: int) -> Iterator[_Kind]:
-    """The manual plans that a number of devices allows."""
-    data = {"mode": "DATA_PARALLEL", "search": FAST}
-    search = {"mode": "AUTO_PARALLEL", "search": FAST}
-    yield _Kind("data parallel", "batch split, everything else whole", devices, {**data, "zero": 0})
-    if devices == 1:
-        return
-    for name, what, level in (
-        ("ZeRO-1", "data parallel, optimizer state split", 1),
-        ("FSDP", "data parallel, parameters and state split", 3),
-    ):
-        mesh = MeshSpec(("data",), (devices,))
-        yield _Kind(name, what, devices, {**search, "mesh": mesh, "zero": level}, ("data",))
-    degrees = [t for t in range(2, devices + 1) if devices % t == 0]
-    for t in degrees:
-        mesh = MeshSpec(("data", "model"), (devices // t, t))
-        yield _Kind(
-            f"tensor {t}",
-            f"every matrix split over {t}, batch over {devices // t}",
-            devices // t,
-            {**search, "mesh": mesh, "zero": 0},
-            ("data",),
-            tensor="model",
-        )
-    for t in degrees[:-1]:
-        mesh = MeshSpec(("data", "model"), (devices // t, t))
-        yield _Kind(
-            f"FSDP {devices // t} x tensor {t}",
-            f"every matrix split over {t}, batch and state over {devices // t}",
-            devices // t,
-            {**search, "mesh": mesh, "zero": 3},
-            ("data",),
-            tensor="model",
-        )
-    shapes = [graph.values[v].shape for v in sequences(graph)]
-    for t in degrees:
-        if shapes and all(s[1] % t == 0 for s in shapes):
-            yield _Kind(
-                f"sequence {t}",
-                f"second dimension of the batch over {t}, the first over {devices // t}",
-                devices // t,
-                {**search, "mesh": MeshSpec(("data", "sequence"), (devices // t, t))},
-                ("data", "sequence"),
-                sequence="sequence",
-            )
-
-
-MOST = 0.9
-"""Share of the bytes that has to be as a kind says for it to have no note."""
-
-
-def _with_marked(mesh: MeshSpec | None, traced: Traced) -> MeshSpec | None:
-    """The mesh with the axes that marks in the model name besides its own, of one device each."""
-    if mesh is None:
-        return None
-    more = [name for name in axis_names(marks(traced, set())) if name not in mesh.names]
-    return MeshSpec((*mesh.names, *more), (*mesh.sizes, *[1] * len(more)))
-
-
-def _note(graph: Graph, kind: _Kind, plan: Plan | None) -> str:
-    """What is not as the kind says: how much of the parameters or the state is split otherwise."""
-    if plan is None:
-        return ""
-    parameters = find_state(graph, StateRequest()).parameters
-    leaves = dict(zip(graph.inputs, plan.inputs, strict=True))
-    sizes = {v: graph.values[v].nbytes for v, leaf in leaves.items() if leaf.tied}
-
-    def share(values: frozenset[int], axes: Sequence[str]) -> float:
-        whole = sum(sizes[v] for v in values)
-        split = sum(sizes[v] for v in values if set(leaves[v].spec.axes) & set(axes))
-        return split / whole if whole else 1.0
-
-    if kind.tensor and (part := share(parameters, (kind.tensor,))) < MOST:
-        return f"{part:.0%} of the parameters' bytes are split over {kind.tensor}"
-    level = kind.options.get("zero")
-    if level == 1 and (part := share(parameters, ("data",))) > 1 - MOST:
-        return f"{part:.0%} of the parameters' bytes are split, too: one decision with their state"
-    if level == 3 and (part := share(frozenset(sizes), ("data",))) < MOST and kind.batch > 1:
-        return f"{part:.0%} of the state's bytes are split over data"
-    return ""
-
-
-def _divides(graph: Graph, devices: int) -> bool:
-    """Whether some of the batch can be split over so many devices."""
-    shapes = [graph.values[v].shape for v in batch_inputs(graph)]
-    return devices == 1 or any(shape[0] % devices == 0 for shape in shapes)
-
-
-def _batch_rules(
-    graph: Graph, mesh: MeshSpec | None, axes: Sequence[str]
-) -> dict[str, PartitionSpec]:
-    """Path rules that put the batch's dimensions on mesh axes, where they divide."""
-    if mesh is None or not axes:
-        return {}
-    out = {}
-    paths = dict(zip(graph.inputs, graph.input_paths, strict=True))
-    for value in batch_inputs(graph):
-        shape = graph.values[value].shape
-        entries = [
-            axis if n % mesh.size(axis) == 0 else None for n, axis in zip(shape, axes, strict=False)
-        ]
-        out[f"^{re.escape(paths[value])}$"] = PartitionSpec(*entries)
-    return out
-
-
-def _whole_rules(graph: Graph) -> dict[str, PartitionSpec]:
-    """Path rules that leave the state whole."""
-    paths = [graph.values[v].name for v in graph.state]
-    return {f"^{re.escape(path)}$": PartitionSpec() for path in paths}

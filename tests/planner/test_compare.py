@@ -313,3 +313,26 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ([], [str(path), "--plan", *plans], ["--plan", plans[0], str(tmp_path / "c")]):
         assert cli.main(["compare", *wrong]) == 2
         assert capsys.readouterr().err.startswith("planner: error: ")
+
+
+def test_stages_have_rows_on_two_nodes() -> None:
+    found = compare(step, *example(), cluster="h100:8x2")
+    rows = {row.name: row for row in found.candidates if " stages" in row.name}
+    assert "2 stages x tensor 1 x data 8" in rows and "2 stages x tensor 8 x data 1" in rows
+    plan = rows["2 stages x tensor 1 x data 8"].plan
+    assert plan is not None and plan.schedule == "1f1b" and plan.mesh.sizes == (2, 8, 1)
+    assert plan.prediction.limit_bytes == found.limit_bytes
+    assert all(r.plan is not None or r.refused for r in rows.values())
+    none = compare(step, *example(), cluster="h100:8")
+    assert not any(" stages" in row.name for row in none.candidates)
+
+
+def test_a_chosen_plan_with_a_schedule_is_on_its_devices() -> None:
+    options: Any = {"stages": 2, "microbatches": 4, "schedule": "1f1b", "remat": "none"}
+    found = compare(step, *example(), cluster="h100:8", **options)
+    chosen = found.candidates[0].plan
+    plan = make_plan(step, *example(), cluster="h100:8", **options)
+    assert chosen is not None and chosen.mesh == plan.mesh
+    assert chosen.prediction == plan.prediction
+    data = next(row for row in found.candidates if row.name == "FSDP")
+    assert data.plan is not None and data.plan.mesh.sizes == (8,) and not data.plan.schedule
