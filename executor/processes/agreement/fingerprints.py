@@ -270,8 +270,9 @@ def arguments(args: Any, shardings: Any, whole: Callable[[int], bool]) -> tuple[
 
 
 def _argument(name: str, x: Any, sharding: Any, whole: bool) -> list[Fingerprint]:
-    placed = isinstance(x, jax.Array) and (not x.is_fully_addressable or x.sharding == sharding)
-    if placed:  # a stage may lie on this process's devices alone
+    here = jax.process_count() > 1 and getattr(x, "sharding", None) == sharding
+    if isinstance(x, jax.Array) and (here or not x.is_fully_addressable):
+        # placed already; a stage may lie on this process's devices alone
         sharding, whole = x.sharding, False
         form = f"{name} is {x.dtype}{list(x.shape)} over all devices"
         layout = f"{form} as {getattr(sharding, 'spec', type(sharding).__name__)}"
