@@ -23,7 +23,7 @@ from typing import Any
 
 from executor.processes import hello
 from executor.processes.meet import Meetings, ProcessMismatchError, open_meetings
-from executor.processes.progress import ENDED, StepProgress, count_steps
+from executor.processes.progress import ENDED, StepProgress, count_steps, doing
 from executor.processes.roles import Role
 from executor.processes.sockets import Connection, HostError, Peer, hint, listen
 
@@ -341,8 +341,8 @@ class Watch:
                 time.sleep(HALT_S)
         if self.error is None:
             self.end(
-                f"{lost} was lost: {how}. {self.me} ends with code {AGAIN}: start the job again "
-                "from its last checkpoint",
+                f"{lost} was lost: {how}. {self.me}{doing()} ends with code {AGAIN}: start the job "
+                "again from its last checkpoint",
                 AGAIN,
             )
 

@@ -102,6 +102,20 @@ def begin_step() -> None:
         _progress.begin()
 
 
+_doing: Callable[[], str] | None = None
+
+
+def tell(doing: Callable[[], str] | None) -> None:
+    """Who says what this process is doing inside of a step, for the word about a lost process."""
+    global _doing
+    _doing = doing
+
+
+def doing() -> str:
+    """What this process is doing, in words; empty if nobody says."""
+    return "" if _doing is None else _doing()
+
+
 def refuse_step() -> None:
     """The step that was called has not been run."""
     if _progress is not None:

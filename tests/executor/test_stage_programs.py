@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from costmodels.orders import Task
 from executor import compile_plan, parallelize
 from planner import load_plan, make_plan
 from planner.errors import RequestError
@@ -318,3 +319,13 @@ def test_stages_by_hand_that_cannot_be(stages: Any, said: str) -> None:
     step, state, batch = two_towers()
     with pytest.raises(RequestError, match=said):
         make_plan(step, state, batch, cluster="cpu:6", stages=stages, microbatches=8)
+
+
+def test_it_is_known_which_pass_runs() -> None:
+    step, state, batch = layers()
+    made = parallelize(step, stages=2, microbatches=4, schedule="1f1b", cluster="cpu:8")
+    made(state, batch)
+    shapes = made.compiled.runner.shapes  # type: ignore[attr-defined]
+    assert shapes.where() == ""
+    shapes.at = Task("B", 1, 3)
+    assert shapes.where() == ", at B of microbatch 3 of stage 1 (on process 0),"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from executor.processes.progress import begin_step, refuse_step
+from executor.processes.progress import begin_step, refuse_step, tell
 from executor.run.compile import (
     CompiledStep,
     ShapesChangedError,
@@ -100,6 +100,7 @@ class StagedStep(CompiledStep):
         if not self._spans:
             return self.runner(leaves)
         begin_step()
+        tell(self.runner.shapes.where)
         try:
             return self.runner(leaves)
         except Exception:

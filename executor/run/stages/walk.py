@@ -86,6 +86,18 @@ class Shapes:
 
     places: Places
     known: dict[int, list[Any]] = field(default_factory=dict)
+    at: Task | None = None
+    """The pass that runs now."""
+
+    def where(self) -> str:
+        """The pass that runs now, for the word about a lost process."""
+        if self.at is None:
+            return ""
+        owners = ", ".join(map(str, sorted(self.places.processes(self.at.chunk))))
+        return (
+            f", at {self.at.kind} of microbatch {self.at.microbatch} of stage {self.at.chunk} (on "
+            f"process {owners}),"
+        )
 
     def run(self, program: Program, args: Sequence[Any]) -> Sequence[Any]:
         """The results of a program, or what stands for them."""
@@ -139,7 +151,9 @@ def passes(
             )
         return cut[v, stage]
 
-    for kind, stage, i in order:
+    for now in order:
+        shapes.at = now
+        kind, stage, i = now
         task = tasks[kind, stage]
         names = task.program.ins
         if (kind, stage) not in given:
@@ -173,6 +187,7 @@ def passes(
             left[v, i] -= 1
             if not left[v, i]:
                 store.drop((v, i))
+    shapes.at = None
     return sums, stacks
 
 
