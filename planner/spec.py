@@ -194,6 +194,7 @@ class Recipe:
             stages in one program, tick by tick.
         by_hand: (pattern, stage): which stages begin where; empty: where they take about equally
             long. A plan keeps the places (``Plan.cuts``), not the patterns.
+        cuts: the places, of a plan; empty: to be chosen.
     """
 
     microbatches: int = 1
@@ -202,6 +203,7 @@ class Recipe:
     stages: int = 1
     schedule: str = ""
     by_hand: tuple[tuple[str, int], ...] = ()
+    cuts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [
@@ -219,5 +221,5 @@ PLAIN = Recipe()
 STAGE = "stage"
 """The mesh axis of pipeline stages."""
 
-REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name != "by_hand")
+REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("by_hand", "cuts"))
 """The options that a recipe is made of."""

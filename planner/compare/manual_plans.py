@@ -170,7 +170,7 @@ def compare(
             what = f"the plan of mode {asked.mode}{_recipe_text(other)}"
             again = _Step.under(rewriter, other, donate_argnums)
             out.append(_candidate(again, f"remat {policy}", what, whole))
-    alone = dataclasses.replace(recipe, stages=1, schedule="")
+    alone = dataclasses.replace(recipe, stages=1, schedule="", cuts=())
     step = step if alone == recipe else _Step.under(rewriter, alone, donate_argnums)
     traced = step.traced
     for kind in kinds(traced.graph, asked.cluster.num_devices):
@@ -222,7 +222,7 @@ def _piped(
         size = batch_size(rewriter.cut(1)[1])
         parts = max((m for m in range(2, 4 * stages + 1) if size % m == 0), default=1)
         piped = dataclasses.replace(
-            recipe, stages=stages, schedule="1f1b", microbatches=parts, chunks=1, by_hand=()
+            recipe, stages=stages, schedule="1f1b", microbatches=parts, chunks=1, cuts=()
         )
         step = _Step.under(rewriter, piped, donated)
         of_stage(plain, stages)

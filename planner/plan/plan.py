@@ -232,7 +232,7 @@ class Plan:
     @property
     def recipe(self) -> Recipe:
         """How the step is rewritten."""
-        return Recipe(**{name: getattr(self, name) for name in REWRITINGS})
+        return Recipe(**{name: getattr(self, name) for name in REWRITINGS}, cuts=self.cuts)
 
     @property
     def digest(self) -> str:

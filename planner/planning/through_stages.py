@@ -85,6 +85,8 @@ def _cuts(
     plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe, chunks: int
 ) -> tuple[int, ...]:
     """Where chunks begin: as given by hand, or by the seconds of operations."""
+    if recipe.cuts:
+        return recipe.cuts
     hand, count = recipe.by_hand, chunks * plan.stages
     first = taken_apart(traced, plan.microbatches, count, False, by_hand=hand)
     if hand:

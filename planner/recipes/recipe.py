@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from costmodels.orders import chunks_of
 from planner.chunks.rewrite import chunked, scores
 from planner.graph.trace import Traced, abstract, trace
 from planner.microbatch.rewrite import microbatched
@@ -44,15 +43,10 @@ class Rewriter:
         never = scores if recipe.chunks > 1 else None
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
         traced = traced if kept is cut else trace(kept, self.args)
-        parts, count = recipe.microbatches, recipe.stages
         if recipe.schedule:
-            ranges = count if chunks_of(recipe.schedule) == 1 else 1
-            count *= chunks_of(recipe.schedule)
-            piped, stages = layered(
-                kept, traced, self.args, parts, count, ranges, by_hand=recipe.by_hand
-            )
+            piped, stages = layered(kept, traced, self.args, recipe)
         else:
-            piped, stages = staged(kept, traced, self.args, parts, count)
+            piped, stages = staged(kept, traced, self.args, recipe.microbatches, recipe.stages)
         traced = traced if piped is kept else trace(piped, self.args)
         made, chunks = chunked(piped, traced, self.args, recipe.chunks)
 

@@ -13,6 +13,7 @@ from costmodels.orders import Task
 from executor import compile_plan, parallelize
 from planner import load_plan, make_plan
 from planner.errors import RequestError
+from planner.stages.programs import layered
 from tests.zoo.running import difference
 
 pytestmark = pytest.mark.devices
@@ -283,6 +284,18 @@ def test_several_chunks_on_a_group_of_devices(name: str) -> None:
     held = [frozenset(d.id for d in x.devices()) for x in jax.tree.leaves(got[0])]
     assert len(set(held) - {frozenset(range(8))}) == 2
     assert "interleaved-2" in str(made.plan)
+
+
+def test_a_plan_with_cuts_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state, batch = two_towers()
+    stages = {"encoder": 0, "decoder": 1}
+    plan = make_plan(step, state, batch, cluster="cpu:8", stages=stages, microbatches=8)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("stages were cut again")
+
+    monkeypatch.setattr(layered, "balanced", refuse)
+    assert difference(compile_plan(step, plan)(state, batch), jax.jit(step)(state, batch)) < 1e-5
 
 
 def test_stages_by_hand() -> None:

@@ -22,6 +22,7 @@ from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.space.decisions.host_memory import DEVICE
+from planner.stages.programs.homes import ALL
 from planner.stages.programs.layered import order_of
 
 
@@ -54,7 +55,14 @@ class StagedStep(CompiledStep):
         self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
         self._donated, self._back = donated, back
         self._weak = weak_leaves(traced)
-        self._spans, self._compared = self.runner.places.many, False
+        processes = self.runner.places.processes(ALL)
+        if len(processes) < jax.process_count():
+            raise RequestError(
+                f"the mesh {plan.mesh} lies on processes {sorted(processes)} of "
+                f"{jax.process_count()}: with schedule= every process needs devices of it; use "
+                "more devices, or start fewer processes"
+            )
+        self._spans, self._compared = len(processes) > 1, False
         self.jitted = _NoProgram(plan.schedule)  # type: ignore[assignment]
 
     def run(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:

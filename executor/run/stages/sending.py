@@ -71,12 +71,12 @@ class Sender:
     def _from_all(self, x: Any, after: int, spec: PartitionSpec) -> Any:
         """What a stage holds of an array that every device has whole, or its part of the stage."""
         places = self.places
+        is_placed = getattr(getattr(x, "sharding", None), "mesh", None) == places.mesh
+        if is_placed and places.over(x):  # a program of all processes
+            x = jax.device_put(x, places.sharding(ALL, spec))
         if not places.mine(after):
             return absent(x)
-        if getattr(getattr(x, "sharding", None), "mesh", None) == places.mesh:
-            if not places.over(x):
-                return places.view(x, after, spec, x.shape)
-            x = jax.device_put(x, places.sharding(ALL, spec))
+        if is_placed:
             return places.view(x, after, spec, x.shape)
         return places.put(x, places.sharding(after, spec))
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.orders import Order, OrderError, named_order
+from costmodels.orders import Order, OrderError, chunks_of, named_order
 from planner.errors import RequestError
 from planner.graph.flat import Call, FlatJaxpr, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
+from planner.spec import Recipe
 from planner.stages.body import Body, body_at, body_of, depends
 from planner.stages.errors import refused
 from planner.stages.programs.cuts import named_begins
@@ -141,11 +142,7 @@ def layered(
     function: Callable[..., Any],
     traced: Traced,
     args: Sequence[Any],
-    parts: int,
-    count: int,
-    ranges: int,
-    *,
-    by_hand: Sequence[tuple[str, int]] = (),
+    recipe: Recipe,
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """A step whose stages can be programs of their own, and lines that say what they are.
 
@@ -153,14 +150,13 @@ def layered(
         function: a step in microbatches, made for this (``microbatched(..., apart=True)``).
         traced: what it is for ``args``.
         args: its arguments, or ShapeDtypeStructs.
-        parts: microbatches, two or more.
-        count: stages.
-        ranges: into how many parts scans over layers are cut.
-        by_hand: see ``taken_apart``.
+        recipe: with two microbatches or more, stages and a schedule. Scans over layers are cut in
+            as many parts as there are stages; of a recipe with cuts nothing is said.
 
     Raises:
         NoStagesError: it has too few blocks, or can't be split.
     """
+    parts, count = recipe.microbatches, recipe.stages
     if parts == 1:
         raise refused("stages work on microbatches; ask for microbatches=2 or more")
 
@@ -170,7 +166,7 @@ def layered(
         eqn = flat.calls[at].eqn
         inner = flatten(eqn.params["jaxpr"]).live()
         batch = depends(inner.calls, loop_of(eqn).split(inner.inputs)[2])
-        program, cut = in_ranges(inner, ranges, batch) if ranges > 1 else (inner, 0)
+        program, cut = in_ranges(inner, count, batch)
         loop = looped(eqn, functools.partial(execute, program))
         return with_call(flat, at, loop, traced) if cut else None
 
@@ -181,7 +177,10 @@ def layered(
             function, args, first, lambda args: made(trace(function, args)) or function
         )
         traced = trace(step, args)
-    return step, stage_lines(taken_apart(traced, parts, count, False, by_hand=by_hand))
+    if recipe.cuts:
+        return step, ()
+    count *= chunks_of(recipe.schedule)
+    return step, stage_lines(taken_apart(traced, parts, count, False, by_hand=recipe.by_hand))
 
 
 def order_of(schedule: str, stages: int, microbatches: int) -> Order:
