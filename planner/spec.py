@@ -192,7 +192,7 @@ class Recipe:
         stages: groups of layers, each on devices of its own, that microbatches pass through.
         schedule: the order of their passes, where each stage is a program of its own; empty: all
             stages in one program, tick by tick.
-        by_hand: (pattern, stage): which stages begin where; empty: where they take about equally
+        manual: (pattern, stage): which stages begin where; empty: where they take about equally
             long. A plan keeps the places (``Plan.cuts``), not the patterns.
         cuts: the places, of a plan; empty: to be chosen.
     """
@@ -202,7 +202,7 @@ class Recipe:
     chunks: int = 1
     stages: int = 1
     schedule: str = ""
-    by_hand: tuple[tuple[str, int], ...] = ()
+    manual: tuple[tuple[str, int], ...] = ()
     cuts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -221,5 +221,5 @@ PLAIN = Recipe()
 STAGE = "stage"
 """The mesh axis of pipeline stages."""
 
-REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("by_hand", "cuts"))
+REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("manual", "cuts"))
 """The options that a recipe is made of."""

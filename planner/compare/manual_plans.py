@@ -128,8 +128,8 @@ def compare(
 ) -> Comparison:
     """Plan a step as asked, and under the usual manual plans.
 
-    All of them are of the step under the recipe of the chosen plan: its microbatches, and what it
-    computes again. Where it computes something again, the chosen plan's rivals are also the
+    All of them are of the step under the recipe of the chosen plan without its stages: its
+    microbatches, and what it computes again. Where it computes something again, the chosen plan's rivals are also the
     searched plans that compute all of each block again, and all but products.
 
     The kinds are: data parallel; ZeRO-1; FSDP (ZeRO-3); tensor parallel over every degree that
@@ -166,14 +166,29 @@ def compare(
     for policy in (FULL, DOTS) if recipe.remat != NONE and asked.mode == "AUTO_PARALLEL" else ():
         if policy != recipe.remat:
             progress(f"remat {policy}")
-            other = dataclasses.replace(recipe, remat=policy)
+            other = dataclasses.replace(recipe, remat=policy, cuts=())
             what = f"the plan of mode {asked.mode}{_recipe_text(other)}"
             again = _Step.under(rewriter, other, donate_argnums)
             out.append(_candidate(again, f"remat {policy}", what, whole))
     alone = dataclasses.replace(recipe, stages=1, schedule="", cuts=())
     step = step if alone == recipe else _Step.under(rewriter, alone, donate_argnums)
-    traced = step.traced
-    for kind in kinds(traced.graph, asked.cluster.num_devices):
+    out += _usual(step, cluster, common, progress)
+    if asked.cluster.num_devices > asked.cluster.devices_per_node or alone != recipe:
+        for stages in STAGES:
+            progress(f"{stages} stages")
+            rows = _piped(rewriter, recipe, stages, donate_argnums, cluster, common)
+            out += rows
+            if any(row.refused for row in rows):
+                break  # more stages are refused too
+    return Comparison(asked.cluster.text, asked.limit_bytes, tuple(out))
+
+
+def _usual(
+    step: _Step, cluster: str | Cluster, common: dict[str, Any], progress: Callable[[str], None]
+) -> list[Candidate]:
+    """The manual plans without stages."""
+    traced, out = step.traced, []
+    for kind in kinds(traced.graph, parse_request(cluster, **common).cluster.num_devices):
         if not divides(traced.graph, kind.batch):
             why = f"no argument has a first dimension that {kind.batch} devices divide"
             out.append(Candidate(kind.name, kind.what, None, False, why))
@@ -189,14 +204,7 @@ def compare(
         )
         made = _candidate(step, kind.name, kind.what, request)
         out.append(dataclasses.replace(made, note=note(traced.graph, kind, made.plan)))
-    if asked.cluster.num_devices > asked.cluster.devices_per_node or alone != recipe:
-        for stages in STAGES:
-            progress(f"{stages} stages")
-            rows = _piped(rewriter, recipe, stages, donate_argnums, cluster, common)
-            out += rows
-            if rows and rows[0].plan is None and not rows[0].fits and len(rows) == 1:
-                break  # more stages are refused too
-    return Comparison(asked.cluster.text, asked.limit_bytes, tuple(out))
+    return out
 
 
 STAGES = (2, 4, 8)

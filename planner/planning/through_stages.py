@@ -50,7 +50,7 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe
         _through(dataclasses.replace(plan, schedule=n), extraction, traced, spent, cuts)
         for n in names
     ]
-    if len(names) > 1 and not recipe.by_hand and plan.microbatches % plan.stages == 0:
+    if len(names) > 1 and not recipe.manual and plan.microbatches % plan.stages == 0:
         with contextlib.suppress(NoStagesError):  # too few blocks, or the layers are one array
             more = _cuts(plan, traced, spent, recipe, chunks_of(INTERLEAVED))
             plan = dataclasses.replace(plan, schedule=INTERLEAVED)
@@ -84,12 +84,12 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe
 def _cuts(
     plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe, chunks: int
 ) -> tuple[int, ...]:
-    """Where chunks begin: as given by hand, or by the seconds of operations."""
+    """Where chunks begin: at manual places, or by the seconds of operations."""
     if recipe.cuts:
         return recipe.cuts
-    hand, count = recipe.by_hand, chunks * plan.stages
-    first = taken_apart(traced, plan.microbatches, count, False, by_hand=hand)
-    if hand:
+    manual, count = recipe.manual, chunks * plan.stages
+    first = taken_apart(traced, plan.microbatches, count, False, manual=manual)
+    if manual:
         return first.cuts
     after = dict(itertools.pairwise(sorted({*first.starts.values(), len(spent)})))
 

@@ -46,10 +46,10 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
     made = recipe_of(function)
     if made != PLAIN:
         return Wish(made, frozenset(), False)
-    by_hand = _by_hand(asked.get("stages"))
-    if by_hand:
+    manual = _manual(asked.get("stages"))
+    if manual:
         _schedule(asked)
-        count = max(stage for _, stage in by_hand) + 1
+        count = max(stage for _, stage in manual) + 1
         asked = {"schedule": SCHEDULES[0], **_given(asked), "stages": count}
     remat = asked.get("remat")
     recipe = Recipe(
@@ -58,7 +58,7 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _number("chunks", asked.get("chunks")),
         _number("stages", asked.get("stages")),
         _schedule(asked),
-        by_hand,
+        manual,
     )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
@@ -74,14 +74,14 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Schedules of stages that are programs of their own, the simplest first."""
 INTERLEAVED = "interleaved-2"
-"""Another, for as many chunks as two on each group of devices."""
+"""Another: two chunks on each group of devices."""
 
 
 def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _by_hand(stages: Any) -> tuple[tuple[str, int], ...]:
+def _manual(stages: Any) -> tuple[tuple[str, int], ...]:
     """(pattern, stage) of ``stages={"regex": k}``, or of ``"regex=k,regex=k"``."""
     if isinstance(stages, str) and "=" in stages:
         parts = [part.rpartition("=") for part in stages.split(",")]
@@ -103,7 +103,7 @@ def _by_hand(stages: Any) -> tuple[tuple[str, int], ...]:
     numbers = set(stages.values())
     if len(numbers) < 2 or numbers != set(range(len(numbers))):
         raise RequestError(
-            f"stages= by hand names the stages {sorted(numbers)}; expected all from 0 to the last, "
+            f"stages= names the stages {sorted(numbers)}; expected all from 0 to the last, "
             "two or more"
         )
     return tuple(stages.items())
@@ -119,8 +119,8 @@ def _schedule(asked: Mapping[str, Any]) -> str:
             f"schedule={name!r}: expected auto, one of {', '.join(SCHEDULES)}, or interleaved-2 "
             "with the number of chunks per device"
         )
-    if chunks_of(name) > 1 and _by_hand(asked.get("stages")):
-        raise RequestError(f"schedule={name!r}: stages by hand have one chunk per device")
+    if chunks_of(name) > 1 and _manual(asked.get("stages")):
+        raise RequestError(f"schedule={name!r}: manual stages have one chunk per device")
     if asked.get("stages") in (None, 1, "1"):
         raise RequestError(
             f"schedule={name!r} orders the passes of pipeline stages; give stages=2 or more, or "

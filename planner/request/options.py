@@ -98,7 +98,7 @@ class Options(TypedDict, total=False):
         1, or more where nothing else fits; ``"auto"``: the search decides.
     stages: into how many pipeline stages the repeated layers are cut, each on devices of its own
         (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
-        ``microbatches`` says nothing. Equal to the plain step, or refused with the line. By hand:
+        ``microbatches`` says nothing. Equal to the plain step, or refused with the line. Manual:
         regular expressions over lines, or over paths of arrays of the state, and the stage that
         begins where the forward pass first meets one; implies ``schedule="1f1b"``.
     schedule: makes each stage a program of its own, which need not be like the others, and says in

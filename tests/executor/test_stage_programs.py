@@ -140,17 +140,23 @@ def noisy() -> tuple[Any, Any, Any]:
 PROGRAMS = {f.__name__: f for f in (layers, scanned, recurrent, two_towers, noisy)}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_equal_to_the_plain_step(name: str, schedule: str) -> None:
-    step, state, batch = PROGRAMS[name]()
-    made = parallelize(step, stages=4, microbatches=8, schedule=schedule, cluster="cpu:8")
+def equal_steps(made: Any, step: Any, state: Any, batch: Any) -> Any:
+    """Three steps, equal to those of the plain step; returns the state."""
     plain, want, got = jax.jit(step), state, state
     for _ in range(3):
         want, expected = plain(want, batch)
         got, found = made(got, batch)
         assert difference(found, expected) < 1e-5
     assert difference(got, want) < 1e-5
+    return got
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equal_to_the_plain_step(name: str, schedule: str) -> None:
+    step, state, batch = PROGRAMS[name]()
+    made = parallelize(step, stages=4, microbatches=8, schedule=schedule, cluster="cpu:8")
+    equal_steps(made, step, state, batch)
     assert made.plan.schedule == schedule and made.plan.mesh.size("stage") == 4
 
 
@@ -274,12 +280,7 @@ def test_several_chunks_on_a_group_of_devices(name: str) -> None:
     step, state, batch = PROGRAMS[name]()
     options: Any = {"stages": 2, "microbatches": 8, "schedule": "interleaved-2"}
     made = parallelize(step, cluster="cpu:8", **options)
-    plain, want, got = jax.jit(step), state, state
-    for _ in range(3):
-        want, expected = plain(want, batch)
-        got, found = made(got, batch)
-        assert difference(found, expected) < 1e-5
-    assert difference(got, want) < 1e-5
+    got = equal_steps(made, step, state, batch)
     assert len(made.plan.cuts) == 4 and made.plan.mesh.size("stage") == 2
     held = [frozenset(d.id for d in x.devices()) for x in jax.tree.leaves(got[0])]
     assert len(set(held) - {frozenset(range(8))}) == 2
@@ -298,7 +299,7 @@ def test_a_plan_with_cuts_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert difference(compile_plan(step, plan)(state, batch), jax.jit(step)(state, batch)) < 1e-5
 
 
-def test_stages_by_hand() -> None:
+def test_manual_stages() -> None:
     step, state, batch = two_towers()
     stages = {"encoder": 0, r"decoder'\]\[0\]": 1, r"decoder'\]\[2\]": 2, r"decoder'\]\[3\]": 3}
     made = parallelize(step, stages=stages, microbatches=8, cluster="cpu:8")
@@ -328,7 +329,7 @@ def test_stages_by_hand() -> None:
         ("encoder=0,attention=1", "'attention' .stage 1. is found in no line"),
     ],
 )
-def test_stages_by_hand_that_cannot_be(stages: Any, said: str) -> None:
+def test_manual_stages_that_cannot_be(stages: Any, said: str) -> None:
     step, state, batch = two_towers()
     with pytest.raises(RequestError, match=said):
         make_plan(step, state, batch, cluster="cpu:6", stages=stages, microbatches=8)

@@ -21,19 +21,19 @@ SLACK = 1.05
 """How much more than the narrowest may cross a narrow cut."""
 
 
-def named_begins(labels: Sequence[Sequence[str]], by_hand: Sequence[tuple[str, int]]) -> list[int]:
-    """Where stages begin that are given by hand: at the first call that a pattern of theirs finds.
+def named_begins(labels: Sequence[Sequence[str]], manual: Sequence[tuple[str, int]]) -> list[int]:
+    """Where manual stages begin: at the first call that one of their patterns matches.
 
     Args:
         labels: per call of the forward pass, in order, its line and the paths of the arrays of the
             state that it reads.
-        by_hand: (pattern, stage).
+        manual: (pattern, stage).
 
     Raises:
         NoStagesError: a pattern finds nothing, or a stage begins before the one in front of it.
     """
     begins: dict[int, int] = {}
-    for pattern, stage in by_hand:
+    for pattern, stage in manual:
         found = [k for k, texts in enumerate(labels) if any(re.search(pattern, t) for t in texts)]
         if not found:
             known = [t for texts in labels for t in texts]

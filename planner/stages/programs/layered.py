@@ -59,7 +59,7 @@ def taken_apart(
     weights: bool,
     cuts: Sequence[int] = (),
     seconds: Callable[[int], float] | None = None,
-    by_hand: Sequence[tuple[str, int]] = (),
+    manual: Sequence[tuple[str, int]] = (),
 ) -> Apart:
     """A step of ``layered`` in the programs of its stages.
 
@@ -71,7 +71,7 @@ def taken_apart(
         cuts: per stage, the operation of the graph that its forward pass begins with; without,
             stages are made that take about the same time.
         seconds: what the operations of a call take, by the first of them; without, by flop.
-        by_hand: (pattern, stage), instead of stages that take about the same time.
+        manual: (pattern, stage), instead of stages that take about the same time.
 
     Raises:
         NoStagesError: see ``balanced`` and ``named_begins``.
@@ -90,8 +90,8 @@ def taken_apart(
     if cuts:
         order = [starts[id(c)] for c in passes.ahead]
         begins = [bisect.bisect_left(order, op) for op in cuts]
-    elif by_hand:
-        begins = named_begins(_labels(traced, flat, body, loop, passes.ahead), by_hand)
+    elif manual:
+        begins = named_begins(_labels(traced, flat, body, loop, passes.ahead), manual)
     elif seconds is not None:
         spent = seconds
         begins = balanced(body, passes, count, lambda c: spent(starts[id(c)]))
@@ -180,7 +180,7 @@ def layered(
     if recipe.cuts:
         return step, ()
     count *= chunks_of(recipe.schedule)
-    return step, stage_lines(taken_apart(traced, parts, count, False, by_hand=recipe.by_hand))
+    return step, stage_lines(taken_apart(traced, parts, count, False, manual=recipe.manual))
 
 
 def order_of(schedule: str, stages: int, microbatches: int) -> Order:
