@@ -129,8 +129,8 @@ def compare(
     """Plan a step as asked, and under the usual manual plans.
 
     All of them are of the step under the recipe of the chosen plan without its stages: its
-    microbatches, and what it computes again. Where it computes something again, the chosen plan's rivals are also the
-    searched plans that compute all of each block again, and all but products.
+    microbatches, and what it computes again. Where it computes something again, the chosen plan's
+    rivals are also the searched plans that compute all of each block again, and all but products.
 
     The kinds are: data parallel; ZeRO-1; FSDP (ZeRO-3); tensor parallel over every degree that
     divides the devices, data parallel over the rest; the same with FSDP over the rest; and the
