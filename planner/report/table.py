@@ -100,7 +100,8 @@ def _summary(plan: Plan) -> RenderableType:
                 f"{time_text(p.step_s)} predicted = {time_text(p.compute_s)} compute + "
                 f"{time_text(p.communication_s)} communication - "
                 f"{time_text(p.overlapped_s)} overlapped"
-                + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else ""),
+                + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else "")
+                + _idle_text(plan),
             ),
             *recipe_lines(plan),
             ("peak memory", memory),
@@ -151,6 +152,13 @@ def _ran(plan: Plan, microbatches: int) -> Simulated:
     order = named_order(plan.schedule, plan.stages, microbatches)
     one = Work(1.0, 1.0, 1.0) if order.splits_weights else Work(1.0, 2.0)
     return simulate(order, [one] * len(order.place))
+
+
+def _idle_text(plan: Plan) -> str:
+    """What the busiest stage waits for the others, where stages are programs of their own."""
+    p = plan.prediction
+    idle_s = p.step_s - (p.compute_s + p.communication_s - p.overlapped_s + p.host_s)
+    return f" + {time_text(idle_s)} idle" if plan.schedule and idle_s > 0 else ""
 
 
 def _confirmed_text(plan: Plan) -> str:

@@ -127,6 +127,7 @@ def test_a_plan_says_how_what_leaves_its_stage_is_split() -> None:
     found = handed_places(taken_apart(traced, 4, 4, False, plan.cuts))
     assert len(found) >= 6 and said.issuperset(found)
     assert plan.strategy.startswith("pipeline parallel over 4 by 1f1b; ")
+    assert " idle\n" in str(plan)
 
 
 def test_a_slow_network_is_worth_stages() -> None:
