@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from executor import CheckpointError, Checkpoints
 from executor.checkpoint.common import nested, path_text, stored, taken, unstored
+from executor.checkpoint.leaves import _twice, check_holders
 
 pytestmark = pytest.mark.devices
 
@@ -279,3 +280,9 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path: Path) -> No
             assert again.steps == (1, 3)
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_arrays_that_two_processes_have_apart_are_named() -> None:
+    assert _twice([["w", "b"], ["n", "b"], []]) == ["b"]
+    assert _twice([["w"], ["b"]]) == []
+    check_holders({("w",): jnp.zeros(2)})  # one process: nobody to compare with

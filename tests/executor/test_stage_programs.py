@@ -8,12 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from costmodels.orders import Task
 from executor import compile_plan, parallelize
+from executor.run.stages.compiled import StagedStep
+from executor.run.stages.places import Places
+from executor.run.stages.sending import Sender
 from planner import load_plan, make_plan
 from planner.errors import RequestError
+from planner.recipes import Rewriter
 from planner.stages.programs import layered
+from planner.stages.programs.homes import ALL
 from tests.zoo.running import difference
 
 pytestmark = pytest.mark.devices
@@ -343,3 +350,23 @@ def test_it_is_known_which_pass_runs() -> None:
     assert shapes.where() == ""
     shapes.at = Task("B", 1, 3)
     assert shapes.where() == ", at B of microbatch 3 of stage 1 (on process 0),"
+
+
+def test_an_array_over_all_stages_comes_whole_to_one() -> None:
+    devices = np.asarray(jax.devices()[:8]).reshape(4, 2)
+    places = Places.of(Mesh(devices, ("stage", "data")), (0, 1, 2, 3))
+    x = jnp.arange(64.0).reshape(8, 8)
+    spread = jax.device_put(x, places.sharding(ALL, P("stage", "data")))
+    (moved,) = Sender(places).moved([spread], ALL, 2, [P(None, "data")])
+    np.testing.assert_array_equal(moved, x)
+    assert moved.sharding == places.sharding(2, P(None, "data"))
+    assert {d.id for d in moved.devices()} == {d.id for d in devices[2]}
+
+
+def test_every_process_needs_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state, batch = two_towers()
+    plan = make_plan(step, state, batch, cluster="cpu:8", stages=2, microbatches=4, schedule="1f1b")
+    _, traced = Rewriter(step, (state, batch))(plan.recipe)
+    monkeypatch.setattr(jax, "process_count", lambda *_: 2)
+    with pytest.raises(RequestError, match=r"on processes \[0\] of 2: with schedule= every"):
+        StagedStep(traced, plan)
