@@ -14,7 +14,7 @@ from costmodels.orders import Order, Simulated, Work, chunks_of, simulate
 from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
 from planner.errors import MemoryLimitError
-from planner.graph.flat import Call, nbytes
+from planner.graph.flat import nbytes
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced
 from planner.plan.extract import Extraction
@@ -24,7 +24,7 @@ from planner.recipes.wish import AUTO, INTERLEAVED, SCHEDULES
 from planner.report.units import bytes_text, time_text
 from planner.spec import STAGE, MeshSpec, Recipe, Sharding
 from planner.stages.errors import NoStagesError, refused
-from planner.stages.programs.handed import handed_places
+from planner.stages.programs.handed import Place, handed_places, result_place
 from planner.stages.programs.homes import ALL
 from planner.stages.programs.layered import Apart, order_of, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
@@ -165,9 +165,9 @@ def _said(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Constraint,
     known = {(c.op, c.slot, c.position): c for c in plan.constraints}
     graph = extraction.graph
     for op, position in handed_places(apart):
-        outs = graph.ops[op].outputs if op < len(graph.ops) else ()
-        if position < len(outs) and outs[position] >= 0:
-            spec = Sharding.of(extraction.value_sharding(outs[position]).entries)
+        value = _value(graph, (op, position))
+        if value is not None:
+            spec = Sharding.of(extraction.value_sharding(value).entries)
             known.setdefault((op, "out", position), Constraint(op, "out", position, spec))
     return tuple(known[place] for place in sorted(known))
 
@@ -286,19 +286,16 @@ def _sizes(extraction: Extraction, apart: Apart) -> Callable[[int], float]:
     graph, mesh = extraction.graph, extraction.priced.mesh
     found: dict[int, float] = {}
     for call in apart.split.body.flat.calls:
-        values = _values(graph, call, apart.starts.get(id(call)))
-        for v, var, value in zip(call.outs, call.eqn.outvars, values, strict=False):
+        for k, (v, var) in enumerate(zip(call.outs, call.eqn.outvars, strict=False)):
+            value = _value(graph, result_place(call, k, apart.ops))
             shards = 1 if value is None else extraction.value_sharding(value).shards(mesh)
             found[v] = nbytes(var.aval) / shards
     return lambda v: found.get(v, 0.0)
 
 
-def _values(graph: Graph, call: Call, start: int | None) -> Sequence[int | None]:
-    """The graph's values that are the results of a call; None where that is not known."""
-    none: list[int | None] = [None] * len(call.outs)
-    if start is None or start >= len(graph.ops):
-        return none
-    op = graph.ops[start]
-    if op.kind == call.kind and len(op.outputs) == len(call.outs):
-        return op.outputs
-    return none
+def _value(graph: Graph, place: Place | None) -> int | None:
+    """The graph's value at a place; None where that is not known."""
+    if place is None or place[0] >= len(graph.ops):
+        return None
+    outs = graph.ops[place[0]].outputs
+    return outs[place[1]] if place[1] < len(outs) and outs[place[1]] >= 0 else None
