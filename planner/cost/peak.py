@@ -19,7 +19,7 @@ from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.groups import GroupLink
 from planner.step.analysis import Analysis
 from planner.step.buffers import Lifetimes, padding
-from planner.step.memory.lanes import feature_dims
+from planner.step.memory.lanes import image_lanes
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
@@ -102,12 +102,12 @@ def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
     if tile == (1, 1):
         return sizes
     groups, graph = plan.priced.analysis.groups, plan.graph
-    lanes = feature_dims(graph, groups.op_layouts, groups.fusable)
+    lanes = image_lanes(graph, groups.op_layouts, groups.fusable)
     out = []
     for b, nbytes in zip(late.buffers, sizes, strict=True):
         spec = plan.sharding(b.group, b.layout, "store" if b.port is Port.STORE else "use")
         local = spec.local_shape(graph.values[b.value].shape, plan.priced.mesh)
-        out.append(nbytes * padding(local, tile, lanes.get(b.value)))
+        out.append(nbytes * padding(local, tile, lanes.get(b.value, ())))
     return out
 
 

@@ -244,6 +244,8 @@ class _Grouping:
             )
             if not joined:
                 weight = self.graph.regions[op.region].weight
+                if op.kind == "loop_ys":  # a slice is made in every iteration
+                    weight = max(weight, self.weight_of(value, op))
                 self.links.append(
                     (source, theirs, group, ins[position], value, weight, op.index, position, False)
                 )

@@ -27,6 +27,7 @@ from planner.step.kernels.operands import with_sent_bytes
 from planner.step.kernels.starts import starts
 from planner.step.memory.liveness import PASSES, materialised
 from planner.step.memory.materialized import written
+from planner.step.memory.updates import gradients_in_updates
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def empty_workload(
     found = written(graph, groups.fusable, live, True).without(fused.inside)
     begins = starts(graph, groups.fusable, found.kept, live)
     home = absorbing(graph, groups.fusable, found.kept, live)
+    handed = gradients_in_updates(graph, groups, live, lambda _: False)
     return Workload(
         graph,
         groups,
@@ -120,8 +122,8 @@ def empty_workload(
         fused,
         begins,
         seen_shares(graph, rules, home, fused, device),
-        product_kernels(graph, rules, groups, home, found, device),
-        vector_bytes(graph, groups, home, found, device),
+        product_kernels(graph, rules, groups, home, found, device, handed),
+        vector_bytes(graph, groups, home, found, device, handed),
         device,
     )
 

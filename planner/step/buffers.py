@@ -23,7 +23,7 @@ from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
-from planner.step.memory.lanes import feature_dims
+from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import FOLDED, Written, extents
 
@@ -111,19 +111,21 @@ def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) 
 
 
 @lru_cache(maxsize=1 << 16)
-def padding(shape: tuple[int, ...], tile: tuple[int, int], lane: int | None = None) -> float:
+def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] = ()) -> float:
     """Bytes that an array takes over those of its elements; ``tile``: rows and lanes.
 
     The compiler lays the array out with those two dimensions minor that waste the least
-    (https://openxla.org/xla/tiled_layout); ``lane`` is the most minor one where it is given.
+    (https://openxla.org/xla/tiled_layout); ``lying`` are those that may be the most minor one, if
+    not all may.
     """
     rows, lanes = tile
     if tile == (1, 1) or len(shape) < 2 or not all(shape):
         return 1.0
     wide = [-(-n // lanes) * lanes / n for n in shape]
     high = [-(-n // rows) * rows / n for n in shape]
-    lying = range(len(shape)) if lane is None else (lane,)
-    return min(wide[i] * h for i in lying for j, h in enumerate(high) if i != j)
+    return min(
+        wide[i] * h for i in lying or range(len(shape)) for j, h in enumerate(high) if i != j
+    )
 
 
 class _Finding:
@@ -141,9 +143,7 @@ class _Finding:
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
         self.tile, self.moves, self.inside = tile, moves, inside
-        self.lanes = (
-            {} if tile == (1, 1) else feature_dims(graph, groups.op_layouts, groups.fusable)
-        )
+        self.lanes = {} if tile == (1, 1) else image_lanes(graph, groups.op_layouts, groups.fusable)
         self.begin, self.stop = extents(graph, found.time)
         self.entered = loops_entered(graph, live)
         self.buffers: list[Buffer] = []
@@ -175,7 +175,7 @@ class _Finding:
         nbytes = (
             share
             * self.found.nbytes[value]
-            * padding(known.shape, self.tile, self.lanes.get(value))
+            * padding(known.shape, self.tile, self.lanes.get(value, ())[:1])
         )
         first, last = int(scale * start), int(scale * end)
         found = Buffer(group, first, last, nbytes, layout, port, when, pool, value)

@@ -123,7 +123,9 @@ def test_an_update_is_one_kernel() -> None:
 
     w = shape(K, N, dtype=jnp.float32)
     found = works(step, w, w, w, X)["vector"]
-    assert sum(x.nbytes for x in found) == pytest.approx(7 * 4 * K * N, rel=0.01)
+    assert sum(x.nbytes for x in found) == pytest.approx(6 * 4 * K * N, rel=0.01)  # g is handed on
+    forward, gradient = works(step, w, w, w, X)["matmul"]
+    assert (forward.traffic[2][0], gradient.traffic[2][0]) == (2 * M * N, 0)
 
 
 def test_a_convolution_leaves_columns_idle() -> None:
@@ -137,3 +139,11 @@ def test_a_convolution_leaves_columns_idle() -> None:
         return found.flops
 
     assert flops(64) == flops(128) == flops(256) / 2
+
+
+def test_repeats_are_written() -> None:
+    def repeats(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.repeat(x, 2, 1).reshape(M, 2 * K) @ w
+
+    found = works(repeats, shape(M, K // 8, 8), shape(2 * K, N))["vector"]
+    assert sum(x.nbytes for x in found) == pytest.approx((1 + 2) * 4 * M * K, rel=0.01)

@@ -22,7 +22,7 @@ from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups
 from planner.step.analysis import Analysis, analyse
 from planner.step.buffers import Lifetimes, padding, pads_unevenly
-from planner.step.memory.lanes import feature_dims
+from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import extents, written
 from planner.step.memory.schedule import activations_first
@@ -352,11 +352,12 @@ def test_features_of_convolutions_lie_along_lanes() -> None:
 
     traced = trace(conv, (struct(8, 128, 128, 3), struct(3, 3, 3, 64)))
     groups = build_groups(traced.graph, graph_rules(traced))
-    found = feature_dims(traced.graph, groups.op_layouts, groups.fusable)
+    found = image_lanes(traced.graph, groups.op_layouts, groups.fusable)
     image, kernel = traced.graph.inputs
     (out,) = traced.graph.outputs
-    assert (found[image], found[out]) == (3, 3) and kernel not in found
-    assert padding((8, 128, 128, 64), TILE, 3) == 2.0
+    assert (found[image], found[out]) == ((3,), (3, 0)) and kernel not in found
+    assert padding((8, 128, 128, 64), TILE, (3,)) == padding((8, 128, 128, 64), TILE, (3, 0)) == 2.0
+    assert padding((64, 32, 32, 16), TILE, (3, 0)) == 2.0  # the batch along lanes
     assert padding((8, 128, 128, 64), TILE) == 1.0
 
 

@@ -20,7 +20,7 @@ from planner.step.buffers import padding
 from planner.step.kernels.flops import in_place, op_flops
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
-from planner.step.memory.lanes import feature_dims
+from planner.step.memory.lanes import image_lanes
 from planner.step.memory.materialized import FOLDED, PASSES, Written
 
 REDUCING = 1.5
@@ -50,8 +50,8 @@ def absorbing(
         kept: per value, whether it is written to memory.
         live: per operation, whether its results are used.
 
-    The optimizer's update is left out: a collective usually parts it from its gradient. Near-linear
-    in operations.
+    The optimizer's update is left out: it takes longer than the product. It does not read a gradient
+    that a product hands to it (``vector_bytes``). Near-linear in operations.
     """
     home = _behind(graph, fusable, live)
     return _before(graph, fusable, kept, live, home)
@@ -79,6 +79,8 @@ def _behind(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> list
         found = max((made[i] for i in inputs if depth[i] == level), default=-1)
         if found >= 0 and graph.ops[found].region != op.region:
             found = -1
+        if found >= 0 and _leaves_image(graph, op, graph.ops[found]):
+            found = -1
         reduces = op.kind.startswith(("reduce_", "arg"))
         if op.kind in PRODUCTS:
             level, found = level + 1, op.index if _absorbs(op) else -1
@@ -94,6 +96,14 @@ def _behind(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> list
         for o in op.outputs:
             depth[o], made[o] = level, found
     return home
+
+
+def _leaves_image(graph: Graph, op: Op, product: Op) -> bool:
+    """Whether an operation makes something else of a convolution's images, as pooling does that
+    reshapes, or ``jnp.repeat``: the convolution's kernel ends there."""
+    if product.kind != "conv_general_dilated" or op.kind not in ("reshape", "broadcast_in_dim"):
+        return False
+    return op.inputs[0] != SCALAR and len(graph.values[op.outputs[0]].shape) > 4
 
 
 def _before(
@@ -134,10 +144,12 @@ def product_kernels(
     home: Sequence[int],
     found: Written,
     device: Device,
+    handed: frozenset[int],
 ) -> dict[int, ProductKernel]:
-    """The kernel of each product.
+    """The kernel of each product; ``handed``: gradients that products hand to their updates where no
+    collective stands between (``gradients_in_updates``).
 
-    Operands count as what they are computed from. What absorbed operations read and write beside
+    Operands count as what they are computed from. Such a gradient is not written; a collective between the two is charged for that (``planner.cost.reshard``). What absorbed operations read and write beside
     them has the shape of the result, or is small, and counts as part of it.
     """
     operands: dict[int, tuple[int, int]] = {}
@@ -149,19 +161,20 @@ def product_kernels(
             )
             result = op.outputs[0]
             operands[op.index] = (first, second)
-            behind[op.index] = {result: found.nbytes[result]} if found.kept[result] else {}
+            stays = found.kept[result] and result not in handed
+            behind[op.index] = {result: found.nbytes[result]} if stays else {}
         elif home[op.index] in behind:
             inside = behind[home[op.index]]
             for v in (*op.inputs, *op.outputs):
-                if v != SCALAR and found.kept[v]:
+                if v != SCALAR and found.kept[v] and found.base[v] not in handed:
                     inside[found.base[v]] = found.nbytes[v]
-    lanes = feature_dims(graph, groups.op_layouts, groups.fusable)
+    lanes = image_lanes(graph, groups.op_layouts, groups.fusable)
     tile = (device.tile_rows, device.tile_lanes)
     out: dict[int, ProductKernel] = {}
     for index, (first, second) in operands.items():
         op = graph.ops[index]
         made = graph.values[op.outputs[0]]
-        padded = padding(made.shape, tile, lanes.get(made.index))
+        padded = padding(made.shape, tile, lanes.get(made.index, ())[:1])
         idle = 1.0
         if op.kind == "conv_general_dilated":
             features = _features(rules[index])
@@ -178,23 +191,31 @@ def _features(rule: FactorRule) -> int:
 
 
 def vector_bytes(
-    graph: Graph, groups: Groups, home: Sequence[int], found: Written, device: Device
+    graph: Graph,
+    groups: Groups,
+    home: Sequence[int],
+    found: Written,
+    device: Device,
+    handed: frozenset[int],
 ) -> list[float]:
     """Per operation, the bytes that one run of its kernel moves, of elements no narrower than a
     lane. Kernels of a group that read the same array in the same phase are one."""
     out = [0.0] * len(graph.ops)
     seen: set[tuple[int, Phase, int]] = set()
-    features = feature_dims(graph, groups.op_layouts, groups.fusable)
+    images = image_lanes(graph, groups.op_layouts, groups.fusable)
     tile = (device.tile_rows, device.tile_lanes)
 
     def lanes(value: int, nbytes: int) -> float:
         known = graph.values[value]
         wide = device.lane_bytes * math.prod(known.shape) / max(1, known.nbytes)
-        return nbytes * max(1.0, wide) * padding(known.shape, tile, features.get(value))
+        return nbytes * max(1.0, wide) * padding(known.shape, tile, images.get(value, ())[:1])
 
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        if entry is None or op.kind in PRODUCTS or home[op.index] >= 0 or op.kind in BITCASTS:
+        if entry is None or op.kind in PRODUCTS or home[op.index] >= 0:
+            continue
+        repeats = op.kind == "broadcast_in_dim" and found.kept[op.outputs[0]]
+        if op.kind in BITCASTS and not repeats:
             continue
         reduces = op.kind.startswith(("reduce_", "arg"))
         writes = [o for o in op.outputs if found.kept[o]]
@@ -214,6 +235,8 @@ def vector_bytes(
         for i in op.inputs:
             for s, nbytes in () if i == SCALAR else found.sources[i].items():
                 key = (entry[0], op.phase, s)
+                if op.phase is Phase.UPDATE and s in handed:
+                    continue
                 if key not in seen:
                     read += lanes(s, nbytes)
                     if reduces or groups.fusable[op.index]:

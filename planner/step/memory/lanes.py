@@ -11,16 +11,25 @@ Entry = tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None
 """Of an operation: its group, the layouts of its operands and of its results."""
 
 
-def feature_dims(graph: Graph, entries: Sequence[Entry], fusable: Sequence[bool]) -> dict[int, int]:
-    """Per value, the dimension of its features: of images that convolutions read or make, and of
-    what is made of them element by element. XLA:TPU keeps features along lanes.
+Lanes = tuple[int, ...]
+"""The dimensions of an array that may lie along the lanes."""
+
+
+def image_lanes(
+    graph: Graph, entries: Sequence[Entry], fusable: Sequence[bool]
+) -> dict[int, Lanes]:
+    """Per value, the dimensions that may lie along lanes: the features or the batch of images that
+    convolutions read or make, and of what is made of them element by element. XLA:TPU lays no
+    other dimension of an image along lanes. The features come first: prices go by them, as
+    the share of the batch that a device has is not known there.
 
     Args:
         graph: the step.
         entries: of every operation (``Groups.op_layouts``).
         fusable: per operation, whether it only passes dimensions along.
     """
-    found: dict[int, int] = {}
+    found: dict[int, Lanes] = {}
+    given = set(graph.inputs)
     for op in graph.ops:
         entry = entries[op.index]
         if op.kind == "conv_general_dilated" and entry is not None:
@@ -30,8 +39,12 @@ def feature_dims(graph: Graph, entries: Sequence[Entry], fusable: Sequence[bool]
                 dims = [
                     d for d, f in enumerate(layout) if f in kernel and f not in other and f >= 0
                 ]
+                batch = [
+                    d for d, f in enumerate(layout) if f in other and f not in kernel and f >= 0
+                ]
                 if value != SCALAR and len(dims) == 1:
-                    found[value] = dims[0]
+                    batch = [] if value in given else batch  # the caller's layout is the default
+                    found[value] = (*dims, *batch[:1])
         elif fusable[op.index] and len(op.outputs) == 1:
             out = op.outputs[0]
             for i in op.inputs:

@@ -162,6 +162,8 @@ class _Writing:
             if self.light[op.index]:
                 if _selects(self.graph, op) or not selected.isdisjoint(op.inputs):
                     selected.update(op.outputs)
+                if fused_operands and op.kind == "reshape" and self._repeats(op.inputs[0]):
+                    forced[op.inputs[0]] = True
                 continue
             inputs: Iterable[int] = op.inputs
             if op.kind in PRODUCTS and fused_operands and not op.fused:
@@ -174,6 +176,18 @@ class _Writing:
                         continue
                     forced[i] = True
         return forced
+
+    def _repeats(self, value: int) -> bool:
+        """Whether a value repeats elements of an array along a dimension of its own, as
+        ``jnp.repeat`` does before it joins two dimensions: XLA:TPU writes it."""
+        made = self.graph.values[value].op if value != SCALAR else -1
+        if made < 0 or self.graph.ops[made].kind != "broadcast_in_dim":
+            return False
+        (source, *_), out = self.graph.ops[made].inputs, self.graph.values[value]
+        if source == SCALAR:
+            return False
+        inner = self.graph.values[source].shape
+        return 1 < math.prod(inner) < math.prod(out.shape) and len(out.shape) > len(inner) > 1
 
     def _passed(self, fusable: Sequence[bool]) -> set[int]:
         """Results of products that are not written: one elementwise operation alone reads each, in
