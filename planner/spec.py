@@ -186,6 +186,8 @@ class Recipe:
 
     Attributes:
         microbatches: parts of the batch that run one after the other.
+        replicas: groups of examples whose gradients are added up separately over all microbatches,
+            and joined once.
         remat: the policy of what is computed again, as ``planner.remat.policy.policy_text`` has it.
         chunks: parts of the rows of large products (attention scores, logits) that are computed one
             after the other.
@@ -202,12 +204,14 @@ class Recipe:
     chunks: int = 1
     stages: int = 1
     schedule: str = ""
+    replicas: int = 1
     manual: tuple[tuple[str, int], ...] = ()
     cuts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [
             f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
+            f"{self.replicas} replicas" if self.replicas > 1 else "",
             f"remat {self.remat}" if self.remat != "none" else "",
             f"{self.chunks} chunks" if self.chunks > 1 else "",
             f"{self.stages} stages" if self.stages > 1 else "",

@@ -181,7 +181,8 @@ LANES = 128
 def _table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
     """Scatters that make a table's gradient. XLA:TPU gives it the layout of what is scattered, and
     the table and its moments with it: each is copied before and after the update. Tables whose rows
-    do not fill tiles keep the layout that the compiler likes: the default would pad them."""
+    do not fill tiles keep the layout that the compiler likes: the default would pad them. So do
+    tables of several replicas: XLA gathers what is split before it holds it to a layout."""
     graph, out = traced.graph, set()
     for c in plan.constraints:
         op = graph.ops[c.op]
@@ -189,7 +190,9 @@ def _table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
             made, dims = graph.values[op.outputs[c.position]], c.spec.dims
             split = dims[len(made.shape) - 1] if len(dims) == len(made.shape) else ()
             row = made.shape[-1] // math.prod(map(plan.mesh.size, split))
-            if made.role is Role.GRADIENT and row % LANES == 0:
+            eqn = traced.eqns[op.index]
+            batched = eqn and eqn.params["dimension_numbers"].operand_batching_dims
+            if not batched and made.role is Role.GRADIENT and row % LANES == 0:
                 out.add(op.index)
     return frozenset(out)
 

@@ -6,7 +6,7 @@ where contiguous microbatches would make XLA gather the batch. Sums are kept in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ def microbatched(
     whole: Traced | None = None,
     *,
     apart: bool = False,
+    replicas: int = 1,
 ) -> Callable[..., Any]:
     """A step that computes what ``function`` does, ``parts`` microbatches after each other.
 
@@ -41,6 +42,8 @@ def microbatched(
         whole: the step's trace for ``args``, if it is known.
         apart: whether what is added up is only joined behind the loop, and the loop holds nothing
             together, so that its parts can be taken apart (``planner.stages``).
+        replicas: how many groups of examples are added up separately until the loop is done. With
+            each group on its own devices, gradients are reduced once instead of in every turn.
 
     Returns:
         A function of the same arguments; other shapes are cut anew.
@@ -51,24 +54,66 @@ def microbatched(
     """
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         raise RequestError(f"microbatches={parts!r}: expected a whole number from 1 on")
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise RequestError(f"replicas={replicas!r}: expected a whole number from 1 on")
     if parts == 1:
         return function
-    first = _rewritten(function, abstract(args), parts, apart, whole)
-    return by_shapes(function, args, first, lambda args: _rewritten(function, args, parts, apart))
+    shares = _Shares(parts, replicas)
+    first = _rewritten(function, abstract(args), shares, apart, whole)
+    return by_shapes(function, args, first, lambda args: _rewritten(function, args, shares, apart))
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Into what a batch is cut: ``turns`` of the loop, in each one share for each of ``replicas``.
+
+    Group g has the g-th of ``replicas`` contiguous ranges of examples, as devices that split the
+    batch have them. In turn j it takes the examples j, j + turns, ... of its range.
+    """
+
+    turns: int
+    replicas: int
+
+    @property
+    def count(self) -> int:
+        """Of the shares."""
+        return self.turns * self.replicas
+
+    def cut(self, x: Any) -> Any:
+        """[examples, ...] -> [turns, examples / turns, ...]; with more than one group [turns,
+        replicas, examples / (turns replicas), ...]."""
+        rest = x.shape[1:]
+        if self.replicas == 1:
+            x = x.reshape(x.shape[0] // self.turns, self.turns, *rest)
+            return jnp.moveaxis(x, 1, 0)
+        x = x.reshape(self.replicas, x.shape[0] // self.count, self.turns, *rest)
+        return jnp.moveaxis(x, 2, 0)
+
+    def joined(self, stack: Any, whole: Sequence[int], d: int, examples: int) -> Any:
+        """What all shares made, [turns, (replicas,) ...], with shares in dimension ``d`` of a
+        result, as one array of shape ``whole``."""
+        lead, tail, each = tuple(whole[:d]), tuple(whole[d + 1 :]), whole[d] // examples
+        share = examples // self.count
+        replicas = () if self.replicas == 1 else (self.replicas,)
+        stack = stack.reshape(self.turns, *replicas, *lead, share, each, *tail)
+        n = len(replicas)
+        if n:
+            stack = jnp.moveaxis(stack, 1, d + 1)
+        return jnp.moveaxis(stack, 0, d + 1 + n).reshape(whole)
 
 
 def _rewritten(
     function: Callable[..., Any],
     args: Sequence[Any],
-    parts: int,
+    shares: _Shares,
     apart: bool,
     whole: Traced | None = None,
 ) -> _Cut:
     whole = trace(function, args) if whole is None else whole
-    batch = _batch(whole, parts)
+    batch = _batch(whole, shares)
     graph = whole.graph
     shapes = {k: graph.values[graph.inputs[k]].shape for k in batch}
-    less = {k: (s[0] // parts, *s[1:]) for k, s in shapes.items()}
+    less = {k: (s[0] // shares.count, *s[1:]) for k, s in shapes.items()}
     try:
         small = trace(function, reshaped(args, less))
     except ModelError as error:
@@ -80,17 +125,17 @@ def _rewritten(
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
         raise NotExactError("the results of a microbatch have another structure")
     step = pair(whole.jaxpr, small.jaxpr)
-    return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, parts, apart)
+    return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, shares, apart)
 
 
 def batch_size(whole: Traced) -> int:
     """How many examples a step takes; raises RequestError where no argument, or none alone, says
     it."""
-    first = _batch(whole, 1)[0]
+    first = _batch(whole, _Shares(1, 1))[0]
     return whole.graph.values[whole.graph.inputs[first]].shape[0]
 
 
-def _batch(whole: Traced, parts: int) -> list[int]:
+def _batch(whole: Traced, shares: _Shares) -> list[int]:
     """The arguments that hold examples, by position."""
     graph = whole.graph
     found = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
@@ -107,10 +152,11 @@ def _batch(whole: Traced, parts: int) -> list[int]:
             f"microbatches: the arguments hold different numbers of examples: {text}"
         )
     (size,) = set(sizes.values())
-    if size % parts:
+    if size % shares.count:
+        times = f" times replicas={shares.replicas}" if shares.replicas > 1 else ""
         raise RequestError(
-            f"microbatches={parts} does not divide the batch: {next(iter(sizes))} holds {size} "
-            f"examples; choose a divisor of {size}"
+            f"microbatches={shares.turns}{times} does not divide the batch: "
+            f"{next(iter(sizes))} holds {size} examples; choose a divisor of {size}"
         )
     return found
 
@@ -120,7 +166,7 @@ class _Cut:
     """The rewritten step.
 
     Attributes:
-        parts, examples: how many microbatches, of how many examples together.
+        shares, examples: how the batch is cut, and how many examples it has.
         once: equations that run before the loop, on the whole batch where they read it.
         body: those of a microbatch, their numbers those of the whole step.
         after: those behind the loop.
@@ -131,7 +177,7 @@ class _Cut:
 
     whole: Traced
     step: Pair
-    parts: int
+    shares: _Shares
     examples: int
     once: list[Node]
     body: list[tuple[Node, Any]]
@@ -148,7 +194,7 @@ class _Cut:
         step: Pair,
         found: Classes,
         batch: Sequence[int],
-        parts: int,
+        shares: _Shares,
         apart: bool,
     ) -> _Cut:
         """Sort the equations."""
@@ -196,7 +242,7 @@ class _Cut:
         run = [(n, merged(n.whole, n.small) if n.name in STRUCTURED else n.small) for n in body]
         examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
         return _Cut(
-            whole, step, parts, examples, once, run, after, sliced, summed, stacked, kept, apart
+            whole, step, shares, examples, once, run, after, sliced, summed, stacked, kept, apart
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -224,55 +270,51 @@ class _Cut:
         def turn(carry: tuple[list[Any], list[Any]], slices: list[Any]) -> Any:
             # without these barriers a compiler gathers parameters in front of the loop and reduces
             # gradients behind it, and holds them whole: where that pays, the plan says it
-            inner = dict(env)
-            names = [*outer, *self.sliced]
             held = [*(env[v] for v in outer), *slices]
             if not self.apart:
-                held = jax.lax.optimization_barrier(tuple(held))
-            inner.update(zip(names, held, strict=True))
-            for n, eqn in self.body:
-                inner.update(_run(n, eqn, inner))
+                held = list(jax.lax.optimization_barrier(tuple(held)))
+            made = self._shared(env, outer, held)
             sums = [
-                a + (inner[v] if self.apart else _alone(inner[v])).astype(a.dtype)
-                for a, v in zip(carry[0], self.summed, strict=True)
+                a + (x if self.apart else _alone(x)).astype(a.dtype)
+                for a, x in zip(carry[0], made[0], strict=True)
             ]
-            return (sums, [inner[v] for v in self.kept]), [inner[v] for v in self.stacked]
+            return (sums, made[1]), made[2]
 
         def zeros(v: int, wide: bool) -> Any:
             aval = self.step.avals[v][1]
             dtype = jnp.promote_types(aval.dtype, jnp.float32) if wide else aval.dtype
             floating = jnp.issubdtype(aval.dtype, jnp.floating)
-            return jnp.zeros(aval.shape, dtype if floating else aval.dtype)
+            replicas = (self.shares.replicas,) if wide and self.shares.replicas > 1 else ()
+            return jnp.zeros((*replicas, *aval.shape), dtype if floating else aval.dtype)
 
         start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
-        slices = [self._cut(env[v]) for v in self.sliced]
-        (sums, last), stacks = jax.lax.scan(turn, start, slices, length=self.parts)
+        slices = [self.shares.cut(env[v]) for v in self.sliced]
+        (sums, last), stacks = jax.lax.scan(turn, start, slices, length=self.shares.turns)
         for v, x in zip(self.summed, sums, strict=True):
+            x = x if self.shares.replicas == 1 else jnp.sum(x, 0, dtype=x.dtype)
             env[v] = x.astype(self.step.avals[v][0].dtype)
         env.update(zip(self.kept, last, strict=True))
         for v, x in zip(self.stacked, stacks, strict=True):
-            env[v] = self._joined(v, x)
+            (d,) = self.step.scaled(v)
+            whole = compat.aval_shape(self.step.avals[v][0])
+            env[v] = self.shares.joined(x, whole, d, self.examples)
 
-    def _cut(self, x: Any) -> Any:
-        """[examples, ...] -> [parts, examples / parts, ...]; example i * parts + j goes to j."""
-        return jnp.moveaxis(x.reshape(x.shape[0] // self.parts, self.parts, *x.shape[1:]), 1, 0)
+    def _shared(self, env: Mapping[int, Any], outer: list[int], held: list[Any]) -> Any:
+        """One turn: sums, what is kept and what is stacked, the first and the last with a dimension
+        of replicas in front if there are more than one."""
 
-    def _joined(self, value: int, stack: Any) -> Any:
-        """The whole of what every microbatch made a part of."""
-        whole = compat.aval_shape(self.step.avals[value][0])
-        (d,) = self.step.scaled(value)
-        examples = self.examples
-        apart = (
-            *whole[:d],
-            examples // self.parts,
-            self.parts,
-            whole[d] // examples,
-            *whole[d + 1 :],
-        )
-        small = (*whole[:d], examples // self.parts, whole[d] // examples, *whole[d + 1 :])
-        return (
-            jnp.moveaxis(stack.reshape(self.parts, *small), 0, d + 1).reshape(apart).reshape(whole)
-        )
+        def share(slices: list[Any], others: list[Any]) -> Any:
+            inner = dict(env)
+            inner.update(zip((*outer, *self.sliced), (*others, *slices), strict=True))
+            for n, eqn in self.body:
+                inner.update(_run(n, eqn, inner))
+            return [[inner[v] for v in vs] for vs in (self.summed, self.kept, self.stacked)]
+
+        others, slices = held[: len(outer)], held[len(outer) :]
+        if self.shares.replicas == 1:
+            return share(slices, others)
+        sums, kept, stacks = jax.vmap(share, (0, None))(slices, others)
+        return sums, [x[0] for x in kept], stacks
 
 
 def _alone(value: Any) -> Any:

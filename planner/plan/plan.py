@@ -210,6 +210,9 @@ class Plan:
     there are none, as the three above."""
     microbatches: int = 1
     """Parts of the batch that run one after the other; left out of the JSON where it is 1."""
+    replicas: int = 1
+    """Groups of examples whose gradients are joined behind the last microbatch; left out of the
+    JSON where it is 1."""
     remat: str = "none"
     """The policy of what is computed again in the backward pass (``planner.remat.policy``)."""
     recomputed: tuple[str, ...] = ()

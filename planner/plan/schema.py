@@ -223,6 +223,7 @@ _PLAN = record(
     decisions=many(_DECISION),
     apart=many(SIZE),
     microbatches=whole(1),
+    replicas=whole(1),
     remat=LINE,
     recomputed=many(LINE),
     chunks=whole(1),

@@ -14,8 +14,9 @@ from planner.arguments.metadata import with_logical_axis_rules
 from planner.collector import paused
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
-from planner.planning.open_recipes import Door, searched
+from planner.planning.open_recipes import Door
 from planner.planning.pipelines import of_stage, over_stages, with_stages
+from planner.planning.replicas import with_recipe
 from planner.planning.row import Planned, Row
 from planner.recipes import Rewriter, Wish, parse_wish
 from planner.request.marks import placed_mesh
@@ -124,4 +125,4 @@ def _under(
         wish = with_stages(wish, door)
     if wish.recipe.schedule:
         door = dataclasses.replace(door, request=of_stage(request, wish.recipe.stages))
-    return searched(wish, door)
+    return with_recipe(wish, door)

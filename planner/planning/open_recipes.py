@@ -57,10 +57,11 @@ class Door:
 
 
 def searched(wish: Wish, door: Door) -> Planned:
-    """The plan under the best recipe of those that a wish leaves open, but for stages."""
+    """The plan under the best recipe of those that a wish leaves open, but for stages and
+    replicas."""
     rewriter, request, begun = door.rewriter, door.request, door.begun
     first = door.row_of(wish.recipe)
-    if not wish.open or (not wish.always and first.fits):
+    if not wish.open - {"replicas"} or (not wish.always and first.fits):
         return first.planned(begun)
     bounds_s = free_bounds(first.step.quotient, first.step.pins, first.request)
 

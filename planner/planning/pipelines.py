@@ -9,7 +9,8 @@ import time
 from costmodels import ClusterError, part_of
 from planner.errors import MemoryLimitError, RequestError
 from planner.microbatch.rewrite import batch_size
-from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned, searched
+from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned
+from planner.planning.replicas import with_recipe
 from planner.planning.row import Planned, Row
 from planner.recipes import WORTH, Outcome, Recipe, Wish
 from planner.remat.policy import FULL, NONE
@@ -29,7 +30,7 @@ def over_stages(wish: Wish, door: Door) -> Planned:
     found: Planned | None = None
     error: MemoryLimitError | None = None
     try:
-        found = searched(inner, door)
+        found = with_recipe(inner, door)
     except MemoryLimitError as failed:
         error = failed
     known_s = math.inf if found is None else found.plan.search.cost_s

@@ -116,6 +116,7 @@ class Row:
         plan = dataclasses.replace(
             planned.plan,
             microbatches=made.microbatches,
+            replicas=made.replicas,
             remat=made.remat,
             recomputed=recomputed_of(self.function),
             chunks=made.chunks,

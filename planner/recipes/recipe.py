@@ -21,15 +21,19 @@ class Rewriter:
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function, self.args = function, abstract(args)
-        self._cuts: dict[tuple[int, bool], tuple[Callable[..., Any], Traced]] = {}
+        self._cuts: dict[tuple[int, bool, int], tuple[Callable[..., Any], Traced]] = {}
 
-    def cut(self, parts: int, apart: bool = False) -> tuple[Callable[..., Any], Traced]:
+    def cut(
+        self, parts: int, apart: bool = False, replicas: int = 1
+    ) -> tuple[Callable[..., Any], Traced]:
         """The step in microbatches, and its trace; ``apart``: such that stages can be made of
-        it."""
-        key = parts, apart and parts > 1
+        it. ``replicas``: see ``microbatched``."""
+        key = parts, apart and parts > 1, replicas if parts > 1 else 1
         if key not in self._cuts:
             whole = None if parts == 1 else self.cut(1)[1]
-            made = microbatched(self.function, self.args, parts, whole, apart=apart)
+            made = microbatched(
+                self.function, self.args, parts, whole, apart=apart, replicas=replicas
+            )
             self._cuts[key] = made, trace(made, self.args)
         return self._cuts[key]
 
@@ -39,7 +43,7 @@ class Rewriter:
             return self.function, self.cut(1)[1]
         if recipe_of(self.function) != PLAIN:
             raise ValueError("this function is rewritten already, under another recipe")
-        cut, traced = self.cut(recipe.microbatches, recipe.stages > 1)
+        cut, traced = self.cut(recipe.microbatches, recipe.stages > 1, recipe.replicas)
         never = scores if recipe.chunks > 1 else None
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
         traced = traced if kept is cut else trace(kept, self.args)

@@ -58,16 +58,26 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _number("chunks", asked.get("chunks")),
         _number("stages", asked.get("stages")),
         _schedule(asked),
+        _number("replicas", asked.get("replicas")),
         manual,
     )
+    if recipe.replicas > 1 and asked.get("microbatches") in (None, 1, "1"):
+        raise RequestError(
+            f"replicas={recipe.replicas} says how gradients of microbatches are joined; give "
+            "microbatches=2 or more, or auto, too"
+        )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
     if values["stages"] is None:  # a step that fits needs none, and one that does not gains little
         left.discard("stages")
     left.discard("schedule")
+    if values["replicas"] in (None, AUTO):
+        left.add("replicas")
+    else:
+        left.discard("replicas")
     if recipe.stages > 1 and values["microbatches"] is None:
         left.add("microbatches")
-    always = any(v == AUTO for name, v in values.items() if name != "stages")
+    always = any(v == AUTO for name, v in values.items() if name not in ("stages", "replicas"))
     return Wish(recipe, frozenset(left), always or (recipe.stages > 1 and "remat" in left))
 
 

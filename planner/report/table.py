@@ -119,6 +119,8 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
     lines = [("stages", line) for line in plan.staged]
     if plan.microbatches > 1:
         text = f"{plan.microbatches}, one after the other; their gradients are added up"
+        if plan.replicas > 1:
+            text += f" in {plan.replicas} groups of devices, and reduced once per step"
         if plan.stages > 1:
             name, idle = (plan.schedule or "1F1B").upper(), _ran(plan, plan.microbatches).bubble
             text = f"{plan.microbatches}, {name} through the stages"

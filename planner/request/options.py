@@ -89,6 +89,10 @@ class Options(TypedDict, total=False):
     microbatches: into how many parts the batch is cut, one after the other; their gradients are
         added up. Equal to the whole batch, or refused with the line that couples examples. None:
         1, or more where nothing else fits; ``"auto"``: the search decides.
+    replicas: into how many groups the examples of each microbatch are cut. Each group adds up
+        gradients of its own, and these are joined once, behind the last microbatch, instead of in
+        each: with a group on its own devices, gradients are reduced once per step. None: as many as
+        are predicted fastest, where there are microbatches; 1: reduced in every microbatch.
     remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
         products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
         costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
@@ -168,6 +172,14 @@ class Options(TypedDict, total=False):
         Flag(
             "cut the batch into so many parts, added up; 'auto' lets the search decide "
             "(default: 1, more where nothing else fits)",
+            metavar="N",
+        ),
+    ]
+    replicas: Annotated[
+        int | str | None,
+        Flag(
+            "add up gradients over all microbatches in so many groups of examples, and join them "
+            "once per step (default: as predicted fastest, where there are microbatches)",
             metavar="N",
         ),
     ]

@@ -41,7 +41,7 @@ def train_step(body: Any, per_example: bool) -> Any:
     return step
 
 
-def outcome(body: Any, width: tuple[int, ...], parts: int, per_example: bool) -> str:
+def outcome(body: Any, width: tuple[int, ...], parts: int, replicas: int, per_example: bool) -> str:
     """Whether a random step is equal in microbatches, or refused."""
     draw = np.random.default_rng(len(body))
     params = [jnp.asarray(draw.uniform(-1, 1, s), jnp.float32) for s in ((4, 6), (6,))]
@@ -51,7 +51,7 @@ def outcome(body: Any, width: tuple[int, ...], parts: int, per_example: bool) ->
     with compiled_quickly():
         expected = jax.jit(step)(*args)
         try:
-            cut = microbatched(step, args, parts)
+            cut = microbatched(step, args, parts, replicas=replicas)
         except MeshwrightError:
             return "refused"
         assert difference(jax.jit(cut)(*args), expected) <= 2e-5
@@ -67,6 +67,7 @@ def outcomes(seed: int, count: int) -> Counter[str]:
         body=st.lists(instructions, min_size=1, max_size=5),
         width=st.sampled_from([(4,), (3, 6), ()]),
         parts=st.sampled_from([2, 4, 8]),
+        replicas=st.sampled_from([1, 2, 4]),
         per_example=st.booleans(),
     )
 

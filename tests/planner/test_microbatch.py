@@ -132,12 +132,12 @@ EXACT: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize(("parts", "replicas"), [(2, 1), (8, 1), (2, 4)])
 @pytest.mark.parametrize("name", EXACT)
-def test_equal_to_the_whole_batch(name: str, parts: int) -> None:
+def test_equal_to_the_whole_batch(name: str, parts: int, replicas: int) -> None:
     step = train(EXACT[name])
     args = (state(), examples())
-    cut = microbatched(step, args, parts)
+    cut = microbatched(step, args, parts, replicas=replicas)
     expected, found = jax.jit(step)(*args), jax.jit(cut)(*args)
     loose = name == "bfloat16"
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
@@ -145,13 +145,17 @@ def test_equal_to_the_whole_batch(name: str, parts: int) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-2 if loose else 2e-5, atol=1e-3 if loose else 1e-7)
 
 
-def test_results_of_examples_come_back_in_their_order() -> None:
+@pytest.mark.parametrize(("parts", "replicas"), [(4, 1), (2, 2), (4, 2)])
+def test_results_of_examples_come_back_in_their_order(parts: int, replicas: int) -> None:
     def step(w: jax.Array, b: Any) -> Any:
         flat = jnp.repeat(b["x"] @ w, 3, axis=0).reshape(-1, WIDTH)
         return w - 0.1, {"rows": b["x"] @ w, "columns": (b["x"] @ w).T, "folded": flat}
 
     args = (params()["a"], examples())
-    expected, found = step(*args), jax.jit(microbatched(step, args, 4))(*args)
+    expected, found = (
+        step(*args),
+        jax.jit(microbatched(step, args, parts, replicas=replicas))(*args),
+    )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found
     )

@@ -18,11 +18,12 @@ FIRST = {"mlp_train_step", "decoder_linen_train_step", "contrastive_loss", "nump
     "name",
     [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in sorted(load())],
 )
-def test_equal_or_refused(name: str) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_equal_or_refused(name: str, replicas: int) -> None:
     program = load()[name]
     step, args = program.build()
     try:
-        cut = microbatched(step, args, 2)
+        cut = microbatched(step, args, 2, replicas=replicas)
     except MeshwrightError as error:
         assert "microbatch" in str(error)
         return

@@ -50,8 +50,8 @@ def absorbing(
         kept: per value, whether it is written to memory.
         live: per operation, whether its results are used.
 
-    The optimizer's update is left out: it takes longer than the product. It does not read a gradient
-    that a product hands to it (``vector_bytes``). Near-linear in operations.
+    The optimizer's update is left out, as it takes longer than the product; it does not read a
+    gradient that a product hands to it (``vector_bytes``). Near-linear in operations.
     """
     home = _behind(graph, fusable, live)
     return _before(graph, fusable, kept, live, home)
@@ -146,11 +146,12 @@ def product_kernels(
     device: Device,
     handed: frozenset[int],
 ) -> dict[int, ProductKernel]:
-    """The kernel of each product; ``handed``: gradients that products hand to their updates where no
-    collective stands between (``gradients_in_updates``).
+    """The kernel of each product.
 
-    Operands count as what they are computed from. Such a gradient is not written; a collective between the two is charged for that (``planner.cost.reshard``). What absorbed operations read and write beside
-    them has the shape of the result, or is small, and counts as part of it.
+    Operands count as what they are computed from. What absorbed operations read and write beside
+    them has the shape of the result, or is small, and counts as part of it. ``handed`` are
+    gradients that products hand to their updates (``gradients_in_updates``): they are not written.
+    A collective between the two is charged for that (``planner.cost.reshard``).
     """
     operands: dict[int, tuple[int, int]] = {}
     behind: dict[int, dict[int, int]] = {}

@@ -1,0 +1,91 @@
+"""Gradients of microbatches that are joined once per step: for which groups of devices it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+
+from planner.graph.ir import Role
+from planner.planning.open_recipes import Door, best_planned, searched
+from planner.planning.row import Planned, Row
+from planner.recipes import Outcome, Recipe, Wish
+from planner.report.units import time_text
+
+SUMS = frozenset({"all_reduce", "reduce_scatter"})
+
+
+def with_recipe(wish: Wish, door: Door) -> Planned:
+    """The plan under the best recipe of those that a wish leaves open, but for stages."""
+    planned = searched(wish, door)
+    return with_replicas(planned, wish, door) if "replicas" in wish.open else planned
+
+
+def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
+    """The plan, or a faster one that reduces gradients behind the last microbatch.
+
+    Looked at are as many replicas as devices over which the plan reduces a gradient in every
+    microbatch: of one mesh axis, and of several together.
+    """
+    plan = planned.plan
+    counts = reduced_over(planned)
+    if not counts:
+        return planned
+    known_s = plan.search.cost_s
+    seen: dict[Recipe, Outcome[Row | None]] = {}
+    for count in counts:
+        recipe = dataclasses.replace(
+            plan.recipe, replicas=count, manual=wish.recipe.manual, cuts=()
+        )
+        seen[recipe] = door.look(recipe, known_s, {})
+    text = " or ".join(map(str, counts))
+    note = f"gradients reduced once per step, in {text} replicas: "
+    best = planned
+    if any(o.found is not None and o.cost_s < known_s for o in seen.values()):
+        found = best_planned(seen, door.begun, "")
+        if found.plan.search.cost_s < known_s:
+            best = found
+    if best is planned:
+        note += "not faster, or does not fit"
+    else:
+        note += f"{time_text(best.plan.prediction.step_s)} instead of "
+        note += time_text(plan.prediction.step_s)
+    notes = (*plan.notes, note)
+    seconds = time.perf_counter() - door.begun
+    return dataclasses.replace(
+        best, plan=dataclasses.replace(best.plan, notes=notes, planning_s=seconds)
+    )
+
+
+def _nodes(planned: Planned) -> int:
+    """The nodes, or slices, of the cluster."""
+    cluster = planned.request.cluster
+    return cluster.num_devices // cluster.devices_per_node
+
+
+def reduced_over(planned: Planned) -> tuple[int, ...]:
+    """Over how many devices a plan reduces gradients in every microbatch, along each of its mesh
+    axes and along several of them, and over its nodes (slices)."""
+    plan, graph, mesh = planned.plan, planned.extraction.graph, planned.extraction.priced.mesh
+    if plan.microbatches == 1:
+        return ()
+    state = {tuple(sorted(v.shape)) for v in map(graph.values.__getitem__, graph.inputs) if v.shape}
+    axes: set[int] = set()
+    for sent in planned.extraction.sent():
+        known = graph.values[sent.value]
+        inside = sent.step.kind in SUMS and sent.count >= plan.microbatches
+        gradient = known.role is Role.GRADIENT or (
+            known.role is Role.COTANGENT and tuple(sorted(known.shape)) in state
+        )
+        if inside and gradient:
+            axes.update(sent.step.axes)
+    sizes = [mesh.sizes[k] for k in sorted(axes)]
+    chosen = itertools.chain.from_iterable(
+        itertools.combinations(sizes, n) for n in range(1, len(sizes) + 1)
+    )
+    counts = {math.prod(some) for some in chosen}
+    nodes = _nodes(planned)
+    if nodes > 1 and math.prod(sizes) % nodes == 0:
+        counts.add(nodes)
+    return tuple(sorted(counts))

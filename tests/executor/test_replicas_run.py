@@ -1,0 +1,88 @@
+"""With replicas, what runs is equal to the whole batch and reduces gradients behind the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from costmodels import parse_cluster
+from executor import parallelize
+from executor.verify.aot import compile_step, devices_of
+from planner import make_plan
+from planner.graph.trace import trace
+from planner.recipes import rewritten
+from tests.zoo.running import difference
+
+pytestmark = pytest.mark.devices
+ROWS, WORDS, WIDTH = 64, 48, 32
+
+
+def step(params: Any, batch: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        x = params["table"][batch["tokens"]]
+        for up, down in zip(params["up"], params["down"], strict=True):
+            x = x + jnp.tanh(x @ up) @ down
+        scores = jax.nn.log_softmax(x @ params["table"].T)
+        return -jnp.mean(jnp.take_along_axis(scores, batch["targets"][..., None], -1))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    scale = 0.1 / jnp.maximum(norm, 0.1)
+    return jax.tree.map(lambda w, g: w - scale * g, params, grads), value
+
+
+def arguments() -> tuple[Any, Any]:
+    draw = np.random.default_rng(0)
+
+    def array(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.normal(size=shape) / 4, jnp.float32)
+
+    params = {
+        "table": array(WORDS, WIDTH),
+        "up": [array(WIDTH, 64) for _ in range(4)],
+        "down": [array(64, WIDTH) for _ in range(4)],
+    }
+    tokens = {n: jnp.asarray(draw.integers(0, WORDS, (ROWS, 6))) for n in ("tokens", "targets")}
+    return params, tokens
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"replicas": 8, "mesh": "data=8"},
+        {"replicas": 4, "mesh": "data=4,model=2"},
+        {"replicas": 2, "mesh": "data=2,fsdp=4", "zero": 3},
+        {"replicas": 4, "stages": 2, "mesh": "stage=2,data=4", "remat": "none"},
+        {"replicas": 4, "stages": 2, "schedule": "zb-h1", "remat": "none"},
+    ],
+    ids=lambda asked: "-".join(f"{k}={v}" for k, v in asked.items()),
+)
+def test_equal_to_the_whole_batch(asked: dict[str, Any]) -> None:
+    args = arguments()
+    expected = jax.jit(step)(*args)
+    run = parallelize(step, microbatches=4, **asked)
+    assert difference(jax.device_get(run(*args)), expected) <= 2e-5
+    assert run.plan.replicas == asked["replicas"]
+
+
+def compiled_sums(replicas: int) -> float:
+    """Bytes that a device sends for sums of whole gradients, in a step in 4 microbatches."""
+    args = arguments()
+    options: dict[str, Any] = {"microbatches": 4, "replicas": replicas, "mode": "DATA_PARALLEL"}
+    plan = make_plan(step, *args, cluster="cpu:8", **options)
+    cluster = parse_cluster("cpu:8")
+    assert devices_of(cluster)
+    made = rewritten(step, args, plan.recipe)
+    compiled = compile_step(trace(made, args), plan, cluster)
+    kinds = ("all_reduce", "reduce_scatter")
+    found = [c for c in compiled.module.collectives if c.kind in kinds]
+    return sum(c.count * c.wire_bytes for c in found)
+
+
+def test_the_compiled_step_reduces_gradients_once() -> None:
+    once, each = compiled_sums(8), compiled_sums(1)
+    assert each > 3 * once > 0

@@ -1,0 +1,88 @@
+"""Gradients of microbatches that are reduced once per step, in replicas: chosen, told, refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from costmodels import Cluster, parse_cluster
+from planner import RequestError, make_plan
+from planner.plan.plan import plan_from_json
+from planner.report.table import plan_text
+
+WIDTH, LAYERS = 1024, 2
+
+
+def step(params: Any, batch: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        x = batch["x"]
+        for layer in params:
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, params, grads), value
+
+
+def arguments(rows: int = 262144) -> tuple[Any, Any]:
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {"up": array(WIDTH, 4 * WIDTH), "down": array(4 * WIDTH, WIDTH)}
+    return [layer] * LAYERS, {"x": array(rows, WIDTH), "y": array(rows, WIDTH)}
+
+
+def slow(bytes_per_s: float = 5e9) -> Cluster:
+    """Four nodes of eight, with a slow network between them."""
+    cluster = parse_cluster("h100:8x4")
+    assert cluster.network is not None
+    network = dataclasses.replace(cluster.network, bytes_per_s=bytes_per_s)
+    return dataclasses.replace(cluster, network=network)
+
+
+def summed_in_each_microbatch(plan: Any) -> set[str]:
+    """The mesh axes over which every microbatch sums large arrays."""
+    kinds = ("all_reduce", "reduce_scatter")
+    rows = [r for r in plan.collectives if r.kind in kinds and r.count >= plan.microbatches > 1]
+    return {axis for r in rows if r.payload_bytes > 1e5 for axis in r.axes}
+
+
+def test_chosen_where_the_network_is_slow() -> None:
+    each = make_plan(step, *arguments(), cluster=slow(), microbatches=8, replicas=1)
+    once = make_plan(step, *arguments(), cluster=slow(), microbatches=8)
+    assert each.replicas == 1 and once.replicas > 1
+    assert once.prediction.step_s < 0.7 * each.prediction.step_s
+    assert "data" in once.mesh.names and "data" not in summed_in_each_microbatch(once)
+    assert summed_in_each_microbatch(each) == set(each.mesh.names)
+    assert any("instead of" in note for note in once.notes)
+    assert "reduced once per step" in plan_text(once)
+    assert plan_from_json(once.to_json()) == once
+    assert '"replicas"' not in each.to_json()
+
+
+def test_not_looked_at_without_microbatches() -> None:
+    plan = make_plan(step, *arguments(), cluster=slow())
+    assert plan.replicas == 1 and not any("replicas" in note for note in plan.notes)
+
+
+def test_given_replicas_are_taken() -> None:
+    plan = make_plan(step, *arguments(), cluster="h100:8", microbatches=4, replicas=2)
+    assert plan.recipe.replicas == 2 and not any("instead of" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"replicas": 4}, "give microbatches=2 or more"),
+        ({"replicas": 0, "microbatches": 2}, "expected a whole number from 1 on, or auto"),
+        ({"replicas": "all", "microbatches": 2}, "expected a whole number from 1 on, or auto"),
+        ({"replicas": 3, "microbatches": 4}, "microbatches=4 times replicas=3 does not divide"),
+    ],
+)
+def test_refused(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        make_plan(step, *arguments(), cluster="h100:8", **asked)
