@@ -10,7 +10,7 @@ import time
 from planner.graph.ir import Role
 from planner.planning.open_recipes import Door, best_planned, searched
 from planner.planning.row import Planned, Row
-from planner.recipes import Outcome, Recipe, Wish
+from planner.recipes import WORTH, Outcome, Recipe, Wish
 from planner.report.units import time_text
 
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
@@ -29,10 +29,10 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
     microbatch: of one mesh axis, and of several together.
     """
     plan = planned.plan
-    counts = reduced_over(planned)
-    if not counts:
-        return planned
+    counts, spent_s = reduced_over(planned)
     known_s = plan.search.cost_s
+    if not counts or spent_s * (1.0 - 1.0 / plan.microbatches) < (1.0 - 1.0 / WORTH) * known_s:
+        return planned  # nothing to gain
     seen: dict[Recipe, Outcome[Row | None]] = {}
     for count in counts:
         recipe = dataclasses.replace(
@@ -64,14 +64,15 @@ def _nodes(planned: Planned) -> int:
     return cluster.num_devices // cluster.devices_per_node
 
 
-def reduced_over(planned: Planned) -> tuple[int, ...]:
+def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
     """Over how many devices a plan reduces gradients in every microbatch, along each of its mesh
-    axes and along several of them, and over its nodes (slices)."""
+    axes and along several of them, and over its nodes (slices); and the seconds that this takes."""
     plan, graph, mesh = planned.plan, planned.extraction.graph, planned.extraction.priced.mesh
     if plan.microbatches == 1:
-        return ()
+        return (), 0.0
     state = {tuple(sorted(v.shape)) for v in map(graph.values.__getitem__, graph.inputs) if v.shape}
     axes: set[int] = set()
+    seconds = 0.0
     for sent in planned.extraction.sent():
         known = graph.values[sent.value]
         inside = sent.step.kind in SUMS and sent.count >= plan.microbatches
@@ -80,6 +81,7 @@ def reduced_over(planned: Planned) -> tuple[int, ...]:
         )
         if inside and gradient:
             axes.update(sent.step.axes)
+            seconds += sent.time_s
     sizes = [mesh.sizes[k] for k in sorted(axes)]
     chosen = itertools.chain.from_iterable(
         itertools.combinations(sizes, n) for n in range(1, len(sizes) + 1)
@@ -88,4 +90,4 @@ def reduced_over(planned: Planned) -> tuple[int, ...]:
     nodes = _nodes(planned)
     if nodes > 1 and math.prod(sizes) % nodes == 0:
         counts.add(nodes)
-    return tuple(sorted(counts))
+    return tuple(sorted(counts)), seconds

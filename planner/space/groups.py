@@ -126,7 +126,7 @@ def build_groups(graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin] 
     grouping = _Grouping(graph, rules, pins)
     grouping.add_inputs()
     for op in graph.ops:
-        if grouping.live[op.index] and _does_something(graph, op):
+        if grouping.live[op.index] and _does_something(graph, op) and not grouping.repeated(op):
             grouping.add(op, rules[op.index])
     grouping.tie()
     return _freeze(graph, grouping)
@@ -140,6 +140,31 @@ def _does_something(graph: Graph, op: Op) -> bool:
         return False
     return any(v != SCALAR and graph.values[v].splits for v in (*op.inputs, *op.outputs))
 
+
+def _equal_values(graph: Graph, live: Sequence[bool], apart: frozenset[int]) -> list[int]:
+    """Per value, the first that is surely equal to it: made by the same operation, with the same
+    parameters, from equal values, in the same region and phase. ``apart``: values that stay
+    themselves. What is computed again in the backward pass is of another phase than the first."""
+    same = list(range(len(graph.values)))
+    known: dict[tuple[object, ...], Op] = {}
+    for op in graph.ops:
+        if not live[op.index] or op.kind not in PLAIN or not op.attrs or SCALAR in op.inputs:
+            continue
+        shapes = tuple((graph.values[o].shape, graph.values[o].dtype) for o in op.outputs)
+        inputs = tuple(same[i] for i in op.inputs)
+        key = (op.kind, op.attrs, op.region, op.phase, op.fused, inputs, shapes)
+        first = known.setdefault(key, op)
+        if first is not op and not apart.intersection((*op.outputs, *first.outputs)):
+            for value, other in zip(op.outputs, first.outputs, strict=True):
+                same[value] = other
+    return same
+
+
+PLAIN = frozenset(
+    "concatenate transpose reshape squeeze expand_dims broadcast_in_dim slice split "
+    "convert_element_type reduce_sum reduce_max reduce_min dot_general".split()
+)
+"""Operations that ``Op.attrs`` tells apart: their parameters hold no functions."""
 
 _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
 
@@ -158,10 +183,11 @@ class _Grouping:
             if key not in known:
                 known[key] = is_fusable(op, rules[op.index])
         self.fusable = tuple([known[op.kind, id(rules[op.index])] for op in graph.ops])
+        self.same = _equal_values(graph, self.live, frozenset(self.pinned))
         self.anchors = [0] * len(graph.values)
         for op in graph.ops:
             if self.live[op.index] and not self.fusable[op.index] and op.kind not in _NO_ANCHORS:
-                for value in {v for v in op.inputs if v != SCALAR}:
+                for value in {self.same[v] for v in op.inputs if v != SCALAR}:
                     self.anchors[value] += 1
         self.links: list[tuple[int, Layout, int, Layout, int, float, int, int, bool]] = []
         self.op_layouts: list[tuple[int, list[Layout], list[Layout]] | None] = [None] * len(
@@ -172,6 +198,22 @@ class _Grouping:
     def anchors_of(self, value: int) -> int:
         """How many operations that mix dimensions read a value."""
         return self.anchors[value]
+
+    def repeated(self, op: Op) -> bool:
+        """Place an operation that computes again what another has computed, with that one:
+        compilers compute and send the value once."""
+        made = [self.same[v] for v in op.outputs]
+        if not made or made[0] == op.outputs[0] or made[0] not in self.fusion.home:
+            return False
+        for value, first in zip(op.outputs, made, strict=True):
+            if first in self.fusion.home:
+                self.fusion.home[value] = self.fusion.home[first]
+        first_op = self.graph.values[made[0]].op
+        entry = self.op_layouts[first_op]
+        self.op_layouts[op.index] = entry
+        if entry is not None:
+            self.fusion.gops[self.fusion.gfind(entry[0])].append(op.index)
+        return True
 
     def add_inputs(self) -> None:
         """Groups of inputs and constants."""
@@ -192,14 +234,15 @@ class _Grouping:
         """Link ``value`` into an operand of a group that stands alone."""
         weight = self.graph.regions[op.region].weight
         source, theirs = self.fusion.home[value]
-        if self.anchors_of(value) >= 2 and self.fusion.gkind[source] != "input":
-            if value not in self.copies:
+        first = self.same[value]
+        if self.anchors_of(first) >= 2 and self.fusion.gkind[source] != "input":
+            if first not in self.copies:
                 copy = self.fusion.new_group("copy", self.graph.values[value].name or f"%{value}")
                 made = self.fusion.fresh(copy, self.graph.values[value].shape)
                 w = self.weight_of(value, op)
                 self.links.append((source, theirs, copy, made, value, w, op.index, position, False))
-                self.copies[value] = (copy, made)
-            source, theirs = self.copies[value]
+                self.copies[first] = (copy, made)
+            source, theirs = self.copies[first]
         self.links.append((source, theirs, group, layout, value, weight, op.index, position, False))
 
     def weight_of(self, value: int, reader: Op) -> float:
