@@ -8,7 +8,7 @@ constraints inside and bound again with their own parameters; calls are inlined.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import InternalError
+from planner.graph.equal import PLAIN
 from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop, Walk
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
@@ -25,6 +26,9 @@ Decided = Mapping[tuple[int, int], Callable[[Any], Any]]
 
 STAGES = {"in": ("from", "in"), "out": ("after", "out")}
 """The slots that follow each other where a value enters, and where it leaves, an operation."""
+
+RESULTS = ("made", *STAGES["out"])
+"""The slots of a result."""
 
 
 def in_bounds(eqn: Any, ins: list[Any]) -> list[Any]:
@@ -85,6 +89,15 @@ def returned(
     return out
 
 
+class _Evaluated(NamedTuple):
+    """An operation, with what it took and what it gave."""
+
+    op: int
+    params: Any
+    ins: list[Any]
+    outs: list[Any]
+
+
 class ConstrainedStep(Walk[Any]):
     """Evaluates one traced step on tracers or arrays, or what is ``Kept``; a new one for every
     evaluation.
@@ -102,6 +115,7 @@ class ConstrainedStep(Walk[Any]):
         self.decided = decided or {}
         self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
         self.held: dict[int, tuple[Any, jax.sharding.NamedSharding]] = {}
+        self.evaluated: dict[tuple[str, tuple[int, ...]], list[_Evaluated]] = {}
         self.next = 0
 
     def step(self, kind: str) -> int:
@@ -165,6 +179,10 @@ class ConstrainedStep(Walk[Any]):
         op = self.step(name)
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
+        first = self.first_of(eqn, op, ins)
+        if first is not None:
+            return first
+        given = list(ins)
         ins = in_bounds(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)])
         if name == "fft":  # XLA:CPU may give it the layout of a collective, and then refuses that
             ins = [compat.row_major(x) for x in ins]
@@ -172,7 +190,24 @@ class ConstrainedStep(Walk[Any]):
         for k in range(len(made) if self.decided else 0):
             if (op, k) in self.decided:
                 made[k] = self.decided[op, k](made[k])
-        return [self.at(op, "out", k, x) for k, x in enumerate(made)]
+        outs = [self.at(op, "out", k, x) for k, x in enumerate(made)]
+        if name in PLAIN:
+            key = name, tuple(map(id, given))
+            self.evaluated.setdefault(key, []).append(_Evaluated(op, eqn.params, given, outs))
+        return outs
+
+    def first_of(self, eqn: Any, op: int, ins: list[Any]) -> list[Any] | None:
+        """The results of an operation before ``op`` that computes the same and that the plan says
+        nothing else of: a value is computed, and resharded, once."""
+        for known in self.evaluated.get((eqn.primitive.name, tuple(map(id, ins))), ()):
+            places = [(slot, k) for slot in STAGES["in"] for k in range(len(ins))]
+            places += [(slot, k) for slot in RESULTS for k in range(len(known.outs))]
+            said = [(self.shardings.get((op, *at)), at) for at in places]
+            alike = all(s is None or s == self.shardings.get((known.op, *at)) for s, at in said)
+            decided = any((op, k) in self.decided for k in range(len(known.outs)))
+            if alike and not decided and known.params == eqn.params:
+                return known.outs
+        return None
 
     def barrier(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Evaluate a barrier: an operation for each operand."""

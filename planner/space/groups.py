@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.annotate import MARKS, Pin
+from planner.graph.equal import equal_values
 from planner.graph.ir import SCALAR, Graph, Op, Role
 from planner.rules.factor import FactorRule
 from planner.space.factors import LAYOUT_NONE, Fusion, Layout
@@ -141,31 +142,6 @@ def _does_something(graph: Graph, op: Op) -> bool:
     return any(v != SCALAR and graph.values[v].splits for v in (*op.inputs, *op.outputs))
 
 
-def _equal_values(graph: Graph, live: Sequence[bool], apart: frozenset[int]) -> list[int]:
-    """Per value, the first that is surely equal to it: made by the same operation, with the same
-    parameters, from equal values, in the same region and phase. ``apart``: values that stay
-    themselves. What is computed again in the backward pass is of another phase than the first."""
-    same = list(range(len(graph.values)))
-    known: dict[tuple[object, ...], Op] = {}
-    for op in graph.ops:
-        if not live[op.index] or op.kind not in PLAIN or not op.attrs or SCALAR in op.inputs:
-            continue
-        shapes = tuple((graph.values[o].shape, graph.values[o].dtype) for o in op.outputs)
-        inputs = tuple(same[i] for i in op.inputs)
-        key = (op.kind, op.attrs, op.region, op.phase, op.fused, inputs, shapes)
-        first = known.setdefault(key, op)
-        if first is not op and not apart.intersection((*op.outputs, *first.outputs)):
-            for value, other in zip(op.outputs, first.outputs, strict=True):
-                same[value] = other
-    return same
-
-
-PLAIN = frozenset(
-    "concatenate transpose reshape squeeze expand_dims broadcast_in_dim slice split "
-    "convert_element_type reduce_sum reduce_max reduce_min dot_general".split()
-)
-"""Operations that ``Op.attrs`` tells apart: their parameters hold no functions."""
-
 _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
 
 
@@ -183,7 +159,7 @@ class _Grouping:
             if key not in known:
                 known[key] = is_fusable(op, rules[op.index])
         self.fusable = tuple([known[op.kind, id(rules[op.index])] for op in graph.ops])
-        self.same = _equal_values(graph, self.live, frozenset(self.pinned))
+        self.same = equal_values(graph, self.live, self.pinned)
         self.anchors = [0] * len(graph.values)
         for op in graph.ops:
             if self.live[op.index] and not self.fusable[op.index] and op.kind not in _NO_ANCHORS:
