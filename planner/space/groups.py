@@ -19,22 +19,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.annotate import MARKS, Pin
+from planner.annotate import Pin
 from planner.graph.equal import equal_values
 from planner.graph.ir import SCALAR, Graph, Op, Role
 from planner.rules.factor import FactorRule
 from planner.space.factors import LAYOUT_NONE, Fusion, Layout
+from planner.space.fusable import IDENTITY_BORDERS, is_fusable
 
 ENTRIES = frozenset({"loop_const", "loop_carry", "loop_xs", "branch_in"})
 """Operations outside a region whose results are values inside it."""
-
-IDENTITY_BORDERS = frozenset({"loop_const", "loop_carry", "branch_in"}) | MARKS
-"""Places where a value may change its sharding without being computed on."""
-
-SHAPE_KEEPERS = frozenset(
-    "broadcast_in_dim transpose reshape squeeze expand_dims copy iota loop_xs loop_ys loop_out "
-    "branch_out convert_element_type reduce_precision optimization_barrier split_keys".split()
-)
 
 
 @dataclass(frozen=True)
@@ -99,21 +92,6 @@ class Groups:
     op_layouts: tuple[tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None, ...]
     fusable: tuple[bool, ...]
     """Per operation, whether it only passes dimensions along (``is_fusable``)."""
-
-
-def is_fusable(op: Op, rule: FactorRule) -> bool:
-    """Whether ``op`` only passes dimensions along, so that its values can share a decision."""
-    if op.kind in IDENTITY_BORDERS or op.kind in ("loop_back", "loop_test"):
-        return False
-    if any(len(dim) > 1 for side in (rule.operands, rule.results) for v in side for dim in v):
-        return False
-    if op.kind in ("iota", "loop_xs", "loop_ys", "loop_out", "branch_out"):
-        return True
-    if any(rule.sizes[f] > 1 for f in rule.replicated):
-        return False
-    if rule.origin == "elementwise" or op.kind in SHAPE_KEEPERS:
-        return not rule.reduction
-    return op.kind.startswith("reduce_") or op.kind in ("argmax", "argmin")
 
 
 def build_groups(graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin] = ()) -> Groups:

@@ -245,3 +245,33 @@ def test_flops_of_a_convolution_with_many_features() -> None:
 
 def test_flops_of_a_convolution_on_a_large_image() -> None:
     assert conv_flops(112, 64) == 2 * (2 * 112 * 112 * 64) * (3 * 3 * 3)
+
+
+def test_what_is_computed_twice_is_one_decision() -> None:
+    """Both products read what one gather gives, though each has a concatenation of its own."""
+
+    def twice(a: jax.Array, b: jax.Array, v: jax.Array, w: jax.Array) -> tuple[Any, Any]:
+        a, b = jnp.tanh(a), jnp.tanh(b)
+        return jnp.concatenate([a, b], 1) @ v, jnp.concatenate([a, b], 1) @ w
+
+    half, whole = struct(64, 32), struct(64, 48)
+    graph, groups = grouped(twice, half, half, whole, whole)
+    first, second = (op for op in graph.ops if op.kind == "concatenate")
+    assert groups.home[first.outputs[0]] == groups.home[second.outputs[0]]
+    products = [
+        x for x in groups.links if groups.groups[x.b].name == "dot_general" and x.operand == 0
+    ]
+    assert len(products) == 2 and len({x.a for x in products}) == 1
+
+
+def test_stacks_of_loops_are_sent_in_every_iteration() -> None:
+    def scanned(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def body(h: jax.Array, _: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            made = jnp.tanh(h @ w)
+            return made, (made, made.T)
+
+        return jax.lax.scan(body, x, None, length=6)[1]
+
+    graph, groups = grouped(scanned, struct(64, 64), struct(64, 64))
+    sent = [x for x in groups.links if graph.ops[x.op].kind == "loop_ys"]
+    assert all(x.weight == 6 for x in sent) and sent
