@@ -86,7 +86,8 @@ def classify(step: Pair, batch: Sequence[int], whole: Any) -> Classes:
     """
     keys = list(equations(whole))
     rules = rules_for([EqnKey.of(eqn) for eqn in keys])
-    found = _Classifier({id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)})
+    examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
+    found = _Classifier({id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}, examples)
     ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
     own = [k in set(batch) for k in range(len(step.inputs))]
     return found.walk(step, ins, own, [False] * len(ins))
@@ -95,8 +96,8 @@ def classify(step: Pair, batch: Sequence[int], whole: Any) -> Classes:
 class _Classifier:
     """``classify`` in progress."""
 
-    def __init__(self, rules: Mapping[int, FactorRule]) -> None:
-        self.rules = rules
+    def __init__(self, rules: Mapping[int, FactorRule], examples: int) -> None:
+        self.rules, self.examples = rules, examples
         self.inside = 0  # how many loops and recomputed blocks are around
 
     def walk(
@@ -129,6 +130,15 @@ class _Classifier:
         """The classes of the results of an equation."""
         ins = [FREE if isinstance(i, Number) else known.of[i] for i in node.ins]
         grows = any(pair.scaled(v) for v in (*node.values, *node.outs))
+        for o in node.outs:
+            shape = compat.aval_shape(pair.avals[o][0])
+            for d in pair.scaled(o):
+                if shape[d] % self.examples:
+                    raise _coupled(
+                        node,
+                        f"makes groups of several examples: {shape[d]} of {self.examples}; to keep "
+                        "them together, pass each group as one example, in a dimension of its own",
+                    )
         structured = node.name in LOOPS | {"cond"} | REMAT
         if node.whole.effects and (grows or (structured and set(ins) - {FREE})):
             raise _coupled(node, "prints or calls out once for the whole batch")

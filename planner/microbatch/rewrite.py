@@ -313,7 +313,14 @@ class _Cut:
         others, slices = held[: len(outer)], held[len(outer) :]
         if self.shares.replicas == 1:
             return share(slices, others)
-        sums, kept, stacks = jax.vmap(share, (0, None))(slices, others)
+        try:
+            sums, kept, stacks = jax.vmap(share, (0, None))(slices, others)
+        except NotImplementedError as error:  # an operation without a batching rule
+            raise NotExactError(
+                f"replicas={self.shares.replicas}: the step can't be computed for several groups "
+                f"of examples at once: {error}; plan with replicas=1, which reduces gradients in "
+                "every microbatch"
+            ) from error
         return sums, [x[0] for x in kept], stacks
 
 

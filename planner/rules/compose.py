@@ -120,6 +120,10 @@ def compose(
         return found
 
     operands, results = final(args), final(outs)
+    # what is summed on the way and yet is in a result meets itself again, as when a mean is taken
+    # off: the operation mixes along it
+    summed = {factors.find(f) for f in factors.reduction}
+    factors.replicated.update(f for value in results for dim in value for f in dim if f in summed)
     return canonical_rule(
         operands,
         results,

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from planner import RequestError, make_plan
 from planner.microbatch.classes import FREE, MAP, POST, SUM, Class, classify
@@ -210,7 +212,26 @@ def written(p: Params, b: Any) -> jax.Array:
     return jnp.mean((b["x"].reshape(ROWS, 2, WIDTH // 2).sum(1) @ p["a"][: WIDTH // 2]) ** 2)
 
 
+centered = Primitive("centered_of_microbatches")
+centered.def_abstract_eval(lambda x: x)
+mlir.register_lowering(
+    centered, mlir.lower_fun(lambda x: x - x.mean(0, keepdims=True), multiple_results=False)
+)
+ad.deflinear2(centered, lambda cotangent, _: [centered.bind(cotangent)])
+
+
+def paired(p: Params, b: Any) -> jax.Array:
+    """Answers to one question stand one behind the other, as for preferences and rewards."""
+    rewards = per_example(p, b).reshape(-1, 2)
+    return jnp.mean((rewards - rewards.mean(1, keepdims=True)) ** 2)
+
+
 REFUSED: dict[str, tuple[Loss, str]] = {
+    "groups of examples": (paired, "reshape of .* makes groups of several examples: 8 of 16"),
+    "unknown operation": (
+        lambda p, b: jnp.mean(centered.bind(b["x"] @ p["a"]) ** 2),
+        "centered_of_microbatches of .* mixes examples",
+    ),
     "batch statistics": (normalized, "sub of .* reads a value that is summed over the batch"),
     "sorted": (ranked, "mixes examples"),
     "contrastive": (
@@ -333,3 +354,18 @@ def test_an_exported_module_has_no_microbatches() -> None:
     plan = make_plan(train(EXACT["mean"]), state(), examples(), cluster="cpu:8", microbatches=2)
     with pytest.raises(RequestError, match="2 microbatches, which no exported module"):
         python_text(plan)
+
+
+def test_groups_in_a_dimension_of_their_own_are_equal() -> None:
+    def loss(w: jax.Array, b: Any) -> jax.Array:
+        rewards = jnp.sum(jnp.tanh(b["x"] @ w), axis=-1)  # questions, answers
+        return jnp.mean((rewards - rewards.mean(1, keepdims=True)) ** 2)
+
+    def step(w: jax.Array, b: Any) -> tuple[jax.Array, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(w, b)
+        return w - grads, value
+
+    batch = {"x": examples()["x"].reshape(8, 2, WIDTH)}
+    args = (params()["a"], batch)
+    for got, want in zip(jax.jit(microbatched(step, args, 4))(*args), step(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)

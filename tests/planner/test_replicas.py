@@ -8,13 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from costmodels import Cluster, parse_cluster
 from planner import RequestError, make_plan
+from planner.microbatch.errors import NotExactError
 from planner.plan.plan import plan_from_json
 from planner.report.table import plan_text
 
 WIDTH, LAYERS = 1024, 2
+
+unbatched = Primitive("mystery_of_replicas")
+unbatched.def_abstract_eval(lambda x: x)
+mlir.register_lowering(unbatched, mlir.lower_fun(lambda x: x, multiple_results=False))
+ad.deflinear2(unbatched, lambda cotangent, _: [unbatched.bind(cotangent)])
 
 
 def step(params: Any, batch: Any) -> Any:
@@ -86,3 +94,29 @@ def test_given_replicas_are_taken() -> None:
 def test_refused(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         make_plan(step, *arguments(), cluster="h100:8", **asked)
+
+
+def test_an_operation_that_has_no_batches() -> None:
+    """It is in the way of replicas, not of microbatches."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(w: jax.Array) -> jax.Array:
+            own = unbatched.bind(jnp.sum(w**2))
+            return jnp.mean(jnp.tanh(x @ w) ** 2) * own
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - grads, value
+
+    def mapped(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, grads = jax.value_and_grad(lambda w: jnp.mean(unbatched.bind(x @ w) ** 2))(w)
+        return w - grads, value
+
+    args = arguments()[0][0]["up"], jax.ShapeDtypeStruct((65536, WIDTH), jnp.float32)
+    options: dict[str, Any] = {"cluster": "h100:8", "microbatches": 4}
+    for one in (step, mapped):
+        try:
+            assert make_plan(one, *args, **options).replicas == 1
+        except NotExactError as error:  # what it does with examples is not known
+            assert one is mapped and "mystery_of_replicas" in str(error)
+    with pytest.raises(NotExactError, match=r"replicas|mystery"):
+        make_plan(mapped, *args, replicas=2, **options)
