@@ -236,7 +236,11 @@ class ConstrainedStep(Walk[Any]):
         """A jaxpr of the form of ``like`` that computes ``body``."""
         avals = [v.aval for v in compat.body(like).invars]
         structs = [compat.placed_struct(a) for a in avals]
-        closed, _ = compat.make_jaxpr(lambda *args: body(args), structs)
+        outside, self.evaluated = self.evaluated, {}  # no body reads what stands outside of it
+        try:
+            closed, _ = compat.make_jaxpr(lambda *args: body(args), structs)
+        finally:
+            self.evaluated = outside
         return compat.rebuild(like, closed)
 
     def loop(self, eqn: Any, ins: list[Any], loop: Loop) -> Sequence[Any]:

@@ -46,3 +46,27 @@ def test_other_parameters_are_other_operations() -> None:
     x = jnp.arange(64.0).reshape(8, 8)
     for got, want in zip(parallelize(both, mesh="data=8")(x), both(x), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_bodies_do_not_read_what_is_computed_outside() -> None:
+    """The same array of zeros is made outside of a loop, in it, and in a recomputed block."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        @jax.checkpoint
+        def block(h: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.maximum(jnp.tanh(h @ w), jnp.zeros((64, 8)))
+
+        def loss(w: jax.Array) -> jax.Array:
+            start = x + jnp.zeros((64, 8))
+            last = jax.lax.scan(
+                lambda h, _: (block(h, w) + jnp.zeros((64, 8)), None), start, length=3
+            )
+            return jnp.mean(block(last[0], w) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - grads, value
+
+    draw = np.random.default_rng(0)
+    w, x = (jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((8, 8), (64, 8)))
+    for got, want in zip(parallelize(step, mesh="data=8")(w, x), step(w, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
