@@ -10,7 +10,7 @@ from costmodels import ClusterError, part_of
 from planner.errors import MemoryLimitError, RequestError
 from planner.microbatch.rewrite import batch_size
 from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned
-from planner.planning.replicas import with_recipe
+from planner.planning.replicas import with_recipe, with_replicas
 from planner.planning.row import Planned, Row
 from planner.recipes import WORTH, Outcome, Recipe, Wish
 from planner.remat.policy import FULL, NONE
@@ -82,7 +82,7 @@ def _over_schedules(
 ) -> tuple[Planned | None, str]:
     """The faster of a plan and of the best with stages that are programs of their own, and what was
     tried. A quick look at the step on the devices of one stage bounds what a schedule can reach."""
-    rows: list[tuple[float, Recipe, Row]] = []
+    rows: list[tuple[float, Recipe, Row, Door]] = []
     refused, stages = "", 2
     while stages <= min(MOST_STAGES, door.request.cluster.num_devices):
         try:
@@ -101,16 +101,18 @@ def _over_schedules(
             recipe = dataclasses.replace(one.recipe, remat=remat)
             look = inside.look(recipe, math.inf, {})
             if look.found is not None and look.cost_s < math.inf:
-                rows.append((look.cost_s / stages * idle, recipe, look.found))
+                rows.append((look.cost_s / stages * idle, recipe, look.found, inside))
         stages *= 2
     rows.sort(key=lambda row: row[0])
     told = []
-    for bound_s, recipe, row in rows[:MOST_PLANNED]:
+    for bound_s, recipe, row, inside in rows[:MOST_PLANNED]:
         known_s = math.inf if found is None else found.plan.prediction.step_s
         if bound_s * WORTH > known_s:
             continue
         try:
             planned = row.planned(door.begun)
+            if "replicas" in wish.open:
+                planned = with_replicas(planned, wish, inside)
         except MemoryLimitError:
             continue
         step_s = planned.plan.prediction.step_s
