@@ -18,6 +18,7 @@ from planner.annotate import MARKS
 from planner.errors import RequestError
 from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_text, specs_text
 from planner.graph import trace
+from planner.graph.equal import REPEATABLE
 from planner.graph.jaxpr import walk
 from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Constraint, Leaf, Plan
@@ -33,7 +34,7 @@ _COMPAT = (
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("abstract",)),
     (walk, ("Body", "Loop", "is_opaque", "called", "loop_of", "branches_of", "Walk")),
-    (interpret, ("in_bounds", "Kept", "returned", "ConstrainedStep")),
+    (interpret, ("in_bounds", "Kept", "returned", "Evaluated", "ConstrainedStep")),
 )
 """What is copied, by module."""
 
@@ -240,6 +241,8 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             "# The walk over the traced step that puts INSIDE in.\n",
             f"MARKS = frozenset({sorted(MARKS)!r})",
             f"STAGES = {interpret.STAGES!r}",
+            f"RESULTS = {interpret.RESULTS!r}",
+            f"REPEATABLE = frozenset({sorted(REPEATABLE)!r})",
             f"BARRIER = {walk.BARRIER!r}",
             *(f"{name} = frozenset(\n    {sorted(getattr(walk, name))!r}\n)" for name in _SETS),
             'V = TypeVar("V")',

@@ -16,7 +16,7 @@ import numpy as np
 from planner import compat
 from planner.annotate import MARKS
 from planner.errors import InternalError
-from planner.graph.equal import PLAIN
+from planner.graph.equal import REPEATABLE
 from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop, Walk
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
@@ -89,7 +89,7 @@ def returned(
     return out
 
 
-class _Evaluated(NamedTuple):
+class Evaluated(NamedTuple):
     """An operation, with what it took and what it gave."""
 
     op: int
@@ -115,7 +115,7 @@ class ConstrainedStep(Walk[Any]):
         self.decided = decided or {}
         self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
         self.held: dict[int, tuple[Any, jax.sharding.NamedSharding]] = {}
-        self.evaluated: dict[tuple[str, tuple[int, ...]], list[_Evaluated]] = {}
+        self.evaluated: dict[tuple[str, tuple[int, ...]], list[Evaluated]] = {}
         self.next = 0
 
     def step(self, kind: str) -> int:
@@ -191,9 +191,9 @@ class ConstrainedStep(Walk[Any]):
             if (op, k) in self.decided:
                 made[k] = self.decided[op, k](made[k])
         outs = [self.at(op, "out", k, x) for k, x in enumerate(made)]
-        if name in PLAIN:
+        if name in REPEATABLE:
             key = name, tuple(map(id, given))
-            self.evaluated.setdefault(key, []).append(_Evaluated(op, eqn.params, given, outs))
+            self.evaluated.setdefault(key, []).append(Evaluated(op, eqn.params, given, outs))
         return outs
 
     def first_of(self, eqn: Any, op: int, ins: list[Any]) -> list[Any] | None:

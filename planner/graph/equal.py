@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from planner.graph.ir import SCALAR, Graph
 
-PLAIN = frozenset(
+REPEATABLE = frozenset(
     "concatenate transpose reshape squeeze expand_dims broadcast_in_dim slice split "
     "convert_element_type reduce_sum reduce_max reduce_min dot_general".split()
 )
@@ -32,7 +32,7 @@ def equal_values(
     same = list(range(len(graph.values)))
     known: dict[tuple[object, ...], tuple[int, ...]] = {}
     for op in graph.ops:
-        if not live[op.index] or op.kind not in PLAIN or not op.attrs or SCALAR in op.inputs:
+        if not live[op.index] or op.kind not in REPEATABLE or not op.attrs or SCALAR in op.inputs:
             continue
         shapes = tuple((graph.values[o].shape, graph.values[o].dtype) for o in op.outputs)
         inputs = tuple(same[i] for i in op.inputs)
