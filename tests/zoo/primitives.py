@@ -17,11 +17,11 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 from planner import compat
+from planner.annotate import MARKS
 from planner.graph.jaxpr.walk import CALLS, REGIONS
 from planner.graph.trace import trace
 from planner.planning import graph_rules
 from planner.rules.sources.fallback import ELEMENTWISE, HAND_WRITTEN, IDENTITY
-from planner.space.groups import MARKS
 from tests.zoo.program import Program
 from tests.zoo.running import load
 

@@ -57,9 +57,9 @@ def test_one_step_keeps_its_origin() -> None:
     )
 
 
-def test_a_factor_that_survives_is_no_reduction() -> None:
+def test_a_factor_that_is_summed_and_survives_is_replicated() -> None:
     text = run({"r": (["x"], REDUCE), "t": (["x"], TRANSPOSE)}, ["x"], ["r", "t"])
-    assert text == "([i, j])->([i], [j, i]) {i=6, j=8} composed"
+    assert text == "([i, j])->([i], [j, i]) {i=6, j=8} replicated={j} composed"
 
 
 def test_a_factor_met_twice_in_one_value_is_replicated() -> None:
