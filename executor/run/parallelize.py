@@ -30,6 +30,7 @@ from planner.recipes import PLAIN, rewritten
 from planner.report.units import bytes_text
 from planner.request.options import Options, given_options, takes_options
 from planner.space.replicated import held_whole
+from planner.spec import REWRITINGS
 
 log = logging.getLogger("meshwright")
 
@@ -191,7 +192,16 @@ class Parallelized:
     def _tell(self, plan: Plan, options: Mapping[str, Any]) -> None:
         """Warn where the step was rewritten in a respect that no option asks for."""
         chosen, plain = dataclasses.asdict(plan.recipe), dataclasses.asdict(PLAIN)
-        unasked = {k: v for k, v in chosen.items() if k not in options and v != plain[k]}
+        names = [name for name in REWRITINGS if name not in options]
+        unasked = {k: chosen[k] for k in names if chosen[k] != plain[k]}
+        replicas = unasked.pop("replicas", 1)
+        if replicas > 1:
+            log.info(
+                "%s: reduces the gradients of all microbatches once per step, in %d replicas "
+                "(replicas=1 reduces them in every microbatch)",
+                self.__name__,
+                replicas,
+            )
         if unasked:
             why = "does not fit in device memory as it is; it runs with"
             if plan.stages > 1:

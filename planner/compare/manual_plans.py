@@ -232,7 +232,7 @@ def _piped(
         piped = dataclasses.replace(
             recipe, stages=stages, schedule="1f1b", microbatches=parts, chunks=1, cuts=()
         )
-        step = _Step.under(rewriter, piped, donated)
+        _Step.under(rewriter, dataclasses.replace(piped, replicas=1), donated)
         of_stage(plain, stages)
     except RequestError as error:
         return [Candidate(name, "layers in groups, by 1F1B", None, False, str(error))]
@@ -241,6 +241,7 @@ def _piped(
     out = []
     for t in dict.fromkeys((1, within)):
         mesh = MeshSpec((STAGE, "data", "model"), (stages, rest // t, t))
+        step = _reduced_once(rewriter, piped, rest // t, donated)
         options: dict[str, Any] = {"mode": "AUTO_PARALLEL", "search": FAST, "mesh": mesh, "zero": 1}
         request = of_stage(parse_request(cluster, **common, **options), stages)
         rules = batch_rules(step.traced.graph, request.mesh, ("data",))
@@ -257,6 +258,17 @@ def _piped(
             made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, prediction=told))
         out.append(made)
     return out
+
+
+def _reduced_once(
+    rewriter: Rewriter, recipe: Recipe, data: int, donated: int | Sequence[int] | None
+) -> _Step:
+    """The step under a recipe; its gradients are reduced once per step over ``data`` devices, if
+    the batch can be cut so."""
+    try:
+        return _Step.under(rewriter, dataclasses.replace(recipe, replicas=data), donated)
+    except RequestError:
+        return _Step.under(rewriter, dataclasses.replace(recipe, replicas=1), donated)
 
 
 @dataclass(frozen=True)

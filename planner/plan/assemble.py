@@ -18,8 +18,9 @@ from planner.graph.ir import Graph
 from planner.plan.compiled.lowering import default_lowering
 from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
+from planner.plan.contents.json_text import rounded
 from planner.plan.extract import Extraction
-from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport, rounded
+from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.options import Request
 from planner.request.pins import axis_names

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import math
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -23,8 +21,8 @@ from planner.files import MIB, parsed_json, read_text
 from planner.graph.ir import SCALAR, Graph
 from planner.plan.compiled.confirmed import Confirmation
 from planner.plan.compiled.lowering import PLAIN, Lowering
+from planner.plan.contents.json_text import json_text, plain
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
-from planner.spec import PLAIN as PLAIN_RECIPE
 from planner.spec import REWRITINGS, MeshSpec, Recipe, Sharding
 
 FORMAT = "meshwright-plan-1"
@@ -244,7 +242,12 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, one item of each list a line, so that it diffs well."""
-        return _dump(_plain(self))
+        body = {
+            f.name: plain(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if f.name != "planning_s"
+        }
+        return json_text({"format": FORMAT, **body})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON atomically: the file is whole or not there."""
@@ -368,77 +371,6 @@ class Plan:
                     f"this plan is for another step: it has {c.spec} for {c.slot!r} "
                     f"{c.position} of operation {c.op}, {graph.op_text(op)}"
                 )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Sharding):
-        return [list(e) if isinstance(e, tuple) else e for e in value.entries]
-    if isinstance(value, MeshSpec):
-        return dict(zip(value.names, value.sizes, strict=True))
-    if isinstance(value, Plan):
-        body = {
-            f.name: _plain(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.name != "planning_s"
-        }
-        return {"format": FORMAT, **body}
-    if dataclasses.is_dataclass(value):
-        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {k: _plain(v) for k, v in found.items() if k not in _UNSAID or v != _UNSAID[k]}
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and math.isinf(value):
-        return None
-    return value
-
-
-_UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "host_bytes": 0.0}
-_UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0}
-"""Fields that stand in the text only where they differ from this."""
-
-_LEFT_OUT = {
-    **dataclasses.asdict(PLAIN_RECIPE),
-    "recomputed": [],
-    "chunked": [],
-    "staged": [],
-    "cuts": [],
-}
-"""Fields that the JSON has only where they are not these."""
-_EXACT = frozenset(
-    "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()
-)
-"""Fields of a plan that hold no floats."""
-
-
-def rounded(value: Any) -> Any:
-    """The value with every float in it kept to nine digits: the same text on every host."""
-    if isinstance(value, float):
-        return float(f"{value:.9g}")
-    if isinstance(value, tuple):
-        return tuple(rounded(v) for v in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, Sharding | MeshSpec):
-        changed = {
-            f.name: rounded(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.name not in _EXACT
-        }
-        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
-    return value
-
-
-def _dump(plain: dict[str, Any]) -> str:
-    lines = []
-    for key, value in plain.items():
-        if key in ("decisions", "apart", "confirmed", "compiler_options") and not value:
-            continue
-        if key in _LEFT_OUT and value == _LEFT_OUT[key]:
-            continue
-        if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
-            items = ",\n".join("    " + json.dumps(v) for v in value)
-            lines.append(f"  {json.dumps(key)}: [\n{items}\n  ]")
-        else:
-            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -98,7 +98,7 @@ def searched(wish: Wish, door: Door) -> Planned:
         planned = nearest.planned(begun, tried)
     note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
-    return dataclasses.replace(planned, plan=plan)
+    return dataclasses.replace(planned, plan=plan, compared=(note,))
 
 
 def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Row | None:

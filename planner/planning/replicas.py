@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
 
+from planner.errors import MemoryLimitError
 from planner.graph.ir import Role
 from planner.planning.open_recipes import Door, best_planned, searched
 from planner.planning.row import Planned, Row
@@ -25,8 +27,8 @@ def with_recipe(wish: Wish, door: Door) -> Planned:
 def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
     """The plan, or a faster one that reduces gradients behind the last microbatch.
 
-    Looked at are as many replicas as devices over which the plan reduces a gradient in every
-    microbatch: of one mesh axis, and of several together.
+    Tries one replica per device of each mesh axis over which the plan reduces gradients in every
+    microbatch, of several such axes together, and one per node.
     """
     plan = planned.plan
     counts, spent_s = reduced_over(planned)
@@ -39,22 +41,23 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
             plan.recipe, replicas=count, manual=wish.recipe.manual, cuts=()
         )
         seen[recipe] = door.look(recipe, known_s, {})
-    text = " or ".join(map(str, counts))
-    note = f"gradients reduced once per step, in {text} replicas: "
     best = planned
     if any(o.found is not None and o.cost_s < known_s for o in seen.values()):
-        found = best_planned(seen, door.begun, "")
-        if found.plan.search.cost_s < known_s:
-            best = found
+        with contextlib.suppress(MemoryLimitError):  # a quick look may take too little for enough
+            found = best_planned(seen, door.begun, "")
+            best = found if found.plan.search.cost_s < known_s else planned
+    note = f"gradients reduced once per step, in {' or '.join(map(str, counts))} replicas: "
     if best is planned:
         note += "not faster, or does not fit"
     else:
-        note += f"{time_text(best.plan.prediction.step_s)} instead of "
-        note += time_text(plan.prediction.step_s)
-    notes = (*plan.notes, note)
+        steps = (best.plan.prediction.step_s, plan.prediction.step_s)
+        note += " instead of ".join(map(time_text, steps))
+    notes = best.plan.notes if best is planned else (*best.plan.notes, *planned.compared)
     seconds = time.perf_counter() - door.begun
     return dataclasses.replace(
-        best, plan=dataclasses.replace(best.plan, notes=notes, planning_s=seconds)
+        best,
+        plan=dataclasses.replace(best.plan, notes=(*notes, note), planning_s=seconds),
+        compared=(*planned.compared, note),
     )
 
 
@@ -65,8 +68,8 @@ def _nodes(planned: Planned) -> int:
 
 
 def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
-    """Over how many devices a plan reduces gradients in every microbatch, along each of its mesh
-    axes and along several of them, and over its nodes (slices); and the seconds that this takes."""
+    """Numbers of replicas worth trying, and the seconds per step that a plan spends on reducing
+    gradients in every microbatch."""
     plan, graph, mesh = planned.plan, planned.extraction.graph, planned.extraction.priced.mesh
     if plan.microbatches == 1:
         return (), 0.0

@@ -64,6 +64,8 @@ class Planned:
     request: Request
     others: tuple[tuple[Plan, Extraction], ...] = ()
     """The best plans of other meshes: ``request.candidates`` - 1."""
+    compared: tuple[str, ...] = ()
+    """Of the plan's notes, those on the recipes that it was compared with."""
 
 
 class Row:

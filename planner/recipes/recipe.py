@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ class Rewriter:
 
     def __call__(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
         """The step under a recipe (see ``rewritten``), and its trace."""
+        if recipe.microbatches == 1:
+            recipe = dataclasses.replace(recipe, replicas=1)
         if recipe == recipe_of(self.function):
             return self.function, self.cut(1)[1]
         if recipe_of(self.function) != PLAIN:

@@ -89,10 +89,11 @@ class Options(TypedDict, total=False):
     microbatches: into how many parts the batch is cut, one after the other; their gradients are
         added up. Equal to the whole batch, or refused with the line that couples examples. None:
         1, or more where nothing else fits; ``"auto"``: the search decides.
-    replicas: into how many groups the examples of each microbatch are cut. Each group adds up
-        gradients of its own, and these are joined once, behind the last microbatch, instead of in
-        each: with a group on its own devices, gradients are reduced once per step. None: as many as
-        are predicted fastest, where there are microbatches; 1: reduced in every microbatch.
+    replicas: number of groups that the examples of each microbatch are split into. Each group
+        accumulates its gradients over all microbatches, and they are summed once per step. If each
+        group has its own devices, gradients are reduced once instead of in every microbatch. None:
+        the number that is predicted fastest if there are microbatches; 1: a reduction in every
+        microbatch.
     remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
         products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
         costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
@@ -178,8 +179,8 @@ class Options(TypedDict, total=False):
     replicas: Annotated[
         int | str | None,
         Flag(
-            "add up gradients over all microbatches in so many groups of examples, and join them "
-            "once per step (default: as predicted fastest, where there are microbatches)",
+            "accumulate gradients in N groups of examples and reduce them once per step, not in "
+            "every microbatch (default: the number that is predicted fastest)",
             metavar="N",
         ),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -86,3 +88,16 @@ def compiled_sums(replicas: int) -> float:
 def test_the_compiled_step_reduces_gradients_once() -> None:
     once, each = compiled_sums(8), compiled_sums(1)
     assert each > 3 * once > 0
+
+
+def test_replicas_that_were_chosen_are_no_lack_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """The step was cut because the user asked; only how gradients are reduced was chosen."""
+    args = arguments()
+    run = parallelize(step, microbatches=4, replicas=2)
+    run(*args)
+    plan = dataclasses.replace(run.plan, replicas=2)
+    with caplog.at_level(logging.INFO, "meshwright"):
+        run._tell(plan, {"microbatches": 4})
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "does not fit" not in record.message
+    assert "once per step, in 2 replicas (replicas=1 " in record.message

@@ -236,7 +236,7 @@ def vector_bytes(
         for i in op.inputs:
             for s, nbytes in () if i == SCALAR else found.sources[i].items():
                 key = (entry[0], op.phase, s)
-                if op.phase is Phase.UPDATE and s in handed:
+                if op.phase is Phase.UPDATE and found.base[s] in handed:
                     continue
                 if key not in seen:
                     read += lanes(s, nbytes)

@@ -1,0 +1,76 @@
+"""Parts of a plan as JSON, and the text of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from planner.spec import PLAIN, MeshSpec, Sharding
+
+
+def plain(value: Any) -> Any:
+    """What JSON has of a part of a plan."""
+    if isinstance(value, Sharding):
+        return [list(e) if isinstance(e, tuple) else e for e in value.entries]
+    if isinstance(value, MeshSpec):
+        return dict(zip(value.names, value.sizes, strict=True))
+    if dataclasses.is_dataclass(value):
+        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {k: plain(v) for k, v in found.items() if k not in _UNSAID or v != _UNSAID[k]}
+    if isinstance(value, tuple | list):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    return value
+
+
+_UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "host_bytes": 0.0}
+_UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0}
+"""Fields that stand in the text only where they differ from this."""
+
+_LEFT_OUT = {
+    **dataclasses.asdict(PLAIN),
+    "recomputed": [],
+    "chunked": [],
+    "staged": [],
+    "cuts": [],
+}
+"""Fields that the JSON has only where they are not these."""
+_EXACT = frozenset(
+    "op_index op_inputs op_table planning_s inputs outputs constraints activations".split()
+)
+"""Fields of a plan that hold no floats."""
+
+
+def rounded(value: Any) -> Any:
+    """The value with every float in it kept to nine digits: the same text on every host."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, tuple):
+        return tuple(rounded(v) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, Sharding | MeshSpec):
+        changed = {
+            f.name: rounded(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.name not in _EXACT
+        }
+        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
+    return value
+
+
+def json_text(fields: dict[str, Any]) -> str:
+    """The text of a plan: one item of each list a line."""
+    lines = []
+    for key, value in fields.items():
+        if key in ("decisions", "apart", "confirmed", "compiler_options") and not value:
+            continue
+        if key in _LEFT_OUT and value == _LEFT_OUT[key]:
+            continue
+        if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
+            items = ",\n".join("    " + json.dumps(v) for v in value)
+            lines.append(f"  {json.dumps(key)}: [\n{items}\n  ]")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
