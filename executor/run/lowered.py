@@ -102,7 +102,7 @@ def lower_plan(
         if not (place[0] in done and place[1] in RESULTS)
     }
     joined = [tuple(x for x, _ in parts) for parts in axes.values()] if how.joined else []
-    plain_layout = _table_gradients(traced, plan) if how.dimensions else frozenset()
+    plain_layout = table_gradients(traced, plan) if how.dimensions else frozenset()
     apart = frozenset(plan.apart)
     return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters, plain_layout, apart)
 
@@ -178,7 +178,7 @@ LANES = 128
 """Elements of a row in a tile of TPU memory (https://openxla.org/xla/tiled_layout)."""
 
 
-def _table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
+def table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
     """Scatters that make a table's gradient. XLA:TPU gives it the layout of what is scattered, and
     the table and its moments with it: each is copied before and after the update. Tables whose rows
     do not fill tiles keep the layout that the compiler likes: the default would pad them. So do

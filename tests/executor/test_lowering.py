@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from costmodels import parse_cluster
 from executor.run.compile import CompiledStep
-from executor.run.lowered import stages
+from executor.run.lowered import stages, table_gradients
 from executor.run.mesh import physical_axes
 from planner import make_plan
 from planner.graph.trace import trace
@@ -28,6 +28,7 @@ from planner.plan.compiled.lowering import (
     default_lowering,
 )
 from planner.plan.plan import Plan
+from planner.recipes import rewritten
 from planner.spec import MeshSpec
 
 WIDTH, WIDE, LAYERS, ROWS = 256, 512, 3, 16384
@@ -211,6 +212,36 @@ def test_axes_that_move_together() -> None:
 
 
 @pytest.mark.devices
+def test_a_table_of_several_replicas_keeps_the_layout_of_the_compiler() -> None:
+    """A layout constraint on what is split makes XLA:TPU gather it, in every microbatch."""
+
+    def step(table: jax.Array, batch: Any) -> Any:
+        def loss(table: jax.Array) -> jax.Array:
+            return jnp.mean((table[batch["at"]].sum(1) - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(table)
+        return table - grads, value
+
+    batch = {
+        "at": jax.ShapeDtypeStruct((4096, 4), jnp.int32),
+        "y": jax.ShapeDtypeStruct((4096, 256), jnp.float32),
+    }
+    args = (jax.ShapeDtypeStruct((8192, 256), jnp.float32), batch)
+    held = {}
+    for replicas in (1, 8):
+        plan = make_plan(
+            step,
+            *args,
+            cluster="v5e:2x4",
+            mode="DATA_PARALLEL",
+            microbatches=4,
+            replicas=replicas,
+        )
+        traced = trace(rewritten(step, args, plan.recipe), args)
+        held[replicas] = [traced.graph.ops[op].kind for op in table_gradients(traced, plan)]
+    assert held == {1: ["scatter-add"], 8: []}
+
+
 def test_a_transpose_inside_a_rematerialized_body_stays_there() -> None:
     def turned(p: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         w = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())))

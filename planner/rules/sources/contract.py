@@ -78,38 +78,29 @@ def conv_general_dilated(params: Params, ins: Shapes, outs: Shapes) -> FactorRul
     return build([lhs, rhs], [result], ins, outs, reduction=["in"])
 
 
-def _indexed(indexed: Sequence[int], collapsed: Sequence[int]) -> int | None:
+def _indexed(numbers: Any, indexed: Sequence[int], collapsed: Sequence[int]) -> int | None:
     """The one operand dimension that is indexed, as in taking rows; None in other cases."""
-    if len(indexed) != 1 or list(indexed) != list(collapsed):
+    batching = (
+        *getattr(numbers, "operand_batching_dims", ()),
+        *getattr(numbers, "start_indices_batching_dims", ()),
+        *getattr(numbers, "scatter_indices_batching_dims", ()),
+    )
+    if batching or len(indexed) != 1 or list(indexed) != list(collapsed):
         return None
     return int(indexed[0])
 
 
-def _looked_up(
-    shape: Shape, index_shape: Shape, axis: int, operand_batch: Sequence[int], batch: Sequence[int]
-) -> tuple[list[Label], list[Label]]:
-    """Labels of the operand, its indexed dimension ``"taken"``, and of the indices without the last
-    dimension: batch dimensions are common to both (one table for each)."""
-    operand: list[Label] = [("slice", n) for n in range(len(shape))]
-    indices: list[Label] = [("index", n) for n in range(len(index_shape) - 1)]
-    operand[axis] = "taken"
-    for n, (a, b) in enumerate(zip(operand_batch, batch, strict=True)):
-        operand[a] = indices[b] = ("batch", n)
-    return operand, indices
-
-
 def gather(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
-    """Only the taking of whole slices along one dimension, of one operand or of a batch of them."""
+    """Only the taking of whole slices along one dimension."""
     numbers = params["dimension_numbers"]
-    axis = _indexed(numbers.start_index_map, numbers.collapsed_slice_dims)
-    batch = set(numbers.operand_batching_dims)
-    sizes = [1 if n == axis or n in batch else size for n, size in enumerate(ins[0])]
+    axis = _indexed(numbers, numbers.start_index_map, numbers.collapsed_slice_dims)
+    sizes = [1 if n == axis else size for n, size in enumerate(ins[0])]
     if axis is None or list(params["slice_sizes"]) != sizes or ins[1][-1] != 1:
         return None
-    operand, indices = _looked_up(
-        ins[0], ins[1], axis, numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    )
-    slices = iter([x for n, x in enumerate(operand) if n != axis and n not in batch])
+    operand: list[Label] = [("slice", n) for n in range(len(ins[0]))]
+    operand[axis] = "taken"
+    indices: list[Label] = [("index", n) for n in range(len(ins[1]) - 1)]
+    slices = iter([label for label in operand if label != "taken"])
     rest = iter(indices)
     offsets = set(numbers.offset_dims)
     result = [next(slices) if n in offsets else next(rest) for n in range(len(outs[0]))]
@@ -129,30 +120,25 @@ def scatter_add(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
 def _scatter(params: Params, ins: Shapes, outs: Shapes, partial: bool) -> FactorRule | None:
     """The rule of a scatter, with or without partial results from the updates."""
     numbers = params["dimension_numbers"]
-    axis = _indexed(numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
+    axis = _indexed(numbers, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
     if axis is None or ins[1][-1] != 1:
         return None
-    batch = set(numbers.operand_batching_dims)
-    operand, indices = _looked_up(
-        ins[0], ins[1], axis, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-    )
-    whole = [n for n in range(len(ins[0])) if n != axis and n not in batch]
-    slices, rest = iter([operand[n] for n in whole]), iter(indices)
+    operand: list[Label] = [("slice", n) for n in range(len(ins[0]))]
+    indices: list[Label] = [("index", n) for n in range(len(ins[1]) - 1)]
+    slices = iter([label for n, label in enumerate(operand) if n != axis])
+    rest = iter(indices)
     window = set(numbers.update_window_dims)
     update = [next(slices) if n in window else next(rest) for n in range(len(ins[2]))]
-    if [size for n, size in enumerate(ins[2]) if n in window] != [ins[0][n] for n in whole]:
+    rows = [size for n, size in enumerate(ins[0]) if n != axis]
+    if [size for n, size in enumerate(ins[2]) if n in window] != rows:
         return None
-    common = {operand[n] for n in batch}
     if not partial:
-        indices = [label if label in common else None for label in indices]
-        update = [
-            label if n in window or label in common else None for n, label in enumerate(update)
-        ]
-    operand[axis] = ("slice", axis)
+        indices = [None for _ in indices]
+        update = [label if n in window else None for n, label in enumerate(update)]
     return build(
         [operand, [*indices, None], update],
         [operand],
         ins,
         outs,
-        reduction=[label for label in indices if label is not None and label not in common],
+        reduction=[label for label in indices if label is not None],
     )
