@@ -6,19 +6,39 @@ uses. An ``nnx.State`` stays what it is, a pytree.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GraphTree:
     """A pytree with NNX objects as leaves: its structure, and per leaf a GraphDef (None: no NNX
-    object)."""
+    object).
+
+    A GraphDef that can't be hashed, since an attribute is a list or a dictionary, is compared by
+    its text as it was when it was first hashed: the attribute may be changed in place later.
+    """
 
     tree: Any
     defs: tuple[Any, ...]
+    texts: list[str] = field(default_factory=list, repr=False)
+
+    def __hash__(self) -> int:
+        try:
+            return hash((self.tree, self.defs))
+        except TypeError:
+            self.texts[:] = self.texts or [repr(self.defs)]
+            return hash((self.tree, self.texts[0]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GraphTree) or self.tree != other.tree:
+            return False
+        if self.texts or other.texts:
+            mine, theirs = (x.texts[0] if x.texts else repr(x.defs) for x in (self, other))
+            return mine == theirs
+        return self.defs == other.defs
 
 
 def _nnx() -> Any:

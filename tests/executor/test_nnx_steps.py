@@ -1,5 +1,7 @@
 """Flax NNX in its own style: modules, optimizers, metrics and random streams as arguments."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -379,3 +381,37 @@ def test_a_training_loop_goes_on_from_its_checkpoint_in_the_same_objects(tmp_pat
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(a, b)
     assert int(state[1].step[...]) == 6
+
+
+def test_a_configuration_with_a_list_and_its_change_in_place(caplog):
+    """Gemma's configuration holds a list: it can't be hashed, and it may be changed."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        scales: list
+
+    class Model(nnx.Module):
+        def __init__(self, config, *, rngs):
+            self.config = config
+            self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            for scale in self.config.scales:
+                x = jnp.tanh(self.layer(x)) * scale
+            return x
+
+    def step(model, x):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model), grads))
+        return loss
+
+    x = jnp.linspace(-1.0, 1.0, 128).reshape(16, 8)
+    model, plain = (Model(Config([1.0, 2.0]), rngs=nnx.Rngs(0)) for _ in range(2))
+    run = parallelize(step)
+    for _ in range(2):
+        np.testing.assert_allclose(run(model, x), step(plain, x), rtol=1e-5)
+    assert not caplog.records
+    for one in (model, plain):
+        one.config.scales.append(3.0)
+    np.testing.assert_allclose(run(model, x), step(plain, x), rtol=1e-5)
+    assert any("planning again" in r.message for r in caplog.records)
