@@ -143,7 +143,7 @@ def report(results: dict[str, dict[str, dict[str, Any]]]) -> None:
         table.add_column(column, justify="right")
     for name, plans in results.items():
         compiled = {
-            k: step_seconds((StageSeconds(r["cycles_s"], on_path_s=r["wire_s"]),)).step_s
+            k: step_seconds((StageSeconds(r["cycles_s"], waited_s=r["wire_s"]),)).step_s
             for k, r in plans.items()
         }
         predicted = [r["predicted_s"] for r in plans.values()]

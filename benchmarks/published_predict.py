@@ -68,7 +68,7 @@ class Parts:
 
     def seconds(self, wait_s: float = 0.0) -> StageSeconds:
         """What the clock is given of a microbatch; ``wait_s``: for the host."""
-        return StageSeconds(self.compute_s, self.tensor_s, self.gather_s, wait_s)
+        return StageSeconds(self.compute_s, self.tensor_s, self.gather_s, wait_s=wait_s)
 
     def late_s(self, overlap: Overlap) -> float:
         """Seconds that the device waits for its host to start these kernels."""
@@ -222,7 +222,7 @@ def assemble(how: Schedule, layer: Parts, rest: Parts, update: Parts) -> Step:
 
     Stages have ``layers / pp`` layers each; the slowest also has embedding and head.
     """
-    overlap = Overlap(how.hidden, how.overlapped)
+    overlap = Overlap(how.hidden, how.overlapped, how.overlapped)
     stage = how.layers / how.pp * layer
     micro = stage + rest
     wait_s = stage.late_s(overlap) + rest.late_s(overlap) if how.alone else micro.late_s(overlap)
@@ -236,12 +236,12 @@ def assemble(how: Schedule, layer: Parts, rest: Parts, update: Parts) -> Step:
             how.transfer_s,
         ),
         overlap,
-        StageSeconds(update.compute_s, update.tensor_s, micro.sync_s),
+        StageSeconds(update.compute_s, update.tensor_s, behind_s=micro.sync_s),
     )
     return Step(
         found.compute_s - update.compute_s,
-        found.exposed.on_path_s,
-        found.exposed.off_path_s,
+        found.exposed.waited_s,
+        found.exposed.ahead_s,
         found.exposed.once_s - update.tensor_s,
         found.wait_s,
         update.compute_s + update.tensor_s,

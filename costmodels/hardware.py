@@ -45,9 +45,10 @@ class Device:
     beside its flop, at least 1 (see `op_time_s`); `lane_bytes` are the least bytes that an
     element counts in the vector unit; `fast_memory_bytes` is the largest operand that a product
     keeps beside its core while it updates parameters, too (0: it does not); `kernel_latency_s` is
-    the cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap`
-    and `overlap_off_path` are the shares of communication that hide under compute, on and off the
-    critical path, `combined_latency` the share of its latency that a collective of parameters or
+    the cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap`,
+    `overlap_ahead` and `overlap_behind` are the shares of communication that hide under compute:
+    where compute waits for it, where it runs ahead of its use (gathers of parameters), where little
+    waits for it (reductions of gradients); `combined_latency` the share of its latency that a collective of parameters or
     gradients keeps when the compiler may combine it with others, all in [0, 1]; `fuses_operands`
     tells whether the compiler computes elementwise operands inside matrix products, which read
     them as bfloat16; the two minor dimensions of an array are padded to `tile_rows` and
@@ -70,7 +71,8 @@ class Device:
     convolution_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     overlap: float = 0.0
-    overlap_off_path: float = 0.0
+    overlap_ahead: float = 0.0
+    overlap_behind: float = 0.0
     combined_latency: float = 0.0
     step_latency_s: float = 0.0
     native_reduce_scatter: bool = True
@@ -284,7 +286,8 @@ def build_cluster(given: Description) -> Cluster:
         convolution_efficiency=float(values["convolution_efficiency"]),
         attention_efficiency=float(values["attention_efficiency"]),
         overlap=float(values["overlap"]),
-        overlap_off_path=float(values["overlap_off_path"]),
+        overlap_ahead=float(values["overlap_ahead"]),
+        overlap_behind=float(values["overlap_behind"]),
         combined_latency=float(values["combined_latency"]),
         step_latency_s=float(values["step_latency_s"]),
         native_reduce_scatter=bool(values["native_reduce_scatter"]),

@@ -45,14 +45,10 @@ class CostModel(Protocol):
         ...
 
     @property
-    def overlap(self) -> float:
-        """Share of a collective that hides under compute where compute waits for it, 0 to 1."""
-        ...
-
-    @property
-    def overlap_off_path(self) -> float:
-        """The same for collectives that little waits for: gathers of parameters, reductions of
-        gradients."""
+    def overlap(self) -> tuple[float, float, float]:
+        """Shares of collectives that hide under compute, 0 to 1: of those that compute waits for,
+        of those that run ahead of their use (gathers of parameters), of those that little waits
+        for (reductions of gradients)."""
         ...
 
     @property
@@ -154,18 +150,15 @@ class AnalyticCostModel:
         return (1.0 - HOST_RESERVE) * known if known else math.inf
 
     @property
-    def overlap(self) -> float:
-        """Share of a collective on the critical path that hides under compute, from 0 to 1.
+    def overlap(self) -> tuple[float, float, float]:
+        """Shares of collectives that hide under compute, from 0 to 1: of those that compute waits
+        for, those ahead of their use, those behind (`costmodels.schedule.Place`).
 
-        One stated constant per device kind in the catalog: 0 for cpu, where both use the same
-        cores; for accelerators an assumption, not a measurement.
+        Constants of the device kind in the catalog: 0 for cpu, where both use the same cores; for
+        TPUs read from scheduled modules, for GPUs assumptions.
         """
-        return self.cluster.device.overlap
-
-    @property
-    def overlap_off_path(self) -> float:
-        """The same off the critical path: gathers of parameters, reductions of gradients."""
-        return self.cluster.device.overlap_off_path
+        device = self.cluster.device
+        return device.overlap, device.overlap_ahead, device.overlap_behind
 
     @property
     def combined_latency(self) -> float:

@@ -7,7 +7,7 @@ microbatches run through the stages (`Pipeline`), and what hides under what (`Ov
 A step of one stage and one microbatch takes
 
     fixed + compute + communication - hidden + wait
-    hidden = min(on-path share * on-path + off-path share * off-path, fixed + compute)
+    hidden = min(sum over places of share * communication, fixed + compute)
 
 With m microbatches on p stages, each of whose devices holds v chunks of the model:
 
@@ -28,6 +28,7 @@ with a simulation of the single passes.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -39,39 +40,49 @@ from .model import CostModel
 Seconds = TypeVar("Seconds", float, Array)
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Shares of communication that hide under compute, 0 to 1.
+class Place(enum.IntEnum):
+    """Where in a step a collective stands, which decides how much of it hides.
 
-    Attributes:
-        on_path: of collectives that compute waits for.
-        off_path: of those that little waits for: gathers of parameters, reductions of gradients.
+    ``WAITED``: compute waits for it. ``AHEAD``: it can run ahead of its use: a gather of a
+    parameter. ``BEHIND``: little waits for its result: a reduction of a gradient.
     """
 
-    on_path: float = 0.0
-    off_path: float = 0.0
+    WAITED = 0
+    AHEAD = 1
+    BEHIND = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Shares of communication that hide under compute, 0 to 1, by `Place`."""
+
+    waited: float = 0.0
+    ahead: float = 0.0
+    behind: float = 0.0
 
     @staticmethod
     def of(model: CostModel) -> Overlap:
         """The shares of a cost model."""
-        return Overlap(model.overlap, model.overlap_off_path)
+        return Overlap(*model.overlap)
 
-    def share(self, off_path: bool) -> float:
+    def share(self, place: Place) -> float:
         """Share of a collective that hides if there is compute enough."""
-        return self.off_path if off_path else self.on_path
+        return (self.waited, self.ahead, self.behind)[place]
 
-    def exposed(self, off_path: bool) -> float:
+    def exposed(self, place: Place) -> float:
         """Share of a collective that compute waits for if there is compute enough."""
-        return 1.0 - self.share(off_path)
+        return 1.0 - self.share(place)
 
-    def hideable_s(self, on_path_s: float, off_path_s: float) -> float:
-        """Seconds that hide if there is compute enough."""
-        return self.on_path * on_path_s + self.off_path * off_path_s
+    def hideable_s(self, work: StageSeconds) -> float:
+        """Seconds of communication that hide if there is compute enough."""
+        return sum(self.share(p) * s for p, s in zip(Place, work.communication, strict=True))
 
-    def linear_s(self, compute_s: Seconds, on_path_s: Seconds, off_path_s: Seconds) -> Seconds:
-        """Seconds of compute and communication if there is compute enough to hide under: a lower
-        bound of the step, and a sum over its parts, as searches need it."""
-        return compute_s + self.exposed(False) * on_path_s + self.exposed(True) * off_path_s
+    def linear_s(self, compute_s: Seconds, communication_s: Sequence[Seconds]) -> Seconds:
+        """Seconds of compute and communication (by `Place`) if there is compute enough to hide
+        under: a lower bound of the step, and a sum over its parts, as searches need it."""
+        for place, seconds in zip(Place, communication_s, strict=True):
+            compute_s = compute_s + self.exposed(place) * seconds
+        return compute_s
 
 
 def hiding_share(hidden_s: float, hideable_s: float) -> float:
@@ -85,25 +96,36 @@ class StageSeconds:
 
     Attributes:
         compute_s: of kernels.
-        on_path_s: collectives that compute waits for.
-        off_path_s: collectives that little waits for.
+        waited_s: collectives that compute waits for (`Place`).
+        ahead_s: collectives that run ahead of their use.
+        behind_s: collectives that little waits for.
         wait_s: the device waits for its host, and nothing hides that: copies between the two,
             kernels that start late.
     """
 
     compute_s: float = 0.0
-    on_path_s: float = 0.0
-    off_path_s: float = 0.0
+    waited_s: float = 0.0
+    ahead_s: float = 0.0
+    behind_s: float = 0.0
     wait_s: float = 0.0
+
+    @property
+    def communication(self) -> tuple[float, float, float]:
+        """Seconds of collectives by `Place`."""
+        return self.waited_s, self.ahead_s, self.behind_s
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives."""
+        return self.waited_s + (self.ahead_s + self.behind_s)
 
     def hidden_s(self, overlap: Overlap) -> float:
         """Seconds of communication that hide under this compute."""
-        return min(overlap.hideable_s(self.on_path_s, self.off_path_s), self.compute_s)
+        return min(overlap.hideable_s(self), self.compute_s)
 
     def busy_s(self, overlap: Overlap) -> float:
         """Seconds from its start to its end."""
-        communication_s = self.on_path_s + self.off_path_s
-        return self.compute_s + communication_s - self.hidden_s(overlap) + self.wait_s
+        return self.compute_s + self.communication_s - self.hidden_s(overlap) + self.wait_s
 
     def late_s(self, launch_s: float, overlap: Overlap) -> float:
         """Seconds that the device waits for a host that takes ``launch_s`` to start the kernels
@@ -237,13 +259,15 @@ class Exposed:
     """Seconds of communication that compute waits for in a step, by when it happens.
 
     Attributes:
-        on_path_s: of the microbatches.
-        off_path_s: of the microbatches.
+        waited_s: of the microbatches, by `Place`.
+        ahead_s: of the microbatches.
+        behind_s: of the microbatches.
         once_s: once a step, all of it.
     """
 
-    on_path_s: float
-    off_path_s: float
+    waited_s: float
+    ahead_s: float
+    behind_s: float
     once_s: float
 
 
@@ -296,9 +320,10 @@ def step_seconds(
         stages: what a device of each stage does for one microbatch, with all its chunks.
         pipeline: default: one stage, one microbatch.
         overlap: default: nothing hides.
-        once: what a device of the slowest stage does once a step. Its off-path collectives
-            (reductions of gradients) hide under the last microbatch's compute beside those of that
-            microbatch; the others, as those around the optimizer's update, hide under nothing.
+        once: what a device of the slowest stage does once a step. Collectives that run ahead or
+            behind (reductions of gradients) hide under the last microbatch's compute beside those
+            of that microbatch; the others, as those around the optimizer's update, hide under
+            nothing.
         fixed_s: before the first kernel. Communication is taken to hide under it as under compute,
             which is too much by no more than it.
 
@@ -311,7 +336,8 @@ def step_seconds(
     busy = [work.busy_s(overlap) for work in stages]
     at = busy.index(max(busy))
     work, m = stages[at], pipeline.microbatches
-    rooms = _rooms(work, m, overlap, once.off_path_s, fixed_s)
+    late_s = overlap.ahead * once.ahead_s + overlap.behind * once.behind_s
+    rooms = _rooms(work, m, overlap, late_s, fixed_s)
     hidden = [min(hideable, room) for _, hideable, room in rooms]
     shares = [hiding_share(h, hideable) for h, (_, hideable, _) in zip(hidden, rooms, strict=True)]
     average = sum(n * s for (n, _, _), s in zip(rooms, shares, strict=True)) / m
@@ -320,15 +346,16 @@ def step_seconds(
     return StepSeconds(
         fixed_s,
         m * work.compute_s + once.compute_s,
-        m * work.on_path_s + once.on_path_s + (m * work.off_path_s + once.off_path_s),
+        m * work.communication_s + once.communication_s,
         sum(n * h for (n, _, _), h in zip(rooms, hidden, strict=True)),
         m * work.wait_s + once.wait_s,
         pipeline.transfers_s,
         ramp * sum(others) / pipeline.virtual,
         Exposed(
-            m * work.on_path_s * (1.0 - overlap.on_path * average),
-            m * work.off_path_s * (1.0 - overlap.off_path * average),
-            once.on_path_s + once.off_path_s * (1.0 - overlap.off_path * shares[-1]),
+            m * work.waited_s * (1.0 - overlap.waited * average),
+            m * work.ahead_s * (1.0 - overlap.ahead * average),
+            m * work.behind_s * (1.0 - overlap.behind * average),
+            once.communication_s - late_s * shares[-1],
         ),
     )
 
@@ -337,9 +364,9 @@ def _rooms(
     work: StageSeconds, m: int, overlap: Overlap, late_s: float, fixed_s: float
 ) -> list[tuple[int, float, float]]:
     """Kinds of microbatches, the last one last: how many, seconds that could hide, seconds to hide
-    under. Collectives of ``late_s`` come with the last; the first has the start of the step."""
-    usual = overlap.hideable_s(work.on_path_s, work.off_path_s)
-    last = overlap.hideable_s(work.on_path_s, work.off_path_s + late_s)
+    under. ``late_s`` more could hide in the last; the first has the start of the step."""
+    usual = overlap.hideable_s(work)
+    last = usual + late_s
     compute = work.compute_s
     if m == 1:
         return [(1, last, fixed_s + compute)]

@@ -106,14 +106,14 @@ class Pricer:
             self.cache[key] = (count * seconds[0], chosen)
         return self.cache[key][0]  # type: ignore[no-any-return]
 
-    def parts_of(self, group: Group, chosen: StrategySet, row: int) -> tuple[float, float, float]:
+    def parts_of(self, group: Group, chosen: StrategySet, row: int) -> tuple[float, ...]:
         """``Rates.node_parts`` of one strategy."""
         key = ("parts", id(chosen), row, self.analysis.facts[group.index])
         if key not in self.cache:
             one = chosen.take(slice(row, row + 1))
             parts = self.rates.node_parts(self.analysis, group.index, one, self.change_s)
             self.cache[key] = (*(float(part[0, 0]) for part in parts), chosen)
-        return self.cache[key][:3]  # type: ignore[no-any-return]
+        return self.cache[key][:-1]  # type: ignore[no-any-return]
 
     def decided_s(self, group: Group, chosen: StrategySet, row: int) -> dict[str, float]:
         """Seconds of what else is decided for a group, by decision, under one strategy."""
@@ -163,7 +163,7 @@ class Pricer:
         src, dst = self.link_ends(link, sets)
         nbytes, rank = link.nbytes, len(link.src)
         change_s = 0.0 if self.is_free(link) else self.change_s
-        paths = (link.gradient, link.off_path, link.share)
+        paths = (link.gradient, link.place, link.share)
         key = ("edge", id(src), id(dst), nbytes, link.weight, rank, *paths, change_s)
         if key not in self.cache:
             table = reshard_table(rank, self.sizes, self.model)
@@ -174,7 +174,7 @@ class Pricer:
                 seconds = np.where(table.sums[pick], link.share, 1.0) * seconds
             if change_s:
                 seconds = seconds + change_s * table.changes[pick]
-            share = exposed(self.model, link.off_path) * link.weight
+            share = exposed(self.model, link.place) * link.weight
             self.cache[key] = (weighted(share, seconds), src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from costmodels import CostModel
 from costmodels.collectives import Collective
-from costmodels.schedule import Overlap
+from costmodels.schedule import Overlap, Place
 from planner.cost.reshard import Transitions, coefficients, transition_costs
 from planner.cost.routes import patterns
 from planner.space.buffer import Buffer, Port
@@ -156,27 +156,26 @@ class Rates:
 
     def node_parts(
         self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
-    ) -> tuple[Array, Array, Array]:
-        """Seconds of a group: compute, communication on and off the critical path; each
-        [meshes, strategies]."""
+    ) -> tuple[Array, Array, Array, Array]:
+        """Seconds of a group: compute, then communication by `Place`; each [meshes, strategies]."""
         shape = (len(self.size), chosen.count)
-        compute, on_path, off_path = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        compute, waited, ahead, behind = (np.zeros(shape) for _ in range(4))
         for item in analysis.facts[group].work:
             compute += self.compute_s(item, chosen.use)
         for r in analysis.facts[group].reductions:
-            part = off_path if r.gradient else on_path
+            part = behind if r.gradient else waited
             part += self.reduction_s(r, chosen.use)
         stored = analysis.facts[group].stored
         if stored is not None:
-            off_path += self.gather_s(*stored, chosen, change_s)
-        return compute, on_path, off_path
+            ahead += self.gather_s(*stored, chosen, change_s)
+        return compute, waited, ahead, behind
 
     def node_s(
         self, analysis: Analysis, group: int, chosen: StrategySet, change_s: float = 0.0
     ) -> Array:
         """[meshes, strategies] seconds of a group, communication by what does not hide."""
-        compute, on_path, off_path = self.node_parts(analysis, group, chosen, change_s)
-        seconds = Overlap.of(self.model).linear_s(compute, on_path, off_path)
+        compute, *communication = self.node_parts(analysis, group, chosen, change_s)
+        seconds = Overlap.of(self.model).linear_s(compute, communication)
         if analysis.facts[group].fed:
             seconds += self.feed_s(analysis, group, chosen)
         for more in self.decided_s(analysis.facts[group], chosen).values():
@@ -234,6 +233,6 @@ def weighted(share: float, seconds: Array) -> Array:
     return share * seconds if share else np.where(np.isinf(seconds), seconds, 0.0)
 
 
-def exposed(model: CostModel, off_path: bool) -> float:
+def exposed(model: CostModel, place: Place) -> float:
     """Share of a collective that does not hide under compute."""
-    return Overlap.of(model).exposed(off_path)
+    return Overlap.of(model).exposed(place)

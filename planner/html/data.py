@@ -94,7 +94,7 @@ class ReportData:
     proof: str
     search: dict[str, Any]
     prediction: dict[str, Any]
-    overlap: tuple[float, float]
+    overlap: tuple[float, float, float]
     planning_s: float
     wiring: Wiring
     meshes: tuple[tuple[str, float, float, float, str], ...]
@@ -165,7 +165,7 @@ def report_data(
             "peak_bytes": prediction.peak_bytes,
             "limit_bytes": prediction.limit_bytes,
         },
-        overlap=(priced.model.overlap, priced.model.overlap_off_path),
+        overlap=priced.model.overlap,
         planning_s=plan.planning_s,
         wiring=_wiring(priced.model.cluster, plan.mesh),
         meshes=tuple(

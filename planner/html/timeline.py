@@ -61,7 +61,7 @@ def timeline(
     """
     model = plan.priced.model
     overlap = Overlap.of(model)
-    most = sum(overlap.share(s.off_path) * s.time_s for s in sent)
+    most = sum(overlap.share(s.place) * s.time_s for s in sent)
     hiding = hiding_share(prediction.overlapped_s, most)
     before: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {}
@@ -74,7 +74,7 @@ def timeline(
     def place(k: int, lead: bool) -> float:
         """Put a collective on its lane; returns the pause."""
         axes, length = sent[k].step.axes, sent[k].time_s
-        hidden = overlap.share(sent[k].off_path) * hiding * length
+        hidden = overlap.share(sent[k].place) * hiding * length
         start = max(free.get(axes, 0.0), now - (hidden if lead else 0.0))
         free[axes] = start + length
         lanes.setdefault(axes, []).append(Bar(k, start, start + length, length - hidden))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from costmodels.schedule import Overlap, StageSeconds, step_seconds
+from costmodels.schedule import Overlap, Place, StageSeconds, step_seconds
 from planner.cost.peak import scheduled_peak
 from planner.cost.pricing import Priced, Pricer
 from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
@@ -37,8 +37,8 @@ ACTIVATIONS_SHOWN = 12
 class Sent:
     """A collective: one step of how a value changes hands, ``count`` times a step.
 
-    It happens ``before`` operation ``op``, which reads the value so, or after it. ``off_path``:
-    whether little waits for it.
+    It happens ``before`` operation ``op``, which reads the value so, or after it; ``place``:
+    how much of it hides.
     """
 
     step: ReshardStep
@@ -47,7 +47,7 @@ class Sent:
     op: int
     cause: str
     before: bool
-    off_path: bool
+    place: Place
 
     @property
     def time_s(self) -> float:
@@ -233,7 +233,7 @@ class Extraction:
             cause = "update" if link.operand == -1 else graph.ops[link.op].kind
             for s in self.link_steps(link) if weight else ():
                 before = link.operand >= 0
-                out.append(Sent(s, weight, link.value, link.op, cause, before, link.off_path))
+                out.append(Sent(s, weight, link.value, link.op, cause, before, link.place))
         for group in groups.groups:
             row = self.rows["use"][group.index]
             for r in priced.analysis.facts[group.index].reductions:
@@ -245,12 +245,11 @@ class Extraction:
                     op = graph.ops[r.op]
                     if r.shifts:
                         s = self._shift(tuple(k for k, x in enumerate(src) if x), local)
-                        out.append(Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, False))
+                        out.append(Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, Place.WAITED))
                         continue
                     for s in self.steps(src, (0,) * len(row), 1, local, r.gradient):
-                        out.append(
-                            Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, r.gradient)
-                        )
+                        place = Place.BEHIND if r.gradient else Place.WAITED
+                        out.append(Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, place))
         used = {x.value: x.op for x in reversed(groups.links) if x.a_use}
         for value, op_index in used.items():
             home, layout = groups.home[value]  # type: ignore[misc]
@@ -258,7 +257,7 @@ class Extraction:
             cause = f"use of {graph.values[value].name}"
             nbytes = priced.analysis.facts[home].stored[0]  # type: ignore[index]
             for s in self.steps(ends[0], ends[1], len(layout), nbytes, combined=True):
-                out.append(Sent(s, 1.0, value, op_index, cause, True, True))
+                out.append(Sent(s, 1.0, value, op_index, cause, True, Place.AHEAD))
         return out
 
     def collectives(self) -> tuple[CollectiveRow, ...]:
@@ -304,28 +303,22 @@ class Extraction:
         its compute."""
         priced = self.priced
         pricer = Pricer(priced.analysis, priced.mesh, priced.model)
-        compute = on_path = off_path = host = feed = 0.0
+        compute = host = feed = 0.0
+        waits = [0.0] * len(Place)
         for group, chosen, row in zip(
             priced.analysis.groups.groups, priced.sets, self.choice, strict=True
         ):
-            parts = pricer.parts_of(group, chosen, row)
-            compute, on_path, off_path = (
-                compute + parts[0],
-                on_path + parts[1],
-                off_path + parts[2],
-            )
+            kernels, *sent = pricer.parts_of(group, chosen, row)
+            compute += kernels
+            waits = [a + b for a, b in zip(waits, sent, strict=True)]
             decided = pricer.decided_s(group, chosen, row)
             host += decided.pop(OFFLOAD, 0.0)
             compute += sum(decided.values())
             feed += pricer.feed_of(group, chosen, row)
         for link, weight in zip(priced.analysis.groups.links, self.weights, strict=True):
-            seconds = weight * sum(s.time_s for s in self.link_steps(link))
-            if link.off_path:
-                off_path += seconds
-            else:
-                on_path += seconds
+            waits[link.place] += weight * sum(s.time_s for s in self.link_steps(link))
         model = priced.model
-        spent = StageSeconds(compute, on_path, off_path, host)
+        spent = StageSeconds(compute, *waits, host)
         step = step_seconds((spent,), overlap=Overlap.of(model), fixed_s=model.step_latency_s)
         scalars = priced.analysis.scalar_bytes
         room = min(limit_bytes, model.cluster.device.memory_bytes) - scalars

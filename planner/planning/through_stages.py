@@ -178,7 +178,7 @@ def _spent(extraction: Extraction) -> list[float]:
     overlap = Overlap.of(extraction.priced.model)
     for s in extraction.sent():
         if s.op >= 0:
-            spent[s.op] += (1 - overlap.share(s.off_path)) * s.time_s
+            spent[s.op] += (1 - overlap.share(s.place)) * s.time_s
     return spent
 
 

@@ -105,8 +105,8 @@ def test_analytic_model() -> None:
     assert isinstance(model, CostModel)
     assert model.op_overhead_s == 3.9e-6
     assert model.memory_limit_bytes == 60_000_000_000  # 25 % is not JAX's to give
-    assert (model.overlap, model.overlap_off_path) == (0.3, 0.7)
-    assert AnalyticCostModel(parse_cluster("cpu:8")).overlap == 0.0
+    assert model.overlap == (0.3, 0.7, 0.7)
+    assert AnalyticCostModel(parse_cluster("cpu:8")).overlap == (0.0, 0.0, 0.0)
     assert model.compute_s(1e12, 1e9, "bfloat16", "matmul", 1e8) == op_time_s(
         cluster.device, 1e12, 1e9, "bfloat16", "matmul", 1e8
     )

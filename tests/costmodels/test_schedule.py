@@ -15,6 +15,7 @@ from costmodels import AnalyticCostModel, parse_cluster
 from costmodels.schedule import (
     SCHEDULES,
     Overlap,
+    Place,
     Pipeline,
     StageSeconds,
     bubble_share,
@@ -45,7 +46,7 @@ COUNTS = [
 ]
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 1.0)
-works = st.builds(StageSeconds, seconds, seconds, seconds, seconds)
+works = st.builds(StageSeconds, seconds, seconds, seconds, seconds, seconds)
 
 
 def simulated(
@@ -114,13 +115,14 @@ def test_transfers_against_the_simulation(how: Pipeline) -> None:
     assert -1e-6 <= over <= much[how.schedule] + 1e-6
 
 
-@given(works, st.builds(Overlap, shares, shares), seconds)
+@given(works, st.builds(Overlap, shares, shares, shares), seconds)
 def test_one_stage_and_one_microbatch(work: StageSeconds, overlap: Overlap, fixed_s: float) -> None:
     """To the last bit: plans show these figures."""
     found = step_seconds([work], overlap=overlap, fixed_s=fixed_s)
     compute = work.compute_s + fixed_s
-    communication = work.on_path_s + work.off_path_s
-    could = overlap.on_path * work.on_path_s + overlap.off_path * work.off_path_s
+    communication = work.waited_s + (work.ahead_s + work.behind_s)
+    could = overlap.waited * work.waited_s + overlap.ahead * work.ahead_s
+    could += overlap.behind * work.behind_s
     hidden = min(could, compute)
     assert found.fixed_s + found.compute_s == compute
     assert found.communication_s == communication
@@ -133,33 +135,31 @@ def test_one_stage_and_one_microbatch(work: StageSeconds, overlap: Overlap, fixe
 def test_parts_add_up_and_nothing_hides_twice(data: st.DataObject) -> None:
     p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     stages = data.draw(st.lists(works, min_size=p, max_size=p))
-    overlap = data.draw(st.builds(Overlap, shares, shares))
+    overlap = data.draw(st.builds(Overlap, shares, shares, shares))
     once, fixed_s = data.draw(works), data.draw(seconds)
     found = step_seconds(stages, Pipeline(p, m), overlap, once, fixed_s)
     assert 0 <= found.hidden_s <= found.fixed_s + found.compute_s - once.compute_s + 1e-9
     exposed = found.exposed
     assert min(dataclasses.astuple(exposed)) >= 0
-    total = exposed.on_path_s + exposed.off_path_s + exposed.once_s
+    total = exposed.waited_s + exposed.ahead_s + exposed.behind_s + exposed.once_s
     assert total == pytest.approx(found.exposed_s, abs=1e-9)
     parts = found.fixed_s + found.compute_s + total + found.wait_s + found.bubble_s
     assert found.step_s == pytest.approx(parts, abs=1e-9)
     if p == 1:
-        linear = m * overlap.linear_s(
-            stages[0].compute_s, stages[0].on_path_s, stages[0].off_path_s
-        )
+        linear = m * overlap.linear_s(stages[0].compute_s, stages[0].communication)
         assert linear <= found.step_s + 1e-9
 
 
 def test_what_comes_once_hides_under_the_last_microbatch() -> None:
     """Two of its ten seconds are free there: the microbatch's own gathers hide under four."""
-    work, once = StageSeconds(6.0, off_path_s=5.0), StageSeconds(1.0, 2.0, 10.0, 0.5)
-    found = step_seconds([work], Pipeline(1, 3), Overlap(0.5, 0.8), once)
+    work, once = StageSeconds(6.0, ahead_s=5.0), StageSeconds(1.0, 2.0, 0.0, 10.0, 0.5)
+    found = step_seconds([work], Pipeline(1, 3), Overlap(0.5, 0.8, 0.8), once)
     assert found.compute_s == 19.0
     assert found.communication_s == 27.0
     assert found.hidden_s == pytest.approx(4.0 + 4.0 + 6.0)
     assert found.exposed.once_s == pytest.approx(2.0 + 10.0 - 8.0 * 6.0 / 12.0)
     assert found.wait_s == 0.5
-    early = step_seconds([work], Pipeline(1, 3), Overlap(0.5, 0.8), once, fixed_s=9.0)
+    early = step_seconds([work], Pipeline(1, 3), Overlap(0.5, 0.8, 0.8), once, fixed_s=9.0)
     assert early.step_s == pytest.approx(found.step_s + 9.0)  # the start is not before the last
 
 
@@ -172,25 +172,26 @@ def test_the_slowest_stage_counts_with_its_head() -> None:
 
 
 def test_a_late_host_holds_up_its_device() -> None:
-    work, overlap = StageSeconds(2.0, 1.0, 1.0), Overlap(0.5, 1.0)
+    work, overlap = StageSeconds(2.0, 1.0, 1.0), Overlap(0.5, 1.0, 0.0)
     assert work.late_s(2.0, overlap) == 0.0
     assert work.late_s(4.0, overlap) == pytest.approx(4.0 - 2.5)
 
 
 def test_shares_of_a_model_and_their_linear_form() -> None:
     overlap = Overlap.of(AnalyticCostModel(parse_cluster("h100:8")))
-    assert overlap == Overlap(0.3, 0.7)
-    assert [overlap.share(off) + overlap.exposed(off) for off in (False, True)] == [1.0, 1.0]
-    one = np.ones((2, 3))
-    assert overlap.linear_s(one, 2 * one, 3 * one) == pytest.approx(1 + 0.7 * 2 + 0.3 * 3 + 0 * one)
+    assert overlap == Overlap(0.3, 0.7, 0.7)
+    assert [overlap.share(p) + overlap.exposed(p) for p in Place] == [1.0, 1.0, 1.0]
+    one, overlap = np.ones((2, 3)), Overlap(0.3, 0.7, 0.2)
+    total = 1 + 0.7 * 2 + 0.3 * 3 + 0.8 * 4
+    assert overlap.linear_s(one, (2 * one, 3 * one, 4 * one)) == pytest.approx(total + 0 * one)
     assert hiding_share(1.0, 4.0) == 0.25
     assert hiding_share(0.0, 0.0) == 1.0
 
 
 def test_what_cannot_be_sent_takes_forever() -> None:
     """Infinite seconds stay infinite, not undefined; compute still hides what it can."""
-    found = step_seconds([StageSeconds(1.0, math.inf)], Pipeline(1, 2), Overlap(0.5, 0.5))
-    assert found.step_s == found.exposed.on_path_s == math.inf
+    found = step_seconds([StageSeconds(1.0, math.inf)], Pipeline(1, 2), Overlap(0.5, 0.5, 0.5))
+    assert found.step_s == found.exposed.waited_s == math.inf
     assert found.hidden_s == 2.0
 
 

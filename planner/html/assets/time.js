@@ -215,7 +215,7 @@ function timeFigure() {
   const keys = [["var(--product)", "matrix products, convolutions"], ["var(--elementwise)", "elementwise, reductions, moves"],
     ...(S.lanes[0].kind.includes(0) ? [["var(--start)", "start of the step"]] : []),
     ...(anyWait ? [["var(--wait)", "compute waits for it"]] : [])];
-  const [onPath, offPath] = D.overlap;
+  const [waited, ahead, behind] = D.overlap;
   const order = M.traced_order ? "in the order of the trace, to which compilers keep where memory is short, as far as they must" : "in the order that the memory prediction assumes for the compiler";
   const card = el("div", { class: "card" },
     el("div", { class: "tools" }, legend(keys), el("span", { class: "grow" }),
@@ -226,7 +226,7 @@ function timeFigure() {
     el("details", { class: "small soft", style: { "margin-top": "12px" } }, el("summary", { style: { cursor: "pointer" }, text: "What is assumed here" }),
       el("ul", { class: "plain" },
         el("li", { text: `The cost model adds up seconds and does not order them; this picture does. Operations run one after another, ${order}.` }),
-        el("li", { text: `Of a collective that compute waits for, ${percentText(onPath)} hides under compute; of one that little waits for (gathers of parameters, gradients, updates), ${percentText(offPath)}${S.hiding < 1 - 1e-9 ? ", less where there is not that much compute" : ""}. What does not hide is a pause of compute. The end is the predicted step time.` }),
+        el("li", { text: `Of a collective that compute waits for, ${percentText(waited)} hides under compute; of gathers of parameters, ${percentText(ahead)}; of reductions of gradients, ${percentText(behind)}${S.hiding < 1 - 1e-9 ? ", less where there is not that much compute" : ""}. What does not hide is a pause of compute. The end is the predicted step time.` }),
         el("li", { text: "Lanes do not slow each other down. A collective starts when its lane is free: before the operation that needs it, or behind the one that makes the value." }),
         el("li", { text: "All trips of a loop are told as one piece. Pieces too short to be seen are drawn as one, as high as the share of it in use." }),
         el("li", { text: "Memory is the most in use within each part of the step, padding and packing included. Compilers reorder and fuse; planner verify compares the peak with theirs." }))));
