@@ -48,8 +48,9 @@ class Device:
     the cost of starting one kernel in seconds, `step_latency_s` that of starting a step; `overlap`,
     `overlap_ahead` and `overlap_behind` are the shares of communication that hide under compute:
     where compute waits for it, where it runs ahead of its use (gathers of parameters), where little
-    waits for it (reductions of gradients); `combined_latency` the share of its latency that a collective of parameters or
-    gradients keeps when the compiler may combine it with others, all in [0, 1]; `fuses_operands`
+    waits for it (reductions of gradients); `combined_latency` is the share of its latency that a
+    collective of parameters or gradients keeps when the compiler may combine it with others; all
+    are in [0, 1]; `fuses_operands`
     tells whether the compiler computes elementwise operands inside matrix products, which read
     them as bfloat16; the two minor dimensions of an array are padded to `tile_rows` and
     `tile_lanes` elements; `memory_reserve` is the share of the memory that the runtime keeps from

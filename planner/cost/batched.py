@@ -199,7 +199,7 @@ def _seconds(analysis: Analysis, rates: Rates, link: GroupLink, pairs: IntArray)
     """[meshes, ...] seconds of the transitions ``pairs`` [...] of a link's value, weighted."""
     costs = rates.costs
     alpha = costs.combined_alpha_s if link.gradient else costs.alpha_s
-    share = link.weight * exposed(rates.model, link.place)
+    share = link.weight * exposed(rates.model, link)
     seconds = alpha + link.nbytes * costs.beta_s_per_byte
     if link.share != 1.0:
         seconds = seconds * costs.shares(link.share)

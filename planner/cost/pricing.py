@@ -163,7 +163,7 @@ class Pricer:
         src, dst = self.link_ends(link, sets)
         nbytes, rank = link.nbytes, len(link.src)
         change_s = 0.0 if self.is_free(link) else self.change_s
-        paths = (link.gradient, link.place, link.share)
+        paths = (link.gradient, link.off_path, link.share)
         key = ("edge", id(src), id(dst), nbytes, link.weight, rank, *paths, change_s)
         if key not in self.cache:
             table = reshard_table(rank, self.sizes, self.model)
@@ -174,7 +174,7 @@ class Pricer:
                 seconds = np.where(table.sums[pick], link.share, 1.0) * seconds
             if change_s:
                 seconds = seconds + change_s * table.changes[pick]
-            share = exposed(self.model, link.place) * link.weight
+            share = exposed(self.model, link) * link.weight
             self.cache[key] = (weighted(share, seconds), src, dst)
         return self.cache[key][0]  # type: ignore[no-any-return]
 

@@ -23,6 +23,7 @@ from planner.cost.reshard import Transitions, coefficients, transition_costs
 from planner.cost.routes import patterns
 from planner.space.buffer import Buffer, Port
 from planner.space.decisions import DECISIONS
+from planner.space.groups import GroupLink
 from planner.space.strategies import IntArray, StrategySet, digits
 from planner.step.analysis import Analysis, ideal_s
 from planner.step.facts import Facts, Reduction
@@ -233,6 +234,13 @@ def weighted(share: float, seconds: Array) -> Array:
     return share * seconds if share else np.where(np.isinf(seconds), seconds, 0.0)
 
 
-def exposed(model: CostModel, place: Place) -> float:
-    """Share of a collective that does not hide under compute."""
-    return Overlap.of(model).exposed(place)
+def place_of(link: GroupLink) -> Place:
+    """Where what sends a link's value stands in a step. The next step reads an updated input."""
+    if link.gradient:
+        return Place.BEHIND
+    return Place.AHEAD if link.off_path else Place.WAITED
+
+
+def exposed(model: CostModel, link: GroupLink) -> float:
+    """Share of what sends a link's value that does not hide under compute."""
+    return Overlap.of(model).exposed(place_of(link))

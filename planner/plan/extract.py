@@ -11,6 +11,7 @@ from typing import Any
 from costmodels.schedule import Overlap, Place, StageSeconds, step_seconds
 from planner.cost.peak import scheduled_peak
 from planner.cost.pricing import Priced, Pricer
+from planner.cost.rates import place_of
 from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
 from planner.graph.fetches import fetches
@@ -233,7 +234,7 @@ class Extraction:
             cause = "update" if link.operand == -1 else graph.ops[link.op].kind
             for s in self.link_steps(link) if weight else ():
                 before = link.operand >= 0
-                out.append(Sent(s, weight, link.value, link.op, cause, before, link.place))
+                out.append(Sent(s, weight, link.value, link.op, cause, before, place_of(link)))
         for group in groups.groups:
             row = self.rows["use"][group.index]
             for r in priced.analysis.facts[group.index].reductions:
@@ -245,7 +246,9 @@ class Extraction:
                     op = graph.ops[r.op]
                     if r.shifts:
                         s = self._shift(tuple(k for k, x in enumerate(src) if x), local)
-                        out.append(Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, Place.WAITED))
+                        out.append(
+                            Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, Place.WAITED)
+                        )
                         continue
                     for s in self.steps(src, (0,) * len(row), 1, local, r.gradient):
                         place = Place.BEHIND if r.gradient else Place.WAITED
@@ -316,9 +319,9 @@ class Extraction:
             compute += sum(decided.values())
             feed += pricer.feed_of(group, chosen, row)
         for link, weight in zip(priced.analysis.groups.links, self.weights, strict=True):
-            waits[link.place] += weight * sum(s.time_s for s in self.link_steps(link))
+            waits[place_of(link)] += weight * sum(s.time_s for s in self.link_steps(link))
         model = priced.model
-        spent = StageSeconds(compute, *waits, host)
+        spent = StageSeconds(compute, waits[0], waits[1], waits[2], host)
         step = step_seconds((spent,), overlap=Overlap.of(model), fixed_s=model.step_latency_s)
         scalars = priced.analysis.scalar_bytes
         room = min(limit_bytes, model.cluster.device.memory_bytes) - scalars

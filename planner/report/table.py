@@ -38,6 +38,7 @@ from planner.report.units import (
     time_text,
 )
 from planner.report.verdict import choice_text, devices_text, mesh_text, proof_text
+from planner.request.option_sets import options_text
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
@@ -105,6 +106,11 @@ def _summary(plan: Plan) -> RenderableType:
             ),
             *recipe_lines(plan),
             ("peak memory", memory),
+            *(
+                [("compiler options", options_text(plan.compiler_options))]
+                if plan.compiler_options
+                else []
+            ),
             *([("compiled", _confirmed_text(plan))] if plan.confirmed else []),
             *([("host memory", _host_text(plan))] if p.host_bytes else []),
             ("gap", f"{percent_text(s.gap)}: {proof_text(plan)}"),

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from costmodels.schedule import Place
 from planner.annotate import Pin
 from planner.graph.equal import equal_values
 from planner.graph.ir import SCALAR, Graph, Op, Role
@@ -62,12 +61,9 @@ class GroupLink:
     """Share of one reduction that it is priced at: one over the addends of its sum."""
 
     @property
-    def place(self) -> Place:
-        """Where what sends this value stands: behind, of a gradient; ahead, of an update of an
-        input, which the next step reads."""
-        if self.gradient:
-            return Place.BEHIND
-        return Place.AHEAD if self.operand == -1 else Place.WAITED
+    def off_path(self) -> bool:
+        """Whether little waits for this value: a gradient, or an update of an input."""
+        return self.gradient or self.operand == -1
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def fold_analysis(
 
 def _link_kind(link: GroupLink) -> tuple[Hashable, ...]:
     """Everything about a link that its price is made of, besides the groups at its ends."""
-    return _link(link), link.place
+    return _link(link), link.off_path
 
 
 def _edge(

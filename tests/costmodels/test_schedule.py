@@ -15,8 +15,8 @@ from costmodels import AnalyticCostModel, parse_cluster
 from costmodels.schedule import (
     SCHEDULES,
     Overlap,
-    Place,
     Pipeline,
+    Place,
     StageSeconds,
     bubble_share,
     hiding_share,

@@ -79,7 +79,7 @@ def _weights(analysis: Analysis, color: Sequence[int]) -> dict[tuple[Any, ...], 
     """The weights of links, summed over those of equal ends, layouts and sizes."""
     out: dict[tuple[Any, ...], list[float]] = {}
     for x in analysis.groups.links:
-        marks = (x.partial, x.a_use, x.gradient, x.place, x.nbytes)
+        marks = (x.partial, x.a_use, x.gradient, x.off_path, x.nbytes)
         out.setdefault((color[x.a], color[x.b], x.src, x.dst, *marks), []).append(x.weight)
     return {key: math.fsum(weights) for key, weights in out.items()}
 

@@ -1,0 +1,101 @@
+"""XLA options that plans have by default, and those that a compiler is tried with, by kind of
+device.
+
+Chosen by scheduled modules (libtpu 0.0.42.1) of decoders, FSDP over 8 chips: the compiler's cycles,
+and how much of the time of collectives lies beside them.
+
+===== ===================== ======= ====================== ====================== ======
+chip  options               work    gathers, beside work   reductions, beside     peak
+===== ===================== ======= ====================== ====================== ======
+v5p   none                  194 ms  11.7 ms, 0             8.0 ms, 0              6.3 GB
+v5p   ``ASYNC_GATHERS``     194 ms  11.7 ms, 8.2           8.0 ms, 0              6.2 GB
+v5p   ``OFFLOADED``         192 ms  11.7 ms, 10.6          7.7 ms, 5.5            11.2 GB
+v6e   none                  45 ms   4.0 ms, 0              6.0 ms, 0              3.4 GB
+v6e   ``ASYNC_GATHERS``     47 ms   4.0 ms, 2.7            6.0 ms, 0              3.9 GB
+v6e   ``OFFLOADED``         44 ms   4.0 ms, 2.8            6.0 ms, 3.4            4.3 GB
+v5e   none                  125 ms  6.0 ms, 4.9            8.0 ms, 0              3.6 GB
+===== ===================== ======= ====================== ====================== ======
+
+So v5p has `ASYNC_GATHERS` by default, which cost nothing; v6e has none, as there they cost what
+they gain; v5e runs gathers asynchronously anyway. `OFFLOADED` runs collectives on SparseCores: it
+gains most and takes most memory, so plans get it only from ``confirm``, where the compiler at hand
+accepted it, the step became faster and fits. On v5e, which has no SparseCores, `ASYNC` is tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from costmodels import Cluster
+
+Options = tuple[tuple[str, str], ...]
+
+
+def _on(*names: str) -> Options:
+    return tuple((name, "true") for name in sorted(names))
+
+
+_GATHERS = (
+    "xla_enable_async_all_gather",
+    "xla_tpu_enable_async_collective_fusion",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps",
+    "xla_tpu_overlap_compute_collective_tc",
+)
+ASYNC_GATHERS = _on(*_GATHERS)
+ASYNC = _on(
+    *_GATHERS,
+    "xla_enable_async_all_reduce",
+    "xla_tpu_enable_async_all_to_all",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
+)
+OFFLOADED = _on(
+    "xla_tpu_enable_all_gather_offload_tracing",
+    "xla_tpu_enable_all_reduce_offload_tracing",
+    "xla_tpu_enable_reduce_scatter_offload_tracing",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+    "xla_tpu_use_tc_device_shape_on_sc",
+)
+DEFAULTS: dict[str, Options] = {"v5p": ASYNC_GATHERS}
+"""What plans have unless other options are given, by kind of device."""
+
+OPTION_SETS: dict[str, Options] = {"v5e": ASYNC, "v5p": OFFLOADED, "v6e": OFFLOADED}
+"""What ``confirm`` tries, by kind of device."""
+
+NAMES = frozenset(name for options in (ASYNC, ASYNC_GATHERS, OFFLOADED) for name, _ in options)
+"""Options that only TPUs know, and that a plan may have without having been asked for them."""
+
+
+_WHAT = {
+    ASYNC: "asynchronous collectives",
+    ASYNC_GATHERS: "asynchronous gathers",
+    OFFLOADED: "collectives on SparseCores",
+}
+
+
+def options_text(options: Options) -> str:
+    """What options are for, in a few words."""
+    what = _WHAT.get(options)
+    count = f"{len(options)} of XLA, in the plan"
+    return f"{what} ({count})" if what else count
+
+
+def with_defaults(given: Options | None, cluster: Cluster) -> tuple[Options, Cluster]:
+    """The options of a plan, and the cluster as programs compiled with them use it.
+
+    Args:
+        given: by the user, in front of the defaults of the kind of device; None: none at all.
+        cluster: its overlap holds with the defaults. Where one of these is missing or changed,
+            nothing overlaps.
+    """
+    usual = dict(DEFAULTS.get(cluster.device.kind, ()))
+    options = {} if given is None else {**usual, **dict(given)}
+    if any(options.get(name) != value for name, value in usual.items()):
+        blocking = dataclasses.replace(
+            cluster.device, overlap=0.0, overlap_ahead=0.0, overlap_behind=0.0
+        )
+        cluster = dataclasses.replace(cluster, device=blocking)
+    return tuple(sorted(options.items())), cluster
