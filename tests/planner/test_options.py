@@ -14,6 +14,7 @@ import executor
 from executor.parameter_server import hybrid
 from planner import MemoryLimitError, RequestError, make_placement, make_plan, plan_step
 from planner.compare import compare
+from planner.report.table import plan_text
 from planner.request.options import OPTIONS, flags, parse_request
 
 
@@ -100,3 +101,23 @@ def test_doors_pass_limits_on(option: dict[str, Any]) -> None:
         make_plan(step, *SHAPES, cluster="h100:1", **option)
     with pytest.raises(MemoryLimitError):
         executor.parallelize(step, cluster="h100:1", **option).prepare(*SHAPES)
+
+
+def test_v5p_has_asynchronous_gathers_unless_told_otherwise() -> None:
+    usual = dict(make_plan(step, *SHAPES, cluster="v5p:2x2x2").compiler_options)
+    assert usual["xla_enable_async_all_gather"] == "true" and len(usual) == 5
+    assert not make_plan(step, *SHAPES, cluster="v6e:2x4").compiler_options
+    added = make_plan(step, *SHAPES, cluster="v5p:2x2x2", compiler_options={"xla_a": 1})
+    assert dict(added.compiler_options) == {**usual, "xla_a": "1"}
+    none = parse_request("v5p:2x2x2", compiler_options="none")
+    assert none.compiler_options == () and none.model.overlap == (0.0, 0.0, 0.0)
+    one = parse_request("v5p:2x2x2", compiler_options=["xla_enable_async_all_gather=false"])
+    assert dict(one.compiler_options)["xla_enable_async_all_gather"] == "false"
+    assert one.model.overlap == (0.0, 0.0, 0.0)
+    assert parse_request("v5p:2x2x2").model.overlap[1] > 0.5
+
+
+def test_a_plan_says_what_its_compiler_options_are_for() -> None:
+    text = plan_text(make_plan(step, *SHAPES, cluster="v5p:2x2x2"), 120)
+    assert "asynchronous gathers (5 of XLA, in the plan)" in text
+    assert "compiler options" not in plan_text(make_plan(step, *SHAPES, cluster="v5e:2x4"), 120)
