@@ -127,7 +127,7 @@ def _tuned(best: Tried, cluster: Cluster) -> list[tuple[int, Plan]]:
     number, plan, row = best
     options = OPTION_SETS.get(cluster.device.kind)
     usual = DEFAULTS.get(cluster.device.kind, ())
-    if options is None or plan.compiler_options != usual or row.verdict:
+    if options is None or plan.compiler_options not in ((), usual) or row.verdict:
         return []
     return [(number, dataclasses.replace(plan, compiler_options=options))]
 
@@ -168,7 +168,7 @@ def _row(
     if known is not None:
         return known
     how = str(plan.lowering)
-    if plan.compiler_options != DEFAULTS.get(cluster.device.kind, ()):
+    if plan.compiler_options and plan.compiler_options != DEFAULTS.get(cluster.device.kind, ()):
         how += f", {options_text(plan.compiler_options).partition(' (')[0]}"
     predicted = plan.prediction.step_s
     blank = CompiledRow(str(plan.mesh), how, predicted, 0.0, 0.0, 0.0, 0.0, 0.0, "")

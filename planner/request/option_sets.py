@@ -16,10 +16,11 @@ v6e   ``OFFLOADED``         44 ms   4.0 ms, 2.8            6.0 ms, 3.4          
 v5e   none                  125 ms  6.0 ms, 4.9            8.0 ms, 0              3.6 GB
 ===== ===================== ======= ====================== ====================== ======
 
-So v5p has `ASYNC_GATHERS` by default, which cost nothing; v6e has none, as there they cost what
-they gain; v5e runs gathers asynchronously anyway. `OFFLOADED` runs collectives on SparseCores: it
-gains most and takes most memory, so plans get it only from ``confirm``, where the compiler at hand
-accepted it, the step became faster and fits. On v5e, which has no SparseCores, `ASYNC` is tried.
+So v5p has `ASYNC_GATHERS` by default where the memory leaves `ROOM` for what is in flight; v6e has
+none, as there they cost what they gain; v5e runs gathers asynchronously anyway. `OFFLOADED` runs
+collectives on SparseCores: it gains most and takes most memory, so plans get it only from
+``confirm``, where the compiler at hand accepted it, the step became faster and fits. On v5e, which
+has no SparseCores, `ASYNC` is tried.
 """
 
 from __future__ import annotations
@@ -67,6 +68,24 @@ OPTION_SETS: dict[str, Options] = {"v5e": ASYNC, "v5p": OFFLOADED, "v6e": OFFLOA
 
 NAMES = frozenset(name for options in (ASYNC, ASYNC_GATHERS, OFFLOADED) for name, _ in options)
 """Options that only TPUs know, and that a plan may have without having been asked for them."""
+
+
+ROOM = 0.85
+"""Share of the memory that a plan may be predicted to take and still have the default options:
+asynchronous gathers keep more in flight (mixture of experts, v5p:2x2x4: 18.5 GB without, 20.4
+with)."""
+
+
+def where_room(given: Options, cluster: Cluster, peak: float, limit: float) -> tuple[Options, str]:
+    """The options of a plan by its memory in bytes, and a note if the defaults are left out."""
+    usual = DEFAULTS.get(cluster.device.kind, ())
+    if not usual or given != usual or peak <= ROOM * limit:
+        return given, ""
+    note = (
+        f"compiled without {_WHAT[usual]}, which keep more in memory than there is room for; the "
+        "step is longer than predicted by what they hide"
+    )
+    return (), note
 
 
 _WHAT = {

@@ -121,3 +121,21 @@ def test_a_plan_says_what_its_compiler_options_are_for() -> None:
     text = plan_text(make_plan(step, *SHAPES, cluster="v5p:2x2x2"), 120)
     assert "asynchronous gathers (5 of XLA, in the plan)" in text
     assert "compiler options" not in plan_text(make_plan(step, *SHAPES, cluster="v5e:2x4"), 120)
+
+
+def test_default_options_are_left_out_where_memory_is_short() -> None:
+    whole = make_plan(step, *SHAPES, cluster="v5p:2x2x2", mode="DATA_PARALLEL")
+    tight = whole.prediction.peak_bytes / 0.9
+    plan = make_plan(step, *SHAPES, cluster="v5p:2x2x2", mode="DATA_PARALLEL", memory=tight)
+    assert not plan.compiler_options
+    assert any("compiled without asynchronous gathers" in note for note in plan.notes)
+    mine = {**dict(whole.compiler_options), "xla_a": 1}
+    kept = make_plan(
+        step,
+        *SHAPES,
+        cluster="v5p:2x2x2",
+        mode="DATA_PARALLEL",
+        memory=tight,
+        compiler_options=mine,
+    )
+    assert len(kept.compiler_options) == 6
