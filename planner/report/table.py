@@ -38,7 +38,7 @@ from planner.report.units import (
     time_text,
 )
 from planner.report.verdict import choice_text, devices_text, mesh_text, proof_text
-from planner.request.option_sets import options_text
+from planner.request.option_sets import options_line
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
@@ -84,6 +84,7 @@ def _parts(plan: Plan) -> Iterable[RenderableType]:
 
 def _summary(plan: Plan) -> RenderableType:
     p, s = plan.prediction, plan.search
+    options = options_line(plan.compiler_options, plan.cluster, plan.confirmed is not None)
     memory = f"{bytes_text(p.peak_bytes)} per device at the peak"
     if p.limit_bytes > 0:
         limit = limit_text(p.limit_bytes, p.device_bytes)
@@ -106,11 +107,7 @@ def _summary(plan: Plan) -> RenderableType:
             ),
             *recipe_lines(plan),
             ("peak memory", memory),
-            *(
-                [("compiler options", options_text(plan.compiler_options))]
-                if plan.compiler_options
-                else []
-            ),
+            *([("compiler options", options)] if options else []),
             *([("compiled", _confirmed_text(plan))] if plan.confirmed else []),
             *([("host memory", _host_text(plan))] if p.host_bytes else []),
             ("gap", f"{percent_text(s.gap)}: {proof_text(plan)}"),

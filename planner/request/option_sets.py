@@ -102,6 +102,22 @@ def options_text(options: Options) -> str:
     return f"{what} ({count})" if what else count
 
 
+def options_line(options: Options, cluster: str, confirmed: bool) -> str:
+    """The options of a plan for a reader; empty if there is nothing to say.
+
+    Args:
+        options: of the plan.
+        cluster: its text; the kind of device stands before the colon.
+        confirmed: whether a compiler confirmed the plan.
+    """
+    said = [options_text(options)] if options else []
+    if not confirmed and OPTION_SETS.get(cluster.partition(":")[0]) is OFFLOADED:
+        said.append(
+            "the step time is that of the options which --confirm tries, and longer without"
+        )
+    return "; ".join(said)
+
+
 def with_defaults(given: Options | None, cluster: Cluster) -> tuple[Options, Cluster]:
     """The options of a plan, and the cluster as programs compiled with them use it.
 

@@ -139,3 +139,9 @@ def test_default_options_are_left_out_where_memory_is_short() -> None:
         compiler_options=mine,
     )
     assert len(kept.compiler_options) == 6
+
+
+def test_an_unconfirmed_step_time_says_what_it_counts_on() -> None:
+    words = "the step time is that of the options which --confirm tries"
+    assert words in " ".join(plan_text(make_plan(step, *SHAPES, cluster="v6e:2x4"), 120).split())
+    assert words not in plan_text(make_plan(step, *SHAPES, cluster="v5e:2x4"), 120)
