@@ -26,7 +26,7 @@ from planner.graph.trace import Traced, abstract, trace
 from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Plan
 from planner.recipes import rewritten
-from planner.request.option_sets import DEFAULTS, NAMES
+from planner.request.compiler.option_sets import DEFAULTS, NAMES
 from planner.space.decisions.host_memory import DEVICE
 
 log = logging.getLogger("meshwright")

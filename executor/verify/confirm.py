@@ -3,7 +3,7 @@
 Compilers change layouts, keep values in two dtypes and replace collectives, so a cost model can't
 rank close candidates. The search's plan is compiled under every lowering, then the best plans of
 other meshes under the lowering that was best for the first. The best of all is compiled once more,
-with the options of its kind of device (``planner.request.option_sets``).
+with the options of its kind of device (``planner.request.compiler.option_sets``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from planner.graph.trace import Traced
 from planner.plan.compiled.confirmed import CompiledRow, Confirmation
 from planner.plan.compiled.lowering import lowerings
 from planner.plan.plan import Plan
-from planner.request.option_sets import DEFAULTS, OPTION_SETS, options_text
+from planner.request.compiler.option_sets import DEFAULTS, OPTION_SETS, options_text
 
 ENOUGH = 0.01
 """Relative gain in step time that justifies another candidate than the first."""

@@ -22,7 +22,7 @@ from planner.plan.contents.json_text import rounded
 from planner.plan.extract import Extraction
 from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
-from planner.request.option_sets import where_room
+from planner.request.compiler.option_sets import where_room
 from planner.request.options import Request
 from planner.request.pins import axis_names
 from planner.search.pools import pool_peaks

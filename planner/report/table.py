@@ -38,7 +38,7 @@ from planner.report.units import (
     time_text,
 )
 from planner.report.verdict import choice_text, devices_text, mesh_text, proof_text
-from planner.request.option_sets import options_line
+from planner.request.compiler.option_sets import options_line
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5

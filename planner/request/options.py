@@ -33,8 +33,8 @@ from planner.modes import (
     check_mode,
     get_parallel_mode,
 )
-from planner.request.compiler_options import parse_compiler_options
-from planner.request.option_sets import with_defaults
+from planner.request.compiler.compiler_options import parse_compiler_options
+from planner.request.compiler.option_sets import with_defaults
 from planner.request.state import StateRequest, check_state_request
 from planner.space.decisions import DECISIONS, parsed
 from planner.spec import MeshSpec, parse_mesh

@@ -21,7 +21,7 @@ from planner.errors import PlanFormatError, RequestError
 from planner.plan.compiled.lowering import PLAIN, by_axis, by_dimension
 from planner.plan.plan import MeshVerdict, Plan, load_plan, plan_from_json
 from planner.report.table import plan_text
-from planner.request.option_sets import OPTION_SETS
+from planner.request.compiler.option_sets import OPTION_SETS
 
 WIDTH, ROWS = 4096, 65536
 CLOCK_HZ = 1.5e9  # of a v5e

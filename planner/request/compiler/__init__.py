@@ -1,0 +1,1 @@
+"""Options for XLA: parsed, and by kind of device."""
