@@ -24,9 +24,9 @@ from planner.arguments.outcome import kept_leaves
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
 from planner.plan.compiled.lowering import PLAIN
+from planner.plan.compiled.option_sets import NAMES
 from planner.plan.plan import Plan
 from planner.recipes import rewritten
-from planner.request.compiler.option_sets import DEFAULTS, NAMES
 from planner.space.decisions.host_memory import DEVICE
 
 log = logging.getLogger("meshwright")
@@ -111,15 +111,18 @@ class CompiledStep:
             return (result, [leaves[k] for k in back]) if back else result
 
         results = (out_shardings, [ins[k] for k in back]) if back else out_shardings
-        self._jit = functools.partial(
-            jax.jit, step, in_shardings=self.in_shardings, out_shardings=results
+        self.jitted = jax.jit(
+            step,
+            in_shardings=self.in_shardings,
+            out_shardings=results,
+            donate_argnums=donate_argnums,
+            compiler_options=_options(plan, self.mesh) or None,
         )
-        self._options = _options(plan, self.mesh)
-        self._donating = donate_argnums
-        self.jitted = self._jit(
-            donate_argnums=donate_argnums, compiler_options=self._options or None
+        self._inner = (
+            self.jitted
+            if not plan.compiler_options
+            else jax.jit(step, in_shardings=self.in_shardings, out_shardings=results)
         )
-        self._inner = self._jit() if self._options else self.jitted
         self._program: Any = None
         self._foreign = self._compared = False
         self._many = not abstract_mesh and jax.process_count() > 1
@@ -235,21 +238,14 @@ class CompiledStep:
         return self._inner(*args)
 
     def _compiled(self, args: Sequence[Any]) -> Any:
-        """The program. Where the back end refuses a compiler option, those that plans have unasked
-        are left out; raises RequestError if it refuses another one."""
+        """The program; raises RequestError for a compiler option that the back end refuses."""
         try:
             return self.jitted.lower(*args).compile()
         except jax.errors.JaxRuntimeError as error:
             said = str(error).strip().partition("\n")[0]
-            if not self._options or "option" not in said.lower():
-                raise
-            others = {name: x for name, x in self._options.items() if name not in NAMES}
-            if others == self._options:
+            if self.plan.compiler_options and "option" in said.lower():
                 raise RequestError(f"compiler_options: {said}; leave it out") from error
-            log.warning("compiled without the options for asynchronous collectives: %s", said)
-            self._options = others
-            self.jitted = self._jit(donate_argnums=self._donating, compiler_options=others or None)
-            return self._compiled(args)
+            raise
 
     def _check(self, args: Sequence[Any], error: Exception) -> None:
         """Whether arguments that the program refuses only have to be placed; raises if not."""
@@ -285,17 +281,15 @@ class CompiledStep:
 
 
 def _options(plan: Plan, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str, str]:
-    """The plan's compiler options, without those for TPUs if it runs on other devices."""
+    """The plan's compiler options, without those that a confirmed plan has for TPUs if it runs on
+    other devices."""
     options = dict(plan.compiler_options)
-    if isinstance(mesh, jax.sharding.AbstractMesh):
+    if isinstance(mesh, jax.sharding.AbstractMesh) or plan.confirmed is None:
         return options
     platform = mesh.devices.flat[0].platform
     away = sorted(NAMES & options.keys()) if platform != "tpu" else []
     if away:
-        usual = any(set(away) == dict(options).keys() for options in DEFAULTS.values())
-        level = logging.INFO if usual else logging.WARNING
-        text = "%s devices have no compiler options %s: left out"
-        log.log(level, text, platform, ", ".join(away))
+        log.warning("%s devices have no compiler options %s: left out", platform, ", ".join(away))
     return {name: value for name, value in options.items() if name not in away}
 
 

@@ -3,7 +3,7 @@
 Compilers change layouts, keep values in two dtypes and replace collectives, so a cost model can't
 rank close candidates. The search's plan is compiled under every lowering, then the best plans of
 other meshes under the lowering that was best for the first. The best of all is compiled once more,
-with the options of its kind of device (``planner.request.compiler.option_sets``).
+with the options of its kind of device (``planner.plan.compiled.option_sets``).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.compiled.confirmed import CompiledRow, Confirmation
 from planner.plan.compiled.lowering import lowerings
+from planner.plan.compiled.option_sets import OPTION_SETS, WHAT
 from planner.plan.plan import Plan
-from planner.request.compiler.option_sets import DEFAULTS, OPTION_SETS, options_text
 
 ENOUGH = 0.01
 """Relative gain in step time that justifies another candidate than the first."""
@@ -126,8 +126,7 @@ def _tuned(best: Tried, cluster: Cluster) -> list[tuple[int, Plan]]:
     """The best candidate with the options of its kind of device, where the user gave none."""
     number, plan, row = best
     options = OPTION_SETS.get(cluster.device.kind)
-    usual = DEFAULTS.get(cluster.device.kind, ())
-    if options is None or plan.compiler_options not in ((), usual) or row.verdict:
+    if options is None or plan.compiler_options or row.verdict:
         return []
     return [(number, dataclasses.replace(plan, compiler_options=options))]
 
@@ -168,8 +167,8 @@ def _row(
     if known is not None:
         return known
     how = str(plan.lowering)
-    if plan.compiler_options and plan.compiler_options != DEFAULTS.get(cluster.device.kind, ()):
-        how += f", {options_text(plan.compiler_options).partition(' (')[0]}"
+    if plan.compiler_options == OPTION_SETS.get(cluster.device.kind):
+        how += f", {WHAT[plan.compiler_options]}"
     predicted = plan.prediction.step_s
     blank = CompiledRow(str(plan.mesh), how, predicted, 0.0, 0.0, 0.0, 0.0, 0.0, "")
     try:

@@ -22,7 +22,6 @@ from planner.plan.contents.json_text import rounded
 from planner.plan.extract import Extraction
 from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
-from planner.request.compiler.option_sets import where_room
 from planner.request.options import Request
 from planner.request.pins import axis_names
 from planner.search.pools import pool_peaks
@@ -83,10 +82,6 @@ def _plan(
     priced, graph = extraction.priced, extraction.graph
     inputs, outputs = extraction.leaves()
     devices, names = priced.mesh.num_devices, not _names_are_ours(request)
-    prediction = extraction.prediction(request.limit_bytes)
-    options, left_out = where_room(
-        request.compiler_options, request.cluster, prediction.peak_bytes, request.limit_bytes
-    )
     plan = Plan(
         mode=request.mode,
         cluster=request.cluster.text,
@@ -97,17 +92,14 @@ def _plan(
         collectives=extraction.collectives(),
         activations=extraction.activations(),
         fallbacks=fallbacks,
-        notes=(
-            *inert_notes(graph),
-            *_notes(graph),
-            *untried(priced.analysis, tried, request),
-            *([left_out] if left_out else []),
-        ),
+        notes=(*inert_notes(graph), *_notes(graph), *untried(priced.analysis, tried, request)),
         meshes=tuple(
             _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
             for p, s in tried
         ),
-        prediction=dataclasses.replace(prediction, device_bytes=request.device_bytes),
+        prediction=dataclasses.replace(
+            extraction.prediction(request.limit_bytes), device_bytes=request.device_bytes
+        ),
         search=SearchReport(
             solution.search, solution.cost_s, solution.lower_bound_s, solution.gap, solution.reason
         ),
@@ -117,7 +109,7 @@ def _plan(
         strategy=strategy_text(priced.mesh.sizes, roles),
         idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
         lowering=default_lowering(request.cluster),
-        compiler_options=options,
+        compiler_options=request.compiler_options,
         decisions=extraction.decisions(),
         apart=kept_apart(extraction),
         planning_s=time.perf_counter() - begun,

@@ -44,7 +44,7 @@ from planner.plan.readers import (
     text,
     whole,
 )
-from planner.request.compiler.compiler_options import NAME, VALUE
+from planner.request.compiler_options import NAME, VALUE
 from planner.spec import AXIS_NAME, MeshSpec, Sharding
 
 MEMORIES = ("device", "pinned_host", "unpinned_host")

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from costmodels.orders import Simulated, Work, drawn, in_ticks, named_order, simulate
+from planner.plan.compiled.option_sets import COUNTED, OFFLOADED
 from planner.plan.plan import MeshVerdict, Plan
 from planner.report.fold import (
     LeafRow,
@@ -38,10 +39,10 @@ from planner.report.units import (
     time_text,
 )
 from planner.report.verdict import choice_text, devices_text, mesh_text, proof_text
-from planner.request.compiler.option_sets import options_line
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
+_BLOCKS = "counts on collectives on SparseCores (compiler options); by default they block"
 _STAGES_DRAWN = 8
 SCHEDULE_TITLE = (
     "schedule (a row per stage; digits: forward pass of that microbatch, letters: backward pass, "
@@ -84,7 +85,6 @@ def _parts(plan: Plan) -> Iterable[RenderableType]:
 
 def _summary(plan: Plan) -> RenderableType:
     p, s = plan.prediction, plan.search
-    options = options_line(plan.compiler_options, plan.cluster, plan.confirmed is not None)
     memory = f"{bytes_text(p.peak_bytes)} per device at the peak"
     if p.limit_bytes > 0:
         limit = limit_text(p.limit_bytes, p.device_bytes)
@@ -105,15 +105,23 @@ def _summary(plan: Plan) -> RenderableType:
                 + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else "")
                 + _idle_text(plan),
             ),
+            *([("overlap", _BLOCKS)] if _hides_only_with_options(plan) else []),
             *recipe_lines(plan),
             ("peak memory", memory),
-            *([("compiler options", options)] if options else []),
             *([("compiled", _confirmed_text(plan))] if plan.confirmed else []),
             *([("host memory", _host_text(plan))] if p.host_bytes else []),
             ("gap", f"{percent_text(s.gap)}: {proof_text(plan)}"),
             ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
         )
     )
+
+
+def _hides_only_with_options(plan: Plan) -> bool:
+    """Whether collectives that count as hidden block as the plan stands."""
+    kind, options = plan.cluster.partition(":")[0], plan.compiler_options
+    confirmed = plan.confirmed is not None and plan.confirmed.chosen is not None
+    counted = kind in COUNTED and options != OFFLOADED and not confirmed
+    return counted and plan.prediction.overlapped_s > 0
 
 
 def recipe_lines(plan: Plan) -> list[tuple[str, str]]:

@@ -33,8 +33,7 @@ from planner.modes import (
     check_mode,
     get_parallel_mode,
 )
-from planner.request.compiler.compiler_options import parse_compiler_options
-from planner.request.compiler.option_sets import with_defaults
+from planner.request.compiler_options import parse_compiler_options
 from planner.request.state import StateRequest, check_state_request
 from planner.space.decisions import DECISIONS, parsed
 from planner.spec import MeshSpec, parse_mesh
@@ -115,8 +114,7 @@ class Options(TypedDict, total=False):
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
     confirm_limit_s: no compilation starts after these seconds; 90 by default.
-    compiler_options: for XLA, as for ``jax.jit`` (or ``"NAME=VALUE"`` texts), beside the usual ones
-        of the kind of device; ``"none"``: none at all. The plan keeps them.
+    compiler_options: for XLA, as for ``jax.jit`` (or ``"NAME=VALUE"`` texts); the plan keeps them.
     dump_problem: a file for the optimisation problem of the chosen mesh, in the IOPDDL form;
         written also when no plan fits.
     """
@@ -245,11 +243,7 @@ class Options(TypedDict, total=False):
     ]
     compiler_options: Annotated[
         Mapping[str, str | bool | int | float] | Sequence[str] | None,
-        Flag(
-            "XLA option, as for jax.jit; may be repeated; 'none': not even the usual ones",
-            metavar="NAME=VALUE",
-            repeated=True,
-        ),
+        Flag("XLA option, as for jax.jit; may be repeated", metavar="NAME=VALUE", repeated=True),
     ]
     dump_problem: str | Path | None
 
@@ -403,9 +397,6 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {described.text} has "
             f"{described.num_devices}; change one of them"
         )
-    compiling, described = with_defaults(
-        parse_compiler_options(asked.get("compiler_options") or {}), described
-    )
     model = AnalyticCostModel(described)
     return Request(
         described,
@@ -420,7 +411,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         shardings=asked.get("shardings") or {},
         dump_problem=asked.get("dump_problem"),
         **_confirming(asked, described),
-        compiler_options=compiling,
+        compiler_options=parse_compiler_options(asked.get("compiler_options") or {}),
         device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
     )
 

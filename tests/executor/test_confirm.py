@@ -19,9 +19,9 @@ from executor.verify.hlo.collectives import Module
 from planner import make_plan
 from planner.errors import PlanFormatError, RequestError
 from planner.plan.compiled.lowering import PLAIN, by_axis, by_dimension
+from planner.plan.compiled.option_sets import OPTION_SETS
 from planner.plan.plan import MeshVerdict, Plan, load_plan, plan_from_json
 from planner.report.table import plan_text
-from planner.request.compiler.option_sets import OPTION_SETS
 
 WIDTH, ROWS = 4096, 65536
 CLOCK_HZ = 1.5e9  # of a v5e
@@ -79,7 +79,7 @@ def test_the_fastest_as_compiled_is_taken(said: dict[str, Any]) -> None:
         ("physical joined scattered", "slower"),
         ("physical staged scattered", "slower"),
         ("plain", "chosen"),
-        ("plain, asynchronous collectives", "slower"),
+        ("plain, async collectives", "slower"),
     ]
     chosen = plan.confirmed.chosen if plan.confirmed else None
     assert chosen is not None and chosen.step_s == pytest.approx(8e-3)
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_left_out(said: dict[str, Any]) -> None:
         ("physical joined scattered", "does not fit"),
         ("physical staged scattered", "not compiled: out of memory"),
         ("plain", "chosen"),
-        ("plain, asynchronous collectives", "slower"),
+        ("plain, async collectives", "slower"),
     ]
 
 
@@ -127,7 +127,7 @@ def test_options_are_tried_with_the_best_and_kept_if_they_gain(
     said.update({"else": (10, 1e9), str(BY_AXIS): (9, 1e9), "options": (8, 1.1e9)})
     plan = planned(confirm="tpu", candidates=1)
     assert plan.compiler_options == OPTION_SETS["v5e"] and plan.lowering == BY_AXIS
-    assert verdicts(plan)[-1] == ("physical joined scattered, asynchronous collectives", "chosen")
+    assert verdicts(plan)[-1] == ("physical joined scattered, async collectives", "chosen")
     assert plan_from_json(plan.to_json()) == plan
     monkeypatch.setenv(confirming.CACHE, "")
     said["options"] = RequestError("the compiler refused the step: No such compile option: 'a'")
@@ -155,26 +155,6 @@ def test_a_confirmed_plan_for_tpus_runs_on_cpus_without_their_options(
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     assert "xla_enable_async_all_gather" in caplog.text and "left out" in caplog.text
-
-
-@pytest.mark.devices
-def test_options_that_a_compiler_does_not_know_are_left_out_if_nobody_asked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A CPU in the place of a TPU whose compiler has no such option."""
-    from executor.run import compile as compiling
-
-    monkeypatch.setattr(compiling, "_options", lambda plan, mesh: dict(plan.compiler_options))
-    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    w, x = (jnp.full((64, 64), value, jnp.float32) for value in (0.01, 0.02))
-    plan = make_plan(step, shape, shape, cluster="v5p:2x2x2")
-    found = compiling.compile_plan(step, plan)(w, x)
-    for a, b in zip(jax.jit(step)(w, x), found, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert "compiled without the options for asynchronous collectives" in caplog.text
-    own = make_plan(step, shape, shape, cluster="v5p:2x2x2", compiler_options={"xla_no_such": 1})
-    with pytest.raises(RequestError, match=r"xla_no_such.*leave it out"):
-        compiling.compile_plan(step, own)(w, x)
 
 
 @pytest.mark.parametrize(

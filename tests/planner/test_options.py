@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -11,9 +12,11 @@ import optax
 import pytest
 
 import executor
+from costmodels.schedule import Place
 from executor.parameter_server import hybrid
 from planner import MemoryLimitError, RequestError, make_placement, make_plan, plan_step
 from planner.compare import compare
+from planner.plan.compiled.option_sets import OFFLOADED
 from planner.report.table import plan_text
 from planner.request.options import OPTIONS, flags, parse_request
 
@@ -103,45 +106,31 @@ def test_doors_pass_limits_on(option: dict[str, Any]) -> None:
         executor.parallelize(step, cluster="h100:1", **option).prepare(*SHAPES)
 
 
-def test_v5p_has_asynchronous_gathers_unless_told_otherwise() -> None:
-    usual = dict(make_plan(step, *SHAPES, cluster="v5p:2x2x2").compiler_options)
-    assert usual["xla_enable_async_all_gather"] == "true" and len(usual) == 5
-    assert not make_plan(step, *SHAPES, cluster="v6e:2x4").compiler_options
-    added = make_plan(step, *SHAPES, cluster="v5p:2x2x2", compiler_options={"xla_a": 1})
-    assert dict(added.compiler_options) == {**usual, "xla_a": "1"}
-    none = parse_request("v5p:2x2x2", compiler_options="none")
-    assert none.compiler_options == () and none.model.overlap == (0.0, 0.0, 0.0)
-    one = parse_request("v5p:2x2x2", compiler_options=["xla_enable_async_all_gather=false"])
-    assert dict(one.compiler_options)["xla_enable_async_all_gather"] == "false"
-    assert one.model.overlap == (0.0, 0.0, 0.0)
-    assert parse_request("v5p:2x2x2").model.overlap[1] > 0.5
-
-
-def test_a_plan_says_what_its_compiler_options_are_for() -> None:
-    text = plan_text(make_plan(step, *SHAPES, cluster="v5p:2x2x2"), 120)
-    assert "asynchronous gathers (5 of XLA, in the plan)" in text
-    assert "compiler options" not in plan_text(make_plan(step, *SHAPES, cluster="v5e:2x4"), 120)
-
-
-def test_default_options_are_left_out_where_memory_is_short() -> None:
-    whole = make_plan(step, *SHAPES, cluster="v5p:2x2x2", mode="DATA_PARALLEL")
-    tight = whole.prediction.peak_bytes / 0.9
-    plan = make_plan(step, *SHAPES, cluster="v5p:2x2x2", mode="DATA_PARALLEL", memory=tight)
-    assert not plan.compiler_options
-    assert any("compiled without asynchronous gathers" in note for note in plan.notes)
-    mine = {**dict(whole.compiler_options), "xla_a": 1}
-    kept = make_plan(
-        step,
-        *SHAPES,
-        cluster="v5p:2x2x2",
-        mode="DATA_PARALLEL",
-        memory=tight,
-        compiler_options=mine,
-    )
-    assert len(kept.compiler_options) == 6
-
-
 def test_an_unconfirmed_step_time_says_what_it_counts_on() -> None:
-    words = "the step time is that of the options which --confirm tries"
-    assert words in " ".join(plan_text(make_plan(step, *SHAPES, cluster="v6e:2x4"), 120).split())
-    assert words not in plan_text(make_plan(step, *SHAPES, cluster="v5e:2x4"), 120)
+    def text(cluster: str, mode: str = "DATA_PARALLEL") -> str:
+        return " ".join(
+            plan_text(make_plan(step, *SHAPES, cluster=cluster, mode=mode), 120).split()
+        )
+
+    words = "counts on collectives on SparseCores (compiler options); by default they block"
+    for cluster in ("v6e:2x4", "v5p:2x2x2", "v5p-16"):
+        assert words in text(cluster)
+        assert words not in text(cluster, mode="STAND_ALONE")  # sends nothing
+    assert "SparseCores" not in text("v5e:2x4")
+    plan = make_plan(step, *SHAPES, cluster="v6e:2x4", mode="DATA_PARALLEL")
+    assert words not in plan_text(dataclasses.replace(plan, compiler_options=OFFLOADED), 200)
+
+
+@pytest.mark.parametrize(("cluster", "shares"), [("v5e:2x4", (0.3, 0.8, 0.0)), ("h100:8", None)])
+def test_what_hides_is_counted_by_place(cluster: str, shares: tuple[float, ...] | None) -> None:
+    """FSDP: gathers of the parameter run ahead, the reduction of its gradient behind."""
+    big = tuple(jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for _ in range(2))
+    planned = plan_step(step, *big, cluster=cluster, mode="DATA_PARALLEL", zero=3)
+    model = planned.request.model
+    sent = planned.extraction.sent()
+    by_kind = {x.step.kind: x.place for x in sent}
+    assert by_kind["all_gather"] is Place.AHEAD
+    assert by_kind.get("reduce_scatter", by_kind.get("all_reduce")) is Place.BEHIND
+    hidden = sum((shares or model.overlap)[x.place] * x.time_s for x in sent)
+    found = planned.plan.prediction
+    assert found.overlapped_s == pytest.approx(min(hidden, found.compute_s), rel=1e-6)

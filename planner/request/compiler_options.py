@@ -14,16 +14,11 @@ VALUE = r"[+-]?[0-9]+(?:\.[0-9]+)?|[A-Za-z][A-Za-z0-9_-]{0,60}"
 """Numbers and words."""
 
 
-NO_OPTIONS = "none"
-
-
-def parse_compiler_options(
-    given: Mapping[str, Any] | Sequence[str],
-) -> tuple[tuple[str, str], ...] | None:
-    """Options as sorted pairs of text; None for the word ``none``, which is for no options at all.
+def parse_compiler_options(given: Mapping[str, Any] | Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Options as sorted pairs of text.
 
     Args:
-        given: a mapping as for ``jax.jit``, texts ``NAME=VALUE``, or ``none``.
+        given: a mapping as for ``jax.jit``, or texts ``NAME=VALUE``.
 
     Raises:
         RequestError: malformed, given twice, or an option that a plan may not set.
@@ -34,8 +29,6 @@ def parse_compiler_options(
                 f"compiler_options: got {type(given).__name__}, expected a mapping or NAME=VALUE"
             )
         words = [given] if isinstance(given, str) else list(given)
-        if words == [NO_OPTIONS]:
-            return None
         for word in words:
             if not isinstance(word, str) or not word.partition("=")[2]:
                 raise RequestError(f"compiler_options: {word!r}: expected NAME=VALUE")

@@ -1,1 +1,0 @@
-"""Options for XLA: parsed, and by kind of device."""
