@@ -63,5 +63,5 @@ WHAT = {ASYNC: "async collectives", OFFLOADED: "collectives on SparseCores"}
 """What a set does, in a few words."""
 
 COUNTED = frozenset({"v5p", "v6e"})
-"""Kinds of device whose overlap in the catalog is that with `OFFLOADED`: without, their collectives
-block."""
+"""Kinds of device whose overlap in the catalog is about that with `OFFLOADED`: without, their
+collectives block."""
