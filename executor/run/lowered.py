@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from executor.run.interpret import ConstrainedStep, Decided, Kept
+from executor.run.on_shards import OnShards, Spec, kernels_on_shards, partition_spec
 from planner import compat
 from planner.cost.reshard import collectives_of
 from planner.cost.routes import route
@@ -24,10 +25,6 @@ from planner.plan.plan import Constraint, Plan
 
 Place = tuple[int, str, int]
 """Operation, slot, position."""
-
-Spec = tuple[tuple[str, ...], ...]
-"""Per dimension, the axes of the jax mesh that split it, major first."""
-
 
 @dataclass(frozen=True)
 class Scatter:
@@ -61,6 +58,7 @@ class LoweredPlan:
         scatters: products followed by explicit reduce-scatters, by operation.
         plain_layout: operations whose results are held to the default layout.
         apart: operations that what reads their result is not compiled into.
+        kernels: kernels of the user's that run on shards, by operation.
     """
 
     mesh: Mesh | AbstractMesh
@@ -70,6 +68,7 @@ class LoweredPlan:
     scatters: Mapping[int, Scatter] = field(default_factory=dict)
     plain_layout: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
+    kernels: Mapping[int, OnShards] = field(default_factory=dict)
 
     @property
     def transposes(self) -> frozenset[int]:
@@ -104,7 +103,10 @@ def lower_plan(
     joined = [tuple(x for x, _ in parts) for parts in axes.values()] if how.joined else []
     plain_layout = table_gradients(traced, plan) if how.dimensions else frozenset()
     apart = frozenset(plan.apart)
-    return LoweredPlan(mesh, shardings, how.staged, tuple(joined), scatters, plain_layout, apart)
+    kernels = kernels_on_shards(traced, known, speller.spec)
+    return LoweredPlan(
+        mesh, shardings, how.staged, tuple(joined), scatters, plain_layout, apart, kernels
+    )
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,6 @@ class _Speller:
         """The sharding of a constraint, for at least ``rank`` dimensions."""
         dims = tuple(tuple(x for name in dim for x in self.names[name]) for dim in c.spec.dims)
         return dims + ((),) * (rank - len(dims))
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    """As jax writes it."""
-    used = max((d + 1 for d, entry in enumerate(spec) if entry), default=0)
-    return PartitionSpec(*[e if len(e) > 1 else e[0] if e else None for e in spec[:used]])
 
 
 def spec_of(sharding: NamedSharding, rank: int) -> Spec:
@@ -397,6 +393,8 @@ class LoweredStep(ConstrainedStep):
             self.step(name)
             return ins
         how = self.lowered.scatters.get(op)
+        if op in self.lowered.kernels:
+            return self.kernel(eqn, op, ins)
         if how is None:
             results = super().operation(eqn, ins)
             if op in self.lowered.apart:
@@ -412,3 +410,12 @@ class LoweredStep(ConstrainedStep):
         made = scattered(eqn, ins, how, self.lowered.mesh)
         out = NamedSharding(self.lowered.mesh, partition_spec(how.out))
         return [super().constrained(made, out)]
+
+    def kernel(self, eqn: Any, op: int, ins: list[Any]) -> list[Any]:
+        """The results of a kernel that runs on shards."""
+        self.step(eqn.primitive.name)
+        ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
+        made = self.lowered.kernels[op].run(eqn, ins, self.lowered.mesh)
+        for slot in RESULTS:
+            made = [self.at(op, slot, k, x) for k, x in enumerate(made)]
+        return made

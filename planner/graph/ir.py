@@ -105,7 +105,9 @@ class Op:
     ``effect`` says that it does more than make its results (prints, calls the host, writes to a
     reference), and so runs whether or not these are read; ``segment`` is the repeated block that it
     stands in and which copy of it, (-1, 0) for none; ``passes`` is how many bfloat16 products a
-    float32 product is made of where it asks for precision (1: it asks for none).
+    float32 product is made of where it asks for precision (1: it asks for none); ``kernel`` is what
+    a kernel of the user's does ("matmul", "attention" or "vector"), "" for other operations, and
+    ``flops`` the flop of one run of it.
     """
 
     index: int
@@ -120,6 +122,8 @@ class Op:
     phase: Phase = Phase.FORWARD
     segment: tuple[int, int] = (-1, 0)
     passes: int = 1
+    kernel: str = ""
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

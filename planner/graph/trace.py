@@ -11,6 +11,7 @@ names a place in the program for both.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
+from planner.rules.kernels.grid import NAME as KERNEL
+from planner.rules.kernels.work import kernel_work
 from planner.rules.key import EqnKey
 
 FUSED = "flash_attention"
@@ -103,6 +106,12 @@ def _passes(precision: Any) -> int:
     return max((_PASSES.get(getattr(p, "name", ""), 1) for p in asked), default=1)
 
 
+def _kernel(eqn: EqnKey) -> tuple[str, float]:
+    """``Op.kernel`` and ``Op.flops`` of a Pallas kernel: two products or more are attention."""
+    flops, products = kernel_work(eqn.params)
+    return "attention" if products > 1 else "matmul" if products else "vector", flops
+
+
 @dataclass(eq=False)
 class _Builder(PlacedWalk[int]):
     """Writes down what it walks through; ``current`` is the region at hand."""
@@ -154,6 +163,7 @@ class _Builder(PlacedWalk[int]):
                 cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn.params))
             attrs = cached[1]
         passes = 1 if eqn is None else _passes(eqn.params.get("precision"))
+        kernel, flops = _kernel(eqn) if eqn is not None and kind == KERNEL else ("", 0.0)
         self.ops.append(
             Op(
                 index,
@@ -166,6 +176,8 @@ class _Builder(PlacedWalk[int]):
                 self.fused,
                 effect,
                 passes=passes,
+                kernel=kernel,
+                flops=flops,
             )
         )
         self.eqns.append(eqn)
@@ -302,6 +314,19 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     return Traced(closed, in_tree, out_tree, out_shape, [p for p, _ in ins], paths, updated)
 
 
+def _note_unused(builder: _Builder, outputs: Sequence[int]) -> None:
+    """Write down which results of kernels nobody reads."""
+    kernels = [op for op in builder.ops if op.kind == KERNEL]
+    if not kernels:
+        return
+    read = {v for op in builder.ops for v in op.inputs}.union(outputs)
+    for op in kernels:
+        unused = frozenset(k for k, v in enumerate(op.outputs) if v not in read)
+        eqn = builder.eqns[op.index]
+        if eqn is not None and unused:
+            builder.eqns[op.index] = dataclasses.replace(eqn, unused=unused)
+
+
 def _graph_of(
     closed: Any,
     in_paths: list[tuple[Any, ...]],
@@ -314,6 +339,7 @@ def _graph_of(
     names = [jax.tree_util.keystr(p) for p in in_paths]
     inputs = [builder.value(v.aval, -1, n) for v, n in zip(inner.invars, names, strict=True)]
     outputs = builder.run(closed, inputs)
+    _note_unused(builder, outputs)
     found = ties(
         in_paths,
         out_paths,

@@ -169,6 +169,8 @@ class _Classifier:
         factor = None if rule is None else _example_factor(pair, node, rule)
         if rule is None or factor is None or factor in rule.replicated:
             raise _coupled(node, "mixes examples")
+        if rule.sizes[factor] % self.examples:  # it splits groups of examples
+            raise _coupled(node, "may mix examples")
         told = node.changed
         if told:
             raise _coupled(node, f"computes with the batch's size: {told}")

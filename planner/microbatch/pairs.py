@@ -18,6 +18,8 @@ from planner import compat
 from planner.graph.jaxpr.places import origin_of, user_line
 from planner.graph.jaxpr.walk import CALLS, REMAT, STRUCTURED, called
 from planner.microbatch.errors import NotExactError
+from planner.rules.kernels.grid import NAME as KERNEL
+from planner.rules.kernels.local import same_body
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Node:
         power = self.whole.params.get("y"), self.small.params.get("y")
         if self.name == "integer_pow" and power[0] != power[1]:
             found.append(f"the power {power[0]} is {power[1]} in a microbatch")
+        if self.name == KERNEL and not same_body(self.whole.params, self.small.params):
+            found.append("the body of the kernel is another one in a microbatch")
         return ", ".join(found)
 
     @property

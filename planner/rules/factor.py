@@ -50,7 +50,8 @@ class FactorRule:
             one leaves partial results that an all-reduce must combine.
         replicated: Factors that must not be sharded.
         origin: ``shardy`` (read from one operation), ``composed`` (from several),
-            ``elementwise``, ``fallback`` (hand-written), ``declared`` (by the user) or ``opaque``.
+            ``elementwise``, ``fallback`` (hand-written), ``declared`` (by the user), ``grid`` (of
+            a Pallas kernel) or ``opaque``.
     """
 
     operands: tuple[Mapped, ...]

@@ -22,13 +22,15 @@ class EqnKey:
     """A primitive with its parameters and the abstract values around it.
 
     Literal inputs are given as abstract values like any other input. Abstract
-    values need a ``shape`` and a ``dtype`` only.
+    values need a ``shape`` and a ``dtype`` only. ``unused`` are results that nobody reads, as far
+    as the rule may depend on that (kernels that keep scratch memory in results).
     """
 
     primitive: jex_core.Primitive
     params: Mapping[str, Any]
     in_avals: tuple[Any, ...]
     out_avals: tuple[Any, ...]
+    unused: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, eqn: jex_core.JaxprEqn) -> EqnKey:
@@ -67,4 +69,5 @@ class EqnKey:
             repr(sorted(self.params.items(), key=lambda item: item[0])),
             tuple((_shape(a), str(getattr(a, "dtype", a))) for a in self.in_avals),
             tuple((_shape(a), str(getattr(a, "dtype", a))) for a in self.out_avals),
+            self.unused,
         )

@@ -7,6 +7,8 @@ import math
 from collections.abc import Hashable, Sequence
 
 from planner.rules.factor import FactorRule, opaque_rule
+from planner.rules.kernels.grid import NAME as KERNEL
+from planner.rules.kernels.grid import grid_rule
 from planner.rules.key import EqnKey
 from planner.rules.sources.declared import declared_rule
 from planner.rules.sources.fallback import ELEMENTWISE, LINALG, fallback_rule, pointwise_rule
@@ -20,7 +22,8 @@ class RuleBook:
 
     Elementwise equations are recognised by name and shapes. Shardy is asked for all
     others together; where it has no rule a hand-written one stands in, or the one that the
-    user's function declares. Where there is none of these nothing of the equation can be sharded.
+    user's function declares, or that its grid gives (Pallas). Where there is none of these nothing
+    of the equation can be sharded.
     """
 
     def __init__(self, *, use_shardy: bool = True) -> None:
@@ -48,13 +51,13 @@ class RuleBook:
         asked = [
             signature
             for signature, item in missing.items()
-            if self._use_shardy and item.name not in LINALG
+            if self._use_shardy and item.name not in LINALG and item.name != KERNEL
         ]
         read = dict(zip(asked, read_rules([missing[s] for s in asked]), strict=True))
         for signature, item in missing.items():
             ins, outs = item.in_shapes, item.out_shapes
             rule = read.get(signature) or fallback_rule(item.name, item.params, ins, outs)
-            rule = rule or declared_rule(item)
+            rule = rule or declared_rule(item) or grid_rule(item)
             self._known[signature] = _guarded(item, rule or opaque_rule(ins, outs))
 
 

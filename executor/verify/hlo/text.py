@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_ENDS = re.compile(r"^\}(\s|$|, execution_thread)")
 _PAREN = re.compile(r"[()]")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,<=\s]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -207,7 +208,7 @@ def parse(text: str) -> HloModule:
     found: dict[str, Computation] = {}
     entry = name = root = ""
     lines: dict[str, Instruction] = {}
-    for line in text.splitlines():
+    for line in _joined(text.splitlines()):
         if not name:
             head = _HEAD.match(line)
             if head:
@@ -226,6 +227,23 @@ def parse(text: str) -> HloModule:
         raise ValueError("not the text of an HLO module: no ENTRY computation")
     partitions = _PARTITIONS.search(text[: text.find("\n")])
     return HloModule(found, entry, int(partitions.group(1)) if partitions else 1)
+
+
+def _joined(lines: Sequence[str]) -> Iterator[str]:
+    """Lines of a module, those of one instruction in one: attributes with text of the user's, such
+    as the metadata of a kernel, stand on several."""
+    held = ""
+    for line in lines:
+        if held and not (_NAME.match(line) or _ENDS.match(line)):
+            held += line
+            continue
+        if held:
+            yield held
+        held = line if _NAME.match(line) else ""
+        if not held:
+            yield line
+    if held:
+        yield held
 
 
 def _instruction(name: str, rest: str) -> Instruction:

@@ -66,6 +66,12 @@ def constraints_of(extraction: Extraction) -> tuple[Constraint, ...]:
                 add(link.op, "in", link.operand, extraction.from_digits(dst, rank))
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
+        if op.kernel and entry is not None:  # it runs on shards as they are here
+            group, ins, outs = entry
+            for slot, values, layouts in (("in", op.inputs, ins), ("made", op.outputs, outs)):
+                for k, (v, layout) in enumerate(zip(values, layouts, strict=True)):
+                    if v != SCALAR and layout:
+                        add(op.index, slot, k, extraction.sharding(group, layout))
         if op.kind in ("loop_carry", "loop_xs") and entry is not None:
             group, _, outs = entry
             if outs[0]:

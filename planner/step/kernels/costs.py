@@ -25,6 +25,10 @@ TF32_PASSES = 3
 ``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
 
 
+KERNELS: Mapping[str, Kernel] = {"matmul": "matmul", "attention": "attention"}
+"""Of ``Op.kernel``: those that are timed by themselves."""
+
+
 @dataclass(frozen=True)
 class Work:
     """A part of a group's work, summed over operations that split alike.
@@ -80,7 +84,7 @@ class Workload:
         if found is None:
             return
         group, work = found
-        if op.kind in PRODUCTS:
+        if op.kind in PRODUCTS or op.kernel in KERNELS:
             self.products[group].append(work)
             return
         total = self.sums[group].setdefault((work.classes[0], work.dtype), [0.0, 0.0, 0.0])
@@ -128,6 +132,8 @@ class Workload:
         flops = 0.0 if inside >= 0 else weight * flops
         kernels = weight if self.starts[op.index] and inside < 0 else 0.0
         traffic = ((weight * nbytes, (0,)),)
+        if op.kernel in KERNELS:
+            return group, Work((factors,), flops, traffic, dtype, KERNELS[op.kernel], kernels)
         return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
 
     def _passes(self, op: Op, dtype: str) -> float:

@@ -1,0 +1,95 @@
+"""Kernels of the user's on shards: ``shard_map`` of the same kernel with a shorter grid.
+
+XLA knows nothing of a kernel and would gather its operands. Where the plan splits one, each device
+runs it on its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from planner import compat
+from planner.graph.trace import Traced
+from planner.plan.plan import Constraint
+from planner.rules.kernels.local import local_params
+
+Spec = tuple[tuple[str, ...], ...]
+"""Per dimension, the axes of the jax mesh that split it, major first."""
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    """As jax writes it."""
+    used = max((d + 1 for d, entry in enumerate(spec) if entry), default=0)
+    return PartitionSpec(*[e if len(e) > 1 else e[0] if e else None for e in spec[:used]])
+
+
+@dataclass(frozen=True)
+class OnShards:
+    """How a kernel is split: the shardings of its operands and results, and which results nobody
+    reads."""
+
+    ins: tuple[Spec, ...]
+    outs: tuple[Spec, ...]
+    unused: frozenset[int]
+
+    def run(self, eqn: Any, ins: Sequence[Any], mesh: Any) -> list[Any]:
+        """The kernel's results; all mesh axes are manual."""
+        outs = [compat.aval_shape(v.aval) for v in eqn.outvars]
+        local_outs = [_local(shape, s, mesh) for shape, s in zip(outs, self.outs, strict=True)]
+
+        def local(*shards: Any) -> list[Any]:
+            shapes = [x.shape for x in shards]
+            params = local_params(eqn.params, shapes, local_outs, self.unused)
+            return compat.evaluate_equation(eqn.replace(params=params), shards)
+
+        specs = tuple(partition_spec(s) for s in self.ins)
+        out_specs = [partition_spec(s) for s in self.outs]
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        return list(run(*map(jax.numpy.asarray, ins)))
+
+
+def _local(shape: Sequence[int], spec: Spec, mesh: Any) -> tuple[int, ...]:
+    """The shape of a shard."""
+    out = list(shape)
+    for d, entry in enumerate(spec):
+        for axis in entry:
+            out[d] //= mesh.shape[axis]
+    return tuple(out)
+
+
+def kernels_on_shards(
+    traced: Traced,
+    known: Mapping[tuple[int, str, int], Constraint],
+    spell: Callable[[Constraint, int], Spec],
+) -> dict[int, OnShards]:
+    """The kernels that a plan splits, by operation.
+
+    Args:
+        traced: the step.
+        known: the plan's constraints by operation, slot and position.
+        spell: a constraint in the axes of the jax mesh, for a number of dimensions.
+    """
+    found = {}
+    for op in traced.graph.ops:
+        eqn = traced.eqns[op.index]
+        if not op.kernel or eqn is None:
+            continue
+
+        def specs(
+            slot: str, shapes: Sequence[Sequence[int]], at: int = op.index
+        ) -> tuple[Spec, ...]:
+            said = [known.get((at, slot, k)) for k in range(len(shapes))]
+            return tuple(
+                ((),) * len(shape) if c is None else spell(c, len(shape))
+                for c, shape in zip(said, shapes, strict=True)
+            )
+
+        ins, outs = specs("in", eqn.in_shapes), specs("made", eqn.out_shapes)
+        if any(entry for spec in (*ins, *outs) for entry in spec):
+            found[op.index] = OnShards(ins, outs, eqn.unused)
+    return found

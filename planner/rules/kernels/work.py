@@ -1,0 +1,68 @@
+"""Flop of a Pallas kernel, from its author's estimate or from its body."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from planner import compat
+from planner.rules.kernels.integers import inner_call
+
+READS = frozenset({"get", "masked_load", "load"})
+"""Primitives that read a part of a reference."""
+_FREE = READS | {"swap", "masked_swap", "program_id", "num_programs"}
+
+
+def body_flops(jaxpr: Any) -> tuple[float, int]:
+    """Flop of one run of a body, and how many products of matrices it has. Of a conditional the
+    costliest branch counts; a loop whose length is not known runs as often as it takes to read the
+    longest array that it reads a part of in each turn."""
+    flops, products = 0.0, 0
+    for eqn in compat.body(jaxpr).eqns:
+        name, params = eqn.primitive.name, eqn.params
+        size = max((math.prod(compat.aval_shape(v.aval)) for v in eqn.outvars), default=0)
+        call = inner_call(eqn)
+        if name == "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            shape = compat.aval_shape(eqn.invars[0].aval)
+            flops += 2.0 * size * math.prod(shape[d] for d in contracted)
+            products += 1
+        elif call is not None:
+            more = body_flops(call)
+            flops, products = flops + more[0], products + more[1]
+        elif name == "cond":
+            most = max(body_flops(b) for b in params["branches"])
+            flops, products = flops + most[0], products + most[1]
+        elif name in ("scan", "while"):
+            inner = params["jaxpr" if name == "scan" else "body_jaxpr"]
+            each = body_flops(inner)
+            trips = int(params["length"]) if name == "scan" else _turns(inner)
+            flops, products = flops + trips * each[0], products + each[1]
+        elif name not in _FREE:
+            flops += size
+    return flops, products
+
+
+def _turns(jaxpr: Any) -> int:
+    """See `body_flops`."""
+    most = 1
+    for eqn in compat.body(jaxpr).eqns:
+        if eqn.primitive.name in READS:
+            ends = (eqn.invars[0], eqn.outvars[0])
+            whole, part = (math.prod(compat.aval_shape(v.aval)) for v in ends)
+            most = max(most, whole // max(1, part))
+    return most
+
+
+def kernel_work(params: Any) -> tuple[float, int]:
+    """Flop of a kernel, and how many products of matrices its body has.
+
+    ``cost_estimate`` says the flop where the kernel's author gave one; else they are those of the
+    body times the places of the grid (dimensions of unknown length count as one).
+    """
+    grid = params["grid_mapping"].grid
+    flops, products = body_flops(params["jaxpr"])
+    said = params.get("cost_estimate")
+    if said is not None:
+        return float(said.flops), products
+    return flops * math.prod(n for n in grid if isinstance(n, int)), products
