@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from costmodels import AnalyticCostModel, Cluster, parse_cluster
-from executor.run.lowered import partition_spec, stages
+from executor.run.local.specs import partition_spec
+from executor.run.lowered import stages
 from executor.run.mesh import build_mesh, physical_axes
 from executor.verify.aot import devices_of, read_compiled
 from executor.verify.hlo.collectives import wire_bytes

@@ -321,3 +321,20 @@ def test_collectives_on_sparsecores_are_found() -> None:
     (found,) = read_module(SPARSECORE).collectives
     assert (found.kind, found.group_size, found.payload_bytes) == ("all_gather", 16, 2048.0)
     assert found.beside_cycles == 700.0
+
+
+def test_text_of_the_users_in_an_instruction_spans_lines() -> None:
+    """Kernels with metadata, as Pallas writes them for a TPU."""
+    written = LOOP.replace(
+        "  %cp.1 = f32[8,128]",
+        """\
+  %kernel = f32[8,128] custom-call(%a), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block\\": 128}"
+}}, metadata={op_name="kernel"}, backend_config={"window_config":{"estimated_cycles":"7"}}
+  %cp.1 = f32[8,128]""",
+    )
+    plain, more = read_module(LOOP), read_module(written)
+    assert more.cycles == plain.cycles + 7 and more.by_kind() == plain.by_kind()
+    kernel = parse(written).computations["main"].instructions["kernel"]
+    assert kernel.target == "tpu_custom_call" and kernel.op_name == "kernel"

@@ -126,9 +126,7 @@ def _inside(
     return frozenset(v for v in held if v not in names or names[v] in left)
 
 
-def _branches(
-    eqn: Any, values: Sequence[Number], held: Refs, first: frozenset[int]
-) -> Refs | None:
+def _branches(eqn: Any, values: Sequence[Number], held: Refs, first: frozenset[int]) -> Refs | None:
     """``_left`` of a conditional: of its branch, or of all where that is not known."""
     branches = eqn.params["branches"]
     which = values[0]

@@ -6,8 +6,8 @@ and result a place reads and writes. A dimension of the grid may be split where
 * each result has blocks of its own for every place along it, and each operand either does or is the
   same for all places: the index maps give block ``i // r`` for place i;
 * the body does not depend on the place along it, or modulo a number of places only;
-* nothing that runs carry from place to place (scratch memory, results that nobody reads) passes from
-  one place along it to the next.
+* nothing that runs carry from place to place (scratch memory, results that nobody reads) passes
+  from one place along it to the next.
 
 The kernel on a shard is then the same kernel with a shorter grid (``planner.rules.kernels.local``).
 """
@@ -15,7 +15,6 @@ The kernel on a shard is then the same kernel with a shorter grid (``planner.rul
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 from planner import compat
 from planner.rules.factor import FactorRule, canonical_rule
 from planner.rules.kernels.body import read_places, starts_anew
-from planner.rules.kernels.integers import inner_call, run
+from planner.rules.kernels.integers import run
 from planner.rules.key import EqnKey
 
 NAME = "pallas_call"
@@ -81,7 +80,7 @@ def grid_rule(eqn: EqnKey) -> FactorRule | None:
 
 
 def grid_axes(params: Any, unused: frozenset[int]) -> tuple[GridAxis, ...]:
-    """The dimensions of a kernel's grid that may be split; ``unused``: results that nobody reads."""
+    """The dimensions of a kernel's grid that may be split; ``unused``: results nobody reads."""
     grid = params["grid_mapping"]
     compiler = params.get("compiler_params")
     if params.get("mesh") is not None or getattr(compiler, "has_side_effects", False):
@@ -153,7 +152,7 @@ def _axis(params: Any, dim: int, period: int, unused: frozenset[int]) -> GridAxi
 
 def skipped_operands(grid: Any) -> int:
     """How many operands stand before the arrays: bounds of the grid, prefetched scalars."""
-    return grid.num_index_operands + sum(not isinstance(n, int) for n in grid.grid)
+    return int(grid.num_index_operands) + sum(not isinstance(n, int) for n in grid.grid)
 
 
 def _block(dim: Any) -> int | None:

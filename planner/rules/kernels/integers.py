@@ -1,4 +1,4 @@
-"""Integer arithmetic of index maps and kernel bodies, evaluated with numpy: no backend is started."""
+"""Integer arithmetic of index maps and kernel bodies, by numpy: no backend is started."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ def evaluated(eqn: Any, values: Sequence[Number]) -> list[Number]:
     function = _FUNCTIONS.get(eqn.primitive.name)
     if function is None or any(x is None for x in values):
         return unknown
-    if any(compat.aval_shape(v.aval) or np.asarray(x).dtype.kind not in "biu" for v, x in
-           zip(eqn.invars, values, strict=True)):
+    if any(
+        compat.aval_shape(v.aval) or np.asarray(x).dtype.kind not in "biu"
+        for v, x in zip(eqn.invars, values, strict=True)
+    ):
         return unknown
     with np.errstate(divide="ignore", over="ignore"):
         return [np.asarray(function(*values))]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner import compat
-from planner.rules.key import Shape
 from planner.rules.kernels.grid import grid_axes, skipped_operands
+from planner.rules.key import Shape
 
 _COUNTS = ("flops", "transcendentals", "bytes_accessed")
 """Of a cost estimate: what a shard has a share of."""

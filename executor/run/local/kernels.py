@@ -11,21 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
+from executor.run.local.specs import Spec, partition_spec
 from planner import compat
 from planner.graph.trace import Traced
 from planner.plan.plan import Constraint
 from planner.rules.kernels.local import local_params
-
-Spec = tuple[tuple[str, ...], ...]
-"""Per dimension, the axes of the jax mesh that split it, major first."""
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    """As jax writes it."""
-    used = max((d + 1 for d, entry in enumerate(spec) if entry), default=0)
-    return PartitionSpec(*[e if len(e) > 1 else e[0] if e else None for e in spec[:used]])
 
 
 @dataclass(frozen=True)

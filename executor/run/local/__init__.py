@@ -1,0 +1,1 @@
+"""What the executor runs on shards itself, with all mesh axes manual."""

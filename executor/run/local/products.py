@@ -1,0 +1,98 @@
+"""Products on shards whose partial sums are scattered by explicit reduce-scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from executor.run.local.specs import Spec, partition_spec
+from planner import compat
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """A product with explicit reduce-scatters, and the transpose that reads it.
+
+    Attributes:
+        transpose: that operation, -1 for none; ``order`` is its permutation.
+        ins: the shardings of both operands.
+        out: that of the transposed result.
+        sums: per dimension of it, the axes along which partial sums are scattered.
+        summed: the axes whose sums stay whole.
+    """
+
+    transpose: int
+    order: tuple[int, ...]
+    ins: tuple[Spec, Spec]
+    out: Spec
+    sums: Spec
+    summed: tuple[str, ...]
+
+
+Local = tuple[Spec | None, frozenset[str]]
+"""The sharding of a product of shards, and the axes along which it is a partial sum; no sharding
+where the operands' do not go together."""
+
+
+def _product(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
+    """Of a ``dot_general``."""
+    ((a_sum, b_sum), (a_batch, b_batch)) = params["dimension_numbers"]
+    pairs = (*zip(a_sum, b_sum, strict=True), *zip(a_batch, b_batch, strict=True))
+    free_a = [e for d, e in enumerate(a) if d not in (*a_sum, *a_batch)]
+    free_b = [e for d, e in enumerate(b) if d not in (*b_sum, *b_batch)]
+    spec = (*(a[d] for d in a_batch), *free_a, *free_b)
+    sums = frozenset(x for d in a_sum for x in a[d])
+    used = [x for entry in spec for x in entry]
+    fits = all(a[i] == b[j] for i, j in pairs)
+    fits = fits and len(set(used)) == len(used) and not sums & set(used)
+    return (spec if fits else None), sums
+
+
+def _convolution(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
+    """Of a convolution without groups whose windows are whole: batch and features may be split."""
+    numbers = params["dimension_numbers"]
+    (a_batch, a_sum, *space), (b_out, b_sum, *window) = numbers.lhs_spec, numbers.rhs_spec
+    batch, features, *_ = numbers.out_spec
+    sums = frozenset(a[a_sum])
+    out: list[tuple[str, ...]] = [()] * len(a)
+    out[batch], out[features] = a[a_batch], b[b_out]
+    used = [x for entry in out for x in entry]
+    plain = params["feature_group_count"] == params["batch_group_count"] == 1
+    fits = (
+        plain
+        and a[a_sum] == b[b_sum]
+        and not any((*(a[d] for d in space), *(b[d] for d in window)))
+    )
+    fits = fits and len(set(used)) == len(used) and not sums & set(used)
+    return (tuple(out) if fits else None), sums
+
+
+LOCAL: Mapping[str, Callable[[Mapping[str, Any], Spec, Spec], Local]] = {
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+}
+"""By kind of operation whose partial sums are scattered."""
+
+
+def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
+    """Multiply on shards, transpose by ``how.order`` and reduce-scatter along one axis at a time,
+    major axis first.
+
+    All mesh axes are manual. With automatic axes the compiler forgets the operands' shardings along
+    them at the border of the ``shard_map`` and gathers them."""
+
+    def local(a: Any, b: Any) -> Any:
+        (x,) = compat.evaluate_equation(eqn, [a, b])
+        x = compat.row_major(jax.lax.transpose(x, how.order))
+        for d, entry in enumerate(how.sums):
+            for axis in entry:
+                x = jax.lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
+        return jax.lax.psum(x, how.summed) if how.summed else x
+
+    specs = tuple(partition_spec(s) for s in how.ins)
+    out = partition_spec(how.out)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return run(*ins)
