@@ -20,8 +20,13 @@ from planner.spec import Entry, Sharding
 MARK = "planner_shard"
 SHIFT = "planner_shift"
 """Rows that become their neighbors' (``planner.stages.arrays``)."""
-MARKS = frozenset({MARK, "sharding_constraint"})
+EDGE = "region_edge"
+"""What enters or leaves a ``shard_map`` (``planner.rules.kernels.regions``)."""
+MARKS = frozenset({MARK, EDGE, "sharding_constraint"})
 """Operations that mark a value: identities where its sharding may change."""
+
+EDGE_MARK = jex_core.Primitive(EDGE)
+"""Of records only: nothing binds it."""
 
 _mark = jex_core.Primitive(MARK)
 _mark.def_impl(lambda x, *, entries: x)
@@ -133,7 +138,7 @@ LOGICAL = "planner_logical"
 def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Entries of a mark or of ``jax.lax.with_sharding_constraint``; None for anything else, and for
     a constraint that says nothing."""
-    if primitive == MARK:
+    if primitive in (MARK, EDGE):
         return tuple(params["entries"])
     if primitive == "sharding_constraint":
         sharding: Any = params.get("sharding")

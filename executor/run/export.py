@@ -22,6 +22,7 @@ from planner.graph.equal import REPEATABLE
 from planner.graph.jaxpr import walk
 from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Constraint, Leaf, Plan
+from planner.rules.kernels import regions
 from planner.space.decisions.host_memory import DEVICE
 
 WIDTH = 98
@@ -34,6 +35,7 @@ _COMPAT = (
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("abstract",)),
     (walk, ("Body", "Loop", "is_opaque", "called", "loop_of", "branches_of", "Walk")),
+    (regions, ("is_region",)),
     (interpret, ("in_bounds", "Kept", "returned", "Evaluated", "ConstrainedStep")),
 )
 """What is copied, by module."""
@@ -45,6 +47,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -244,6 +247,7 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
             f"RESULTS = {interpret.RESULTS!r}",
             f"REPEATABLE = frozenset({sorted(REPEATABLE)!r})",
             f"BARRIER = {walk.BARRIER!r}",
+            f"REGION = {regions.REGION!r}",
             *(f"{name} = frozenset(\n    {sorted(getattr(walk, name))!r}\n)" for name in _SETS),
             'V = TypeVar("V")',
             "Shardings = Mapping[tuple[int, str, int], NamedSharding]\n\n",

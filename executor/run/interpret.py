@@ -18,6 +18,7 @@ from planner.annotate import MARKS
 from planner.errors import InternalError
 from planner.graph.equal import REPEATABLE
 from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop, Walk
+from planner.rules.kernels.regions import is_region
 
 Shardings = Mapping[tuple[int, str, int], jax.sharding.NamedSharding]
 
@@ -176,6 +177,8 @@ class ConstrainedStep(Walk[Any]):
         ins, name = self.fetched(ins), eqn.primitive.name
         if name == BARRIER:
             return self.barrier(eqn, ins)
+        if is_region(eqn):
+            return self.region(eqn, ins)
         op = self.step(name)
         if name in MARKS:
             return [self.at(op, "out", 0, self.at(op, "in", 0, ins[0]))]
@@ -195,6 +198,24 @@ class ConstrainedStep(Walk[Any]):
             key = name, tuple(map(id, given))
             self.evaluated.setdefault(key, []).append(Evaluated(op, eqn.params, given, outs))
         return outs
+
+    def region(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """Evaluate a ``shard_map`` between the marks of what enters and leaves it."""
+        entered = [
+            x if compat.is_literal(v) else self.edge(x)
+            for v, x in zip(eqn.invars, ins, strict=True)
+        ]
+        self.step(eqn.primitive.name)
+        return [self.edge(x) for x in self.on_shards(eqn, entered)]
+
+    def edge(self, value: Any) -> Any:
+        """``value`` under the constraints of the mark that comes next."""
+        op = self.step("region_edge")
+        return self.at(op, "out", 0, self.at(op, "in", 0, value))
+
+    def on_shards(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """The results of a ``shard_map``."""
+        return compat.evaluate_equation(eqn, ins)
 
     def first_of(self, eqn: Any, op: int, ins: list[Any]) -> list[Any] | None:
         """The results of an operation before ``op`` that computes the same and that the plan says

@@ -24,6 +24,7 @@ from planner.graph.ir import Role
 from planner.graph.trace import Traced
 from planner.plan.behind import RESULTS, read_by_transposes
 from planner.plan.plan import Constraint, Plan
+from planner.rules.kernels.regions import region_axes
 
 Place = tuple[int, str, int]
 """Operation, slot, position."""
@@ -319,6 +320,14 @@ class LoweredStep(ConstrainedStep):
         made = scattered(eqn, ins, how, self.lowered.mesh)
         out = NamedSharding(self.lowered.mesh, partition_spec(how.out))
         return [super().constrained(made, out)]
+
+    def on_shards(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """The results of a ``shard_map``, on this mesh where it has the axes of the user's."""
+        shape, theirs = self.lowered.mesh.shape, eqn.params["mesh"]
+        if all(shape.get(name) == size for name, size in region_axes(eqn).items() if size > 1):
+            abstract = getattr(theirs, "abstract_mesh", theirs)
+            eqn = eqn.replace(params={**eqn.params, "mesh": abstract})
+        return super().on_shards(eqn, ins)
 
     def kernel(self, eqn: Any, op: int, ins: list[Any]) -> list[Any]:
         """The results of a kernel that runs on shards."""

@@ -38,6 +38,7 @@ from planner.plan.compiled.confirmed import CompiledRow, Confirmation
 from planner.plan.compiled.lowering import lowerings
 from planner.plan.compiled.option_sets import OPTION_SETS, WHAT
 from planner.plan.plan import Plan
+from planner.rules.kernels.regions import REGION
 
 ENOUGH = 0.01
 """Relative gain in step time that justifies another candidate than the first."""
@@ -92,7 +93,8 @@ def confirm(
         with jax.enable_x64(wide):  # configuration of the calling thread
             return number, plan, _row(plan, traced, cluster, donated, compiler)
 
-    ways = dict.fromkeys((first.lowering, *lowerings(cluster)))
+    named = any(op.kind == REGION for op in traced.graph.ops)
+    ways = dict.fromkeys((first.lowering, *lowerings(cluster, named)))
     said = [(0, dataclasses.replace(first, lowering=how)) for how in ways]
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
         try:

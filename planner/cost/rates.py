@@ -26,7 +26,7 @@ from planner.space.decisions import DECISIONS
 from planner.space.groups import GroupLink
 from planner.space.strategies import IntArray, StrategySet, digits
 from planner.step.analysis import Analysis, ideal_s
-from planner.step.facts import Facts, Reduction
+from planner.step.facts import Facts, Reduction, Said
 from planner.step.feeding import SHARE
 from planner.step.kernels.costs import Work
 
@@ -42,6 +42,7 @@ class Rates:
         alpha_s, beta_s_per_byte: [meshes, masks] of an all-reduce along them.
         shift: the two of a permutation.
         costs: see ``Transitions``.
+        meshes: their sizes.
     """
 
     model: CostModel
@@ -51,6 +52,7 @@ class Rates:
     beta_s_per_byte: Array
     shift: tuple[Array, Array]
     costs: Transitions
+    meshes: tuple[tuple[int, ...], ...] = ()
     splits: dict[tuple[int, tuple[int, ...]], Array] = field(default_factory=dict)
 
     @staticmethod
@@ -68,7 +70,7 @@ class Rates:
             return alpha, beta
 
         costs = transition_costs(meshes, model)
-        return Rates(model, n, size, *table("all_reduce"), table("permute"), costs)
+        return Rates(model, n, size, *table("all_reduce"), table("permute"), costs, tuple(meshes))
 
     def take(self, rows: IntArray) -> Rates:
         """The tables of some of the meshes."""
@@ -87,6 +89,7 @@ class Rates:
             beta_s_per_byte=self.beta_s_per_byte[rows],
             shift=(self.shift[0][rows], self.shift[1][rows]),
             costs=kept,
+            meshes=tuple(self.meshes[int(k)] for k in np.arange(len(self.meshes))[rows]),
             splits={},
         )
 
@@ -143,6 +146,15 @@ class Rates:
         local = r.nbytes / self.size[:, kept]
         return r.weight * np.where(over > 0, latency * alpha + beta * local, 0.0)
 
+    def said_s(self, own: Said) -> Array:
+        """[meshes] seconds of a collective that the user wrote, on a mesh with its axes."""
+        seconds = np.zeros(len(self.meshes))
+        for k, sizes in enumerate(self.meshes):
+            if max(own.axes) < len(sizes):
+                alpha, beta = self.model.collective_coefficients(own.kind, sizes, own.axes)
+                seconds[k] = own.weight * (alpha + beta * own.nbytes)
+        return seconds
+
     def gather_s(
         self, nbytes: float, layout: tuple[int, ...], chosen: StrategySet, change_s: float
     ) -> Array:
@@ -166,6 +178,8 @@ class Rates:
         for r in analysis.facts[group].reductions:
             part = behind if r.gradient else waited
             part += self.reduction_s(r, chosen.use)
+        for own in analysis.facts[group].said:
+            waited += self.said_s(own)[:, None]
         stored = analysis.facts[group].stored
         if stored is not None:
             ahead += self.gather_s(*stored, chosen, change_s)

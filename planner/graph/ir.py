@@ -105,9 +105,10 @@ class Op:
     ``effect`` says that it does more than make its results (prints, calls the host, writes to a
     reference), and so runs whether or not these are read; ``segment`` is the repeated block that it
     stands in and which copy of it, (-1, 0) for none; ``passes`` is how many bfloat16 products a
-    float32 product is made of where it asks for precision (1: it asks for none); ``kernel`` is what
-    a kernel of the user's does ("matmul", "attention" or "vector"), "" for other operations, and
-    ``flops`` the flop of one run of it.
+    float32 product is made of where it asks for precision (1: it asks for none); ``work`` is what
+    a kernel or a region of the user's does in one run, as (kind of kernel, flop, bytes): of a
+    kernel the whole, with bytes by its operands (0), of a ``shard_map`` one device's part;
+    ``sends`` is what a ``shard_map`` sends (``planner.rules.kernels.inside``).
     """
 
     index: int
@@ -122,8 +123,13 @@ class Op:
     phase: Phase = Phase.FORWARD
     segment: tuple[int, int] = (-1, 0)
     passes: int = 1
-    kernel: str = ""
-    flops: float = 0.0
+    work: tuple[tuple[str, float, float], ...] = ()
+    sends: tuple[tuple[str, tuple[int, ...], float, float], ...] = ()
+
+    @property
+    def kernel(self) -> str:
+        """What most of ``work`` is, "" where the operation's kind says what it does."""
+        return self.work[0][0] if self.work else ""
 
 
 @dataclass(frozen=True, slots=True)

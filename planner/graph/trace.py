@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from planner import compat
+from planner.annotate import EDGE, EDGE_MARK
 from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
@@ -31,7 +32,9 @@ from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
 from planner.rules.kernels.grid import NAME as KERNEL
-from planner.rules.kernels.work import kernel_work
+from planner.rules.kernels.inside import Sends, inside
+from planner.rules.kernels.regions import REGION, edge_entries, is_region, region_axes
+from planner.rules.kernels.work import Work, kernel_work
 from planner.rules.key import EqnKey
 
 FUSED = "flash_attention"
@@ -106,12 +109,6 @@ def _passes(precision: Any) -> int:
     return max((_PASSES.get(getattr(p, "name", ""), 1) for p in asked), default=1)
 
 
-def _kernel(eqn: EqnKey) -> tuple[str, float]:
-    """``Op.kernel`` and ``Op.flops`` of a Pallas kernel: two products or more are attention."""
-    flops, products = kernel_work(eqn.params)
-    return "attention" if products > 1 else "matmul" if products else "vector", flops
-
-
 @dataclass(eq=False)
 class _Builder(PlacedWalk[int]):
     """Writes down what it walks through; ``current`` is the region at hand."""
@@ -153,6 +150,8 @@ class _Builder(PlacedWalk[int]):
         source: str = "",
         eqn: EqnKey | None = None,
         effect: bool = False,
+        work: Work = (),
+        sends: Sends = (),
     ) -> tuple[int, ...]:
         index = len(self.ops)
         outs = tuple(self.value(a, index) for a in out_avals)
@@ -163,7 +162,6 @@ class _Builder(PlacedWalk[int]):
                 cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn.params))
             attrs = cached[1]
         passes = 1 if eqn is None else _passes(eqn.params.get("precision"))
-        kernel, flops = _kernel(eqn) if eqn is not None and kind == KERNEL else ("", 0.0)
         self.ops.append(
             Op(
                 index,
@@ -176,8 +174,8 @@ class _Builder(PlacedWalk[int]):
                 self.fused,
                 effect,
                 passes=passes,
-                kernel=kernel,
-                flops=flops,
+                work=work,
+                sends=sends,
             )
         )
         self.eqns.append(eqn)
@@ -214,7 +212,27 @@ class _Builder(PlacedWalk[int]):
                 passed += self.op(name, (value,), (aval,), self.current, source, record, effect)
             return passed
         record = EqnKey(eqn.primitive, eqn.params, tuple([v.aval for v in eqn.invars]), avals)
-        return self.op(name, ins, avals, self.current, source, record, effect)
+        if is_region(eqn):
+            return self.region_of_shards(eqn, ins, record)
+        work = kernel_work(eqn.params) if name == KERNEL else ()
+        return self.op(name, ins, avals, self.current, source, record, effect, work)
+
+    def region_of_shards(self, eqn: Any, ins: list[int], record: EqnKey) -> list[int]:
+        """A ``shard_map`` between the marks of its operands and results."""
+        source, (before, after) = self.place.line, edge_entries(eqn)
+
+        def edge(value: int, aval: Any, entries: tuple[Any, ...]) -> int:
+            mark = EqnKey(EDGE_MARK, {"entries": entries}, (aval,), (aval,))
+            return self.op(EDGE, (value,), (aval,), self.current, source, mark)[0]
+
+        entered = [
+            v if v == SCALAR else edge(v, aval, entries)
+            for v, aval, entries in zip(ins, record.in_avals, before, strict=True)
+        ]
+        work, sends = inside(eqn.params["jaxpr"], region_axes(eqn))
+        region, avals, effect = self.current, record.out_avals, bool(eqn.effects)
+        made = self.op(REGION, entered, avals, region, source, record, effect, work, sends)
+        return [edge(*each) for each in zip(made, avals, after, strict=True)]
 
     def call(self, eqn: Any, ins: list[int], body: Body) -> Sequence[int]:
         outer = self.fused

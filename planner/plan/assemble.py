@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from costmodels import Cluster
 from planner.annotate import Pin
 from planner.choose.candidates import batch_axes
 from planner.choose.devices import devices_worth, idle_text
@@ -15,7 +16,7 @@ from planner.cost.apart import kept_apart
 from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import Graph
-from planner.plan.compiled.lowering import default_lowering
+from planner.plan.compiled.lowering import Lowering, default_lowering, on_named_axes
 from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
 from planner.plan.contents.json_text import rounded
@@ -24,6 +25,7 @@ from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.options import Request
 from planner.request.pins import axis_names
+from planner.rules.kernels.regions import REGION
 from planner.search.pools import pool_peaks
 from planner.search.problem import Solution
 from planner.space.buffer import Memory
@@ -108,13 +110,19 @@ def _plan(
         op_inputs=tuple(op.inputs for op in graph.ops),
         strategy=strategy_text(priced.mesh.sizes, roles),
         idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
-        lowering=default_lowering(request.cluster),
+        lowering=_lowering(graph, request.cluster),
         compiler_options=request.compiler_options,
         decisions=extraction.decisions(),
         apart=kept_apart(extraction),
         planning_s=time.perf_counter() - begun,
     )
     return rounded(plan)  # type: ignore[no-any-return]
+
+
+def _lowering(graph: Graph, cluster: Cluster) -> Lowering:
+    """The default lowering; a ``shard_map`` needs the axes of its mesh as they are."""
+    how = default_lowering(cluster)
+    return on_named_axes(how) if any(op.kind == REGION for op in graph.ops) else how
 
 
 def _mesh_row(
@@ -157,8 +165,14 @@ def _notes(graph: Graph) -> tuple[str, ...]:
         f"{b.length}"
         for b in graph.blocks
     )
-    return blocks + tuple(
-        f"region {r.index} ({r.kind}): trip count unknown, priced as one"
-        for r in graph.regions
-        if not r.known
+    shards = [op.source for op in graph.ops if op.kind == REGION]
+    mesh = (f"mesh: that of shard_map ({shards[0] or 'no line'})",) if shards else ()
+    return (
+        mesh
+        + blocks
+        + tuple(
+            f"region {r.index} ({r.kind}): trip count unknown, priced as one"
+            for r in graph.regions
+            if not r.known
+        )
     )

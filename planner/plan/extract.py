@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 from costmodels.schedule import Overlap, Place, StageSeconds, step_seconds
 from planner.cost.peak import scheduled_peak
 from planner.cost.pricing import Priced, Pricer
-from planner.cost.rates import place_of
+from planner.cost.rates import Rates, place_of
 from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
 from planner.graph.fetches import fetches
@@ -24,6 +25,7 @@ from planner.plan.plan import (
     Leaf,
     Prediction,
 )
+from planner.rules.kernels.regions import REGION
 from planner.space.buffer import in_pool
 from planner.space.decisions import DECISIONS
 from planner.space.decisions.host_memory import DEVICE, HOST, OFFLOAD
@@ -253,6 +255,12 @@ class Extraction:
                     for s in self.steps(src, (0,) * len(row), 1, local, r.gradient):
                         place = Place.BEHIND if r.gradient else Place.WAITED
                         out.append(Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, place))
+            for own in priced.analysis.facts[group.index].said:
+                one = dataclasses.replace(own, weight=1.0)
+                seconds = float(Rates.of([priced.mesh.sizes], priced.model).said_s(one)[0])
+                s = ReshardStep(own.kind, own.axes, own.nbytes, seconds)
+                made = graph.ops[own.op].outputs
+                out.append(Sent(s, own.weight, made[0], own.op, REGION, False, Place.WAITED))
         used = {x.value: x.op for x in reversed(groups.links) if x.a_use}
         for value, op_index in used.items():
             home, layout = groups.home[value]  # type: ignore[misc]

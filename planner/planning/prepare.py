@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.annotate import MARKS, Pin
 from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.graph.trace import Traced
 from planner.report.units import bytes_text
+from planner.request.marks import WITHOUT_PINS
 from planner.request.options import (
     Request,
 )
@@ -51,6 +52,8 @@ def prepared(
     graph = traced.graph
     passed(Stage.GRAPH, graph)
     rules = graph_rules(traced)
+    if request.mode in WITHOUT_PINS:  # regions are computed whole, as these modes know no marks
+        rules = tuple(replace(r, origin="opaque") if r.origin == "region" else r for r in rules)
     donated = _donated(traced, donate_argnums)
     chosen = chosen_values(graph, request.decided)
     groups = with_decisions(build_groups(graph, rules, pins), chosen)

@@ -41,7 +41,7 @@ from planner.recipes import (
 from planner.remat.policy import FULL, OFFLOAD, parse_policy
 from planner.remat.rewrite import recomputed
 from planner.report.shortage import host_text, shortage_text
-from planner.request.marks import all_pins
+from planner.request.marks import all_pins, on_region_mesh
 from planner.request.options import (
     Request,
 )
@@ -81,7 +81,8 @@ class Row:
     ) -> None:
         self.traced, self.args = traced, args
         made = recipe_of(function)
-        self.request = dataclasses.replace(request, stages=1 if made.schedule else made.stages)
+        request = dataclasses.replace(request, stages=1 if made.schedule else made.stages)
+        self.request = on_region_mesh(traced, request)
         self.donate_argnums, self.function = donate_argnums, function
         self.step = self.prepare(traced)
 

@@ -15,10 +15,16 @@ from typing import Any
 import jax
 
 from costmodels import Cluster, ClusterError, parse_cluster
-from planner.annotate import Pin, StoredAs, mark_entries, placed_entries, told
+from planner.annotate import EDGE, Pin, StoredAs, mark_entries, placed_entries, told
 from planner.arguments.metadata import Rules, metadata_pins
-from planner.errors import PinError
+from planner.errors import PinError, RequestError
 from planner.graph.trace import Traced
+from planner.request.options import Request
+from planner.rules.kernels.regions import REGION, is_region, region_axes
+from planner.spec import MeshSpec
+
+WITHOUT_PINS = frozenset({"STAND_ALONE", "DATA_PARALLEL"})
+"""Modes that say everything themselves."""
 
 
 def all_pins(
@@ -40,7 +46,7 @@ def all_pins(
     Raises:
         PinError: as ``rule_pins``.
     """
-    if mode in ("STAND_ALONE", "DATA_PARALLEL"):
+    if mode in WITHOUT_PINS:
         return ()
     inputs, paths = traced.graph.inputs, traced.graph.input_paths
     ruled = rule_pins(shardings, paths, inputs)
@@ -62,9 +68,10 @@ def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
         entries = None if eqn is None else mark_entries(op.kind, eqn.params)
         if entries is None:
             continue
-        origin = f"{op.source or 'model'}: mark {told(entries)}"
+        what = "shard_map" if op.kind == EDGE else "mark"
+        origin = f"{op.source or 'model'}: {what} {told(entries)}"
         pins.append(Pin(op.outputs[0], entries, origin))
-        if op.inputs[0] in arguments:
+        if op.kind != EDGE and op.inputs[0] in arguments:
             arguments.discard(op.inputs[0])
             pins.append(Pin(op.inputs[0], entries, origin))
     return tuple(pins)
@@ -134,3 +141,48 @@ def placed_mesh(args: Sequence[Any], cluster: str | Cluster) -> dict[str, int] |
         return None  # said when the request is parsed
     mesh = dict(sizes.pop())
     return mesh if math.prod(mesh.values()) == devices else None
+
+
+def on_region_mesh(traced: Traced, request: Request) -> Request:
+    """A request with the mesh on which the step's regions run; without regions it is unchanged.
+
+    Raises:
+        RequestError: regions on different meshes, on another number of devices than the cluster
+            has, or on another mesh than was asked for.
+    """
+    if request.mode in WITHOUT_PINS:
+        return request
+    found: dict[tuple[tuple[str, int], ...], str] = {}
+    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
+        if op.kind == REGION and eqn is not None and is_region(eqn):
+            axes = tuple((n, k) for n, k in region_axes(eqn).items() if k > 1)
+            found.setdefault(axes, f"shard_map ({op.source or 'no line'})")
+    if not found:
+        return request
+    (axes, where), *others = found.items()
+    if others:
+        raise RequestError(
+            f"{where} runs on a mesh of {_text(axes)}, {others[0][1]} on one of "
+            f"{_text(others[0][0])}: a step has one mesh; build both regions on it"
+        )
+    devices, wanted = math.prod(k for _, k in axes), request.cluster.num_devices
+    if devices != wanted:
+        raise RequestError(
+            f"{where} runs on a mesh of {_text(axes)}, {devices} devices; the cluster "
+            f"{request.cluster.text} has {wanted}: build the mesh of as many, or plan "
+            f"for {devices}"
+        )
+    if request.mesh is not None:
+        given = {n: k for n, k in zip(request.mesh.names, request.mesh.sizes, strict=True) if k > 1}
+        if given != dict(axes):
+            raise RequestError(
+                f"{where} runs on a mesh of {_text(axes)}, mesh= says {request.mesh}: give the "
+                "same axes, or leave mesh= out"
+            )
+    return dataclasses.replace(
+        request, mesh=MeshSpec(tuple(n for n, _ in axes), tuple(k for _, k in axes))
+    )
+
+
+def _text(axes: tuple[tuple[str, int], ...]) -> str:
+    return ",".join(f"{name}={size}" for name, size in axes)

@@ -51,7 +51,7 @@ class FactorRule:
         replicated: Factors that must not be sharded.
         origin: ``shardy`` (read from one operation), ``composed`` (from several),
             ``elementwise``, ``fallback`` (hand-written), ``declared`` (by the user), ``grid`` (of
-            a Pallas kernel) or ``opaque``.
+            a Pallas kernel), ``region`` (of a ``shard_map``, whose specs say all) or ``opaque``.
     """
 
     operands: tuple[Mapped, ...]

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from planner.rules.factor import FactorRule, opaque_rule
 from planner.rules.kernels.grid import NAME as KERNEL
 from planner.rules.kernels.grid import grid_rule
+from planner.rules.kernels.regions import REGION, is_region
 from planner.rules.key import EqnKey
 from planner.rules.sources.declared import declared_rule
 from planner.rules.sources.fallback import ELEMENTWISE, LINALG, fallback_rule, pointwise_rule
@@ -51,14 +52,17 @@ class RuleBook:
         asked = [
             signature
             for signature, item in missing.items()
-            if self._use_shardy and item.name not in LINALG and item.name != KERNEL
+            if self._use_shardy and item.name not in LINALG and item.name not in (KERNEL, REGION)
         ]
         read = dict(zip(asked, read_rules([missing[s] for s in asked]), strict=True))
         for signature, item in missing.items():
             ins, outs = item.in_shapes, item.out_shapes
             rule = read.get(signature) or fallback_rule(item.name, item.params, ins, outs)
             rule = rule or declared_rule(item) or grid_rule(item)
-            self._known[signature] = _guarded(item, rule or opaque_rule(ins, outs))
+            whole = opaque_rule(ins, outs)
+            if is_region(item):
+                whole = dataclasses.replace(whole, origin="region")
+            self._known[signature] = _guarded(item, rule or whole)
 
 
 def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:

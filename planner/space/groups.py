@@ -269,6 +269,20 @@ class _Grouping:
             self.links.append((group, outs[k], hub, made, value, weight, op.index, -2 - k, True))
             self.fusion.home[value] = (hub, made)
 
+    def region(self, op: Op, rule: FactorRule) -> None:
+        """A ``shard_map``: nothing of it is decided, and its results are as the marks behind it
+        say (``planner.rules.kernels.regions``)."""
+        group = self.fusion.new_group("anchor", op.kind)
+        self.fusion.gops[group].append(op.index)
+        ins: list[Layout] = [(LAYOUT_NONE,) * len(dims) for dims in rule.operands]
+        outs: list[Layout] = [(LAYOUT_NONE,) * len(dims) for dims in rule.results]
+        self.op_layouts[op.index] = (group, ins, outs)
+        for value in op.outputs:
+            if self.graph.values[value].splits:
+                hub = self.fusion.new_group("fused", f"{op.kind} result")
+                made = self.fusion.fresh(hub, self.graph.values[value].shape)
+                self.fusion.home[value] = (hub, made)
+
     def border(self, op: Op) -> None:
         """A value enters a region or passes a mark: same value, new decision."""
         for value, out in zip(op.inputs, op.outputs, strict=True):
@@ -299,6 +313,8 @@ class _Grouping:
                 self.links.append((*home[result], *home[carry], result, weight, op.index, 0, False))
         elif self.fusable[op.index]:
             self.fuse(op, rule)
+        elif rule.origin == "region":
+            self.region(op, rule)
         else:
             self.stand_alone(op, rule)
 

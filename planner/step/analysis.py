@@ -18,7 +18,7 @@ from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 from planner.space.sums import with_joined_sums
 from planner.step.buffers import Lifetimes, find_buffers
-from planner.step.facts import Facts, Reduction
+from planner.step.facts import Facts, Reduction, Said
 from planner.step.feeding import fed_of
 from planner.step.kernels.absorbed import absorbing, product_kernels, seen_shares, vector_bytes
 from planner.step.kernels.costs import Work, Workload
@@ -155,6 +155,7 @@ def analyse(
     workload = empty_workload(graph, rules, groups, device)
     fused = workload.fused
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
+    said: list[list[Said]] = [[] for _ in groups.groups]
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or does_nothing(op):
@@ -163,6 +164,10 @@ def analyse(
             continue  # priced as a copy over the host link
         workload.add(op, rules[op.index])
         group, ins, outs = entry
+        if rules[op.index].origin == "region":
+            weight = graph.regions[op.region].weight
+            for kind, axes, nbytes, times in op.sends:
+                said[group].append(Said(kind, axes, nbytes, weight * times, op.index))  # type: ignore[arg-type]
         if op.kind == SHIFT and outs[0][0] >= 0:
             (value,) = op.outputs
             others = frozenset(f for f in outs[0][1:] if f >= 0)
@@ -188,6 +193,7 @@ def analyse(
         groups.groups,
         workload.done(),
         map(tuple, reductions),
+        map(tuple, said),
         _stored(graph, groups),
         _decided(graph, groups, live, chosen),
         fed_of(graph, groups),

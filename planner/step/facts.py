@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from costmodels.collectives import Collective
 from planner.space.factors import Layout
 from planner.space.groups import Group
 from planner.step.feeding import Fed
@@ -33,6 +34,18 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class Said:
+    """A collective that the user wrote, in a ``shard_map``: kind, axes of the mesh by position, the
+    payload of a device, how often it runs in a step; ``op`` is no fact."""
+
+    kind: Collective
+    axes: tuple[int, ...]
+    nbytes: float
+    weight: float
+    op: int = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the strategies and the seconds of a group follow from.
 
@@ -40,6 +53,7 @@ class Facts:
         kind, sizes, shardable, reduction, decisions: those of the group.
         work: see ``Work``.
         reductions: all-reduces and shifts inside it.
+        said: collectives that the user wrote.
         stored: bytes and layout of an input that operations see as ``used``.
         decided: by decision, what its seconds follow from.
         fed: its arrays that the host feeds at every step.
@@ -52,6 +66,7 @@ class Facts:
     decisions: tuple[tuple[str, int], ...] = ()
     work: tuple[Work, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    said: tuple[Said, ...] = ()
     stored: tuple[float, Layout] | None = None
     decided: tuple[tuple[str, Hashable], ...] = ()
     fed: tuple[Fed, ...] = ()
@@ -61,6 +76,7 @@ class Facts:
         group: Group,
         work: tuple[Work, ...],
         reductions: tuple[Reduction, ...],
+        said: tuple[Said, ...],
         stored: tuple[float, Layout] | None,
         decided: tuple[tuple[str, Hashable], ...],
         fed: tuple[Fed, ...],
@@ -68,12 +84,14 @@ class Facts:
         """The facts of a group whose operations do this."""
         g = group
         own = (g.kind, g.sizes, g.shardable, g.reduction, g.decisions)
-        return Facts(*own, work, reductions, stored, decided, fed)
+        return Facts(*own, work, reductions, said, stored, decided, fed)
 
     @cached_property
     def _hash(self) -> int:
         own = (self.kind, self.sizes, self.shardable, self.reduction, self.decisions)
-        return hash((own, self.work, self.reductions, self.stored, self.decided, self.fed))
+        return hash(
+            (own, self.work, self.reductions, self.said, self.stored, self.decided, self.fed)
+        )
 
     def __hash__(self) -> int:
         return self._hash  # asked often, and the work is long

@@ -7,6 +7,7 @@ choice is part of the plan.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from costmodels import Cluster
@@ -74,8 +75,15 @@ def default_lowering(cluster: Cluster) -> Lowering:
     return by_dimension(cluster) if count > 2 else by_axis(cluster) if count == 2 else PLAIN
 
 
-def lowerings(cluster: Cluster) -> tuple[Lowering, ...]:
-    """Lowerings that ``confirm`` compiles."""
+def on_named_axes(how: Lowering) -> Lowering:
+    """``how`` with the mesh axes as they are, which a ``shard_map`` of the user's names."""
+    return dataclasses.replace(how, dimensions=(), joined=False)
+
+
+def lowerings(cluster: Cluster, named: bool = False) -> tuple[Lowering, ...]:
+    """Lowerings that ``confirm`` compiles; ``named``: with the mesh axes as they are."""
+    if named:
+        return tuple(dict.fromkeys(map(on_named_axes, lowerings(cluster))))
     if cluster.kind == "torus":
         return (by_dimension(cluster), by_axis(cluster), PLAIN)
     return (STEP_BY_STEP, PLAIN)

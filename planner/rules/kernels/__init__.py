@@ -1,1 +1,1 @@
-"""Kernels written in Pallas: along which dimensions of its grid one may be split, and its flop."""
+"""Kernels written in Pallas: along which dimensions of its grid one may be split, and its work."""

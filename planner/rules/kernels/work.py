@@ -1,4 +1,4 @@
-"""Flop of a Pallas kernel, from its author's estimate or from its body."""
+"""What Pallas kernels and ``shard_map`` regions do, from their authors' estimate or their body."""
 
 from __future__ import annotations
 
@@ -54,8 +54,12 @@ def _turns(jaxpr: Any) -> int:
     return most
 
 
-def kernel_work(params: Any) -> tuple[float, int]:
-    """Flop of a kernel, and how many products of matrices its body has.
+Work = tuple[tuple[str, float, float], ...]
+"""As ``Op.work`` has it."""
+
+
+def kernel_work(params: Any) -> Work:
+    """What a Pallas kernel does: two products or more are attention.
 
     ``cost_estimate`` says the flop where the kernel's author gave one; else they are those of the
     body times the places of the grid (dimensions of unknown length count as one).
@@ -63,6 +67,7 @@ def kernel_work(params: Any) -> tuple[float, int]:
     grid = params["grid_mapping"].grid
     flops, products = body_flops(params["jaxpr"])
     said = params.get("cost_estimate")
+    kind = "attention" if products > 1 else "matmul" if products else "vector"
     if said is not None:
-        return float(said.flops), products
-    return flops * math.prod(n for n in grid if isinstance(n, int)), products
+        return ((kind, float(said.flops), 0.0),)
+    return ((kind, flops * math.prod(n for n in grid if isinstance(n, int)), 0.0),)

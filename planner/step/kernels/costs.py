@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from costmodels import Device, Kernel
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
+from planner.rules.kernels.regions import REGION
 from planner.space.factors import Layout
 from planner.space.groups import Groups
 from planner.step.kernels.absorbed import ProductKernel
@@ -80,6 +81,9 @@ class Workload:
 
     def add(self, op: Op, rule: FactorRule) -> None:
         """Count one operation that stands in a group."""
+        if op.kind == REGION and rule.origin == "region":
+            self.region(op)
+            return
         found = self.part(op, rule)
         if found is None:
             return
@@ -91,6 +95,20 @@ class Workload:
         total[0] += work.flops
         total[1] += work.nbytes
         total[2] += work.kernels
+
+    def region(self, op: Op) -> None:
+        """Count what each device does in a ``shard_map``, which nothing splits further."""
+        entry = self.groups.op_layouts[op.index]
+        if entry is None:
+            return
+        weight = self.graph.regions[op.region].weight
+        dtype = next((self.graph.values[v].dtype for v in op.inputs if v != SCALAR), "float32")
+        for kind, flops, moved in op.work:
+            traffic = ((weight * moved, ()),)
+            how: Kernel = "matmul" if kind == "matmul" else "vector"
+            self.products[entry[0]].append(
+                Work((frozenset(),), weight * flops, traffic, dtype, how, weight)
+            )
 
     def part(self, op: Op, rule: FactorRule) -> tuple[int, Work] | None:
         """The group of one operation and its share of the group's work. Ask in program order: a

@@ -21,8 +21,8 @@ def in_place(graph: Graph, op: Op) -> bool:
 
 def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
     """Flop of one run of an operation, unsharded."""
-    if op.kernel:
-        return op.flops
+    if op.work:
+        return sum(flops for _, flops, _ in op.work)
     values = graph.values
     return _flops(
         op.kind,

@@ -16,7 +16,7 @@ from planner.space.buffer import Memory
 from planner.step.memory.copies import on_device
 from planner.step.memory.materialized import Written, extents, writes
 
-PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
+PASSES = frozenset({"planner_shard", "region_edge", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
 
 FUSION_REACH = 64

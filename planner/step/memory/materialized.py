@@ -16,8 +16,8 @@ from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
 from planner.step.memory.schedule import activations_first, schedule
 
 VIEWS = frozenset(
-    "reshape squeeze expand_dims loop_const branch_in planner_shard sharding_constraint copy_p "
-    "reduce_precision".split()
+    "reshape squeeze expand_dims loop_const branch_in planner_shard region_edge "
+    "sharding_constraint copy_p reduce_precision".split()
 )
 """Operations whose result is their operand, in the same memory."""
 
@@ -42,7 +42,7 @@ OVERWRITES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update
 WRITERS = frozenset({"loop_ys", "branch_out"})
 """Borders that write their result, from operands that they may compute themselves."""
 
-PASSES = frozenset({"planner_shard", "sharding_constraint", "optimization_barrier"})
+PASSES = frozenset({"planner_shard", "region_edge", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
 
 MAX_SOURCES = 24

@@ -1,0 +1,197 @@
+"""Steps with ``shard_map`` regions: their specs are met, their numbers are those of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from executor import compile_plan, parallelize
+from planner import RequestError, make_plan
+from planner.plan.plan import Plan
+from planner.rules.kernels.inside import inside
+from planner.rules.kernels.regions import REGION
+
+pytestmark = pytest.mark.devices
+
+ROWS, WIDTH, EXPERTS = 64, 32, 4
+
+
+def mesh_of(**axes: int) -> Mesh:
+    count = int(np.prod(list(axes.values())))
+    grid = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes))
+
+
+def mixture(mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Rows go to the experts' devices and come back."""
+
+    def region(x: jax.Array, w: jax.Array) -> jax.Array:
+        x = x.reshape(EXPERTS, -1, WIDTH)
+        x = jax.lax.all_to_all(x, "expert", 0, 1, tiled=True)
+        x = jnp.einsum("ebd,edf->ebf", x, w)
+        x = jax.lax.all_to_all(x, "expert", 1, 0, tiled=True)
+        return jnp.tanh(x.reshape(-1, WIDTH))
+
+    both = P(("data", "expert"))
+    return jax.shard_map(region, mesh=mesh, in_specs=(both, P("expert")), out_specs=both)
+
+
+def step_of(layer: Callable[[jax.Array, jax.Array], jax.Array], layers: int = 2) -> Any:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def block(x: jax.Array, q: Any) -> tuple[jax.Array, None]:
+            return x + layer(x @ q["in"], q["experts"]) @ q["out"], None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(block), x, p)[0] ** 2)
+
+    def step(p: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(p, x)
+        return jax.tree.map(lambda a, g: a - g, p, grads), value
+
+    return step
+
+
+def arguments(layers: int = 2) -> Any:
+    draw = np.random.default_rng(0)
+    shapes = {"in": (WIDTH, WIDTH), "experts": (EXPERTS, WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
+    params = {
+        n: jnp.asarray(draw.normal(size=(layers, *s)) * 0.1, jnp.float32) for n, s in shapes.items()
+    }
+    return params, jnp.asarray(draw.normal(size=(ROWS, WIDTH)), jnp.float32)
+
+
+def equal(step: Any, plan: Plan, args: Any) -> None:
+    want, got = jax.jit(step)(*args), compile_plan(step, plan)(*args)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"data": 2, "expert": 4}, {"expert": 4, "data": 2}, {"x": 1, "data": 4, "expert": 2}]
+)
+def test_what_is_around_a_region_meets_its_specs(axes: dict[str, int]) -> None:
+    step, args = step_of(mixture(mesh_of(**axes))), arguments()
+    if list(axes)[0] == "expert":  # a dimension over both, in another order than the mesh
+        with pytest.raises(RequestError, match="must stand in mesh order"):
+            make_plan(step, *args, cluster="cpu:8")
+        return
+    plan = make_plan(step, *args, cluster="cpu:8")
+    assert not plan.fallbacks
+    assert dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)) == {
+        n: k for n, k in axes.items() if k > 1
+    }
+    assert any("mesh: that of shard_map (test_regions_run.py:" in note for note in plan.notes)
+    experts = plan.as_partition_specs()["[0]['experts']"]
+    assert "expert" in str(experts)
+    equal(step, plan, args)
+
+
+def test_collectives_in_a_region_are_counted_as_written() -> None:
+    step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
+    plan = make_plan(step, *args, cluster="cpu:8")
+    mine = [c for c in plan.collectives if c.cause == REGION]
+    sent = ROWS // 8 * WIDTH * 4
+    moved = [c for c in mine if c.kind == "all_to_all"]
+    # forward, the same again for the backward pass, and their transposes
+    assert {(c.axes, c.payload_bytes) for c in moved} == {(("expert",), sent)}
+    assert sum(c.count for c in moved) == 2 * 6
+    weights = [c for c in mine if c.kind == "all_reduce"]
+    assert {(c.axes, c.payload_bytes) for c in weights} == {(("data",), WIDTH * WIDTH * 4)}
+
+
+def test_work_in_a_region_is_one_devices() -> None:
+    mesh = mesh_of(data=2, expert=4)
+    traced = jax.make_jaxpr(mixture(mesh))(
+        jnp.ones((ROWS, WIDTH)), jnp.ones((EXPERTS, WIDTH, WIDTH))
+    )
+    (eqn,) = traced.eqns
+    work, sends = inside(eqn.params["jaxpr"], {"data": 2, "expert": 4})
+    assert dict((kind, flops) for kind, flops, _ in work)["matmul"] == (
+        2.0 * ROWS * WIDTH * WIDTH / 8
+    )
+    assert [(kind, axes, times) for kind, axes, _, times in sends] == [("all_to_all", (1,), 2.0)]
+
+
+def test_regions_on_an_abstract_mesh() -> None:
+    mesh = AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    step, args = step_of(mixture(mesh)), arguments()
+    plan = make_plan(step, *args, cluster="cpu:8")
+    concrete = step_of(mixture(mesh_of(data=2, expert=4)))
+    want, got = jax.jit(concrete)(*args), compile_plan(step, plan)(*args)
+    np.testing.assert_allclose(want[1], got[1], rtol=1e-5)
+
+
+def test_axes_that_stay_automatic_are_the_planners() -> None:
+    mesh = mesh_of(data=2, model=4)
+
+    def region(x: jax.Array) -> jax.Array:
+        return x - jax.lax.pmean(x.mean(0, keepdims=True), "data")
+
+    centered = jax.shard_map(
+        region, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+
+    def step(w: Any, x: jax.Array) -> Any:
+        loss = lambda w: jnp.mean((centered(jnp.tanh(x @ w[0])) @ w[1]) ** 2)  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, g: a - g, w, grads), value
+
+    draw = np.random.default_rng(0)
+    w = [jnp.asarray(draw.normal(size=s) * 0.1, jnp.float32) for s in ((WIDTH, 64), (64, WIDTH))]
+    x = jnp.asarray(draw.normal(size=(ROWS, WIDTH)), jnp.float32)
+    plan = make_plan(step, w, x, cluster="cpu:8")
+    assert not plan.fallbacks and plan.mesh.names == ("data", "model")
+    equal(step, plan, (w, x))
+
+
+def test_a_step_is_parallelized_as_it_is() -> None:
+    step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
+    run = parallelize(step)
+    for a, b in zip(
+        jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(run(*args)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["DATA_PARALLEL", "STAND_ALONE"])
+def test_modes_without_marks_compute_regions_whole(mode: str) -> None:
+    step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
+    plan = make_plan(
+        step, *args, cluster="cpu:8" if mode == "DATA_PARALLEL" else "cpu:1", mode=mode
+    )
+    assert "shard_map (test_regions_run.py:" in plan.fallbacks[0]
+    if mode == "DATA_PARALLEL":
+        equal(step, plan, args)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh", "said"),
+    [
+        ("cpu:4", None, "8 devices; the cluster cpu:4 has 4: build the mesh of as many, or plan"),
+        ("cpu:8", "data=8", "runs on a mesh of data=2,expert=4, mesh= says data=8"),
+    ],
+)
+def test_meshes_that_do_not_match_are_named(cluster: str, mesh: str | None, said: str) -> None:
+    step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
+    with pytest.raises(RequestError, match=r"shard_map \(test_regions_run.py:\d+\)") as error:
+        make_plan(step, *args, cluster=cluster, mesh=mesh)
+    assert said in str(error.value)
+
+
+def test_regions_on_two_meshes_are_refused() -> None:
+    first, second = mixture(mesh_of(data=2, expert=4)), mixture(mesh_of(data=4, expert=2))
+    args = arguments()
+    with pytest.raises(RequestError, match="a step has one mesh"):
+        make_plan(step_of(lambda x, w: first(x, w) + second(x, w)), *args, cluster="cpu:8")
+
+
+def test_microbatches_of_a_region_are_refused_by_name() -> None:
+    step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
+    with pytest.raises(RequestError, match="shard_map"):
+        make_plan(step, *args, cluster="cpu:8", microbatches=2)
