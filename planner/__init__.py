@@ -20,6 +20,7 @@ from planner.errors import (
 )
 from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
 from planner.plan.plan import Plan, load_plan
+from planner.rules.kernels.registered import register_rule
 from planner.spec import MeshSpec, Sharding
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ __all__ = [
     "make_placement",
     "make_plan",
     "plan_step",
+    "register_rule",
     "set_parallel_mode",
     "shard",
     "with_logical_axis_rules",

@@ -31,10 +31,11 @@ from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
-from planner.rules.kernels.grid import NAME as KERNEL
 from planner.rules.kernels.inside import Sends, inside
+from planner.rules.kernels.known import is_kernel, work_of
+from planner.rules.kernels.pallas.grid import NAME as KERNEL
+from planner.rules.kernels.pallas.work import Work
 from planner.rules.kernels.regions import REGION, edge_entries, is_region, region_axes
-from planner.rules.kernels.work import Work, kernel_work
 from planner.rules.key import EqnKey
 
 FUSED = "flash_attention"
@@ -214,7 +215,7 @@ class _Builder(PlacedWalk[int]):
         record = EqnKey(eqn.primitive, eqn.params, tuple([v.aval for v in eqn.invars]), avals)
         if is_region(eqn):
             return self.region_of_shards(eqn, ins, record)
-        work = kernel_work(eqn.params) if name == KERNEL else ()
+        work = work_of(record) if is_kernel(record) else ()
         return self.op(name, ins, avals, self.current, source, record, effect, work)
 
     def region_of_shards(self, eqn: Any, ins: list[int], record: EqnKey) -> list[int]:

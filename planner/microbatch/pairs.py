@@ -18,8 +18,8 @@ from planner import compat
 from planner.graph.jaxpr.places import origin_of, user_line
 from planner.graph.jaxpr.walk import CALLS, REMAT, STRUCTURED, called
 from planner.microbatch.errors import NotExactError
-from planner.rules.kernels.grid import NAME as KERNEL
-from planner.rules.kernels.local import same_body
+from planner.rules.kernels.pallas.grid import NAME as KERNEL
+from planner.rules.kernels.pallas.local import same_body
 
 
 @dataclass(frozen=True)

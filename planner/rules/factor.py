@@ -50,8 +50,8 @@ class FactorRule:
             one leaves partial results that an all-reduce must combine.
         replicated: Factors that must not be sharded.
         origin: ``shardy`` (read from one operation), ``composed`` (from several),
-            ``elementwise``, ``fallback`` (hand-written), ``declared`` (by the user), ``grid`` (of
-            a Pallas kernel), ``region`` (of a ``shard_map``, whose specs say all) or ``opaque``.
+            ``elementwise``, ``fallback`` (hand-written), ``declared`` or ``registered`` (by the
+            user), ``grid`` (of a Pallas kernel), ``region`` (of a ``shard_map``) or ``opaque``.
     """
 
     operands: tuple[Mapped, ...]

@@ -7,9 +7,9 @@ import math
 from collections.abc import Hashable, Sequence
 
 from planner.rules.factor import FactorRule, opaque_rule
-from planner.rules.kernels.grid import NAME as KERNEL
-from planner.rules.kernels.grid import grid_rule
+from planner.rules.kernels.known import is_kernel, kernel_rule
 from planner.rules.kernels.regions import REGION, is_region
+from planner.rules.kernels.registered import when_registered
 from planner.rules.key import EqnKey
 from planner.rules.sources.declared import declared_rule
 from planner.rules.sources.fallback import ELEMENTWISE, LINALG, fallback_rule, pointwise_rule
@@ -52,17 +52,24 @@ class RuleBook:
         asked = [
             signature
             for signature, item in missing.items()
-            if self._use_shardy and item.name not in LINALG and item.name not in (KERNEL, REGION)
+            if self._use_shardy
+            and item.name not in LINALG
+            and not (item.name == REGION or is_kernel(item))
         ]
         read = dict(zip(asked, read_rules([missing[s] for s in asked]), strict=True))
         for signature, item in missing.items():
             ins, outs = item.in_shapes, item.out_shapes
-            rule = read.get(signature) or fallback_rule(item.name, item.params, ins, outs)
-            rule = rule or declared_rule(item) or grid_rule(item)
+            rule = kernel_rule(item) if is_kernel(item) else None
+            rule = rule or read.get(signature)
+            rule = rule or fallback_rule(item.name, item.params, ins, outs) or declared_rule(item)
             whole = opaque_rule(ins, outs)
             if is_region(item):
                 whole = dataclasses.replace(whole, origin="region")
             self._known[signature] = _guarded(item, rule or whole)
+
+    def forget(self) -> None:
+        """Find all rules anew."""
+        self._known.clear()
 
 
 def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
@@ -103,6 +110,7 @@ def _combines(item: EqnKey) -> bool:
 
 
 _BOOK = RuleBook()
+when_registered(_BOOK.forget)
 
 
 def rules_for(items: Sequence[EqnKey]) -> list[FactorRule]:

@@ -77,7 +77,7 @@ def equal(step: Any, plan: Plan, args: Any) -> None:
 )
 def test_what_is_around_a_region_meets_its_specs(axes: dict[str, int]) -> None:
     step, args = step_of(mixture(mesh_of(**axes))), arguments()
-    if list(axes)[0] == "expert":  # a dimension over both, in another order than the mesh
+    if next(iter(axes)) == "expert":  # a dimension over both, in another order than the mesh
         with pytest.raises(RequestError, match="must stand in mesh order"):
             make_plan(step, *args, cluster="cpu:8")
         return
@@ -112,9 +112,7 @@ def test_work_in_a_region_is_one_devices() -> None:
     )
     (eqn,) = traced.eqns
     work, sends = inside(eqn.params["jaxpr"], {"data": 2, "expert": 4})
-    assert dict((kind, flops) for kind, flops, _ in work)["matmul"] == (
-        2.0 * ROWS * WIDTH * WIDTH / 8
-    )
+    assert {kind: flops for kind, flops, _ in work}["matmul"] == 2.0 * ROWS * WIDTH**2 / 8
     assert [(kind, axes, times) for kind, axes, _, times in sends] == [("all_to_all", (1,), 2.0)]
 
 

@@ -16,7 +16,9 @@ from executor.run.local.specs import Spec, partition_spec
 from planner import compat
 from planner.graph.trace import Traced
 from planner.plan.plan import Constraint
-from planner.rules.kernels.local import local_params
+from planner.rules.kernels.known import on_shards
+from planner.rules.kernels.regions import REGION
+from planner.rules.kernels.registered import registered
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ class OnShards:
 
         def local(*shards: Any) -> list[Any]:
             shapes = [x.shape for x in shards]
-            params = local_params(eqn.params, shapes, local_outs, self.unused)
+            own = registered(eqn)
+            if own is not None and own.local is not None:
+                return jax.tree.leaves(own.local(*shards))
+            params = on_shards(eqn, shapes, local_outs, self.unused)
             return compat.evaluate_equation(eqn.replace(params=params), shards)
 
         specs = tuple(partition_spec(s) for s in self.ins)
@@ -68,7 +73,7 @@ def kernels_on_shards(
     found = {}
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
-        if not op.kernel or eqn is None:
+        if not op.kernel or op.kind == REGION or eqn is None:
             continue
 
         def specs(

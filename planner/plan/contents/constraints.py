@@ -8,6 +8,7 @@ from planner.graph.ir import SCALAR
 from planner.plan.behind import behind_transposes
 from planner.plan.extract import Extraction
 from planner.plan.plan import Constraint
+from planner.rules.kernels.regions import REGION
 from planner.spec import Sharding
 
 UNHELD = frozenset({"loop_const", "loop_out", "loop_ys", "branch_in", "branch_out"})
@@ -66,7 +67,9 @@ def constraints_of(extraction: Extraction) -> tuple[Constraint, ...]:
                 add(link.op, "in", link.operand, extraction.from_digits(dst, rank))
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        if op.kernel and entry is not None:  # it runs on shards as they are here
+        if (
+            op.kernel and op.kind != REGION and entry is not None
+        ):  # it runs on shards as they are here
             group, ins, outs = entry
             for slot, values, layouts in (("in", op.inputs, ins), ("made", op.outputs, outs)):
                 for k, (v, layout) in enumerate(zip(values, layouts, strict=True)):

@@ -1,1 +1,1 @@
-"""Kernels written in Pallas: along which dimensions of its grid one may be split, and its work."""
+"""What users write for themselves: kernels, FFI calls, ``shard_map`` regions."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner import compat
-from planner.rules.kernels.work import Work, kernel_work
+from planner.rules.kernels.pallas.work import Work, kernel_work
 
 Sends = tuple[tuple[str, tuple[int, ...], float, float], ...]
 """Collectives: kind, axes by position, payload bytes of a device, how often a run of the region

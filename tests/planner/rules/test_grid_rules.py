@@ -18,8 +18,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from planner import compat
 from planner.graph.trace import trace
-from planner.rules.kernels.grid import grid_axes, grid_rule
-from planner.rules.kernels.local import local_params
+from planner.rules.kernels.pallas.grid import grid_axes, grid_rule
+from planner.rules.kernels.pallas.local import local_params
 from planner.rules.key import EqnKey
 
 ROWS, WIDTH = 32, 64

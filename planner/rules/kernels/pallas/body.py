@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from planner import compat
-from planner.rules.kernels.integers import Number, evaluated, inner_call, literal
+from planner.rules.kernels.pallas.integers import Number, evaluated, inner_call, literal
 
 PLACES = frozenset({"program_id", "num_programs"})
 """Primitives that read a place in the grid, or the grid's size; ``axis`` counts the dimensions that

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner import compat
-from planner.rules.kernels.grid import grid_axes, skipped_operands
+from planner.rules.kernels.pallas.grid import grid_axes, skipped_operands
 from planner.rules.key import Shape
 
 _COUNTS = ("flops", "transcendentals", "bytes_accessed")

@@ -9,7 +9,7 @@ and result a place reads and writes. A dimension of the grid may be split where
 * nothing that runs carry from place to place (scratch memory, results that nobody reads) passes
   from one place along it to the next.
 
-The kernel on a shard is then the same kernel with a shorter grid (``planner.rules.kernels.local``).
+The kernel on a shard is then the same kernel with a shorter grid (``local``, beside).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 
 from planner import compat
 from planner.rules.factor import FactorRule, canonical_rule
-from planner.rules.kernels.body import read_places, starts_anew
-from planner.rules.kernels.integers import run
+from planner.rules.kernels.pallas.body import read_places, starts_anew
+from planner.rules.kernels.pallas.integers import run
 from planner.rules.key import EqnKey
 
 NAME = "pallas_call"

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from planner import compat
-from planner.rules.kernels.integers import inner_call
+from planner.rules.kernels.pallas.integers import inner_call
 
 READS = frozenset({"get", "masked_load", "load"})
 """Primitives that read a part of a reference."""

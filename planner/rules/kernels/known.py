@@ -1,0 +1,61 @@
+"""The kernels that the planner knows: by registration, cuDNN's attention, Pallas by its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from planner.errors import RequestError
+from planner.rules.factor import FactorRule
+from planner.rules.kernels import cudnn
+from planner.rules.kernels.pallas import grid
+from planner.rules.kernels.pallas.local import local_params
+from planner.rules.kernels.pallas.work import Work, kernel_work
+from planner.rules.kernels.registered import registered
+from planner.rules.key import EqnKey, Shape
+
+FFI = "ffi_call"
+
+
+def is_kernel(eqn: Any) -> bool:
+    """Whether an equation is a kernel that runs on shards where a plan splits it."""
+    return eqn.primitive.name in {grid.NAME, *cudnn.NAMES} or registered(eqn) is not None
+
+
+def kernel_rule(eqn: EqnKey) -> FactorRule | None:
+    """The factor rule of a kernel; None where nothing of it may be split.
+
+    Raises:
+        RequestError: a registered rule does not fit the call, or is for a Pallas kernel and has no
+            ``local=``.
+    """
+    own = registered(eqn)
+    if own is None:
+        return cudnn.cudnn_rule(eqn) or grid.grid_rule(eqn)
+    if eqn.name == grid.NAME and own.local is None:
+        raise RequestError(
+            f"register_rule({own.name!r}, {own.text!r}): a rule for a Pallas kernel needs local=, "
+            "a function of the operands' shards; without a rule it is split along its grid"
+        )
+    return own.rule(eqn)
+
+
+def work_of(eqn: EqnKey) -> Work:
+    """What a kernel does."""
+    own = registered(eqn)
+    if own is not None and (own.cost is not None or eqn.name != grid.NAME):
+        return own.work(eqn)
+    return kernel_work(eqn.params) if eqn.name == grid.NAME else cudnn.cudnn_work(eqn)
+
+
+def on_shards(
+    eqn: Any, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape], unused: frozenset[int]
+) -> dict[str, Any]:
+    """The parameters of a call on shards of these shapes."""
+    params, name = dict(eqn.params), eqn.primitive.name
+    if name == grid.NAME:
+        return local_params(params, in_shapes, out_shapes, unused)
+    if name == FFI:
+        made = zip(params["result_avals"], out_shapes, strict=True)
+        params["result_avals"] = tuple(aval.update(shape=tuple(s)) for aval, s in made)
+    return params
