@@ -12,8 +12,8 @@ from planner.space.replicated import Whole
 WHOLE_SHOWN = 6
 """Operations without a rule that are named."""
 WHOLE_HELP = (
-    "write them in plain JAX, which can be split (for shard_map: the body on whole arrays), or "
-    "declare a rule (jax.experimental.custom_partitioning, sharding_rule=)"
+    "write them in plain JAX, which can be split, register a rule for a kernel "
+    "(planner.register_rule), or declare one (jax.experimental.custom_partitioning, sharding_rule=)"
 )
 
 

@@ -22,7 +22,8 @@ FAST = frozenset(
     scipy_conjugate_gradient sparse_matrix_product vmapped_axis_names
     gru_linen moe_ragged_groups moe_top2_with_capacity state_space_associative_scan
     custom_partitioning_rule debug_callback_in_cond debug_print optimization_barrier
-    pallas_kernel_opaque pure_callback shard_map_with_gradient sharding_constraint_inside
+    pallas_kernel_opaque pallas_kernel_with_grid pure_callback shard_map_with_gradient
+    sharding_constraint_inside
     train_state_with_static_fields
     """.split()
 )

@@ -33,6 +33,9 @@ ORIGINS = {
     "composed": "composed",
     "fallback": "by hand",
     "declared": "declared",
+    "registered": "declared",
+    "grid": "its grid",
+    "region": "its specs",
     "opaque": "replicated",
 }
 HEAD = """
@@ -44,6 +47,9 @@ tests.zoo.primitives` from the programs of `tests/zoo/` and the planner's own ta
 - **elementwise**: recognised by name and shapes.
 - **by hand**: a rule of the planner's own, where Shardy gives none.
 - **declared**: the user's `custom_partitioning` says it (`sharding_rule`); without one, replicated.
+- **its grid**: a Pallas kernel is split along dimensions of its grid, where its index maps and its
+  body show that this is right (`planner.rules.kernels`); elsewhere it is replicated.
+- **its specs**: a `shard_map` stays as it is; the plan takes its mesh and meets its specs.
 - **walked through**: a call; its body stands in its place.
 - **region**: a loop, a branch or a rematerialised body, planned inside.
 - **pin**: a mark that fixes a sharding.

@@ -70,7 +70,7 @@ def test_difference() -> None:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("shard_map_own_mesh", ["shard_map"]),
+        ("shard_map_own_mesh", []),
         ("pallas_kernel_opaque", ["pallas_call"]),
         ("pallas_kernel_with_rule", []),
         ("custom_partitioning_rule", []),
