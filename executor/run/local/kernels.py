@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from executor.run.local.checked import check_rule
 from executor.run.local.specs import Spec, partition_spec
 from planner import compat
 from planner.graph.trace import Traced
@@ -33,11 +34,13 @@ class OnShards:
     def run(self, eqn: Any, ins: Sequence[Any], mesh: Any) -> list[Any]:
         """The kernel's results; all mesh axes are manual."""
         outs = [compat.aval_shape(v.aval) for v in eqn.outvars]
+        own = registered(eqn)
+        if own is not None:
+            check_rule(own, eqn)
         local_outs = [_local(shape, s, mesh) for shape, s in zip(outs, self.outs, strict=True)]
 
         def local(*shards: Any) -> list[Any]:
             shapes = [x.shape for x in shards]
-            own = registered(eqn)
             if own is not None and own.local is not None:
                 return jax.tree.leaves(own.local(*shards))
             params = on_shards(eqn, shapes, local_outs, self.unused)
