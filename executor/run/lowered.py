@@ -131,7 +131,7 @@ def _scatters(
             continue
         a, b = (
             speller.spec(c, len(aval.shape))
-            for c, aval in zip((left, right), eqn.in_avals, strict=True)
+            for c, aval in zip((left, right), eqn.in_avals[:2], strict=True)
         )
         out, made = speller.spec(want, rank), speller.spec(whole, rank)
         local, sums = LOCAL[op.kind](eqn.params, a, b)
@@ -142,7 +142,8 @@ def _scatters(
             continue
         whole_sums = sums.difference(*own)
         summed = tuple(x for entry in a for x in entry if x in whole_sums)
-        found[op.index] = Scatter(transpose, order, (a, b), out, own, summed)
+        rest: tuple[Spec, ...] = ((),) * (len(eqn.in_avals) - 2)
+        found[op.index] = Scatter(transpose, order, (a, b, *rest), out, own, summed)
     return found
 
 

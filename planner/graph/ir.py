@@ -22,7 +22,10 @@ SCALAR = -1
 """Operand index of a literal: no value, nothing to shard."""
 
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
+"""Products of groups of rows, each with a matrix of its own."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"}) | RAGGED
 """Operations that multiply and add: what most of a step's time goes into."""
 
 

@@ -15,7 +15,7 @@ from planner.choose.meshes import Tried, untried
 from planner.cost.apart import kept_apart
 from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
-from planner.graph.ir import Graph
+from planner.graph.ir import RAGGED, Graph
 from planner.plan.compiled.lowering import Lowering, default_lowering, on_named_axes
 from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
@@ -31,6 +31,7 @@ from planner.search.problem import Solution
 from planner.space.buffer import Memory
 from planner.spec import MeshSpec
 from planner.step.classes import Quotient
+from planner.step.kernels.flops import ragged_groups
 
 
 def assembled(
@@ -94,7 +95,12 @@ def _plan(
         collectives=extraction.collectives(),
         activations=extraction.activations(),
         fallbacks=fallbacks,
-        notes=(*inert_notes(graph), *_notes(graph), *untried(priced.analysis, tried, request)),
+        notes=(
+            *inert_notes(graph),
+            *_ragged_notes(graph, request.cluster),
+            *_notes(graph),
+            *untried(priced.analysis, tried, request),
+        ),
         meshes=tuple(
             _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
             for p, s in tried
@@ -156,6 +162,19 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
     return (
         f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
         "were not found to fit, or cost more",
+    )
+
+
+def _ragged_notes(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
+    """What compilers make of products of groups of rows (docs/explanation/compute.md)."""
+    rows = [op for op in graph.ops if op.kind in RAGGED]
+    if not rows:
+        return ()
+    times = ragged_groups(graph, rows[0])
+    what = "gradients of ragged_dot" if cluster.device.fuses_operands else "ragged_dot"
+    return (
+        f"{what} ({rows[0].source or 'no line'}): the compiler multiplies all rows by the matrices "
+        f"of all {times} groups, {times} times the flop; grouped products in Pallas do not",
     )
 
 

@@ -27,6 +27,8 @@ from planner.spec import REWRITINGS, MeshSpec, Recipe, Sharding
 
 FORMAT = "meshwright-plan-1"
 LARGEST = 256 * MIB
+LARGE = "of memory"
+"""How the line of an operation ends that no rule splits and that takes much memory."""
 LITERAL = "literal"
 """The dtype that a plan writes for a result that is a constant of the program."""
 """Bytes of the largest plan file that is read."""

@@ -9,7 +9,8 @@ from planner.annotate import MARKS, Pin
 from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.graph.trace import Traced
-from planner.report.units import bytes_text
+from planner.plan.plan import LARGE
+from planner.report.units import bytes_text, percent_text
 from planner.request.marks import WITHOUT_PINS
 from planner.request.options import (
     Request,
@@ -24,6 +25,9 @@ from planner.space.groups import build_groups
 from planner.space.replicated import held_whole
 from planner.step.analysis import Analysis, analyse
 from planner.step.classes import Quotient, fold_analysis
+
+NOTICED = 0.01
+"""Share of a device's memory from which on an operation without a rule is said first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +101,21 @@ def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tupl
     return tuple(any(path.startswith(f"[{n}]") for n in numbers) for path in graph.input_paths)
 
 
-def fallbacks(analysis: Analysis, rules: Sequence[FactorRule]) -> tuple[str, ...]:
-    """A line for each operation that has no sharding rule and runs whole on every device."""
+def fallbacks(
+    analysis: Analysis, rules: Sequence[FactorRule], limit_bytes: float
+) -> tuple[str, ...]:
+    """A line for each operation that has no sharding rule and runs whole on every device, the
+    largest first; those of more than 1 % of ``limit_bytes`` say so (`LARGE`)."""
+    whole = sorted(held_whole(analysis.graph, rules), key=lambda w: -w.nbytes)
     return tuple(
         f"{w.name}: no rule, replicated"
         + (f" x{w.count}" if w.count > 1 else "")
         + f"; {bytes_text(w.nbytes)} of operands and results"
         + (" each" if w.count > 1 else "")
-        for w in held_whole(analysis.graph, rules)
+        + _share_text(w.nbytes / limit_bytes)
+        for w in whole
     )
+
+
+def _share_text(share: float) -> str:
+    return f", {percent_text(share)} {LARGE}" if share > NOTICED else ""

@@ -168,7 +168,7 @@ def _planned(
         write_problem(priced, request.dump_problem)
     if least is not None and not solution.feasible:
         raise _shortage(Case(step.quotient, step.pins, request, least, again, recipe), also)
-    lines = fallbacks(priced.analysis, step.rules)
+    lines = fallbacks(priced.analysis, step.rules, request.limit_bytes)
     plan, extraction = assembled(
         step.quotient, step.pins, (priced, solution), best, tried, request, lines, begun
     )

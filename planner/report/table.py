@@ -13,7 +13,7 @@ from rich.text import Text
 
 from costmodels.orders import Simulated, Work, drawn, in_ticks, named_order, simulate
 from planner.plan.compiled.option_sets import COUNTED, OFFLOADED
-from planner.plan.plan import MeshVerdict, Plan
+from planner.plan.plan import LARGE, MeshVerdict, Plan
 from planner.report.fold import (
     LeafRow,
     common_start,
@@ -91,6 +91,7 @@ def _summary(plan: Plan) -> RenderableType:
         memory += f", {percent_text(p.peak_bytes / p.limit_bytes)} of {limit}"
     return pairs(
         (
+            *_whole(plan),
             *([("idle", plan.idle)] if plan.idle else []),
             *([("strategy", plan.strategy)] if plan.strategy else []),
             (
@@ -114,6 +115,15 @@ def _summary(plan: Plan) -> RenderableType:
             ("fallbacks", str(len(plan.fallbacks)) if plan.fallbacks else "none"),
         )
     )
+
+
+def _whole(plan: Plan) -> list[tuple[str, str]]:
+    """Operations without a rule that take much memory, before all else."""
+    large = [line for line in plan.fallbacks if line.endswith(LARGE)]
+    if not large:
+        return []
+    more = f"; {len(large) - 1} more like it, see fallbacks" if len(large) > 1 else ""
+    return [("not split", f"{large[0]}{more}")]
 
 
 def _hides_only_with_options(plan: Plan) -> bool:

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
+from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
 from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
+from planner.step.kernels.flops import masked_operands, ragged_groups
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import FOLDED, Written, extents
@@ -187,6 +188,7 @@ class _Finding:
         self.turned()
         if self.found.merges:
             self.uneven()
+            self.masked()
         else:
             self.narrowed()
         groups, graph = self.groups, self.graph
@@ -351,6 +353,18 @@ class _Finding:
                 stop = max(readers[op.inputs[0]]) + 1
                 at = self.found.time[op.index]
                 self.add(entry[0], at, stop, op.inputs[0], entry[1][0], Port.USE)
+
+    def masked(self) -> None:
+        """Ragged products read their rows once per group, masked, and their gradients both
+        operands (XLA:GPU)."""
+        for op in self.graph.ops:
+            entry = self.groups.op_layouts[op.index]
+            if entry is not None and self.live[op.index] and op.kind in RAGGED:
+                at, many = self.found.time[op.index], float(ragged_groups(self.graph, op))
+                count = masked_operands(self.graph, op)
+                for value, layout in zip(op.inputs[:count], entry[1], strict=False):
+                    if value != SCALAR:
+                        self.add(entry[0], at, at + 1, value, layout, Port.USE, share=many)
 
     def turned(self) -> None:
         """New values of inputs whose gradient is a product that comes out transposed.

@@ -494,3 +494,19 @@ def test_meshes_that_were_never_priced_leave_the_bound_open() -> None:
     unpriced = dataclasses.replace(priced, sets=()), dataclasses.replace(solution, choice=())
     least = kept(quotient, [unpriced, *rest], request)
     assert least.priced.mesh in {p.mesh for p, _ in rest} and least.lower_bytes == 0
+
+
+def test_a_large_operation_without_a_rule_is_the_first_line_of_a_report() -> None:
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = x[...] * 2
+
+    def step(w: Any, x: Any) -> Any:
+        whole = pl.pallas_call(kernel, out_shape=struct(65536, 4096))
+        return jnp.tanh(whole(x @ w))
+
+    plan = make_plan(step, struct(4096, 4096), struct(65536, 4096), cluster="h100:8")
+    assert plan.fallbacks[0].endswith(" of memory")
+    lines = [line.strip() for line in str(plan).splitlines() if line.strip()]
+    assert lines[1].startswith("not split") and "pallas_call (test_advice.py:" in lines[1]
+    small = make_plan(step, struct(4096, 4096), struct(65536, 4096), cluster="h100:8", memory="1TB")
+    assert small.fallbacks and "not split" not in str(small)

@@ -18,7 +18,7 @@ class Scatter:
 
     Attributes:
         transpose: that operation, -1 for none; ``order`` is its permutation.
-        ins: the shardings of both operands.
+        ins: the shardings of the operands; sizes of groups are whole.
         out: that of the transposed result.
         sums: per dimension of it, the axes along which partial sums are scattered.
         summed: the axes whose sums stay whole.
@@ -26,7 +26,7 @@ class Scatter:
 
     transpose: int
     order: tuple[int, ...]
-    ins: tuple[Spec, Spec]
+    ins: tuple[Spec, ...]
     out: Spec
     sums: Spec
     summed: tuple[str, ...]
@@ -47,6 +47,24 @@ def _product(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
     sums = frozenset(x for d in a_sum for x in a[d])
     used = [x for entry in spec for x in entry]
     fits = all(a[i] == b[j] for i, j in pairs)
+    fits = fits and len(set(used)) == len(used) and not sums & set(used)
+    return (spec if fits else None), sums
+
+
+def _ragged(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
+    """Of a ragged product whose rows and groups are whole."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    ((a_sum, b_sum), (a_batch, b_batch)) = numbers.dot_dimension_numbers
+    (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    pairs = (*zip(a_sum, b_sum, strict=True), *zip(a_batch, b_batch, strict=True))
+    free_a = [e for d, e in enumerate(a) if d not in (*a_sum, *a_batch)]
+    free_b = [e for d, e in enumerate(b) if d not in (*b_sum, *b_batch, *groups)]
+    first = [()] if ragged in a_sum else []
+    spec: Spec = (*first, *(a[d] for d in a_batch), *free_a, *free_b)
+    sums = frozenset(x for d in a_sum for x in a[d])
+    used = [x for entry in spec for x in entry]
+    whole = not (a[ragged] or any(b[d] for d in groups))
+    fits = whole and all(a[i] == b[j] for i, j in pairs)
     fits = fits and len(set(used)) == len(used) and not sums & set(used)
     return (spec if fits else None), sums
 
@@ -73,6 +91,7 @@ def _convolution(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
 LOCAL: Mapping[str, Callable[[Mapping[str, Any], Spec, Spec], Local]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged,
 }
 """By kind of operation whose partial sums are scattered."""
 
@@ -84,8 +103,8 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
     All mesh axes are manual. With automatic axes the compiler forgets the operands' shardings along
     them at the border of the ``shard_map`` and gathers them."""
 
-    def local(a: Any, b: Any) -> Any:
-        (x,) = compat.evaluate_equation(eqn, [a, b])
+    def local(*shards: Any) -> Any:
+        (x,) = compat.evaluate_equation(eqn, shards)
         x = compat.row_major(jax.lax.transpose(x, how.order))
         for d, entry in enumerate(how.sums):
             for axis in entry:

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costmodels import Device, Kernel
-from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
+from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
 from planner.rules.kernels.regions import REGION
 from planner.space.factors import Layout
 from planner.space.groups import Groups
 from planner.step.kernels.absorbed import ProductKernel
-from planner.step.kernels.flops import in_place, op_flops
+from planner.step.kernels.flops import in_place, masked_operands, op_flops, ragged_groups
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
 
@@ -126,7 +126,8 @@ class Workload:
         first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
         dtype = values[first].dtype if first >= 0 else "float32"
         if op.kind in PRODUCTS:
-            return group, self._product(op, flops * self._passes(op, dtype), dtype, weight)
+            flops *= self._passes(op, dtype) * self._dense(op)
+            return group, self._product(op, flops, dtype, weight)
         factors = self.spans.get((ins, outs))
         if factors is None:
             factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
@@ -164,6 +165,16 @@ class Workload:
         slower = self.device.matmul_flops_per_s(dtype) / self.device.vector_flops_per_s
         return max(1.0, slower) if op.passes > TF32_PASSES else 1.0
 
+    def _dense(self, op: Op) -> float:
+        """How many times the flop of a ragged product compilers compute: XLA:GPU and XLA:CPU
+        multiply all rows by the matrices of all groups, masked, XLA:TPU does so for its gradient
+        (docs/explanation/compute.md)."""
+        if op.kind not in RAGGED or self.device is None:
+            return 1.0
+        if self.device.fuses_operands and masked_operands(self.graph, op) == 1:
+            return 1.0
+        return float(ragged_groups(self.graph, op))
+
     def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
         """A product: its factors in classes by which of the two operands and the result have
         them, so that each is split by no more than its own dimensions."""
@@ -181,6 +192,12 @@ class Workload:
         traffic = tuple(
             (weight * values[v].nbytes, who) for v, who in sides if v != SCALAR and self.kept[v]
         )
+        if self._dense(op) > 1 and self.device is not None and not self.device.fuses_operands:
+            copies = 2 * ragged_groups(self.graph, op)  # written and read
+            masked = masked_operands(self.graph, op)
+            traffic = tuple(
+                (n * copies if k < masked else n, who) for k, (n, who) in enumerate(traffic)
+            )
         stored = weight * values[op.outputs[0]].nbytes
         kernel = self.kernels.get(op.index)
         if kernel is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from planner.graph.ir import Graph, Op
+from planner.graph.ir import RAGGED, Graph, Op
 from planner.rules.factor import FactorRule
 
 MOVES = frozenset(
@@ -17,6 +17,18 @@ def in_place(graph: Graph, op: Op) -> bool:
     """Whether an operation writes some rows of an array that nobody else reads: XLA leaves the
     others where they are, in loops too."""
     return op.kind == "dynamic_update_slice" and op.inputs[0] in graph.read_once
+
+
+def ragged_groups(graph: Graph, op: Op) -> int:
+    """How many groups a ragged product has."""
+    return graph.values[op.inputs[2]].shape[-1]
+
+
+def masked_operands(graph: Graph, op: Op) -> int:
+    """How many operands of a ragged product are copied once per group where a compiler multiplies
+    all rows by the matrices of all groups: the rows; of a gradient both operands."""
+    rows, made = (graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    return 2 if len(made) > len(rows) else 1
 
 
 def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
@@ -35,8 +47,13 @@ def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
 def _flops(
     kind: str, rule: FactorRule, outs: list[tuple[int, ...]], ins: list[tuple[int, ...]]
 ) -> float:
-    if kind in ("dot_general", "ragged_dot"):
+    if kind == "dot_general":
         return 2.0 * math.prod(rule.sizes)
+    if kind in RAGGED:  # each row meets the matrix of its group
+        first, second, made = (
+            {f for dim in side for f in dim} for side in (*rule.operands[:2], rule.results[0])
+        )
+        return 2.0 * math.prod(ins[0]) * math.prod(rule.sizes[f] for f in (second & made) - first)
     if kind == "conv_general_dilated":
         # per output element, one multiply-add for each kernel element of its feature
         shared = {f for dim in rule.operands[1] for f in dim} & {
