@@ -42,6 +42,21 @@ FUSED = "flash_attention"
 """Start of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
 
 
+_HINTS = {
+    "passed to shard_map": (
+        "\nA step is planned on a mesh with Auto axes, which leave shardings open: build the mesh "
+        "with axis_types=(jax.sharding.AxisType.Auto,) * number of axes (jax.make_mesh makes "
+        "Explicit axes)"
+    ),
+    "unbound axis name": (
+        "\nA step is planned as one program of whole arrays: leave collectives over that axis out "
+        "(the mean over the whole batch is the mean over devices), or pass the step under jax.pmap "
+        "or jax.shard_map, as it runs today"
+    ),
+}
+"""What helps, by a part of an error of jax's."""
+
+
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A traced step.
@@ -321,8 +336,10 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     except MeshwrightError:
         raise
     except Exception as error:
-        name = name_of(function)
-        raise ModelError(f"tracing {name} failed: {type(error).__name__}: {error}") from error
+        name, text = name_of(function), str(error)
+        hint = next((h for part, h in _HINTS.items() if part in text), "")
+        said = f"tracing {name} failed: {type(error).__name__}: {text}{hint}"
+        raise ModelError(said) from error
     ins, in_tree = jax.tree_util.tree_flatten_with_path(tuple(args))
     outs, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     updates = out_shape.updates if isinstance(out_shape, StepOutcome) else ()

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from executor import compile_plan, parallelize
-from planner import RequestError, make_plan
+from planner import ModelError, RequestError, make_plan
 from planner.plan.plan import Plan
 from planner.rules.kernels.inside import inside
 from planner.rules.kernels.regions import REGION
@@ -193,3 +193,26 @@ def test_microbatches_of_a_region_are_refused_by_name() -> None:
     step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
     with pytest.raises(RequestError, match="shard_map"):
         make_plan(step, *args, cluster="cpu:8", microbatches=2)
+
+
+def test_explicit_axes_are_named() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(ModelError, match="build the mesh with axis_types=.*Auto"):
+        make_plan(step_of(mixture(mesh)), *arguments(), cluster="cpu:8")
+
+
+def test_a_step_under_pmap_runs_as_it_is() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * jax.lax.pmean(grad, "batch"), jax.lax.pmean(value, "batch")
+
+    draw = np.random.default_rng(0)
+    w = jnp.asarray(draw.normal(size=(WIDTH, WIDTH)) * 0.1, jnp.float32)
+    x = jnp.asarray(draw.normal(size=(8, ROWS, WIDTH)), jnp.float32)
+    many, args = jax.pmap(step, axis_name="batch"), (jnp.stack([w] * 8), x)
+    plan = make_plan(many, *args, cluster="cpu:8")
+    assert str(plan.mesh) == "batch=8" and not plan.fallbacks
+    for a, b in zip(many(*args), compile_plan(many, plan)(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    with pytest.raises(ModelError, match="leave collectives over that axis out"):
+        make_plan(step, w, x[0], cluster="cpu:8")

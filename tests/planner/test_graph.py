@@ -513,3 +513,16 @@ def test_what_has_an_effect_is_live() -> None:
     graph = trace(step, (jnp.ones(8),)).graph
     live = {op.kind for op, on in zip(graph.ops, graph.live_ops(), strict=True) if on}
     assert "sin" in live and "cos" not in live and any("debug" in kind for kind in live)
+
+
+def test_forward_passes_with_optimized_remat_are_walked_through() -> None:
+    @jax.custom_vjp
+    def square(x: jax.Array) -> jax.Array:
+        return x * x
+
+    def forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x * x, x
+
+    square.defvjp(forward, lambda x, g: (2.0 * x * g,), optimize_remat=True)
+    traced = trace(jax.grad(lambda x: square(x).sum()), (jax.ShapeDtypeStruct((8,), jnp.float32),))
+    assert "remat_opt" not in {op.kind for op in traced.graph.ops}

@@ -37,7 +37,7 @@ must not share a group."""
 
 CUSTOM = frozenset(
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call "
-    "custom_linear_solve".split()
+    "custom_linear_solve remat_opt".split()
 )
 """Calls with rules of their own for derivatives or batches."""
 
@@ -120,7 +120,7 @@ def called(eqn: Any) -> Body | None:
         start = lengths.matvec + lengths.vecmat
         operands = (*range(start, start + lengths.solve), *range(sum(lengths), count))
         return Body("jaxprs", params["jaxprs"].solve, operands)
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "fwd_jaxpr"):
         if name in params:
             fits = len(compat.body(params[name]).invars) == count
             return Body(name, params[name], range(count)) if fits else None
