@@ -269,13 +269,15 @@ class ConstrainedStep(Walk[Any]):
         ins = self.fetched(ins)
         ops = [self.step(kind) for kind in loop.entering]
         ins = [self.at(op, "in", 0, x) for op, x in zip(ops, ins, strict=True)]
-        new = {body.param: self.iteration(body, ops) for body in loop.bodies}
+        stacks = loop.kind == "scan"
+        new = {body.param: self.iteration(body, ops, stacks) for body in loop.bodies}
         for kind in loop.leaving:
             self.step(kind)
         return eqn.primitive.bind(*ins, **{**eqn.params, **new})  # type: ignore[no-any-return]
 
-    def iteration(self, body: Body, entering: Sequence[int]) -> Any:
-        """The body of a loop with constraints inside; ``entering``: borders of all operands."""
+    def iteration(self, body: Body, entering: Sequence[int], stacks: bool) -> Any:
+        """The body of a loop with constraints inside; ``entering``: borders of all operands;
+        ``stacks``: whether results behind the carries are slices of what the loop stacks."""
 
         def inside(args: Sequence[Any]) -> list[Any]:
             ops = body.args(entering)
@@ -283,6 +285,8 @@ class ConstrainedStep(Walk[Any]):
             outs = self.run(body.jaxpr, args)
             for k, kind in enumerate(body.closing):
                 outs[k] = self.at(self.step(kind), "in", 0, outs[k])
+            for k in range(len(body.closing) if stacks else len(outs), len(outs)):
+                outs[k] = self.at(self.next + k, "in", 0, outs[k])  # of the border that stacks it
             return outs
 
         return self.rebuilt(body.jaxpr, inside)

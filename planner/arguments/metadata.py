@@ -85,7 +85,11 @@ def with_logical_axis_rules(
     def traced(*args: Any, **keywords: Any) -> Any:
         from flax.core import spmd
 
-        with spmd.logical_axis_rules(checked), jax.sharding.use_abstract_mesh(mesh):
+        around = jax.sharding.get_abstract_mesh()  # the user's, under jax.set_mesh
+        with (
+            spmd.logical_axis_rules(checked),
+            jax.sharding.use_abstract_mesh(mesh if around.empty else around),
+        ):
             return function(*args, **keywords)
 
     traced.logical_axis_rules = checked  # type: ignore[attr-defined]

@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from costmodels import Cluster, ClusterError, parse_cluster
-from planner.annotate import EDGE, Pin, StoredAs, mark_entries, placed_entries, told
+from planner.annotate import EDGE, FREE, Pin, StoredAs, mark_entries, placed_entries, told
 from planner.arguments.metadata import Rules, metadata_pins
 from planner.errors import PinError, RequestError
 from planner.graph.trace import Traced
 from planner.request.options import Request
 from planner.rules.kernels.regions import REGION, is_region, region_axes
-from planner.spec import MeshSpec
+from planner.spec import MeshSpec, Sharding
 
 WITHOUT_PINS = frozenset({"STAND_ALONE", "DATA_PARALLEL"})
 """Modes that say everything themselves."""
@@ -56,7 +56,34 @@ def all_pins(
     boxed = metadata_pins(args, inputs, paths, rules)
     boxed = tuple(dataclasses.replace(pin, storage=pin.value in stored) for pin in boxed)
     named = (*ruled, *placed, *boxed)
-    return (*marks(traced, {pin.value for pin in named}), *named)
+    pins = (*marks(traced, {pin.value for pin in named}), *named)
+    unit = {n for axes, _ in region_meshes(traced) for n, size in axes if size == 1}
+    return tuple(p for p in (without_axes(pin, unit) for pin in pins) if p) if unit else pins
+
+
+def without_axes(pin: Pin, names: Collection[str]) -> Pin | None:
+    """A pin without mesh axes of one device, which leave their dimension free; None where nothing
+    is left of it."""
+    entries: list[Any] = []
+    for entry in pin.entries:
+        axes = () if entry is None or entry is FREE else Sharding.of([entry]).dims[0]
+        left = tuple(a for a in axes if a not in names)
+        if len(left) == len(axes):
+            entries.append(entry)
+        else:
+            entries.append((left if len(left) > 1 else left[0]) if left else FREE)
+    says = entries == list(pin.entries) or any(e is not None and e is not FREE for e in entries)
+    return dataclasses.replace(pin, entries=tuple(entries)) if says else None
+
+
+def region_meshes(traced: Traced) -> list[tuple[tuple[tuple[str, int], ...], str]]:
+    """The meshes of a step's ``shard_map`` regions, axes and sizes, with the first line of each."""
+    found: dict[tuple[tuple[str, int], ...], str] = {}
+    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
+        if op.kind == REGION and eqn is not None and is_region(eqn):
+            axes = tuple(region_axes(eqn).items())
+            found.setdefault(axes, f"shard_map ({op.source or 'no line'})")
+    return list(found.items())
 
 
 def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
@@ -153,10 +180,8 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
     if request.mode in WITHOUT_PINS:
         return request
     found: dict[tuple[tuple[str, int], ...], str] = {}
-    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
-        if op.kind == REGION and eqn is not None and is_region(eqn):
-            axes = tuple((n, k) for n, k in region_axes(eqn).items() if k > 1)
-            found.setdefault(axes, f"shard_map ({op.source or 'no line'})")
+    for every, where in region_meshes(traced):
+        found.setdefault(tuple((n, k) for n, k in every if k > 1), where)
     if not found:
         return request
     (axes, where), *others = found.items()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.annotate import Pin
+from planner.annotate import EDGE, Pin
 from planner.graph.equal import equal_values
 from planner.graph.ir import SCALAR, Graph, Op, Role
 from planner.rules.factor import FactorRule
@@ -71,7 +71,7 @@ class Group:
     """One decision: which mesh axis splits which factor."""
 
     index: int
-    kind: str  # "fused" | "anchor" | "input" | "copy"
+    kind: str  # "fused" | "anchor" | "input" | "copy" | "edge"
     sizes: tuple[int, ...]
     shardable: tuple[bool, ...]
     reduction: frozenset[int]
@@ -219,7 +219,8 @@ class _Grouping:
         for position, value in enumerate(op.inputs):
             if value != SCALAR and values[value].splits:
                 source, theirs = fusion.home[value]
-                if fusion.gkind[source] == "fused":
+                stacks = op.kind == "loop_ys" and fusion.gheld[fusion.gfind(source)]
+                if fusion.gkind[source] == "fused" and not stacks:
                     found = fusion.adopt(source, theirs, rule, position)
                     if found is not None:
                         group, joins = source, position
@@ -289,7 +290,8 @@ class _Grouping:
             shape = self.graph.values[out].shape
             if not self.graph.values[out].splits:
                 continue
-            group = self.fusion.new_group("fused", op.kind)
+            kind = "edge" if op.kind == EDGE else "fused"  # its readers decide anew
+            group = self.fusion.new_group(kind, op.kind)
             made = self.fusion.fresh(group, shape)
             self.place(out, group, made)
             self.fusion.gops[group].append(op.index)

@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from planner.annotate import MARKS
 from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
+from planner.rules.kernels.regions import REGION
 from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
@@ -201,11 +202,6 @@ class _Finding:
             if home is None or self.found.base[span.value] in inside:
                 continue
             group, layout = home
-            made = graph.values[span.value].op
-            ys = mine == span.value and made >= 0 and graph.ops[made].kind == "loop_ys"
-            if ys:  # laid out as what the body stacks
-                inner = groups.home[graph.ops[made].inputs[0]]
-                group, layout = (group, layout) if inner is None else (inner[0], (-1, *inner[1]))
             port = Port.STORE if groups.groups[group].kind == "input" else Port.USE
             if span.pool is not Memory.DEVICE:
                 self.add(group, span.start, span.end, span.value, layout, port, when, span.pool)
@@ -418,7 +414,7 @@ class _Finding:
             entry = self.groups.op_layouts[op.index]
             if entry is None or not self.live[op.index]:
                 continue
-            if self.groups.groups[entry[0]].kind != "anchor":
+            if self.groups.groups[entry[0]].kind != "anchor" or op.kind == REGION:
                 continue
             for value, layout in zip(op.outputs, entry[2], strict=True):
                 at = self.found.time[op.index]

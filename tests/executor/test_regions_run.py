@@ -197,7 +197,7 @@ def test_microbatches_of_a_region_are_refused_by_name() -> None:
 
 def test_explicit_axes_are_named() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
-    with pytest.raises(ModelError, match="build the mesh with axis_types=.*Auto"):
+    with pytest.raises(ModelError, match=r"build the mesh with axis_types=.*Auto"):
         make_plan(step_of(mixture(mesh)), *arguments(), cluster="cpu:8")
 
 

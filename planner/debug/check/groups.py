@@ -8,7 +8,7 @@ from planner.debug.check.layouts import Layouts, demand, within
 from planner.graph.ir import SCALAR, Graph
 from planner.space.groups import Group, GroupLink, Groups
 
-KINDS = frozenset({"fused", "anchor", "input", "copy"})
+KINDS = frozenset({"fused", "anchor", "input", "copy", "edge"})
 
 
 def check_groups(groups: Groups, graph: Graph) -> None:
