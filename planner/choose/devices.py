@@ -38,7 +38,8 @@ def idle_axes(priced: Priced, choice: Sequence[int]) -> tuple[int, ...]:
         for w, amount in zip(facts.work, amounts, strict=True):
             all_done += amount
             for k, factor in enumerate(use):
-                done[k] += amount * any(factor in members for members in w.classes)
+                split = w.one_part or any(factor in members for members in w.classes)
+                done[k] += amount * split
     for b in in_pool(analysis.buffers):
         if b.port is Port.STORE:
             all_kept += b.nbytes
@@ -62,7 +63,7 @@ def devices_worth(priced: Priced, choice: Sequence[int]) -> float:
         use = chosen.use[row].tolist()
         for w, amount in zip(facts.work, amounts, strict=True):
             split = frozenset().union(*w.classes)
-            whole += amount
+            whole += amount * (priced.mesh.num_devices if w.one_part else 1)
             local += amount / math.prod(n for n, f in zip(sizes, use, strict=True) if f in split)
     return whole / local if local else float(priced.mesh.num_devices)
 

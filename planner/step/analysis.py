@@ -249,18 +249,10 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     for facts, count in zip(analysis.facts, analysis.counts, strict=True):
         for w in facts.work:
             tally[w] = tally.get(w, 0) + count
-    compute_s = sum(
-        times
-        * (
-            w.kernels * model.op_overhead_s
-            + model.compute_s(
-                w.flops / num_devices,
-                w.nbytes / num_devices,
-                w.dtype,
-                w.kind,
-                w.result_bytes / num_devices,
-            )
-        )
-        for w, times in tally.items()
-    )
+    compute_s = 0.0
+    for w, times in tally.items():
+        n = 1 if w.one_part else num_devices
+        flops, moved, result = w.flops / n, w.nbytes / n, w.result_bytes / n
+        seconds = model.compute_s(flops, moved, w.dtype, w.kind, result)
+        compute_s += times * (w.kernels * model.op_overhead_s + seconds)
     return step_seconds((StageSeconds(compute_s),)).step_s

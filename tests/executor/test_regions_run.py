@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from executor import compile_plan, parallelize
@@ -216,3 +216,45 @@ def test_a_step_under_pmap_runs_as_it_is() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6)
     with pytest.raises(ModelError, match="leave collectives over that axis out"):
         make_plan(step, w, x[0], cluster="cpu:8")
+
+
+def test_axes_of_one_device_leave_marks_free() -> None:
+    mesh = mesh_of(data=8, tensor=1)
+    where = NamedSharding(mesh, P(None, "tensor"))
+    center = jax.shard_map(
+        lambda x: x - jax.lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return center(jax.lax.with_sharding_constraint(jnp.tanh(x @ w), where)) @ w
+
+    args = (jnp.ones((WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
+    plan = make_plan(step, *args, cluster="cpu:8", shardings={r"\[0\]": P("tensor")})
+    assert str(plan.mesh) == "data=8"
+
+
+def test_gradients_that_a_region_leaves_whole_are_stacked_sharded() -> None:
+    """The stack of a scan is not as whole as the slices that a region makes."""
+    mesh = mesh_of(data=8)
+    layers, wide = 4, 8 * WIDTH
+
+    def region(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) @ v
+
+    both = jax.shard_map(region, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+
+    def step(p: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            return jnp.mean(jax.lax.scan(lambda x, q: (x + both(x, *q), None), x, p)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda a, g: a - g, p, grads), value
+
+    draw = np.random.default_rng(0)
+    shapes = ((layers, WIDTH, wide), (layers, wide, WIDTH))
+    p = tuple(jnp.asarray(draw.normal(size=s) * 0.1, jnp.float32) for s in shapes)
+    x = jnp.asarray(draw.normal(size=(ROWS, WIDTH)), jnp.float32)
+    plan = make_plan(step, p, x, cluster="h100:8", zero=3, memory="300kB")
+    stacks = [a for a in plan.activations if a.name == "loop_ys" and a.shape in shapes]
+    assert stacks and all("data" in str(a.spec) for a in stacks)
+    equal(step, plan, (p, x))

@@ -28,6 +28,7 @@ _SENDS = {
     **dict.fromkeys("all_gather all_gather_invariant".split(), "all_gather"),
     **dict.fromkeys("reduce_scatter psum_scatter".split(), "reduce_scatter"),
     "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",
     "ppermute": "permute",
 }
 """The kind of a collective primitive."""
@@ -97,7 +98,7 @@ class _Inside:
         axes = tuple(k for k, name in enumerate(self.names) if name in over)
         if not axes:
             return
-        for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+        for operand, result in zip(eqn.invars, eqn.outvars, strict=False):
             nbytes = _bytes(result if kind == "all_gather" else operand)
             key = (kind, axes, nbytes)
             self.sends[key] = self.sends.get(key, 0.0) + times

@@ -49,6 +49,11 @@ class Work:
     result: tuple[int, ...] = ()
 
     @property
+    def one_part(self) -> bool:
+        """Whether it is one device's part already, as that of a ``shard_map`` is."""
+        return not any(self.classes)
+
+    @property
     def nbytes(self) -> float:
         """Bytes moved by one device that does everything."""
         return sum(nbytes for nbytes, _ in self.traffic)
