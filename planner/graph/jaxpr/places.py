@@ -19,20 +19,43 @@ _HERE = Path(__file__).absolute().parents[3]
 _OURS = tuple(f"{_HERE / room}{os.sep}" for room in ("meshwright", "planner", "executor"))
 
 
+FRAMEWORKS = frozenset(
+    "jax jaxlib flax optax orbax haiku equinox chex numpy scipy einops jaxtyping beartype qwix aqt "
+    "drjax distrax pytest _pytest pluggy xdist hypothesis IPython ipykernel absl fire".split()
+)
+"""Installed packages whose lines say nothing about a model. All others may hold one."""
+
+
 @functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Where installed packages and Python's own modules lie."""
+def _installed() -> tuple[str, ...]:
+    """Where installed packages lie."""
     paths = sysconfig.get_paths()  # a tenth of a second the first time
-    places = {paths[name] for name in ("purelib", "platlib", "stdlib")}
+    places = {paths["purelib"], paths["platlib"]}
     places.add(os.path.dirname(os.path.dirname(jax.__file__)))  # elsewhere in some environments
     return tuple(os.path.realpath(place) + os.sep for place in sorted(places))
+
+
+@functools.cache
+def _standard() -> str:
+    """Where Python's own modules lie."""
+    return os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is Python's or a framework's, and not a model's."""
+    for place in _installed():
+        if file.startswith(place):
+            package = file[len(place) :].split(os.sep, 1)[0]
+            return package.removesuffix(".py") in FRAMEWORKS
+    return file.startswith(_standard())
 
 
 _user_code: dict[Any, bool] = {}
 
 
 def user_line(eqn: Any) -> str:
-    """``file.py:line`` of the innermost frame of the user's own code, or ``""``."""
+    """``file.py:line`` of the innermost frame of the user's own code or an installed model's, or
+    ``""``."""
     return next(_user_frames(eqn), "")
 
 
@@ -42,7 +65,7 @@ def user_lines(eqn: Any) -> list[str]:
 
 
 def _user_frames(eqn: Any) -> Iterator[str]:
-    """Frames of the user's own code, innermost first."""
+    """Frames of the user's own code and of installed models, innermost first."""
     traceback = getattr(eqn.source_info, "traceback", None)
     if traceback is None:
         return
@@ -52,7 +75,7 @@ def _user_frames(eqn: Any) -> Iterator[str]:
         if known is None:
             name = code.co_filename
             real = os.path.realpath(name)
-            library = real.startswith(_libraries()) or name.startswith("<")
+            library = _is_library(real) or name.startswith("<")
             known = _user_code[code] = not library and not real.startswith(_OURS)
         if known:
             line = type(traceback).code_addr2line(code, offset)
