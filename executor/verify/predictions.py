@@ -14,6 +14,7 @@ production compiler, ahead of time). What is compared, per device and step:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from executor.verify.aot import TPU_CLOCK_HZ, Compiled, tpu_seconds
 from executor.verify.hlo.collectives import wire_bytes
 from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Plan
+from planner.rules.kernels.regions import REGION
 
 COMMUNICATION, MEMORY, COMPUTE = "communication", "memory", "compute"
 
@@ -145,8 +147,12 @@ def shardy_rung(
     plan: Plan, found: Sequence[tuple[str, float, float, int]], tolerances: Tolerances
 ) -> Rung:
     """What Shardy's partitioning made of it; ``found``: (kind, count, payload bytes, members)."""
-    rows = communication_rows(plan, _by_kind(found), tolerances.communication)
+    own = [row for row in plan.collectives if row.cause != REGION]
+    compared = dataclasses.replace(plan, collectives=tuple(own))
+    rows = communication_rows(compared, _by_kind(found), tolerances.communication)
     notes = [f"without the lowering: {plan.lowering}"] if plan.lowering != PLAIN else []
+    if len(own) < len(plan.collectives):
+        notes.append("collectives that the user wrote, inside of shard_map, are left out")
     if not plan.cluster.startswith("cpu"):
         notes.append(
             "before XLA, which reduces the sum of products once and, on TPU, sends their float32 "

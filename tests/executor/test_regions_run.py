@@ -12,8 +12,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from costmodels import parse_cluster
 from executor import compile_plan, parallelize
+from executor.verify.compiled import climb
+from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import ModelError, RequestError, make_plan
+from planner.graph.trace import trace
 from planner.plan.plan import Plan
 from planner.rules.kernels.inside import inside
 from planner.rules.kernels.regions import REGION
@@ -258,3 +262,15 @@ def test_gradients_that_a_region_leaves_whole_are_stacked_sharded() -> None:
     stacks = [a for a in plan.activations if a.name == "loop_ys" and a.shape in shapes]
     assert stacks and all("data" in str(a.spec) for a in stacks)
     equal(step, plan, (p, x))
+
+
+def test_shardy_puts_the_planned_collectives_around_a_region() -> None:
+    step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
+    plan = make_plan(step, *args, cluster="cpu:8")
+    traced = trace(step, args)
+    found = shardy_collectives(lower_abstractly(traced, plan))
+    want = [(c.kind, c.count, c.payload_bytes) for c in plan.collectives if c.cause != REGION]
+    assert sorted((c.kind, c.count, c.payload_bytes) for c in found) == sorted(want)
+    rung = climb(traced, plan, parse_cluster("cpu:8")).rungs[0]
+    assert all(row.passed for row in rung.rows)
+    assert any("inside of shard_map" in note for note in rung.notes)
