@@ -111,7 +111,8 @@ class Op:
     float32 product is made of where it asks for precision (1: it asks for none); ``work`` is what
     a kernel or a region of the user's does in one run, as (kind of kernel, flop, bytes): of a
     kernel the whole, with bytes by its operands (0), of a ``shard_map`` one device's part;
-    ``sends`` is what a ``shard_map`` sends (``planner.rules.kernels.inside``).
+    ``sends`` is what a ``shard_map`` sends (``planner.rules.kernels.inside``), ``held`` the bytes
+    that it allocates inside.
     """
 
     index: int
@@ -128,6 +129,7 @@ class Op:
     passes: int = 1
     work: tuple[tuple[str, float, float], ...] = ()
     sends: tuple[tuple[str, tuple[int, ...], float, float], ...] = ()
+    held: float = 0.0
 
     @property
     def kernel(self) -> str:

@@ -31,7 +31,7 @@ from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
-from planner.rules.kernels.inside import Sends, inside
+from planner.rules.kernels.inside import Sends, held_inside, inside
 from planner.rules.kernels.known import is_kernel, work_of
 from planner.rules.kernels.pallas.grid import NAME as KERNEL
 from planner.rules.kernels.pallas.work import Work
@@ -168,6 +168,7 @@ class _Builder(PlacedWalk[int]):
         effect: bool = False,
         work: Work = (),
         sends: Sends = (),
+        held: float = 0.0,
     ) -> tuple[int, ...]:
         index = len(self.ops)
         outs = tuple(self.value(a, index) for a in out_avals)
@@ -192,6 +193,7 @@ class _Builder(PlacedWalk[int]):
                 passes=passes,
                 work=work,
                 sends=sends,
+                held=held,
             )
         )
         self.eqns.append(eqn)
@@ -246,8 +248,9 @@ class _Builder(PlacedWalk[int]):
             for v, aval, entries in zip(ins, record.in_avals, before, strict=True)
         ]
         work, sends = inside(eqn.params["jaxpr"], region_axes(eqn))
+        held = held_inside(eqn.params["jaxpr"])
         region, avals, effect = self.current, record.out_avals, bool(eqn.effects)
-        made = self.op(REGION, entered, avals, region, source, record, effect, work, sends)
+        made = self.op(REGION, entered, avals, region, source, record, effect, work, sends, held)
         return [edge(*each) for each in zip(made, avals, after, strict=True)]
 
     def call(self, eqn: Any, ins: list[int], body: Body) -> Sequence[int]:

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
+from planner.graph.ir import PRODUCTS, Graph
 from planner.rules.kernels.regions import REGION
 from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
-from planner.step.kernels.flops import masked_operands, ragged_groups
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
-from planner.step.memory.materialized import FOLDED, Written, extents
+from planner.step.memory.materialized import Written, extents
+from planner.step.memory.workspace import workspaces
 
 EMPTY: Chosen = {}
 
@@ -88,28 +88,6 @@ def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
                     region = graph.regions[region].parent
                 out[i] = region
     return out
-
-
-def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
-    """Whether a convolution with a stride pads one end of a dimension more than the other.
-
-    Args:
-        shapes: of the image, the kernel and the result.
-        layouts: their factors. The kernel's spatial dimensions are those that it shares with
-            neither; of the others' dimensions that it does not share, the first is the batch.
-    """
-    image, kernel, result = (set(layout) - {-1} for layout in layouts)
-
-    def apart(k: int, others: set[int]) -> list[int]:
-        return [n for n, f in zip(shapes[k], layouts[k], strict=True) if f not in others]
-
-    ends = zip(apart(0, kernel)[1:], apart(1, image | result), apart(2, kernel)[1:], strict=False)
-    for before, window, after in ends:
-        stride = before // max(after, 1)
-        total = (after - 1) * stride + window - before
-        if stride > 1 and before == stride * after and total > 0 and total % 2:
-            return True
-    return False
 
 
 @lru_cache(maxsize=1 << 16)
@@ -187,11 +165,11 @@ class _Finding:
         self.operands()
         products = self.products()
         self.turned()
-        if self.found.merges:
-            self.uneven()
-            self.masked()
-        else:
-            self.narrowed()
+        for extra in workspaces(self.graph, self.groups, self.found, self.live):
+            kind = self.groups.groups[extra.group].kind
+            side = Port.STORE if extra.stored and kind == "input" else Port.USE
+            moments = (extra.group, extra.first, extra.last)
+            self.add(*moments, extra.value, extra.layout, side, share=extra.share)
         groups, graph = self.groups, self.graph
         inside = self.inside
         carries = {new: old for old, new in graph.next_values.items()}
@@ -291,76 +269,6 @@ class _Finding:
         while region not in (home, -1):
             turns, region = region, self.graph.regions[region].parent
         return first if turns < 0 else self.stop[turns] + 0.5
-
-    def narrowed(self) -> None:
-        """Stacks of float32 whose slices only products read, as bfloat16: XLA:TPU converts them
-        once, before the first loop that reads them."""
-        graph = self.graph
-        readers: dict[int, list[Op]] = {}
-        for op in graph.ops:
-            for i in set(op.inputs) if self.live[op.index] else ():
-                readers.setdefault(i, []).append(op)
-
-        def multiplied(value: int) -> bool:
-            found = readers.get(value, [])
-            return bool(found) and all(
-                r.kind in PRODUCTS
-                or (r.kind in FOLDED and multiplied(r.outputs[0]))
-                or (
-                    r.kind == "convert_element_type"
-                    and graph.values[r.outputs[0]].dtype == "bfloat16"
-                )
-                for r in found
-            )
-
-        begin, stop = extents(graph, self.found.time)
-        spans: dict[int, tuple[int, int]] = {}
-        for op in graph.ops:
-            if op.kind != "loop_xs" or not self.live[op.index] or op.inputs[0] == SCALAR:
-                continue
-            stack = graph.values[op.inputs[0]]
-            if stack.dtype == "float32" and multiplied(op.outputs[0]):
-                region = readers[op.outputs[0]][0].region
-                first, last = spans.get(stack.index, (begin[region], 0))
-                spans[stack.index] = min(first, begin[region]), max(last, stop[region] + 1)
-        for value, (first, last) in spans.items():
-            home = self.groups.home[value]
-            if home is not None:
-                port = Port.STORE if self.groups.groups[home[0]].kind == "input" else Port.USE
-                self.add(home[0], first, last, value, home[1], port, share=0.5)
-
-    def uneven(self) -> None:
-        """Strided convolutions read a padded copy, from the first to the last that reads the value.
-
-        Libraries of GPUs pad both sides alike; ``SAME`` with a stride pads one side more
-        (openxla/xla, conv_padding_legalization).
-        """
-        readers: dict[int, list[int]] = {}
-        for op in self.graph.ops:
-            if op.kind == "conv_general_dilated" and self.live[op.index]:
-                for i in set(op.inputs):
-                    readers.setdefault(i, []).append(self.found.time[op.index])
-        for op in self.graph.ops:
-            entry = self.groups.op_layouts[op.index]
-            if entry is None or not self.live[op.index] or op.kind != "conv_general_dilated":
-                continue
-            shapes = [self.graph.values[v].shape for v in (*op.inputs, *op.outputs)]
-            if pads_unevenly(shapes, (*entry[1], *entry[2])):
-                stop = max(readers[op.inputs[0]]) + 1
-                at = self.found.time[op.index]
-                self.add(entry[0], at, stop, op.inputs[0], entry[1][0], Port.USE)
-
-    def masked(self) -> None:
-        """Ragged products read their rows once per group, masked, and their gradients both
-        operands (XLA:GPU)."""
-        for op in self.graph.ops:
-            entry = self.groups.op_layouts[op.index]
-            if entry is not None and self.live[op.index] and op.kind in RAGGED:
-                at, many = self.found.time[op.index], float(ragged_groups(self.graph, op))
-                count = masked_operands(self.graph, op)
-                for value, layout in zip(op.inputs[:count], entry[1], strict=False):
-                    if value != SCALAR:
-                        self.add(entry[0], at, at + 1, value, layout, Port.USE, share=many)
 
     def turned(self) -> None:
         """New values of inputs whose gradient is a product that comes out transposed.

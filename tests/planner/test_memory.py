@@ -21,12 +21,13 @@ from planner.plan.plan import plan_from_json
 from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups
 from planner.step.analysis import Analysis, analyse
-from planner.step.buffers import Lifetimes, padding, pads_unevenly
+from planner.step.buffers import Lifetimes, padding
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import extents, written
 from planner.step.memory.schedule import activations_first
 from planner.step.memory.updates import gradients_in_updates
+from planner.step.memory.workspace import pads_unevenly
 
 TILE = (8, 128)
 

@@ -49,6 +49,54 @@ def inside(jaxpr: Any, axes: Mapping[str, int]) -> tuple[Work, Sends]:
     return work, tuple((*key, times) for key, times in found.sends.items())
 
 
+def held_inside(jaxpr: Any) -> float:
+    """Bytes that a body allocates at its worst moment, without its operands and results.
+
+    What products, collectives, kernels, and operations of several shapes make is written, and lives
+    until the last operation that reads it; elementwise results are not.
+    """
+    inner = compat.body(jaxpr)
+    last: dict[Any, int] = {}
+    for k, eqn in enumerate(inner.eqns):
+        last.update((v, k) for v in eqn.invars if not compat.is_literal(v))
+    results = {v for v in inner.outvars if not compat.is_literal(v)}
+    live = peak = 0.0
+    ends: dict[int, float] = {}
+    for k, eqn in enumerate(inner.eqns):
+        deeper = max((held_inside(b) for b in _bodies(eqn)), default=0.0)
+        made = 0.0
+        for v in eqn.outvars if _is_written(eqn) else ():
+            if v not in results and v in last:
+                made += _bytes(v)
+                ends[last[v]] = ends.get(last[v], 0.0) + _bytes(v)
+        live += made
+        peak = max(peak, live + deeper)
+        live -= ends.pop(k, 0.0)
+    return peak
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    """The programs in an equation, but for those of kernels."""
+    if eqn.primitive.name == "pallas_call":
+        return []
+    found = []
+    for value in eqn.params.values():
+        items = value if isinstance(value, tuple | list) else (value,)
+        found += [b for b in items if hasattr(getattr(b, "jaxpr", b), "eqns")]
+    return found
+
+
+def _is_written(eqn: Any) -> bool:
+    """Whether an equation writes what it makes."""
+    name = eqn.primitive.name
+    if name in _FREE:
+        return False
+    if name in _PRODUCTS or name in _SENDS or name == "pallas_call":
+        return True
+    ends = (*eqn.invars, *eqn.outvars)
+    return len({compat.aval_shape(v.aval) for v in ends} - {()}) > 1 or bool(_bodies(eqn))
+
+
 @dataclass
 class _Inside:
     """``inside`` in progress: (flop, bytes) of products and of the rest."""

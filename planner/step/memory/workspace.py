@@ -1,0 +1,142 @@
+"""What operations allocate besides their operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
+from planner.rules.kernels.regions import REGION
+from planner.space.factors import Layout
+from planner.space.groups import Groups
+from planner.step.kernels.flops import masked_operands, ragged_groups
+from planner.step.memory.materialized import FOLDED, Written, extents
+
+
+class Extra(NamedTuple):
+    """A copy of a value, or ``share`` times its bytes, in a layout of a group from moment ``first``
+    until before ``last``; ``stored``: laid out as the value is stored."""
+
+    group: int
+    first: int
+    last: int
+    value: int
+    layout: Layout
+    share: float = 1.0
+    stored: bool = False
+
+
+def workspaces(
+    graph: Graph, groups: Groups, found: Written, live: Sequence[bool]
+) -> Iterator[Extra]:
+    """Of all operations, as the compiler allocates them whose kernels are ``found``."""
+    if found.merges:
+        yield from _uneven(graph, groups, found, live)
+        yield from _masked(graph, groups, found, live)
+    else:
+        yield from _narrowed(graph, groups, found, live)
+    yield from _regions(graph, groups, found, live)
+
+
+def _regions(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) -> Iterator[Extra]:
+    """What a ``shard_map`` holds inside, of one device already."""
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if op.kind != REGION or entry is None or not live[op.index] or not op.held:
+            continue
+        at, sized = found.time[op.index], [v for v in op.outputs if found.nbytes[v]]
+        if sized:
+            layout = entry[2][op.outputs.index(sized[0])]
+            yield Extra(entry[0], at, at + 1, sized[0], layout, op.held / found.nbytes[sized[0]])
+
+
+def _narrowed(
+    graph: Graph, groups: Groups, found: Written, live: Sequence[bool]
+) -> Iterator[Extra]:
+    """Stacks of float32 whose slices only products read, as bfloat16: XLA:TPU converts them
+    once, before the first loop that reads them."""
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for i in set(op.inputs) if live[op.index] else ():
+            readers.setdefault(i, []).append(op)
+
+    def multiplied(value: int) -> bool:
+        reading = readers.get(value, [])
+        return bool(reading) and all(
+            r.kind in PRODUCTS
+            or (r.kind in FOLDED and multiplied(r.outputs[0]))
+            or (r.kind == "convert_element_type" and graph.values[r.outputs[0]].dtype == "bfloat16")
+            for r in reading
+        )
+
+    begin, stop = extents(graph, found.time)
+    spans: dict[int, tuple[int, int]] = {}
+    for op in graph.ops:
+        if op.kind != "loop_xs" or not live[op.index] or op.inputs[0] == SCALAR:
+            continue
+        stack = graph.values[op.inputs[0]]
+        if stack.dtype == "float32" and multiplied(op.outputs[0]):
+            region = readers[op.outputs[0]][0].region
+            first, last = spans.get(stack.index, (begin[region], 0))
+            spans[stack.index] = min(first, begin[region]), max(last, stop[region] + 1)
+    for value, (first, last) in spans.items():
+        home = groups.home[value]
+        if home is not None:
+            yield Extra(home[0], first, last, value, home[1], 0.5, stored=True)
+
+
+def _uneven(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) -> Iterator[Extra]:
+    """Strided convolutions read a padded copy, from the first to the last that reads the value.
+
+    Libraries of GPUs pad both sides alike; ``SAME`` with a stride pads one side more
+    (openxla/xla, conv_padding_legalization).
+    """
+    readers: dict[int, list[int]] = {}
+    for op in graph.ops:
+        if op.kind == "conv_general_dilated" and live[op.index]:
+            for i in set(op.inputs):
+                readers.setdefault(i, []).append(found.time[op.index])
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if entry is None or not live[op.index] or op.kind != "conv_general_dilated":
+            continue
+        shapes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)]
+        if pads_unevenly(shapes, (*entry[1], *entry[2])):
+            stop = max(readers[op.inputs[0]]) + 1
+            yield Extra(entry[0], found.time[op.index], stop, op.inputs[0], entry[1][0])
+
+
+def _masked(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) -> Iterator[Extra]:
+    """Ragged products read their rows once per group, masked, and their gradients both operands
+    (XLA:GPU)."""
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if entry is None or not live[op.index] or op.kind not in RAGGED:
+            continue
+        at, many = found.time[op.index], float(ragged_groups(graph, op))
+        count = masked_operands(graph, op)
+        for value, layout in zip(op.inputs[:count], entry[1], strict=False):
+            if value != SCALAR:
+                yield Extra(entry[0], at, at + 1, value, layout, many)
+
+
+def pads_unevenly(shapes: Sequence[tuple[int, ...]], layouts: Sequence[Layout]) -> bool:
+    """Whether a convolution with a stride pads one end of a dimension more than the other.
+
+    Args:
+        shapes: of the image, the kernel and the result.
+        layouts: their factors. The kernel's spatial dimensions are those that it shares with
+            neither; of the others' dimensions that it does not share, the first is the batch.
+    """
+    image, kernel, result = (set(layout) - {-1} for layout in layouts)
+
+    def apart(k: int, others: set[int]) -> list[int]:
+        return [n for n, f in zip(shapes[k], layouts[k], strict=True) if f not in others]
+
+    ends = zip(apart(0, kernel)[1:], apart(1, image | result), apart(2, kernel)[1:], strict=False)
+    for before, window, after in ends:
+        stride = before // max(after, 1)
+        total = (after - 1) * stride + window - before
+        if stride > 1 and before == stride * after and total > 0 and total % 2:
+            return True
+    return False
