@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from executor.run import interpret
@@ -23,6 +23,7 @@ from planner.graph.jaxpr import walk
 from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Constraint, Leaf, Plan
 from planner.rules.kernels import regions
+from planner.rules.kernels.known import NAMES as KERNELS
 from planner.space.decisions.host_memory import DEVICE
 
 WIDTH = 98
@@ -78,6 +79,11 @@ INSIDE holds {count} shardings of operands and results inside the step, by the n
 operation in the order of tracing. Without them a compiler may choose other collectives than the
 plan's. They hold for this step, these shapes and a jax that traces it alike; for any other one
 shard_step raises ValueError, and the plan has to be made and exported again.
+"""
+
+_KERNELS = """\
+What can't be said here: {count} kernels that the plan splits. They run on shards under meshwright;
+here XLA gathers their operands, and every device does all of their work.
 """
 
 _MARKED = """\
@@ -258,7 +264,7 @@ def python_text(plan: Plan, name: str = "sharded") -> str:
     )
 
 
-def _docstring(plan: Plan, name: str, kinds: Iterable[str]) -> str:
+def _docstring(plan: Plan, name: str, kinds: Sequence[str]) -> str:
     tied = any(leaf.tied and leaf.path.startswith("[0]") for leaf in plan.inputs)
     parts = [
         heading(plan, "Mesh and shardings") + "\n",
@@ -272,6 +278,9 @@ def _docstring(plan: Plan, name: str, kinds: Iterable[str]) -> str:
     if plan.compiler_options:
         options = "\n".join(f"    {name}={value}" for name, value in plan.compiler_options)
         parts.append(_OPTIONS.format(options=options))
+    split = {c.op for c in plan.constraints if any(c.spec.dims) and kinds[c.op] in KERNELS}
+    if split:
+        parts.append(_KERNELS.format(count=len(split)))
     marks = sum(kind == "planner_shard" for kind in kinds)
     if marks:
         parts.append(_MARKED.format(count=marks))

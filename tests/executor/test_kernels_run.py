@@ -16,6 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from executor import compile_plan
 from executor.run.compile import CompiledStep
+from executor.run.export import python_text
 from planner import make_plan
 from planner.graph.trace import trace
 
@@ -148,3 +149,9 @@ def test_microbatches_of_a_kernel() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     with pytest.raises(Exception, match="mix examples"):
         make_plan(step_of(2), w, x, cluster="cpu:8", mesh="data=8", microbatches=4)
+
+
+def test_an_exported_module_says_that_kernels_run_whole(interpreted: None) -> None:
+    step, args = attend(flash, HEADS), arguments(HEADS)
+    plan = make_plan(step, *args, cluster="cpu:8", mesh="data=4,model=2")
+    assert "3 kernels that the plan splits" in python_text(plan)

@@ -15,11 +15,13 @@ from planner.rules.kernels.registered import registered
 from planner.rules.key import EqnKey, Shape
 
 FFI = "ffi_call"
+NAMES = frozenset({grid.NAME, *cudnn.NAMES})
+"""Primitives that are kernels without registration."""
 
 
 def is_kernel(eqn: Any) -> bool:
     """Whether an equation is a kernel that runs on shards where a plan splits it."""
-    return eqn.primitive.name in {grid.NAME, *cudnn.NAMES} or registered(eqn) is not None
+    return eqn.primitive.name in NAMES or registered(eqn) is not None
 
 
 def kernel_rule(eqn: EqnKey) -> FactorRule | None:
