@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as triton_attention
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.megablox import gmm
@@ -52,7 +53,7 @@ def call(
             "out_specs": pl.BlockSpec((8, 32), index_out or index_in),
             "out_shape": jax.ShapeDtypeStruct(x.shape, x.dtype),
         }
-        made = pl.pallas_call(body, **{**specs, **options}, interpret=True)(x)
+        made = pl.pallas_call(body, **{**specs, "interpret": True, **options})(x)
         return made  # type: ignore[no-any-return]
 
     return run
@@ -182,6 +183,18 @@ def test_what_is_carried_from_place_to_place_must_start_anew() -> None:
         out[...] = held[...]
 
     assert splits(scratch(in_part), *X) == [[]]
+
+
+def test_a_kernel_that_draws_random_numbers_is_not_split() -> None:
+    def body(x: Any, out: Any) -> None:
+        @pl.when(pl.program_id(1) == 0)
+        def _() -> None:
+            pltpu.prng_seed(3)
+
+        bits = pltpu.prng_random_bits((8, 32))
+        out[...] = x[...] + bits.astype(jnp.float32)
+
+    assert splits(call(body, plain, interpret=False), *X) == [[]]
 
 
 BATCH, HEADS, TOKENS, DEPTH = 4, 8, 256, 128

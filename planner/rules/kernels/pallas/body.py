@@ -26,6 +26,15 @@ def bodies(eqn: Any) -> Iterator[Any]:
                 yield compat.body(item)
 
 
+def draws(jaxpr: Any) -> bool:
+    """Whether a body uses the core's generator of random numbers, whose state goes on from place
+    to place."""
+    return any(
+        "prng" in eqn.primitive.name or any(map(draws, bodies(eqn)))
+        for eqn in compat.body(jaxpr).eqns
+    )
+
+
 def read_places(jaxpr: Any) -> dict[int, int]:
     """The dimensions of the grid that the results or the effects of a body depend on, each with its
     period: the place counts modulo that number only, 0 if all of it counts."""

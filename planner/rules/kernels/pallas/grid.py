@@ -22,7 +22,7 @@ import numpy as np
 
 from planner import compat
 from planner.rules.factor import FactorRule, canonical_rule
-from planner.rules.kernels.pallas.body import read_places, starts_anew
+from planner.rules.kernels.pallas.body import draws, read_places, starts_anew
 from planner.rules.kernels.pallas.integers import run
 from planner.rules.key import EqnKey
 
@@ -86,6 +86,8 @@ def grid_axes(params: Any, unused: frozenset[int]) -> tuple[GridAxis, ...]:
     if params.get("mesh") is not None or getattr(compiler, "has_side_effects", False):
         return ()
     if getattr(compiler, "collective_id", None) is not None or grid.get_grid_indices is not None:
+        return ()
+    if draws(params["jaxpr"]):
         return ()
     written_for = [d for d in range(len(grid.grid)) if d not in grid.vmapped_dims]
     body = params["jaxpr"]
