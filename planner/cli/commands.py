@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 
-from costmodels import ClusterError, with_profile
+from costmodels import ClusterError, parse_cluster, with_profile
 from planner.errors import RequestError
 from planner.frontend.capture import CapturedCall
 from planner.frontend.loading import Target, find_step
@@ -134,14 +134,25 @@ def asked_cluster(options: argparse.Namespace) -> str | None:
         raise RequestError(str(error)) from error
 
 
-def stay_on_cpu() -> None:
-    """Keep jax from looking for accelerators: planning needs none."""
+MOST_DEVICES = 1024
+"""Virtual CPU devices that a model may see."""
+
+
+def stay_on_cpu(cluster: str | None = None) -> None:
+    """Keep jax from looking for accelerators: planning needs none. A model that builds a mesh of
+    ``jax.devices()`` sees as many virtual ones as the cluster has."""
     if os.environ.setdefault("JAX_PLATFORMS", "cpu") != "cpu":
         return
     import jax
 
     if not getattr(jax.config, "jax_platforms", None):  # read before it was set here
         jax.config.update("jax_platforms", "cpu")
+    if cluster is None or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(ClusterError, RuntimeError):  # said later; jax has started
+        count = parse_cluster(cluster).num_devices
+        if 1 < count <= MOST_DEVICES:
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:

@@ -70,7 +70,7 @@ def add_debug(commands: Any) -> None:
 
 def run_debug(options: argparse.Namespace) -> int:
     """Plan up to the stage and print; raises RequestError and ModelError."""
-    stay_on_cpu()
+    stay_on_cpu(options.cluster)
     stage = Stage(options.stage)
     values = _values(parse_target(options.model, options.arguments), stage, options)
     if stage is Stage.PLAN and sys.stdout.isatty():

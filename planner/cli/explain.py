@@ -58,7 +58,7 @@ def add_explain(commands: Any) -> None:
 
 def run_explain(options: argparse.Namespace) -> int:
     """Plan, explain and print; raises RequestError and ModelError."""
-    stay_on_cpu()
+    stay_on_cpu(options.cluster)
     found = _explained(parse_target(options.model, options.arguments), options)
     if options.json:
         print(json.dumps(explanation_json(found)))

@@ -92,7 +92,7 @@ def add_inspect(commands: Any) -> None:
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Plan and print; raises RequestError and ModelError."""
-    stay_on_cpu()
+    stay_on_cpu(options.cluster)
     target = parse_target(options.model, options.arguments)
     for path in (options.save, options.dump_problem, options.html):
         if path is not None and not path.absolute().parent.is_dir():

@@ -394,3 +394,41 @@ def test_words_after_two_dashes_are_the_scripts(
 def test_two_dashes_stay_with_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", "--", "none.json"]) == 2
     assert "cannot read none.json" in capsys.readouterr().err
+
+
+MESHED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(-1, 4), ("data", "model"))
+center = jax.shard_map(
+    lambda x: x - jax.lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+)
+
+
+def train_step(w, x):
+    return center(jnp.tanh(x @ w)) @ w
+
+
+def example_args():
+    return (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
+"""
+
+
+@pytest.mark.long
+def test_a_model_sees_as_many_devices_as_the_cluster_has(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MESHED)
+    command = "from executor.cli.main import main; import sys; sys.exit(main())"
+    words = ["inspect", f"{file}:train_step", "--cluster", "v5p:4x4x2", "--json"]
+    plain = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(
+        [sys.executable, "-c", command, *words],
+        env={**plain, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["mesh"] == {"data": 8, "model": 4}
