@@ -34,6 +34,7 @@ from planner.graph.labels.ties import ties
 from planner.rules.kernels.inside import Sends, held_inside, inside
 from planner.rules.kernels.known import is_kernel, work_of
 from planner.rules.kernels.pallas.grid import NAME as KERNEL
+from planner.rules.kernels.pallas.text import kernel_text, program_text
 from planner.rules.kernels.pallas.work import Work
 from planner.rules.kernels.regions import REGION, edge_entries, is_region, region_axes
 from planner.rules.key import EqnKey
@@ -98,8 +99,14 @@ class Traced:
         return _graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
 
 
-def _attrs(params: Mapping[str, Any]) -> str:
+def _attrs(eqn: EqnKey) -> str:
     """A short stable digest of an equation's parameters (none when it has none)."""
+    params = eqn.params
+    if eqn.name == KERNEL or eqn.name == REGION:
+        body = kernel_text(params) if eqn.name == KERNEL else program_text(params["jaxpr"])
+        rest = {k: str(v) for k, v in params.items() if k not in ("jaxpr", "grid_mapping")}
+        text = f"{body} {sorted(rest.items())} {sorted(eqn.unused)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
     plain = {k: v for k, v in params.items() if "jaxpr" not in k and not callable(v)}
     text = ",".join(f"{k}={plain[k]}" for k in sorted(plain) if plain[k] is not None)
     if not text or "0x" in text:
@@ -176,7 +183,7 @@ class _Builder(PlacedWalk[int]):
         if eqn is not None and eqn.params:
             cached = self.attrs_cache.get(id(eqn.params))
             if cached is None:
-                cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn.params))
+                cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn))
             attrs = cached[1]
         passes = 1 if eqn is None else _passes(eqn.params.get("precision"))
         self.ops.append(
@@ -244,8 +251,8 @@ class _Builder(PlacedWalk[int]):
             return self.op(EDGE, (value,), (aval,), self.current, source, mark)[0]
 
         entered = [
-            v if v == SCALAR else edge(v, aval, entries)
-            for v, aval, entries in zip(ins, record.in_avals, before, strict=True)
+            v if compat.is_literal(atom) else edge(v, atom.aval, entries)
+            for v, atom, entries in zip(ins, eqn.invars, before, strict=True)
         ]
         work, sends = inside(eqn.params["jaxpr"], region_axes(eqn))
         held = held_inside(eqn.params["jaxpr"])
@@ -363,7 +370,8 @@ def _note_unused(builder: _Builder, outputs: Sequence[int]) -> None:
         unused = frozenset(k for k, v in enumerate(op.outputs) if v not in read)
         eqn = builder.eqns[op.index]
         if eqn is not None and unused:
-            builder.eqns[op.index] = dataclasses.replace(eqn, unused=unused)
+            record = builder.eqns[op.index] = dataclasses.replace(eqn, unused=unused)
+            builder.ops[op.index] = dataclasses.replace(op, attrs=_attrs(record))
 
 
 def _graph_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -177,6 +177,21 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
         RequestError: regions on different meshes, on another number of devices than the cluster
             has, or on another mesh than was asked for.
     """
+    devices = request.cluster.num_devices
+    for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
+        if op.kind != REGION or eqn is None:
+            continue
+        one = not is_region(eqn) and isinstance(eqn.params["mesh"], jax.sharding.Mesh)
+        where = f"shard_map ({op.source or 'no line'})"
+        if one and devices > 1:
+            raise RequestError(
+                f"{where} runs on a mesh of 1 device; the cluster {request.cluster.text} has "
+                f"{devices}: build the mesh of as many, or on jax.sharding.AbstractMesh"
+            )
+        if is_region(eqn) and request.mode == "STAND_ALONE":
+            raise RequestError(
+                f"mode STAND_ALONE runs on one device, {where} on {_text(region_axes(eqn).items())}"
+            )
     if request.mode in WITHOUT_PINS:
         return request
     found: dict[tuple[tuple[str, int], ...], str] = {}
@@ -190,12 +205,12 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
             f"{where} runs on a mesh of {_text(axes)}, {others[0][1]} on one of "
             f"{_text(others[0][0])}: a step has one mesh; build both regions on it"
         )
-    devices, wanted = math.prod(k for _, k in axes), request.cluster.num_devices
-    if devices != wanted:
+    theirs = math.prod(k for _, k in axes)
+    if theirs != devices:
         raise RequestError(
-            f"{where} runs on a mesh of {_text(axes)}, {devices} devices; the cluster "
-            f"{request.cluster.text} has {wanted}: build the mesh of as many, or plan "
-            f"for {devices}"
+            f"{where} runs on a mesh of {_text(axes)}, {theirs} devices; the cluster "
+            f"{request.cluster.text} has {devices}: build the mesh of as many, or plan "
+            f"for {theirs}"
         )
     if request.mesh is not None:
         given = {n: k for n, k in zip(request.mesh.names, request.mesh.sizes, strict=True) if k > 1}
@@ -209,5 +224,5 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
     )
 
 
-def _text(axes: tuple[tuple[str, int], ...]) -> str:
+def _text(axes: Iterable[tuple[str, int]]) -> str:
     return ",".join(f"{name}={size}" for name, size in axes)

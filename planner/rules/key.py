@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from planner.rules.kernels.pallas.text import kernel_text
+
 Shape = tuple[int, ...]
 
 
@@ -64,8 +66,10 @@ class EqnKey:
 
     def signature(self) -> Hashable:
         """A hashable value, equal for keys that have the same rule."""
+        kernel = kernel_text(self.params) if self.name == "pallas_call" else ""
         return (
             self.name,
+            kernel,
             repr(sorted(self.params.items(), key=lambda item: item[0])),
             tuple((_shape(a), str(getattr(a, "dtype", a))) for a in self.in_avals),
             tuple((_shape(a), str(getattr(a, "dtype", a))) for a in self.out_avals),

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import PartitionSpec
 
 from executor import compile_plan
 from executor.run.compile import CompiledStep
@@ -149,6 +150,33 @@ def test_microbatches_of_a_kernel() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     with pytest.raises(Exception, match="mix examples"):
         make_plan(step_of(2), w, x, cluster="cpu:8", mesh="data=8", microbatches=4)
+
+
+def test_kernels_that_differ_in_index_maps_or_bodies_run_as_they_are() -> None:
+    def kernel(body: Any, index: Any) -> Callable[[jax.Array], jax.Array]:
+        spec = pl.BlockSpec((8, 8), index)
+        shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+        options: dict[str, Any] = {"grid": (2, 2), "in_specs": [spec], "interpret": True}
+        return pl.pallas_call(body, out_specs=spec, out_shape=shape, **options)  # type: ignore[no-any-return]
+
+    def plain(x: Any, out: Any) -> None:
+        out[...] = x[...] * 2
+
+    def placed(x: Any, out: Any) -> None:
+        out[...] = x[...] * (pl.program_id(0) + 1)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 16)), jnp.float32)
+    rows = {r"\[0\]": PartitionSpec("data", "model")}
+    for bodies in ((plain, plain), (plain, placed), (placed, plain)):
+        first = kernel(bodies[0], lambda i, j: (i, j))
+        second = kernel(bodies[1], lambda i, j: (j, i))
+
+        def step(x: jax.Array, a: Any = first, b: Any = second) -> Any:
+            return b(jnp.tanh(a(jnp.sin(x)))), a(jnp.cos(x))
+
+        plan = make_plan(step, x, cluster="cpu:8", mesh="data=2,model=2,z=2", shardings=rows)
+        for got, want in zip(compile_plan(step, plan)(x), jax.jit(step)(x), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_an_exported_module_says_that_kernels_run_whole(interpreted: None) -> None:

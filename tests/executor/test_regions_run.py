@@ -161,15 +161,36 @@ def test_a_step_is_parallelized_as_it_is() -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["DATA_PARALLEL", "STAND_ALONE"])
-def test_modes_without_marks_compute_regions_whole(mode: str) -> None:
+def test_data_parallelism_computes_regions_whole() -> None:
     step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
-    plan = make_plan(
-        step, *args, cluster="cpu:8" if mode == "DATA_PARALLEL" else "cpu:1", mode=mode
-    )
+    plan = make_plan(step, *args, cluster="cpu:8", mode="DATA_PARALLEL")
     assert "shard_map (test_regions_run.py:" in plan.fallbacks[0]
-    if mode == "DATA_PARALLEL":
-        equal(step, plan, args)
+    equal(step, plan, args)
+
+
+def test_regions_of_one_device_and_on_one_device_are_named() -> None:
+    step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
+    with pytest.raises(RequestError, match="STAND_ALONE runs on one device, shard_map"):
+        make_plan(step, *args, cluster="cpu:1", mode="STAND_ALONE")
+    alone = step_of(mixture(mesh_of(data=1, expert=1)))
+    with pytest.raises(RequestError, match="on a mesh of 1 device; the cluster cpu:8 has 8"):
+        make_plan(alone, *args, cluster="cpu:8")
+
+
+def test_literals_reach_a_region_through_calls() -> None:
+    mesh = mesh_of(data=8)
+    scaled = jax.shard_map(
+        lambda x, s: x * s, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        made = jax.jit(lambda x, s: scaled(x, s))(x @ w, 2.0)
+        return jax.checkpoint(lambda x, s: scaled(x, s))(made, 3.0)  # type: ignore[no-any-return]
+
+    draw = np.random.default_rng(0)
+    args = [jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((WIDTH, WIDTH), (ROWS, WIDTH))]
+    plan = make_plan(step, *args, cluster="cpu:8")
+    np.testing.assert_allclose(compile_plan(step, plan)(*args), step(*args), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(

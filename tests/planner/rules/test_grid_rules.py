@@ -185,6 +185,59 @@ def test_what_is_carried_from_place_to_place_must_start_anew() -> None:
     assert splits(scratch(in_part), *X) == [[]]
 
 
+def test_state_that_a_flag_resets_goes_on_from_place_to_place() -> None:
+    """As a segmented sum does: the first place along any dimension may go on from the last."""
+
+    def body(x: Any, out: Any, held: Any) -> None:
+        @pl.when(x[0, 0] > 0)
+        def _() -> None:
+            held[...] = jnp.zeros((8, 32))
+
+        held[...] += x[...]
+        out[...] = held[...]
+
+    assert splits(scratch(body), *X) == [[]]
+
+    def shifts(x: Any, out: Any, held: Any) -> None:
+        out[...] = held[...]
+        held[...] = x[...]
+
+    assert splits(scratch(shifts), *X) == [[]]
+
+
+def test_a_kernel_that_writes_an_operand_is_not_split() -> None:
+    def body(x: Any, out: Any) -> None:
+        out[...] = x[...]
+
+        @pl.when(x[0, 0] > 0)
+        def _() -> None:
+            x[...] = x[...] + 1
+
+    assert splits(call(body, plain), *X) == [[]]
+
+
+def test_a_reference_under_two_names_is_one() -> None:
+    def body(x: Any, out: Any, held: Any) -> None:
+        def both(a: Any, b: Any) -> jax.Array:
+            old = a[...]
+            b[...] = x[...] * pl.program_id(0)
+            return old
+
+        out[...] = jax.jit(both)(held, held)
+
+    assert splits(scratch(body), *X) == [[]]
+
+
+def test_kernels_that_differ_in_index_maps_are_not_one() -> None:
+    square = (arrays((32, 64)),)
+    turned = call(double, lambda i, j: (j, i), grid=(2, 4))
+    straight = call(double, plain, grid=(4, 2))
+    keys = [kernels(run, *square[0])[0] for run in (straight, turned)]
+    assert keys[0].signature() != keys[1].signature()
+    graphs = [trace(run, square[0]).graph for run in (straight, turned)]
+    assert graphs[0].ops[-1].attrs != graphs[1].ops[-1].attrs
+
+
 def test_a_kernel_that_draws_random_numbers_is_not_split() -> None:
     def body(x: Any, out: Any) -> None:
         @pl.when(pl.program_id(1) == 0)

@@ -15,6 +15,10 @@ PLACES = frozenset({"program_id", "num_programs"})
 """Primitives that read a place in the grid, or the grid's size; ``axis`` counts the dimensions that
 the kernel was written for, without those that ``jax.vmap`` put in front."""
 
+READING = frozenset({"get", "masked_load", "load"})
+WRITING = frozenset({"swap", "addupdate", "masked_swap", "store"})
+"""Primitives of references, by what they do to their first operand."""
+
 Refs = frozenset[Any]
 
 
@@ -33,6 +37,50 @@ def draws(jaxpr: Any) -> bool:
         "prng" in eqn.primitive.name or any(map(draws, bodies(eqn)))
         for eqn in compat.body(jaxpr).eqns
     )
+
+
+def writes(jaxpr: Any) -> frozenset[int]:
+    """The references that a body may write, by position among its arguments. What is not known to
+    read alone counts as writing."""
+    inner = compat.body(jaxpr)
+    at = {v: k for k, v in enumerate(inner.invars)}
+    found: set[int] = set()
+    for eqn in inner.eqns:
+        refs = [v for v in eqn.invars if not compat.is_literal(v) and v in at]
+        refs = [v for v in refs if compat.is_ref(v.aval)]
+        if not refs or eqn.primitive.name in READING:
+            continue
+        if eqn.primitive.name in WRITING:
+            found.update(at[v] for v in eqn.invars[:1] if not compat.is_literal(v) and v in at)
+            continue
+        pairs = _entered(eqn)
+        if pairs is None:
+            found.update(at[v] for v in refs)
+            continue
+        for operands, body in pairs:
+            for k in writes(body):
+                if not compat.is_literal(operands[k]) and operands[k] in at:
+                    found.add(at[operands[k]])
+    return frozenset(found)
+
+
+def _entered(eqn: Any) -> list[tuple[Sequence[Any], Any]] | None:
+    """The bodies of an equation with the operands that they take; None where that is not known."""
+    call, params, name = inner_call(eqn), eqn.params, eqn.primitive.name
+    if call is not None:
+        return [(eqn.invars, call)]
+    if name == "cond":
+        return [(eqn.invars[1:], b) for b in params["branches"]]
+    if name == "scan":
+        return [(eqn.invars, params["jaxpr"])]
+    if name == "while":
+        test, body = params["cond_nconsts"], params["body_nconsts"]
+        carried = eqn.invars[test + body :]
+        return [
+            ((*eqn.invars[:test], *carried), params["cond_jaxpr"]),
+            ((*eqn.invars[test : test + body], *carried), params["body_jaxpr"]),
+        ]
+    return None
 
 
 def read_places(jaxpr: Any) -> dict[int, int]:
@@ -126,13 +174,13 @@ def _inside(
 ) -> Refs | None:
     """``_left`` of a body that takes ``operands``, as references of the program around it."""
     inner = compat.body(body)
-    names = {o: i for o, i in zip(operands, inner.invars, strict=True) if not compat.is_literal(o)}
-    mine = frozenset(names[v] for v in names if v in held)
+    pairs = zip(operands, inner.invars, strict=True)
+    names = [(o, i) for o, i in pairs if not compat.is_literal(o) and o in held]
     known = dict(zip(inner.invars, values, strict=True))
-    left = _left(inner, mine, known, first)
+    left = _left(inner, frozenset(i for _, i in names), known, first)
     if left is None:
         return None
-    return frozenset(v for v in held if v not in names or names[v] in left)
+    return held - {o for o, i in names if i not in left}
 
 
 def _branches(eqn: Any, values: Sequence[Number], held: Refs, first: frozenset[int]) -> Refs | None:

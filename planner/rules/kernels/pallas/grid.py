@@ -22,7 +22,7 @@ import numpy as np
 
 from planner import compat
 from planner.rules.factor import FactorRule, canonical_rule
-from planner.rules.kernels.pallas.body import draws, read_places, starts_anew
+from planner.rules.kernels.pallas.body import draws, read_places, starts_anew, writes
 from planner.rules.kernels.pallas.integers import run
 from planner.rules.key import EqnKey
 
@@ -87,7 +87,8 @@ def grid_axes(params: Any, unused: frozenset[int]) -> tuple[GridAxis, ...]:
         return ()
     if getattr(compiler, "collective_id", None) is not None or grid.get_grid_indices is not None:
         return ()
-    if draws(params["jaxpr"]):
+    first = grid.num_index_operands
+    if draws(params["jaxpr"]) or any(k < first + grid.num_inputs for k in writes(params["jaxpr"])):
         return ()
     written_for = [d for d in range(len(grid.grid)) if d not in grid.vmapped_dims]
     body = params["jaxpr"]
@@ -102,10 +103,9 @@ def grid_axes(params: Any, unused: frozenset[int]) -> tuple[GridAxis, ...]:
         if axis is None or taken.intersection(axis.sites):
             continue
         state = _state(grid, {value for value, _ in axis.sites})
-        # where the body reads only dimensions behind this one, each place along it starts as the
-        # very first one does, which finds nothing that it could read
-        first = [k for k, d in enumerate(written_for) if d > dim or (d == dim and d in read)]
-        if state and any(d <= dim for d in read) and not starts_anew(body, state, first):
+        # what jax.vmap put in front is independent; elsewhere nothing may go on from place to place
+        starts = [k for k, d in enumerate(written_for) if d > dim or (d == dim and d in read)]
+        if state and dim in written_for and not starts_anew(body, state, starts):
             continue
         taken.update(axis.sites)
         out.append(axis)
@@ -144,7 +144,7 @@ def _axis(params: Any, dim: int, period: int, unused: frozenset[int]) -> GridAxi
     whole = len(set(split)) == len(split) and size % together == 0
     whole = whole and all(grid.num_inputs + k in split for k in used)
     for operand, result in params.get("input_output_aliases") or ():
-        pair = operand - skipped_operands(grid), grid.num_inputs + result
+        pair = operand - grid.num_index_operands, grid.num_inputs + result
         sites = [{d: r for (v, d), r in repeats.items() if v == value} for value in pair]
         whole = whole and sites[0] == sites[1]
     if not (whole and repeats and size > together):

@@ -9,6 +9,7 @@ from typing import Any
 
 from planner import compat
 from planner.rules.kernels.pallas.grid import grid_axes, skipped_operands
+from planner.rules.kernels.pallas.text import grid_text, program_text
 from planner.rules.key import Shape
 
 _COUNTS = ("flops", "transcendentals", "bytes_accessed")
@@ -68,5 +69,5 @@ def _places(lengths: Sequence[Any]) -> int:
 
 def same_body(one: Any, other: Any) -> bool:
     """Whether two kernels do the same at each place of their grids."""
-    blocks = [[m.block_shape for m in p["grid_mapping"].block_mappings] for p in (one, other)]
-    return blocks[0] == blocks[1] and str(one["jaxpr"]) == str(other["jaxpr"])
+    grids = [grid_text(p["grid_mapping"]) for p in (one, other)]
+    return grids[0] == grids[1] and program_text(one["jaxpr"]) == program_text(other["jaxpr"])
