@@ -37,7 +37,7 @@ _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("abstract",)),
     (walk, ("Body", "Loop", "is_opaque", "called", "loop_of", "branches_of", "Walk")),
     (regions, ("is_region",)),
-    (interpret, ("in_bounds", "Kept", "returned", "Evaluated", "ConstrainedStep")),
+    (interpret, ("in_bounds", "Kept", "returned", "Evaluated", "_Steps", "ConstrainedStep")),
 )
 """What is copied, by module."""
 

@@ -99,6 +99,43 @@ class Evaluated(NamedTuple):
     outs: list[Any]
 
 
+class _Steps(Walk[None]):
+    """Counts the operations of a walk, as ``ConstrainedStep`` steps through them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def literal(self, atom: Any) -> None:
+        return None
+
+    def const(self, var: Any, value: Any) -> None:
+        return None
+
+    def operation(self, eqn: Any, ins: list[None]) -> Sequence[None]:
+        self.count += len(ins) if eqn.primitive.name == BARRIER else 1
+        if is_region(eqn):
+            self.count += sum(not compat.is_literal(v) for v in eqn.invars) + len(eqn.outvars)
+        return [None] * len(eqn.outvars)
+
+    def loop(self, eqn: Any, ins: list[None], loop: Loop) -> Sequence[None]:
+        for body in loop.bodies:
+            self.run(body.jaxpr, body.args(ins))
+            self.count += len(body.closing)
+        self.count += len(loop.entering) + len(loop.leaving)
+        return [None] * len(eqn.outvars)
+
+    def cond(self, eqn: Any, ins: list[None], branches: tuple[Body, ...]) -> Sequence[None]:
+        self.branches(branches)
+        self.count += len(eqn.outvars)
+        return [None] * len(eqn.outvars)
+
+    def branches(self, branches: Sequence[Body]) -> None:
+        """Count what stands in the branches of a conditional."""
+        for body in branches:
+            self.count += len(body.entering)
+            self.run(body.jaxpr, [None] * len(body.entering))
+
+
 class ConstrainedStep(Walk[Any]):
     """Evaluates one traced step on tracers or arrays, or what is ``Kept``; a new one for every
     evaluation.
@@ -294,17 +331,21 @@ class ConstrainedStep(Walk[Any]):
     def cond(self, eqn: Any, ins: list[Any], branches: tuple[Body, ...]) -> Sequence[Any]:
         """Evaluate a conditional with constraints inside its branches."""
         ins = self.fetched(ins)
-        new = tuple(self.branch(body) for body in branches)
+        counted = _Steps()
+        counted.branches(branches)
+        meets = self.next + counted.count  # the first border behind the branches
+        new = tuple(self.branch(body, meets, k) for k, body in enumerate(branches))
         for _ in eqn.outvars:
             self.step("branch_out")
         return eqn.primitive.bind(*ins, **{**eqn.params, "branches": new})  # type: ignore[no-any-return]
 
-    def branch(self, body: Body) -> Any:
-        """A branch with constraints inside."""
+    def branch(self, body: Body, meets: int, number: int) -> Any:
+        """A branch with constraints inside; ``meets``: the border of its first result."""
         ops = [self.step(kind) for kind in body.entering]
 
         def inside(args: Sequence[Any]) -> list[Any]:
             args = [self.at(op, "in", 0, x) for op, x in zip(ops, args, strict=True)]
-            return self.run(body.jaxpr, args)
+            outs = self.run(body.jaxpr, args)
+            return [self.at(meets + k, "in", number, x) for k, x in enumerate(outs)]
 
         return self.rebuilt(body.jaxpr, inside)

@@ -1,5 +1,7 @@
 """Constraints reach into scan, while, cond and remat bodies, and those stay what they were."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,3 +209,25 @@ def test_collectives_inside_a_loop_count_once():
     assert rows and all(r.count == 6 for r in rows)
     assert report.max_rel_difference < 1e-5
     assert report.planned["all_reduce"] >= report.compiled["all_reduce"] >= 1
+
+
+def test_branches_of_different_shardings_meet_as_the_plan_says() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    P = jax.sharding.PartitionSpec
+
+    def over(spec: Any) -> Any:
+        return jax.shard_map(lambda x: jnp.tanh(x), mesh=mesh, in_specs=spec, out_specs=spec)
+
+    rows, columns = over(P("data")), over(P(None, "model"))
+
+    def step(w: jax.Array, x: jax.Array, which: jax.Array) -> jax.Array:
+        return jax.lax.switch(which, (rows, columns, lambda x: x * 2), x @ w) @ w
+
+    draw = np.random.default_rng(0)
+    w, x = (jnp.asarray(draw.normal(size=s) * 0.1, jnp.float32) for s in ((16, 16), (32, 16)))
+    args = (w, x, jnp.asarray(1))
+    plan = make_plan(step, *args, cluster="cpu:8")
+    for which in range(3):
+        args = (w, x, jnp.asarray(which))
+        got = compile_plan(step, plan)(*args)
+        np.testing.assert_allclose(got, step(*args), rtol=1e-4, atol=1e-6)
