@@ -123,7 +123,8 @@ def test_one_stage_and_one_microbatch(work: StageSeconds, overlap: Overlap, fixe
     communication = work.waited_s + (work.ahead_s + work.behind_s)
     could = overlap.waited * work.waited_s + overlap.ahead * work.ahead_s
     could += overlap.behind * work.behind_s
-    hidden = min(could, compute)
+    assert overlap.hideable_s(work) == pytest.approx(could, rel=1e-12, abs=1e-300)
+    hidden = min(overlap.hideable_s(work), compute)
     assert found.fixed_s + found.compute_s == compute
     assert found.communication_s == communication
     assert found.hidden_s == hidden
