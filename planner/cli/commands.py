@@ -140,7 +140,7 @@ MOST_DEVICES = 1024
 
 def stay_on_cpu(cluster: str | None = None) -> None:
     """Keep jax from looking for accelerators: planning needs none. A model that builds a mesh of
-    ``jax.devices()`` sees as many virtual ones as the cluster has."""
+    ``jax.devices()`` sees virtual devices, the same number that the cluster has."""
     if os.environ.setdefault("JAX_PLATFORMS", "cpu") != "cpu":
         return
     import jax

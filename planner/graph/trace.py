@@ -37,6 +37,7 @@ from planner.rules.kernels.pallas.grid import NAME as KERNEL
 from planner.rules.kernels.pallas.text import kernel_text, program_text
 from planner.rules.kernels.pallas.work import Work
 from planner.rules.kernels.regions import REGION, edge_entries, is_region, region_axes
+from planner.rules.kernels.registered import registered
 from planner.rules.key import EqnKey
 
 FUSED = "flash_attention"
@@ -185,6 +186,9 @@ class _Builder(PlacedWalk[int]):
             if cached is None:
                 cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn))
             attrs = cached[1]
+        own = None if eqn is None else registered(eqn)
+        if own is not None:  # so that a process without the rule refuses the plan
+            attrs = f"{attrs} rule {own.text}".strip()
         passes = 1 if eqn is None else _passes(eqn.params.get("precision"))
         self.ops.append(
             Op(

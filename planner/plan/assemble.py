@@ -31,7 +31,7 @@ from planner.search.problem import Solution
 from planner.space.buffer import Memory
 from planner.spec import MeshSpec
 from planner.step.classes import Quotient
-from planner.step.kernels.flops import ragged_groups
+from planner.step.kernels.flops import masked_operands, ragged_groups
 
 
 def assembled(
@@ -167,11 +167,13 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
 
 def _ragged_notes(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
     """What compilers make of products of groups of rows (docs/explanation/compute.md)."""
+    tpu = cluster.device.fuses_operands
     rows = [op for op in graph.ops if op.kind in RAGGED]
+    rows = [op for op in rows if not tpu or masked_operands(graph, op) > 1]
     if not rows:
         return ()
     times = ragged_groups(graph, rows[0])
-    what = "gradients of ragged_dot" if cluster.device.fuses_operands else "ragged_dot"
+    what = "gradients of ragged_dot" if tpu else "ragged_dot"
     return (
         f"{what} ({rows[0].source or 'no line'}): the compiler multiplies all rows by the matrices "
         f"of all {times} groups, {times} times the flop; grouped products in Pallas do not",

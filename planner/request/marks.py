@@ -186,7 +186,7 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
         if one and devices > 1:
             raise RequestError(
                 f"{where} runs on a mesh of 1 device; the cluster {request.cluster.text} has "
-                f"{devices}: build the mesh of as many, or on jax.sharding.AbstractMesh"
+                f"{devices}: build a mesh with the same number, or a jax.sharding.AbstractMesh"
             )
         if is_region(eqn) and request.mode == "STAND_ALONE":
             raise RequestError(
@@ -209,7 +209,7 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
     if theirs != devices:
         raise RequestError(
             f"{where} runs on a mesh of {_text(axes)}, {theirs} devices; the cluster "
-            f"{request.cluster.text} has {devices}: build the mesh of as many, or plan "
+            f"{request.cluster.text} has {devices}: build a mesh with the same number, or plan "
             f"for {theirs}"
         )
     if request.mesh is not None:

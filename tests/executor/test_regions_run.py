@@ -196,7 +196,7 @@ def test_literals_reach_a_region_through_calls() -> None:
 @pytest.mark.parametrize(
     ("cluster", "mesh", "said"),
     [
-        ("cpu:4", None, "8 devices; the cluster cpu:4 has 4: build the mesh of as many, or plan"),
+        ("cpu:4", None, "8 devices; the cluster cpu:4 has 4: build a mesh with the same number"),
         ("cpu:8", "data=8", "runs on a mesh of data=2,expert=4, mesh= says data=8"),
     ],
 )

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from executor import compile_plan
 from executor.run.compile import CompiledStep
 from executor.run.local import checked
-from planner import RequestError, make_plan, register_rule
+from planner import PlanMismatchError, RequestError, make_plan, register_rule
 from planner.graph.trace import trace
 from planner.plan.plan import Plan
 from planner.rules.kernels import registered as registry
@@ -92,6 +92,16 @@ def test_a_false_rule_is_refused_by_its_dimension() -> None:
     step, args = step_of(norm.bind), arguments()
     plan = planned(step, *args)
     with pytest.raises(RequestError, match=r"splitting d changes the results.*put d into whole="):
+        compile_plan(step, plan)(*args)
+
+
+def test_a_plan_is_refused_where_its_rule_is_not_registered() -> None:
+    norm = primitive("test_absent", normalized)
+    register_rule("test_absent", "b d, d -> b d", whole="d")
+    step, args = step_of(norm.bind), arguments()
+    plan = planned(step, *args)
+    registry._REGISTERED.clear()
+    with pytest.raises(PlanMismatchError, match=r"test_absent.*the plan has .*rule b d, d -> b d"):
         compile_plan(step, plan)(*args)
 
 

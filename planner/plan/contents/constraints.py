@@ -67,9 +67,7 @@ def constraints_of(extraction: Extraction) -> tuple[Constraint, ...]:
                 add(link.op, "in", link.operand, extraction.from_digits(dst, rank))
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        if (
-            op.kernel and op.kind != REGION and entry is not None
-        ):  # it runs on shards as they are here
+        if op.kernel and op.kind != REGION and entry is not None:  # it runs on these shards
             group, ins, outs = entry
             for slot, values, layouts in (("in", op.inputs, ins), ("made", op.outputs, outs)):
                 for k, (v, layout) in enumerate(zip(values, layouts, strict=True)):
