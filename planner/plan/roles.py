@@ -43,18 +43,21 @@ WORDS: Mapping[str, str] = {
 }
 HALF = 0.5
 """Share of the bytes of parameters, or of optimizer state, from which an axis splits them."""
+SMALL = 0.01
+"""Share of the bytes of the batch's largest array under which another one is small."""
 
 
 @dataclass(frozen=True)
 class Roles:
     """Per mesh axis its role, and over which axes optimizer state alone is split (ZeRO-1);
     ``batch``: into how many pieces the batch is cut, ``examples``: into how many of these along its
-    first dimension."""
+    first dimension; ``rest``: into how many its small arrays are cut at least."""
 
     of: tuple[str, ...]
     zero: frozenset[int]
     batch: int
     examples: int
+    rest: int
 
 
 def roles_of(plan: Extraction) -> Roles:
@@ -115,6 +118,8 @@ def strategy_text(sizes: Sequence[int], roles: Roles) -> str:
     if roles.examples < roles.batch:
         along = roles.batch // roles.examples
         batch += f", {roles.examples} by examples and {along} along other dimensions"
+    if roles.rest < roles.batch:
+        batch += f", small arrays {roles.rest} ways" if roles.rest > 1 else ", small arrays whole"
     return f"{' x '.join(parts)}; {batch}"
 
 
@@ -199,18 +204,22 @@ def _share(plan: Extraction, values: Sequence[int], axis: int) -> float:
     return split / total if total else 0.0
 
 
-def _pieces(plan: Extraction, values: Sequence[int]) -> tuple[int, int]:
-    """The least pieces that an array of the batch is cut into, of those as long as the largest, and
-    how many of these along its first dimension."""
+def _pieces(plan: Extraction, values: Sequence[int]) -> tuple[int, int, int]:
+    """The least pieces that an array of the batch is cut into, of those as long as the largest and
+    not ``SMALL`` beside it; how many of these along its first dimension; the least pieces of the
+    small ones."""
     arrays = [v for v in values if plan.graph.values[v].shape]
     if not arrays:
-        return 1, 1
+        return 1, 1, 1
     mesh, known = plan.priced.mesh, plan.graph.values
-    length = known[max(arrays, key=lambda v: known[v].nbytes)].shape[0]
+    largest = known[max(arrays, key=lambda v: known[v].nbytes)]
 
     def pieces(value: int) -> tuple[int, int]:
         both = [plan.value_sharding(value, port) for port in ("store", "use")]
         most = max(both, key=lambda sharding: sharding.shards(mesh))
         return most.shards(mesh), math.prod(mesh.size(a) for a in (*most.dims, ())[0])
 
-    return min(pieces(v) for v in arrays if known[v].shape[0] == length)
+    batch = [v for v in arrays if known[v].shape[0] == largest.shape[0]]
+    small = [v for v in batch if known[v].nbytes < SMALL * largest.nbytes]
+    most = min(pieces(v) for v in batch if v not in small)
+    return *most, min((pieces(v)[0] for v in small), default=most[0])

@@ -96,13 +96,14 @@ def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] 
 
     The compiler lays the array out with those two dimensions minor that waste the least
     (https://openxla.org/xla/tiled_layout); ``lying`` are those that may be the most minor one, if
-    not all may.
+    not all may. Tiles of arrays with fewer rows have 1, 2 or 4 of them.
     """
     rows, lanes = tile
     if tile == (1, 1) or len(shape) < 2 or not all(shape):
         return 1.0
     wide = [-(-n // lanes) * lanes / n for n in shape]
-    high = [-(-n // rows) * rows / n for n in shape]
+    short = [min(rows, 1 << (n - 1).bit_length()) for n in shape]
+    high = [-(-n // few) * few / n for n, few in zip(shape, short, strict=True)]
     return min(
         wide[i] * h for i in lying or range(len(shape)) for j, h in enumerate(high) if i != j
     )

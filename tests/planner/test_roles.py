@@ -90,14 +90,15 @@ def test_axes_that_the_user_named_stay(axis):
 
 def test_two_axes_that_do_the_same_have_two_names():
     mesh = MeshSpec(("data", "fsdp", "model"), (2, 4, 2))
-    roles = Roles(("model", "data", "data"), frozenset(), 8, 8)
+    roles = Roles(("model", "data", "data"), frozenset(), 8, 8, 8)
     assert renamed(mesh, roles, frozenset()).names == ("model", "data", "data2")
     assert renamed(mesh, roles, frozenset({"model"})).names == ("model2", "data", "model")
 
 
 def test_the_line_in_the_words_of_the_field():
-    def said(sizes, roles, batch, zero=(), examples=0):
-        return strategy_text(sizes, Roles(roles, frozenset(zero), batch, examples or batch))
+    def said(sizes, roles, batch, zero=(), examples=0, rest=0):
+        found = Roles(roles, frozenset(zero), batch, examples or batch, rest or batch)
+        return strategy_text(sizes, found)
 
     assert said((16, 4), ("fsdp", "model"), 64) == (
         "FSDP over 16 x tensor parallel over 4; batch split 64 ways"
@@ -107,6 +108,12 @@ def test_the_line_in_the_words_of_the_field():
         "tensor parallel over 4 x 8 groups that repeat the same work; batch whole on every device"
     )
     assert said((1,), ("idle",), 1) == "one device"
+    assert said((8,), ("fsdp",), 8, rest=1) == (
+        "FSDP over 8; batch split 8 ways, small arrays whole"
+    )
+    assert said((8,), ("fsdp",), 8, rest=2) == (
+        "FSDP over 8; batch split 8 ways, small arrays 2 ways"
+    )
     assert said((8, 8), ("fsdp", "fsdp"), 64, examples=8) == (
         "FSDP over 8 x FSDP over 8; batch split 64 ways, 8 by examples and 8 along other dimensions"
     )

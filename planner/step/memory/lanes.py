@@ -21,7 +21,8 @@ def image_lanes(
     """Per value, the dimensions that may lie along lanes: the features or the batch of images that
     convolutions read or make, and of what is made of them element by element. XLA:TPU lays no
     other dimension of an image along lanes. The features come first: prices go by them, as
-    the share of the batch that a device has is not known there.
+    the share of the batch that a device has is not known there. Arguments lie as the caller made
+    them, with the least waste (``step.buffers.padding``).
 
     Args:
         graph: the step.
@@ -42,8 +43,7 @@ def image_lanes(
                 batch = [
                     d for d, f in enumerate(layout) if f in other and f not in kernel and f >= 0
                 ]
-                if value != SCALAR and len(dims) == 1:
-                    batch = [] if value in given else batch  # the caller's layout is the default
+                if value != SCALAR and len(dims) == 1 and value not in given:
                     found[value] = (*dims, *batch[:1])
         elif fusable[op.index] and len(op.outputs) == 1:
             out = op.outputs[0]
