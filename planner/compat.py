@@ -7,6 +7,7 @@ rest of the project needs of them goes through here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -60,12 +61,17 @@ def is_literal(atom: Any) -> bool:
 
 def dtype_name(aval: Any) -> str:
     """dtype as text; random keys and other extended types keep their own names."""
-    return str(getattr(aval, "dtype", "token"))
+    return _name_of(getattr(aval, "dtype", "token"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _name_of(dtype: Any) -> str:
+    return str(dtype)
 
 
 def aval_shape(aval: Any) -> tuple[int, ...]:
     """Shape of an abstract value, ``()`` for tokens and the like."""
-    return tuple(int(n) for n in getattr(aval, "shape", ()))
+    return tuple(map(int, getattr(aval, "shape", ())))
 
 
 def itemsize(aval: Any) -> int:

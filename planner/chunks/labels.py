@@ -40,12 +40,14 @@ class Program:
         rules: per call, its factor rule; None where it is not to be split.
         makers: per value, the call that makes it.
         readers: per value, the calls that read it.
+        reads: per call, the values that it reads.
     """
 
     flat: FlatJaxpr
     rules: Sequence[FactorRule | None]
     makers: Mapping[int, int]
     readers: Sequence[Sequence[int]]
+    reads: Sequence[Sequence[int]]
 
     @staticmethod
     def of(flat: FlatJaxpr) -> Program:
@@ -55,7 +57,8 @@ class Program:
         for k, rule in zip(at, rules_for([EqnKey.of(flat.calls[k].eqn) for k in at]), strict=True):
             rules[k] = None if rule.origin == "opaque" else rule
         makers = {v: k for k, c in enumerate(flat.calls) for v in c.outs}
-        return Program(flat, rules, makers, flat.readers())
+        reads = [tuple(v for v in c.ins if isinstance(v, int)) for c in flat.calls]
+        return Program(flat, rules, makers, flat.readers, reads)
 
     def sides(self, at: int) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
         """The operands and results of a call, those that are values, with their factors."""

@@ -58,7 +58,7 @@ def chunked(
 
     def made(traced: Traced) -> tuple[Callable[..., Any], tuple[str, ...]]:
         search = _Search(parts)
-        run = search.run(flatten(traced.jaxpr))
+        run = search.run(traced.flat)
         if not search.lines:
             return function, ()
 
@@ -76,10 +76,13 @@ def chunked(
 
 def scores(flat: FlatJaxpr) -> frozenset[int]:
     """Values of a program that chunks would not hold whole."""
-    program, found = _regions(flat)
-    return frozenset(
-        v for r in found for v in r.both if program and program.makers.get(v) in r.calls
-    )
+    if "scores" not in flat.memo:
+        program, found = _regions(flat)
+        flat.memo["scores"] = frozenset(
+            v for r in found for v in r.both if program and program.makers.get(v) in r.calls
+        )
+    known: frozenset[int] = flat.memo["scores"]
+    return known
 
 
 def chunks_worth(traced: Traced) -> int:
@@ -90,7 +93,7 @@ def chunks_worth(traced: Traced) -> int:
         own = [r.rows for r in _regions(flat)[1]]
         return max([0, *own, *(rows(flatten(jaxpr).live()) for jaxpr in inner)])
 
-    most = rows(flatten(traced.jaxpr).live())
+    most = rows(traced.flat)
     return 1 if not most else min(MOST, max(FEWEST, 1 << math.ceil(math.log2(max(most / ROWS, 1)))))
 
 

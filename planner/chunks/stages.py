@@ -144,18 +144,23 @@ def _numbers(program: Program, region: Region) -> dict[int, int]:
     outside: dict[int, int] = {}
     out: dict[int, int] = {}
     effects = 0
-    for at, call in enumerate(program.flat.calls):
-        read = [v for v in call.ins if isinstance(v, int)]
+    calls, reads = program.flat.calls, program.reads
+    for at in range(min(region.calls), max(region.calls) + 1):
+        call = calls[at]
         if at in region.calls:
-            out[at] = max(
-                (inside[v] if v in inside else outside.get(v, 0) for v in read), default=0
-            )
+            levels = [inside[v] if v in inside else outside.get(v, 0) for v in reads[at]]
+            out[at] = max(levels, default=0)
             inside.update(dict.fromkeys(call.outs, out[at]))
-        else:
-            levels = [inside[v] + 1 if v in inside else outside.get(v, 0) for v in read]
-            level = max(levels, default=0)
-            if call.eqn.effects:
-                level = effects = max(level, effects)
+            continue
+        level = 0  # as of whatever comes before the region, and is not written down
+        for v in reads[at]:
+            if v in inside:
+                level = max(level, inside[v] + 1)
+            elif v in outside:
+                level = max(level, outside[v])
+        if call.eqn.effects:
+            level = effects = max(level, effects)
+        if level:
             outside.update(dict.fromkeys(call.outs, level))
     return out
 

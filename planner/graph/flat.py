@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,7 @@ import jax
 
 from planner import compat
 from planner.graph.jaxpr.places import Place, PlacedWalk, origin_of
-from planner.graph.jaxpr.walk import REMAT, Body, loop_of
-from planner.graph.trace import FUSED
+from planner.graph.jaxpr.walk import FUSED, REMAT, Body, loop_of
 
 Run = Callable[[Sequence[Any]], list[Any]]
 """Computes the results of a call from its operands."""
@@ -57,6 +57,8 @@ class Call:
 
     def reading(self, names: Mapping[int, int]) -> Call:
         """The call with some operands replaced."""
+        if not any(isinstance(v, int) and v in names for v in self.ins):
+            return self
         ins = tuple(names.get(v, v) if isinstance(v, int) else v for v in self.ins)
         return dataclasses.replace(self, ins=ins)
 
@@ -79,7 +81,13 @@ class FlatJaxpr:
     consts: Mapping[int, Any]
     values: int
 
-    def readers(self) -> list[list[int]]:
+    @functools.cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What was found out about the program, so that it is not looked for twice."""
+        return {}
+
+    @functools.cached_property
+    def readers(self) -> Sequence[Sequence[int]]:
         """Per value, the calls that read it, in order."""
         out: list[list[int]] = [[] for _ in range(self.values)]
         for at, call in enumerate(self.calls):
@@ -111,6 +119,8 @@ class FlatJaxpr:
             if wanted.intersection(call.outs) or call.eqn.effects:
                 kept.append(call)
                 wanted.update(v for v in call.ins if isinstance(v, int))
+        if len(kept) == len(self.calls):
+            return self
         return dataclasses.replace(self, calls=tuple(reversed(kept)))
 
     def codes(self) -> list[int]:

@@ -25,9 +25,10 @@ from planner.annotate import EDGE, EDGE_MARK
 from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
+from planner.graph.flat import FlatJaxpr, flatten
 from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Value
 from planner.graph.jaxpr.places import PlacedWalk
-from planner.graph.jaxpr.walk import BARRIER, REMAT, Body, Loop
+from planner.graph.jaxpr.walk import BARRIER, FUSED, REMAT, Body, Loop
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
@@ -39,10 +40,6 @@ from planner.rules.kernels.pallas.work import Work
 from planner.rules.kernels.regions import REGION, edge_entries, is_region, region_axes
 from planner.rules.kernels.registered import registered
 from planner.rules.key import EqnKey
-
-FUSED = "flash_attention"
-"""Start of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
-
 
 _HINTS = {
     "passed to shard_map": (
@@ -84,6 +81,11 @@ class Traced:
         """Its graph, made when it is first asked for: forms of a step that are only rewritten
         further need none."""
         return self._made[0]
+
+    @functools.cached_property
+    def flat(self) -> FlatJaxpr:
+        """Its jaxpr as a flat list of calls, those left out whose results nobody reads."""
+        return flatten(self.jaxpr).live()
 
     @functools.cached_property
     def eqns(self) -> tuple[EqnKey | None, ...]:

@@ -14,7 +14,7 @@ from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
 from planner.planning.row import Planned, Row
-from planner.recipes import WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
+from planner.recipes import CLOSE, WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
 from planner.remat.policy import NONE, OFFLOAD
 from planner.remat.rewrite import policies
 from planner.report.units import bytes_text
@@ -75,7 +75,8 @@ def searched(wish: Wish, door: Door) -> Planned:
     total = len(counts) * sum(map(len, kept.values()))
     if total == 1:
         return first.planned(begun)
-    best, seen = search_recipes(counts, kept, look, wish.recipe)
+    least_s = min(bounds_s.values(), default=0.0)
+    best, seen = search_recipes(counts, kept, look, wish.recipe, least_s)
     on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
     on_host = on_host and not wish.recipe.schedule
     if on_host:
@@ -87,6 +88,12 @@ def searched(wish: Wish, door: Door) -> Planned:
         f"remat {', '.join([*names, *[OFFLOAD] * on_host])}"
         + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
     )
+    if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
+        percent = 100 * (seen[best].cost_s / least_s - 1)
+        tried += (
+            f"; not more, as the step as written is at most {percent:.2g} % faster on devices with "
+            "unlimited memory"
+        )
     if why:
         tried += f"; no microbatches: {why}"
     if best is not None:

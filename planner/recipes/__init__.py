@@ -1,6 +1,6 @@
 """Rewriting a step before it is planned: microbatches, rematerialization, chunks, stages."""
 
-from planner.recipes.outer import WORTH, Look, Outcome, search_recipes
+from planner.recipes.outer import CLOSE, WORTH, Look, Outcome, search_recipes
 from planner.recipes.recipe import (
     Rewriter,
     chunked_of,
@@ -14,6 +14,7 @@ from planner.spec import PLAIN, Recipe
 
 __all__ = [
     "AUTO",
+    "CLOSE",
     "PLAIN",
     "WORTH",
     "Look",

@@ -5,6 +5,7 @@ more: done again, gathered again. So the cheapest that fit lie on a staircase. F
 microbatches that fit at all, the least rematerialization that fits is found by bisection; each
 further number of microbatches is worth a look where it lets less be done again. Beside the border,
 what takes less memory may fit on a better mesh: neighbors are looked at while they are faster.
+The walk ends where no recipe can be much faster than the best so far.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from planner.spec import PLAIN, Recipe
 
 WORTH = 1.01
 """A recipe that rewrites more must be faster by this."""
+CLOSE = 1.03
+"""The walk ends this close to what no recipe can be faster than."""
 PATIENCE = 2
 """Recipes in a row that may fit and be slower."""
 T = TypeVar("T")
@@ -58,9 +61,15 @@ class _Walk(Generic[T]):
     chunks: int
     base: Recipe
     look: Look[T]
+    least_s: float
     seen: dict[Recipe, Outcome[T]] = field(default_factory=dict)
     best: Recipe | None = None
     best_s: float = math.inf
+
+    @property
+    def close(self) -> bool:
+        """Whether more looks have little to gain."""
+        return self.best_s <= CLOSE * self.least_s
 
     def recipe(self, i: int, j: int) -> Recipe:
         """A recipe by its place."""
@@ -89,7 +98,7 @@ class _Walk(Generic[T]):
         low, high = 0, len(self.policies) - 1
         if self.at(i, high) is None:
             return None
-        while low < high:
+        while low < high and not self.close:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self.at(i, middle) is None else (low, middle)
         return high
@@ -97,7 +106,7 @@ class _Walk(Generic[T]):
     def down(self, i: int, j: int) -> int:
         """Do less again than ``j``, one policy after the other, while that fits."""
         slower = 0
-        while j > 0 and slower < PATIENCE:
+        while j > 0 and slower < PATIENCE and not self.close:
             found = self.at(i, j - 1)
             if found is None:
                 break
@@ -110,6 +119,7 @@ def search_recipes(
     policies: Mapping[int, Sequence[str]],
     look: Look[T],
     base: Recipe = PLAIN,
+    least_s: float = 0.0,
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
@@ -119,6 +129,7 @@ def search_recipes(
             must beat the other comes last.
         look: plans a recipe.
         base: the rest of every recipe.
+        least_s: seconds that every recipe takes.
 
     Returns:
         The best recipe, None where none fits; and all that were looked at.
@@ -126,8 +137,9 @@ def search_recipes(
     best, best_s = None, math.inf
     seen: dict[Recipe, Outcome[T]] = {}
     for chunks, mine in policies.items():
-        walk = _Walk(counts, mine, chunks, base, look, seen, best, best_s)
-        _go(walk)
+        walk = _Walk(counts, mine, chunks, base, look, least_s, seen, best, best_s)
+        if not walk.close:
+            _go(walk)
         best, best_s = walk.best, walk.best_s
     return best, seen
 
@@ -156,9 +168,9 @@ def _go(walk: _Walk[T]) -> None:
             border = walk.first_fit(i)
             if border is not None:
                 k = border + 1
-                while k < len(walk.policies) and walk.at(i, k):
+                while not walk.close and k < len(walk.policies) and walk.at(i, k):
                     k += 1
         elif border > 0:
             border = walk.down(i, border)
-        if border == 0:
+        if border == 0 or walk.close:
             break

@@ -28,30 +28,49 @@ TRIED = 12
 def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> FlatJaxpr:
     """Repeated blocks of the forward pass rewritten, cut where least crosses; ``skip``: calls that
     are left as they are."""
-    readers = flat.readers()
     never = sites.never(flat) if sites.policy.flop_per_byte else frozenset()
-    rewriting = _Rewriting(flat, readers, flat.values, sites.policy.on_host)
-    taken = set(skip)
+    rewriting = _Rewriting(flat, flat.readers, flat.values, sites.policy.on_host)
+    key = "repeated blocks", skip, never
+    found = flat.memo.get(key) or flat.memo.setdefault(key, _repeated(flat, skip, never))
+    for repeated in found:
+        done = [(part, block, sites.cut(block)) for part, block in repeated.blocks]
+        part, block, made = done[len(done) // 2]
+        sites.found.append(Site(repeated.what, repeated.count, block, made))
+        for part, block, made in done:
+            if pays(block, made):
+                rewriting.again(part, block, made)
+    return rewriting.done()
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """Equal blocks: what they are, how many, and the calls of each."""
+
+    what: str
+    count: int
+    blocks: tuple[tuple[range, Block], ...]
+
+
+def _repeated(
+    flat: FlatJaxpr, skip: frozenset[int], never: frozenset[int]
+) -> tuple[_Repeated, ...]:
+    """The repeated blocks of the forward pass."""
+    out, taken = [], set(skip)
     for repeated in blocks_of(np.array(flat.codes(), np.int64)):
         forward = flat.calls[repeated.start : repeated.end]
         if any(c.backward for c in forward) or taken.intersection(
             range(repeated.start, repeated.end)
         ):
             continue
-        cuts = cuts_of(flat, repeated.start, repeated.length, repeated.count, readers)
+        cuts = cuts_of(flat, repeated.start, repeated.length, repeated.count, flat.readers)
         cuts = _whole(flat, cuts, repeated.length, taken)
         taken.update(range(cuts[0], cuts[-1]))
         parts = [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]
-        done = [
-            (part, block := _block(flat, part, readers, never), sites.cut(block)) for part in parts
-        ]
-        part, block, made = done[len(done) // 2]
-        what = f"each of {repeated.count} equal blocks at {common_line(block.calls)}"
-        sites.found.append(Site(what, repeated.count, block, made))
-        for part, block, made in done:
-            if pays(block, made):
-                rewriting.again(part, block, made)
-    return rewriting.done()
+        blocks = tuple((part, _block(flat, part, flat.readers, never)) for part in parts)
+        line = common_line(blocks[len(blocks) // 2][1].calls)
+        what = f"each of {repeated.count} equal blocks at {line}"
+        out.append(_Repeated(what, repeated.count, blocks))
+    return tuple(out)
 
 
 def _block(

@@ -8,6 +8,7 @@ Done again: at its flop over the price, and all that it reads is needed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -52,6 +53,7 @@ class Block:
         """Bytes that wait for the backward pass if nothing is done again."""
         return sum(n for v, n in _sizes(self).items() if v in self.wanted)
 
+    @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for blocks of the same operations on the same types, joined in the same way."""
         number: dict[int, int] = {}

@@ -15,6 +15,7 @@ block keeps is a minimum cut under a policy (``frontier``, ``policy``).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def recomputed(
         never: what is computed again under every policy.
     """
     sites = Sites(policy) if never is None else Sites(policy, never)
-    run = _rewritten(flatten(traced.jaxpr), sites)
+    run = _rewritten(traced.flat, sites)
     if not any(pays(s.block, s.cut) for s in sites.found):
         return None
 
@@ -129,7 +130,7 @@ def policies(traced: Traced, never: Never | None = None) -> tuple[str, ...]:
     """
     asked = parse_policy(NONE)
     sites = Sites(asked) if never is None else Sites(asked, never)
-    _rewritten(flatten(traced.jaxpr), sites)
+    _rewritten(traced.flat, sites)
     blocks = [s.block for s in sites.found]
 
     def kept(policy: str) -> tuple[int, ...]:
@@ -155,6 +156,7 @@ def _rewritten(flat: FlatJaxpr, sites: Sites) -> Run:
             inner = _rewritten(flatten(call.eqn.params["jaxpr"]), sites)
             if any(pays(s.block, s.cut) for s in sites.found[before:]):
                 calls[at] = call.running(looped(call.eqn, inner))
-    flat = FlatJaxpr(tuple(calls), flat.inputs, flat.outputs, flat.consts, flat.values)
+    if any(a is not b for a, b in zip(calls, flat.calls, strict=True)):
+        flat = dataclasses.replace(flat, calls=tuple(calls))
     flat = repeated_blocks(flat, sites, paired)
     return functools.partial(execute, flat)

@@ -21,7 +21,7 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
     Returns:
         The program, and which of its calls make up a pair (rewritten or not).
     """
-    calls, readers = list(flat.calls), flat.readers()
+    calls, readers = list(flat.calls), flat.readers
     paired: set[int] = set()
     values = flat.values
     for at, call in enumerate(flat.calls):
@@ -47,6 +47,8 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
         away = sites.policy.on_host
         calls[at] = _forward(call, body, dropped, kept, stacks, away)
         calls[partner] = _backward(call, calls[partner], body, dropped, made, stacks, away)
+    if not paired:
+        return flat, frozenset()
     done = FlatJaxpr(tuple(calls), flat.inputs, flat.outputs, flat.consts, values)
     return done, frozenset(paired)
 

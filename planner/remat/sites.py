@@ -44,7 +44,7 @@ class Sites:
 
     def cut(self, block: Block) -> Cut:
         """``frontier.cut`` under the policy, by the cut of an equal block where there was one."""
-        key = block.key()
+        key = block.key
         if key not in self.known:
             self.known[key] = block, cut(block, self.policy)
         like, made = self.known[key]

@@ -48,7 +48,7 @@ def staged(
         raise refused("stages work on microbatches; ask for microbatches=2 or more")
 
     def made(traced: Traced, args: Sequence[Any]) -> tuple[Callable[..., Any], str]:
-        flat = flatten(traced.jaxpr).live()
+        flat = traced.flat
         at = body_at(flat, parts)
         even = evened(flatten(flat.calls[at].eqn.params["jaxpr"]).live(), count)
         if even is not None:

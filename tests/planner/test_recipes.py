@@ -17,7 +17,7 @@ from executor import parallelize
 from planner import make_plan
 from planner.errors import MemoryLimitError, RequestError
 from planner.planning.open_recipes import best_planned
-from planner.recipes import PLAIN, Outcome, Recipe, search_recipes
+from planner.recipes import CLOSE, PLAIN, Outcome, Recipe, search_recipes
 
 COUNTS = (1, 2, 4, 8, 16)
 POLICIES = ("none", "64", "512", "4096", "full")
@@ -73,6 +73,27 @@ def test_the_walk_finds_the_best_of_all(seed: int) -> None:
     assert best is not None and fits[best]
     assert costs[best] <= 1.01 * least or slower_twice_in_a_row(costs, fits, best, least)
     assert len(looks) <= 14
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_walk_ends_close_to_what_every_recipe_takes(seed: int) -> None:
+    costs, fits = grid(random.Random(seed))
+    least_s = min(costs.values())
+
+    def walk(least_s: float) -> tuple[float, int]:
+        def look(recipe: Recipe, known_s: float) -> Outcome[None]:
+            cost = costs[recipe] if fits[recipe] and costs[recipe] < known_s else math.inf
+            return Outcome(cost, fits[recipe], None)
+
+        best, seen = search_recipes(COUNTS, {1: POLICIES, 8: POLICIES}, look, PLAIN, least_s)
+        return math.inf if best is None else costs[best], len(seen)
+
+    costs |= {Recipe(r.microbatches, r.remat, chunks=8): c + 1 for r, c in costs.items()}
+    fits |= {Recipe(r.microbatches, r.remat, chunks=8): f for r, f in fits.items()}
+    (near_s, few), (far_s, many) = walk(least_s), walk(0.0)
+    assert few <= many and (near_s == far_s or near_s <= CLOSE * least_s)
+    if far_s <= CLOSE * least_s:
+        assert near_s <= CLOSE * least_s and few < many
 
 
 def slower_twice_in_a_row(

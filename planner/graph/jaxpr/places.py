@@ -56,19 +56,23 @@ _user_code: dict[Any, bool] = {}
 def user_line(eqn: Any) -> str:
     """``file.py:line`` of the innermost frame of the user's own code or an installed model's, or
     ``""``."""
-    return next(_user_frames(eqn), "")
+    traceback = getattr(eqn.source_info, "traceback", None)
+    return "" if traceback is None else _innermost(traceback)
 
 
 def user_lines(eqn: Any) -> list[str]:
     """``file.py:line`` of all frames of the user's own code, outermost first."""
-    return list(_user_frames(eqn))[::-1]
-
-
-def _user_frames(eqn: Any) -> Iterator[str]:
-    """Frames of the user's own code and of installed models, innermost first."""
     traceback = getattr(eqn.source_info, "traceback", None)
-    if traceback is None:
-        return
+    return [] if traceback is None else list(_user_frames(traceback))[::-1]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _innermost(traceback: Any) -> str:
+    return next(_user_frames(traceback), "")
+
+
+def _user_frames(traceback: Any) -> Iterator[str]:
+    """Frames of the user's own code and of installed models, innermost first."""
     codes, offsets = traceback.raw_frames()
     for code, offset in zip(codes, offsets, strict=True):
         known = _user_code.get(code)

@@ -31,6 +31,9 @@ V = TypeVar("V")
 REMAT = frozenset("remat remat2 checkpoint".split())
 """Calls whose body is computed again in the backward pass."""
 
+FUSED = "flash_attention"
+"""Start of the name of a jitted function that is one kernel (``step.kernels.fused``)."""
+
 BARRIER = "optimization_barrier"
 """Counts as one operation per operand, in order: its operands may have unrelated shardings, so they
 must not share a group."""

@@ -20,7 +20,7 @@ def evened(flat: FlatJaxpr, count: int) -> tuple[FlatJaxpr, int] | None:
     """A loop's body in which the largest pair of scans, forward and backward, is cut in two: turns
     that ``count`` divides, and the rest, whose number is returned; None where there is no pair, or
     no rest."""
-    readers = flat.readers()
+    readers = flat.readers
     pairs = []
     for at, call in enumerate(flat.calls):
         if call.kind == "scan" and not call.backward:

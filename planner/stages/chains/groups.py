@@ -62,7 +62,7 @@ def group_chain(body: Body, count: int) -> Chain | None:
 
 def _starts(flat: FlatJaxpr, run: Block) -> list[int]:
     """Where the first block may begin: where least crosses."""
-    phases = phases_of(flat, run.start, run.length, run.count, flat.readers())[:TRIED]
+    phases = phases_of(flat, run.start, run.length, run.count, flat.readers)[:TRIED]
     starts = [run.start + p - back for back in (0, run.length) for p in phases]
     return [s for s in starts if s >= 0]
 

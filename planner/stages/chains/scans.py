@@ -26,7 +26,7 @@ def scan_chain(body: Body, count: int) -> Chain | None:
         NoStagesError: there is one that can't be cut.
     """
     flat = body.flat
-    readers = flat.readers()
+    readers = flat.readers
     pairs = []
     for at, call in enumerate(flat.calls):
         if call.kind == "scan" and not call.backward and any(v in body.batch for v in call.outs):

@@ -76,7 +76,7 @@ def taken_apart(
     Raises:
         NoStagesError: see ``balanced`` and ``named_begins``.
     """
-    flat = flatten(traced.jaxpr).live()
+    flat = traced.flat
     at = body_at(flat, parts)
     loop = flat.calls[at]
     body = body_of(loop)
@@ -161,7 +161,7 @@ def layered(
         raise refused("stages work on microbatches; ask for microbatches=2 or more")
 
     def made(traced: Traced) -> Callable[..., Any] | None:
-        flat = flatten(traced.jaxpr).live()
+        flat = traced.flat
         at = body_at(flat, parts)
         eqn = flat.calls[at].eqn
         inner = flatten(eqn.params["jaxpr"]).live()

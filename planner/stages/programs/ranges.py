@@ -26,7 +26,7 @@ def in_ranges(flat: FlatJaxpr, count: int, batch: frozenset[int]) -> tuple[FlatJ
     What the backward scan reads of the forward scan stays in parts; what it makes of each turn (a
     gradient per layer) is put together again.
     """
-    readers = flat.readers()
+    readers = flat.readers
     calls, values, cut = list(flat.calls), flat.values, 0
     for at, call in enumerate(flat.calls):
         if call.kind != "scan" or call.backward or int(call.eqn.params["length"]) % count:
