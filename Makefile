@@ -3,6 +3,7 @@
 # make test-all  all tests
 # make quick  the tests of a change in the planner, in less than 90 seconds on two cores
 # make zoo    plan, run and compare some 170 small programs, print the table
+# make gallery  models of published packages: planned at real size, run at a small one
 # make test-hosts  the tests of several processes and hosts, with every launcher that is there
 # make test-ps  the tests of parameter servers, on Ray too
 # make docs   build the documentation into build/docs, warnings are errors
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick test-all test-hosts test-ps zoo check lint docs benchmarks clean
+.PHONY: demo test quick test-all test-hosts test-ps zoo gallery gallery-packages check lint docs benchmarks clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml
@@ -41,6 +42,16 @@ test-all: $(VENV)/.installed
 zoo: $(VENV)/.installed
 	$(BIN)/python -m tests.zoo
 
+$(VENV)/.gallery: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gallery]'
+	touch $@
+
+gallery: $(VENV)/.gallery
+	$(BIN)/python benchmarks/gallery.py
+
+gallery-packages:  # without them the tests of the gallery are skipped
+	-$(MAKE) $(VENV)/.gallery
+
 $(VENV)/.hosts: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[k8s,ray]'
 	touch $@
@@ -68,7 +79,7 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs
 	JAX_PLATFORMS=cpu $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
-check: lint docs test
+check: lint docs gallery-packages test
 
 benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/planning_time.py

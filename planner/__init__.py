@@ -4,28 +4,28 @@
 cheapest that fits; ``Plan`` is plain data; ``shard`` marks values inside a model.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from planner.annotate import StoredAs, shard
-from planner.arguments.metadata import with_logical_axis_rules
-from planner.errors import (
-    InternalError,
-    MemoryLimitError,
-    MeshwrightError,
-    ModelError,
-    PinError,
-    PlanFormatError,
-    PlanMismatchError,
-    RequestError,
-)
-from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
-from planner.plan.plan import Plan, load_plan
-from planner.rules.kernels.registered import register_rule
-from planner.spec import MeshSpec, Sharding
-
 if TYPE_CHECKING:
+    from planner.annotate import StoredAs, shard
+    from planner.arguments.metadata import with_logical_axis_rules
+    from planner.errors import (
+        InternalError,
+        MemoryLimitError,
+        MeshwrightError,
+        ModelError,
+        PinError,
+        PlanFormatError,
+        PlanMismatchError,
+        RequestError,
+    )
+    from planner.modes import MODES, ParallelMode, get_parallel_mode, set_parallel_mode
     from planner.placement.choice import Placed, Placement, make_placement
+    from planner.plan.plan import Plan, load_plan
     from planner.planning import Planned, make_plan, plan_step
+    from planner.rules.kernels.registered import register_rule
+    from planner.spec import MeshSpec, Sharding
 
 __all__ = [
     "MODES",
@@ -56,19 +56,30 @@ __all__ = [
     "with_logical_axis_rules",
 ]
 
-
-_PLANNING = frozenset({"Planned", "make_plan", "plan_step"})
-_PLACEMENT = frozenset({"Placed", "Placement", "make_placement"})
+_HOMES = {
+    "annotate": "StoredAs shard",
+    "arguments.metadata": "with_logical_axis_rules",
+    "errors": "InternalError MemoryLimitError MeshwrightError ModelError PinError "
+    "PlanFormatError PlanMismatchError RequestError",
+    "modes": "MODES ParallelMode get_parallel_mode set_parallel_mode",
+    "placement.choice": "Placed Placement make_placement",
+    "plan.plan": "Plan load_plan",
+    "planning": "Planned make_plan plan_step",
+    "rules.kernels.registered": "register_rule",
+    "spec": "MeshSpec Sharding",
+}
+"""Where the public names are, by the modules of this package."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the door when one is asked for: the searches are most of an import."""
-    if name in _PLANNING:
-        from planner import planning
+    """Import a public name when it is first asked for: the command's help needs none of them."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"planner.{home}"), name)
+    return found
 
-        return getattr(planning, name)
-    if name in _PLACEMENT:
-        from planner.placement import choice
 
-        return getattr(choice, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

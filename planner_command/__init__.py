@@ -19,14 +19,18 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the command; see ``executor.cli.main.main``."""
+    """Run the command; see ``planner.cli.main.main``."""
     signal.signal(signal.SIGINT, _end)
     sys.unraisablehook = _unraisable
-    from executor.cli.main import main as run
+    from planner.cli.main import main as run
+    from planner.cli.table import EXECUTOR, PLANNER
 
+    for entry in (*PLANNER, *EXECUTOR):
+        if sys.argv[1:2] == [entry.name]:
+            entry.load()
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        code = run()
+        code = run(extra=EXECUTOR)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if signal.signal(signal.SIGINT, _end) is _end and code == INTERRUPTED:

@@ -61,3 +61,34 @@ def test_another_package_of_that_name_is_named(tmp_path: Path, name: str, public
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("ImportError")
     assert f"import {name}: Python found {tmp_path / name}" in last and "uninstall" in last
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], []])
+def test_the_help_of_the_command_imports_neither_jax_nor_a_subcommand(words: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['planner', *{words!r}]\n"
+        "from planner_command import main; main()\n"
+        "heavy = {'jax', 'numpy', 'rich', 'executor', 'planner.cli.commands'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = ran(code)
+    assert done.stderr.strip().endswith("[]")
+    if words != ["--version"]:
+        assert "verify" in done.stdout + done.stderr and "MODEL is a" in done.stdout + done.stderr
+
+
+def test_every_subcommand_is_what_the_table_says() -> None:
+    from planner.cli.table import EXECUTOR, PLANNER
+
+    for entry in (*PLANNER, *EXECUTOR):
+        assert entry.load().name == entry.name
+
+
+def test_every_public_name_of_the_planner_is_there() -> None:
+    import planner
+
+    assert set(planner.__all__) == set(planner._HOME_OF) <= set(dir(planner))
+    for name in planner.__all__:
+        assert getattr(planner, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'make_plans'"):
+        planner.make_plans  # noqa: B018

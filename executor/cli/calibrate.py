@@ -49,11 +49,11 @@ exit codes: 0 measured and written, 2 the request can't be met, 130 interrupted 
 """
 
 
-def add_calibrate(commands: Any) -> None:
+def add_calibrate(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure the devices present and write the cost model's constants",
+        help=text,
         description="Measure the devices present and write the cost model's constants to a file.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -67,11 +67,11 @@ examples:
 """
 
 
-def add_checkpoint(commands: Any) -> None:
+def add_checkpoint(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "checkpoint",
-        help="look at checkpoints, verify, convert and merge them, in and out of safetensors",
+        help=text,
         description="Look at checkpoints, verify, convert and merge them; no devices are needed.",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)

@@ -43,11 +43,11 @@ exit codes: 0 written, 2 the plan can't be read or the file can't be written
 """
 
 
-def add_export(commands: Any) -> None:
+def add_export(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "export",
-        help="write a plan as code for projects that do not use meshwright",
+        help=text,
         description="Write a plan as code for projects that do not use meshwright.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -42,11 +42,11 @@ that of the first process that failed (128 + the signal, if a signal ended it)
 """
 
 
-def add_launch(commands: Any) -> None:
+def add_launch(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "launch",
-        help="run a script in several processes, on this host or on many",
+        help=text,
         description="Run a script in several processes, on this host or on many.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -53,11 +53,11 @@ exit codes: 0 within every stated tolerance, 1 a tolerance was passed, 2 the req
 """
 
 
-def add_verify(commands: Any) -> None:
+def add_verify(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "verify",
-        help="compare a plan's predictions with what compilers make of the step",
+        help=text,
         description="Compare a plan's predictions with what compilers make of the step.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,6 +1,6 @@
 """What the subcommands of ``planner`` share: their form, and the options that name a step to plan.
 
-A subcommand is a `Command`. `planner.cli` has those that need no devices, `executor.cli` adds more.
+A subcommand is a `Command`, listed in `planner.cli.table`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ PLAIN_WIDTH = 80
 class Command:
     """A subcommand.
 
-    ``add`` puts it into ``argparse``'s subparsers under ``name``; ``run`` does it and returns the
-    exit code, or raises RequestError or ModelError. ``takes_arguments``: words after ``--`` are the
-    model's, in ``options.arguments``.
+    ``add`` puts it into ``argparse``'s subparsers under ``name`` with a line of help; ``run`` does
+    it and returns the exit code, or raises RequestError or ModelError. ``takes_arguments``: words
+    after ``--`` are the model's, in ``options.arguments``.
     """
 
     name: str
-    add: Callable[[Any], None]
+    add: Callable[[Any, str], None]
     run: Callable[[argparse.Namespace], int]
     takes_arguments: bool = False
 

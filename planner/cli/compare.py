@@ -49,11 +49,11 @@ exit codes: 0 compared, 2 the request can't be met, 3 the model itself failed
 """
 
 
-def add_compare(commands: Any) -> None:
+def add_compare(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "compare",
-        help="the chosen plan beside manual ones, or two saved plans",
+        help=text,
         description="Compare ways to run a step, or two saved plans.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

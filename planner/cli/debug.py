@@ -46,11 +46,11 @@ exit codes: 0 printed, 2 the request can't be met, 3 the model itself failed
 """
 
 
-def add_debug(commands: Any) -> None:
+def add_debug(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "debug",
-        help="print what a stage of planning made",
+        help=text,
         description="Plan a step up to a stage, and print the value that this stage makes.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

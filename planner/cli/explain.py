@@ -40,11 +40,11 @@ exit codes: 0 explained, 2 the request can't be met, 3 the model itself failed
 """
 
 
-def add_explain(commands: Any) -> None:
+def add_explain(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "explain",
-        help="say why a value is sharded as it is, and what else it could cost",
+        help=text,
         description="Plan a step, and say why a value is sharded as it is.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 
 from planner.cli.commands import Command, add_model_options, requested_call, spinner, stay_on_cpu
 from planner.cli.placement import PlacedTarget, place_target
+from planner.cli.table import EXAMPLES
 from planner.compare.manual_plans import Comparison, compare
 from planner.errors import RequestError
 from planner.frontend.loading import Target, parse_target, user_environment
@@ -24,42 +25,12 @@ PLANNED = 0
 WIDTH = 100
 """Columns of plain text."""
 
-EXAMPLES = """\
-examples:
-  planner inspect train.py                          plan the step that the script parallelizes
-  planner inspect train.py --cluster h100:8x4       the same for four nodes of eight H100
-  planner inspect model.py:train_step --mesh data=4,model=2
-  planner inspect model.py --memory 16GB --save plan.json
-  planner inspect model.py --cluster v5p:4x4x8 --json > plan.json
-  planner inspect train.py --cluster v5e:8 --confirm tpu   compile the best plans, take the best
-  planner inspect train.py --html report.html       a page with the step drawn over time
-  planner inspect train.py -- --layers 4            what follows -- is for the script
-  planner inspect model.py --placement auto         which tables to put on parameter servers
-  planner inspect model.py --placement embed=ps,head=ps_whole
-  planner explain train.py "['up']['kernel']"       why it is sharded so, and what else would cost
-  planner compare train.py --cluster h100:8x4       beside data parallel, FSDP, tensor parallel, ...
-  planner compare --plan before.json after.json     two saved plans in words
-  planner search problem.json.gz --out choice.json  run a search on a bare problem
-  planner debug train.py --stage solution           what a stage of planning made
 
-MODEL is a Python file that is one of
-  a script that calls a function wrapped in executor.parallelize; it is run up to that call
-  a file with train_step (or FUNCTION) and example_args(), the tuple of its arguments
-  a file with loss(params, *batch), example_params(), example_batch() and optimizer, an optax
-  transformation (or MODEL.py:FUNCTION, another loss of that file)
-  a file with a Flax model (model, or make_model()) and example_inputs(); a loss(outputs,
-  inputs) is optional
---placement needs one of the last two
-
-exit codes: 0 planned, 2 the request can't be met, 3 the model itself failed
-"""
-
-
-def add_inspect(commands: Any) -> None:
+def add_inspect(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "inspect",
-        help="plan a step and print the plan; runs nothing on devices",
+        help=text,
         description="Plan a step and print the plan.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,7 +1,6 @@
 """The ``planner`` command: what needs no devices, and what is added to it.
 
-Each subcommand is a `planner.cli.commands.Command`; `executor.cli` adds those that need a compiler
-or devices, which nothing in this package may.
+Each subcommand is a `planner.cli.commands.Command`, imported when it is the one that is asked for.
 """
 
 from __future__ import annotations
@@ -9,25 +8,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import shtab
 
-from planner.cli.commands import Command
-from planner.cli.compare import COMPARE
-from planner.cli.debug import DEBUG
-from planner.cli.explain import EXPLAIN
-from planner.cli.inspect import EXAMPLES, INSPECT, PLANNED
-from planner.cli.search import INTERRUPTED, SEARCH
+from planner.cli.table import EXAMPLES, PLANNER, Entry
 from planner.errors import ModelError, RequestError
-from planner.frontend.failure import failure_text
-from planner.frontend.loading import parse_target
 
-REFUSED, MODEL_FAILED = 2, 3
+if TYPE_CHECKING:
+    from planner.cli.commands import Command
+
+DONE, REFUSED, MODEL_FAILED, INTERRUPTED = 0, 2, 3, 130
 
 
-def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> int:
+def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
     """Run the command.
 
     Args:
@@ -38,10 +34,11 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> in
         0 done, 2 the request can't be met, 3 the user's model failed, 130 interrupted; others as
         the subcommand says.
     """
-    mine = (INSPECT, COMPARE, EXPLAIN, SEARCH, DEBUG)
-    commands = {command.name: command for command in (*mine, *extra)}
-    parser = _parser(commands.values())
     words = list(sys.argv[1:] if argv is None else argv)
+    entries = (*PLANNER, *extra)
+    every = any(word.startswith("--print-completion") for word in words[:1])
+    commands = {e.name: e.load() for e in entries if every or words[:1] == [e.name]}
+    parser = _parser(entries, commands)
     arguments: list[str] = []
     if "--" in words and words[0] in commands and commands[words[0]].takes_arguments:
         at = words.index("--")
@@ -49,7 +46,7 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> in
     try:
         options = parser.parse_args(words)
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else PLANNED
+        return error.code if isinstance(error.code, int) else DONE
     options.arguments = getattr(options, "arguments", arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
@@ -65,7 +62,7 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Command] = ()) -> in
         return MODEL_FAILED
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PLANNED
+        return DONE
     except KeyboardInterrupt:
         print("planner: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -79,7 +76,8 @@ def version() -> str:
         return "0+unknown"
 
 
-def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
+def _parser(entries: Sequence[Entry], loaded: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """The parser; of commands that are not loaded it knows the name and a line."""
     parser = argparse.ArgumentParser(
         prog="planner",
         description="Plan how a JAX train step runs on a cluster.",
@@ -94,8 +92,11 @@ def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
         'eval "$(planner --print-completion bash)"',
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in commands:
-        command.add(subparsers)
+    for entry in entries:
+        if entry.name in loaded:
+            loaded[entry.name].add(subparsers, entry.help)
+        else:
+            subparsers.add_parser(entry.name, help=entry.help)
     return parser
 
 
@@ -105,6 +106,9 @@ def _refuse(error: RequestError) -> int:
 
 
 def _report_failure(error: ModelError, model: str) -> None:
+    from planner.frontend.failure import failure_text
+    from planner.frontend.loading import parse_target
+
     cause = error.__cause__
     print(f"planner: {error}", file=sys.stderr)
     if cause is not None:

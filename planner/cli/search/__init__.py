@@ -50,11 +50,11 @@ found, 130 interrupted
 """
 
 
-def add_search(commands: Any) -> None:
+def add_search(commands: Any, text: str) -> None:
     """Add the subcommand to ``argparse``'s subparsers."""
     parser = commands.add_parser(
         "search",
-        help="run a search on a bare problem (IOPDDL form); knows nothing of models",
+        help=text,
         description="Run a search on a bare problem: nodes, pairwise costs and a memory limit.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
