@@ -30,7 +30,8 @@ from rich.table import Table
 
 from costmodels import parse_cluster
 from costmodels.calibrate import fit
-from costmodels.profile import Origin, profile_text, write_whole
+from costmodels.files import write_whole
+from costmodels.profile import Origin, profile_text
 from executor.calibrate.sampling import run_probes
 from executor.run.compile import CompiledStep
 from planner import make_plan

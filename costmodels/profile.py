@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 from ._describe import described
 from .calibrate import Calibration
@@ -66,18 +63,6 @@ def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) ->
     for table, values in found.tables().items():
         lines += ["", f"[{table}]", *(f"{key} = {value!r}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all; raises OSError."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _value(value: object) -> str:

@@ -32,6 +32,8 @@ COMMANDS = (
     "inspect",
     "explain",
     "compare",
+    "diff",
+    "check",
     "search",
     "debug",
     "verify",
@@ -130,7 +132,7 @@ def test_cli_page_lists_every_option_and_exit_code(capsys: pytest.CaptureFixture
         text = capsys.readouterr().out
         for option in set(re.findall(r"^  (--[a-z][a-z-]*)", text, re.M)):
             assert f"`{option}" in section, f"{command} {option}"
-    codes = (cli.PLANNED, cli.REFUSED, cli.MODEL_FAILED, cli_search.NOTHING_FEASIBLE)
+    codes = (cli.DONE, cli.REFUSED, cli.MODEL_FAILED, cli_search.NOTHING_FEASIBLE)
     for code in (*codes, cli_search.INTERRUPTED, cli_verify.MISSED):
         assert f"| {code} |" in page
 

@@ -19,7 +19,8 @@ from rich.table import Table
 
 from costmodels import Cluster, ClusterError, find_kind, parse_cluster
 from costmodels.calibrate import Calibration, fit
-from costmodels.profile import Origin, profile_text, write_whole
+from costmodels.files import write_whole
+from costmodels.profile import Origin, profile_text
 from executor.calibrate.compiled import UNTOLD, compile_probes
 from executor.calibrate.sampling import Progress as Told
 from executor.calibrate.sampling import Sampled, run_probes

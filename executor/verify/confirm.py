@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ import jax
 import numpy as np
 
 from costmodels import Cluster
+from costmodels.files import write_whole
 from executor.verify.aot import (
     TPU_CLOCK_HZ,
     Compiled,
@@ -257,9 +257,6 @@ def _write(path: Path | None, row: CompiledRow) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as out:
-            json.dump(dataclasses.asdict(row), out)
-        os.replace(name, path)
+        write_whole(path, json.dumps(dataclasses.asdict(row)))
     except OSError:
         return

@@ -36,6 +36,12 @@ PLANNER = (
         "the chosen plan beside manual ones, or two saved plans",
         "planner.cli.compare:COMPARE",
     ),
+    Entry("diff", "what differs between two saved plans, in words", "planner.cli.diff:DIFF"),
+    Entry(
+        "check",
+        "plan a step again and compare it with a saved plan, for pull requests",
+        "planner.cli.diff:CHECK",
+    ),
     Entry(
         "explain",
         "say why a value is sharded as it is, and what else it could cost",
@@ -93,7 +99,8 @@ examples:
   planner inspect model.py --placement embed=ps,head=ps_whole
   planner explain train.py "['up']['kernel']"       why it is sharded so, and what else would cost
   planner compare train.py --cluster h100:8x4       beside data parallel, FSDP, tensor parallel, ...
-  planner compare --plan before.json after.json     two saved plans in words
+  planner diff before.json after.json               two saved plans in words
+  planner check plan.json train.py                  does the step still get that plan?
   planner search problem.json.gz --out choice.json  run a search on a bare problem
   planner debug train.py --stage solution           what a stage of planning made
 

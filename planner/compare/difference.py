@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
+from planner.plan.canonical import without_line
 from planner.plan.plan import CollectiveRow, Leaf, Plan, Prediction
 from planner.report.fold import common_path, pattern
 from planner.report.units import sharding_text
+from planner.spec import PLAIN
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,12 @@ class Exchange:
 class Difference:
     """What differs between two plans.
 
+    ``same``: whether both are the same but for line numbers and how they were found.
     ``same_step``: whether both are for one step with the same shapes. ``figures`` has all,
     changed or not. ``exchanges``: collectives that differ, the largest change of time first.
     """
 
+    same: bool
     same_step: bool
     settings: tuple[Setting, ...]
     figures: tuple[Figure, ...]
@@ -96,6 +100,8 @@ def difference(before: Plan, after: Plan) -> Difference:
         ("cluster", before.cluster, after.cluster),
         ("mode", before.mode, after.mode),
         ("mesh", str(before.mesh), str(after.mesh)),
+        ("strategy", before.strategy, after.strategy),
+        ("recipe", _recipe(before), _recipe(after)),
         ("search", before.search.name, after.search.name),
         ("fallbacks", str(len(before.fallbacks)), str(len(after.fallbacks))),
     )
@@ -105,6 +111,7 @@ def difference(before: Plan, after: Plan) -> Difference:
         after.op_inputs,
     ) and _shapes(before) == _shapes(after)
     return Difference(
+        before.canonical_digest == after.canonical_digest,
         same,
         tuple(Setting(*row) for row in told if row[1] != row[2]),
         (
@@ -120,6 +127,10 @@ def difference(before: Plan, after: Plan) -> Difference:
         _moved(before.inputs, after.inputs),
         _exchanges(before.collectives, after.collectives),
     )
+
+
+def _recipe(plan: Plan) -> str:
+    return "as written" if plan.recipe == PLAIN else str(plan.recipe)
 
 
 def _of_host(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
@@ -161,11 +172,15 @@ def _moved(before: Sequence[Leaf], after: Sequence[Leaf]) -> tuple[Moved, ...]:
 Key = tuple[str, tuple[str, ...], str, tuple[str, ...]]
 
 
-def _sums(rows: Iterable[CollectiveRow]) -> dict[Key, tuple[float, float, float, list[str]]]:
-    """Runs, seconds and bytes of collectives that are one line, and their causes."""
+def _sums(
+    rows: Iterable[CollectiveRow], moved: Set[Key]
+) -> dict[Key, tuple[float, float, float, list[str]]]:
+    """Runs, seconds and bytes of collectives that are one line, and their causes; those in
+    ``moved`` are joined by file."""
     out: dict[Key, tuple[float, float, float, list[str]]] = {}
     for row in rows:
-        key = (row.kind, row.axes, row.source, pattern(row.cause))
+        file = _of_file(row)
+        key = file if file in moved else (row.kind, row.axes, row.source, pattern(row.cause))
         count, time_s, nbytes, causes = out.get(key, (0.0, 0.0, 0.0, []))
         out[key] = (
             count + row.count,
@@ -176,10 +191,26 @@ def _sums(rows: Iterable[CollectiveRow]) -> dict[Key, tuple[float, float, float,
     return out
 
 
+def _of_file(row: CollectiveRow) -> Key:
+    """What stays the same about a collective while lines are moved."""
+    return row.kind, row.axes, without_line(row.source), pattern(row.cause)
+
+
+def _lines(rows: Iterable[CollectiveRow]) -> dict[Key, set[str]]:
+    """The lines that such collectives stand at."""
+    out: dict[Key, set[str]] = {}
+    for row in rows:
+        out.setdefault(_of_file(row), set()).add(row.source)
+    return out
+
+
 def _exchanges(
     before: Iterable[CollectiveRow], after: Iterable[CollectiveRow]
 ) -> tuple[Exchange, ...]:
-    first, then = _sums(before), _sums(after)
+    before, after = tuple(before), tuple(after)
+    lines, then_lines = _lines(before), _lines(after)
+    moved = {key for key, found in lines.items() if then_lines.get(key, found) != found}
+    first, then = _sums(before, moved), _sums(after, moved)
     out = []
     for key in dict.fromkeys((*first, *then)):
         a = first.get(key, (0.0, 0.0, 0.0, []))

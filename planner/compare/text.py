@@ -138,11 +138,14 @@ def difference_parts(found: Difference, before: str, after: str) -> Iterable[Ren
     """The parts of a report on two plans, which are called ``before`` and ``after``."""
     yield Text(f"{before} -> {after}", style="bold")
     yield ""
+    if found.same:
+        yield _under(Text("the same plan, but for line numbers and how it was found"))
+        return
     if not found.same_step:
         yield _under(Text("the plans are for different steps or shapes"))
         yield ""
     rows = [(s.name, f"{s.before} -> {s.after}") for s in found.settings]
-    rows += [(f.name, _figure(f)) for f in found.figures if f.name != "overlapped"]
+    rows += [(f.name, figure_text(f)) for f in found.figures if f.name != "overlapped"]
     yield _under(pairs(rows))
     yield from _moved(found)
     for title, rows_ in (
@@ -156,7 +159,7 @@ def difference_parts(found: Difference, before: str, after: str) -> Iterable[Ren
         yield from section("collectives", Text("the same"))
 
 
-def _figure(found: Figure) -> str:
+def figure_text(found: Figure) -> str:
     """``190 ms -> 210 ms, 20.0 ms (10.5 %) more``."""
     text = time_text if found.unit == "s" else bytes_text
     change = found.after - found.before

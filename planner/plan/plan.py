@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from costmodels.files import write_whole
 from planner.errors import PlanFormatError, PlanMismatchError
 from planner.files import MIB, parsed_json, read_text
 from planner.graph.ir import SCALAR, Graph
+from planner.plan.canonical import canonical
 from planner.plan.compiled.confirmed import Confirmation
 from planner.plan.compiled.lowering import PLAIN, Lowering
 from planner.plan.contents.json_text import json_text, plain
@@ -242,26 +244,27 @@ class Plan:
         """SHA-256 of the JSON text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
+    @property
+    def canonical_digest(self) -> str:
+        """SHA-256 of what a review is about (``planner.plan.canonical``): plans with the same one
+        differ at most in line numbers and in how they were found."""
+        text = json.dumps(canonical(self._body()), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def to_json(self) -> str:
         """The plan as JSON text, one item of each list a line, so that it diffs well."""
-        body = {
+        return json_text({"format": FORMAT, **self._body()})
+
+    def _body(self) -> dict[str, Any]:
+        return {
             f.name: plain(getattr(self, f.name))
             for f in dataclasses.fields(self)
             if f.name != "planning_s"
         }
-        return json_text({"format": FORMAT, **body})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON atomically: the file is whole or not there."""
-        target = Path(path)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as out:
-                out.write(self.to_json())
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(Path(path), self.to_json())
 
     def as_partition_specs(self, *args: Any) -> Any:
         """The ``jax.sharding.PartitionSpec`` of every argument.

@@ -18,7 +18,8 @@ from costmodels.calibrate import (
     predicted_s,
     residuals,
 )
-from costmodels.profile import Origin, profile_text, write_whole
+from costmodels.files import write_whole
+from costmodels.profile import Origin, profile_text
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "permute")
 ORIGIN = Origin('NVIDIA "H100"', "x86", "2026-01-02T03:04:05+00:00", {"jax": "0.10.2"}, 15, 0.0123)
@@ -193,7 +194,7 @@ def test_an_interrupted_write_leaves_what_was_there(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("costmodels.profile.os.replace", interrupt)
+    monkeypatch.setattr("costmodels.files.os.replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, "after")
     assert [p.name for p in tmp_path.iterdir()] == ["profile.toml"]
