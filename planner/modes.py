@@ -8,12 +8,15 @@ SEMI_AUTO_PARALLEL  what is marked, completed with data parallelism
 AUTO_PARALLEL       what is marked is kept, everything else is searched
 ==================  ==========================================================
 
+``DP`` and ``FSDP``, in small letters too, are DATA_PARALLEL with ZeRO levels 0 and 3.
+
 Marks don't apply in the first two modes. DATA_PARALLEL may also be done with parameter servers
 (``executor.parameter_server``); ``update`` says how far its workers may then be apart.
 """
 
 from __future__ import annotations
 
+import difflib
 import numbers
 from dataclasses import dataclass
 
@@ -27,6 +30,9 @@ MODES = (
     "AUTO_PARALLEL",
 )
 
+
+SHORT = {"DP": ("DATA_PARALLEL", 0), "FSDP": ("DATA_PARALLEL", 3)}
+"""Other names of a mode with a ZeRO level, in capitals."""
 
 DEFAULT_SEARCH = "auto"
 """The search where none is named; one of ``planner.search.SEARCHES``."""
@@ -52,12 +58,14 @@ class ParallelMode:
         update: "sync", gradients are summed over all devices in every step; or "ssp" or "async",
             workers push to parameter servers (``executor.parameter_server.train``).
         staleness: for "ssp", updates that a worker may be ahead of the slowest.
+        zero: the ZeRO level that the mode's name says; None where it says none.
     """
 
     mode: str = "AUTO_PARALLEL"
     search: str = DEFAULT_SEARCH
     update: str = "sync"
     staleness: int = 0
+    zero: int | None = None
 
 
 _current = ParallelMode()
@@ -69,7 +77,7 @@ def set_parallel_mode(
     """Set the mode that ``parallelize`` and ``make_plan`` use when none is given.
 
     Args:
-        mode: one of ``MODES``.
+        mode: one of ``MODES``, or a name of ``SHORT``.
         search: a name of ``planner.search.SEARCHES``, or ``sharding_propagation``.
         update: one of ``UPDATES``; other than "sync" in DATA_PARALLEL only. It is what
             ``executor.parameter_server.train`` does when no mode is given.
@@ -89,9 +97,9 @@ def set_parallel_mode(
     """
     global _current
     chosen = check_mode(mode, search)
-    check_update(mode, update, staleness)
+    check_update(chosen.mode, update, staleness)
     before = _current
-    _current = ParallelMode(chosen.mode, chosen.search, update, int(staleness))
+    _current = ParallelMode(chosen.mode, chosen.search, update, int(staleness), chosen.zero)
     return before
 
 
@@ -104,12 +112,18 @@ def check_mode(mode: str, search: str) -> ParallelMode:
     """Validate names; raises RequestError."""
     from planner.search import SEARCHES
 
-    if mode not in MODES:
-        raise RequestError(f"unknown parallel mode {mode!r}; expected one of {', '.join(MODES)}")
+    known_as = [*MODES, *map(str.lower, SHORT)]
+    name, zero = SHORT.get(str(mode).upper(), (mode, None))
+    if name not in MODES:
+        near = difflib.get_close_matches(str(mode).upper(), [*MODES, *SHORT], 1)
+        raise RequestError(
+            f"unknown parallel mode {mode!r}; expected one of {', '.join(known_as)}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
     known = sorted([*SEARCHES, PROPAGATION])
     if search not in known:
         raise RequestError(f"unknown search {search!r}; expected one of {', '.join(known)}")
-    return ParallelMode(mode, search)
+    return ParallelMode(name, search, zero=zero)
 
 
 def check_update(mode: str, update: str, staleness: int) -> None:

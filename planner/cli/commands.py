@@ -47,8 +47,11 @@ class Command:
     takes_arguments: bool = False
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
-    """The arguments that name a step (``needed``: it must be named) and say how to plan it."""
+def add_model_options(
+    parser: argparse.ArgumentParser, *, needed: bool = True, several: bool = False
+) -> None:
+    """The arguments that name a step (``needed``: it must be named) and say how to plan it;
+    ``several``: on more than one cluster."""
     add = parser.add_argument
     model: Any = add(
         "model",
@@ -59,8 +62,9 @@ def add_model_options(parser: argparse.ArgumentParser, *, needed: bool = True) -
     model.complete = shtab.FILE
     add(
         "--cluster",
-        help=f"such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the "
-        f"script asks for, else {DEFAULT_CLUSTER})",
+        action="append" if several else "store",
+        help="such as h100:8x4, v5p:4x4x8, cpu:8 or a .toml file (default: what the script asks "
+        f"for, else {DEFAULT_CLUSTER})" + ("; may be repeated" if several else ""),
     )
     add(
         "--profile",

@@ -51,11 +51,11 @@ def write_report(
 
 def html(data: ReportData) -> str:
     """The page. Nothing in ``data`` is read as markup or script."""
-    page = _asset("page.html")
-    script = "\n".join(_asset(name) for name in SCRIPTS)
+    page = asset("page.html")
+    script = "\n".join(asset(name) for name in SCRIPTS)
     parts = {
         "title": escape(f"{data.title or 'plan'}: {data.mesh} on {data.cluster}"),
-        "style": _asset("page.css"),
+        "style": asset("page.css"),
         "script": f'"use strict";\n(() => {{\n{script}\n}})();',
         "data": embedded(data),
     }
@@ -87,5 +87,5 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return resources.files("planner.html").joinpath("assets", name).read_text("utf-8")

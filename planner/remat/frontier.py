@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import networkx as nx
 
 from planner import compat
 from planner.graph.flat import Call, nbytes, runs_once
-from planner.graph.jaxpr.walk import Body, called, loop_of
+from planner.graph.jaxpr.products import flop_of
 from planner.remat.policy import Policy
 
 ELEMENT_FLOP = 16.0
@@ -199,26 +198,5 @@ def call_cost(call: Call) -> float:
 
 
 def product_flop(eqn: Any) -> float:
-    """Flop of the products in an equation."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
-        out = math.prod(compat.aval_shape(eqn.outvars[0].aval))
-        left = compat.aval_shape(eqn.invars[0].aval)
-        numbers = params.get("dimension_numbers")
-        summed = numbers[0][0] if isinstance(numbers, tuple) else (len(left) - 1,)
-        return 2.0 * out * math.prod(left[d] for d in summed)
-    if name == "conv_general_dilated":
-        out = math.prod(compat.aval_shape(eqn.outvars[0].aval))
-        kernel = compat.aval_shape(eqn.invars[1].aval)
-        features = int(kernel[params["dimension_numbers"].rhs_spec[0]])
-        return 2.0 * out * math.prod(kernel) / max(features, 1)
-    if name in ("scan", "while"):
-        loop = loop_of(eqn)
-        flop: float = sum(map(_flop_of, loop.bodies))
-        return flop * (loop.trips or 1)
-    body = called(eqn) if name != "cond" else None
-    return 0.0 if body is None else _flop_of(body)
-
-
-def _flop_of(body: Body) -> float:
-    return sum(product_flop(e) for e in compat.body(body.jaxpr).eqns)
+    """Flop of the products in an equation and what it calls."""
+    return sum(flop_of(eqn).values())

@@ -30,6 +30,7 @@ from planner.modes import (
     DEFAULT_SEARCH,
     MODES,
     PROPAGATION,
+    SHORT,
     check_mode,
     get_parallel_mode,
 )
@@ -69,7 +70,7 @@ def positive_seconds(text: str) -> float:
 class Options(TypedDict, total=False):
     """What may be asked of a plan, besides its cluster; what is left out or None takes its default.
 
-    mode: one of ``planner.modes.MODES``; None takes ``set_parallel_mode``'s.
+    mode: one of ``planner.modes.MODES``, or "dp" or "fsdp"; None takes ``set_parallel_mode``'s.
     search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
     mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
         NamedShardings if they have one of as many devices, else tries all up to three axes.
@@ -121,7 +122,12 @@ class Options(TypedDict, total=False):
 
     mode: Annotated[
         str | None,
-        Flag(", ".join(MODES), metavar="MODE", type=str.upper, choices=MODES),
+        Flag(
+            f"{', '.join(MODES)}; or {', '.join(map(str.lower, SHORT))}",
+            metavar="MODE",
+            type=str.upper,
+            choices=(*MODES, *SHORT),
+        ),
     ]
     search: Annotated[str | None, Flag(f"search algorithm (default: {DEFAULT_SEARCH})")]
     mesh: Annotated[
@@ -370,7 +376,14 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             "devices to plan; call executor.parameter_server.train(loop, ...), or give mode= (or "
             "--mode) to plan a step all the same, as for the devices of one worker"
         )
-    chosen = check_mode(mode or current.mode, asked.get("search") or current.search)
+    named = check_mode(mode or current.mode, asked.get("search") or current.search)
+    chosen = named if mode is not None else dataclasses.replace(named, zero=current.zero)
+    zero = asked.get("zero")
+    if chosen.zero is not None and zero not in (None, chosen.zero):
+        raise RequestError(
+            f"zero={zero} contradicts the mode {mode or 'in force'}, which is ZeRO level "
+            f"{chosen.zero}: leave one of them out"
+        )
     try:
         described = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
@@ -406,7 +419,9 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         mesh,
         float(model.memory_limit_bytes if limit is None else limit),
         asked.get("time_limit_s", 60.0),
-        state=check_state_request(asked.get("zero"), small, asked.get("never_fsdp", ())),
+        state=check_state_request(
+            chosen.zero if zero is None else zero, small, asked.get("never_fsdp", ())
+        ),
         decided=parsed(asked),
         shardings=asked.get("shardings") or {},
         dump_problem=asked.get("dump_problem"),

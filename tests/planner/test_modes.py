@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from planner import make_plan
 from planner.errors import RequestError
 from planner.modes import get_parallel_mode, set_parallel_mode
 
@@ -29,3 +32,34 @@ def test_numpys_numbers_are_pythons() -> None:
         set_parallel_mode(
             before.mode, search=before.search, update=before.update, staleness=before.staleness
         )
+
+
+def test_modes_by_the_names_of_jax_users() -> None:
+    def struct(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def wide(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    shapes = (struct(1024, 1024), struct(8192, 1024))
+    plans = {mode: make_plan(wide, *shapes, cluster="h100:8", mode=mode) for mode in ("dp", "FSDP")}
+    assert plans["dp"] == make_plan(wide, *shapes, cluster="h100:8", mode="DATA_PARALLEL", zero=0)
+    assert (
+        plans["FSDP"].strategy.startswith("FSDP over 8") and plans["FSDP"].mode == "DATA_PARALLEL"
+    )
+    assert plans["dp"].strategy.startswith("data parallel over 8")
+    before = set_parallel_mode("fsdp")
+    try:
+        assert get_parallel_mode().zero == 3
+        assert make_plan(wide, *shapes, cluster="h100:8") == plans["FSDP"]
+        assert (
+            make_plan(wide, *shapes, cluster="h100:8", mode="DATA_PARALLEL", zero=0) == plans["dp"]
+        )
+        with pytest.raises(RequestError, match=r"zero=1 contradicts the mode in force.*level 3"):
+            make_plan(wide, *shapes, cluster="h100:8", zero=1)
+    finally:
+        set_parallel_mode(before.mode, search=before.search)
+    with pytest.raises(RequestError, match=r"zero=3 contradicts the mode dp"):
+        make_plan(wide, *shapes, cluster="h100:8", mode="dp", zero=3)
+    with pytest.raises(RequestError, match=r"'fdsp'.*dp, fsdp; did you mean FSDP\?"):
+        make_plan(wide, *shapes, cluster="h100:8", mode="fdsp")

@@ -1,0 +1,253 @@
+"""One step on several clusters, with several batches: time, throughput, utilization and dollars.
+
+Model flop utilization (MFU; Chowdhery et al. 2022, "PaLM", section 4.1) is the time that the
+products of the step as it is written would take at the peak of all devices, over the predicted
+time of a step. What a plan computes again does not count; what the step itself does again, does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels import Cluster, parse_cluster
+from costmodels.prices import Price
+from planner.advice.batch import batch_leaves
+from planner.arguments.calls import bind
+from planner.errors import MemoryLimitError, MeshwrightError, RequestError
+from planner.graph.jaxpr.products import products_of
+from planner.graph.trace import Traced, reshaped, trace
+from planner.plan.plan import Plan
+from planner.planning import make_plan
+from planner.request.sequence_parallel import sequences
+
+HOUR_S = 3600.0
+MILLION = 1e6
+APART = 1.01
+"""Throughputs or costs with a smaller ratio count as the same."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A step on a cluster with a batch.
+
+    Attributes:
+        cluster: as it is written.
+        devices: how many.
+        examples: of the batch; 0 where the step has none.
+        tokens: of the batch; 0 where its rows are no sequences.
+        plan: None where there is none; ``refused`` says why.
+        mfu: model flop utilization, 0 to 1.
+        price: of a device; None where it is not known.
+        pareto: whether no other offer is better in throughput or dollars per unit, by more than
+            ``APART``, and as good in the other; where its price is missing, none on the same kind
+            of device, in device time.
+    """
+
+    cluster: str
+    kind: str
+    devices: int
+    examples: int
+    tokens: int
+    plan: Plan | None
+    mfu: float = 0.0
+    price: Price | None = None
+    refused: str = ""
+    pareto: bool = False
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step; infinite without a plan."""
+        return self.plan.prediction.step_s if self.plan is not None else math.inf
+
+    @property
+    def units(self) -> int:
+        """Tokens of a step, or examples where there are none, or the step itself."""
+        return self.tokens or self.examples or 1
+
+    @property
+    def per_second(self) -> float:
+        """Units per second."""
+        return self.units / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def dollars_per_step(self) -> float:
+        """What all devices cost for a step; NaN without a price."""
+        if self.price is None or self.plan is None:
+            return math.nan
+        return self.price.dollars_per_hour * self.devices * self.step_s / HOUR_S
+
+    @property
+    def dollars_per_million(self) -> float:
+        """What a million units cost; NaN without a price."""
+        return MILLION * self.dollars_per_step / self.units
+
+
+@dataclass(frozen=True)
+class Offers:
+    """All of them, in the order of clusters and then batches; ``unit``: tokens, examples or
+    steps."""
+
+    unit: str
+    offers: tuple[Offer, ...]
+
+    @property
+    def fastest(self) -> Offer | None:
+        """The one with the most units per second; None where no plan fits."""
+        planned = [o for o in self.offers if o.plan is not None]
+        return max(planned, key=lambda o: o.per_second, default=None)
+
+    @property
+    def cheapest(self) -> Offer | None:
+        """The one with the fewest dollars per unit; None where no price is known."""
+        priced = [o for o in self.offers if not math.isnan(o.dollars_per_million)]
+        return min(priced, key=lambda o: o.dollars_per_million, default=None)
+
+
+def compare_hardware(
+    function: Callable[..., Any],
+    *args: Any,
+    clusters: Sequence[str | Cluster],
+    batches: Sequence[int] = (),
+    prices: Mapping[str, Price] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+    **options: Any,
+) -> Offers:
+    """Plan a step on several clusters, with several batches.
+
+    Args:
+        function: the step.
+        *args: its arguments, arrays or ShapeDtypeStructs.
+        clusters: as for ``make_plan``.
+        batches: numbers of examples; none: that of the arguments. The step is traced again with
+            the first dimension of the batch's arguments changed.
+        prices: by kind of device (``costmodels.prices.load_prices``).
+        progress: called with what is planned next.
+        **options: of ``make_plan``.
+
+    Raises:
+        RequestError: the step has no batch to change, a batch is no positive number, or the
+            request can't be met on any cluster; what does not fit has a place in the result.
+        ModelError: the step can't be traced as it is.
+    """
+    bound = bind(
+        function,
+        args,
+        static_argnums=options.pop("static_argnums", ()),
+        static_argnames=options.pop("static_argnames", ()),
+    )
+    function, args = bound.function, bound.args
+    described = [parse_cluster(c) if isinstance(c, str) else c for c in clusters]
+    steps = _steps(function, args, batches)
+    found = []
+    for cluster in described:
+        for step in steps:
+            progress(f"{cluster.text}, batch {step.examples}" if batches else cluster.text)
+            found.append(_offer(function, step, cluster, prices or {}, options))
+    tokens = any(step.tokens for step in steps)
+    unit = "tokens" if tokens else "examples" if any(s.examples for s in steps) else "steps"
+    return Offers(unit, tuple(_marked(found)))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The step with a batch; ``refused``: why it can't be traced so."""
+
+    args: tuple[Any, ...]
+    examples: int
+    tokens: int
+    flop: Mapping[str, float]
+    refused: str = ""
+
+
+def _steps(
+    function: Callable[..., Any], args: tuple[Any, ...], batches: Sequence[int]
+) -> list[_Step]:
+    given = trace(function, args)
+    if not batches:
+        return [_step(given, args)]
+    leaves = batch_leaves(given.graph)
+    if not leaves:
+        raise RequestError(
+            "batch: no argument of the step is a batch: each comes back as a result or is a number"
+        )
+    if wrong := [b for b in batches if isinstance(b, bool) or not isinstance(b, int) or b < 1]:
+        raise RequestError(f"batch {wrong[0]!r}: expected a whole number of examples from 1 on")
+    graph = given.graph
+    shapes = {k: graph.values[graph.inputs[k]].shape for k in leaves}
+    out = []
+    for size in dict.fromkeys(batches):
+        changed = reshaped(args, {k: (size, *shape[1:]) for k, shape in shapes.items()})
+        try:
+            out.append(_step(trace(function, changed), changed))
+        except MeshwrightError as error:
+            why = f"the step can't be traced with {size} examples: {_line(error)}"
+            out.append(_Step(changed, size, 0, {}, why))
+    return out
+
+
+def _step(traced: Traced, args: tuple[Any, ...]) -> _Step:
+    graph = traced.graph
+    leaves = batch_leaves(graph)
+    examples = graph.values[graph.inputs[leaves[0]]].shape[0] if leaves else 0
+    rows = [graph.values[v].shape for v in sequences(graph)]
+    tokens = max((math.prod(shape[:2]) for shape in rows if shape[0] == examples), default=0)
+    return _Step(args, examples, tokens, products_of(traced.jaxpr))
+
+
+def _offer(
+    function: Callable[..., Any],
+    step: _Step,
+    cluster: Cluster,
+    prices: Mapping[str, Price],
+    options: Mapping[str, Any],
+) -> Offer:
+    devices, kind = cluster.num_devices, cluster.device.kind
+    price = prices.get(kind)
+    place = (cluster.text, kind, devices, step.examples, step.tokens)
+    if step.refused:
+        return Offer(*place, None, 0.0, price, step.refused)
+    try:
+        plan = make_plan(function, *step.args, cluster=cluster, **options)
+    except MemoryLimitError as error:
+        return Offer(*place, None, 0.0, price, _line(error))
+    ideal_s = sum(
+        flop / (cluster.device.matmul_flops_per_s(dtype) * devices)
+        for dtype, flop in step.flop.items()
+    )
+    step_s = plan.prediction.step_s
+    return Offer(*place, plan, ideal_s / step_s if step_s > 0 else 0.0, price)
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _marked(offers: Sequence[Offer]) -> list[Offer]:
+    """The offers, those marked that none beats in both throughput and dollars."""
+
+    def beaten(one: Offer) -> bool:
+        rivals = [o for o in offers if o.plan is not None and o is not one]
+        if one.price is None:  # devices instead of dollars
+            rivals = [o for o in rivals if o.kind == one.kind]
+            return any(
+                _better(o, one, o.devices / o.per_second, one.devices / one.per_second)
+                for o in rivals
+            )
+        return any(
+            _better(o, one, o.dollars_per_million, one.dollars_per_million)
+            for o in rivals
+            if o.price is not None
+        )
+
+    return [dataclasses.replace(o, pareto=o.plan is not None and not beaten(o)) for o in offers]
+
+
+def _better(a: Offer, b: Offer, cost_a: float, cost_b: float) -> bool:
+    """Whether a is as good as b in throughput and cost, and better in one by more than predictions
+    can tell apart."""
+    good = a.per_second >= b.per_second and cost_a <= cost_b
+    return good and (a.per_second > APART * b.per_second or APART * cost_a < cost_b)

@@ -1,0 +1,143 @@
+"""A step on several clusters as text for people and as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from planner.compare.hardware import Offer, Offers
+from planner.report.layout import add_row, new_table, pairs, section
+from planner.report.units import bytes_text, time_text
+from planner.spec import PLAIN
+
+
+def rate_text(number: float) -> str:
+    """``189769.0`` as ``190k``."""
+    if not math.isfinite(number):
+        return "-"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def dollars_text(dollars: float) -> str:
+    """``0.1869`` as ``$0.187``; "-" where there is no price."""
+    if math.isnan(dollars):
+        return "-"
+    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.3g}"
+
+
+def how_text(offer: Offer) -> str:
+    """What the plan does, and its recipe."""
+    plan = offer.plan
+    if plan is None:
+        return offer.refused
+    return plan.strategy if plan.recipe == PLAIN else f"{plan.strategy}; {plan.recipe}"
+
+
+def named(offer: Offer) -> str:
+    """The cluster and the batch."""
+    return f"{offer.cluster}, batch {offer.examples}" if offer.examples else offer.cluster
+
+
+def offers_parts(found: Offers) -> Iterable[RenderableType]:
+    """The parts of a report: a table of figures, how each is run, whose prices these are."""
+    yield Text("the step on each cluster, predicted", style="bold")
+    yield ""
+    fastest, cheapest = found.fastest, found.cheapest
+    rows = [("fastest", "no plan fits" if fastest is None else named(fastest))]
+    if cheapest is not None:
+        rows.append(
+            (
+                "cheapest",
+                f"{named(cheapest)}: {dollars_text(cheapest.dollars_per_million)} per million "
+                f"{found.unit}",
+            )
+        )
+    yield Padding(pairs(rows), (0, 0, 0, 2), expand=False)
+    yield ""
+    unit = found.unit
+    table = new_table(
+        "cluster", ">batch", ">step", f">{unit}/s", ">MFU", ">$/step", f">$/M {unit}", ">memory", ""
+    )
+    for one in found.offers:
+        batch = str(one.examples) if one.examples else "-"
+        if one.plan is None:
+            add_row(table, one.cluster, batch, *["-"] * 6, "no plan", style="red")
+            continue
+        add_row(
+            table,
+            one.cluster,
+            batch,
+            time_text(one.step_s),
+            rate_text(one.per_second),
+            f"{100 * one.mfu:.1f} %",
+            dollars_text(one.dollars_per_step),
+            dollars_text(one.dollars_per_million),
+            bytes_text(one.plan.prediction.peak_bytes),
+            "*" if one.pareto else "",
+            style="green" if one.pareto else "",
+        )
+    yield Padding(table, (0, 0, 0, 2), expand=False)
+    yield Padding(
+        Text(
+            f"* no other is faster at no more cost per {unit.removesuffix('s')}, or cheaper and as "
+            "fast, by over 1 % (without a price: on the same kind of device, in device time)",
+            style="dim",
+        ),
+        (0, 0, 0, 2),
+    )
+    yield from section("how", pairs([(named(o), how_text(o)) for o in found.offers]))
+    yield from section("prices, per device and hour", pairs(_prices(found)))
+
+
+def _prices(found: Offers) -> Iterable[tuple[str, str]]:
+    for kind in dict.fromkeys(o.kind for o in found.offers):
+        price = next(o.price for o in found.offers if o.kind == kind)
+        if price is None:
+            yield kind, f"not known: give it in a file, {kind} = DOLLARS, by --price FILE"
+        else:
+            yield kind, f"{dollars_text(price.dollars_per_hour)}: {price.source}"
+
+
+def offers_json(found: Offers) -> dict[str, Any]:
+    """The same as plain data; what is not known is null."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    def one(o: Offer) -> dict[str, Any]:
+        price = None
+        if o.price is not None:
+            price = {"dollars_per_hour": o.price.dollars_per_hour, "source": o.price.source}
+        out: dict[str, Any] = {
+            "cluster": o.cluster,
+            "devices": o.devices,
+            "batch": o.examples,
+            "tokens": o.tokens,
+            "price": price,
+        }
+        if o.plan is None:
+            return {**out, "refused": o.refused}
+        return {
+            **out,
+            "step_s": o.step_s,
+            "per_second": o.per_second,
+            "mfu": o.mfu,
+            "dollars_per_step": number(o.dollars_per_step),
+            "dollars_per_million": number(o.dollars_per_million),
+            "peak_bytes": o.plan.prediction.peak_bytes,
+            "mesh": str(o.plan.mesh),
+            "strategy": o.plan.strategy,
+            "recipe": str(o.plan.recipe) if o.plan.recipe != PLAIN else "",
+            "pareto": o.pareto,
+            "plan": o.plan.digest,
+        }
+
+    return {"unit": found.unit, "offers": [one(o) for o in found.offers]}
