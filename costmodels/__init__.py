@@ -4,6 +4,7 @@ Times are in seconds, sizes in bytes, rates in flop/s and bytes/s, all SI decima
 """
 
 from ._describe import MOST_DEVICES
+from ._spelled import usual_sizes
 from .collectives import Collective, collective_coefficients
 from .compute import Kernel, attention_drag, op_time_s
 from .hardware import (
@@ -39,6 +40,7 @@ __all__ = [
     "parse_bytes",
     "parse_cluster",
     "part_of",
+    "usual_sizes",
     "with_memory",
     "with_profile",
 ]

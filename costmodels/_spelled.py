@@ -92,6 +92,31 @@ def respelled(text: str) -> str:
     return text
 
 
+MOST_NODES = 128
+"""Nodes of the largest cluster of GPUs that ``usual_sizes`` names."""
+
+
+def usual_sizes(kind: str) -> tuple[str, ...]:
+    """Clusters of a kind of device in the sizes that it is rented in, smallest first: the slices
+    of TPUs, parts of a node of GPUs and then 1, 2, 4, ... nodes.
+
+    Raises:
+        ClusterError: unknown device, or one whose usual sizes are not known.
+
+    >>> usual_sizes("v5e")[:4], usual_sizes("h100")[2:5]
+    (('v5e:1x1', 'v5e:2x2', 'v5e:2x4', 'v5e:4x4'), ('h100:4', 'h100:8', 'h100:8x2'))
+    """
+    entry: dict[str, Any] = dict(catalog_entry(kind))
+    if kind in _SLICES:
+        return tuple(f"{kind}:{'x'.join(map(str, s))}" for s in _SLICES[kind].values())
+    if "node" not in entry:
+        raise ClusterError(f"device {kind!r}: its usual sizes are not known; give --cluster")
+    most = int(entry["node"]["devices_per_node"])
+    inside = [1 << k for k in range(most.bit_length()) if 1 << k <= most]
+    nodes = [1 << k for k in range(1, MOST_NODES.bit_length())]
+    return (*(f"{kind}:{n}" for n in inside), *(f"{kind}:{most}x{n}" for n in nodes))
+
+
 def _slice(kind: str, count: str, slices: str | None, text: str) -> str:
     """The shape of a slice from its accelerator type."""
     kind = "v5e" if kind == "v5litepod" else kind

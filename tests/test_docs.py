@@ -32,6 +32,7 @@ COMMANDS = (
     "inspect",
     "explain",
     "compare",
+    "fit",
     "diff",
     "check",
     "search",

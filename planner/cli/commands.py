@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import shtab
@@ -52,14 +53,8 @@ def add_model_options(
 ) -> None:
     """The arguments that name a step (``needed``: it must be named) and say how to plan it;
     ``several``: on more than one cluster."""
+    add_planning_options(parser, needed=needed)
     add = parser.add_argument
-    model: Any = add(
-        "model",
-        metavar="MODEL[:FUNCTION]",
-        nargs=None if needed else "?",
-        help="a Python file, or a function in it",
-    )
-    model.complete = shtab.FILE
     add(
         "--cluster",
         action="append" if several else "store",
@@ -71,6 +66,18 @@ def add_model_options(
         metavar="FILE",
         help="constants that planner calibrate measured; with --cluster for a cluster of that size",
     )
+
+
+def add_planning_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
+    """The same without the cluster."""
+    add = parser.add_argument
+    model: Any = add(
+        "model",
+        metavar="MODEL[:FUNCTION]",
+        nargs=None if needed else "?",
+        help="a Python file, or a function in it",
+    )
+    model.complete = shtab.FILE
     for name, flag in flags().items():
         more: dict[str, Any] = {"action": "append"} if flag.repeated else {"type": flag.type}
         add(
@@ -81,6 +88,18 @@ def add_model_options(
             help=flag.help,
             **more,
         )
+
+
+def add_price_option(parser: argparse.ArgumentParser) -> None:
+    """The file of prices."""
+    prices: Any = parser.add_argument(
+        "--price",
+        metavar="FILE",
+        type=Path,
+        help="a TOML file of dollars per device and hour, such as h100 = 2.50, in place of the "
+        "catalog's",
+    )
+    prices.complete = shtab.FILE
 
 
 def requested_call(

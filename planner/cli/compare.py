@@ -15,6 +15,7 @@ from costmodels.prices import load_prices
 from planner.cli.commands import (
     Command,
     add_model_options,
+    add_price_option,
     print_parts,
     requested_call,
     spinner,
@@ -75,14 +76,7 @@ def add_compare(commands: Any, text: str) -> None:
         metavar="N,...",
         help="numbers of examples to compare; the step is traced again for each",
     )
-    prices: Any = add(
-        "--price",
-        metavar="FILE",
-        type=Path,
-        help="a TOML file of dollars per device and hour, such as h100 = 2.50, in place of the "
-        "catalog's",
-    )
-    prices.complete = shtab.FILE
+    add_price_option(parser)
     page: Any = add(
         "--html", metavar="FILE", type=Path, help="write a page with a chart, of several clusters"
     )

@@ -36,6 +36,11 @@ PLANNER = (
         "the chosen plan beside manual ones, or two saved plans",
         "planner.cli.compare:COMPARE",
     ),
+    Entry(
+        "fit",
+        "the smallest cluster of each kind of device that a step fits on",
+        "planner.cli.fit:FIT",
+    ),
     Entry("diff", "what differs between two saved plans, in words", "planner.cli.diff:DIFF"),
     Entry(
         "check",
@@ -99,6 +104,8 @@ examples:
   planner inspect model.py --placement embed=ps,head=ps_whole
   planner explain train.py "['up']['kernel']"       why it is sharded so, and what else would cost
   planner compare train.py --cluster h100:8x4       beside data parallel, FSDP, tensor parallel, ...
+  planner compare train.py --cluster h100:8x4 --cluster v5p:4x4x4 --batch 256,512
+  planner fit train.py                              the smallest cluster of each kind it fits on
   planner diff before.json after.json               two saved plans in words
   planner check plan.json train.py                  does the step still get that plan?
   planner search problem.json.gz --out choice.json  run a search on a bare problem

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from costmodels import Cluster, parse_cluster
@@ -21,7 +21,7 @@ from planner.errors import MemoryLimitError, MeshwrightError, RequestError
 from planner.graph.jaxpr.products import products_of
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.plan import Plan
-from planner.planning import make_plan
+from planner.planning import plan_tried
 from planner.request.sequence_parallel import sequences
 
 HOUR_S = 3600.0
@@ -146,29 +146,40 @@ def compare_hardware(
     for cluster in described:
         for step in steps:
             progress(f"{cluster.text}, batch {step.examples}" if batches else cluster.text)
-            found.append(_offer(function, step, cluster, prices or {}, options))
+            found.append(offer(function, step, cluster, prices or {}, options))
     tokens = any(step.tokens for step in steps)
     unit = "tokens" if tokens else "examples" if any(s.examples for s in steps) else "steps"
     return Offers(unit, tuple(_marked(found)))
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The step with a batch; ``refused``: why it can't be traced so."""
+class Step:
+    """The step with a batch.
+
+    Attributes:
+        args: of these shapes.
+        examples, tokens: see ``Offer``.
+        flop: of its products, by dtype.
+        batch: the shapes of the batch's arguments, by position.
+        nbytes: of all arguments.
+        refused: why it can't be traced so.
+    """
 
     args: tuple[Any, ...]
     examples: int
     tokens: int
     flop: Mapping[str, float]
+    batch: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    nbytes: float = 0.0
     refused: str = ""
 
 
 def _steps(
     function: Callable[..., Any], args: tuple[Any, ...], batches: Sequence[int]
-) -> list[_Step]:
+) -> list[Step]:
     given = trace(function, args)
     if not batches:
-        return [_step(given, args)]
+        return [step_of(given, args)]
     leaves = batch_leaves(given.graph)
     if not leaves:
         raise RequestError(
@@ -182,36 +193,40 @@ def _steps(
     for size in dict.fromkeys(batches):
         changed = reshaped(args, {k: (size, *shape[1:]) for k, shape in shapes.items()})
         try:
-            out.append(_step(trace(function, changed), changed))
+            out.append(step_of(trace(function, changed), changed))
         except MeshwrightError as error:
             why = f"the step can't be traced with {size} examples: {_line(error)}"
-            out.append(_Step(changed, size, 0, {}, why))
+            out.append(Step(changed, size, 0, {}, refused=why))
     return out
 
 
-def _step(traced: Traced, args: tuple[Any, ...]) -> _Step:
+def step_of(traced: Traced, args: tuple[Any, ...]) -> Step:
+    """What a traced step takes and does."""
     graph = traced.graph
     leaves = batch_leaves(graph)
     examples = graph.values[graph.inputs[leaves[0]]].shape[0] if leaves else 0
     rows = [graph.values[v].shape for v in sequences(graph)]
     tokens = max((math.prod(shape[:2]) for shape in rows if shape[0] == examples), default=0)
-    return _Step(args, examples, tokens, products_of(traced.jaxpr))
+    shapes = {k: graph.values[graph.inputs[k]].shape for k in leaves}
+    nbytes = float(sum(graph.values[v].nbytes for v in graph.inputs))
+    return Step(args, examples, tokens, products_of(traced.jaxpr), shapes, nbytes)
 
 
-def _offer(
+def offer(
     function: Callable[..., Any],
-    step: _Step,
+    step: Step,
     cluster: Cluster,
     prices: Mapping[str, Price],
     options: Mapping[str, Any],
 ) -> Offer:
+    """The plan of a step on a cluster, or why there is none."""
     devices, kind = cluster.num_devices, cluster.device.kind
     price = prices.get(kind)
     place = (cluster.text, kind, devices, step.examples, step.tokens)
     if step.refused:
         return Offer(*place, None, 0.0, price, step.refused)
     try:
-        plan = make_plan(function, *step.args, cluster=cluster, **options)
+        plan = plan_tried(function, *step.args, cluster=cluster, **options).plan
     except MemoryLimitError as error:
         return Offer(*place, None, 0.0, price, _line(error))
     ideal_s = sum(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from planner.compare.fitting import Fit
 from planner.compare.hardware import Offer, Offers
 from planner.report.layout import add_row, new_table, pairs, section
 from planner.report.units import bytes_text, time_text
@@ -94,12 +95,54 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
         (0, 0, 0, 2),
     )
     yield from section("how", pairs([(named(o), how_text(o)) for o in found.offers]))
-    yield from section("prices, per device and hour", pairs(_prices(found)))
+    yield from section("prices, per device and hour", pairs(_prices(found.offers)))
 
 
-def _prices(found: Offers) -> Iterable[tuple[str, str]]:
-    for kind in dict.fromkeys(o.kind for o in found.offers):
-        price = next(o.price for o in found.offers if o.kind == kind)
+def fits_parts(found: Sequence[Fit]) -> Iterable[RenderableType]:
+    """The parts of a report: the smallest cluster of each kind, how, whose prices these are."""
+    yield Text("the smallest cluster of each kind that the step fits on, predicted", style="bold")
+    yield ""
+    table = new_table(
+        "cluster", ">devices", ">memory", ">step", ">MFU", ">$/step", ">batch at once"
+    )
+    for one in found:
+        best = one.offer
+        if best is None or best.plan is None:
+            add_row(table, one.kind, "-", "no plan", *["-"] * 4, style="red")
+            continue
+        add_row(
+            table,
+            best.cluster,
+            str(best.devices),
+            bytes_text(best.plan.prediction.peak_bytes),
+            time_text(best.step_s),
+            f"{100 * best.mfu:.1f} %",
+            dollars_text(best.dollars_per_step),
+            str(one.at_once or "-"),
+        )
+    yield Padding(table, (0, 0, 0, 2), expand=False)
+    how = [(f.kind, how_text(f.offer) if f.offer is not None else f.refused) for f in found]
+    yield from section("how", pairs(how))
+    offers = tuple(f.offer for f in found if f.offer is not None)
+    if offers:
+        yield from section("prices, per device and hour", pairs(_prices(offers)))
+
+
+def fits_json(found: Sequence[Fit]) -> dict[str, Any]:
+    """The same as plain data."""
+    out = []
+    for one in found:
+        row: dict[str, Any] = {"kind": one.kind, "batch_at_once": one.at_once}
+        if one.offer is None:
+            out.append({**row, "refused": one.refused})
+        else:
+            out.append({**row, **_offer_json(one.offer)})
+    return {"fits": out}
+
+
+def _prices(offers: Sequence[Offer]) -> Iterable[tuple[str, str]]:
+    for kind in dict.fromkeys(o.kind for o in offers):
+        price = next(o.price for o in offers if o.kind == kind)
         if price is None:
             yield kind, f"not known: give it in a file, {kind} = DOLLARS, by --price FILE"
         else:
@@ -108,36 +151,37 @@ def _prices(found: Offers) -> Iterable[tuple[str, str]]:
 
 def offers_json(found: Offers) -> dict[str, Any]:
     """The same as plain data; what is not known is null."""
+    return {"unit": found.unit, "offers": [_offer_json(o) for o in found.offers]}
 
-    def number(value: float) -> float | None:
-        return value if math.isfinite(value) else None
 
-    def one(o: Offer) -> dict[str, Any]:
-        price = None
-        if o.price is not None:
-            price = {"dollars_per_hour": o.price.dollars_per_hour, "source": o.price.source}
-        out: dict[str, Any] = {
-            "cluster": o.cluster,
-            "devices": o.devices,
-            "batch": o.examples,
-            "tokens": o.tokens,
-            "price": price,
-        }
-        if o.plan is None:
-            return {**out, "refused": o.refused}
-        return {
-            **out,
-            "step_s": o.step_s,
-            "per_second": o.per_second,
-            "mfu": o.mfu,
-            "dollars_per_step": number(o.dollars_per_step),
-            "dollars_per_million": number(o.dollars_per_million),
-            "peak_bytes": o.plan.prediction.peak_bytes,
-            "mesh": str(o.plan.mesh),
-            "strategy": o.plan.strategy,
-            "recipe": str(o.plan.recipe) if o.plan.recipe != PLAIN else "",
-            "pareto": o.pareto,
-            "plan": o.plan.digest,
-        }
+def _offer_json(o: Offer) -> dict[str, Any]:
+    price = None
+    if o.price is not None:
+        price = {"dollars_per_hour": o.price.dollars_per_hour, "source": o.price.source}
+    out: dict[str, Any] = {
+        "cluster": o.cluster,
+        "devices": o.devices,
+        "batch": o.examples,
+        "tokens": o.tokens,
+        "price": price,
+    }
+    if o.plan is None:
+        return {**out, "refused": o.refused}
+    return {
+        **out,
+        "step_s": o.step_s,
+        "per_second": o.per_second,
+        "mfu": o.mfu,
+        "dollars_per_step": _number(o.dollars_per_step),
+        "dollars_per_million": _number(o.dollars_per_million),
+        "peak_bytes": o.plan.prediction.peak_bytes,
+        "mesh": str(o.plan.mesh),
+        "strategy": o.plan.strategy,
+        "recipe": str(o.plan.recipe) if o.plan.recipe != PLAIN else "",
+        "pareto": o.pareto,
+        "plan": o.plan.digest,
+    }
 
-    return {"unit": found.unit, "offers": [one(o) for o in found.offers]}
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -16,6 +16,8 @@ from planner.report.units import bytes_text, time_text
 
 WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 900, 420, 70, 48, 16
 """Units of the drawing, and its margins."""
+LINE, LONG = 16, 180
+"""Height of a label, and how long one may be."""
 COLOURS = 4
 """Kinds of devices that have a colour of their own (``--axis-0`` and so on)."""
 
@@ -111,19 +113,30 @@ def _chart(found: Offers) -> Iterator[str]:
         f'<text transform="translate(14 {(HEIGHT - BELOW) / 2}) rotate(-90)" text-anchor="middle">'
         f"{escape(found.unit)} per second</text>"
     )
+    labels: list[tuple[float, float]] = []
     for offer, price, speed in points:
         colour = f"var(--axis-{kinds.index(offer.kind) % COLOURS})"
         fill = colour if offer.pareto else "none"
         side = "end" if x(price) > WIDTH * 0.7 else "start"
         away = -11 if side == "end" else 11
+        labels.append(_free(x(price), y(speed) + 4, labels))
         yield (
             f'<circle cx="{x(price):.1f}" cy="{y(speed):.1f}" r="7" fill="{fill}" '
             f'stroke="{colour}" stroke-width="2"><title>{escape(named(offer))}: '
             f"{escape(time_text(offer.step_s))} a step, {escape(how_text(offer))}</title></circle>"
-            f'<text x="{x(price) + away:.1f}" y="{y(speed) + 4:.1f}" text-anchor="{side}">'
+            f'<text x="{x(price) + away:.1f}" y="{labels[-1][1]:.1f}" text-anchor="{side}">'
             f"{escape(named(offer))}</text>"
         )
     yield "</svg></section>"
+
+
+def _free(x: float, y: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The nearest height for a label at which no other one lies."""
+    for k in range(2 * len(taken) + 1):
+        at = y + LINE * ((k + 1) // 2) * (-1) ** k
+        if all(abs(x - a) > LONG or abs(at - b) >= LINE for a, b in taken):
+            return x, at
+    return x, y
 
 
 def _ticks(values: Sequence[float]) -> list[float]:

@@ -1,6 +1,6 @@
 """``make_plan``: trace -> rules -> groups -> price -> search -> Plan."""
 
-from planner.planning.door import make_plan, plan_step, plan_traced
+from planner.planning.door import make_plan, plan_step, plan_traced, plan_tried
 from planner.planning.pipelines import of_stage
 from planner.planning.prepare import graph_rules
 from planner.planning.row import Planned, write_problem
@@ -12,5 +12,6 @@ __all__ = [
     "of_stage",
     "plan_step",
     "plan_traced",
+    "plan_tried",
     "write_problem",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Unpack
 
 from costmodels import Cluster
@@ -68,13 +68,39 @@ def plan_step(
     ('data',)
     """
     begun = time.perf_counter()
+    bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
+    return _asked(bound.function, bound.args, cluster, donate_argnums, options, begun)
+
+
+def plan_tried(
+    function: Callable[..., Any],
+    *args: Any,
+    cluster: str | Cluster,
+    donate_argnums: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Planned:
+    """As ``plan_step``, for one of many tries: where no plan fits, what would help is not looked
+    for, which takes longest."""
+    begun = time.perf_counter()
+    return _asked(function, args, cluster, donate_argnums, options, begun, advice=False)
+
+
+def _asked(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    cluster: str | Cluster,
+    donate_argnums: int | Sequence[int] | None,
+    options: Mapping[str, Any],
+    begun: float,
+    *,
+    advice: bool = True,
+) -> Planned:
     asked = given_options("make_plan", options)
     rewriting = {name: asked.pop(name, None) for name in REWRITINGS}
-    bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
     rules = asked.pop("logical_axis_rules", None)
-    function, args = with_logical_axis_rules(bound.function, rules), bound.args
+    function = with_logical_axis_rules(function, rules)
     asked.setdefault("mesh", placed_mesh(args, cluster))
-    request = parse_request(cluster, **asked)
+    request = dataclasses.replace(parse_request(cluster, **asked), advice=advice)
     wish = parse_wish(rewriting, function, request.mode == "AUTO_PARALLEL")
     with paused():
         return _under(wish, function, args, request, donate_argnums, begun)

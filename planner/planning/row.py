@@ -41,6 +41,7 @@ from planner.recipes import (
 from planner.remat.policy import FULL, OFFLOAD, parse_policy
 from planner.remat.rewrite import recomputed
 from planner.report.shortage import host_text, shortage_text
+from planner.report.units import bytes_text
 from planner.request.marks import all_pins, on_region_mesh
 from planner.request.options import (
     Request,
@@ -223,7 +224,9 @@ def _shortage(case: Case, also: str) -> MemoryLimitError:
     scalars = least.priced.analysis.scalar_bytes
     if not request.advice:
         return MemoryLimitError(
-            f"no plan fits in {request.limit_bytes:g} bytes per device on {request.cluster.text}",
+            f"no plan fits in {bytes_text(request.limit_bytes)} per device on "
+            f"{request.cluster.text}: the least peak found is "
+            f"{bytes_text(least.memory.peak_bytes + scalars)}",
             least_bytes=least.memory.peak_bytes + scalars,
             lower_bytes=least.lower_bytes,
             limit_bytes=request.limit_bytes,
