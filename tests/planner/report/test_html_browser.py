@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +22,9 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
+from costmodels.prices import Price  # noqa: E402
+from planner.compare.hardware import Offer, Offers  # noqa: E402
+from planner.html.offers import write_offers  # noqa: E402
 from planner.html.page import write_report  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -284,3 +288,38 @@ def test_the_notebook_card_fits_its_page(
     )
     assert wide <= seen
     assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [420, 900, 1400])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_page_of_clusters(browser: Any, tmp_path: Path, width: int, theme: str) -> None:
+    """Nothing sticks out of the window, and no label of the chart lies on another."""
+    price = Price(2.0, "test")
+    plan = small().plan
+    offers = tuple(
+        Offer(f"h100:8x{n}", "h100", 8 * n, n, 64 * n, plan, 0.4, price, pareto=n == 1)
+        for n in (1, 2, 3)
+    )
+    path = tmp_path / "clusters.html"
+    write_offers(Offers("tokens", (*offers, *offers)), path, TITLE)
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": theme}]},
+    )
+    browser.set_window_size(width, 900)
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    browser.get(path.as_uri())
+    assert browser.find_element(By.TAG_NAME, "h1").text.startswith("<lambda> </script>")
+    assert len(browser.find_elements(By.CSS_SELECTOR, "tbody tr")) == 6
+    wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    assert browser.execute_script(wide)
+    labels = browser.find_elements(By.CSS_SELECTOR, "circle + text")
+    tops = sorted(
+        (round(label.rect["x"]), label.rect["y"] + label.rect["height"] / 2) for label in labels
+    )
+    assert len(tops) == 6
+    for (x, y), (other, below) in itertools.combinations(tops, 2):
+        assert abs(x - other) > 40 or abs(y - below) > 4, tops
+    silent(browser, path)
+    browser.set_window_size(1280, 1000)
