@@ -10,16 +10,27 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shtab
 
+from planner.cli.config import (
+    config_text,
+    dests,
+    environment,
+    find_config,
+    given,
+    overlaid,
+    settings,
+)
 from planner.cli.table import EXAMPLES, PLANNER, Entry
 from planner.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from planner.cli.commands import Command
 
+SHOW = "--show-config"
 DONE, REFUSED, MODEL_FAILED, INTERRUPTED = 0, 2, 3, 130
 
 
@@ -35,6 +46,8 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
         the subcommand says.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    shown = words[:1] == [SHOW]
+    words = words[1:] if shown else words
     entries = (*PLANNER, *extra)
     every = any(word.startswith("--print-completion") for word in words[:1])
     commands = {e.name: e.load() for e in entries if every or words[:1] == [e.name]}
@@ -52,6 +65,17 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
         parser.print_help(sys.stderr)
         return REFUSED
     try:
+        mine = _subparsers(parser)[options.command]
+        named = list(given(words[1:], mine))
+        config = find_config(Path.cwd())
+        found = settings(mine, options.command, lambda: _options_of(entries), config, environment())
+        options = overlaid(options, found, named)
+        if shown:
+            print(config_text(options, mine, found, named))
+            return DONE
+        for source in dict.fromkeys(s.source for s in found if s.dest not in named):
+            set_there = [s.dest.removesuffix("_s").replace("_", "-") for s in found if s.source == source]
+            print(f"planner: from {source}: {', '.join(set_there)}", file=sys.stderr)
         return commands[options.command].run(options)
     except RequestError as error:
         return _refuse(error)
@@ -66,6 +90,18 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
     except KeyboardInterrupt:
         print("planner: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _options_of(entries: Sequence[Entry]) -> Mapping[str, Sequence[str]]:
+    """The options of all subcommands."""
+    whole = _parser(entries, {entry.name: entry.load() for entry in entries})
+    return {name: dests(parser) for name, parser in _subparsers(whole).items()}
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    found = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parsers: Mapping[str, argparse.ArgumentParser] = found.choices
+    return parsers
 
 
 def version() -> str:
@@ -85,6 +121,12 @@ def _parser(entries: Sequence[Entry], loaded: Mapping[str, Command]) -> argparse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"planner {version()}")
+    parser.add_argument(
+        SHOW,
+        action="store_true",
+        help="first of all: print the options of the subcommand that follows, with what "
+        "meshwright.toml and the environment set, and do nothing",
+    )
     shtab.add_argument_to(
         parser,
         "--print-completion",

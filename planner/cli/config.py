@@ -1,0 +1,226 @@
+"""Options of the command from a file and from the environment.
+
+The file is the nearest ``meshwright.toml``, or ``pyproject.toml`` with a table
+``[tool.meshwright]``, in the current directory or above it. Options at the top are for every
+subcommand that has them, those in a table such as ``[inspect]`` for that one. Options of planning
+are also read from the environment, as ``MESHWRIGHT_CLUSTER``: that wins over the file, the command
+line over both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.errors import RequestError
+
+FILE, PROJECT, TABLE = "meshwright.toml", "pyproject.toml", "meshwright"
+PREFIX = "MESHWRIGHT_"
+MOST_BYTES = 1 << 20
+SKIPPED = frozenset({"help", "version"})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value of an option (``dest`` in argparse), and where it was set."""
+
+    dest: str
+    value: Any
+    source: str
+
+
+def find_config(start: Path) -> tuple[Path, Mapping[str, Any]] | None:
+    """The file of a directory, and its settings.
+
+    Raises:
+        RequestError: it can't be read.
+    """
+    for folder in (start, *start.parents):
+        own = folder / FILE
+        if own.is_file():
+            return own, _read(own)
+        project = folder / PROJECT
+        if project.is_file():
+            found = _read(project).get("tool", {}).get(TABLE)
+            if isinstance(found, dict):
+                return project, found
+    return None
+
+
+def settings(
+    parser: argparse.ArgumentParser,
+    command: str,
+    others: Callable[[], Mapping[str, Sequence[str]]],
+    config: tuple[Path, Mapping[str, Any]] | None,
+    environ: Mapping[str, str],
+) -> list[Setting]:
+    """What a file and the environment say about a subcommand, those that win last.
+
+    Args:
+        parser: of the subcommand.
+        command: its name.
+        others: the options of all subcommands, by name.
+        config: from ``find_config``.
+        environ: of the process.
+
+    Raises:
+        RequestError: an option is unknown, or a value is none of its kind.
+    """
+    from planner.request.options import flags
+
+    known = {a.dest: a for a in parser._actions if a.option_strings and a.dest not in SKIPPED}
+    found: list[Setting] = []
+    if config is not None:
+        path, table = config
+        own = table.get(command, {})
+        if not isinstance(own, dict):
+            raise RequestError(f"{path}: {command}: expected a table of options, got {own!r}")
+        for key, value in table.items():
+            if not isinstance(value, dict) and _dest(key) in known:
+                found.append(_setting(known[_dest(key)], value, str(path)))
+            elif key != command:
+                _check_other(key, value, path, others())
+        for key, value in own.items():
+            if _dest(key) not in known:
+                near = _near(_dest(key), list(known))
+                raise RequestError(f"{path}: [{command}] has no option {key!r}{near}")
+            found.append(_setting(known[_dest(key)], value, str(path)))
+    for dest in (*flags(), "cluster", "profile"):
+        name = PREFIX + dest.removesuffix("_s").upper()
+        if dest in known and name in environ:
+            found.append(_setting(known[dest], environ[name], name))
+    return found
+
+
+def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence[str]]) -> None:
+    """Refuse what no subcommand knows."""
+    if isinstance(value, dict):
+        if key not in others:
+            raise RequestError(f"{path}: [{key}] is no subcommand{_near(key, list(others))}")
+        return
+    known = [dest for mine in others.values() for dest in mine]
+    if _dest(key) not in known:
+        raise RequestError(f"{path}: no subcommand has an option {key!r}{_near(_dest(key), known)}")
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0].removesuffix('_s').replace('_', '-')}?" if near else ""
+
+
+def dests(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a subcommand."""
+    return [a.dest for a in parser._actions if a.option_strings and a.dest not in SKIPPED]
+
+
+def _dest(key: str) -> str:
+    return {"time_limit": "time_limit_s", "confirm_limit": "confirm_limit_s"}.get(
+        plain := key.replace("-", "_"), plain
+    )
+
+
+def _setting(action: argparse.Action, value: Any, source: str) -> Setting:
+    name = action.option_strings[-1]
+    if action.nargs == 0:
+        if isinstance(value, str) and value.lower() in ("0", "1", "true", "false"):
+            value = value.lower() in ("1", "true")
+        if not isinstance(value, bool):
+            raise RequestError(f"{source}: {name}: expected true or false, got {value!r}")
+        return Setting(action.dest, value, source)
+    many = (
+        isinstance(action, argparse._AppendAction)
+        or action.nargs in ("*", "+")
+        or (isinstance(action.nargs, int))
+    )
+    values = value if isinstance(value, list) else [value]
+    if not many and len(values) != 1:
+        raise RequestError(f"{source}: {name}: expected one value, got {value!r}")
+    made = [_converted(action, name, one, source) for one in values]
+    return Setting(action.dest, made if many else made[0], source)
+
+
+def _converted(action: argparse.Action, name: str, value: Any, source: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RequestError(f"{source}: {name}: expected a text or a number, got {value!r}")
+    convert: Any = action.type or str
+    try:
+        made = convert(str(value))
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        raise RequestError(f"{source}: {name}: {value!r}: {error}") from error
+    if action.choices is not None and made not in action.choices:
+        listed = ", ".join(map(str, action.choices))
+        raise RequestError(f"{source}: {name}: got {value!r}, expected one of {listed}")
+    return made
+
+
+def given(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The ``dest`` of every option that the command line names."""
+    by_flag = {flag: a.dest for a in parser._actions for flag in a.option_strings}
+    for word in words:
+        flag = word.split("=", 1)[0]
+        if flag in by_flag:
+            yield by_flag[flag]
+        elif flag.startswith("--"):
+            longer = {dest for name, dest in by_flag.items() if name.startswith(flag)}
+            yield from longer if len(longer) == 1 else ()
+
+
+def config_text(
+    options: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    found: Sequence[Setting],
+    named: Sequence[str],
+) -> str:
+    """Every option with its value and where it comes from, a line each."""
+    sources = {s.dest: s.source for s in found}
+    rows = []
+    for action in parser._actions:
+        if not action.option_strings or action.dest in SKIPPED:
+            continue
+        value = getattr(options, action.dest, None)
+        source = "command line" if action.dest in named else sources.get(action.dest, "default")
+        rows.append((action.option_strings[-1].removeprefix("--"), _shown(value), source))
+    widths = [max(len(row[k]) for row in rows) for k in (0, 1)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise RequestError(f"{path}: larger than {MOST_BYTES} bytes")
+        return tomllib.loads(data.decode("utf-8"))
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"{path}: {error}") from error
+
+
+def overlaid(
+    options: argparse.Namespace, found: Sequence[Setting], named: Sequence[str]
+) -> argparse.Namespace:
+    """Options of the command line, with settings for those that it does not name."""
+    for setting in found:
+        if setting.dest not in named:
+            setattr(options, setting.dest, setting.value)
+    return options
+
+
+def environment() -> Mapping[str, str]:
+    """The variables with our prefix."""
+    return {k: v for k, v in os.environ.items() if k.startswith(PREFIX)}
