@@ -30,9 +30,9 @@ examples:
   planner launch --launcher ssh --hosts hosts.txt -n 8 --sync-dir . train.py
   planner launch --launcher ray --workers 4 --servers 2 train.py
 
-With -n, the script calls executor.initialize() before anything else of JAX. Every process is told
-who it is by MESHWRIGHT_PROCESSES, MESHWRIGHT_PROCESS and MESHWRIGHT_COORDINATOR, or by its
-launcher's own variables, and by MESHWRIGHT_RESTART how often the job was started again. With
+With -n, the script calls executor.initialize() before anything else of JAX. Every process reads
+its role from MESHWRIGHT_PROCESSES, MESHWRIGHT_PROCESS and MESHWRIGHT_COORDINATOR, or from its
+launcher's own variables, and from MESHWRIGHT_RESTART how often the job was started again. With
 --workers the script runs once and calls executor.parameter_server.train(), which takes these
 numbers; without either, numbers are taken from the variables of older parameter-server systems
 (DMLC_*, MS_*, PADDLE_*, TF_CONFIG).

@@ -206,7 +206,7 @@ def verification_text(found: Verification) -> str:
 
 def _rung_lines(rung: Rung) -> list[str]:
     if rung.absent:
-        return [f"{rung.name}: not climbed: {rung.absent}"]
+        return [f"{rung.name}: skipped: {rung.absent}"]
     head = ("", "predicted", "found", "difference", "runs", "")
     cells = [head, *map(_cells, rung.rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]

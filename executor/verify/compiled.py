@@ -28,7 +28,7 @@ def climb(
     Args:
         traced: the step, as ``planner.graph.trace.trace`` returns it.
         plan: its plan.
-        cluster: whose compiler is asked; as many devices as the plan's.
+        cluster: whose compiler is used; with the plan's number of devices.
         donate_argnums: as for ``jax.jit``; None donates what the plan takes to be donated, the
             arguments that come back as results.
         tolerances: what is judged; None: nothing.

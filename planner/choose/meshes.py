@@ -173,7 +173,9 @@ def _named(tried: Tried, request: Request) -> Tried:
     priced, solution = tried
     if request.search not in QUICK or solution.search != FAST:
         return tried
-    why = f"{solution.search} is enough, its own bound leaves {100 * max(solution.gap, 0.0):.2g} %"
+    why = (
+        f"stopped after {solution.search}: within {100 * max(solution.gap, 0.0):.2g} % of its bound"
+    )
     return priced, dataclasses.replace(
         solution,
         search=f"{request.search}:{solution.search}",
@@ -227,7 +229,7 @@ def of_scout(found: Scout, request: Request) -> Tried:
         0,  # the moment is not known here, see _with_moment
         feasible,
         FAST,
-        "messages over all meshes at once, then single moves",
+        "message passing on all meshes, then single-variable moves",
         0.0,
     )
 

@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
             print(config_text(options, mine, found, named))
             return DONE
         for source in dict.fromkeys(s.source for s in found if s.dest not in named):
-            set_there = [s.dest.removesuffix("_s").replace("_", "-") for s in found if s.source == source]
+            set_there = [
+                s.dest.removesuffix("_s").replace("_", "-") for s in found if s.source == source
+            ]
             print(f"planner: from {source}: {', '.join(set_there)}", file=sys.stderr)
         return commands[options.command].run(options)
     except RequestError as error:

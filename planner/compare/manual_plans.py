@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def collectives(self) -> tuple[Collectives, ...]:
-        """What its devices say to each other, by kind, dearest first."""
+        """What its devices say to each other, by kind, most expensive first."""
         sums: dict[str, list[float]] = {}
         for row in self.plan.collectives if self.plan is not None else ():
             sums.setdefault(row.kind, [0.0, 0.0, 0.0])

@@ -63,9 +63,9 @@ def _decision(found: Decision) -> Iterable[RenderableType]:
     if found.shared:
         names = ", ".join(found.together)
         more = ", ..." if found.shared > len(found.together) else ""
-        rows.append(("one with", f"{found.shared} other values: {names}{more}"))
+        rows.append(("shared with", f"{found.shared} values with the same sharding: {names}{more}"))
     rows += [("dimension " + str(k), _dimension(d)) for k, d in enumerate(found.dimensions)]
-    rows.append(("ways left", f"{found.strategies} of {found.possible}"))
+    rows.append(("allowed", f"{found.strategies} of {found.possible} shardings"))
     rows.append(("forced by", "; ".join(found.forced) or _unforced(found)))
     yield from section(found.what, pairs(rows))
     yield ""
@@ -78,8 +78,8 @@ def _decision(found: Decision) -> Iterable[RenderableType]:
 def _unforced(found: Decision) -> str:
     less = [a for a in found.alternatives if a.best is not None and a.best.extra_s < -1e-9]
     if less:
-        return "nothing, and something cheaper was found now: the search missed it"
-    return "nothing: no cheaper way was found"
+        return "nothing: a cheaper sharding exists, which the search missed"
+    return "nothing: no other sharding is cheaper"
 
 
 def _dimension(found: Dimension) -> str:

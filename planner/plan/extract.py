@@ -272,7 +272,7 @@ class Extraction:
         return out
 
     def collectives(self) -> tuple[CollectiveRow, ...]:
-        """Every collective that the plan causes, dearest first."""
+        """Every collective that the plan causes, most expensive first."""
         graph, names = self.graph, self.priced.mesh.names
         rows = [
             CollectiveRow(

@@ -92,7 +92,7 @@ def fold_leaves(leaves: Sequence[Leaf]) -> tuple[LeafRow, ...]:
 
 
 def fold_collectives(rows: Sequence[CollectiveRow]) -> tuple[CollectiveSum, ...]:
-    """Add up equal collectives, dearest first."""
+    """Add up equal collectives, most expensive first."""
     groups: dict[tuple[object, ...], list[CollectiveRow]] = {}
     for row in rows:
         key = (row.kind, row.axes, pattern(row.cause), row.source, row.payload_bytes)

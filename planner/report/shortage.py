@@ -134,12 +134,12 @@ def _bound_text(shortage: Shortage) -> str:
     if shortage.lower_bytes <= 0:
         return "no lower bound is known"
     if shortage.least_bytes <= shortage.lower_bytes * (1 + 1e-9):
-        return "proved the least on the meshes tried"
+        return "no plan on the meshes searched needs less"
     under = " under this recipe" if shortage.recipe else ""
-    lower = f"at least {bytes_text(shortage.lower_bytes)}{under} on the meshes tried"
+    lower = f"at least {bytes_text(shortage.lower_bytes)}{under} on the meshes searched"
     if shortage.lower_bytes > shortage.limit_bytes:
         return f"every plan needs {lower}"
-    return f"every plan needs {lower}, so one that fits is not ruled out"
+    return f"every plan needs {lower}; a plan that fits may exist"
 
 
 def _relief_text(relief: Relief) -> str:

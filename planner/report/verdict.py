@@ -1,4 +1,4 @@
-"""Why a mesh was taken or left, in words."""
+"""Why a mesh was chosen or rejected, in words."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _pruned_text(bound_s: float, best_s: float) -> str:
     """The bound is not below the best plan's time, or so little below it that the best plan's mesh,
     which has fewer axes, would be taken all the same."""
     if bound_s >= best_s:
-        return f"pruned: bound {time_text(bound_s)} above the best {time_text(best_s)}"
+        return f"pruned: lower bound {time_text(bound_s)} exceeds {time_text(best_s)}"
     gain = 100.0 * (1.0 - bound_s / best_s)
-    return f"pruned: at most {gain:.2g} % faster, for another axis"
+    return f"pruned: saves at most {gain:.2g} %, too little for one more axis"
 
 
 def proof_text(plan: Plan) -> str:
@@ -35,15 +35,15 @@ def proof_text(plan: Plan) -> str:
     s = plan.search
     least = min((m.lower_bound_s for m in plan.meshes), default=s.lower_bound_s)
     if least >= s.cost_s * (1.0 - 1e-9):
-        return "proved the best on every mesh tried"
+        return "optimal over all meshes searched"
     here = (
-        "proved the best on this mesh"
+        "optimal on this mesh"
         if s.gap <= 1e-9
-        else (f"no plan on this mesh is faster than {time_text(s.lower_bound_s)}")
+        else (f"lower bound on this mesh {time_text(s.lower_bound_s)}")
     )
     if least >= s.lower_bound_s * (1.0 - 1e-9):
         return here
-    return f"{here}; {time_text(least)} is not ruled out on another"
+    return f"{here}; lower bound over all meshes {time_text(least)}"
 
 
 def devices_text(count: int) -> str:
@@ -55,21 +55,21 @@ def choice_text(plan: Plan) -> str:
     """Why the chosen mesh was chosen."""
     meshes, confirmed = plan.meshes, plan.confirmed
     if confirmed is not None and confirmed.chosen is not None and len(confirmed.rows) > 1:
-        return f"chosen from {len(confirmed.rows)} compiled candidates; {len(meshes)} meshes tried"
+        return f"best of {len(confirmed.rows)} compiled candidates; {len(meshes)} meshes searched"
     if len(meshes) < 2:
-        return "the only one tried"
+        return "the only mesh searched"
     unfit = sum(row.verdict is MeshVerdict.UNFIT for row in meshes)
     pruned = sum(row.verdict is MeshVerdict.PRUNED for row in meshes)
     chosen = next(m for m in meshes if m.verdict is MeshVerdict.CHOSEN)
     fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict is not MeshVerdict.UNFIT]
     fastest = min(fitting, default=chosen.cost_s)
-    text = f"the fastest of {len(meshes)} tried"
+    text = f"fastest of {len(meshes)} meshes"
     if chosen.cost_s > fastest * (1.0 + 1e-6):
         extra = 100.0 * (chosen.cost_s / fastest - 1.0)
         text = (
-            f"the simplest of {len(meshes)} tried that is within {extra:.2g} % of the fastest, "
-            "less than the cost model can tell apart"
+            f"simplest of {len(meshes)} meshes; {extra:.2g} % slower than the fastest, a "
+            "difference below the resolution of the cost model"
         )
     if pruned:
-        text += f", {pruned} of them left out by their bounds"
-    return f"{text}, {unfit} of them too large for memory" if unfit else text
+        text += f"; {pruned} pruned by lower bounds"
+    return f"{text}; {unfit} above the memory limit" if unfit else text

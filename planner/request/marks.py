@@ -153,7 +153,7 @@ def placed_pins(
 
 
 def placed_mesh(args: Sequence[Any], cluster: str | Cluster) -> dict[str, int] | None:
-    """The mesh of the arguments' NamedShardings: one for all, of as many devices as the cluster."""
+    """The mesh of the arguments' NamedShardings: one for all, with the cluster's device count."""
     sizes = {
         tuple(x.sharding.mesh.shape.items())
         for x in jax.tree_util.tree_leaves(tuple(args))

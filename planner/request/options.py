@@ -73,7 +73,7 @@ class Options(TypedDict, total=False):
     mode: one of ``planner.modes.MODES``, or "dp" or "fsdp"; None takes ``set_parallel_mode``'s.
     search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
     mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
-        NamedShardings if they have one of as many devices, else tries all up to three axes.
+        NamedShardings if it has that number of devices, else tries all up to three axes.
     memory: limit per device (``"80GB"`` or bytes); None takes the device's.
     host_memory: what of a host's memory a plan may use for each of its devices; None takes what
         the catalog knows of such hosts, less a reserve.

@@ -105,7 +105,7 @@ def test_other_meshes_are_compiled_under_the_best_lowering(said: dict[str, Any])
     assert plan.inputs != first.inputs  # the whole plan is the other one
     chosen = [row for row in plan.meshes if row.verdict is MeshVerdict.CHOSEN]
     assert [row.mesh for row in chosen] == [str(plan.mesh)]
-    assert "chosen from 6 compiled candidates; 7 meshes tried" in plan_text(plan, 120)
+    assert "best of 6 compiled candidates; 7 meshes searched" in plan_text(plan, 120)
     assert plan_from_json(plan.to_json()) == plan
 
 
