@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         check,
         compile_plan,
         detect_cluster,
+        init,
         initialize,
         parallelize,
         train,
@@ -62,6 +63,7 @@ __all__ = [
     "compile_plan",
     "detect_cluster",
     "get_parallel_mode",
+    "init",
     "initialize",
     "inspect",
     "load_plan",
@@ -76,7 +78,7 @@ __all__ = [
 
 _OF_EXECUTOR = frozenset(
     "Batches Checkpoints CompiledStep Parallelized Trained check compile_plan detect_cluster "
-    "initialize parallelize train".split()
+    "init initialize parallelize train".split()
 )
 _HERE = Path(__file__).resolve().parents[1]
 

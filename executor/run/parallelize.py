@@ -72,7 +72,7 @@ class Parallelized:
         if max_plans < 1:
             raise RequestError(f"max_plans={max_plans}: expected at least 1")
         self.options, self.like = options, like
-        self._calls, self._max_plans = calls, max_plans
+        self.calls, self._max_plans = calls, max_plans
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._current: _Entry | None = None
 
@@ -98,11 +98,11 @@ class Parallelized:
 
     def prepare(self, *args: Any, **keywords: Any) -> CompiledStep:
         """Trace and plan for these arguments (arrays or ShapeDtypeStructs); runs nothing."""
-        return self._planned(self._calls.bind(args, keywords)).step
+        return self._planned(self.calls.bind(args, keywords)).step
 
     def lower(self, *args: Any, **keywords: Any) -> jax.stages.Lowered:
         """Lower the planned step for these arguments, as ``jax.jit(step).lower`` does."""
-        bound = self._calls.bind(args, keywords)
+        bound = self.calls.bind(args, keywords)
         return self._planned(bound).step.jitted.lower(*abstract(bound.args))
 
     def _planned(self, bound: Bound) -> _Entry:
@@ -222,10 +222,10 @@ class Parallelized:
                 return unwrapped(*entry.step.run(*args))
             except (ShapesChangedError, TypeError):  # JAX refuses what is no array by TypeError
                 pass
-        bound = self._calls.bind(args, keywords)
+        bound = self.calls.bind(args, keywords)
         result = self._call(bound)
         if self._current is not entry:
-            self._calls.check_cached(bound, args, keywords)
+            self.calls.check_cached(bound, args, keywords)
         return result
 
     def _call(self, bound: Bound) -> Any:

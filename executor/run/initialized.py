@@ -1,0 +1,89 @@
+"""The first state of a step, each array made on the devices that store it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from executor.run.compile import _Unplanned
+from executor.run.parallelize import Parallelized
+from planner.arguments import nnx_graph
+from planner.errors import RequestError
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a function made: its arrays, and how to put others in their places."""
+
+    arrays: list[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+    @staticmethod
+    def of(made: Any) -> _Made:
+        """Take it apart; NNX objects by their States, so that what they share stays shared."""
+        pure, graph, _ = nnx_graph.split(made)
+        leaves, tree = jax.tree_util.tree_flatten(pure)
+        arrays = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+        def rebuild(new: Sequence[Any]) -> Any:
+            full = list(leaves)
+            for k, x in zip(arrays, new, strict=True):
+                full[k] = x
+            whole = jax.tree_util.tree_unflatten(tree, full)
+            return whole if graph is None else nnx_graph.merge(whole, graph)[0]
+
+        return _Made([leaves[k] for k in arrays], rebuild)
+
+
+def init(
+    step: Parallelized | _Unplanned,
+    make_state: Callable[[], Any],
+    *rest: Any,
+    unpack: bool = False,
+    **keywords: Any,
+) -> Any:
+    """The state that a step begins with, sharded as its plan stores it.
+
+    ``make_state`` is traced for its shapes, the step is planned for them, and ``make_state`` is
+    compiled with the plan's shardings for its results: no device or host ever holds an array whole
+    that the plan splits. The numbers are those of ``make_state()``.
+
+    Args:
+        step: from ``parallelize`` or ``compile_plan``.
+        make_state: without arguments; gives the step's first argument, a pytree of arrays, Flax NNX
+            objects or Equinox modules.
+        *rest, **keywords: the step's other arguments, arrays or ShapeDtypeStructs.
+        unpack: ``make_state`` gives a tuple of the step's first arguments, not one argument.
+
+    Returns:
+        What ``make_state`` gives.
+
+    Raises:
+        RequestError: ``make_state`` gives no tuple under ``unpack``; or planning fails.
+    """
+    found: list[_Made] = []
+
+    def shapes() -> list[Any]:
+        found.append(_Made.of(make_state()))
+        return found[-1].arrays
+
+    abstract = jax.eval_shape(shapes)
+    made = found[-1]
+    first = made.rebuild(abstract)
+    if unpack and not isinstance(first, tuple):
+        raise RequestError(
+            f"init: unpack=True, but make_state gives a {type(first).__name__}; expected a tuple "
+            "of the step's first arguments"
+        )
+    args = (*first, *rest) if unpack else (first, *rest)
+    compiled = step.prepare(*args, **keywords)
+    leaves = jax.tree_util.tree_leaves(step.calls.bind(args, keywords).args)
+    planned = jax.tree_util.tree_leaves(compiled.in_shardings)
+    shardings = {id(leaf): sharding for leaf, sharding in zip(leaves, planned, strict=True)}
+    whole = NamedSharding(compiled.mesh, PartitionSpec())
+    out = [shardings.get(id(x), whole) for x in abstract]
+    return made.rebuild(jax.jit(lambda: _Made.of(make_state()).arrays, out_shardings=out)())
