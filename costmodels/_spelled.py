@@ -63,24 +63,30 @@ _INSTANCES = {
 EC2, Google Compute Engine and Azure on these machine types."""
 
 _TPU = re.compile(r"(?:tpu-?)?(v4|v5p|v5e|v5litepod|v6e)-(\d{1,6})(?:\+(\d{1,6}))?")
+_CHIPS = re.compile(r"(v4|v5p|v5e|v6e):(\d{1,6})(?:\+(\d{1,6}))?")
 _COUNTED = re.compile(r"(?:(\d{1,6})\s*x\s*)?(\d{1,6})\s*x\s*([a-z][\w.-]*)")
 _MACHINE = re.compile(r"(?:(\d{1,6})\s*x\s*)?([a-z][\w.-]*)")
 
 
 def respelled(text: str) -> str:
     """A cluster text for another spelling: an accelerator type of Cloud TPU (``v5p-64``: 64 cores,
-    32 chips; ``v5litepod-16``; ``v5e-16+2``: two slices), a count of devices (``8xH100``,
-    ``2x8xA100``: 2 nodes of 8), or a machine type (``p5.48xlarge``, ``4xa3-ultragpu-8g``). Any
-    other text is returned as it is.
+    32 chips; ``v5litepod-16``; ``v5e-16+2``: two slices), a number of chips that
+    has a usual shape (``v5p:64``; any other is a ring or a line), a count
+    of devices (``8xH100``, ``2x8xA100``: 2 nodes of 8), or a machine type (``p5.48xlarge``,
+    ``4xa3-ultragpu-8g``). Any other text is returned as it is.
 
     Raises:
         ClusterError: no such slice is offered, or the machines are joined by another network than
             the catalog's.
 
-    >>> respelled("v5p-64"), respelled("2x8xH100"), respelled("4xp5.48xlarge")
-    ('v5p:2x4x4', 'h100:8x2', 'h100:8x4')
+    >>> respelled("v5p-64"), respelled("v5p:64"), respelled("2x8xH100")
+    ('v5p:2x4x4', 'v5p:4x4x4', 'h100:8x2')
     """
     plain = text.strip().lower()
+    if (found := _CHIPS.fullmatch(plain)) and (
+        shape := _SLICES[found.group(1)].get(int(found.group(2)))
+    ):
+        return _torus(found.group(1), shape, found.group(3))
     if found := _TPU.fullmatch(plain):
         return _slice(found.group(1), found.group(2), found.group(3), text)
     found = _MACHINE.fullmatch(plain)
@@ -124,14 +130,18 @@ def _slice(kind: str, count: str, slices: str | None, text: str) -> str:
     shapes = _SLICES[kind]
     shape = shapes.get(int(count) // cores) if int(count) % cores == 0 else None
     if shape is None:
-        below = [chips for chips in shapes if chips * cores < int(count)][-1:]
-        near = below + [chips for chips in shapes if chips * cores > int(count)][:1]
-        offered = " and ".join(f"{kind}-{chips * cores}" for chips in near)
+        below = [size for size in shapes if size * cores < int(count)][-1:]
+        near = below + [size for size in shapes if size * cores > int(count)][:1]
+        offered = " and ".join(f"{kind}-{size * cores}" for size in near)
         raise ClusterError(
             f"cluster {text!r}: {kind} slices of {count} {'cores' if cores == 2 else 'chips'} have "
             f"no usual shape; the nearest are {offered}; or give the shape: {kind}:"
             + "x".join(map(str, shapes[near[-1]]))
         )
+    return _torus(kind, shape, slices)
+
+
+def _torus(kind: str, shape: tuple[int, ...], slices: str | None) -> str:
     return f"{kind}:{'x'.join(map(str, shape))}" + (f"+{slices}" if slices else "")
 
 

@@ -163,6 +163,7 @@ def parse_cluster(text: str) -> Cluster:
     in flop/s and bytes/s, latencies in seconds, sizes in bytes. The rates of a kind with
     `shared_cores` are the host's, divided by the devices of a node. Counts and clouds' names will
     do as well: '8xH100', '2x8xA100' (2 nodes of 8), 'v5p-64' (64 cores: 32 chips), 'v5litepod-16',
+    'v5p:64' (64 chips in their usual shape, 4x4x4; other numbers are a ring or a line),
     'p5.48xlarge', '4xa3-ultragpu-8g'.
 
     Raises:

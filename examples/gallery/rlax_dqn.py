@@ -10,7 +10,7 @@ import rlax
 from flax import linen as nn
 from training import normal, tokens, training
 
-CLUSTER = "v5e:8"
+CLUSTER = "v5e:2x4"
 
 
 class Network(nn.Module):

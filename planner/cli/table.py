@@ -29,35 +29,35 @@ PLANNER = (
     Entry(
         "inspect",
         "plan a step and print the plan; runs nothing on devices",
-        "planner.cli.inspect:INSPECT",
+        "planner.cli.steps.inspect:INSPECT",
     ),
     Entry(
         "compare",
         "the chosen plan beside manual ones, or two saved plans",
-        "planner.cli.compare:COMPARE",
+        "planner.cli.steps.compare:COMPARE",
     ),
     Entry(
         "fit",
         "the smallest cluster of each kind of device that a step fits on",
-        "planner.cli.fit:FIT",
+        "planner.cli.steps.fit:FIT",
     ),
-    Entry("diff", "what differs between two saved plans, in words", "planner.cli.diff:DIFF"),
+    Entry("diff", "what differs between two saved plans, in words", "planner.cli.steps.diff:DIFF"),
     Entry(
         "check",
         "plan a step again and compare it with a saved plan, for pull requests",
-        "planner.cli.diff:CHECK",
+        "planner.cli.steps.diff:CHECK",
     ),
     Entry(
         "explain",
         "say why a value is sharded as it is, and what else it could cost",
-        "planner.cli.explain:EXPLAIN",
+        "planner.cli.steps.explain:EXPLAIN",
     ),
     Entry(
         "search",
         "run a search on a bare problem (IOPDDL form); knows nothing of models",
         "planner.cli.search:SEARCH",
     ),
-    Entry("debug", "print what a stage of planning made", "planner.cli.debug:DEBUG"),
+    Entry("debug", "print what a stage of planning made", "planner.cli.steps.debug:DEBUG"),
 )
 """Those that need no devices."""
 

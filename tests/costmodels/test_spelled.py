@@ -22,6 +22,9 @@ from costmodels._spelled import _CUBES, _INSTANCES, _SQUARES, respelled
         ("tpu-v4-32", "v4:2x2x4"),
         ("v5litepod-16", "v5e:4x4"),
         ("v5e-256+2", "v5e:16x16+2"),
+        ("v5p:64", "v5p:4x4x4"),
+        ("v5e:16+2", "v5e:4x4+2"),
+        ("v5e:6", "v5e:6"),  # of no usual shape: a line
         ("V6E-8", "v6e:2x4"),
         ("p5.48xlarge", "h100:8"),
         ("4xp5.48xlarge", "h100:8x4"),

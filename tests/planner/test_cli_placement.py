@@ -18,7 +18,7 @@ import pytest
 
 from planner import load_plan, make_placement
 from planner.cli.main import main
-from planner.cli.placement import placement_from_text
+from planner.cli.steps.placement import placement_from_text
 from planner.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]

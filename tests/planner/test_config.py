@@ -42,7 +42,7 @@ def test_a_file_above_is_read_and_named(home: Path, capsys: pytest.CaptureFixtur
     assert said.err == f"planner: from {path}: cluster, time-limit, mesh, zero\n"
     assert run(*INSPECT, "--cluster", "v5e:4", "--mesh", "data=4") == 0
     said = capsys.readouterr()
-    assert "on v5e:4" in said.out and "zero" in said.err
+    assert "on v5e:2x2" in said.out and "zero" in said.err
     assert run("compare", "../user_config.py", "--cluster", "cpu:2", "--cluster", "cpu:4") == 0
     out = capsys.readouterr().out
     assert "cpu:2" in out and "h100" not in out

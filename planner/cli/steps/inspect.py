@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from planner.cli.commands import Command, add_model_options, requested_call, spinner, stay_on_cpu
-from planner.cli.placement import PlacedTarget, place_target
+from planner.cli.steps.placement import PlacedTarget, place_target
 from planner.cli.table import EXAMPLES
 from planner.compare.manual_plans import Comparison, compare
 from planner.errors import RequestError

@@ -1,0 +1,1 @@
+"""The subcommands that plan a step, or read plans."""
