@@ -56,7 +56,8 @@ def init(
         step: from ``parallelize`` or ``compile_plan``.
         make_state: without arguments; gives the step's first argument, a pytree of arrays, Flax NNX
             objects or Equinox modules.
-        *rest, **keywords: the step's other arguments, arrays or ShapeDtypeStructs.
+        *rest: the step's other arguments, arrays or ShapeDtypeStructs.
+        **keywords: likewise.
         unpack: ``make_state`` gives a tuple of the step's first arguments, not one argument.
 
     Returns:

@@ -8,6 +8,7 @@ whatever plan the devices that are there now have.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from executor.processes.failure_detection import AGAIN
 from executor.processes.meet import meet
 from executor.processes.preemption import Stop
 from executor.train.metrics import Meter, NotFiniteError, named_scalars
+from executor.train.speed import speed_of
 from executor.train.state import arrays_of, with_arrays
 from planner.errors import RequestError
 
@@ -126,7 +128,9 @@ def train(
         if checkpoints is not None and done:
             state = _resumed(checkpoints, done, state, shardings, source)
             log.info("going on after step %d of %s", done, folder)
-        meter = Meter(steps, done, folder, on_metrics, progress, owner)
+        meter = Meter(
+            steps, done, folder, on_metrics, progress, owner, functools.partial(speed_of, step)
+        )
         stack.enter_context(meter.opened())
         stack.callback(_close, source)
         trace = stack.enter_context(_Profile(profile, folder))

@@ -6,6 +6,7 @@ Metrics stay on the devices until they are asked for, so that steps in between a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from executor.train.speed import Speed
 from planner.errors import RequestError
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Meter:
         on_metrics: told (step, metrics) of the latest step whenever metrics were fetched.
         show: whether to draw a bar (on a terminal) or print lines (elsewhere).
         owner: the lock of ``directory``; checked before every write, and named in every line.
+        speed: what the step does, once it is planned.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class Meter:
         on_metrics: Callable[[int, Mapping[str, float]], None] | None,
         show: bool,
         owner: Owner | None = None,
+        speed: Callable[[], Speed | None] = lambda: None,
     ) -> None:
-        self.owner = owner
+        self.owner, self._speed = owner, functools.cache(speed)
         self.steps, self.done, self.on_metrics = steps, done, on_metrics
         first = jax.process_index() == 0
         self.path = directory / FILE if directory is not None and first else None
@@ -166,6 +170,8 @@ class Meter:
             return
         note = "  ".join(f"{n} {v:.5g}" for n, v in self.latest.items())
         note += f"  {rate:.3g} steps/s"
+        if (speed := self._speed()) is not None and (more := speed.text(rate)):
+            note += f"  {more}"
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, note=note)
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +24,15 @@ from executor import (
     CheckpointError,
     NotFiniteError,
     PreemptedError,
+    compile_plan,
     mean_metrics,
     parallelize,
     train,
 )
 from executor.processes.failure_detection import AGAIN
 from executor.train.metrics import named_scalars
+from executor.train.speed import speed_of
+from planner import make_plan
 from planner.errors import RequestError
 
 pytestmark = pytest.mark.devices
@@ -350,6 +355,41 @@ def test_lines_are_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 2
     assert shown[0].startswith("step 10/20  loss ") and shown[1].endswith("steps/s")
+
+
+def test_a_planned_step_says_its_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    step = parallelize(fit, mesh="data=8")
+    train(step, fresh(), plain(), steps=20)
+    shown = capsys.readouterr().out.splitlines()
+    rows = step.compiled.traced.graph.values[step.compiled.traced.graph.inputs[-1]].shape[0]
+    said = re.fullmatch(r"step 20/20 .* (\S+) steps/s  (\S+) examples/s", shown[1])
+    assert said is not None  # virtual CPU devices have no peak worth a utilization
+    number = float(said[2].rstrip("k")) * (1000 if said[2].endswith("k") else 1)
+    assert number == pytest.approx(rows * float(said[1]), rel=0.02)
+
+
+def test_speed_beside_the_plan() -> None:
+    def embed(w: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean((w[ids] @ w.T) ** 2))(w)
+        return w - grad, value
+
+    shapes = (
+        jax.ShapeDtypeStruct((512, 256), jnp.float32),
+        jax.ShapeDtypeStruct((64, 128), jnp.int32),
+    )
+    plan = make_plan(embed, *shapes, cluster="h100:8", mesh="data=8", microbatches=2)
+    step = compile_plan(embed, plan)
+    assert speed_of(jax.jit(embed)) is None and speed_of(step) is None
+    step.prepare(*shapes)
+    speed = speed_of(step)
+    assert speed is not None and (speed.unit, speed.units) == ("tokens", 64 * 128)
+    flop = 3 * 2.0 * 64 * 128 * 512 * 256  # forward, and both gradients
+    assert speed.ideal_s == pytest.approx(flop / (8 * 494.7e12))
+    planned = 100 * speed.ideal_s / plan.prediction.step_s
+    assert speed.text(2.0) == (
+        f"16.4k tokens/s  MFU {100 * 2.0 * speed.ideal_s:.1f} % (planned {planned:.1f} %)"
+    )
+    assert "MFU" not in dataclasses.replace(speed, ideal_s=0.0).text(2.0)
 
 
 def test_a_file_cut_off_by_a_kill_is_mended(tmp_path: Path) -> None:

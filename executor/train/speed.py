@@ -1,0 +1,65 @@
+"""How fast a run is beside its plan: tokens or examples a second, model flop utilization."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels import ClusterError, parse_cluster
+from planner.compare.hardware import step_of
+from planner.compare.offers_text import rate_text
+from planner.errors import MeshwrightError
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a step does, and what its plan predicts.
+
+    Attributes:
+        unit: "tokens", "examples" or "".
+        units: of a step.
+        predicted_s: seconds of a step.
+        ideal_s: seconds of its products at the devices' peak; 0 where that is not known, or not the
+            model's (the plan computes some of them again).
+    """
+
+    unit: str
+    units: int
+    predicted_s: float
+    ideal_s: float
+
+    def text(self, steps_per_s: float) -> str:
+        """What a log line says at a measured speed."""
+        parts = []
+        if self.unit and steps_per_s > 0:
+            parts.append(f"{rate_text(self.units * steps_per_s)} {self.unit}/s")
+        if self.ideal_s and self.predicted_s > 0:
+            now, then = self.ideal_s * steps_per_s, self.ideal_s / self.predicted_s
+            parts.append(f"MFU {100 * now:.1f} % (planned {100 * then:.1f} %)")
+        return "  ".join(parts)
+
+
+def speed_of(step: Any) -> Speed | None:
+    """The speed that a planned step is to have; None before it is planned, and for other
+    functions."""
+    with contextlib.suppress(MeshwrightError, ClusterError, AttributeError):
+        compiled = step.compiled if hasattr(step, "compiled") else step
+        if compiled is None:
+            return None
+        plan, traced = compiled.plan, compiled.traced
+        found = step_of(traced, ())
+        unit = "tokens" if found.tokens else "examples" if found.examples else ""
+        cluster = parse_cluster(plan.cluster)
+        ideal_s = sum(
+            flop / (cluster.device.matmul_flops_per_s(dtype) * cluster.num_devices)
+            for dtype, flop in found.flop.items()
+        )
+        plain = plan.remat == "none" and cluster.device.kind != "cpu"
+        return Speed(
+            unit,
+            found.tokens or found.examples,
+            plan.prediction.step_s,
+            ideal_s if plain else 0.0,
+        )
+    return None
