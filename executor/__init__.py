@@ -16,9 +16,9 @@ from executor.processes.bootstrap import HostError, agree, initialize, share
 from executor.processes.meet import ProcessMismatchError
 from executor.processes.roles import Role, RoleError, read_role
 from executor.run.compile import CompiledStep, compile_plan
-from executor.run.initialized import init
 from executor.run.mesh import build_mesh, detect_cluster
 from executor.run.parallelize import Parallelized, parallelize
+from executor.train.initialized import init
 from executor.train.loop import PreemptedError, Trained, mean_metrics, train
 from executor.train.metrics import NotFiniteError
 from executor.verify.check import CheckReport, check

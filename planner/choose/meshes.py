@@ -173,9 +173,7 @@ def _named(tried: Tried, request: Request) -> Tried:
     priced, solution = tried
     if request.search not in QUICK or solution.search != FAST:
         return tried
-    why = (
-        f"stopped after {solution.search}: within {100 * max(solution.gap, 0.0):.2g} % of its bound"
-    )
+    why = f"{solution.search} is within {100 * max(solution.gap, 0.0):.2g} % of its bound"
     return priced, dataclasses.replace(
         solution,
         search=f"{request.search}:{solution.search}",
