@@ -45,7 +45,7 @@ def test_program_of_a_package(name: str) -> None:
         pytest.skip(f"the extra gallery is not installed: {error}")
     found = outcome(tiny(name), "recursive_programming")
     assert not found.fault, found
-    assert not found.fallbacks or name == "pallas_decoder", found
+    assert not found.fallbacks, found
 
 
 def test_every_program_says_where_it_would_run() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels import ClusterError, parse_cluster
+from executor.run.compile import CompiledStep
+from executor.run.parallelize import Parallelized
 from planner.compare.hardware import step_of
 from planner.compare.offers_text import rate_text
-from planner.errors import MeshwrightError
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,20 @@ class Speed:
 def speed_of(step: Any) -> Speed | None:
     """The speed that a planned step is to have; None before it is planned, and for other
     functions."""
-    with contextlib.suppress(MeshwrightError, ClusterError, AttributeError):
-        compiled = step.compiled if hasattr(step, "compiled") else step
-        if compiled is None:
-            return None
-        plan, traced = compiled.plan, compiled.traced
-        found = step_of(traced, ())
-        unit = "tokens" if found.tokens else "examples" if found.examples else ""
+    if isinstance(step, Parallelized):
+        step = step.compiled if step.is_planned else None
+    compiled = getattr(step, "compiled", step)  # of ``compile_plan``
+    if not isinstance(compiled, CompiledStep):
+        return None
+    plan = compiled.plan
+    found = step_of(compiled.traced, ())
+    unit = "tokens" if found.tokens else "examples" if found.examples else ""
+    try:
         cluster = parse_cluster(plan.cluster)
-        ideal_s = sum(
-            flop / (cluster.device.matmul_flops_per_s(dtype) * cluster.num_devices)
-            for dtype, flop in found.flop.items()
-        )
-        plain = plan.remat == "none" and cluster.device.kind != "cpu"
-        return Speed(
-            unit,
-            found.tokens or found.examples,
-            plan.prediction.step_s,
-            ideal_s if plain else 0.0,
-        )
-    return None
+    except ClusterError:  # a file that this machine does not have
+        cluster = None
+    ideal_s = 0.0
+    plain = plan.remat == "none" and plan.chunks == 1  # nothing is computed again
+    if plain and cluster is not None and cluster.device.kind != "cpu":
+        ideal_s = found.ideal_s(cluster)
+    return Speed(unit, found.tokens or found.examples, plan.prediction.step_s, ideal_s)

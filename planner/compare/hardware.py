@@ -173,6 +173,11 @@ class Step:
     nbytes: float = 0.0
     refused: str = ""
 
+    def ideal_s(self, cluster: Cluster) -> float:
+        """Seconds of its products at the peak of all devices."""
+        rate = cluster.device.matmul_flops_per_s
+        return sum(flop / (rate(d) * cluster.num_devices) for d, flop in self.flop.items())
+
 
 def _steps(
     function: Callable[..., Any], args: tuple[Any, ...], batches: Sequence[int]
@@ -229,10 +234,7 @@ def offer(
         plan = plan_tried(function, *step.args, cluster=cluster, **options).plan
     except MemoryLimitError as error:
         return Offer(*place, None, 0.0, price, _line(error))
-    ideal_s = sum(
-        flop / (cluster.device.matmul_flops_per_s(dtype) * devices)
-        for dtype, flop in step.flop.items()
-    )
+    ideal_s = step.ideal_s(cluster)
     step_s = plan.prediction.step_s
     return Offer(*place, plan, ideal_s / step_s if step_s > 0 else 0.0, price)
 

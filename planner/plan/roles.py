@@ -115,6 +115,9 @@ def strategy_text(sizes: Sequence[int], roles: Roles) -> str:
     if idle > 1:
         parts.append(f"{idle} groups that repeat the same work" if parts else "no parallelism")
     batch = f"batch split {roles.batch} ways" if roles.batch > 1 else "batch whole on every device"
+    split = math.prod(n for n, role in zip(sizes, roles.of, strict=True) if role in (DATA, FSDP))
+    if roles.batch == 1 < split:
+        batch = f"batch stored whole on every device, activations split {split} ways"
     if roles.examples < roles.batch:
         along = roles.batch // roles.examples
         batch += f", {roles.examples} by examples and {along} along other dimensions"

@@ -138,4 +138,9 @@ def test_state_in_host_memory() -> None:
     step = parallelize(train_step, mode="fsdp", offload=["opt.*mu"])
     state = init(step, make_state, BATCH)
     same(state, make_state())
-    step(state, jnp.ones((64, 256)))
+    hosted = [leaf.path for leaf in step.plan.inputs if leaf.memory != "device"]
+    assert len(hosted) == 2 and all("mu" in path for path in hosted)
+    stored = step.compiled.in_shardings[0]["opt"][0].mu["up"]
+    assert state["opt"][0].mu["up"].sharding.memory_kind == stored.memory_kind
+    x = jnp.ones((64, 256))
+    np.testing.assert_allclose(step(state, x)[1], train_step(make_state(), x)[1], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""A step on several clusters: figures against arithmetic by hand, prices, the command."""
+"""A step on several clusters: figures against manual arithmetic, prices, the command."""
 
 import dataclasses
 import html
@@ -213,6 +213,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.startswith("planner: error: ")
     assert cli.main(["compare", str(path), "--html", str(page)]) == 2
     assert cli.main([*words, "--cluster", "h10:8"]) == 2
+    assert cli.main(["compare", "--plan", "a.json", "b.json", "--batch", "32"]) == 2
+    assert "are for a MODEL" in capsys.readouterr().err
 
 
 def test_a_page_without_a_plan_or_with_one_offer() -> None:

@@ -108,6 +108,10 @@ def test_the_line_in_the_words_of_the_field():
         "tensor parallel over 4 x 8 groups that repeat the same work; batch whole on every device"
     )
     assert said((1,), ("idle",), 1) == "one device"
+    assert said((4, 2), ("fsdp", "model"), 1) == (
+        "FSDP over 4 x tensor parallel over 2; batch stored whole on every device, "
+        "activations split 4 ways"
+    )
     assert said((8,), ("fsdp",), 8, rest=1) == (
         "FSDP over 8; batch split 8 ways, small arrays whole"
     )
