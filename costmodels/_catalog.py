@@ -92,8 +92,11 @@ def find_kind(name: str) -> str | None:
     """The kind that a driver's device name such as 'NVIDIA A100-SXM4-40GB' means, if known.
 
     Of the kinds and aliases whose words all stand in the name, that with the most words counts.
+    A laptop's GPU is another chip than the card that it is named after.
     """
     words = _words(name)
+    if "laptop" in words:
+        return None
     found = [alias for alias in _aliases() if _words(alias) <= words]
     if not found:
         return None

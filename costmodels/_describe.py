@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides, shown
-from ._spelled import respelled
+from ._spelled import network_of, respelled
 
 _FORMS = (
     "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'v5e:16x16+4' (4 slices of a "
@@ -60,8 +60,12 @@ def described(text: str) -> Description:
     if not name or not colon:
         raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; give both parts")
     file = name.lower().endswith(".toml")
-    entry = _read_file(name).entry if file else catalog_entry(name)
+    machine = network_of(name)
+    entry = _read_file(name).entry if file else catalog_entry(machine[0] if machine else name)
     kind = name if file else entry["device"]["kind"]
+    if machine:
+        entry = merge_overrides(entry, {"inter_node": {"bytes_per_s": machine[1]}}, text)
+        kind = name.strip().lower().removeprefix("standard_")
     shape_text, plus, slices_text = shape_text.partition("+")
     where = f"cluster {text!r}"
     shape = _shape(_split(shape_text, text), entry, where)
@@ -95,7 +99,7 @@ def with_profile(profile: str, cluster: str | None = None) -> str:
             f"profile {profile} is of {kind}, cluster {cluster!r} is "
             f"{'a file' if kind == got else f'of {got}'}; give a size of {kind}, or leave it out"
         )
-    return described(f"{own.text}:{cluster.rpartition(':')[2]}").text
+    return described(f"{own.text}:{asked.text.rpartition(':')[2]}").text
 
 
 def _split(shape_text: str, text: str) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._catalog import ClusterError, catalog_entry
 
@@ -39,31 +40,82 @@ _SQUARES: Shapes = {
     256: (16, 16),
 }
 """Slices of two dimensions. Source: Google Cloud, TPU v5e and TPU v6e, configurations."""
-_SLICES: Mapping[str, Shapes] = {"v4": _CUBES, "v5p": _CUBES, "v5e": _SQUARES, "v6e": _SQUARES}
-
-_INSTANCES = {
-    "p4d.24xlarge": ("a100-40gb", 50),
-    "p4de.24xlarge": ("a100", 50),
-    "p5.48xlarge": ("h100", 400),
-    "p5e.48xlarge": ("h200", 400),
-    "p5en.48xlarge": ("h200", 400),
-    "p6-b200.48xlarge": ("b200", 400),
-    "a2-highgpu-8g": ("a100-40gb", 12.5),
-    "a2-ultragpu-8g": ("a100", 12.5),
-    "a3-highgpu-8g": ("h100", 100),
-    "a3-megagpu-8g": ("h100", 200),
-    "a3-ultragpu-8g": ("h200", 400),
-    "a4-highgpu-8g": ("b200", 400),
-    "standard_nd96asr_v4": ("a100-40gb", 200),
-    "standard_nd96amsr_a100_v4": ("a100", 200),
-    "standard_nd96isr_h100_v5": ("h100", 400),
-    "standard_nd96isr_h200_v5": ("h200", 400),
+_INSTANCE_PARTS: Shapes = {1: (1,), 2: (2,), 4: (4,), 8: (2, 4), 16: (4, 4), 64: (4, 4, 4)}
+"""Parts of a Trn2 instance, an instance, and an UltraServer. Source: AWS Neuron documentation."""
+_SLICES: Mapping[str, Shapes] = {
+    "v4": _CUBES,
+    "v5p": _CUBES,
+    "v5e": _SQUARES,
+    "v6e": _SQUARES,
+    "trn2": _INSTANCE_PARTS,
 }
-"""Machines of 8 GPUs: the kind, and Gbit/s per GPU between machines. Source: the pages of Amazon
-EC2, Google Compute Engine and Azure on these machine types."""
+
+
+class Machine(NamedTuple):
+    """A rented machine: its kind of device, Gbit/s per device between machines (or between the
+    nodes that machines make up), devices, and how many machines share one node."""
+
+    kind: str
+    gbits: float
+    devices: int = 8
+    per_node: int = 1
+
+
+_INSTANCES: Mapping[str, Machine] = {
+    # Amazon EC2, accelerated computing instance types: EFA rates over the devices of an instance.
+    "p4d.24xlarge": Machine("a100-40gb", 50),
+    "p4de.24xlarge": Machine("a100", 50),
+    "p5.48xlarge": Machine("h100", 400),
+    "p5e.48xlarge": Machine("h200", 400),
+    "p5en.48xlarge": Machine("h200", 400),
+    "p6-b200.48xlarge": Machine("b200", 400),
+    "p6-b300.48xlarge": Machine("b300", 800),
+    # Amazon EC2 P6e UltraServers: 18 instances, 72 GPUs, 28.8 Tbit/s; u-p6e-gb200x36 is half of it.
+    "p6e-gb200.36xlarge": Machine("gb200", 400, 4, 18),
+    "u-p6e-gb200x36": Machine("gb200", 400, 36),
+    "u-p6e-gb200x72": Machine("gb200", 400, 72),
+    # AWS Neuron documentation, Trn2 architecture: 3,200 Gbit/s for 16 chips; an UltraServer of 4.
+    "trn2.48xlarge": Machine("trn2", 200, 16),
+    "trn2u.48xlarge": Machine("trn2", 200, 16),
+    "u-trn2x64": Machine("trn2", 200, 64),
+    # Google Compute Engine, networking and GPU machines: a2 one NIC of 100 Gbit/s, a3-highgpu TCPX
+    # 4 x 200, a3-megagpu TCPXO 8 x 200, a3-ultragpu and a4 RoCE 8 x 400, a4x 4 x 400, a4x-maxgpu
+    # 4 x 800.
+    "a2-highgpu-8g": Machine("a100-40gb", 12.5),
+    "a2-ultragpu-8g": Machine("a100", 12.5),
+    "a3-highgpu-8g": Machine("h100", 100),
+    "a3-megagpu-8g": Machine("h100", 200),
+    "a3-ultragpu-8g": Machine("h200", 400),
+    "a4-highgpu-8g": Machine("b200", 400),
+    "a4x-highgpu-4g": Machine("gb200", 400, 4, 18),
+    "a4x-maxgpu-4g-metal": Machine("gb300", 800, 4, 18),
+    # Azure, ND family: 8 x 200 Gbit/s HDR, 8 x 400 NDR, 4 x 400 NDR (GB200), 800 per GPU (GB300).
+    "nd96asr_v4": Machine("a100-40gb", 200),
+    "nd96amsr_a100_v4": Machine("a100", 200),
+    "nd96isr_h100_v5": Machine("h100", 400),
+    "nd96isr_h200_v5": Machine("h200", 400),
+    "nd96isr_mi300x_v5": Machine("mi300x", 400),
+    "nd128isr_ndr_gb200_v6": Machine("gb200", 400, 4, 18),
+    "nd128isr_gb300_v6": Machine("gb300", 800, 4, 18),
+    # Oracle Cloud Infrastructure, compute shapes: RDMA rates over the devices of a shape.
+    "bm.gpu4.8": Machine("a100-40gb", 200),
+    "bm.gpu.a100-v2.8": Machine("a100", 200),
+    "bm.gpu.h100.8": Machine("h100", 400),
+    "bm.gpu.h200.8": Machine("h200", 400),
+    "bm.gpu.b200.8": Machine("b200", 400),
+    "bm.gpu.mi300x.8": Machine("mi300x", 400),
+    "bm.gpu.mi355x.8": Machine("mi355x", 400),
+    "bm.gpu.l40s.4": Machine("l40s", 200, 4),
+    # Racks by their name: NVIDIA GB200 NVL72 and GB300 NVL72, one NIC per GPU.
+    "nvl72": Machine("gb200", 400, 72),
+    "gb200-nvl72": Machine("gb200", 400, 72),
+    "gb300-nvl72": Machine("gb300", 800, 72),
+}
+"""Machines by their type, each with the source of its network. Azure's names may begin with
+``Standard_``."""
 
 _TPU = re.compile(r"(?:tpu-?)?(v4|v5p|v5e|v5litepod|v6e)-(\d{1,6})(?:\+(\d{1,6}))?")
-_CHIPS = re.compile(r"(v4|v5p|v5e|v6e):(\d{1,6})(?:\+(\d{1,6}))?")
+_CHIPS = re.compile(r"(v4|v5p|v5e|v6e|trn2):(\d{1,6})(?:\+(\d{1,6}))?")
 _COUNTED = re.compile(r"(?:(\d{1,6})\s*x\s*)?(\d{1,6})\s*x\s*([a-z][\w.-]*)")
 _MACHINE = re.compile(r"(?:(\d{1,6})\s*x\s*)?([a-z][\w.-]*)")
 
@@ -73,11 +125,11 @@ def respelled(text: str) -> str:
     32 chips; ``v5litepod-16``; ``v5e-16+2``: two slices), a number of chips that
     has a usual shape (``v5p:64``; any other is a ring or a line), a count
     of devices (``8xH100``, ``2x8xA100``: 2 nodes of 8), or a machine type (``p5.48xlarge``,
-    ``4xa3-ultragpu-8g``). Any other text is returned as it is.
+    ``4xa3-ultragpu-8g``, ``2xnvl72``). Any other text is returned as it is.
 
     Raises:
-        ClusterError: no such slice is offered, or the machines are joined by another network than
-            the catalog's.
+        ClusterError: no such slice is offered, machines fill no whole NVLink domains, or a name is
+            close to a machine's.
 
     >>> respelled("v5p-64"), respelled("v5p:64"), respelled("2x8xH100")
     ('v5p:2x4x4', 'v5p:4x4x4', 'h100:8x2')
@@ -90,11 +142,17 @@ def respelled(text: str) -> str:
     if found := _TPU.fullmatch(plain):
         return _slice(found.group(1), found.group(2), found.group(3), text)
     found = _MACHINE.fullmatch(plain)
-    if found and found.group(2) in _INSTANCES:
-        return _machines(int(found.group(1) or 1), found.group(2), text)
-    if found := _COUNTED.fullmatch(plain):
-        nodes, devices, name = found.groups()
-        return f"{name}:{devices}" + (f"x{nodes}" if nodes else "")
+    name = found.group(2).removeprefix("standard_") if found else ""
+    if found and name in _INSTANCES:
+        return _machines(int(found.group(1) or 1), name, text)
+    if near := difflib.get_close_matches(name, _INSTANCES, n=1, cutoff=0.8):
+        raise ClusterError(
+            f"cannot read cluster {text!r}: unknown machine type; did you mean {near[0]!r}? Or "
+            f"write a kind of device and a size, such as {respelled(near[0])}"
+        )
+    if counted := _COUNTED.fullmatch(plain):
+        nodes, devices, kind = counted.groups()
+        return f"{kind}:{devices}" + (f"x{nodes}" if nodes else "")
     return text
 
 
@@ -104,7 +162,7 @@ MOST_NODES = 128
 
 def usual_sizes(kind: str) -> tuple[str, ...]:
     """Clusters of a kind of device in the sizes that it is rented in, smallest first: the slices
-    of TPUs, parts of a node of GPUs and then 1, 2, 4, ... nodes.
+    of TPUs and Trainium, parts of a node of GPUs and then 1, 2, 4, ... nodes.
 
     Raises:
         ClusterError: unknown device, or one whose usual sizes are not known.
@@ -118,7 +176,7 @@ def usual_sizes(kind: str) -> tuple[str, ...]:
     if "node" not in entry:
         raise ClusterError(f"device {kind!r}: its usual sizes are not known; give --cluster")
     most = int(entry["node"]["devices_per_node"])
-    inside = [1 << k for k in range(most.bit_length()) if 1 << k <= most]
+    inside = [*(1 << k for k in range(most.bit_length()) if 1 << k < most), most]
     nodes = [1 << k for k in range(1, MOST_NODES.bit_length())]
     return (*(f"{kind}:{n}" for n in inside), *(f"{kind}:{most}x{n}" for n in nodes))
 
@@ -145,16 +203,35 @@ def _torus(kind: str, shape: tuple[int, ...], slices: str | None) -> str:
     return f"{kind}:{'x'.join(map(str, shape))}" + (f"+{slices}" if slices else "")
 
 
-def _machines(nodes: int, machine: str, text: str) -> str:
+def _machines(count: int, name: str, text: str) -> str:
     """The cluster of some machines of a type."""
-    kind, gbits = _INSTANCES[machine]
+    machine = _INSTANCES[name]
+    kind, _, devices, domain = machine
     entry: dict[str, Any] = dict(catalog_entry(kind))
-    ours = entry["inter_node"]["bytes_per_s"] * 8e-9
-    if nodes > 1 and abs(gbits / ours - 1) > 0.1:
+    if "torus" in entry:
+        return _torus(kind, _SLICES[kind][devices], str(count) if count != 1 else None)
+    nodes = -(-count // domain)
+    if nodes > 1 and count % domain:
         raise ClusterError(
-            f"cluster {text!r}: {machine} has {gbits:g} Gbit/s per GPU between machines, the "
-            f"catalog's {kind} {ours:g}; write a .toml file with [cluster] device = "
-            f'"{kind}", devices_per_node = 8, nodes = {nodes} and [inter_node] bytes_per_s = '
-            f"{gbits * 0.125e9:.4g}"
+            f"cluster {text!r}: {count} machines are no whole NVLink domains of {domain}; give "
+            f"a multiple of {domain}, or at most {domain}"
         )
-    return f"{kind}:8" + (f"x{nodes}" if nodes != 1 else "")
+    inside = devices * min(count, domain)
+    named = name if nodes > 1 and network_of(name) else kind
+    return f"{named}:{inside}" + (f"x{nodes}" if nodes != 1 else "")
+
+
+def network_of(name: str) -> tuple[str, float] | None:
+    """The kind of device and bytes/s per device of a machine type whose network is not that of the
+    kind's catalog entry; None for any other text.
+
+    >>> network_of("a3-megagpu-8g"), network_of("p5.48xlarge"), network_of("h100")
+    (('h100', 25000000000.0), None, None)
+    """
+    machine = _INSTANCES.get(name.strip().lower().removeprefix("standard_"))
+    if machine is None:
+        return None
+    entry: dict[str, Any] = dict(catalog_entry(machine.kind))
+    network = entry["inter_node" if "node" in entry else "inter_slice"]
+    ours = machine.gbits * 0.125e9
+    return None if abs(ours / network["bytes_per_s"] - 1) <= 0.1 else (machine.kind, ours)

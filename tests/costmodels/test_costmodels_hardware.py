@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import string
+import tomllib
 from importlib import resources
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def write(folder: Path, text: str) -> str:
 
 def test_known_kinds() -> None:
     assert " ".join(known_kinds()) == (
-        "a100 a100-40gb ascend910b b200 cpu h100 h200 l4 tpu7x v100 v100-32gb v4 v5e v5p v6e"
+        "a100 a100-40gb a800 ascend910b ascend910c b200 b300 cpu gb200 gb300 h100 h20 h200 h800 "
+        "l4 l40s mi300x mi325x mi355x rtx4090 rtx5090 tpu7x trn2 v100 v100-32gb v4 v5e v5p v6e"
     )
 
 
@@ -85,7 +87,29 @@ def test_a_kind_on_a_base_changes_only_what_it_names() -> None:
         ("Tesla V100-SXM2-16GB", "v100"),
         ("Tesla V100-SXM2-32GB", "v100-32gb"),
         ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA GB200 NVL72", "gb200"),
+        ("NVIDIA GB300 NVL72", "gb300"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX 4000 Ada Generation", None),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("AMD Instinct MI300A", None),
+        ("AMD Instinct MI325X", "mi325x"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("AWS Trainium2", "trn2"),
+        ("Ascend910B", "ascend910b"),
+        ("Ascend910_9392", "ascend910c"),
         ("TPU v4", "v4"),
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
@@ -97,6 +121,41 @@ def test_a_kind_on_a_base_changes_only_what_it_names() -> None:
 )
 def test_kind_of_a_driver_name(name: str, kind: str | None) -> None:
     assert find_kind(name) == kind
+
+
+def test_no_two_kinds_share_a_name() -> None:
+    names: dict[frozenset[str], str] = {}
+    for kind in known_kinds():
+        text = (resources.files("costmodels") / "catalog" / f"{kind}.toml").read_text("utf-8")
+        for name in (kind, *tomllib.loads(text)["device"]["aliases"]):
+            words = frozenset(re.findall(r"[a-z0-9]+", name))
+            assert names.setdefault(words, kind) == kind, name
+            assert find_kind(name) == kind
+            assert parse_cluster(f"{name}:4").device.kind == kind
+
+
+def test_the_reference_lists_every_kind() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/reference/api.md").read_text("utf-8")
+    assert [kind for kind in known_kinds() if f"`{kind}`" not in text] == []
+
+
+def test_a_node_of_gb200_is_the_nvlink_domain() -> None:
+    one, two = parse_cluster("nvl72:72"), parse_cluster("gb200:72x2")
+    assert (one.text, one.shape, two.shape) == ("gb200:72", (72, 1), (72, 2))
+    assert two.network is not None
+    assert two.network.bytes_per_s == pytest.approx(5.0e10 * 0.94)
+    assert one.link.bytes_per_s > 10 * two.network.bytes_per_s
+
+
+def test_a_kind_of_another_link_keeps_the_rest() -> None:
+    for slow, fast in (("a800", "a100"), ("h800", "h100")):
+        ours, theirs = parse_cluster(f"{slow}:8x2"), parse_cluster(f"{fast}:8x2")
+        assert ours.link.bytes_per_s < 0.7 * theirs.link.bytes_per_s
+        assert (ours.network, ours.host) == (theirs.network, theirs.host)
+        assert ours.device.memory_bytes == theirs.device.memory_bytes
+        assert ours.device.matmul_flops_per_s("bfloat16") == theirs.device.matmul_flops_per_s(
+            "bfloat16"
+        )
 
 
 def test_slices() -> None:
@@ -168,7 +227,7 @@ def test_text_is_canonical() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("b900:8", r"unknown device 'b900'; known devices: a100, a100-40gb, ascend910b, b200, cpu"),
+        ("b900:8", r"unknown device 'b900'; known devices: a100, a100-40gb, a800, ascend910b,"),
         ("h100", r"cannot read cluster 'h100'; expected 'h100:8x4'"),
         (":8", r"cannot read cluster ':8'"),
         ("h100:8y4", r"bad shape '8y4'"),
