@@ -13,7 +13,7 @@ import jax
 
 from planner import compat
 from planner.graph.jaxpr.places import Place, PlacedWalk, origin_of
-from planner.graph.jaxpr.walk import FUSED, REMAT, Body, loop_of
+from planner.graph.jaxpr.walk import Body, loop_of, stays_whole
 
 Run = Callable[[Sequence[Any]], list[Any]]
 """Computes the results of a call from its operands."""
@@ -169,7 +169,7 @@ class Flattener(PlacedWalk[Any]):
 
     def call(self, eqn: Any, ins: list[Any], body: Body) -> Sequence[Any]:
         """Bodies of calls are walked through, but for those that stay whole."""
-        whole = eqn.primitive.name in REMAT or str(eqn.params.get("name", "")).startswith(FUSED)
+        whole = stays_whole(eqn)
         return self.operation(eqn, ins) if whole else super().call(eqn, ins, body)
 
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner import compat
-from planner.graph.jaxpr.walk import LOOPS, REMAT, called, loop_of
+from planner.annotate import MARK
+from planner.graph.jaxpr.walk import BARRIER, LOOPS, called, loop_of, stays_whole
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.pairs import Node, Number, Operand, Pair, equations, pair
 from planner.rules.factor import FactorRule
@@ -46,7 +47,7 @@ ADDS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated", "scatter-
 """Operations that reduce by adding."""
 LINEAR = frozenset(
     "neg reshape transpose squeeze expand_dims broadcast_in_dim copy copy_p reduce_sum slice rev "
-    "split cumsum reduce_window_sum sharding_constraint real imag".split()
+    f"split cumsum reduce_window_sum sharding_constraint {MARK} real imag".split()
 )
 """Operations of one operand under which a sum of terms is the sum of their results."""
 MOST_SHOWN = 6
@@ -139,7 +140,9 @@ class _Classifier:
                         f"makes groups of several examples: {shape[d]} of {self.examples}; to keep "
                         "them together, pass each group as one example, in a dimension of its own",
                     )
-        structured = node.name in LOOPS | {"cond"} | REMAT
+        if node.name == BARRIER and len(set(ins)) == 1 and len(ins) == len(node.outs):
+            return ins  # each operand is a result
+        structured = node.name in LOOPS | {"cond"} or stays_whole(node.whole)
         if node.whole.effects and (grows or (structured and set(ins) - {FREE})):
             raise _coupled(node, "prints or calls out once for the whole batch")
         if structured:
@@ -187,7 +190,7 @@ class _Classifier:
         if MAP not in ins and not any(outer.scaled(o) for o in node.outs):
             return [FREE if set(ins) <= {FREE} else POST] * len(node.outs)
         zero = [_is_zero(i, zeros) for i in node.ins]
-        if node.name in REMAT:
+        if stays_whole(node.whole):
             body, twin = called(node.whole), called(node.small)
             assert body is not None and twin is not None
             return self.within(pair(body.jaxpr, twin.jaxpr), ins, zero, node)

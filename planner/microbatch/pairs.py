@@ -16,10 +16,12 @@ from jax.extend import core as jex_core
 
 from planner import compat
 from planner.graph.jaxpr.places import origin_of, user_line
-from planner.graph.jaxpr.walk import CALLS, REMAT, STRUCTURED, called
+from planner.graph.jaxpr.walk import CALLS, STRUCTURED, called, stays_whole
 from planner.microbatch.errors import NotExactError
 from planner.rules.kernels.pallas.grid import NAME as KERNEL
 from planner.rules.kernels.pallas.local import same_body
+
+FEWER = "if that holds one example, which JAX traces in another way, take fewer microbatches"
 
 
 @dataclass(frozen=True)
@@ -167,18 +169,24 @@ def _inline(
             raise NotExactError(
                 "this step can't be cut into microbatches: "
                 f"{user_line(origin_of(a or b, around).line)}: {names[0]} for the whole batch "
-                f"is {names[1]} for a microbatch; if that holds one example, take fewer"
+                f"is {names[1]} for a microbatch; {FEWER}"
             )
         ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
         name = a.primitive.name
-        if name in CALLS - REMAT and (callee := called(a)) is not None:
+        if name in CALLS and not stays_whole(a) and (callee := called(a)) is not None:
             twin = called(b)
             assert twin is not None
             inside = (*around, a)
             results = _inline(out, callee.jaxpr, twin.jaxpr, callee.args(ins), inside)
             env.update(zip(a.outvars, results, strict=True))
             continue
-        outs = tuple(_new(out, x, y) for x, y in zip(a.outvars, b.outvars, strict=True))
+        try:
+            outs = tuple(_new(out, x, y) for x, y in zip(a.outvars, b.outvars, strict=True))
+        except NotExactError as error:
+            line = user_line(origin_of(a, around).line)
+            raise NotExactError(
+                f"this step can't be cut into microbatches: {line}: {name}: {error}; {FEWER}"
+            ) from None
         out.nodes.append(Node(a, b, tuple(ins), outs, around))
         env.update(zip(a.outvars, outs, strict=True))
     return [read(a, b) for a, b in zip(inner.outvars, other.outvars, strict=True)]

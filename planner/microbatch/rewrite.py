@@ -19,9 +19,10 @@ from planner.graph.ir import Role
 from planner.graph.jaxpr.walk import STRUCTURED
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
-from planner.microbatch.classes import FREE, MAP, POST, SUM, Classes, classify
+from planner.microbatch.classes import FREE, MAP, POST, SUM, Class, Classes, classify
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.pairs import Node, Number, Operand, Pair, merged, pair
+from planner.microbatch.single import of_one
 
 
 def microbatched(
@@ -124,7 +125,17 @@ def _rewritten(
         ) from error
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
         raise NotExactError("the results of a microbatch have another structure")
-    step = pair(whole.jaxpr, small.jaxpr)
+    try:
+        step = pair(whole.jaxpr, small.jaxpr)
+    except NotExactError as error:
+        if less[batch[0]][0] != 1:
+            raise
+        more = {k: (2 * s[0], *s[1:]) for k, s in shapes.items()}
+        try:
+            double = trace(function, reshaped(args, more)).jaxpr
+            step = pair(whole.jaxpr, of_one(whole.jaxpr, double, shapes[batch[0]][0]))
+        except (ModelError, NotExactError):
+            raise error from None
     return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, shares, apart)
 
 
@@ -219,6 +230,11 @@ class _Cut:
                 after.append(n)
         ends = {o for o in step.outputs if not isinstance(o, Number)}
         read_after = {v for n in after for v in n.values} | ends
+        if waiting := _waiting(inside, read_after, of):
+            behind = {id(n) for n in after} | {id(n) for n in waiting}
+            after = [n for n in nodes if id(n) in behind]
+            read_after.update(v for n in waiting for v in n.values)
+            made -= {o for n in waiting for o in n.outs}
         summed = sorted(v for v in made & read_after if of[v] is SUM)
         stacked = sorted(v for v in made & read_after if of[v] is MAP)
         kept = sorted(v for v in made & read_after if of[v] < MAP)
@@ -322,6 +338,27 @@ class _Cut:
                 "every microbatch"
             ) from error
         return sums, [x[0] for x in kept], stacks
+
+
+def _waiting(inside: Sequence[Node], read_after: set[int], of: Mapping[int, Class]) -> list[Node]:
+    """Equations of the loop that can as well run behind it, on sums that are read there anyway:
+    of a gradient and a tenth of it, one is added up."""
+    derived: dict[int, Node] = {}
+    for n in inside:
+        sums = [v for v in n.values if of[v] is SUM]
+        alone = {of[o] for o in n.outs} == {SUM} and MAP not in {of[v] for v in n.values}
+        if n.name in STRUCTURED or not alone:
+            continue
+        if all(v in derived or v in read_after for v in sums):
+            derived.update(dict.fromkeys(n.outs, n))
+    found: dict[int, Node] = {}
+    wanted = [v for v in read_after if v in derived]
+    while wanted:
+        n = derived[wanted.pop()]
+        if id(n) not in found:
+            found[id(n)] = n
+            wanted += [v for v in n.values if v in derived]
+    return list(found.values())
 
 
 def _alone(value: Any) -> Any:

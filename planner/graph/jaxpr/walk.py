@@ -52,6 +52,12 @@ REGIONS = LOOPS | REMAT | {"cond"}
 STRUCTURED = CALLS | REGIONS
 
 
+def stays_whole(eqn: Any) -> bool:
+    """Whether a call stays one equation where others are put in their place: it is computed again
+    as one, or it stands for one kernel."""
+    return eqn.primitive.name in REMAT or str(eqn.params.get("name", "")).startswith(FUSED)
+
+
 class Body(NamedTuple):
     """A jaxpr inside an equation.
 

@@ -1,0 +1,169 @@
+"""Microbatches of programs as people write them: marks, kernels, Adam, one example at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from planner import shard
+from planner.microbatch.errors import NotExactError
+from planner.microbatch.rewrite import microbatched
+from planner.recipes import Recipe, Rewriter
+
+LAYERS, ROWS, SEQ, WIDTH = 3, 8, 4, 16
+
+
+def state() -> Any:
+    draw = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(draw.normal(size=(LAYERS, WIDTH, WIDTH)) / 4, jnp.float32),
+        "embed": jnp.asarray(draw.normal(size=(32, WIDTH)), jnp.float32),
+    }
+
+
+def tokens(rows: int = ROWS) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).integers(0, 32, (rows, SEQ)), jnp.int32)
+
+
+def apart(got: Any, want: Any) -> float:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+
+
+def check(step: Any, *args: Any, parts: int) -> None:
+    assert apart(microbatched(step, args, parts)(*args), jax.jit(step)(*args)) < 1e-6
+
+
+@jax.custom_vjp
+def product(x: Any, w: Any) -> Any:
+    """A product whose weight's gradient is marked, as one who shards it writes it."""
+    return x @ w
+
+
+product.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, g: (g @ kept[1].T, shard(jnp.einsum("bsi,bso->io", kept[0], g), "data", None)),
+)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_marks_on_gradients_inside_a_scan(remat: bool) -> None:
+    def body(x: Any, w: Any) -> Any:
+        return jnp.tanh(product(x, w))
+
+    def loss(p: Any, t: Any) -> Any:
+        once = jax.checkpoint(body) if remat else body
+        x, _ = jax.lax.scan(lambda x, w: (once(x, w), None), p["embed"][t], p["w"])
+        return jnp.mean(x**2)
+
+    def step(p: Any, t: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p, t))
+
+    check(step, state(), tokens(), parts=4)
+
+
+def test_a_barrier_hands_each_operand_on() -> None:
+    def loss(p: Any, t: Any) -> Any:
+        x = p["embed"][t]
+        x, kept = jax.lax.optimization_barrier((x * 2, x > 0))
+        return jnp.mean(jnp.where(kept, x, 0.5 * x) ** 2)
+
+    def step(p: Any, t: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p, t))
+
+    check(step, state(), tokens(), parts=4)
+
+
+def test_a_barrier_of_examples_and_sums_is_refused() -> None:
+    """One equation can't run both in every microbatch and behind the last."""
+
+    def step(p: Any, t: Any) -> Any:
+        x = p["embed"][t]
+        x, mean = jax.lax.optimization_barrier((x, jnp.mean(x)))
+        return {"embed": p["embed"] + jnp.mean(x) + mean, "w": p["w"]}
+
+    with pytest.raises(NotExactError, match=r"test_microbatch_programs.py:\d+: optimization_barr"):
+        microbatched(step, (state(), tokens()), 4)
+
+
+@jax.jit
+def flash_attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bsd,btd->bst", q, k)
+    return jnp.einsum("bst,btd->bsd", jax.nn.softmax(scores), v)
+
+
+def test_one_kernel_stays_one_in_a_microbatch() -> None:
+    """Outside a scan too; its scores are in no memory (Dao et al. 2022)."""
+
+    def step(p: Any, t: Any) -> Any:
+        def loss(p: Any) -> Any:
+            x = p["embed"][t]
+            return jnp.mean((flash_attention(x, x, x) @ p["w"][0]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    args = (state(), tokens())
+
+    def kernels(recipe: Recipe) -> set[str]:
+        return {op.fused for op in Rewriter(step, args)(recipe)[1].graph.ops if op.fused}
+
+    assert len(kernels(Recipe(4))) == len(kernels(Recipe())) == 2
+    check(step, *args, parts=4)
+
+
+def test_adam_adds_up_one_gradient_for_each_parameter() -> None:
+    """Its first moment takes a tenth of the gradient, its second the square: one sum is enough."""
+    adam = optax.adamw(1e-2)
+
+    def step(state: Any, t: Any) -> Any:
+        p, opt = state
+
+        def loss(p: Any) -> Any:
+            x = p["embed"][t]
+            for k in range(LAYERS):
+                x = jnp.tanh(x @ p["w"][k])
+            return jnp.mean(x**2)
+
+        updates, opt = adam.update(jax.grad(loss)(p), opt, p)
+        return optax.apply_updates(p, updates), opt
+
+    args = ((state(), adam.init(state())), tokens())
+    jaxpr = Rewriter(step, args)(Recipe(4))[1].jaxpr
+    loops = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    assert [e.params["num_carry"] for e in loops] == [len(state())]
+    check(step, *args, parts=4)
+
+
+def next_token_loss(p: Any, t: Any) -> Any:
+    x = p["embed"][t]
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])
+    logits = x @ p["embed"].T
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, t))
+
+
+@pytest.mark.parametrize("rows", [2, ROWS])
+def test_microbatches_of_one_example(rows: int) -> None:
+    """JAX traces ``take_along_axis`` and sums over broadcast dimensions of one in another way."""
+
+    def step(p: Any, t: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(next_token_loss)(p, t))
+
+    check(step, state(), tokens(rows), parts=rows)
+
+
+def test_a_size_that_does_not_follow_from_the_batch() -> None:
+    def step(p: Any, t: Any) -> Any:
+        def loss(p: Any) -> Any:
+            x = jnp.concatenate([p["embed"][t], jnp.zeros((1, SEQ, WIDTH))])
+            logits = jnp.take_along_axis(x, jnp.zeros((len(x), SEQ, 1), jnp.int32), -1)
+            return jnp.mean(logits)
+
+        return jax.tree.map(lambda p, g: p - g, p, jax.grad(loss)(p))
+
+    with pytest.raises(NotExactError, match="can't be cut into microbatches"):
+        microbatched(step, (state(), tokens()), ROWS)
