@@ -14,7 +14,7 @@ from costmodels.orders import Order, Simulated, Work, chunks_of, simulate
 from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
 from planner.errors import MemoryLimitError
-from planner.graph.flat import nbytes
+from planner.graph.flat import Call, nbytes
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced
 from planner.plan.extract import Extraction
@@ -187,6 +187,7 @@ def _seconds(
 ) -> tuple[Simulated, list[float]]:
     """The schedule with times, and per group of devices the seconds of what is done once."""
     split, parts = apart.split, order.microbatches
+    spent, sums_s = _without_sums(spent, apart)
     owner: dict[int, tuple[str, int]] = {}
     for key, task in split.tasks.items():
         owner.update((id(c), key) for c in task.own)
@@ -196,7 +197,7 @@ def _seconds(
             once[id(m.call)] = m.place
     starts = sorted((at, ident) for ident, at in apart.starts.items())
     places = [at for at, _ in starts]
-    tasks: dict[tuple[str, int], float] = dict.fromkeys(split.tasks, 0.0)
+    tasks = {key: sums_s.get(key, 0.0) / parts for key in split.tasks}
     rest = [0.0] * split.count
     for op, seconds in enumerate(spent):
         if not seconds:
@@ -220,6 +221,37 @@ def _seconds(
         for s in range(split.count)
     ]
     return simulate(order, work, late), _by_device(order, rest, sum)
+
+
+def _without_sums(
+    spent: Sequence[float], apart: Apart
+) -> tuple[list[float], dict[tuple[str, int], float]]:
+    """Seconds per operation without those of adding up, and these by the passes whose results are
+    added. Layers that one array holds are neither taken out of it nor joined: each stage has its
+    own."""
+    out, split = list(spent), apart.split
+    found: dict[tuple[str, int], float] = {}
+
+    def taken(call: Call) -> float:
+        span = apart.ops[id(call)]
+        seconds = sum(out[k] for k in span)
+        for k in span:
+            out[k] = 0.0
+        return seconds
+
+    for calls, pieces in zip(split.body.sums, split.pieces, strict=True):
+        joins = [c for c in calls if c.kind == "concatenate"]
+        for call in joins:
+            taken(call)
+        seconds = sum(taken(call) for call in calls if call not in joins)
+        makers = [split.makers[p] for parts in pieces for p in parts if isinstance(p, int)]
+        for key in makers:
+            found[key] = found.get(key, 0.0) + seconds / len(makers)
+    own = {v for stages in apart.homes.sliced.values() for values in stages for v in values}
+    for call in split.body.flat.calls:
+        if own.intersection(call.outs):
+            taken(call)
+    return out, found
 
 
 def _by_device(

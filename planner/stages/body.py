@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend import core as jex_core
+
+from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, flatten
 from planner.graph.jaxpr.walk import Loop, loop_of
 from planner.stages.errors import refused
@@ -24,6 +29,8 @@ class Body:
             of its first dimension, in order.
         stacked: what it stacks.
         batch: values that depend on what it goes over.
+        sums: per carry, the calls of the loop that are not in ``flat``: the addition, and what
+            joins or converts the parts in front of it.
     """
 
     call: Call
@@ -33,6 +40,7 @@ class Body:
     summed: tuple[Any, ...]
     stacked: tuple[Any, ...]
     batch: frozenset[int]
+    sums: tuple[tuple[Call, ...], ...] = ()
 
     @property
     def added(self) -> frozenset[int]:
@@ -61,24 +69,36 @@ def body_of(call: Call) -> Body:
     flat = flatten(call.eqn.params["jaxpr"]).live()
     loop = loop_of(call.eqn)
     _, carries, rows = loop.split(flat.inputs)
+    readers = Counter(v for c in flat.calls for v in c.ins if isinstance(v, int))
+    readers.update(v for v in flat.outputs if isinstance(v, int))
+    sums: list[tuple[Call, ...]] = []
     makers = {v: c for c in flat.calls for v in c.outs}
-    summed, adds = [], set()
+    summed, adds, fresh = [], set(), flat.values
+    apart: dict[int, list[Call]] = {}  # behind a conversion, those of its operand's parts
     for carry, out in zip(carries, flat.outputs, strict=False):
         add = makers.get(out) if isinstance(out, int) else None
         if add is None or add.kind != "add" or carry not in add.ins:
             raise refused("a value is kept from the last microbatch alone")
         adds.add(id(add))
         added = add.ins[1] if add.ins[0] == carry else add.ins[0]
-        joined = makers.get(added) if isinstance(added, int) else None
-        if (
-            joined is not None
-            and joined.kind == "concatenate"
-            and not joined.eqn.params["dimension"]
-        ):
+        wider = makers.get(added) if isinstance(added, int) else None
+        if wider is None or wider.kind != "convert_element_type" or readers[added] > 1:
+            wider = None
+        source = added if wider is None else wider.ins[0]
+        joined = makers.get(source) if isinstance(source, int) else None
+        if joined is not None and _joins(joined) and readers[source] == 1:
             adds.add(id(joined))
             added = tuple(joined.ins)
+            if wider is not None:
+                adds.add(id(wider))
+                apart[id(wider)] = _each(wider, joined, fresh)
+                added = tuple(c.outs[0] for c in apart[id(wider)])
+                fresh += len(added)
         summed.append(added)
-    calls = tuple(c for c in flat.calls if id(c) not in adds)
+        sums.append(tuple(c for c in (joined, wider, add) if c is not None and id(c) in adds))
+    calls = tuple(
+        kept for c in flat.calls for kept in apart.get(id(c), [] if id(c) in adds else [c])
+    )
     if any(isinstance(v, int) and v in set(carries) for c in calls for v in c.ins):
         raise refused("a microbatch reads what those before it added up")
     for c in calls:
@@ -86,8 +106,40 @@ def body_of(call: Call) -> Body:
             raise refused(f"{c.place.line if c.place else ''}: {c.kind} has an effect")
     stacked = flat.outputs[loop.carries :]
     pieces = [v for x in summed for v in (x if isinstance(x, tuple) else (x,))]
-    flat = FlatJaxpr(calls, flat.inputs, (*pieces, *stacked), flat.consts, flat.values).live()
-    return Body(call, loop, flat, tuple(rows), tuple(summed), tuple(stacked), depends(calls, rows))
+    flat = FlatJaxpr(calls, flat.inputs, (*pieces, *stacked), flat.consts, fresh).live()
+    return Body(
+        call,
+        loop,
+        flat,
+        tuple(rows),
+        tuple(summed),
+        tuple(stacked),
+        depends(calls, rows),
+        tuple(sums),
+    )
+
+
+def _joins(call: Call) -> bool:
+    """Whether it joins its operands along their first dimension."""
+    return call.kind == "concatenate" and not call.eqn.params["dimension"]
+
+
+def _each(wider: Call, joined: Call, fresh: int) -> list[Call]:
+    """The conversion of what ``joined`` joins, of each operand; their results are numbered from
+    ``fresh`` on."""
+    (whole,), dtype = wider.eqn.outvars, wider.eqn.params["new_dtype"]
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        return [values[0].astype(dtype)]
+
+    out = []
+    for k, (v, var) in enumerate(zip(joined.ins, joined.eqn.invars, strict=True)):
+        part = jex_core.Var(whole.aval.update(shape=compat.aval_shape(var.aval)))
+        eqn = wider.eqn.replace(invars=[var], outvars=[part])
+        out.append(
+            dataclasses.replace(wider, eqn=eqn, ins=(v,), outs=(fresh + k,), run=run, made=True)
+        )
+    return out
 
 
 def depends(calls: Sequence[Call], on: Sequence[int]) -> frozenset[int]:

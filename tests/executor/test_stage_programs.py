@@ -18,6 +18,7 @@ from executor.run.stages.places import Places
 from executor.run.stages.sending import Sender
 from planner import load_plan, make_plan
 from planner.errors import RequestError
+from planner.microbatch.rewrite import microbatched
 from planner.recipes import Rewriter
 from planner.stages.programs import layered
 from planner.stages.programs.homes import ALL
@@ -178,6 +179,34 @@ def test_each_stage_holds_its_own_layers() -> None:
     assert set(rows) == {0, 2, 4, 6}
     ends = [{d.id for d in params[name].sharding.device_set} for name in ("in", "out")]
     assert ends == [{0, 1}, {6, 7}]
+
+
+def halves() -> tuple[Any, Any, Any]:
+    """Scanned layers in 16 bits, with a copy in 32 bits that is updated."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params)
+        return jnp.mean((x - batch["y"]).astype(jnp.float32) ** 2)
+
+    def step(state: Any, batch: Any) -> Any:
+        wide, narrow = state
+        value, grads = jax.value_and_grad(loss)(narrow, batch)
+        wide = wide - 0.1 * grads.astype(jnp.float32)
+        return (wide, wide.astype(jnp.bfloat16)), value
+
+    wide = draw(70, 8, 128, 128)
+    batch = {"x": draw(71, 16, 128), "y": draw(72, 16, 128)}
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (wide, batch))
+    return step, (wide, narrow[0]), narrow[1]
+
+
+def test_gradients_in_16_bits_stay_at_their_stage() -> None:
+    """They are added up in 32 bits: the conversion is of each stage's layers, not of all."""
+    step, state, batch = halves()
+    made = parallelize(step, stages=4, microbatches=8, schedule="1f1b", cluster="cpu:8")
+    got, _ = made(state, batch)
+    want, _ = jax.jit(microbatched(step, (state, batch), 8))(state, batch)
+    assert difference(got[0], want[0]) < 1e-5
 
 
 def test_a_plan_from_a_file_runs(tmp_path: Any) -> None:

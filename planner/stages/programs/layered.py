@@ -84,7 +84,14 @@ def taken_apart(
     first = found[loop.outs[0]].start + body_start(loop.eqn)
     inside = operations(loop.eqn.params["jaxpr"])
     ops = {id(c): found[c.outs[0]] for c in flat.calls if c.outs}
-    ops.update((id(c), _behind(inside[c.outs[0]], first)) for c in body.flat.calls if c.outs)
+    added = [c for calls in body.sums for c in calls]
+    for calls, parts in zip(body.sums, body.summed, strict=True):
+        for c in calls:  # a conversion that is made of each part stands where it stood
+            if c.kind == "convert_element_type":
+                inside.update((v, inside[c.outs[0]]) for v in parts)
+    for c in (*body.flat.calls, *added):
+        if c.outs:
+            ops[id(c)] = _behind(inside[c.outs[0]], first)
     starts = {call: span.start for call, span in ops.items()}
     passes = passes_of(body)
     if cuts:

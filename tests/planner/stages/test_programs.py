@@ -130,6 +130,56 @@ def test_a_plan_says_how_what_leaves_its_stage_is_split() -> None:
     assert " idle\n" in str(plan)
 
 
+def rows(dtype: Any, unrolled: bool, width: int = 2048) -> tuple[Any, Any]:
+    """Layers scanned or unrolled, in ``dtype`` with a copy in 32 bits, and what they take."""
+
+    def loss(params: Any, x: Any) -> Any:
+        if unrolled:
+            for w in params:
+                x = x + jnp.tanh(x @ w)
+        else:
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(state: Any, batch: Any) -> Any:
+        wide, narrow = state
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(narrow, batch))
+        wide = jax.tree.map(lambda p, g: p - 0.1 * g, wide, grads)
+        return wide, jax.tree.map(lambda p: p.astype(dtype), wide)
+
+    def of(dtype: Any) -> Any:
+        one = jax.ShapeDtypeStruct((width, width), dtype)
+        return [one] * 8 if unrolled else jax.ShapeDtypeStruct((8, width, width), dtype)
+
+    batch = jax.ShapeDtypeStruct((2**13, width), dtype)
+    return step, ((of(jnp.float32), of(dtype)), batch)
+
+
+def test_nothing_that_a_stage_keeps_moves_to_be_added_up() -> None:
+    step, shapes = rows(jnp.bfloat16, unrolled=False)
+    recipe = Recipe(microbatches=4, stages=4, schedule="1f1b")
+    made = taken_apart(Rewriter(step, shapes)(recipe)[1], 4, 4, False)
+    made_at = [made.split.makers[p][1] for parts in made.split.pieces for (p,) in parts]
+    assert sorted(made_at)[-4:] == [0, 1, 2, 3]
+    types = {
+        v: var.aval.dtype
+        for c in made.split.body.flat.calls
+        for v, var in zip(c.outs, c.eqn.outvars, strict=True)
+    }
+    assert {types[p] for parts in made.split.pieces for (p,) in parts} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scanned_layers_take_as_long_as_unrolled_ones(dtype: Any) -> None:
+    """Each stage has its own part of the array: it is not cut out in every microbatch."""
+    options: Any = {"stages": 4, "microbatches": 16, "schedule": "1f1b", "remat": "none"}
+    scanned, unrolled = (
+        make_plan(step, *shapes, cluster="h100:8", mesh="stage=4,data=2", **options)
+        for step, shapes in (rows(dtype, False), rows(dtype, True))
+    )
+    assert scanned.prediction.step_s == pytest.approx(unrolled.prediction.step_s, rel=0.15)
+
+
 def test_a_slow_network_is_worth_stages() -> None:
     def deep(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
