@@ -21,6 +21,7 @@ from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.classes import FREE, MAP, POST, SUM, Class, Classes, classify
 from planner.microbatch.errors import NotExactError
+from planner.microbatch.groups import example_axes, without_axes
 from planner.microbatch.pairs import Node, Number, Operand, Pair, merged, pair
 from planner.microbatch.single import of_one
 
@@ -125,18 +126,22 @@ def _rewritten(
         ) from error
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
         raise NotExactError("the results of a microbatch have another structure")
+    one = small.jaxpr
     try:
-        step = pair(whole.jaxpr, small.jaxpr)
+        step = pair(whole.jaxpr, one)
     except NotExactError as error:
         if less[batch[0]][0] != 1:
             raise
         more = {k: (2 * s[0], *s[1:]) for k, s in shapes.items()}
         try:
             double = trace(function, reshaped(args, more)).jaxpr
-            step = pair(whole.jaxpr, of_one(whole.jaxpr, double, shapes[batch[0]][0]))
+            one = of_one(whole.jaxpr, double, shapes[batch[0]][0])
+            step = pair(whole.jaxpr, one)
         except (ModelError, NotExactError):
             raise error from None
-    return _Cut.of(whole, step, classify(step, batch, whole.jaxpr), batch, shares, apart)
+    axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()
+    classes = classify(step, batch, whole.jaxpr)
+    return _Cut.of(whole, step, classes, batch, shares, apart, axes)
 
 
 def batch_size(whole: Traced) -> int:
@@ -207,8 +212,9 @@ class _Cut:
         batch: Sequence[int],
         shares: _Shares,
         apart: bool,
+        axes: frozenset[str],
     ) -> _Cut:
-        """Sort the equations."""
+        """Sort the equations; marks of the loop leave out ``axes``."""
         live, of = step.live(), found.of
         nodes = [n for n, x in zip(step.nodes, live, strict=True) if x]
         inside, after = [], []
@@ -256,6 +262,8 @@ class _Cut:
         reads = {v for n in body for v in n.values}
         sliced = sorted((inputs | found.drawn) & (reads | set(stacked)))
         run = [(n, merged(n.whole, n.small) if n.name in STRUCTURED else n.small) for n in body]
+        if axes:
+            run = [(n, without_axes(eqn, axes)) for n, eqn in run]
         examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
         return _Cut(
             whole, step, shares, examples, once, run, after, sliced, summed, stacked, kept, apart

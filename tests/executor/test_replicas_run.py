@@ -14,7 +14,7 @@ import pytest
 from costmodels import parse_cluster
 from executor import parallelize
 from executor.verify.aot import compile_step, devices_of
-from planner import make_plan
+from planner import make_plan, shard
 from planner.graph.trace import trace
 from planner.recipes import rewritten
 from tests.zoo.running import difference
@@ -101,3 +101,43 @@ def test_replicas_that_were_chosen_are_no_lack_of_memory(caplog: pytest.LogCaptu
     (record,) = caplog.records
     assert record.levelno == logging.INFO and "does not fit" not in record.message
     assert "once per step, in 2 replicas (replicas=1 " in record.message
+
+
+def constrained(x: jax.Array) -> jax.Array:
+    """As JAX says it, on the user's mesh."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+@pytest.mark.parametrize("mark", [lambda x: shard(x, "data", None, None), constrained])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_marks_on_examples_leave_replicas_alone(mark: Any, scanned: bool) -> None:
+    """A mark that splits the examples says nothing against groups of them on devices of their own:
+    gradients are reduced once, and no activation moves."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = params["table"][batch["tokens"]]
+        if scanned:
+            layers = jnp.stack(params["up"]), jnp.stack(params["down"])
+
+            def layer(x: Any, pair: Any) -> Any:
+                return mark(x + jnp.tanh(x @ pair[0]) @ pair[1]), None
+
+            x, _ = jax.lax.scan(layer, x, layers)
+        else:
+            for up, down in zip(params["up"], params["down"], strict=True):
+                x = mark(x + jnp.tanh(x @ up) @ down)
+        return jnp.mean(x**2)
+
+    def marked(params: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    args = arguments()
+    whole = {r"^\[0\]": jax.sharding.PartitionSpec(), r"^\[1\]": jax.sharding.PartitionSpec("data")}
+    run = parallelize(
+        marked, microbatches=4, replicas=8, mesh="data=8", shardings=whole, cluster="cpu:8"
+    )
+    assert difference(jax.device_get(run(*args)), jax.jit(marked)(*args)) <= 2e-5
+    assert {(c.kind, c.count) for c in run.plan.collectives} == {("all_reduce", 1.0)}

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from planner import MODES, PinError, Plan, RequestError, make_plan, shard
-from planner.annotate import MARK, mark_entries
+from planner.annotate import FREE, MARK, mark_entries
 from planner.graph.trace import trace
 from planner.modes import check_mode, get_parallel_mode, set_parallel_mode
 from planner.planning import plan_step
@@ -556,10 +556,10 @@ def test_marks_pass_through_jit_grad_and_vmap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "entries"), [(0, (None, "data", "model")), (1, ("data", None, "model"))]
+    ("axis", "entries"), [(0, (FREE, "data", "model")), (1, ("data", FREE, "model"))]
 )
 def test_vmap_puts_an_open_entry_at_the_mapped_dimension(
-    axis: int, entries: tuple[str | None, ...]
+    axis: int, entries: tuple[Any, ...]
 ) -> None:
     graph = trace(jax.vmap(lambda x: shard(x, "data", "model"), in_axes=axis), (struct(2, 3, 4),))
     (mark,) = [e for e in graph.eqns if e is not None and e.name == MARK]
