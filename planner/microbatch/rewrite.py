@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from planner import compat
+from planner.annotate import FREE as OPEN
+from planner.annotate import shard
 from planner.errors import ModelError, RequestError
 from planner.graph.ir import Role
 from planner.graph.jaxpr.walk import STRUCTURED
@@ -23,6 +25,7 @@ from planner.microbatch.classes import FREE, MAP, POST, SUM, Class, Classes, cla
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.groups import example_axes, without_axes
 from planner.microbatch.pairs import Node, Number, Operand, Pair, merged, pair
+from planner.microbatch.shares import Shares
 from planner.microbatch.single import of_one
 
 
@@ -60,54 +63,15 @@ def microbatched(
         raise RequestError(f"replicas={replicas!r}: expected a whole number from 1 on")
     if parts == 1:
         return function
-    shares = _Shares(parts, replicas)
+    shares = Shares(parts, replicas)
     first = _rewritten(function, abstract(args), shares, apart, whole)
     return by_shapes(function, args, first, lambda args: _rewritten(function, args, shares, apart))
-
-
-@dataclass(frozen=True)
-class _Shares:
-    """Into what a batch is cut: ``turns`` of the loop, in each one share for each of ``replicas``.
-
-    Group g has the g-th of ``replicas`` contiguous ranges of examples, as devices that split the
-    batch have them. In turn j it takes the examples j, j + turns, ... of its range.
-    """
-
-    turns: int
-    replicas: int
-
-    @property
-    def count(self) -> int:
-        """Of the shares."""
-        return self.turns * self.replicas
-
-    def cut(self, x: Any) -> Any:
-        """[examples, ...] -> [turns, examples / turns, ...]; with more than one group [turns,
-        replicas, examples / (turns replicas), ...]."""
-        rest = x.shape[1:]
-        if self.replicas == 1:
-            x = x.reshape(x.shape[0] // self.turns, self.turns, *rest)
-            return jnp.moveaxis(x, 1, 0)
-        x = x.reshape(self.replicas, x.shape[0] // self.count, self.turns, *rest)
-        return jnp.moveaxis(x, 2, 0)
-
-    def joined(self, stack: Any, whole: Sequence[int], d: int, examples: int) -> Any:
-        """What all shares made, [turns, (replicas,) ...], with shares in dimension ``d`` of a
-        result, as one array of shape ``whole``."""
-        lead, tail, each = tuple(whole[:d]), tuple(whole[d + 1 :]), whole[d] // examples
-        share = examples // self.count
-        replicas = () if self.replicas == 1 else (self.replicas,)
-        stack = stack.reshape(self.turns, *replicas, *lead, share, each, *tail)
-        n = len(replicas)
-        if n:
-            stack = jnp.moveaxis(stack, 1, d + 1)
-        return jnp.moveaxis(stack, 0, d + 1 + n).reshape(whole)
 
 
 def _rewritten(
     function: Callable[..., Any],
     args: Sequence[Any],
-    shares: _Shares,
+    shares: Shares,
     apart: bool,
     whole: Traced | None = None,
 ) -> _Cut:
@@ -139,19 +103,19 @@ def _rewritten(
             step = pair(whole.jaxpr, one)
         except (ModelError, NotExactError):
             raise error from None
-    axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()
     classes = classify(step, batch, whole.jaxpr)
+    axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()
     return _Cut.of(whole, step, classes, batch, shares, apart, axes)
 
 
 def batch_size(whole: Traced) -> int:
     """How many examples a step takes; raises RequestError where no argument, or none alone, says
     it."""
-    first = _batch(whole, _Shares(1, 1))[0]
+    first = _batch(whole, Shares(1, 1))[0]
     return whole.graph.values[whole.graph.inputs[first]].shape[0]
 
 
-def _batch(whole: Traced, shares: _Shares) -> list[int]:
+def _batch(whole: Traced, shares: Shares) -> list[int]:
     """The arguments that hold examples, by position."""
     graph = whole.graph
     found = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
@@ -193,7 +157,7 @@ class _Cut:
 
     whole: Traced
     step: Pair
-    shares: _Shares
+    shares: Shares
     examples: int
     once: list[Node]
     body: list[tuple[Node, Any]]
@@ -210,7 +174,7 @@ class _Cut:
         step: Pair,
         found: Classes,
         batch: Sequence[int],
-        shares: _Shares,
+        shares: Shares,
         apart: bool,
         axes: frozenset[str],
     ) -> _Cut:
@@ -287,6 +251,7 @@ class _Cut:
     def _loop(self, env: dict[int, Any]) -> None:
         """Run all microbatches; their sums, stacks and what is left go into ``env``."""
 
+        at = self.group_axes()
         made = {o for n, _ in self.body for o in n.outs} | set(self.sliced)
         read = {v for n, _ in self.body for v in n.values} | set(self.stacked) | set(self.kept)
         outer = sorted(v for v in read - made if isinstance(env[v], jax.core.Tracer))
@@ -308,20 +273,39 @@ class _Cut:
             aval = self.step.avals[v][1]
             dtype = jnp.promote_types(aval.dtype, jnp.float32) if wide else aval.dtype
             floating = jnp.issubdtype(aval.dtype, jnp.floating)
-            replicas = (self.shares.replicas,) if wide and self.shares.replicas > 1 else ()
-            return jnp.zeros((*replicas, *aval.shape), dtype if floating else aval.dtype)
+            shape = list(aval.shape)
+            if wide and self.shares.replicas > 1:
+                shape.insert(at.get(v, 0), self.shares.replicas)
+            return jnp.zeros(shape, dtype if floating else aval.dtype)
 
         start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
         slices = [self.shares.cut(env[v]) for v in self.sliced]
         (sums, last), stacks = jax.lax.scan(turn, start, slices, length=self.shares.turns)
         for v, x in zip(self.summed, sums, strict=True):
-            x = x if self.shares.replicas == 1 else jnp.sum(x, 0, dtype=x.dtype)
+            if self.shares.replicas > 1:  # where groups are joined, a sum may become shards
+                x = jnp.sum(x, at[v], dtype=x.dtype)
+                x = shard(x, *[OPEN] * x.ndim)
             env[v] = x.astype(self.step.avals[v][0].dtype)
         env.update(zip(self.kept, last, strict=True))
         for v, x in zip(self.stacked, stacks, strict=True):
             (d,) = self.step.scaled(v)
             whole = compat.aval_shape(self.step.avals[v][0])
             env[v] = self.shares.joined(x, whole, d, self.examples)
+
+    def group_axes(self) -> dict[int, int]:
+        """Per sum, the dimension of its groups: behind that of the turns of a scan, which stays the
+        first, so that layers that are scanned can be parted between stages."""
+        makers = {o: n for n, _ in self.body for o in n.outs}
+        found = {}
+        for v in self.summed:
+            n = makers.get(v)
+            while n is not None and n.name in ("convert_element_type", "mul") and n.values:
+                n = makers.get(n.values[0])
+            carries = n.whole.params["num_carry"] if n is not None and n.name == "scan" else None
+            shape = self.step.avals[v][1].shape
+            stacked = carries is not None and shape and v not in n.outs[:carries]
+            found[v] = 1 if stacked else 0
+        return found
 
     def _shared(self, env: Mapping[int, Any], outer: list[int], held: list[Any]) -> Any:
         """One turn: sums, what is kept and what is stacked, the first and the last with a dimension
@@ -338,7 +322,10 @@ class _Cut:
         if self.shares.replicas == 1:
             return share(slices, others)
         try:
-            sums, kept, stacks = jax.vmap(share, (0, None))(slices, others)
+            at = self.group_axes()
+            out_axes = [[at[v] for v in self.summed], 0, 0]
+            mapped = jax.vmap(share, (0, None), out_axes, axis_size=self.shares.replicas)
+            sums, kept, stacks = mapped(slices, others)
         except NotImplementedError as error:  # an operation without a batching rule
             raise NotExactError(
                 f"replicas={self.shares.replicas}: the step can't be computed for several groups "

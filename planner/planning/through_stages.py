@@ -320,7 +320,9 @@ def _sizes(extraction: Extraction, apart: Apart) -> Callable[[int], float]:
     for call in apart.split.body.flat.calls:
         for k, (v, var) in enumerate(zip(call.outs, call.eqn.outvars, strict=False)):
             value = _value(graph, result_place(call, k, apart.ops))
-            shards = 1 if value is None else extraction.value_sharding(value).shards(mesh)
+            shards = 1.0 if value is None else extraction.value_sharding(value).shards(mesh)
+            if call.made and call.ins and call.ins[0] in found:  # a conversion of a stage's part
+                shards = nbytes(call.eqn.invars[0].aval) / found[call.ins[0]]
             found[v] = nbytes(var.aval) / shards
     return lambda v: found.get(v, 0.0)
 

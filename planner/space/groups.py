@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.annotate import EDGE, Pin
+from planner.annotate import EDGE, MARKS, Pin
 from planner.graph.equal import equal_values
 from planner.graph.ir import SCALAR, Graph, Op, Role
 from planner.rules.factor import FactorRule
@@ -120,6 +120,14 @@ def _does_something(graph: Graph, op: Op) -> bool:
     return any(v != SCALAR and graph.values[v].splits for v in (*op.inputs, *op.outputs))
 
 
+def _read_by_marks(graph: Graph) -> set[int]:
+    """Values that marks alone read: a sum among them may be left as parts, which become shards
+    where the mark says so."""
+    marks = {v for op in graph.ops if op.kind in MARKS for v in op.inputs}
+    others = {v for op in graph.ops if op.kind not in MARKS for v in op.inputs}
+    return marks - others - set(graph.outputs)
+
+
 _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
 
 
@@ -136,7 +144,14 @@ class _Grouping:
             key = (op.kind, id(rules[op.index]))
             if key not in known:
                 known[key] = is_fusable(op, rules[op.index])
-        self.fusable = tuple([known[op.kind, id(rules[op.index])] for op in graph.ops])
+        marked = _read_by_marks(graph)
+        self.fusable = tuple(
+            [
+                known[op.kind, id(rules[op.index])]
+                and not (op.kind == "reduce_sum" and op.outputs[0] in marked)
+                for op in graph.ops
+            ]
+        )
         self.same = equal_values(graph, self.live, self.pinned)
         self.anchors = [0] * len(graph.values)
         for op in graph.ops:

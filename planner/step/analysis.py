@@ -175,7 +175,8 @@ def analyse(
             weight = graph.regions[op.region].weight
             over = frozenset(outs[0][:1])
             reductions[group].append(Reduction(over, others, row, weight, op.index, shifts=True))
-        if op.kind.startswith(("reduce_", "arg")):
+        on_link = op.kind == "reduce_sum" and not groups.fusable[op.index]
+        if op.kind.startswith(("reduce_", "arg")) and not on_link:
             over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
             out = float(sum(graph.values[o].nbytes for o in op.outputs))
             if over:

@@ -1,0 +1,48 @@
+"""Into what a batch is cut, and how what its parts made is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Into what a batch is cut: ``turns`` of the loop, in each one share for each of ``replicas``.
+
+    Group g has the g-th of ``replicas`` contiguous ranges of examples, as devices that split the
+    batch have them. In turn j it takes the examples j, j + turns, ... of its range.
+    """
+
+    turns: int
+    replicas: int
+
+    @property
+    def count(self) -> int:
+        """Of the shares."""
+        return self.turns * self.replicas
+
+    def cut(self, x: Any) -> Any:
+        """[examples, ...] -> [turns, examples / turns, ...]; with more than one group [turns,
+        replicas, examples / (turns replicas), ...]."""
+        rest = x.shape[1:]
+        if self.replicas == 1:
+            x = x.reshape(x.shape[0] // self.turns, self.turns, *rest)
+            return jnp.moveaxis(x, 1, 0)
+        x = x.reshape(self.replicas, x.shape[0] // self.count, self.turns, *rest)
+        return jnp.moveaxis(x, 2, 0)
+
+    def joined(self, stack: Any, whole: Sequence[int], d: int, examples: int) -> Any:
+        """What all shares made, [turns, (replicas,) ...], with shares in dimension ``d`` of a
+        result, as one array of shape ``whole``."""
+        lead, tail, each = tuple(whole[:d]), tuple(whole[d + 1 :]), whole[d] // examples
+        share = examples // self.count
+        replicas = () if self.replicas == 1 else (self.replicas,)
+        stack = stack.reshape(self.turns, *replicas, *lead, share, each, *tail)
+        n = len(replicas)
+        if n:
+            stack = jnp.moveaxis(stack, 1, d + 1)
+        return jnp.moveaxis(stack, 0, d + 1 + n).reshape(whole)
