@@ -15,11 +15,13 @@ from typing import Any
 
 from costmodels import Cluster, parse_cluster
 from costmodels.prices import Price
+from costmodels.residuals import tied
 from planner.advice.batch import batch_leaves
 from planner.arguments.calls import bind
 from planner.errors import MemoryLimitError, MeshwrightError, RequestError
 from planner.graph.jaxpr.products import products_of
 from planner.graph.trace import Traced, reshaped, trace
+from planner.plan.contents.interval import step_range
 from planner.plan.plan import Plan
 from planner.planning import plan_tried
 from planner.request.sequence_parallel import sequences
@@ -101,10 +103,20 @@ class Offers:
         return max(planned, key=lambda o: o.per_second, default=None)
 
     @property
+    def tied_fastest(self) -> tuple[Offer, ...]:
+        """Those that tie with the fastest in units per second."""
+        return _tied(self.offers, self.fastest, lambda o: o.step_s / o.units)
+
+    @property
     def cheapest(self) -> Offer | None:
         """The one with the fewest dollars per unit; None where no price is known."""
         priced = [o for o in self.offers if not math.isnan(o.dollars_per_million)]
         return min(priced, key=lambda o: o.dollars_per_million, default=None)
+
+    @property
+    def tied_cheapest(self) -> tuple[Offer, ...]:
+        """Those that tie with the cheapest in dollars per unit."""
+        return _tied(self.offers, self.cheapest, lambda o: o.dollars_per_million)
 
 
 def compare_hardware(
@@ -261,6 +273,28 @@ def _marked(offers: Sequence[Offer]) -> list[Offer]:
         )
 
     return [dataclasses.replace(o, pareto=o.plan is not None and not beaten(o)) for o in offers]
+
+
+def _tied(
+    offers: Sequence[Offer], best: Offer | None, cost: Callable[[Offer], float]
+) -> tuple[Offer, ...]:
+    """Those whose cost, which is in proportion to the step time, ties with that of the best: on the
+    same cluster by its ratio, on different ones if the likely ranges overlap."""
+
+    def likely(one: Offer) -> tuple[float, float]:
+        found = None if one.plan is None else step_range(one.plan)
+        if found is None:
+            return math.inf, -math.inf
+        return found.interval.low * cost(one), found.interval.high * cost(one)
+
+    def ties(one: Offer, best: Offer) -> bool:
+        if one.cluster == best.cluster:
+            return tied(cost(one), cost(best))
+        (low, high), (least, most) = likely(one), likely(best)
+        return low <= most and least <= high
+
+    rivals = [o for o in offers if o is not best and o.plan is not None]
+    return tuple(o for o in rivals if best is not None and ties(o, best))
 
 
 def _better(a: Offer, b: Offer, cost_a: float, cost_b: float) -> bool:

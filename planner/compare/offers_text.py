@@ -12,8 +12,9 @@ from rich.text import Text
 
 from planner.compare.fitting import Fit
 from planner.compare.hardware import Offer, Offers
+from planner.compare.text import range_json
 from planner.report.layout import add_row, new_table, pairs, section
-from planner.report.units import bytes_text, time_text
+from planner.report.units import bytes_text, listed, time_text
 from planner.spec import PLAIN
 
 
@@ -34,6 +35,14 @@ def dollars_text(dollars: float) -> str:
     return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.3g}"
 
 
+TIED = "could be as fast as the fastest, by the likely ranges of both predictions"
+"""What the mark "tied" says of an offer."""
+
+
+def _tied_text(ties: Sequence[Offer]) -> str:
+    return f"; tied with {listed([named(o) for o in ties])}" if ties else ""
+
+
 def how_text(offer: Offer) -> str:
     """What the plan does, and its recipe."""
     plan = offer.plan
@@ -51,14 +60,15 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
     """The parts of a report: a table of figures, how each is run, whose prices these are."""
     yield Text("the step on each cluster, predicted", style="bold")
     yield ""
-    fastest, cheapest = found.fastest, found.cheapest
-    rows = [("fastest", "no plan fits" if fastest is None else named(fastest))]
+    fastest, cheapest, ties = found.fastest, found.cheapest, found.tied_fastest
+    best = "no plan fits" if fastest is None else named(fastest)
+    rows = [("fastest", best + _tied_text(ties))]
     if cheapest is not None:
         rows.append(
             (
                 "cheapest",
                 f"{named(cheapest)}: {dollars_text(cheapest.dollars_per_million)} per million "
-                f"{found.unit}",
+                f"{found.unit}" + _tied_text(found.tied_cheapest),
             )
         )
     yield Padding(pairs(rows), (0, 0, 0, 2), expand=False)
@@ -77,7 +87,7 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
             one.cluster,
             batch,
             time_text(one.step_s),
-            rate_text(one.per_second),
+            f"tied {rate_text(one.per_second)}" if one in ties else rate_text(one.per_second),
             f"{100 * one.mfu:.1f} %",
             dollars_text(one.dollars_per_step),
             dollars_text(one.dollars_per_million),
@@ -94,6 +104,8 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
         ),
         (0, 0, 0, 2),
     )
+    if ties:
+        yield Padding(Text(f"tied: {TIED}", style="dim"), (0, 0, 0, 2))
     yield from section("how", pairs([(named(o), how_text(o)) for o in found.offers]))
     yield from section("prices, per device and hour", pairs(_prices(found.offers)))
 
@@ -150,8 +162,11 @@ def _prices(offers: Sequence[Offer]) -> Iterable[tuple[str, str]]:
 
 
 def offers_json(found: Offers) -> dict[str, Any]:
-    """The same as plain data; what is not known is null."""
-    return {"unit": found.unit, "offers": [_offer_json(o) for o in found.offers]}
+    """The same as plain data; what is not known is null. "tied": with the fastest one, whose own is
+    false."""
+    ties = found.tied_fastest
+    rows = [{**_offer_json(o), **({"tied": o in ties} if o.plan else {})} for o in found.offers]
+    return {"unit": found.unit, "offers": rows}
 
 
 def _offer_json(o: Offer) -> dict[str, Any]:
@@ -170,6 +185,7 @@ def _offer_json(o: Offer) -> dict[str, Any]:
     return {
         **out,
         "step_s": o.step_s,
+        **range_json(o.plan),
         "per_second": o.per_second,
         "mfu": o.mfu,
         "dollars_per_step": _number(o.dollars_per_step),

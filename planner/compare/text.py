@@ -11,11 +11,14 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from costmodels.residuals import tied
 from planner.compare.difference import Difference, Exchange, Figure
+from planner.plan.contents.interval import step_range
 from planner.report.layout import add_row, new_table, pairs, section
 from planner.report.units import (
     bytes_text,
     count_text,
+    listed,
     more_bytes,
     more_time,
     percent_text,
@@ -24,6 +27,7 @@ from planner.report.units import (
 
 if TYPE_CHECKING:
     from planner.compare.manual_plans import Candidate, Comparison
+    from planner.plan.plan import Plan
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 SHOWN = 12
@@ -37,7 +41,11 @@ def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
     rows = [("limit", f"{bytes_text(found.limit_bytes)} per device")]
     if found.chosen.plan is not None:
         rows.append(("chosen", f"mesh {found.chosen.plan.mesh}, {found.chosen.what}"))
-    rows.append(("fastest", _fastest(found)))
+    best, ties = fastest(found)
+    name = "none fits" if best is None else best.name
+    if ties:
+        name += f", tied with {listed([one.name for one in ties])}"
+    rows.append(("fastest", name))
     yield _under(pairs(rows))
     yield ""
     table = new_table("", ">step", ">relative", ">compute", ">communication", ">memory", "fits")
@@ -50,7 +58,7 @@ def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
             table,
             one.name,
             time_text(p.step_s),
-            _ratio(found, one),
+            f"tied {_ratio(found, one)}" if one in ties else _ratio(found, one),
             time_text(p.compute_s),
             time_text(p.communication_s),
             bytes_text(p.peak_bytes),
@@ -71,12 +79,17 @@ def _under(body: RenderableType) -> RenderableType:
     return Padding(body, (0, 0, 0, 2), expand=False)
 
 
-def _fastest(found: Comparison) -> str:
+def fastest(found: Comparison) -> tuple[Candidate | None, tuple[Candidate, ...]]:
+    """The fastest plan that fits, if any does, and those that tie with it."""
     fitting = [c for c in found.candidates if c.plan is not None and c.fits]
     if not fitting:
-        return "none fits"
-    best = min(fitting, key=lambda c: c.plan.prediction.step_s if c.plan else math.inf)
-    return best.name
+        return None, ()
+    best = min(fitting, key=_step_s)
+    return best, tuple(c for c in fitting if c is not best and tied(_step_s(c), _step_s(best)))
+
+
+def _step_s(one: Candidate) -> float:
+    return one.plan.prediction.step_s if one.plan is not None else math.inf
 
 
 def _ratio(found: Comparison, one: Candidate) -> str:
@@ -107,7 +120,9 @@ def _kinds(candidates: Sequence[Candidate]) -> RenderableType:
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
-    """The comparison as plain data; without the plans, which are named by their digests."""
+    """The comparison as plain data; without the plans, which are named by their digests. "tied":
+    with the fastest one, whose own is false."""
+    ties = fastest(found)[1]
 
     def one(c: Candidate) -> dict[str, Any]:
         out: dict[str, Any] = {"name": c.name, "what": c.what, "fits": c.fits}
@@ -120,6 +135,8 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
             "plan": c.plan.digest,
             "mesh": str(c.plan.mesh),
             "step_s": p.step_s,
+            **range_json(c.plan),
+            "tied": c in ties,
             "compute_s": p.compute_s,
             "communication_s": p.communication_s,
             "overlapped_s": p.overlapped_s,
@@ -132,6 +149,13 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
         "limit_bytes": found.limit_bytes,
         "candidates": [one(c) for c in found.candidates],
     }
+
+
+def range_json(plan: Plan) -> dict[str, float | None]:
+    """The likely range of a plan's step time; null where no published run says."""
+    found = step_range(plan)
+    low, high = (None, None) if found is None else (found.low_s, found.high_s)
+    return {"low_s": low, "high_s": high}
 
 
 def difference_parts(found: Difference, before: str, after: str) -> Iterable[RenderableType]:

@@ -237,10 +237,11 @@ class _StrategyPrices:
         assign = self.chosen.store if stored else self.chosen.use
         return nbytes / self.rates.size[:, self.rates.masks(assign, factors)]
 
-    def host_copy_s(self, nbytes: Array) -> Array:
+    def host_copy_s(self, nbytes: Array, ahead: bool) -> Array:
         """See ``Prices``."""
         model = self.rates.model
-        return model.host_latency_s + model.host_s_per_byte * nbytes
+        share = Overlap.of(model).exposed(Place.AHEAD) if ahead else 1.0
+        return share * (model.host_latency_s + model.host_s_per_byte * nbytes)
 
 
 def weighted(share: float, seconds: Array) -> Array:

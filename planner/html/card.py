@@ -12,6 +12,7 @@ from planner.plan.plan import Plan
 from planner.report.fold import LeafRow, fold_leaves
 from planner.report.table import plan_text, recipe_lines
 from planner.report.units import array_text, bytes_text, limit_text, percent_text, time_text
+from planner.report.verdict import likely_text
 
 _LINE = "1px solid rgba(128,128,128,.35)"
 _CARD = (
@@ -58,6 +59,8 @@ def _summary(plan: Plan) -> Iterable[tuple[str, str]]:
         yield "strategy", plan.strategy
     yield "mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices)"
     yield "step time", f"{time_text(p.step_s)} predicted"
+    if likely := likely_text(plan):
+        yield "likely", likely
     memory = f"{bytes_text(p.peak_bytes)} per device at the peak"
     if p.limit_bytes > 0:
         share = percent_text(p.peak_bytes / p.limit_bytes)

@@ -18,7 +18,7 @@ from planner.planning import Planned
 from planner.report.fold import common_path, is_optimizer_state, pattern
 from planner.report.table import recipe_lines, schedule_text
 from planner.report.units import array_text
-from planner.report.verdict import choice_text, mesh_text, proof_text
+from planner.report.verdict import choice_text, likely_text, mesh_text, proof_text
 from planner.spec import MeshSpec
 
 MOST_DEVICES = {"hierarchy": 128, "torus": 256}
@@ -94,6 +94,7 @@ class ReportData:
     proof: str
     search: dict[str, Any]
     prediction: dict[str, Any]
+    likely: str
     overlap: tuple[float, float, float]
     planning_s: float
     wiring: Wiring
@@ -165,6 +166,7 @@ def report_data(
             "peak_bytes": prediction.peak_bytes,
             "limit_bytes": prediction.limit_bytes,
         },
+        likely=likely_text(plan),
         overlap=priced.model.overlap,
         planning_s=plan.planning_s,
         wiring=_wiring(priced.model.cluster, plan.mesh),

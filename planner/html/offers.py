@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from planner.compare.hardware import Offer, Offers
-from planner.compare.offers_text import dollars_text, how_text, named, rate_text
+from planner.compare.offers_text import TIED, dollars_text, how_text, named, rate_text
 from planner.errors import RequestError
 from planner.html.page import asset
 from planner.report.units import bytes_text, time_text
@@ -150,7 +150,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def _table(found: Offers) -> Iterator[str]:
-    unit = found.unit
+    unit, ties = found.unit, found.tied_fastest
     yield '<section class="card scroll"><table><thead><tr>'
     for name in ("cluster", "batch", "step", f"{unit}/s", "MFU", "$/step", f"$/M {unit}", "memory"):
         yield f"<th>{escape(name)}</th>"
@@ -160,7 +160,7 @@ def _table(found: Offers) -> Iterator[str]:
         if o.plan is not None:
             cells[2:] = [
                 time_text(o.step_s),
-                rate_text(o.per_second),
+                f"{rate_text(o.per_second)} (tied)" if o in ties else rate_text(o.per_second),
                 f"{100 * o.mfu:.1f} %",
                 dollars_text(o.dollars_per_step),
                 dollars_text(o.dollars_per_million),
@@ -168,4 +168,7 @@ def _table(found: Offers) -> Iterator[str]:
             ]
         row = "".join(f"<td>{escape(cell)}</td>" for cell in (*cells, how_text(o)))
         yield f'<tr class="{"best" if o.pareto else ""}">{row}</tr>'
-    yield "</tbody></table></section>"
+    yield "</tbody></table>"
+    if ties:
+        yield f'<p class="soft">tied: {escape(TIED)}.</p>'
+    yield "</section>"

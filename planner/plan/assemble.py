@@ -121,6 +121,7 @@ def _plan(
         decisions=extraction.decisions(),
         apart=kept_apart(extraction),
         planning_s=time.perf_counter() - begun,
+        device=request.cluster.device.kind,
     )
     return rounded(plan)  # type: ignore[no-any-return]
 

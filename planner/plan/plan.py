@@ -155,7 +155,7 @@ class Prediction:
     limit_bytes: float
     peak_holders: tuple[str, ...]
     host_s: float = 0.0
-    """Copies between the device and its host, part of ``step_s``."""
+    """Copies between the device and its host that do not hide, part of ``step_s``."""
     host_bytes: float = 0.0
     """What the device keeps in its host's memory between steps."""
     feed_s: float = 0.0
@@ -233,6 +233,8 @@ class Plan:
     cuts: tuple[int, ...] = ()
     """Of such stages, the operation that each one's forward pass begins with."""
     planning_s: float = field(default=0.0, compare=False)
+    device: str = field(default="", compare=False)
+    """Kind of device, where the plan was made and not read: as ``planning_s`` it is not saved."""
 
     @property
     def recipe(self) -> Recipe:
@@ -256,11 +258,7 @@ class Plan:
         return json_text({"format": FORMAT, **self._body()})
 
     def _body(self) -> dict[str, Any]:
-        return {
-            f.name: plain(getattr(self, f.name))
-            for f in dataclasses.fields(self)
-            if f.name != "planning_s"
-        }
+        return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.compare}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON atomically: the file is whole or not there."""

@@ -22,25 +22,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.choose.devices import idle_axes
 from planner.graph.ir import PRODUCTS, SCALAR, Graph
+from planner.plan.contents.kinds import DATA, EXPERT, FSDP, IDLE, MODEL, SEQ, WORDS
 from planner.plan.extract import Extraction
 from planner.request.state import StateRequest, find_state
 from planner.spec import STAGE, MeshSpec
 from planner.step.feeding import fed_inputs
 
-DATA, FSDP, MODEL, EXPERT, SEQ, IDLE = "data", "fsdp", "model", "expert", "seq", "idle"
-WORDS: Mapping[str, str] = {
-    DATA: "data parallel",
-    FSDP: "FSDP",
-    MODEL: "tensor parallel",
-    EXPERT: "expert parallel",
-    STAGE: "pipeline parallel",
-    SEQ: "sequence parallel",
-}
 HALF = 0.5
 """Share of the bytes of parameters, or of optimizer state, from which an axis splits them."""
 SMALL = 0.01

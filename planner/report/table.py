@@ -38,7 +38,13 @@ from planner.report.units import (
     percent_text,
     time_text,
 )
-from planner.report.verdict import choice_text, devices_text, mesh_text, proof_text
+from planner.report.verdict import (
+    choice_text,
+    devices_text,
+    likely_text,
+    mesh_text,
+    proof_text,
+)
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
@@ -106,6 +112,7 @@ def _summary(plan: Plan) -> RenderableType:
                 + (f" + {time_text(p.host_s)} to and from the host" if p.host_s else "")
                 + _idle_text(plan),
             ),
+            *([("likely", likely)] if (likely := likely_text(plan)) else []),
             *([("overlap", _BLOCKS)] if _hides_only_with_options(plan) else []),
             *recipe_lines(plan),
             ("peak memory", memory),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from planner.spec import Sharding
 
@@ -25,6 +26,19 @@ def time_text(seconds: float) -> str:
     if seconds < 0 or not math.isfinite(seconds):
         return "-"
     return "0 s" if seconds < 5e-13 else _scaled(seconds * 1e9, _TIMES)
+
+
+def range_text(low_s: float, high_s: float) -> str:
+    """``0.395, 0.498`` -> ``"395 to 498 ms"``."""
+    low, high = time_text(low_s), time_text(high_s)
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(f' {unit}') else low} to {high}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """``"a, b and c"``; of more than ``most`` names, the first and how many more."""
+    shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
+    return " and ".join(part for part in (", ".join(shown[:-1]), *shown[-1:]) if part)
 
 
 def more_time(seconds: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from costmodels.residuals import tied
+from planner.plan.contents.interval import step_range
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
-from planner.report.units import bytes_text, time_text
+from planner.report.units import bytes_text, range_text, time_text
 
 
 def mesh_text(row: MeshRow, plan: Plan) -> str:
@@ -16,7 +18,10 @@ def mesh_text(row: MeshRow, plan: Plan) -> str:
         case MeshVerdict.PRUNED:
             return _pruned_text(row.lower_bound_s, best_s)
         case MeshVerdict.SLOWER:
-            return f"{row.cost_s / max(best_s, 1e-300):.2f}x the chosen one's time"
+            ratio = f"{row.cost_s / max(best_s, 1e-300):.2f}x"
+            if tied(row.cost_s, best_s):
+                return f"tied with the chosen one ({ratio})"
+            return f"{ratio} the chosen one's time"
         case MeshVerdict.CHOSEN:
             return "chosen"
 
@@ -28,6 +33,18 @@ def _pruned_text(bound_s: float, best_s: float) -> str:
         return f"pruned: lower bound {time_text(bound_s)} exceeds {time_text(best_s)}"
     gain = 100.0 * (1.0 - bound_s / best_s)
     return f"pruned: saves at most {gain:.2g} %, too little for one more axis"
+
+
+def likely_text(plan: Plan) -> str:
+    """The likely range of the step time, and by which runs; empty where none says."""
+    found = step_range(plan)
+    if found is None:
+        return ""
+    by = found.interval
+    return (
+        f"{range_text(found.low_s, found.high_s)}: 80 % of {by.of} took {by.low:.2f}x to "
+        f"{by.high:.2f}x as long as predicted"
+    )
 
 
 def proof_text(plan: Plan) -> str:
@@ -64,6 +81,11 @@ def choice_text(plan: Plan) -> str:
     fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict is not MeshVerdict.UNFIT]
     fastest = min(fitting, default=chosen.cost_s)
     text = f"fastest of {len(meshes)} meshes"
+    ties = sum(
+        row.verdict is MeshVerdict.SLOWER and tied(row.cost_s, plan.search.cost_s) for row in meshes
+    )
+    if ties:
+        text += f", {ties} {'other' if ties == 1 else 'others'} tied"
     if chosen.cost_s > fastest * (1.0 + 1e-6):
         extra = 100.0 * (chosen.cost_s / fastest - 1.0)
         text = (

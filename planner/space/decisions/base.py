@@ -38,8 +38,9 @@ class Prices(Protocol):
         """Bytes per device of an array, as it is stored between steps or as it is used."""
         ...
 
-    def host_copy_s(self, nbytes: Array) -> Array:
-        """Seconds of one copy of so many bytes between a device and its host."""
+    def host_copy_s(self, nbytes: Array, ahead: bool) -> Array:
+        """Seconds of one copy of so many bytes between a device and its host; of one that runs
+        ``ahead`` of its use, those that do not hide under compute."""
         ...
 
 

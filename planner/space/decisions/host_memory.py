@@ -140,10 +140,12 @@ class HostMemory(NothingMore):
         return {group: arrays for group, arrays in found if arrays}
 
     def seconds(self, facts: Sequence[Hosted], option: IntArray, prices: Prices) -> Array:
-        """Copies between devices and their hosts; none hides."""
+        """Copies between devices and their hosts. What the program puts there itself, activations
+        that wait for the backward pass, is copied while it computes (asynchronous copies, as gathers
+        that run ahead); copies of the state around its update do not hide."""
         total: Array = np.zeros((1, len(option)))
         for array in facts:
             local = prices.local_bytes(array.nbytes, array.factors, stored=not array.always)
-            one = array.copies * prices.host_copy_s(local)
+            one = array.copies * prices.host_copy_s(local, ahead=array.always)
             total = total + np.where((option == 1) | array.always, one, 0.0)
         return total

@@ -1,0 +1,48 @@
+"""The range in which the step time of a plan is likely to be. No jax."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodels import ClusterError, parse_cluster
+from costmodels.residuals import Interval, interval_of
+from planner.plan.contents.kinds import plan_kind
+
+if TYPE_CHECKING:
+    from planner.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Where 80 % of published runs of this kind would have the step time.
+
+    Attributes:
+        low_s: seconds.
+        high_s: seconds.
+        interval: the same as factors of the predicted time, and of which runs.
+    """
+
+    low_s: float
+    high_s: float
+    interval: Interval
+
+
+def step_range(plan: Plan) -> StepRange | None:
+    """The likely range of a plan's step time; None where no published run says (CPUs)."""
+    found = interval_of(_device(plan), plan_kind(plan))
+    if found is None:
+        return None
+    step_s = plan.prediction.step_s
+    return StepRange(found.low * step_s, found.high * step_s, found)
+
+
+def _device(plan: Plan) -> str:
+    """The kind of device. A plan that was read knows it by its cluster's text alone; no file is
+    opened because a plan names it."""
+    if plan.device or ".toml" in plan.cluster.lower():
+        return plan.device
+    with contextlib.suppress(ClusterError):  # described in the program that planned
+        return parse_cluster(plan.cluster).device.kind
+    return ""

@@ -1,0 +1,37 @@
+"""The field's names for what mesh axes do, and the kind of a plan by them. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from costmodels.residuals import PlanKind
+from planner.spec import STAGE
+
+if TYPE_CHECKING:
+    from planner.plan.plan import Plan
+
+DATA, FSDP, MODEL, EXPERT, SEQ, IDLE = "data", "fsdp", "model", "expert", "seq", "idle"
+WORDS: Mapping[str, str] = {
+    DATA: "data parallel",
+    FSDP: "FSDP",
+    MODEL: "tensor parallel",
+    EXPERT: "expert parallel",
+    STAGE: "pipeline parallel",
+    SEQ: "sequence parallel",
+}
+_SPLIT = (MODEL, EXPERT, SEQ)
+"""Roles of axes along which parameters are used split, or activations beside the batch."""
+
+
+def plan_kind(plan: Plan) -> PlanKind:
+    """The kind of published runs that a plan is compared with: by its stages and the roles of its
+    axes, which its strategy says. Of a plan without one (older versions), axes have names by role.
+    """
+    axes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+    names = {name.rstrip("0123456789") for name, size in axes if size > 1}
+    if plan.stages > 1 or STAGE in names:
+        return "stages"
+    if plan.strategy:
+        return "model" if any(WORDS[role] in plan.strategy for role in _SPLIT) else "data"
+    return "model" if names.intersection(_SPLIT) else "data"
