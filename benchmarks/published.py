@@ -1,8 +1,9 @@
 """Published training runs, predicted: error, rank correlation and regret for every table.
 
-    python benchmarks/published.py [FOLDER] [--tables NAME ...] [--rows] [--choose]
+    python benchmarks/published.py [FOLDER] [--tables NAME ...] [--every N] [--rows] [--choose]
 
-FOLDER holds the tables (default: ../shared/published beside the project).
+FOLDER holds the tables (default: ../shared/published beside the project): any CSV with the columns
+``framework``, ``num_devices`` and ``step_time_seconds``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import multiprocessing
+import os
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,6 +22,7 @@ from pathlib import Path
 import published_choose as choosing
 import published_tables as tables
 from published_predict import Step, predict
+from published_residuals import residuals_text
 
 from costmodels import ClusterError
 from planner import MeshwrightError
@@ -49,6 +54,7 @@ class Figures:
 
     rows: int
     error: float
+    median: float
     signed: float
     tau: float
     groups: int
@@ -63,13 +69,14 @@ class Figures:
             within = f"{self.groups:4} {self.tau_in_groups:6.3f} {100 * self.regret:8.2f} "
             within += f"{100 * self.worst:8.1f}"
         return (
-            f"{name:26} {self.rows:5} {100 * self.error:7.1f} {100 * self.signed:+7.1f} "
-            f"{self.tau:6.3f} {within}"
+            f"{name:26} {self.rows:5} {100 * self.error:6.1f} {100 * self.median:6.1f} "
+            f"{100 * self.signed:+6.1f} {self.tau:6.3f} {within}"
         )
 
 
 HEADER = (
-    f"{'table':26} {'rows':>5} {'error %':>7} {'signed':>7} {'tau':>6} {'groups':>4} {'tau':>4} "
+    f"{'table':26} {'rows':>5} {'mean %':>6} {'median':>6} {'signed':>6} {'tau':>6} "
+    f"{'groups':>4} {'tau':>4} "
     f"{'regret %':>8} {'worst %':>8}"
 )
 
@@ -100,6 +107,7 @@ def judge(found: Sequence[tuple[tables.Run, Step]]) -> Figures:
     return Figures(
         len(found),
         sum(abs(e) for e in errors) / len(errors),
+        statistics.median(map(abs, errors)),
         sum(errors) / len(errors),
         kendall(pairs) if len(pairs) > 1 else 1.0,
         len(several),
@@ -115,6 +123,7 @@ def line(run: tables.Run, step: Step) -> str:
     parts = " ".join(
         f"{name[:-2]} {100 * getattr(step, name) / step.total_s:.0f}"
         for name in Step.__dataclass_fields__
+        if name in ("host_s", "odd_s", "hidden_s", "compute_s", "communication_s")
     )
     return (
         f"  {run.row.split('#')[1]:>5} {run.hardware[:9]} L{run.model.layers} h{run.model.hidden} "
@@ -125,24 +134,39 @@ def line(run: tables.Run, step: Step) -> str:
     )
 
 
-def predicted(folder: Path, name: str) -> tuple[list[tuple[tables.Run, Step]], Counter[str]]:
+def one(run: tables.Run) -> tuple[tables.Run, Step | str]:
+    """A run with its prediction, or why there is none."""
+    try:
+        step = predict(run)
+    except (ClusterError, MeshwrightError) as error:
+        return run, str(error).splitlines()[0][:110]
+    return run, step if math.isfinite(step.total_s) else "no finite time"
+
+
+def predicted(
+    folder: Path, name: str, every: int = 1, jobs: int = 1
+) -> tuple[list[tuple[tables.Run, Step]], Counter[str]]:
     """A table's rows with their predictions, and why rows were left out."""
-    found: list[tuple[tables.Run, Step]] = []
-    left: Counter[str] = Counter()
-    for run in tables.read(folder, [name]):
-        if isinstance(run, tables.LeftOut):
-            left[run.reason] += 1
-            continue
-        try:
-            step = predict(run)
-        except (ClusterError, MeshwrightError) as error:
-            left[str(error).splitlines()[0][:110]] += 1
-            continue
-        if not math.isfinite(step.total_s):
-            left["no finite time"] += 1
-            continue
-        found.append((run, step))
+    rows = tables.read(folder, [name])
+    left = Counter(r.reason for r in rows if isinstance(r, tables.LeftOut))
+    runs = [r for r in rows if isinstance(r, tables.Run)][::every]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        results = pool.map(one, runs, chunksize=4) if jobs > 1 else list(map(one, runs))
+    found = [(run, step) for run, step in results if isinstance(step, Step)]
+    left.update(reason for _, reason in results if isinstance(reason, str))
     return found, left
+
+
+def memory_line(name: str, found: Sequence[tuple[tables.Run, Step]]) -> str:
+    """Predicted over measured bytes of a device, where a table has them."""
+    ratios = [s.peak_bytes / r.memory_bytes for r, s in found if r.memory_bytes]
+    if not ratios:
+        return ""
+    off = [abs(x - 1) for x in ratios]
+    return (
+        f"    memory of {len(ratios)} rows: median {statistics.median(ratios):.2f} of measured, "
+        f"{100 * statistics.median(off):.0f} % off; {min(ratios):.2f} to {max(ratios):.2f}"
+    )
 
 
 def choices(folder: Path, name: str) -> None:
@@ -158,7 +182,10 @@ def choices(folder: Path, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    parser.add_argument("--tables", nargs="*", default=list(tables.TABLES))
+    parser.add_argument("--tables", nargs="*", help="default: all of the folder")
+    parser.add_argument("--residuals", type=Path, help="write the residuals to this file")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth row alone")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument(
         "--choose", action="store_true", help="plan the fastest runs freely instead"
@@ -166,13 +193,13 @@ def main() -> None:
     args = parser.parse_args()
     summary: list[str] = []
     every: list[tuple[tables.Run, Step]] = []
-    for name in args.tables:
+    for name in args.tables or tables.names(args.folder):
         if args.choose:
             print(name)
             choices(args.folder, name)
             continue
-        begun = time.process_time()
-        found, left = predicted(args.folder, name)
+        begun = time.perf_counter()
+        found, left = predicted(args.folder, name, args.every, args.jobs)
         every += found
         if args.rows:
             for run, step in found:
@@ -181,13 +208,21 @@ def main() -> None:
         parts[f"{name}, all"] = found if parts[f"{name}, pipelined"] else []
         parts = {name: [f for f in found if f[0].pp == 1]} | parts
         summary += [judge(part).line(which) for which, part in parts.items() if part]
-        seconds = time.process_time() - begun
-        print(f"{name}: {len(found)} rows, {seconds:.0f} s of processor time", flush=True)
+        seconds = time.perf_counter() - begun
+        cpu_s = statistics.median(s.cpu_s for _, s in found) if found else 0.0
+        print(f"{name}: {len(found)} rows, {seconds:.0f} s, {cpu_s:.2f} s of CPU each", flush=True)
+        if text := memory_line(name, found):
+            print(text)
         for reason, count in left.most_common():
             print(f"    left out {count}: {reason}")
     if summary:
         flat = [f for f in every if f[0].pp == 1]
-        print("", HEADER, *summary, judge(flat).line("all without pipelines"), sep="\n")
+        summary += [
+            judge(part).line(n) for n, part in (("no pipelines", flat), ("all", every)) if part
+        ]
+        print("", HEADER, *summary, sep="\n")
+    if args.residuals and every:
+        args.residuals.write_text(residuals_text(every, grouped(every)))
 
 
 if __name__ == "__main__":

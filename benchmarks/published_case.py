@@ -108,11 +108,25 @@ class Kernels:
 
 
 @dataclasses.dataclass(frozen=True)
+class Framework:
+    """What a framework does on the host and with its communication.
+
+    ``eager``: every kernel is launched from Python. ``overlaps``: gradients are reduced while the
+    backward pass goes on. ``alone``: layers were timed one by one and added up.
+    """
+
+    eager: bool
+    overlaps: bool
+    alone: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """A model on a mesh: all that decides the trace. ``batch`` counts sequences on the mesh.
+    """A model on a mesh: all that decides the trace. ``batch`` counts sequences of a step.
 
     ``recompute``: "none"; "full", all of a layer that its backward pass needs; "whole", the layer's
     last product too, which no backward pass needs; or a name of ``published_models.KEPT``.
+    ``unrolled``: layers have arrays of their own; otherwise they are scanned.
     """
 
     model: Decoder
@@ -120,7 +134,7 @@ class Case:
     kernels: Kernels
     recompute: str
     batch: int
-    accumulate: bool = False
+    unrolled: bool = False
 
 
 def parameters(c: Case) -> dict[str, Any]:
@@ -158,8 +172,25 @@ def parameters(c: Case) -> dict[str, Any]:
         out["position"] = of((m.seq, h), None, -1)
     if not m.tied:
         out["head"] = of((m.vocab, h), 0, 1)
-    out["layers"] = [layer] * m.layers
+    out["layers"] = [layer] * m.layers if c.unrolled else _stacked(layer, m.layers)
     return out
+
+
+def _stacked(layer: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Parameters of all layers in arrays with a first dimension more."""
+
+    def of(leaf: Any) -> Any:
+        shape, *specs = leaf
+        return (layers, *shape), *((None, *s) if s else s for s in specs)
+
+    return {name: of(leaf) for name, leaf in layer.items()}
+
+
+def of_layer(c: Case) -> dict[str, Any]:
+    """The parameters of one layer, by name."""
+    model = dataclasses.replace(c.model, layers=1)
+    tree = parameters(dataclasses.replace(c, model=model, unrolled=True))
+    return tree["layers"][0]  # type: ignore[no-any-return]
 
 
 def is_leaf(x: Any) -> bool:

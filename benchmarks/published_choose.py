@@ -1,7 +1,7 @@
 """The planner's own choice beside a published plan: same model, devices, batch and kernels.
 
-Both are plans of one train step on one microbatch: gradients and AdamW. The published plan is
-pinned and its memory is not limited. The choice is free, without a pipeline, and gets the memory
+Both are plans of one train step with the run's microbatches. The published plan is pinned and its
+memory is not limited. The choice is free, without a pipeline, and gets the memory
 of the device, or what the published plan would take where that is more. Both are priced by the
 planner, so their ratio says what it expects to gain.
 """
@@ -12,11 +12,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jax.sharding import PartitionSpec
 from published_case import Case, Degrees
-from published_clusters import cluster_of, with_attention
-from published_models import microbatch, update
-from published_predict import case_of
+from published_models import train_step
+from published_predict import case_of, stack_cluster
 from published_tables import Run
 
 from costmodels import Cluster
@@ -33,53 +31,27 @@ class Choice:
     refused: str = ""
 
 
-def train_step(c: Case) -> tuple[Any, tuple[Any, ...], dict[str, PartitionSpec]]:
-    """(function, arguments, pins) of gradients and AdamW on one microbatch."""
-    c = dataclasses.replace(c, accumulate=False)
-    gradients, (params, _, tokens, targets), pins = microbatch(c)
-    step, (state, _), more = update(c)
-    root = r"^\[0\]"
-    if c.kernels.stored == "float32":  # the optimizer's parameters are the model's
-
-        def whole(state: Any, tokens: Any, targets: Any) -> Any:
-            return step(state, gradients(state["p"], None, tokens, targets))
-
-        inputs = [v for k, v in pins.items() if k in (r"^\[2\]", r"^\[3\]")]
-        kept = {k: v for k, v in more.items() if k.startswith(root)}
-        return (
-            whole,
-            (state, tokens, targets),
-            kept | dict(zip((r"^\[1\]", r"^\[2\]"), inputs, strict=False)),
-        )
-
-    def mixed(params: Any, state: Any, tokens: Any, targets: Any) -> Any:
-        return step(state, gradients(params, None, tokens, targets))
-
-    moved = {k.replace(root, r"^\[1\]"): v for k, v in more.items() if k.startswith(root)}
-    return mixed, (params, state, tokens, targets), pins | moved
-
-
 def choose(run: Run) -> Choice:
     """Plan a run as published, and freely.
 
     Raises:
         MeshwrightError: the published plan itself can't be planned.
     """
-    cluster = cluster_of(run.hardware, run.inter_node, run.node_size, run.devices)
-    cluster = with_attention(cluster, run.kernels)
+    cluster = stack_cluster(run)
     case = case_of(run)
-    published = _plan(case, cluster, mesh=case.degrees.mesh, memory=1e18)
+    published = _plan(case, cluster, run, mesh=case.degrees.mesh, memory=1e15)
     free = dataclasses.replace(case, degrees=Degrees(free=True))
     memory = max(published.prediction.peak_bytes, float(cluster.device.memory_bytes))
     try:
-        return Choice(run, published, _plan(free, cluster, memory=memory))
+        return Choice(run, published, _plan(free, cluster, run, memory=memory))
     except MeshwrightError as error:
         return Choice(run, published, None, str(error).splitlines()[0])
 
 
-def _plan(c: Case, cluster: Cluster, **how: Any) -> Plan:
-    function, args, pins = train_step(c)
-    return make_plan(function, *args, cluster=cluster, mode="AUTO_PARALLEL", shardings=pins, **how)
+def _plan(c: Case, cluster: Cluster, run: Run, **how: Any) -> Plan:
+    step, args, pins = train_step(c)
+    how |= {"microbatches": run.grad_accum, "remat": "none", "chunks": 1}
+    return make_plan(step, *args, cluster=cluster, mode="AUTO_PARALLEL", shardings=pins, **how)
 
 
 def fastest(runs: Iterable[Run]) -> list[Run]:
@@ -97,13 +69,13 @@ def _rate(run: Run) -> float:
 
 
 def line(c: Choice) -> str:
-    """One row: the run, milliseconds of one microbatch as published, and of the choice."""
+    """One row: the run, milliseconds of a step as published, and of the choice."""
     d, run, p = c.run.degrees, c.run, c.published.prediction
     text = (
         f"  {run.row.split('#')[1]:>5} {run.hardware[:9]} L{run.model.layers} h{run.model.hidden} "
-        f"s{run.model.seq} x{run.devices} b{run.sequences // run.grad_accum}: published "
+        f"s{run.model.seq} x{run.devices} b{run.sequences}: published "
         f"d{d.data} z{d.zero} f{d.fsdp} c{d.context} t{d.model}, measured "
-        f"{1e3 * run.step_s / run.grad_accum:.1f} ms, priced {1e3 * p.step_s:.1f} ms, "
+        f"{1e3 * run.step_s:.1f} ms, priced {1e3 * p.step_s:.1f} ms, "
         f"{p.peak_bytes / 1e9:.0f} GB; "
     )
     if c.chosen is None:

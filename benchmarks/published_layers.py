@@ -155,10 +155,10 @@ def rotate(x: Array, c: Case) -> Array:
 
 @jax.jit
 def flash_attention_causal(q: Array, k: Array, v: Array) -> Array:
-    """Priced as one fused kernel (Dao 2023), half of whose products the mask saves."""
+    """Priced as one fused kernel (Dao 2023), half of whose products the mask saves: its name says
+    so. The mask itself is left out, since JAX would make it in front of a scan."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1).astype(q.dtype)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
@@ -210,16 +210,16 @@ def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
     inside = d.spec(d.batch, d.on("context"))
 
     def apply(eq: str, x: Array, name: str, label: str, out: Spec) -> Array:
-        y = linear(eq, x, p[name], spec[name][1], spec[name][3], k, label)
+        y = linear(eq, x, p[name], spec[name][1], spec[name][2], k, label)
         y = checkpoint_name(mark(y, out), label)
         # cuBLAS adds a bias for nothing; Megatron adds these two in the next kernel
         stop = (lambda x: x) if k.rows else k.stop
         return stop(y + p[name + "_b"].astype(y.dtype)) if m.bias else y
 
     def join(x: Array, y: Array) -> Array:
-        return drop_add(x, y, k) if k.dropout else k.stop(x + y)
+        return mark(drop_add(x, y, k) if k.dropout else k.stop(x + y), between)
 
-    y = gathered(norm(k.stop(x), p, "norm1", c), inside, between)
+    y = gathered(mark(norm(k.stop(x), p, "norm1", c), between), inside, between)
     heads = d.spec(*inside, tp)
     q = apply("bsd,dhk->bshk", y, "q", "query", heads)
     key = apply("bsd,dhk->bshk", y, "k", "key", heads)
@@ -230,7 +230,7 @@ def layer(x: Array, p: Any, spec: Any, c: Case) -> Array:
         key, v = (mark(t, d.spec(d.batch, None, tp)) for t in (key, v))
     mixed = checkpoint_name(mark(attend(q, key, v, c), heads), "mixed")
     x = join(x, apply("bshk,hkd->bsd", mixed, "o", "out", between))
-    y = gathered(norm(k.stop(x), p, "norm2", c), inside, between)
+    y = gathered(mark(norm(k.stop(x), p, "norm2", c), between), inside, between)
     wide = d.spec(*inside, tp)
     up = apply("bsd,df->bsf", y, "up", "up", wide)
     if m.gated:

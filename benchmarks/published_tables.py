@@ -1,4 +1,8 @@
-"""Published tables of training runs -> ``Run``s that can be predicted, or the reason why not."""
+"""Published tables of training runs -> ``Run``s that can be predicted, or the reason why not.
+
+Any CSV of a folder is read that has the columns ``framework``, ``num_devices`` and
+``step_time_seconds``; what a run did comes from its row and from its framework's stack.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from published_case import Decoder, Degrees, Kernels
+from published_case import Decoder, Degrees, Framework, Kernels
+from published_stacks import Stack, stack_of
 
-TABLES = {
+TABLES = {  # names of some tables, each of one file or several; any other is named like its file
     "vtrain": ("vtrain_single_node_a100.csv",),
     "llm_foundry": ("llm_foundry_mpt_a100_h100.csv",),
     "torchtitan": (
@@ -26,38 +31,14 @@ TABLES = {
     "alpa": ("alpa_osdi22_intra_op_ablation_v100.csv", "alpa_weak_scaling_v100_32gb.csv"),
     "megatron": ("megatron_2020_v100_a100.csv",),
     "pax": ("jax_toolbox_pax_maxtext.csv",),
+    "ascend": ("ascend_910b_modellink.csv",),
+    "nemo": ("nemo_launcher_h100_fp8.csv",),
+    "t5x": ("jax_toolbox_t5x.csv",),
 }
-VOCABULARY = {"internevo": 103168, "pax": 50304}  # InternLM's tokenizer; GPT's, padded
+NEEDED = ("framework", "num_devices", "step_time_seconds")
+"""Columns by which a table of training runs is known."""
 
-
-Plan = tuple[Degrees, int, int, int, int, str, Kernels, "Framework"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Framework:
-    """What a framework does on the host and with its communication.
-
-    ``eager``: every kernel is launched from Python. ``overlaps``: gradients are reduced while the
-    backward pass goes on. ``alone``: layers were timed one by one and added up.
-    """
-
-    eager: bool
-    overlaps: bool
-    alone: bool = False
-
-
-FRAMEWORKS = {
-    # "no gradient bucketing" in the table, whose times are sums over layers to 1e-5
-    "vtrain": Framework(eager=True, overlaps=False, alone=True),
-    "llm_foundry": Framework(eager=True, overlaps=True),
-    "torchtitan": Framework(eager=True, overlaps=True),
-    "torchtitan compiled": Framework(eager=False, overlaps=True),
-    "internevo": Framework(eager=True, overlaps=True),
-    "maxtext": Framework(eager=False, overlaps=True),
-    "alpa": Framework(eager=False, overlaps=False),  # XLA:GPU of 2021: synchronous collectives
-    "megatron": Framework(eager=True, overlaps=False),  # gradients reduced after the backward pass
-    "pax": Framework(eager=False, overlaps=True),
-}
+Plan = tuple[Degrees, int, int, int, int, str, Kernels, Framework]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +46,8 @@ class Run:
     """One published run: what ran where, and its seconds a step.
 
     ``micro``: sequences of a microbatch on one replica. ``group``: runs with equal text did the
-    same work on the same machine in different ways.
+    same work on the same machine in different ways. ``memory_bytes``: measured on a device, 0 if
+    it was not.
     """
 
     table: str
@@ -87,6 +69,7 @@ class Run:
     group: str
     sequences: int
     params: int
+    memory_bytes: float = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -112,15 +95,27 @@ class LeftOut:
     reason: str
 
 
-def read(folder: Path, names: Sequence[str]) -> list[Run | LeftOut]:
+def names(folder: Path) -> list[str]:
+    """The tables of training runs in a folder."""
+    known = {file: name for name, files in TABLES.items() for file in files}
+    found = []
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="") as text:
+            columns = next(csv.reader(text), [])
+        if all(name in columns for name in NEEDED):
+            found.append(known.get(path.name, path.stem))
+    return list(dict.fromkeys(found))
+
+
+def read(folder: Path, tables: Sequence[str]) -> list[Run | LeftOut]:
     """All rows of the named tables.
 
     Raises:
         SystemExit: a table is not there.
     """
     out: list[Run | LeftOut] = []
-    for name in names:
-        for file in TABLES[name]:
+    for name in tables:
+        for file in TABLES.get(name, (f"{name}.csv",)):
             path = folder / file
             if not path.exists():
                 raise SystemExit(f"no table {path}; give the folder of the tables as argument")
@@ -138,21 +133,23 @@ def _run(table: str, row: Mapping[str, str]) -> Run | LeftOut:
     reason = _reason(row)
     if reason:
         return LeftOut(table, row["row_id"], reason)
-    other = row.get("other", "")
-    model = _model(table, row)
-    degrees = _degrees(row)
+    other, stack = row.get("other", ""), stack_of(row["framework"])
+    degrees = _degrees(row, stack)
     split = degrees.data * degrees.zero * degrees.fsdp
-    recompute = _recompute(table, row)
+    recompute = _recompute(row, stack)
     if recompute is None:
         return LeftOut(table, row["row_id"], f"recompute not known: {row.get('recompute')!r}")
     accumulate = _number(row, "grad_accum", 1)
     sequences = _number(row, "global_batch_seqs", 0)
-    micro = max(sequences // split // accumulate, 1)
-    kernels = _kernels(table, row)
-    key = "torchtitan compiled" if table == "torchtitan" and "compile" in other else table
     group = [row.get(k, "") for k in ("model", "hardware", "num_devices", "seq_len", "precision")]
-    if table in ("vtrain", "alpa"):
+    if "vTrain" in row.get("source", "") or "alpa" in row["framework"].lower():
         group.append(str(sequences))
+    compiled = "compile" in other
+    framework = stack.framework
+    if compiled:
+        framework = dataclasses.replace(framework, eager=False)
+    if "overlap-grad-reduce" in other:
+        framework = dataclasses.replace(framework, overlaps=True)
     return Run(
         table,
         row["row_id"],
@@ -160,19 +157,20 @@ def _run(table: str, row: Mapping[str, str]) -> Run | LeftOut:
         _number(row, "devices_per_node", 8),
         row.get("inter_node", ""),
         _number(row, "num_devices", 1),
-        model,
+        _model(row, stack),
         degrees,
         _number(row, "pp", 1),
         _number(row, "vpp", 1),
-        micro,
+        max(sequences // split // accumulate, 1),
         accumulate,
         recompute,
-        kernels,
-        FRAMEWORKS[key],
+        _kernels(row, stack, compiled),
+        framework,
         float(row["step_time_seconds"]),
         "|".join([table, *group]),
         sequences,
         _number(row, "params", 0),
+        float(row.get("memory_bytes_per_device") or 0),
     )
 
 
@@ -183,101 +181,91 @@ def _reason(row: Mapping[str, str]) -> str:
         return "no time: out of memory"
     if row.get("experts") or "MoE" in row.get("model", ""):
         return "mixture of experts: no model of it here"
-    if not row.get("layers"):
-        return "no decoder (Wide-ResNet)"
+    if not row.get("layers") or not row.get("hidden"):
+        return "no sizes of a decoder"
     if ("Alpa ILP" in other or "heuristic" in other) and row.get("num_devices") != "1":
         return "the plan is not in the table"
-    if "fine-tuning" in other:
+    if "fine-tuning" in other or "SFT" in other:
         return "fine-tuning: sequence packing not known"
+    if "LoRA" in other:
+        return "LoRA: no model of it here"
     return ""
 
 
-def _model(table: str, row: Mapping[str, str]) -> Decoder:
+def _model(row: Mapping[str, str], stack: Stack) -> Decoder:
     hidden, heads = int(row["hidden"]), int(row["heads"])
-    gated = row.get("gated_mlp") == "true"
-    vocab = _number(row, "vocab", VOCABULARY.get(table, 0))
-    tp = _number(row, "tp", 1)
-    if table == "megatron":
-        vocab = -(-vocab // (128 * tp)) * 128 * tp  # Megatron pads the vocabulary
-    if table == "vtrain":
-        vocab = vocab // tp * tp  # vTrain's model gives each device vocab // tp rows
+    kv_heads = _number(row, "kv_heads", heads)
+    name = row.get("model", "").lower()
+    gated = row.get("gated_mlp") == "true" or "llama" in name or "gemma" in name
+    vocab, tp = _number(row, "vocab", stack.vocabulary), _number(row, "tp", 1)
+    step = stack.padded * tp
+    vocab = -(-vocab // step) * step if step else vocab // tp * tp
     return Decoder(
         layers=int(row["layers"]),
         hidden=hidden,
         ffn=_number(row, "ffn_hidden", 4 * hidden),
         heads=heads,
-        kv_heads=_number(row, "kv_heads", heads),
+        kv_heads=-(-kv_heads // tp) * tp if kv_heads < heads else heads,
         head_dim=_number(row, "head_dim", hidden // heads),
         vocab=vocab,
         seq=int(row["seq_len"]),
         gated=gated,
-        positions=not gated and table not in ("maxtext", "pax"),
-        bias=table in ("vtrain", "alpa", "megatron", "pax") and not gated,
+        positions=not gated and stack.positions,
+        bias=not gated and stack.bias,
         tied=not gated,
     )
 
 
-def _degrees(row: Mapping[str, str]) -> Degrees:
+def _degrees(row: Mapping[str, str], stack: Stack) -> Degrees:
     tp, cp = _number(row, "tp", 1), _number(row, "cp", 1)
     data, fsdp = _number(row, "dp", 1), _number(row, "fsdp", 1)
-    stage, other = row.get("zero_stage", ""), row.get("other", "")
-    notes = row.get("notes", "")
-    sequence = "sequence parallel" in notes
+    stage, other = row.get("zero_stage") or "", row.get("other", "")
+    told = row.get("sequence_parallel", "") == "true" or "sequence parallel" in row.get("notes", "")
     zero = 1
     found = re.search(r"zero1 shard group (\d+)", other)
     if found:
         zero = min(int(found.group(1)), data)
         data //= zero
-    elif stage in ("1", "2"):
+    elif stage in ("1", "2") or (not stage and stack.sharded):
         data, zero = 1, data
     if stage == "3" and data == fsdp:  # some tables name the same devices twice
         data = 1
-    return Degrees(data, zero, fsdp, cp, tp, sequence)
+    return Degrees(data, zero, fsdp, cp, tp, tp > 1 and (told or stack.sequence))
 
 
-def _recompute(table: str, row: Mapping[str, str]) -> str | None:
-    text = row.get("recompute", "")
-    if table == "vtrain":
+def _recompute(row: Mapping[str, str], stack: Stack) -> str | None:
+    text = row.get("recompute") or ""
+    if "ground_truth_single" in row.get("source", ""):
         return "none"  # see docs/explanation/published-runs.md
     if text.startswith("full"):  # Megatron and its heirs run a layer's forward pass again
-        return "whole" if table in ("megatron", "internevo") else "full"
+        return stack.recompute
     if text.startswith("custom"):
         return "offload+out" if "out_proj" in text else "offload"
     if text == "save_dot_with_no_batch_dim":
         return "minimal"
     if text in ("none", "selective-op", "minimal_flash", "selective-every-2nd-layer"):
         return text
+    if text.startswith("selective"):  # Korthikanti et al. 2022: attention's core is run again
+        return "none" if stack.attention.startswith("flash") else "minimal"
+    if not text and "nemo" in row["framework"].lower():
+        return "none"
     return None
 
 
-def _kernels(table: str, row: Mapping[str, str]) -> Kernels:
+def _kernels(row: Mapping[str, str], stack: Stack, compiled: bool) -> Kernels:
     other, precision = row.get("other", ""), row["precision"]
-    flash = table in ("llm_foundry", "torchtitan", "internevo") or "flash" in other
-    flash |= (
-        "attention=flash" in other
-        or "cudnn" in other
-        or "TransformerEngine" in row.get("framework", "")
-    )
+    flash = "flash" in other or "cudnn" in other or "TransformerEngine" in row["framework"]
     low = "float16" if precision == "fp16" else "bfloat16"
-    matmul = "float8_e4m3fn" if precision == "fp8" else low
-    compiled = table in ("maxtext", "alpa", "pax") or "compile" in other
-    reduced = low
-    stored = "float32"
-    if table == "llm_foundry":
-        reduced = "float32" if "DEFAULT" in other else low
-    elif table == "torchtitan":
-        reduced = "float32"  # FSDP2's reduce_dtype there
-    elif table in ("vtrain", "megatron", "internevo", "alpa"):
-        stored = low
-    attention = "flash" if flash else "dense"
-    megatron = table in ("vtrain", "megatron")
+    reduced = stack.reduced or low
+    if "mp_mode=DEFAULT" in other:  # Composer's modes
+        reduced = "float32"
     return Kernels(
-        compiled,
-        rows=megatron or table == "llm_foundry",
-        dropout=megatron,
-        joined=table in ("vtrain", "megatron", "llm_foundry", "internevo"),
-        attention="flash-1" if table == "llm_foundry" else attention,
-        matmul=matmul,
+        stack.fused or compiled,
+        rows=stack.rows,
+        dropout=stack.dropout,
+        joined=stack.joined,
+        attention="flash" if flash and stack.attention == "dense" else stack.attention,
+        matmul="float8_e4m3fn" if precision == "fp8" else low,
         reduced=reduced,
-        stored=stored,
+        stored=stack.stored or low,
     )

@@ -37,7 +37,7 @@ ad.deflinear2(_mark, lambda ct, x, *, entries: [_mark.bind(ct, entries=entries)]
 
 def _batch_mark(args: Sequence[Any], dims: Sequence[int], *, entries: tuple[Entry, ...]) -> Any:
     (x,), (d,) = args, dims
-    full = list(entries) + [None] * (x.ndim - 1 - len(entries))
+    full: list[Any] = list(entries) + [None] * (x.ndim - 1 - len(entries))
     full.insert(d, FREE)
     return _mark.bind(x, entries=tuple(full)), d
 

@@ -296,15 +296,18 @@ class _Cut:
         """Per sum, the dimension of its groups: behind that of the turns of a scan, which stays the
         first, so that layers that are scanned can be parted between stages."""
         makers = {o: n for n, _ in self.body for o in n.outs}
-        found = {}
+        found: dict[int, int] = {}
         for v in self.summed:
             n = makers.get(v)
             while n is not None and n.name in ("convert_element_type", "mul") and n.values:
                 n = makers.get(n.values[0])
-            carries = n.whole.params["num_carry"] if n is not None and n.name == "scan" else None
-            shape = self.step.avals[v][1].shape
-            stacked = carries is not None and shape and v not in n.outs[:carries]
-            found[v] = 1 if stacked else 0
+            found[v] = 0
+            if (
+                n is not None
+                and n.name == "scan"
+                and v not in n.outs[: n.whole.params["num_carry"]]
+            ):
+                found[v] = 1 if self.step.avals[v][1].shape else 0
         return found
 
     def _shared(self, env: Mapping[int, Any], outer: list[int], held: list[Any]) -> Any:

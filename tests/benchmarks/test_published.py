@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ import published_clusters as clusters  # noqa: E402
 import published_predict as predicting  # noqa: E402
 import published_tables as tables  # noqa: E402
 from published_case import Case, Decoder, Degrees, Kernels, count_parameters  # noqa: E402
-from published_models import microbatch  # noqa: E402
+from published_models import gradients  # noqa: E402
+from published_residuals import residuals_text  # noqa: E402
+from published_stacks import OTHER, stack_of  # noqa: E402
 
-from costmodels import parse_cluster  # noqa: E402
-from costmodels.schedule import bubble_share  # noqa: E402
 from planner.graph.trace import trace  # noqa: E402
 from planner.planning import graph_rules  # noqa: E402
 from planner.space.groups import build_groups  # noqa: E402
@@ -57,14 +58,16 @@ def test_parameters_of_every_table_row() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("full", 4), ("whole", 4)])
+@pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize("model", [GPT, dataclasses.replace(LLAMA, seq=1024)])
-def test_flops_are_those_of_the_formula(model: Decoder, recompute: str, passes: int) -> None:
+def test_flops_are_those_of_the_formula(
+    model: Decoder, unrolled: bool, recompute: str, passes: int
+) -> None:
     """6 N per token and attention. Recomputed layers, not the head, count once more; the last
     product of a layer only where the whole layer is run again."""
     small = dataclasses.replace(model, layers=2)
-    case = Case(small, Degrees(), Kernels(), recompute, 2)
-    function, args, _ = microbatch(case)
-    traced = trace(function, args)
+    case = Case(small, Degrees(), Kernels(), recompute, 2, unrolled)
+    traced = trace(*gradients(case))
     rules = graph_rules(traced)
     groups = build_groups(traced.graph, rules)
     analysis = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
@@ -77,63 +80,78 @@ def test_flops_are_those_of_the_formula(model: Decoder, recompute: str, passes: 
     assert flops == pytest.approx(expected, rel=0.02)
 
 
-def test_parts_are_linear_in_layers() -> None:
-    """Three layers from none and one; an empty model fuses a little more around its border."""
-    model = dataclasses.replace(GPT, vocab=50304)
-    half = {"matmul": "float16", "reduced": "float16", "stored": "float16"}
-    kernels = Kernels(False, rows=True, dropout=True, joined=True, **half)
-    case = Case(model, Degrees(model=2), kernels, "none", 8)
-    cluster = parse_cluster("a100:2")
-    none, one, three = (
-        predicting.planned(predicting.with_layers(case, n), cluster) for n in (0, 1, 3)
+HALF = {"matmul": "float16", "reduced": "float16", "stored": "float16"}
+MEGATRON = Kernels(False, rows=True, dropout=True, joined=True, **HALF)
+
+
+def test_the_plan_is_the_published_one() -> None:
+    """No part of it is replaced: the collectives are those of the published degrees alone."""
+    run = run_of(Degrees(data=2, model=4), 1.0)
+    small = dataclasses.replace(GPT, layers=2, vocab=50304)
+    run = dataclasses.replace(
+        run, devices=8, model=small, grad_accum=4, sequences=64, micro=8, kernels=MEGATRON
     )
-    for field in dataclasses.fields(predicting.Parts):
-        first = getattr(none, field.name)
-        expected = first + 3 * (getattr(one, field.name) - first)
-        assert getattr(three, field.name) == pytest.approx(expected, rel=0.01), field.name
+    found = predicting.planned(run).plan
+    assert dict(zip(found.mesh.names, found.mesh.sizes, strict=True)) == {"data": 2, "model": 4}
+    assert (found.microbatches, found.replicas) == (4, 2)
+    inside = [c for c in found.collectives if c.count > 1]
+    assert all(c.axes == ("model",) for c in inside)
+    # Megatron: two all-reduces forward and two backward, each a reduce-scatter and an all-gather
+    whole = 2.0 * 8 * small.seq * small.hidden
+    turns = 4 * small.layers
+    sent = sum((1 + (c.kind == "all_reduce")) * c.count * c.payload_bytes for c in inside)
+    assert sent == pytest.approx(8 * turns * whole, rel=0.25)
+    behind = [c for c in found.collectives if "data" in c.axes]
+    assert behind and all(c.count == 1 for c in behind)
 
 
-def test_bubble_is_the_formulas() -> None:
-    """Idle share (pp - 1) / (vpp * microbatches), and none without a pipeline."""
-    layer = predicting.Parts(compute_s=1.0)
-    for pp, vpp, micro in ((4, 1, 8), (4, 2, 8), (2, 1, 2), (1, 1, 4)):
-        step = predicting.assemble(
-            predicting.Schedule(8, pp, vpp, micro), layer, predicting.Parts(), predicting.Parts()
-        )
-        assert step.compute_s == pytest.approx(micro * 8 / pp)
-        share = bubble_share(pp, micro, vpp)
-        assert step.bubble_s == pytest.approx(share * step.compute_s)
-    with pytest.raises(ZeroDivisionError):
-        bubble_share(2, 0)
-
-
-def test_hidden_communication_never_exceeds_compute() -> None:
-    """Gathers and reductions share the second of compute that they can hide under."""
-    layer = predicting.Parts(compute_s=1.0, gather_s=10.0, sync_s=10.0)
-    schedule = predicting.Schedule(1, 1, 1, 1, hidden=0.5, overlapped=0.7)
-    step = predicting.assemble(schedule, layer, predicting.Parts(), predicting.Parts())
-    assert step.gather_s == pytest.approx(9.5)
-    assert step.sync_s == pytest.approx(9.5)
-    assert step.total_s == pytest.approx(1.0 + 19.0)
+def test_stages_take_the_bubble_longer() -> None:
+    """Four stages and as many microbatches take 7 / 4 of the work of one stage."""
+    small = dataclasses.replace(GPT, layers=8, vocab=1024)
+    run = dataclasses.replace(
+        run_of(Degrees(), 1.0), devices=4, pp=4, model=small, grad_accum=4, sequences=32, micro=8
+    )
+    plan = predicting.planned(run).plan
+    assert plan.stages == 4 and plan.schedule == "1f1b"
+    p = plan.prediction
+    assert p.step_s == pytest.approx(7 / 4 * (p.compute_s + p.communication_s), rel=0.05)
 
 
 def test_slow_hosts_hold_up_small_kernels() -> None:
     """A host that runs ahead hides behind the whole microbatch; alone, behind its own layer."""
-    layer = predicting.Parts(compute_s=1.0, host_s=2.0)
-    rest = predicting.Parts(compute_s=1.5)
-    schedule = predicting.Schedule(2, 1, 1, 3)
-    step = predicting.assemble(schedule, layer, rest, predicting.Parts())
-    assert step.host_s == pytest.approx(3 * (2 * 2.0 - 2 * 1.0 - 1.5))
-    alone = dataclasses.replace(schedule, alone=True)
-    step = predicting.assemble(alone, layer, rest, predicting.Parts())
-    assert step.host_s == pytest.approx(3 * 2 * (2.0 - 1.0))
+    run = dataclasses.replace(run_of(Degrees(), 1.0), devices=1, kernels=MEGATRON)
+    ahead = dataclasses.replace(run, framework=dataclasses.replace(run.framework, alone=False))
+    waits = []
+    for one in (run, ahead):
+        found = predicting.planned(one)
+        waits.append(predicting.late_s(one, found))
+    assert 0.0 < waits[1] <= waits[0] < 0.2
+    large = dataclasses.replace(ahead, sequences=64, micro=64)
+    assert predicting.late_s(large, predicting.planned(large)) == 0.0
+    fused = dataclasses.replace(run, kernels=dataclasses.replace(MEGATRON, fused=True))
+    assert predicting.late_s(fused, predicting.planned(fused)) == 0.0
+
+
+def test_reductions_hide_where_the_framework_overlaps() -> None:
+    """Under the last microbatch's backward pass, in the dtype that the framework reduces."""
+    small = dataclasses.replace(GPT, layers=2, vocab=50304)
+    run = dataclasses.replace(
+        run_of(Degrees(data=8), 1.0), devices=8, model=small, grad_accum=4, sequences=256, micro=8,
+        kernels=MEGATRON,
+    )  # fmt: skip
+    found = predicting.planned(run)
+    sent = sum(c.count * c.time_s for c in found.plan.collectives if c.count == 1)
+    behind = predicting.hidden_s(run, found)
+    assert behind == pytest.approx(0.5 * sent, rel=0.05)  # 16 bits in place of 32, no overlap
+    overlaps = dataclasses.replace(run, framework=dataclasses.replace(run.framework, overlaps=True))
+    share = predicting.stack_cluster(overlaps).device.overlap_behind
+    behind = predicting.hidden_s(overlaps, predicting.planned(overlaps))
+    assert behind == pytest.approx((0.5 + 0.5 * share) * sent, rel=0.05)
 
 
 def test_kernels_of_a_megatron_layer() -> None:
     """Six products forward and twelve backward; four hand-written kernels and a bias forward."""
-    half = {"matmul": "float16", "reduced": "float16", "stored": "float16"}
-    kernels = Kernels(False, rows=True, dropout=True, joined=True, **half)
-    case = Case(GPT, Degrees(), kernels, "none", 1)
+    case = Case(GPT, Degrees(), MEGATRON, "none", 1)
     one, none = (dict(predicting.kernels_of(predicting.with_layers(case, n))) for n in (1, 0))
     assert one["matmul"] - none["matmul"] == 18
     assert 30 <= one["vector"] - none["vector"] <= 60
@@ -150,12 +168,11 @@ def test_power_slows_by_the_cube_root() -> None:
 
 
 def test_odd_vocabularies_cost_more() -> None:
-    case = Case(dataclasses.replace(GPT, vocab=50304), Degrees(), Kernels(False), "none", 1)
-    cluster = parse_cluster("a100:1")
-    odd = dataclasses.replace(case, model=GPT)
-    assert predicting.unaligned_s(case, cluster) == 0.0
-    assert predicting.unaligned_s(odd, cluster) > 1e-3
-    assert predicting.unaligned_s(dataclasses.replace(odd, kernels=Kernels()), cluster) == 0.0
+    run = dataclasses.replace(run_of(Degrees(), 1.0), devices=1, kernels=MEGATRON)
+    even = dataclasses.replace(run, model=dataclasses.replace(GPT, vocab=50304))
+    assert predicting.unaligned_s(even) == 0.0
+    assert predicting.unaligned_s(run) > 1e-3
+    assert predicting.unaligned_s(dataclasses.replace(run, kernels=Kernels())) == 0.0
 
 
 def test_kendall_and_regret() -> None:
@@ -168,7 +185,7 @@ def test_kendall_and_regret() -> None:
 
 def run_of(plan: Degrees, step_s: float) -> tables.Run:
     """A run of GPT on 2 devices."""
-    framework = tables.FRAMEWORKS["vtrain"]
+    framework = stack_of("Megatron-DeepSpeed").framework
     return tables.Run(
         *("vtrain", "row#1", "A100-SXM-80GB", 8, "", 2, GPT, plan, 1, 1, 1, 1, "none"),
         *(Kernels(), framework, step_s, "group", 2, 0),
@@ -176,7 +193,7 @@ def run_of(plan: Degrees, step_s: float) -> tables.Run:
 
 
 def step_of(total_s: float) -> predicting.Step:
-    return predicting.Step(total_s, *[0.0] * 6)
+    return predicting.Step(total_s)
 
 
 def test_figures_count_a_plan_once() -> None:
@@ -194,6 +211,32 @@ def test_figures_count_a_plan_once() -> None:
     assert figures.error == pytest.approx((1.0 + 1 / 3 + 3 / 4) / 3)
     assert figures.regret == pytest.approx(1.0)
     assert figures.tau_in_groups == -1.0
+
+
+def test_residuals_are_measured_over_predicted() -> None:
+    found = [(run_of(Degrees(data=2), 1.0 + k / 10), step_of(1.0)) for k in range(11)]
+    found.append((run_of(Degrees(model=2), 3.0), step_of(2.0)))
+    content = tomllib.loads(residuals_text(found, [[(1.0, 1.0), (2.0, 1.0)]]))
+    assert content["a100"]["data"] == content["gpu"]["data"] == content["all"]["data"]
+    assert content["a100"]["data"] == {"rows": 11, "low": 1.1, "high": 1.9}
+    assert content["a100"]["model"] == {"rows": 1, "low": 1.5, "high": 1.5}
+    assert content["order"] == {"pairs": 1, "within": 1.0}
+
+
+def test_tables_of_any_name_are_read(tmp_path: Path) -> None:
+    """A row says what ran; an unknown framework counts as PyTorch run eagerly."""
+    columns = "row_id,framework,hardware,num_devices,model,layers,hidden,ffn_hidden,heads,vocab"
+    columns += ",seq_len,precision,tp,pp,dp,fsdp,zero_stage,global_batch_seqs,grad_accum,recompute"
+    columns += ",gated_mlp,step_time_seconds"
+    row = "x#1,Somebody's,H100 SXM,16,GPT,24,1024,4096,16,50304,1024,bf16,2,1,1,8,3,64,2,none,,1.5"
+    (tmp_path / "some.csv").write_text(f"{columns}\n{row}\n")
+    (tmp_path / "other.csv").write_text("hardware,time\nH100,1\n")
+    assert tables.names(tmp_path) == ["some"]
+    (run,) = tables.read(tmp_path, ["some"])
+    assert isinstance(run, tables.Run)
+    assert run.degrees == Degrees(fsdp=8, model=2) and run.framework == OTHER.framework
+    assert (run.micro, run.grad_accum, run.devices, run.table) == (4, 2, 16, "some")
+    assert clusters.cluster_of(run.hardware, "", 8, 16).text == "h100:8x2"
 
 
 def test_choice_is_no_worse_than_the_published_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -255,6 +256,32 @@ def test_what_is_not_quite_what_it_is_called_has_a_note(found: Comparison) -> No
     notes = {c.name: c.note for c in mixed.candidates if c.note}
     assert set(notes) == {"ZeRO-1"} and "one decision" in notes["ZeRO-1"]
     assert "not quite" in plain_text(comparison_parts(mixed), 80)
+
+
+@pytest.mark.usefixtures("published_runs")
+def test_what_ties_with_the_fastest_is_marked(found: Comparison) -> None:
+    chosen = found.chosen.plan
+    assert chosen is not None
+
+    def taking(name: str, step_s: float, fits: bool = True) -> Candidate:
+        timed = dataclasses.replace(chosen.prediction, step_s=step_s)
+        plan = dataclasses.replace(chosen, prediction=timed, strategy="FSDP over 8")
+        return Candidate(name, "", plan, fits)
+
+    rows = [taking(*row) for row in (("chosen", 1.03), ("best", 1.0), ("far", 1.2))]
+    some = dataclasses.replace(found, candidates=(*rows, taking("large", 1.0, False)))
+    text = plain_text(comparison_parts(some), 80)
+    assert "fastest  best, tied with chosen\n" in text
+    assert text.count("tied 1.00x") == 1 == text.count(" 1.17x") and text.count("tied ") == 2
+    data = {c["name"]: c for c in comparison_json(some)["candidates"]}
+    assert [c["tied"] for c in data.values()] == [True, False, False, False]
+    best = data["best"]
+    assert (best["low_s"], best["high_s"]) == pytest.approx((0.96, 1.21))
+
+
+def test_without_published_runs_there_is_no_range() -> None:
+    (one, *_) = comparison_json(compare(step, *ARGS, cluster="cpu:1"))["candidates"]
+    assert one["low_s"] is None and one["high_s"] is None
 
 
 @pytest.mark.long

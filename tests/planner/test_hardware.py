@@ -18,10 +18,11 @@ from planner import make_plan
 from planner.cli import main as cli
 from planner.compare.fitting import fit
 from planner.compare.hardware import APART, Offer, Offers, _marked, compare_hardware
-from planner.compare.offers_text import dollars_text, offers_json, rate_text
+from planner.compare.offers_text import dollars_text, offers_json, offers_parts, rate_text
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.jaxpr.products import products_of
 from planner.html.offers import offers_html
+from planner.report.layout import plain_text
 
 MODEL = """import jax, jax.numpy as jnp
 def train_step(w, ids):
@@ -122,6 +123,46 @@ def test_what_none_beats_is_marked() -> None:
     ]
     assert rows[0].dollars_per_million == pytest.approx(1.0)
     assert [o.pareto for o in _marked(rows)] == [True, True, False, True, True, False]
+
+
+@pytest.mark.usefixtures("published_runs")
+def test_clusters_whose_likely_ranges_overlap_are_tied() -> None:
+    plan = make_plan(step, *ARGS, cluster="h100:8")
+
+    def taking(cluster: str, step_s: float, units: int = 1000) -> Offer:
+        timed = dataclasses.replace(plan.prediction, step_s=step_s)
+        kind = cluster.partition(":")[0]
+        made = dataclasses.replace(
+            plan, prediction=timed, cluster=cluster, device=kind, strategy="FSDP over 8"
+        )
+        price = Price(3600.0 if kind == "h100" else 1000.0, "test")
+        return Offer(cluster, kind, 1, 10, units, made, 0.5, price)
+
+    best, near, far, wide, apart, host = rows = (
+        taking("h100:8", 1.0),  # 0.96 to 1.21 s
+        taking("h100:8", 2.1, 2000),  # another batch: 5 % slower
+        taking("h100:8", 2.2, 2000),
+        taking("v5e:2x4", 1.3),  # from 1.17 s on
+        taking("v5e:2x4", 1.4),  # from 1.26 s on
+        taking("cpu:8", 1.01),
+    )
+    found = Offers("tokens", (*rows, Offer("b200:8", "b200", 8, 10, 1000, None, refused="no")))
+    assert found.fastest == best and found.tied_fastest == (near, wide)
+    assert found.cheapest == host and found.tied_cheapest == (), "no run on a CPU is published"
+    priced = dataclasses.replace(found, offers=found.offers[:5])
+    assert priced.cheapest == wide and priced.tied_cheapest == ()
+    data = offers_json(found)["offers"]
+    assert [o.get("tied") for o in data] == [False, True, False, True, False, False, None]
+    assert (data[0]["low_s"], data[0]["high_s"]) == pytest.approx((0.96, 1.21))
+    assert data[5]["low_s"] is None and far in found.offers and apart in found.offers
+    text = plain_text(offers_parts(found), 80)
+    assert "h100:8, batch 10; tied with h100:8, batch 10 and v5e:2x4, batch 10" in " ".join(
+        text.split()
+    )
+    assert text.count("tied 952") == 1 and text.count("tied 769") == 1 and "tied: could" in text
+    page = html.unescape(offers_html(found))
+    assert page.count("(tied)") == 2 and "tied: could" in page
+    assert "tied" not in offers_html(dataclasses.replace(found, offers=(best, apart)))
 
 
 def test_products_are_counted_in_loops_branches_and_calls() -> None:

@@ -23,6 +23,8 @@ from planner import (
 )
 from planner.graph.ir import Graph
 from planner.graph.trace import trace
+from planner.plan.contents.interval import step_range
+from planner.plan.contents.kinds import plan_kind
 from planner.plan.plan import FORMAT, Plan, plan_from_json
 from planner.spec import MeshSpec, Sharding, enumerate_meshes, parse_mesh
 
@@ -107,6 +109,39 @@ def test_planning_time_is_neither_saved_nor_compared(plan: Plan) -> None:
     later = dataclasses.replace(plan, planning_s=1e6)
     assert later == plan and later.digest == plan.digest
     assert "planning_s" not in json.loads(plan.to_json())
+
+
+def test_the_kind_of_device_is_known_without_being_saved(plan: Plan, tmp_path: Path) -> None:
+    assert plan.device == "cpu" and "device" not in json.loads(plan.to_json())
+    profile = tmp_path / "ours.toml"
+    profile.write_text('[cluster]\ndevice = "h100"\nnodes = 1\n')
+    made = make_plan(step, W, X, cluster=f"{profile}:8x1", mesh="data=8")
+    assert made.device == "h100" and step_range(made) is not None
+    made.save(tmp_path / "plan.json")
+    assert step_range(load_plan(tmp_path / "plan.json")) is None, "no file is opened for it"
+    named = dataclasses.replace(made, cluster="h100:8", device="")
+    assert step_range(named) == step_range(made)
+    assert step_range(dataclasses.replace(named, cluster="of a program")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"strategy": "FSDP over 8; batch split 8 ways"}, "data"),
+        ({"strategy": "data parallel over 8 (ZeRO-1); batch split 8 ways"}, "data"),
+        ({"strategy": "one device"}, "data"),
+        ({"strategy": "FSDP over 4 x tensor parallel over 2; batch split 4 ways"}, "model"),
+        ({"strategy": "data parallel over 4 x sequence parallel over 2; batch"}, "model"),
+        ({"strategy": "data parallel over 4 x expert parallel over 2; batch"}, "model"),
+        ({"strategy": "FSDP over 8", "stages": 4}, "stages"),
+        ({"strategy": "FSDP over 2", "mesh": MeshSpec(("stage", "data"), (4, 2))}, "stages"),
+        ({"strategy": "FSDP over 8", "mesh": MeshSpec(("stage", "data"), (1, 8))}, "data"),
+        ({"strategy": "", "mesh": MeshSpec(("data", "model2"), (4, 2))}, "model"),
+        ({"strategy": "", "mesh": MeshSpec(("data", "model"), (8, 1))}, "data"),
+    ],
+)
+def test_the_kind_of_a_plan(plan: Plan, changes: dict[str, Any], kind: str) -> None:
+    assert plan_kind(dataclasses.replace(plan, **changes)) == kind
 
 
 def test_the_json_is_one_item_a_line(plan: Plan) -> None:

@@ -141,8 +141,8 @@ class HostMemory(NothingMore):
 
     def seconds(self, facts: Sequence[Hosted], option: IntArray, prices: Prices) -> Array:
         """Copies between devices and their hosts. What the program puts there itself, activations
-        that wait for the backward pass, is copied while it computes (asynchronous copies, as gathers
-        that run ahead); copies of the state around its update do not hide."""
+        that wait for the backward pass, is copied while it computes: asynchronously, as gathers
+        that run ahead. Copies of the state around its update do not hide."""
         total: Array = np.zeros((1, len(option)))
         for array in facts:
             local = prices.local_bytes(array.nbytes, array.factors, stored=not array.always)

@@ -85,10 +85,10 @@ def taken_apart(
     inside = operations(loop.eqn.params["jaxpr"])
     ops = {id(c): found[c.outs[0]] for c in flat.calls if c.outs}
     added = [c for calls in body.sums for c in calls]
-    for calls, parts in zip(body.sums, body.summed, strict=True):
+    for calls, pieces in zip(body.sums, body.summed, strict=True):
         for c in calls:  # a conversion that is made of each part stands where it stood
             if c.kind == "convert_element_type":
-                inside.update((v, inside[c.outs[0]]) for v in parts)
+                inside.update((v, inside[c.outs[0]]) for v in pieces)
     for c in (*body.flat.calls, *added):
         if c.outs:
             ops[id(c)] = _behind(inside[c.outs[0]], first)

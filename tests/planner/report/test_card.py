@@ -7,6 +7,8 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from report_cases import NASTY, deep, small
@@ -43,13 +45,14 @@ def test_repr_is_one_line() -> None:
     assert plan.cluster in line and str(plan.mesh) in line
 
 
+@pytest.mark.usefixtures("published_runs")
 def test_the_card_says_what_the_report_says() -> None:
     plan = small().plan
     parsed = Parsed(plan._repr_html_())
     assert not parsed.open
     assert parsed.tags.count("details") == 2
     assert str(plan) in parsed.words
-    for said in (plan.mode, plan.cluster, str(plan.mesh), "peak memory", "step time"):
+    for said in (plan.mode, plan.cluster, str(plan.mesh), "peak memory", "step time", "likely"):
         assert said in parsed.words
 
 

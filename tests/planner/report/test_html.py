@@ -65,6 +65,13 @@ def test_names_never_become_markup(page: Page, planned: Planned) -> None:
     assert not re.search("[<>&\u2028\u2029]", raw)
 
 
+@pytest.mark.usefixtures("published_runs")
+def test_the_step_time_has_a_likely_range(planned: Planned) -> None:
+    likely = report_data(planned).likely
+    assert "80 % of 59 published data parallel runs on h100 took 0.96x to 1.21x" in likely
+    assert likely in str(planned.plan).replace("\n" + " " * 15, " ")
+
+
 def test_every_collective_is_there(page: Page, planned: Planned) -> None:
     texts, columns = page.data["texts"], page.data["collectives"]["columns"]
     rows = planned.plan.collectives

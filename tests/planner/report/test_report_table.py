@@ -28,7 +28,15 @@ from planner.report.fold import (
     is_optimizer_state,
 )
 from planner.report.table import plan_text, render_plan
-from planner.report.units import array_text, bytes_text, count_text, percent_text, time_text
+from planner.report.units import (
+    array_text,
+    bytes_text,
+    count_text,
+    listed,
+    percent_text,
+    range_text,
+    time_text,
+)
 from planner.spec import MeshSpec, Sharding
 
 GOLDEN = Path(__file__).with_name("golden_plan.txt")
@@ -125,6 +133,7 @@ def small_plan() -> Plan:
     )
 
 
+@pytest.mark.usefixtures("published_runs")
 def test_golden_text() -> None:
     text = plan_text(small_plan()) + "\n"
     if os.environ.get("MESHWRIGHT_REGENERATE"):
@@ -146,10 +155,38 @@ def test_str_is_the_report_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch
     assert str(small_plan()) == plan_text(small_plan())
 
 
+@pytest.mark.usefixtures("published_runs")
 def test_summary_comes_first() -> None:
-    head = plan_text(small_plan()).splitlines()[:7]
+    head = plan_text(small_plan()).splitlines()[:9]
     for part in ("data=4,model=2", "12.3 ms", "31.0 GB", "38.8 % of 80.0 GB", "1.6 %"):
         assert any(part in line for line in head), part
+
+
+@pytest.mark.usefixtures("published_runs")
+def test_the_step_time_has_a_likely_range() -> None:
+    plan = dataclasses.replace(small_plan(), strategy="FSDP over 8; batch split 8 ways")
+    lines = plan_text(plan, 80).splitlines()
+    at = next(k for k, line in enumerate(lines) if line.startswith("  likely "))
+    assert lines[at].split(None, 1)[1] == (
+        "11.8 to 14.9 ms: 80 % of 59 published data parallel runs on h100"
+    )
+    assert lines[at + 1].strip() == "took 0.96x to 1.21x as long as predicted"
+    assert "  likely " not in plan_text(dataclasses.replace(plan, cluster="cpu:8"))
+
+
+@pytest.mark.usefixtures("published_runs")
+def test_meshes_that_tie_are_said_to() -> None:
+    rows = (
+        MeshRow("data=4,model=2", 0.0123, 0.0121, 3.1e10, MeshVerdict.CHOSEN),
+        MeshRow("2x4", 0.0127, 0.0127, 2.9e10, MeshVerdict.SLOWER),
+        MeshRow("8", 0.0150, 0.0150, 2.9e10, MeshVerdict.SLOWER),
+        MeshRow("2x2x2", 0.0124, 0.0124, 9e10, MeshVerdict.UNFIT),
+    )
+    text = plan_text(dataclasses.replace(small_plan(), meshes=rows), 160)
+    assert "fastest of 4 meshes, 1 other tied; 1 above the memory limit" in text
+    assert "tied with the chosen one (1.03x)" in text
+    assert "1.22x the chosen one's time" in text
+    assert "tied" not in plan_text(dataclasses.replace(small_plan(), meshes=rows[:1] + rows[2:]))
 
 
 def test_one_device_says_nothing_of_replication() -> None:
@@ -264,6 +301,16 @@ def test_units() -> None:
         "5000 s",
         "-",
         "-",
+    ]
+    assert range_text(0.395, 0.498) == "395 to 498 ms"
+    assert range_text(9.5e-4, 1.2e-3) == "950 us to 1.20 ms"
+    assert [listed("abcde"[:n]) for n in range(6)] == [
+        "",
+        "a",
+        "a and b",
+        "a, b and c",
+        "a, b, c and 1 more",
+        "a, b, c and 2 more",
     ]
     assert [count_text(c) for c in (12.0, 2.5)] == ["12", "2.5"]
     assert [percent_text(f) for f in (0, 1e-5, 0.394, 1.5, float("inf"))] == [
