@@ -15,13 +15,12 @@ from typing import Any
 
 from costmodels import Cluster, parse_cluster
 from costmodels.prices import Price
-from costmodels.residuals import tied
 from planner.advice.batch import batch_leaves
 from planner.arguments.calls import bind
 from planner.errors import MemoryLimitError, MeshwrightError, RequestError
 from planner.graph.jaxpr.products import products_of
 from planner.graph.trace import Traced, reshaped, trace
-from planner.plan.contents.interval import step_range
+from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import Plan
 from planner.planning import plan_tried
 from planner.request.sequence_parallel import sequences
@@ -287,14 +286,14 @@ def _tied(
             return math.inf, -math.inf
         return found.interval.low * cost(one), found.interval.high * cost(one)
 
-    def ties(one: Offer, best: Offer) -> bool:
-        if one.cluster == best.cluster:
-            return tied(cost(one), cost(best))
+    def close(one: Offer, best: Offer) -> bool:
+        if one.cluster == best.cluster and best.plan is not None:
+            return ties(best.plan, cost(one), cost(best))
         (low, high), (least, most) = likely(one), likely(best)
         return low <= most and least <= high
 
     rivals = [o for o in offers if o is not best and o.plan is not None]
-    return tuple(o for o in rivals if best is not None and ties(o, best))
+    return tuple(o for o in rivals if best is not None and close(o, best))
 
 
 def _better(a: Offer, b: Offer, cost_a: float, cost_b: float) -> bool:

@@ -11,9 +11,8 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from costmodels.residuals import tied
 from planner.compare.difference import Difference, Exchange, Figure
-from planner.plan.contents.interval import step_range
+from planner.plan.contents.interval import step_range, ties
 from planner.report.layout import add_row, new_table, pairs, section
 from planner.report.units import (
     bytes_text,
@@ -41,10 +40,10 @@ def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
     rows = [("limit", f"{bytes_text(found.limit_bytes)} per device")]
     if found.chosen.plan is not None:
         rows.append(("chosen", f"mesh {found.chosen.plan.mesh}, {found.chosen.what}"))
-    best, ties = fastest(found)
+    best, near = fastest(found)
     name = "none fits" if best is None else best.name
-    if ties:
-        name += f", tied with {listed([one.name for one in ties])}"
+    if near:
+        name += f", tied with {listed([one.name for one in near])}"
     rows.append(("fastest", name))
     yield _under(pairs(rows))
     yield ""
@@ -58,7 +57,7 @@ def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
             table,
             one.name,
             time_text(p.step_s),
-            f"tied {_ratio(found, one)}" if one in ties else _ratio(found, one),
+            f"tied {_ratio(found, one)}" if one in near else _ratio(found, one),
             time_text(p.compute_s),
             time_text(p.communication_s),
             bytes_text(p.peak_bytes),
@@ -85,7 +84,9 @@ def fastest(found: Comparison) -> tuple[Candidate | None, tuple[Candidate, ...]]
     if not fitting:
         return None, ()
     best = min(fitting, key=_step_s)
-    return best, tuple(c for c in fitting if c is not best and tied(_step_s(c), _step_s(best)))
+    assert best.plan is not None
+    near = (c for c in fitting if c is not best and ties(best.plan, _step_s(c), _step_s(best)))
+    return best, tuple(near)
 
 
 def _step_s(one: Candidate) -> float:
@@ -122,7 +123,7 @@ def _kinds(candidates: Sequence[Candidate]) -> RenderableType:
 def comparison_json(found: Comparison) -> dict[str, Any]:
     """The comparison as plain data; without the plans, which are named by their digests. "tied":
     with the fastest one, whose own is false."""
-    ties = fastest(found)[1]
+    near = fastest(found)[1]
 
     def one(c: Candidate) -> dict[str, Any]:
         out: dict[str, Any] = {"name": c.name, "what": c.what, "fits": c.fits}
@@ -136,7 +137,7 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
             "mesh": str(c.plan.mesh),
             "step_s": p.step_s,
             **range_json(c.plan),
-            "tied": c in ties,
+            "tied": c in near,
             "compute_s": p.compute_s,
             "communication_s": p.communication_s,
             "overlapped_s": p.overlapped_s,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from costmodels.residuals import tied
-from planner.plan.contents.interval import step_range
+from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.units import bytes_text, range_text, time_text
 
@@ -19,7 +18,7 @@ def mesh_text(row: MeshRow, plan: Plan) -> str:
             return _pruned_text(row.lower_bound_s, best_s)
         case MeshVerdict.SLOWER:
             ratio = f"{row.cost_s / max(best_s, 1e-300):.2f}x"
-            if tied(row.cost_s, best_s):
+            if ties(plan, row.cost_s, best_s):
                 return f"tied with the chosen one ({ratio})"
             return f"{ratio} the chosen one's time"
         case MeshVerdict.CHOSEN:
@@ -81,11 +80,12 @@ def choice_text(plan: Plan) -> str:
     fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict is not MeshVerdict.UNFIT]
     fastest = min(fitting, default=chosen.cost_s)
     text = f"fastest of {len(meshes)} meshes"
-    ties = sum(
-        row.verdict is MeshVerdict.SLOWER and tied(row.cost_s, plan.search.cost_s) for row in meshes
+    close = sum(
+        row.verdict is MeshVerdict.SLOWER and ties(plan, row.cost_s, plan.search.cost_s)
+        for row in meshes
     )
-    if ties:
-        text += f", {ties} {'other' if ties == 1 else 'others'} tied"
+    if close:
+        text += f", {close} {'other' if close == 1 else 'others'} tied"
     if chosen.cost_s > fastest * (1.0 + 1e-6):
         extra = 100.0 * (chosen.cost_s / fastest - 1.0)
         text = (

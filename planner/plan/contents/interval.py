@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from costmodels import ClusterError, parse_cluster
-from costmodels.residuals import Interval, interval_of
+from costmodels.residuals import Interval, interval_of, tied
 from planner.plan.contents.kinds import plan_kind
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ def step_range(plan: Plan) -> StepRange | None:
         return None
     step_s = plan.prediction.step_s
     return StepRange(found.low * step_s, found.high * step_s, found)
+
+
+def ties(plan: Plan, a: float, b: float) -> bool:
+    """Whether two predicted times (or costs in proportion to them) of plans for the cluster of
+    ``plan`` are too close to order. Never where no published run says how close that is (CPUs)."""
+    return step_range(plan) is not None and tied(a, b)
 
 
 def _device(plan: Plan) -> str:
