@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.annotate import EDGE, MARKS, Pin
+from planner.annotate import EDGE, MARK, Pin
 from planner.graph.equal import equal_values
 from planner.graph.ir import SCALAR, Graph, Op, Role
 from planner.rules.factor import FactorRule
@@ -120,12 +120,21 @@ def _does_something(graph: Graph, op: Op) -> bool:
     return any(v != SCALAR and graph.values[v].splits for v in (*op.inputs, *op.outputs))
 
 
-def _read_by_marks(graph: Graph) -> set[int]:
-    """Values that marks alone read: a sum among them may be left as parts, which become shards
-    where the mark says so."""
-    marks = {v for op in graph.ops if op.kind in MARKS for v in op.inputs}
-    others = {v for op in graph.ops if op.kind not in MARKS for v in op.inputs}
-    return marks - others - set(graph.outputs)
+def _open_sums(graph: Graph) -> set[int]:
+    """Sums of what a loop leaves that a mark alone reads: they may stay parts, which become shards
+    where the mark says so (gradients of groups of examples, ``planner.microbatch.rewrite``)."""
+    found = {
+        op.outputs[0]
+        for op in graph.ops
+        if op.kind == "reduce_sum"
+        and graph.values[op.inputs[0]].op >= 0
+        and graph.ops[graph.values[op.inputs[0]].op].kind == "loop_out"
+    }
+    if not found:
+        return found
+    marks = {v for op in graph.ops if op.kind == MARK for v in op.inputs}
+    others = {v for op in graph.ops if op.kind != MARK for v in op.inputs}
+    return found & (marks - others - set(graph.outputs))
 
 
 _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
@@ -144,11 +153,11 @@ class _Grouping:
             key = (op.kind, id(rules[op.index]))
             if key not in known:
                 known[key] = is_fusable(op, rules[op.index])
-        marked = _read_by_marks(graph)
+        sums = _open_sums(graph)
         self.fusable = tuple(
             [
                 known[op.kind, id(rules[op.index])]
-                and not (op.kind == "reduce_sum" and op.outputs[0] in marked)
+                and not (op.kind == "reduce_sum" and op.outputs[0] in sums)
                 for op in graph.ops
             ]
         )
