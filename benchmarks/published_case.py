@@ -112,12 +112,15 @@ class Framework:
     """What a framework does on the host and with its communication.
 
     ``eager``: every kernel is launched from Python. ``overlaps``: gradients are reduced while the
-    backward pass goes on. ``alone``: layers were timed one by one and added up.
+    backward pass goes on. ``alone``: layers were timed one by one and added up. ``broadcasts``:
+    under ZeRO-1 every device sends the parameters that it has updated to all others, one after the
+    other, instead of an all-gather.
     """
 
     eager: bool
     overlaps: bool
     alone: bool = False
+    broadcasts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

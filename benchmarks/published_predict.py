@@ -12,13 +12,15 @@ import functools
 import time
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
-from published_case import Case, Decoder, Degrees
+from published_case import Case, Decoder, Degrees, is_leaf, parameters
 from published_clusters import cluster_of, with_stack
 from published_models import gradients, train_step
 from published_tables import Run
 
 from costmodels import Cluster, Kernel
+from costmodels.collectives import collective_coefficients
 from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
 from planner.graph.ir import Phase
@@ -49,12 +51,14 @@ the head has 0.27 of its flop, so 1 + 0.25 / 0.27. XLA pads products itself."""
 class Step:
     """A predicted step. ``plan_s``: the plan's seconds; ``host_s``: the device waits for an eager
     host; ``odd_s``: products whose sizes the library is slow at; ``hidden_s``: of reductions of
-    gradients, under the backward pass of the last microbatch. ``peak_bytes`` of a device."""
+    gradients, under the backward pass of the last microbatch; ``starts_s``: of a broadcast from
+    every device. ``peak_bytes`` of a device."""
 
     plan_s: float
     host_s: float = 0.0
     odd_s: float = 0.0
     hidden_s: float = 0.0
+    starts_s: float = 0.0
     compute_s: float = 0.0
     communication_s: float = 0.0
     peak_bytes: float = 0.0
@@ -64,7 +68,7 @@ class Step:
     @property
     def total_s(self) -> float:
         """What a clock would show."""
-        return self.plan_s + self.host_s + self.odd_s - self.hidden_s
+        return self.plan_s + self.host_s + self.odd_s + self.starts_s - self.hidden_s
 
 
 def case_of(run: Run) -> Case:
@@ -210,6 +214,23 @@ def hidden_s(run: Run, found: Planned) -> float:
     return fewer_s + min(share * (behind_s - fewer_s), backward_s)
 
 
+def starts_s(run: Run) -> float:
+    """Seconds until the broadcasts of ZeRO-1 have gone around the ring of all devices: one from
+    each device that has parameters of its own, whole tensors. Their bytes are the plan's."""
+    zero = run.degrees.zero
+    if not run.framework.broadcasts or zero == 1:
+        return 0.0
+    names, sizes = zip(*run.degrees.mesh.items(), strict=True)
+    axes = (names.index("zero"),)
+    start, _ = collective_coefficients(stack_cluster(run), "all_gather", sizes, axes)
+    tensors = len(
+        jax.tree.leaves(
+            parameters(dataclasses.replace(case_of(run), unrolled=True)), is_leaf=is_leaf
+        )
+    )
+    return min(zero, tensors) * start
+
+
 def predict(run: Run) -> Step:
     """Seconds of one step of a run."""
     begun = time.process_time()
@@ -225,6 +246,7 @@ def predict(run: Run) -> Step:
         late_s(run, found),
         unaligned_s(run),
         hidden_s(run, found),
+        starts_s(run),
         p.compute_s,
         p.communication_s,
         p.peak_bytes,

@@ -94,8 +94,14 @@ STACKS = (  # text in the table's framework, stack
     ),
     ("megatron", _MEGATRON),
     (
-        "internevo",
-        Stack(EAGER, attention="flash", stored="", recompute="whole", vocabulary=103168),
+        "internevo",  # broadcast_params of its hybrid ZeRO optimizer
+        Stack(
+            dataclasses.replace(EAGER, broadcasts=True),
+            attention="flash",
+            stored="",
+            recompute="whole",
+            vocabulary=103168,
+        ),
     ),
     (
         "composer",  # Triton's FlashAttention

@@ -18,7 +18,7 @@ from planner.annotate import FREE as OPEN
 from planner.annotate import shard
 from planner.errors import ModelError, RequestError
 from planner.graph.ir import Role
-from planner.graph.jaxpr.walk import STRUCTURED
+from planner.graph.jaxpr.walk import STRUCTURED, loop_of
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.classes import FREE, MAP, POST, SUM, Class, Classes, classify
@@ -302,11 +302,7 @@ class _Cut:
             while n is not None and n.name in ("convert_element_type", "mul") and n.values:
                 n = makers.get(n.values[0])
             found[v] = 0
-            if (
-                n is not None
-                and n.name == "scan"
-                and v not in n.outs[: n.whole.params["num_carry"]]
-            ):
+            if n is not None and n.name == "scan" and v not in n.outs[: loop_of(n.whole).carries]:
                 found[v] = 1 if self.step.avals[v][1].shape else 0
         return found
 

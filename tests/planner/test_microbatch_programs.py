@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from planner import shard
+from planner.graph.jaxpr.walk import loop_of
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.rewrite import microbatched
 from planner.recipes import Recipe, Rewriter
@@ -135,7 +136,7 @@ def test_adam_adds_up_one_gradient_for_each_parameter() -> None:
     args = ((state(), adam.init(state())), tokens())
     jaxpr = Rewriter(step, args)(Recipe(4))[1].jaxpr
     loops = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-    assert [e.params["num_carry"] for e in loops] == [len(state())]
+    assert [loop_of(e).carries for e in loops] == [len(state())]
     check(step, *args, parts=4)
 
 
