@@ -200,12 +200,14 @@ def hidden_s(run: Run, found: Planned) -> float:
         return 0.0
     extraction = found.extraction
     graph, device = extraction.graph, extraction.priced.model.cluster.device
+    # an all-reduce between replicas may be planned as a reduce-scatter and an all-gather
+    replicas = {k for k, name in enumerate(extraction.priced.mesh.names) if name == "data"}
     behind_s = sum(
         s.time_s
         for s in extraction.sent()
         if s.op >= 0
         and graph.regions[graph.ops[s.op].region].parent < 0
-        and (s.step.kind != "all_gather" or s.cause == "reduce_sum")
+        and (s.step.kind != "all_gather" or replicas.intersection(s.step.axes))
     )
     fewer_s = behind_s * (1.0 - jnp.dtype(run.kernels.reduced).itemsize / 4.0)
     inside_s, around_s = device_s(run, found)
