@@ -21,7 +21,7 @@ def of_one(whole: Any, double: Any, examples: int) -> Any:
 
     Args:
         whole: the step's jaxpr for ``examples`` examples.
-        double: for twice as many.
+        double: the same for a batch of double size.
         examples: how many.
 
     Raises:
@@ -103,7 +103,19 @@ class _Scaled:
         if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
             parts = [self.param(x, y) for x, y in zip(a, b, strict=True)]
             return type(a)(*parts) if hasattr(a, "_fields") else tuple(parts)
+        if not callable(a) and not _equal(a, b):  # such as the grid of a kernel
+            raise NotExactError(
+                "this step can't be cut into microbatches of one example: an operation is made for "
+                f"the batch's size ({type(a).__name__}); take fewer microbatches"
+            )
         return a
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError):  # arrays, and what has no comparison
+        return False
 
 
 def _same_length(a: Sequence[Any], b: Sequence[Any]) -> None:

@@ -106,7 +106,7 @@ def test_the_plan_is_the_published_one() -> None:
 
 
 def test_stages_take_the_bubble_longer() -> None:
-    """Four stages and as many microbatches take 7 / 4 of the work of one stage."""
+    """Four stages and four microbatches take 7 / 4 of the work of one stage."""
     small = dataclasses.replace(GPT, layers=8, vocab=1024)
     run = dataclasses.replace(
         run_of(Degrees(), 1.0), devices=4, pp=4, model=small, grad_accum=4, sequences=32, micro=8

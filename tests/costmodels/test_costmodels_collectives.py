@@ -400,3 +400,14 @@ def test_what_tpu_compilers_run_as_an_all_reduce_costs_one(
     of = {k: model.collective_coefficients(k, mesh, axes) for k in KINDS}  # type: ignore[arg-type]
     assert (of["reduce_scatter"] == of["all_reduce"]) is scatter
     assert (of["all_gather"] == of["all_reduce"]) is gather
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_whole_slice_of_several_costs_what_a_single_one_does(kind: Collective) -> None:
+    """XLA:TPU sums instead, in each slice; not over a group that lies across slices."""
+    one, two = (AnalyticCostModel(parse_cluster(c)) for c in ("v5p:4x4x4", "v5p:4x4x4+2"))
+    inside = two.collective_coefficients(kind, (2, 64), (1,))
+    assert inside == one.collective_coefficients(kind, (64,), (0,))
+    assert inside == two.collective_coefficients("all_reduce", (2, 64), (1,))
+    across = two.collective_coefficients(kind, (64, 2), (0,))
+    assert across != two.collective_coefficients("all_reduce", (64, 2), (0,))

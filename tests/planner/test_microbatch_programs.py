@@ -14,6 +14,7 @@ from planner import shard
 from planner.graph.jaxpr.walk import loop_of
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.rewrite import microbatched
+from planner.microbatch.single import _Scaled
 from planner.recipes import Recipe, Rewriter
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 8, 4, 16
@@ -172,3 +173,12 @@ def test_a_size_that_does_not_follow_from_the_batch() -> None:
 
     with pytest.raises(NotExactError, match="can't be cut into microbatches"):
         microbatched(step, (state(), tokens()), ROWS)
+
+
+def test_an_operation_made_for_the_batch_is_not_taken_for_one_example() -> None:
+    """A parameter that is no size, such as the grid of a kernel, must not depend on the batch."""
+    assert _Scaled(8).param((8, 3, ("x", 16)), (16, 3, ("x", 32))) == (1, 3, ("x", 2))
+    with pytest.raises(NotExactError, match="a size is 9 for 8 examples and 17 for 16"):
+        _Scaled(8).param(9, 17)
+    with pytest.raises(NotExactError, match=r"made for the batch's size \(str\)"):
+        _Scaled(8).param("grid of 8", "grid of 16")
