@@ -187,6 +187,8 @@ def test_meshes_that_tie_are_said_to() -> None:
     assert "tied with the chosen one (1.03x)" in text
     assert "1.22x the chosen one's time" in text
     assert "tied" not in plan_text(dataclasses.replace(small_plan(), meshes=rows[:1] + rows[2:]))
+    unknown = dataclasses.replace(small_plan(), meshes=rows, cluster="cpu:8")
+    assert "tied" not in plan_text(unknown)  # no published run says how close is close
 
 
 def test_one_device_says_nothing_of_replication() -> None:
