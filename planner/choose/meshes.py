@@ -112,16 +112,25 @@ def _simplicity(tried: Tried) -> tuple[int, list[int]]:
     return len(sizes), [-n for n in sizes]
 
 
-def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
-    """Try meshes: all of them at once for a bound and a first choice each (``scout``), then one
-    by one where a bound leaves hope for more.
+@dataclasses.dataclass(frozen=True)
+class Led:
+    """What is known of every mesh before the longest search, which runs on one of them.
 
-    Returns:
-        What is known of every mesh. One that its bound put out of the question has no choice.
+    ``settled``: the meshes on which a search ran; ``done``: no longer search follows.
     """
+
+    tried: tuple[Tried, ...]
+    settled: frozenset[MeshSpec]
+    done: bool = False
+
+
+def lead_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Led:
+    """Try meshes: all of them at once for a bound and a first choice each (``scouted``), then one
+    by one, quickly, where a bound leaves hope for more."""
     meshes = candidate_meshes(request, pins)
     if len(meshes) == 1 or not quotient.part.groups.groups:
-        return (_settle(quotient, pins, request, meshes[0]),)
+        only = _settle(quotient, pins, request, meshes[0])
+        return Led((only,), frozenset((only[0].mesh,)), done=True)
     allowed = allowed_meshes(quotient, pins, request, meshes)
     if not request.spreads:
         ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
@@ -141,6 +150,22 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few), pick)
         failed += not found[1].feasible and failed < FAILURES
         tried[tried.index(pick)] = found
+    return Led(tuple(tried), frozenset(settled))
+
+
+def search_meshes(
+    quotient: Quotient, pins: Sequence[Pin], request: Request, led: Led | None = None
+) -> tuple[Tried, ...]:
+    """The search that was requested, on the mesh that is best after ``lead_meshes`` (``led``, where
+    that is known).
+
+    Returns:
+        What is known of every mesh. One that its bound put out of the question has no choice.
+    """
+    led = lead_meshes(quotient, pins, request) if led is None else led
+    if led.done:
+        return led.tried
+    tried = list(led.tried)
     best = choose(tried)
     enough = {FAST: math.inf, PROPAGATION: math.inf}.get(
         request.search, SAME - 1 if request.search in QUICK else CLOSED
@@ -149,7 +174,7 @@ def search_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> 
         better = best
         if not request.spreads and request.search in QUICK and best[1].gap > CLOSED:
             better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
-        if best[0].mesh not in settled:
+        if best[0].mesh not in led.settled:
             better = _with_moment(better)
         tried[tried.index(best)] = _named(better, request)
     elif best[1].choice:

@@ -42,11 +42,13 @@ class Glance:
         cost_s: of the best plan found; infinite where none fits or is of interest.
         fits: whether it may be the cost alone that is too high.
         bound_s: no plan on the meshes looked at costs less.
+        floor: memory that every plan takes, over the limit.
     """
 
     cost_s: float
     fits: bool
     bound_s: float = math.inf
+    floor: float = 0.0
 
 
 def scout_meshes(
@@ -66,8 +68,9 @@ def scout_meshes(
         bounds_s: what meshes cost at least, where that is known beforehand (``free_bounds``).
 
     """
-    if memory_floor(quotient, request) > request.limit_bytes:
-        return Glance(math.inf, False)
+    floor = memory_floor(quotient, request) / request.limit_bytes
+    if floor > 1.0:
+        return Glance(math.inf, False, floor=floor)
     meshes = candidate_meshes(request, pins)
     if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
         best = choose(search_meshes(quotient, pins, request))[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ class Door:
             seen = scout_meshes(row.step.quotient, row.step.pins, row.request, known_s, bounds_s)
         except RequestError:  # such as a microbatch that traces to another program
             return Outcome(math.inf, False, None)
-        return Outcome(seen.cost_s, seen.fits, row, seen.bound_s)
+        return Outcome(seen.cost_s, seen.fits, row, seen.bound_s, seen.floor)
 
 
 def searched(wish: Wish, door: Door) -> Planned:
@@ -63,10 +65,21 @@ def searched(wish: Wish, door: Door) -> Planned:
     first = door.row_of(wish.recipe)
     if not wish.open - {"replicas"} or (not wish.always and first.fits):
         return first.planned(begun)
-    bounds_s = free_bounds(first.step.quotient, first.step.pins, first.request)
+
+    @functools.cache
+    def bounds_s(recipe: Recipe) -> dict[MeshSpec, float]:
+        try:
+            row = first if recipe == wish.recipe else door.row_of(recipe)
+        except RequestError:
+            return {}
+        return free_bounds(row.step.quotient, row.step.pins, row.request)
 
     def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
-        return door.look(recipe, known_s, bounds_s)
+        plain = dataclasses.replace(wish.recipe, chunks=recipe.chunks)
+        return door.look(recipe, known_s, bounds_s(plain))
+
+    def least_of(recipe: Recipe) -> float:
+        return min(bounds_s(recipe).values(), default=0.0)
 
     counts, why = _counts(wish, rewriter)
     plain = rewriter.cut(wish.recipe.microbatches, wish.recipe.stages > 1)[1]
@@ -75,8 +88,7 @@ def searched(wish: Wish, door: Door) -> Planned:
     total = len(counts) * sum(map(len, kept.values()))
     if total == 1:
         return first.planned(begun)
-    least_s = min(bounds_s.values(), default=0.0)
-    best, seen = search_recipes(counts, kept, look, wish.recipe, least_s)
+    best, seen = search_recipes(counts, kept, look, wish.recipe, least_of)
     on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
     on_host = on_host and not wish.recipe.schedule
     if on_host:
@@ -88,6 +100,7 @@ def searched(wish: Wish, door: Door) -> Planned:
         f"remat {', '.join([*names, *[OFFLOAD] * on_host])}"
         + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
     )
+    least_s = least_of(wish.recipe)
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
         percent = 100 * (seen[best].cost_s / least_s - 1)
         tried += (
@@ -115,22 +128,21 @@ def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Ro
 
 
 def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried: str) -> Planned:
-    """The fastest of the plans of recipes that a quick look found to fit, the most promising
-    planned first, and others while the look found something faster for them (up to ``NEAR``)."""
-    best: Planned | None = None
+    """The fastest of the plans of recipes that a quick look found to fit: the most promising is
+    searched first, and others while the look found something faster for them (up to ``NEAR``). The
+    longest search runs for the best of them alone."""
     rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
     rows.sort(key=lambda row: row[1].cost_s)
+    near: list[Row] = []
     for row, look in rows[:MOST_PLANNED]:
-        known_s = math.inf if best is None else best.plan.search.cost_s
+        known_s = near[0].near_s if near else math.inf
         if look.cost_s > NEAR * known_s or look.bound_s * WORTH > known_s:
             continue
-        try:
-            found = row.planned(begun, tried)
-        except MemoryLimitError:
-            continue
-        if best is None or found.plan.search.cost_s * WORTH < known_s:
-            best = found
-    return rows[0][0].planned(begun, tried) if best is None else best
+        near.insert(0 if row.near_s * WORTH < known_s else len(near), row)
+    for row in near:
+        with contextlib.suppress(MemoryLimitError):
+            return row.planned(begun, tried)
+    return rows[0][0].planned(begun, tried)
 
 
 def _policies(wish: Wish, traced: Traced, chunks: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ from planner.advice import Again, Case, Least, Shapes, advise, least_plan, rescu
 from planner.annotate import Pin
 from planner.arguments.metadata import rules_of
 from planner.choose.meshes import (
+    Led,
     Tried,
     choose,
+    lead_meshes,
     runners_up,
     search_meshes,
     unfold,
@@ -88,10 +91,24 @@ class Row:
         self.step = self.prepare(traced)
 
     @functools.cached_property
+    def led(self) -> Led:
+        """What is known of all meshes before the longest search."""
+        return lead_meshes(self.step.quotient, self.step.pins, self.request)
+
+    @functools.cached_property
+    def near_s(self) -> float:
+        """Seconds of the best plan before the longest search, after it if nothing fits before;
+        infinite where nothing fits."""
+        best = choose(self.led.tried)[1]
+        if not best.feasible:
+            best = choose(self.searched[0])[1]
+        return best.cost_s if best.feasible else math.inf
+
+    @functools.cached_property
     def searched(self) -> tuple[tuple[Tried, ...], Least | None]:
         """What was found on all meshes; and the plan of the least peak, where it came to that."""
         quotient, request = self.step.quotient, self.request
-        tried = search_meshes(quotient, self.step.pins, request)
+        tried = search_meshes(quotient, self.step.pins, request, self.led)
         if choose(tried)[1].feasible:
             return tried, None
         least = least_plan(quotient, tried, request)

@@ -37,12 +37,14 @@ class Outcome(Generic[T]):
         fits: whether it may be the cost alone that makes it of no interest.
         found: the plan, as the caller has it.
         bound_s: what a longer search can hope for.
+        floor: memory that every plan takes, over the limit; 0 where that is not known.
     """
 
     cost_s: float
     fits: bool
     found: T
     bound_s: float = math.inf
+    floor: float = 0.0
 
     @property
     def too_slow(self) -> bool:
@@ -52,6 +54,8 @@ class Outcome(Generic[T]):
 
 Look = Callable[[Recipe, float], Outcome[T]]
 """Plans a recipe; what does not cost less than the seconds given is of no interest."""
+LeastOf = Callable[[Recipe], float]
+"""Seconds that a recipe takes at least, whatever memory it takes."""
 
 
 @dataclass(eq=False)
@@ -61,10 +65,12 @@ class _Walk(Generic[T]):
     chunks: int
     base: Recipe
     look: Look[T]
+    least_of: LeastOf
     least_s: float
     seen: dict[Recipe, Outcome[T]] = field(default_factory=dict)
     best: Recipe | None = None
     best_s: float = math.inf
+    free_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def close(self) -> bool:
@@ -84,14 +90,27 @@ class _Walk(Generic[T]):
         """Look at a recipe: whether it is the best so far; None where it does not fit."""
         recipe = self.recipe(i, j)
         if recipe not in self.seen:
-            if any(_does_more(recipe, r) for r, o in self.seen.items() if o.too_slow):
+            if self.hopeless(recipe):
                 return False
+            if i + 1 < len(self.counts) and any(
+                _too_large(recipe, r, o.floor) for r, o in self.seen.items()
+            ):
+                return None
             self.seen[recipe] = self.look(recipe, self.best_s / WORTH)
         found = self.seen[recipe]
         if found.cost_s * (1.0 if self.best is None else WORTH) < self.best_s:
             self.best, self.best_s = recipe, found.cost_s
             return True
         return False if found.fits else None
+
+    def hopeless(self, recipe: Recipe) -> bool:
+        """Whether one that rewrites less is too slow already, whatever memory it takes."""
+        enough_s = self.best_s / WORTH
+        return any(
+            o.too_slow or (o.fits and o.bound_s >= enough_s)
+            for r, o in self.seen.items()
+            if _does_more(recipe, r)
+        )
 
     def first_fit(self, i: int) -> int | None:
         """The first policy that fits, if the last does: by bisection."""
@@ -111,7 +130,16 @@ class _Walk(Generic[T]):
             if found is None:
                 break
             j, slower = j - 1, 0 if found else slower + 1
+            looked = self.seen.get(self.recipe(i, j))
+            if looked is not None and looked.too_slow and self.in_vain(i):
+                return 0
         return j
+
+    def in_vain(self, i: int) -> bool:
+        """Whether so many microbatches alone are too slow, whatever memory they take."""
+        if i not in self.free_s:
+            self.free_s[i] = self.least_of(self.recipe(i, 0))
+        return self.free_s[i] >= self.best_s / WORTH
 
 
 def search_recipes(
@@ -119,7 +147,7 @@ def search_recipes(
     policies: Mapping[int, Sequence[str]],
     look: Look[T],
     base: Recipe = PLAIN,
-    least_s: float = 0.0,
+    least_of: LeastOf = lambda _: 0.0,
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
@@ -129,7 +157,7 @@ def search_recipes(
             must beat the other comes last.
         look: plans a recipe.
         base: the rest of every recipe.
-        least_s: seconds that every recipe takes.
+        least_of: what recipes take at least; asked for recipes with the first policy.
 
     Returns:
         The best recipe, None where none fits; and all that were looked at.
@@ -137,7 +165,10 @@ def search_recipes(
     best, best_s = None, math.inf
     seen: dict[Recipe, Outcome[T]] = {}
     for chunks, mine in policies.items():
-        walk = _Walk(counts, mine, chunks, base, look, least_s, seen, best, best_s)
+        plain = dataclasses.replace(base, chunks=chunks)
+        walk = _Walk(
+            counts, mine, chunks, base, look, least_of, least_of(plain), seen, best, best_s
+        )
         if not walk.close:
             _go(walk)
         best, best_s = walk.best, walk.best_s
@@ -156,12 +187,18 @@ def _does_more(recipe: Recipe, other: Recipe) -> bool:
     )
 
 
+def _too_large(recipe: Recipe, other: Recipe, floor: float) -> bool:
+    """Whether a recipe can't fit since the same in fewer microbatches takes so much: memory shrinks
+    as their number grows at most."""
+    if dataclasses.replace(recipe, microbatches=other.microbatches) != other:
+        return False
+    return floor * other.microbatches > recipe.microbatches
+
+
 def _go(walk: _Walk[T]) -> None:
     """Walk along the border of what fits."""
-    if walk.best is not None and walk.at(0, 0) is False:
-        least = walk.seen.get(walk.recipe(0, 0))
-        if least is None or least.too_slow:
-            return  # so are all others, which do more
+    if walk.best is not None and walk.least_s >= walk.best_s / WORTH:
+        return  # all of them do more
     border: int | None = None
     for i in range(len(walk.counts)):
         if border is None:

@@ -75,6 +75,30 @@ def test_the_walk_finds_the_best_of_all(seed: int) -> None:
     assert len(looks) <= 14
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_what_recipes_take_at_least_saves_looks_and_loses_nothing(seed: int) -> None:
+    """Bounds, those of looks and those that hold whatever memory there is, and memory that a look
+    with fewer microbatches tells of."""
+    costs, fits = grid(random.Random(seed))
+    draw = random.Random(seed + 1000)
+
+    def walk(known: bool) -> tuple[float, int]:
+        def look(recipe: Recipe, known_s: float) -> Outcome[None]:
+            bound_s = costs[recipe] * draw.uniform(0.95, 1.0) if known else 0.0
+            floor = draw.uniform(0.5, 1.0) + (0.0 if fits[recipe] else 1.0)
+            if not fits[recipe]:
+                return Outcome(math.inf, False, None, math.inf, 1.0 + 0.1 * (floor - 1.0))
+            cost = costs[recipe] if costs[recipe] < known_s else math.inf
+            return Outcome(cost, True, None, bound_s if cost < math.inf else math.inf, floor)
+
+        least_of = costs.__getitem__ if known else lambda _: 0.0
+        best, seen = search_recipes(COUNTS, {1: POLICIES}, look, PLAIN, least_of)
+        return math.inf if best is None else costs[best], len(seen)
+
+    (with_s, few), (without_s, many) = walk(True), walk(False)
+    assert few <= many and with_s <= 1.0101 * without_s
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_the_walk_ends_close_to_what_every_recipe_takes(seed: int) -> None:
     costs, fits = grid(random.Random(seed))
@@ -85,7 +109,9 @@ def test_the_walk_ends_close_to_what_every_recipe_takes(seed: int) -> None:
             cost = costs[recipe] if fits[recipe] and costs[recipe] < known_s else math.inf
             return Outcome(cost, fits[recipe], None)
 
-        best, seen = search_recipes(COUNTS, {1: POLICIES, 8: POLICIES}, look, PLAIN, least_s)
+        best, seen = search_recipes(
+            COUNTS, {1: POLICIES, 8: POLICIES}, look, PLAIN, lambda _: least_s
+        )
         return math.inf if best is None else costs[best], len(seen)
 
     costs |= {Recipe(r.microbatches, r.remat, chunks=8): c + 1 for r, c in costs.items()}
@@ -164,7 +190,12 @@ class Fake:
     """A row whose plan costs something else than a quick look found; None: it does not fit."""
 
     def __init__(self, cost_s: float | None) -> None:
-        self.cost_s, self.asked = cost_s, 0
+        self.cost_s, self.searched, self.asked = cost_s, 0, 0
+
+    @property
+    def near_s(self) -> float:
+        self.searched = 1
+        return math.inf if self.cost_s is None else self.cost_s
 
     def planned(self, begun: float, tried: str) -> Any:
         self.asked += 1
@@ -194,7 +225,8 @@ def test_recipes_are_planned_whole_while_a_look_promises_more(
         for k, (look_s, bound_s, _) in enumerate(rows)
     }
     found: Any = best_planned(seen, 0.0, "")
-    assert found.plan.name is fakes[best] and sum(f.asked for f in fakes) == planned
+    assert found.plan.name is fakes[best] and sum(f.searched for f in fakes) == planned
+    assert sum(f.asked for f in fakes) == 1
 
 
 def test_a_recipe_in_words() -> None:
