@@ -13,8 +13,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.advice.trials import perfect_peak, relief, tried_out
+from planner.advice.trials import relief, tried_out
 from planner.annotate import Pin
+from planner.choose.candidates import candidate_meshes
+from planner.choose.floors import mesh_floor, perfect_floor
 from planner.cost.pricing import Priced
 from planner.errors import MeshwrightError
 from planner.graph.ir import Graph
@@ -99,14 +101,19 @@ def scaled_memory(priced: Priced, grows: Mapping[int, int], share: float) -> Pri
 
 
 def smaller_batch(
-    analysis: Analysis, priced: Priced, request: Request, retrace: Retrace, deadline: float
+    analysis: Analysis,
+    priced: Priced,
+    pins: Sequence[Pin],
+    request: Request,
+    retrace: Retrace,
+    deadline: float,
 ) -> Relief | None:
     """The largest power-of-two part of the batch at which a plan fits, each planned in turn.
 
     Args:
         analysis: the whole step.
         priced: the same on the mesh of the least peak.
-        request: what was asked for.
+        pins, request: what was asked for.
         retrace: traces the step with other shapes.
         deadline: monotonic time after which no other size is planned.
     """
@@ -118,19 +125,21 @@ def smaller_batch(
     size = shapes[leaves[0]][0]
     grows = growth(graph, analysis.rules, leaves)
     last = None
+    only = len(candidate_meshes(request, pins)) == 1
     for cut in [k for k in range(1, size.bit_length()) if size % (1 << k) == 0]:
         part = scaled_memory(priced, grows, 1.0 / (1 << cut))
         what = f"1/{1 << cut} of the batch, {size >> cut} instead of {size}"
-        least = perfect_peak(part.analysis, part.mesh.num_devices)
+        floor = mesh_floor(part) if only else perfect_floor(part.analysis, part.mesh.num_devices)
+        least = floor.peak_bytes
         if least > request.limit_bytes:
-            note = "at least, were every array split over all devices"
+            note = "at least" + ("" if only else ", were every array split over all devices")
             last = Relief(what, least, math.inf, False, note)
             continue
         if time.monotonic() >= deadline:
             return Relief(what, least, math.inf, False, "out of time", tried=False)
         try:
-            quotient, pins = retrace({k: (s[0] >> cut, *s[1:]) for k, s in shapes.items()})
-            found = tried_out(quotient, pins, request)
+            quotient, again = retrace({k: (s[0] >> cut, *s[1:]) for k, s in shapes.items()})
+            found = tried_out(quotient, again, request)
         except MeshwrightError:
             return _estimated(priced, grows, size, cut, request)
         if found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from planner.advice.least import Least
 from planner.advice.remat import remat
 from planner.advice.trials import host_memory, more_devices, other_mode, relief, tried_out
 from planner.annotate import Pin
+from planner.choose.floors import floor_of
 from planner.errors import MeshwrightError
 from planner.plan.extract import Extraction
 from planner.report.shortage import Relief, Shortage
@@ -114,6 +116,11 @@ def _computed_again(case: Case) -> Iterator[Relief]:
     are none, an estimate of single activations."""
     if case.recipe.remat != PLAIN.remat:
         return
+    start = floor_of(case.quotient, case.pins, case.request).start_bytes
+    if start > case.request.limit_bytes:
+        note = "at least: that is taken before the step begins"
+        yield Relief("remat, microbatches or chunks", start, math.inf, False, note)
+        return
     last = None
     for on_host in (False, True):
         try:
@@ -139,4 +146,4 @@ def _computed_again(case: Case) -> Iterator[Relief]:
 
 def _smaller(case: Case, deadline: float) -> Relief | None:
     whole, least = case.quotient.whole, case.least
-    return smaller_batch(whole, least.priced, case.request, case.again.retrace, deadline)
+    return smaller_batch(whole, least.priced, case.pins, case.request, case.again.retrace, deadline)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 from costmodels import AnalyticCostModel, Cluster
 from planner.annotate import Pin
+from planner.choose.floors import perfect_floor
 from planner.choose.meshes import Tried, choose, search_meshes
 from planner.errors import PinError
 from planner.report.shortage import Relief
 from planner.request.options import Request
-from planner.search.problem import profile_of
 from planner.search.registry import FAST
-from planner.space.buffer import Port, in_pool
 from planner.space.decisions.host_memory import OFFLOAD, Offload
 from planner.step.analysis import Analysis
 from planner.step.classes import Quotient
@@ -51,7 +50,7 @@ def more_devices(quotient: Quotient, pins: Sequence[Pin], request: Request) -> R
     times, last = 2, None
     while (cluster := grown(request.cluster, times)).num_devices <= MOST_DEVICES:
         times *= 2
-        if perfect_peak(quotient.whole, cluster.num_devices) > request.limit_bytes:
+        if perfect_floor(quotient.whole, cluster.num_devices).peak_bytes > request.limit_bytes:
             continue  # no plan can fit
         wider = dataclasses.replace(
             request, cluster=cluster, model=AnalyticCostModel(cluster), mesh=None
@@ -103,13 +102,3 @@ def grown(cluster: Cluster, times: int) -> Cluster:
     name = cluster.text if cluster.text.endswith(".toml") else cluster.text.partition(":")[0]
     text = f"{name}:{'x'.join(map(str, shape))}" + (f"+{slices}" if slices > 1 else "")
     return dataclasses.replace(cluster, shape=tuple(shape), slices=slices, text=text)
-
-
-def perfect_peak(analysis: Analysis, devices: int) -> float:
-    """The peak in bytes if every value were split over all devices, and what may be kept in host
-    memory were there; no plan has a lower one."""
-    whole = [b for b in in_pool(analysis.buffers) if b.port is not Port.GATHERED]
-    own = [b for b in whole if b.when is None]
-    starts, ends = [b.start for b in own], [b.end for b in own]
-    _, profile = profile_of(starts, ends, [b.nbytes / devices for b in own])
-    return float(profile.max()) + analysis.scalar_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from planner.annotate import Pin
 from planner.choose.bounds import Field, scouted
 from planner.choose.candidates import candidate_meshes
+from planner.choose.floors import floor_of
 from planner.choose.meshes import (
     SAME,
     allowed_meshes,
@@ -19,9 +21,8 @@ from planner.choose.meshes import (
     search_meshes,
 )
 from planner.request.options import Request
-from planner.search.problem import Solution, profile_of
-from planner.search.registry import FAST
-from planner.space.buffer import Port, in_pool
+from planner.search.problem import Solution
+from planner.search.registry import FAST, QUICK
 from planner.spec import MeshSpec
 from planner.step.analysis import ideal_s
 from planner.step.classes import Quotient
@@ -42,13 +43,14 @@ class Glance:
         cost_s: of the best plan found; infinite where none fits or is of interest.
         fits: whether it may be the cost alone that is too high.
         bound_s: no plan on the meshes looked at costs less.
-        floor: memory that every plan takes, over the limit.
+        floor, start: memory that every plan takes, and that of the arguments, over the limit.
     """
 
     cost_s: float
     fits: bool
     bound_s: float = math.inf
     floor: float = 0.0
+    start: float = 0.0
 
 
 def scout_meshes(
@@ -68,14 +70,16 @@ def scout_meshes(
         bounds_s: what meshes cost at least, where that is known beforehand (``free_bounds``).
 
     """
-    floor = memory_floor(quotient, request) / request.limit_bytes
+    needs = floor_of(quotient, pins, request)
+    floor, start = (x / request.limit_bytes for x in (needs.peak_bytes, needs.start_bytes))
     if floor > 1.0:
-        return Glance(math.inf, False, floor=floor)
+        return Glance(math.inf, False, floor=floor, start=start)
     meshes = candidate_meshes(request, pins)
     if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
-        best = choose(search_meshes(quotient, pins, request))[1]
+        quick = dataclasses.replace(request, search=FAST) if request.search in QUICK else request
+        best = choose(search_meshes(quotient, pins, quick))[1]
         cost_s = best.cost_s if best.feasible else math.inf
-        return Glance(cost_s, best.feasible, best.lower_bound_s)
+        return Glance(cost_s, best.feasible, best.lower_bound_s, floor, start)
     allowed = allowed_meshes(quotient, pins, request, meshes)
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     limit = request.limit_bytes
@@ -110,16 +114,8 @@ def _cheaper(a: Solution, b: Solution) -> Solution:
 def free_bounds(quotient: Quotient, pins: Sequence[Pin], request: Request) -> dict[MeshSpec, float]:
     """What meshes that a quick look begins with cost at least where memory is no matter."""
     meshes = candidate_meshes(request, pins)
-    if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
+    if request.spreads or not quotient.part.groups.groups:
         return {}
     allowed = allowed_meshes(quotient, pins, request, meshes)
     field = Field(quotient.part, request.model, allowed, 0.0, SAME, 0.0)
     return {s.priced.mesh: s.bound_s for s in scouted(field, FIRST)}
-
-
-def memory_floor(quotient: Quotient, request: Request) -> float:
-    """Bytes that every plan takes on some device: everything split over all devices."""
-    pool = in_pool(quotient.whole.buffers)
-    held = [b for b in pool if b.when is None and b.port is not Port.GATHERED]
-    profile = profile_of([b.start for b in held], [b.end for b in held], [b.nbytes for b in held])
-    return float(profile[1].max()) / request.cluster.num_devices + quotient.whole.scalar_bytes

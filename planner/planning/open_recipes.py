@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.choose.quick import free_bounds, memory_floor, scout_meshes
+from planner.choose.quick import free_bounds, scout_meshes
 from planner.chunks.rewrite import chunks_worth, scores
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced
@@ -65,6 +65,8 @@ def searched(wish: Wish, door: Door) -> Planned:
     first = door.row_of(wish.recipe)
     if not wish.open - {"replicas"} or (not wish.always and first.fits):
         return first.planned(begun)
+    if first.floor.start_bytes > request.limit_bytes:
+        return first.planned(begun)  # no recipe can help
 
     @functools.cache
     def bounds_s(recipe: Recipe) -> dict[MeshSpec, float]:
@@ -112,8 +114,8 @@ def searched(wish: Wish, door: Door) -> Planned:
     if best is not None:
         planned = best_planned(seen, begun, tried)
     else:
-        nearest = _nearest(seen, request) or first
-        floor = memory_floor(nearest.step.quotient, request)
+        nearest = _nearest(seen) or first
+        floor = nearest.floor.peak_bytes
         tried += f"; the least of them needs {bytes_text(floor)} or more"
         planned = nearest.planned(begun, tried)
     note = tried if wish.always else f"the step does not fit as written; {tried}"
@@ -121,10 +123,10 @@ def searched(wish: Wish, door: Door) -> Planned:
     return dataclasses.replace(planned, plan=plan, compared=(note,))
 
 
-def _nearest(seen: Mapping[Recipe, Outcome[Row | None]], request: Request) -> Row | None:
+def _nearest(seen: Mapping[Recipe, Outcome[Row | None]]) -> Row | None:
     """The recipe whose plans need the least memory."""
     rows = [outcome.found for outcome in seen.values() if outcome.found is not None]
-    return min(rows, key=lambda r: memory_floor(r.step.quotient, request), default=None)
+    return min(rows, key=lambda r: r.floor.peak_bytes, default=None)
 
 
 def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried: str) -> Planned:

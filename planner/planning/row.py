@@ -13,6 +13,7 @@ from typing import Any
 from planner.advice import Again, Case, Least, Shapes, advise, least_plan, rescued
 from planner.annotate import Pin
 from planner.arguments.metadata import rules_of
+from planner.choose.floors import Floor, floor_of
 from planner.choose.meshes import (
     Led,
     Tried,
@@ -22,7 +23,6 @@ from planner.choose.meshes import (
     search_meshes,
     unfold,
 )
-from planner.choose.quick import memory_floor
 from planner.choose.thrift import thrifty
 from planner.cost.pricing import Priced
 from planner.debug.stage import Stage
@@ -91,6 +91,11 @@ class Row:
         self.step = self.prepare(traced)
 
     @functools.cached_property
+    def floor(self) -> Floor:
+        """Memory that every plan takes."""
+        return floor_of(self.step.quotient, self.step.pins, self.request)
+
+    @functools.cached_property
     def led(self) -> Led:
         """What is known of all meshes before the longest search."""
         return lead_meshes(self.step.quotient, self.step.pins, self.request)
@@ -117,7 +122,7 @@ class Row:
     @property
     def fits(self) -> bool:
         """Whether the search finds a plan that fits."""
-        near = memory_floor(self.step.quotient, self.request) <= self.request.limit_bytes
+        near = self.floor.peak_bytes <= self.request.limit_bytes
         return near and choose(self.searched[0])[1].feasible
 
     def prepare(self, traced: Traced, request: Request | None = None) -> Prepared:

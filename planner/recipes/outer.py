@@ -11,6 +11,7 @@ The walk ends where no recipe can be much faster than the best so far.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,9 +93,7 @@ class _Walk(Generic[T]):
         if recipe not in self.seen:
             if self.hopeless(recipe):
                 return False
-            if i + 1 < len(self.counts) and any(
-                _too_large(recipe, r, o.floor) for r, o in self.seen.items()
-            ):
+            if i + 1 < len(self.counts) and self.too_large(recipe):
                 return None
             self.seen[recipe] = self.look(recipe, self.best_s / WORTH)
         found = self.seen[recipe]
@@ -111,6 +110,25 @@ class _Walk(Generic[T]):
             for r, o in self.seen.items()
             if _does_more(recipe, r)
         )
+
+    def too_large(self, recipe: Recipe) -> bool:
+        """Whether it can't fit, since the same in fewer microbatches takes so much.
+
+        The memory of a moment is a part that stays and one that shrinks as the microbatches do. So
+        the peak is convex in their size: no less than in proportion, nor than on the line through
+        two other sizes. One microbatch has no sums of gradients, and gives no line.
+        """
+        fewer = [
+            (1.0 / r.microbatches, o.floor)
+            for r, o in self.seen.items()
+            if r == dataclasses.replace(recipe, microbatches=r.microbatches)
+            and r.microbatches < recipe.microbatches
+        ]
+        size = 1.0 / recipe.microbatches
+        least = [floor * size / other for other, floor in fewer]
+        lines = itertools.combinations([f for f in fewer if f[0] < 1.0], 2)
+        least += [f + (g - f) / (y - x) * (size - x) for (x, f), (y, g) in lines]
+        return max(least, default=0.0) > 1.0
 
     def first_fit(self, i: int) -> int | None:
         """The first policy that fits, if the last does: by bisection."""
@@ -185,14 +203,6 @@ def _does_more(recipe: Recipe, other: Recipe) -> bool:
         and again.flop_per_byte >= less.flop_per_byte
         and (again.products, again.on_host) == (less.products, less.on_host)
     )
-
-
-def _too_large(recipe: Recipe, other: Recipe, floor: float) -> bool:
-    """Whether a recipe can't fit since the same in fewer microbatches takes so much: memory shrinks
-    as their number grows at most."""
-    if dataclasses.replace(recipe, microbatches=other.microbatches) != other:
-        return False
-    return floor * other.microbatches > recipe.microbatches
 
 
 def _go(walk: _Walk[T]) -> None:

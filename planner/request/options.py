@@ -423,11 +423,22 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             chosen.zero if zero is None else zero, small, asked.get("never_fsdp", ())
         ),
         decided=parsed(asked),
-        shardings=asked.get("shardings") or {},
+        shardings=_shardings(asked.get("shardings")),
         dump_problem=asked.get("dump_problem"),
         **_confirming(asked, described),
         compiler_options=parse_compiler_options(asked.get("compiler_options") or {}),
         device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
+    )
+
+
+def _shardings(given: Any) -> Mapping[str, Any]:
+    """Rules for arguments; raises RequestError."""
+    if given is None or (isinstance(given, Mapping) and all(isinstance(k, str) for k in given)):
+        return given or {}
+    raise RequestError(
+        f"shardings= is a {type(given).__name__}: expected a dict from a regular expression over "
+        "the paths of arguments to a PartitionSpec, such as "
+        "{r\"\\['kernel'\\]$\": PartitionSpec(None, 'model')}"
     )
 
 
