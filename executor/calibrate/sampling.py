@@ -23,7 +23,6 @@ from executor.calibrate.collective_probes import NAMES, collective_probes
 from executor.calibrate.probes import probes
 from executor.run.mesh import build_mesh
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.space.groups import build_groups
 from planner.spec import MeshSpec
 from planner.step.analysis import analyse
@@ -90,7 +89,7 @@ def kernel_counts(
 ) -> tuple[KernelCount, ...]:
     """What the planner counts in a function of local arrays: its kernels on one device."""
     traced = trace(function, tuple(shapes))
-    rules = graph_rules(traced)
+    rules = traced.rules
     groups = build_groups(traced.graph, rules)
     donated = [False] * len(traced.graph.inputs)
     facts = analyse(traced.graph, rules, groups, donated, device).facts

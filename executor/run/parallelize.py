@@ -25,7 +25,7 @@ from planner.frontend import capture
 from planner.frontend.inert import inert_notes
 from planner.graph.trace import Traced, abstract, trace
 from planner.plan.plan import Plan
-from planner.planning import graph_rules, make_plan
+from planner.planning import make_plan
 from planner.recipes import PLAIN, rewritten
 from planner.report.units import bytes_text
 from planner.request.options import Options, given_options, takes_options
@@ -272,7 +272,7 @@ def replicated(traced: Traced, plan: Plan) -> list[str]:
     return [
         f"{w.name}{f' x{w.count}' if w.count > 1 else ''} has no sharding rule: every device holds "
         f"its {bytes_text(w.nbytes)} of operands and results and does all of its work"
-        for w in held_whole(traced.graph, graph_rules(traced))
+        for w in held_whole(traced.graph, traced.rules)
         if w.nbytes >= min(LARGE, LARGE_SHARE * plan.prediction.limit_bytes)
     ]
 

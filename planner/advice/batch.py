@@ -1,6 +1,6 @@
 """A smaller batch: planned at a half, a quarter, ... until a plan fits.
 
-The batch is the first dimension of the arguments that are not carried from step to step.  Which
+The batch is the first dimension of the arguments that are fed at every step.  Which
 values grow with it follows from the factor rules.  A size is passed over when their scaled bytes
 would not fit even with every array split over all devices.  At any other size the step is traced
 and planned again.  Where it can't be (its code may know the batch's size), there is an estimate.
@@ -43,7 +43,7 @@ def batch_leaves(graph: Graph) -> tuple[int, ...]:
     loose = [
         (k, graph.values[v])
         for k, v in enumerate(graph.inputs)
-        if not graph.values[v].carried and graph.values[v].shape
+        if graph.values[v].fed and graph.values[v].shape
     ]
     if not loose:
         return ()

@@ -32,6 +32,8 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
             kind, name = "input", graph.input_paths[where]
             if value.carried:
                 kind = "optimizer state" if value.role is Role.MOMENT else "parameter"
+            elif value.role is Role.FROZEN:
+                kind = "frozen weights"
         kind = "gathered copy" if b.port is Port.GATHERED else kind
         shape = name if where is None else (pattern(name), value.shape, value.dtype)
         rows.setdefault((kind, shape), []).append((name, nbytes))

@@ -100,7 +100,9 @@ def note(graph: Graph, kind: Kind, plan: Plan | None) -> str:
         return ""
     parameters = find_state(graph, StateRequest()).parameters
     leaves = dict(zip(graph.inputs, plan.inputs, strict=True))
-    sizes = {v: graph.values[v].nbytes for v, leaf in leaves.items() if leaf.tied}
+    sizes = {
+        v: graph.values[v].nbytes for v, leaf in leaves.items() if leaf.tied or v in parameters
+    }
 
     def share(values: frozenset[int], axes: Sequence[str]) -> float:
         whole = sum(sizes[v] for v in values)

@@ -95,6 +95,11 @@ class Value:
         """Whether there is anything to shard: dimensions, and elements."""
         return bool(self.shape) and 0 not in self.shape
 
+    @property
+    def fed(self) -> bool:
+        """Of an input: whether it may hold examples; no state, frozen weights or keys."""
+        return not self.carried and self.role not in (Role.FROZEN, Role.KEY)
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 

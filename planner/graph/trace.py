@@ -26,12 +26,15 @@ from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.flat import FlatJaxpr, flatten
-from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Value
+from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Role, Value
 from planner.graph.jaxpr.places import PlacedWalk
 from planner.graph.jaxpr.walk import BARRIER, FUSED, REMAT, Body, Loop
+from planner.graph.labels.examples import frozen_inputs, is_ambiguous, with_frozen
 from planner.graph.labels.label import labelled
 from planner.graph.labels.phases import named_phase
 from planner.graph.labels.ties import ties
+from planner.graph.op_rules import op_rules
+from planner.rules.factor import FactorRule
 from planner.rules.kernels.inside import Sends, held_inside, inside
 from planner.rules.kernels.known import is_kernel, work_of
 from planner.rules.kernels.pallas.grid import NAME as KERNEL
@@ -66,6 +69,8 @@ class Traced:
         out_shape: its results as ShapeDtypeStructs.
         in_paths, out_paths: the paths of their leaves.
         updated: how many of the outputs, the first ones, update arguments in place.
+        origin: of a form of a step, the trace of the step as written, which tells what its
+            arguments are.
     """
 
     jaxpr: Any
@@ -75,6 +80,7 @@ class Traced:
     in_paths: list[tuple[Any, ...]]
     out_paths: list[tuple[Any, ...]]
     updated: int
+    origin: Traced | None = None
 
     @property
     def graph(self) -> Graph:
@@ -98,8 +104,24 @@ class Traced:
         return tuple(self._made[1].bodies)
 
     @functools.cached_property
+    def rules(self) -> tuple[FactorRule, ...]:
+        """One factor rule per operation."""
+        return op_rules(self.graph, self.eqns)
+
+    @functools.cached_property
     def _made(self) -> tuple[Graph, _Builder]:
-        return _graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
+        graph, builder = _graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
+        if is_ambiguous(graph):
+            graph = with_frozen(graph, self._frozen(graph, builder))
+        return graph, builder
+
+    def _frozen(self, graph: Graph, builder: _Builder) -> frozenset[int]:
+        """The inputs that are frozen weights."""
+        if self.origin is None:
+            return frozen_inputs(graph, op_rules(graph, builder.eqns))
+        known = self.origin.graph
+        pairs = zip(graph.inputs, known.inputs, strict=True)
+        return frozenset(v for v, w in pairs if known.values[w].role is Role.FROZEN)
 
 
 def _attrs(eqn: EqnKey) -> str:
@@ -336,12 +358,15 @@ def reshaped(args: Sequence[Any], shapes: Mapping[int, tuple[int, ...]]) -> tupl
     return tuple(jax.tree_util.tree_unflatten(tree, leaves))
 
 
-def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
+def trace(
+    function: Callable[..., Any], args: Sequence[Any], origin: Traced | None = None
+) -> Traced:
     """Trace ``function(*args)`` into a Graph; starts no backend, computes nothing.
 
     Args:
         function: a jit-able function of pytrees.
         args: arrays or ShapeDtypeStructs.
+        origin: see ``Traced``.
 
     Raises:
         ModelError: the function raised; the user's exception is the cause.
@@ -363,7 +388,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     paths = [p for p, _ in outs]
     if isinstance(out_shape, StepOutcome) and not updated:
         paths = [p[1:] for p in paths]
-    return Traced(closed, in_tree, out_tree, out_shape, [p for p, _ in ins], paths, updated)
+    paths_in = [p for p, _ in ins]
+    return Traced(closed, in_tree, out_tree, out_shape, paths_in, paths, updated, origin)
 
 
 def _note_unused(builder: _Builder, outputs: Sequence[int]) -> None:

@@ -261,6 +261,7 @@ def _leaves(leaves: Sequence[Leaf], text: _Texts) -> ReportTable:
     folded = [0] * len(leaves)
     for k, leaf in enumerate(leaves):
         kind = "parameter" if leaf.tied else "batch or other input"
+        kind = "frozen weights" if leaf.frozen else kind
         if leaf.tied and is_optimizer_state(leaf.path):
             kind = "optimizer state"
         used = str(leaf.spec) if leaf.used_as is None else str(leaf.used_as)

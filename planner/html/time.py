@@ -276,7 +276,8 @@ def _categories(plan: Extraction, found: Profile) -> list[int]:
     of: dict[int, int] = dict.fromkeys(graph.outputs, CATEGORIES.index("results"))
     for v in graph.inputs:
         value = graph.values[v]
-        of[v] = 2 if not value.carried else 1 if value.role is Role.MOMENT else 0
+        state = value.carried or value.role is Role.FROZEN
+        of[v] = 2 if not state else 1 if value.role is Role.MOMENT else 0
     return [
         CATEGORIES.index("gathered for use")
         if b.port is Port.GATHERED

@@ -16,7 +16,7 @@ from planner.cost.rates import Rates, place_of
 from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
 from planner.graph.fetches import fetches
-from planner.graph.ir import SCALAR, Graph
+from planner.graph.ir import SCALAR, Graph, Role
 from planner.plan.plan import (
     LITERAL,
     Activation,
@@ -118,6 +118,7 @@ class Extraction:
                     v.nbytes // spec.shards(mesh),
                     None if use == spec else use,
                     v.carried,
+                    v.role is Role.FROZEN,
                     HOST if index in away else DEVICE,
                     tuple(away.get(index, ())),
                 )
@@ -132,7 +133,9 @@ class Extraction:
             spec = self.value_sharding(index) if own is None else own.spec
             kept = DEVICE if own is None else own.memory
             local = v.nbytes // spec.shards(mesh)
-            outputs.append(Leaf(path, v.shape, v.dtype, spec, local, None, k in source, kept))
+            outputs.append(
+                Leaf(path, v.shape, v.dtype, spec, local, None, k in source, memory=kept)
+            )
         return tuple(inputs), tuple(outputs)
 
     def on_host(self) -> list[int]:

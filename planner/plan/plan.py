@@ -48,6 +48,8 @@ class Leaf:
     used_as: Sharding | None = None
     """Sharding under which operations see it, when it differs from ``spec`` (ZeRO-3)."""
     tied: bool = False
+    frozen: bool = False
+    """Weights that a step reads and does not hand back: no examples."""
     memory: str = "device"
     """Memory kind in which it lives between its uses, by jax's name."""
     fetched: tuple[tuple[int, int], ...] = ()

@@ -102,6 +102,7 @@ _LEAF = record(
     nbytes_per_device=SIZE,
     used_as=perhaps(sharding),
     tied=flag,
+    frozen=flag,
     memory=one_of(*MEMORIES),
     fetched=many(many(SIZE, 2)),
 )

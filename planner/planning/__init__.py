@@ -2,12 +2,10 @@
 
 from planner.planning.door import make_plan, plan_step, plan_traced, plan_tried
 from planner.planning.pipelines import of_stage
-from planner.planning.prepare import graph_rules
 from planner.planning.row import Planned, write_problem
 
 __all__ = [
     "Planned",
-    "graph_rules",
     "make_plan",
     "of_stage",
     "plan_step",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.annotate import MARKS, Pin
+from planner.annotate import Pin
 from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.graph.trace import Traced
@@ -16,10 +16,7 @@ from planner.request.options import (
     Request,
 )
 from planner.request.state import find_state
-from planner.rules.borders import border_rule
 from planner.rules.factor import FactorRule
-from planner.rules.key import EqnKey
-from planner.rules.registry import rules_for
 from planner.space.decisions import chosen_values, with_decisions
 from planner.space.groups import build_groups
 from planner.space.replicated import held_whole
@@ -55,7 +52,7 @@ def prepared(
     """
     graph = traced.graph
     passed(Stage.GRAPH, graph)
-    rules = graph_rules(traced)
+    rules = traced.rules
     if request.mode in WITHOUT_PINS:  # regions are computed whole, as these modes know no marks
         rules = tuple(replace(r, origin="opaque") if r.origin == "region" else r for r in rules)
     donated = _donated(traced, donate_argnums)
@@ -70,27 +67,6 @@ def prepared(
     quotient = fold_analysis(analysis, pins, inputs_differ=differ, state=state)
     passed(Stage.CLASSES, quotient)
     return Prepared(rules, quotient, pins)
-
-
-def graph_rules(traced: Traced) -> tuple[FactorRule, ...]:
-    """One factor rule per operation: borders by hand, the rest from the registry, which is asked
-    once for equal operations."""
-    graph = traced.graph
-    asked: dict[int, EqnKey] = {}
-    alike: list[int] = []  # per operation, the one whose rule it has
-    first: dict[int, int] = {}
-    for op, eqn, code in zip(graph.ops, traced.eqns, graph.codes, strict=True):
-        told = eqn is None or bool(op.attrs) or not eqn.params  # the code tells the parameters
-        at = first.setdefault(code, op.index) if told else op.index
-        alike.append(at)
-        if at == op.index and eqn is not None and op.kind not in MARKS:
-            asked[at] = eqn
-    known = dict(zip(asked, rules_for(list(asked.values())), strict=True))
-    for op, at in zip(graph.ops, alike, strict=True):
-        if at == op.index and at not in known:
-            ins = [graph.values[i].shape if i >= 0 else () for i in op.inputs]
-            known[at] = border_rule(op.kind, ins, [graph.values[o].shape for o in op.outputs])
-    return tuple([known[at] for at in alike])
 
 
 def _donated(traced: Traced, donate_argnums: int | Sequence[int] | None) -> tuple[bool, ...]:

@@ -35,7 +35,7 @@ class Rewriter:
             made = microbatched(
                 self.function, self.args, parts, whole, apart=apart, replicas=replicas
             )
-            self._cuts[key] = made, trace(made, self.args)
+            self._cuts[key] = made, trace(made, self.args, whole)
         return self._cuts[key]
 
     def __call__(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
@@ -49,12 +49,12 @@ class Rewriter:
         cut, traced = self.cut(recipe.microbatches, recipe.stages > 1, recipe.replicas)
         never = scores if recipe.chunks > 1 else None
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
-        traced = traced if kept is cut else trace(kept, self.args)
+        traced = traced if kept is cut else trace(kept, self.args, self.cut(1)[1])
         if recipe.schedule:
             piped, stages = layered(kept, traced, self.args, recipe)
         else:
             piped, stages = staged(kept, traced, self.args, recipe.microbatches, recipe.stages)
-        traced = traced if piped is kept else trace(piped, self.args)
+        traced = traced if piped is kept else trace(piped, self.args, self.cut(1)[1])
         made, chunks = chunked(piped, traced, self.args, recipe.chunks)
 
         @functools.wraps(self.function)
@@ -65,7 +65,7 @@ class Rewriter:
         step.recomputed = again  # type: ignore[attr-defined]
         step.chunked = chunks  # type: ignore[attr-defined]
         step.staged = stages  # type: ignore[attr-defined]
-        return step, traced if made is piped else trace(step, self.args)
+        return step, traced if made is piped else trace(step, self.args, self.cut(1)[1])
 
 
 def rewritten(

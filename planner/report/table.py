@@ -256,7 +256,11 @@ def _inputs(plan: Plan) -> Iterable[RenderableType]:
     parts = (
         ("parameters", [leaf for leaf in state if not is_optimizer_state(leaf.path)]),
         ("optimizer state", [leaf for leaf in state if is_optimizer_state(leaf.path)]),
-        ("batch and other inputs", [leaf for leaf in plan.inputs if not leaf.tied]),
+        ("frozen weights", [leaf for leaf in plan.inputs if leaf.frozen]),
+        (
+            "batch and other inputs",
+            [leaf for leaf in plan.inputs if not leaf.tied and not leaf.frozen],
+        ),
     )
     for title, leaves in parts:
         if leaves:
@@ -343,11 +347,12 @@ def _holders(plan: Plan) -> RenderableType:
 
 
 def _replicated(plan: Plan) -> Iterable[RenderableType]:
-    """Carried inputs that every device holds whole; says nothing on one device."""
+    """State and frozen weights that every device holds whole; says nothing on one device."""
     if plan.mesh.num_devices < 2:
         return
-    whole = [leaf for leaf in plan.inputs if leaf.tied and not leaf.spec.axes]
-    everything = sum(leaf.nbytes_per_device for leaf in plan.inputs if leaf.tied)
+    kept = [leaf for leaf in plan.inputs if leaf.tied or leaf.frozen]
+    whole = [leaf for leaf in kept if not leaf.spec.axes]
+    everything = sum(leaf.nbytes_per_device for leaf in kept)
     total = sum(leaf.nbytes_per_device for leaf in whole)
     if not whole:
         yield from section("replicated parameters and state", Text("none"))

@@ -102,8 +102,8 @@ def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:
 def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) -> tuple[Pin, ...]:
     """What a mode says about the inputs that the user did not pin.
 
-    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the leading dimension of arguments that are
-    not carried on (the batch) over the data axes; every other input is replicated.
+    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the leading dimension of the batch over the data
+    axes; every other input is replicated.
     """
     if mode == "AUTO_PARALLEL":
         return ()
@@ -117,7 +117,7 @@ def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) ->
             continue
         batch = (
             mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL")
-            and not value.carried
+            and value.fed
             and value.shape[0] % parts == 0
             and parts > 1
         )

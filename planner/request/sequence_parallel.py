@@ -24,9 +24,9 @@ Place = tuple[int, int]
 
 
 def batch_inputs(graph: Graph) -> tuple[int, ...]:
-    """Arguments that are not carried on and have dimensions."""
+    """Arguments of the batch that have dimensions."""
     known = graph.values
-    return tuple(v for v in graph.inputs if not known[v].carried and known[v].splits)
+    return tuple(v for v in graph.inputs if known[v].fed and known[v].splits)
 
 
 def sequences(graph: Graph) -> tuple[int, ...]:

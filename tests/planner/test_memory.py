@@ -18,7 +18,6 @@ from planner.cost.peak import PACKING
 from planner.graph.ir import Phase
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
-from planner.planning import graph_rules
 from planner.space.groups import GroupLink, build_groups
 from planner.step.analysis import Analysis, analyse
 from planner.step.buffers import Lifetimes, padding
@@ -38,7 +37,7 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 def analysis_of(function: Callable[..., Any], *args: Any, cluster: str = "h100:8") -> Analysis:
     traced = trace(function, args)
-    rules = graph_rules(traced)
+    rules = traced.rules
     carried = {i for i, _ in traced.graph.ties}
     donated = [k in carried for k in range(len(traced.graph.inputs))]
     device = parse_cluster(cluster).device
@@ -265,7 +264,7 @@ def test_on_tpus_a_weights_gradient_comes_behind_the_activations() -> None:
 def kept_of(function: Callable[..., Any], *args: Any) -> dict[str, list[bool]]:
     """By kind of operation, whether its results are written."""
     traced = trace(function, args)
-    groups = build_groups(traced.graph, graph_rules(traced))
+    groups = build_groups(traced.graph, traced.rules)
     found = written(traced.graph, groups.fusable, traced.graph.live_ops(), True)
     out: dict[str, list[bool]] = {}
     for op in traced.graph.ops:
@@ -355,7 +354,7 @@ def test_features_of_convolutions_lie_along_lanes() -> None:
         return jnp.tanh(y)
 
     traced = trace(conv, (struct(8, 128, 128, 3), struct(3, 3, 3, 64)))
-    groups = build_groups(traced.graph, graph_rules(traced))
+    groups = build_groups(traced.graph, traced.rules)
     found = image_lanes(traced.graph, groups.op_layouts, groups.fusable)
     image, kernel = traced.graph.inputs
     (out,) = traced.graph.outputs

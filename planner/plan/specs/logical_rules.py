@@ -38,6 +38,10 @@ class Argument(Protocol):
     def tied(self) -> bool:
         """Whether it comes back as a result."""
 
+    @property
+    def frozen(self) -> bool:
+        """Whether it is a weight that does not come back."""
+
 
 @dataclass(frozen=True)
 class LogicalAxes:
@@ -61,7 +65,11 @@ def logical_axes(leaves: Iterable[Argument]) -> LogicalAxes:
     for leaf in leaves:
         row: list[str | None] = []
         for dim, (size, axes) in enumerate(zip(leaf.shape, leaf.spec.dims, strict=True)):
-            row.append(_name(known, dim == 0 and not leaf.tied, size, axes) if axes else None)
+            row.append(
+                _name(known, dim == 0 and not (leaf.tied or leaf.frozen), size, axes)
+                if axes
+                else None
+            )
         names[leaf.path] = tuple(row)
     rules = tuple(
         (name, axes[0] if len(axes) == 1 else axes) for (_, _, axes), name in known.items()

@@ -1,0 +1,147 @@
+"""Which arguments hold no examples: frozen weights that a step takes beside its state.
+
+A step of low-rank adapters, of distillation or of preferences takes a second model as an argument
+of its own. Nothing in the arguments tells it from a batch, but what the forward pass makes of them
+does: nearly all that is computed from a frozen model has a dimension of *examples*, and the model
+has none such. A dimension is followed by the factor rules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase, Role
+from planner.rules.factor import FactorRule
+
+OWN = 0.3
+"""Of what is computed from frozen weights, the share that keeps one of their first dimensions,
+against what has the dimension of examples, is below this."""
+
+
+def is_ambiguous(graph: Graph) -> bool:
+    """Whether arguments of the batch differ in their first dimension, so that some of them may hold
+    no examples. Of a single argument, or of equal ones, all do."""
+    sizes = {graph.values[v].shape[0] for v in graph.batch if graph.values[v].shape}
+    return len(sizes) > 1 and len({_argument(graph, v) for v in graph.batch}) > 1
+
+
+def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
+    """The inputs of the batch that are frozen weights.
+
+    What may be examples are first dimensions of the batch's arrays which no product sums over and
+    no array of the state has. An argument holds frozen weights if one of these, of another
+    argument, is in most of what the forward pass computes from it, it has no array with that
+    dimension, and its own first dimensions are lost soon.
+
+    Args:
+        graph: a step with phases and roles.
+        rules: per operation.
+    """
+    dims = _Dims(graph, rules)
+    arguments: dict[str, list[int]] = {}
+    for v in graph.batch:
+        if graph.values[v].shape:
+            arguments.setdefault(_argument(graph, v), []).append(v)
+    first = {v: dims.of(v, 0) for mine in arguments.values() for v in mine}
+    kept = map(dims.all_of, graph.state)
+    eligible = set(first.values()).difference(dims.contracted, *kept)
+    counts = _counts(graph, list(arguments.values()), dims, eligible)
+    out: set[int] = set()
+    for number, mine in enumerate(arguments.values()):
+        total: Counter[int] = Counter()
+        for mask, found in counts.items():
+            if mask >> number & 1:
+                total.update(found)
+        if not total:
+            continue
+        (examples, many), *_ = total.most_common(1)
+        size = next(graph.values[v].shape[0] for v, d in first.items() if d == examples)
+        if any(examples in dims.all_of(v) for v in mine):
+            continue
+        if all(graph.values[v].shape[0] == size for v in mine):  # an operation without a rule
+            continue
+        if max(total[first[v]] for v in mine) < OWN * many:
+            out.update(mine)
+    return frozenset(out)
+
+
+def with_frozen(graph: Graph, frozen: frozenset[int]) -> Graph:
+    """The graph with the role of some inputs as frozen weights."""
+    values = [replace(v, role=Role.FROZEN) if v.index in frozen else v for v in graph.values]
+    return replace(graph, values=tuple(values)) if frozen else graph
+
+
+def _argument(graph: Graph, value: int) -> str:
+    return graph.values[value].name.partition("]")[0]
+
+
+def _counts(
+    graph: Graph, arguments: Sequence[Sequence[int]], dims: _Dims, eligible: set[int]
+) -> dict[int, Counter[int]]:
+    """Per set of arguments (a mask), how many results that depend on just these have each of the
+    dimensions in question."""
+    masks = [0] * len(graph.values)
+    for number, mine in enumerate(arguments):
+        for v in mine:
+            masks[v] |= 1 << number
+    out: dict[int, Counter[int]] = {}
+    for op in graph.ops:
+        mask = 0
+        for i in op.inputs:
+            if i != SCALAR:
+                mask |= masks[i]
+        for o in op.outputs:
+            masks[o] |= mask
+            if mask and op.phase is Phase.FORWARD:
+                out.setdefault(mask, Counter()).update(dims.all_of(o) & eligible)
+    return out
+
+
+class _Dims:
+    """The dimensions of all values of the forward pass, equal where a factor goes through both. Of
+    a dimension of several factors the outermost counts.
+
+    Attributes:
+        contracted: dimensions that a product sums over.
+    """
+
+    def __init__(self, graph: Graph, rules: Sequence[FactorRule]) -> None:
+        self.graph = graph
+        self.start = [0]
+        for value in graph.values:
+            self.start.append(self.start[-1] + len(value.shape))
+        self.parent = list(range(self.start[-1]))
+        summed: list[int] = []
+        for op, rule in zip(graph.ops, rules, strict=True):
+            if op.phase is not Phase.FORWARD:
+                continue
+            seen: dict[int, int] = {}
+            values = (*op.inputs, *op.outputs)
+            for v, mapped in zip(values, (*rule.operands, *rule.results), strict=False):
+                for d, factors in enumerate(mapped if v != SCALAR else ()):
+                    if factors:
+                        place = self.start[v] + d
+                        self._join(seen.setdefault(factors[0], place), place)
+            if op.kind in PRODUCTS:
+                summed += [seen[f] for f in rule.reduction if f in seen]
+        self.contracted = {self._root(place) for place in summed}
+
+    def of(self, value: int, dim: int) -> int:
+        """A dimension of a value."""
+        return self._root(self.start[value] + dim)
+
+    def all_of(self, value: int) -> set[int]:
+        """Those of a value that have more than one element."""
+        shape = self.graph.values[value].shape
+        return {self.of(value, d) for d, n in enumerate(shape) if n > 1}
+
+    def _root(self, place: int) -> int:
+        parent = self.parent
+        while parent[place] != place:
+            parent[place] = place = parent[parent[place]]
+        return place
+
+    def _join(self, a: int, b: int) -> None:
+        self.parent[self._root(a)] = self._root(b)
