@@ -124,12 +124,15 @@ class Led:
     done: bool = False
 
 
-def lead_meshes(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Led:
+def lead_meshes(
+    quotient: Quotient, pins: Sequence[Pin], request: Request, *, whole: bool = True
+) -> Led:
     """Try meshes: all of them at once for a bound and a first choice each (``scouted``), then one
-    by one, quickly, where a bound leaves hope for more."""
+    by one, quickly, where a bound leaves hope for more. ``whole``: on a single mesh also with equal
+    layers apart, where that may help."""
     meshes = candidate_meshes(request, pins)
     if len(meshes) == 1 or not quotient.part.groups.groups:
-        only = _settle(quotient, pins, request, meshes[0])
+        only = _settle(quotient, pins, request, meshes[0], whole=whole)
         return Led((only,), frozenset((only[0].mesh,)), done=True)
     allowed = allowed_meshes(quotient, pins, request, meshes)
     if not request.spreads:
@@ -399,7 +402,7 @@ def attempt(
 def _of_parameters(quotient: Quotient) -> frozenset[int]:
     """The classes of parameters and of their copies."""
     groups, values = quotient.whole.groups, quotient.whole.graph.values
-    state = [v.index for v in values if v.role is Role.PARAMETER]
+    state = [v.index for v in values if v.role in (Role.PARAMETER, Role.FROZEN)]
     held = {home[0] for v in state if (home := groups.home[v]) is not None}
     copies = {x.b for x in groups.links if x.a in held and groups.groups[x.b].kind == "copy"}
     return frozenset(quotient.color[g] for g in held | copies)

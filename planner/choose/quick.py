@@ -17,6 +17,7 @@ from planner.choose.meshes import (
     allowed_meshes,
     attempt,
     choose,
+    lead_meshes,
     of_scout,
     search_meshes,
 )
@@ -76,8 +77,13 @@ def scout_meshes(
         return Glance(math.inf, False, floor=floor, start=start)
     meshes = candidate_meshes(request, pins)
     if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
-        quick = dataclasses.replace(request, search=FAST) if request.search in QUICK else request
-        best = choose(search_meshes(quotient, pins, quick))[1]
+        quick = request
+        if request.search in QUICK and not request.spreads:
+            quick = dataclasses.replace(request, search=FAST)
+        if len(meshes) == 1:
+            best = choose(lead_meshes(quotient, pins, quick, whole=False).tried)[1]
+        else:
+            best = choose(search_meshes(quotient, pins, quick))[1]
         cost_s = best.cost_s if best.feasible else math.inf
         return Glance(cost_s, best.feasible, best.lower_bound_s, floor, start)
     allowed = allowed_meshes(quotient, pins, request, meshes)

@@ -101,7 +101,7 @@ def _asked(
     function = with_logical_axis_rules(function, rules)
     asked.setdefault("mesh", placed_mesh(args, cluster))
     request = dataclasses.replace(parse_request(cluster, **asked), advice=advice)
-    wish = parse_wish(rewriting, function, request.mode == "AUTO_PARALLEL")
+    wish = parse_wish(rewriting, function, request.mode != "STAND_ALONE")
     with paused():
         return _under(wish, function, args, request, donate_argnums, begun)
 

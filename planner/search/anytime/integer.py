@@ -19,7 +19,10 @@ simplex method", Math. Prog. Computation 10, 2018 (HiGHS).
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -152,8 +155,27 @@ def solve_integer(
             _memory_row(flat, moment, rows)
 
 
+@functools.cache
+def _greeted() -> None:
+    """HiGHS 1.16 prints its version and license when the first solver is made, whatever its options
+    say; this keeps it out of the output."""
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no output
+        return
+    try:
+        sys.stdout.flush()
+        with open(os.devnull, "wb") as away:
+            os.dup2(away.fileno(), 1)
+            highspy.Highs()  # type: ignore[no-untyped-call]
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _solver(costs: Array, upper: Array, rows: _Rows, binary: int, deadline: float) -> highspy.Highs:
     """HiGHS with the program; the first ``binary`` columns are integers."""
+    _greeted()
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("mip_rel_gap", 0.0)
