@@ -44,12 +44,14 @@ class Glance:
         cost_s: of the best plan found; infinite where none fits or is of interest.
         fits: whether it may be the cost alone that is too high.
         bound_s: no plan on the meshes looked at costs less.
+        fill: peak of that plan, over the limit.
         floor, start: memory that every plan takes, and that of the arguments, over the limit.
     """
 
     cost_s: float
     fits: bool
     bound_s: float = math.inf
+    fill: float = 0.0
     floor: float = 0.0
     start: float = 0.0
 
@@ -85,7 +87,7 @@ def scout_meshes(
         else:
             best = choose(search_meshes(quotient, pins, quick))[1]
         cost_s = best.cost_s if best.feasible else math.inf
-        return Glance(cost_s, best.feasible, best.lower_bound_s, floor, start)
+        return Glance(cost_s, best.feasible, best.lower_bound_s, _fill(best, request), floor, start)
     allowed = allowed_meshes(quotient, pins, request, meshes)
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     limit = request.limit_bytes
@@ -108,8 +110,12 @@ def scout_meshes(
         if not best.feasible or best.cost_s > TIGHT * bound_s:
             best = _cheaper(best, attempt(quotient, pins, request, nearest[0].mesh, FAST)[1])
         if best.feasible:
-            return Glance(best.cost_s, True, bound_s)
+            return Glance(best.cost_s, True, bound_s, _fill(best, request))
     return Glance(math.inf, False)
+
+
+def _fill(solution: Solution, request: Request) -> float:
+    return solution.peak_bytes / request.limit_bytes
 
 
 def _cheaper(a: Solution, b: Solution) -> Solution:

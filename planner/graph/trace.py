@@ -25,8 +25,9 @@ from planner.annotate import EDGE, EDGE_MARK
 from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
-from planner.graph.flat import FlatJaxpr, flatten
+from planner.graph.flat import FlatJaxpr, execute, flatten
 from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Role, Value
+from planner.graph.jaxpr.own_rows import takes_indices, with_own_rows
 from planner.graph.jaxpr.places import PlacedWalk
 from planner.graph.jaxpr.walk import BARRIER, FUSED, REMAT, Body, Loop
 from planner.graph.labels.examples import frozen_inputs, is_ambiguous, with_frozen
@@ -374,6 +375,7 @@ def trace(
     args = abstract(args)
     try:
         closed, out_shape = compat.make_jaxpr(function, args)
+        closed = _with_own_rows(closed, args)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -390,6 +392,16 @@ def trace(
         paths = [p[1:] for p in paths]
     paths_in = [p for p, _ in ins]
     return Traced(closed, in_tree, out_tree, out_shape, paths_in, paths, updated, origin)
+
+
+def _with_own_rows(closed: Any, args: Sequence[Any]) -> Any:
+    """See ``planner.graph.jaxpr.own_rows``; calls are put in their places where that shows more."""
+    made = with_own_rows(closed)
+    if made is closed or not takes_indices(made):
+        return made
+    flat = flatten(closed)
+    leaves = jax.tree_util.tree_leaves(tuple(args))
+    return with_own_rows(compat.make_jaxpr(lambda *leaves: execute(flat, leaves), leaves)[0])
 
 
 def _note_unused(builder: _Builder, outputs: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
 from planner.planning.row import Planned, Row
-from planner.recipes import CLOSE, WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
+from planner.recipes import CLOSE, FULL, WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
 from planner.remat.policy import NONE, OFFLOAD
 from planner.remat.rewrite import policies
 from planner.report.units import bytes_text
@@ -55,7 +55,7 @@ class Door:
             seen = scout_meshes(row.step.quotient, row.step.pins, row.request, known_s, bounds_s)
         except RequestError:  # such as a microbatch that traces to another program
             return Outcome(math.inf, False, None)
-        return Outcome(seen.cost_s, seen.fits, row, seen.bound_s, seen.floor)
+        return Outcome(seen.cost_s, seen.fits, row, seen.bound_s, seen.floor, seen.fill)
 
 
 def searched(wish: Wish, door: Door) -> Planned:
@@ -132,15 +132,24 @@ def _nearest(seen: Mapping[Recipe, Outcome[Row | None]]) -> Row | None:
 def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried: str) -> Planned:
     """The fastest of the plans of recipes that a quick look found to fit: the most promising is
     searched first, and others while the look found something faster for them (up to ``NEAR``). The
-    longest search runs for the best of them alone."""
+    longest search runs for the best of them alone. Of recipes that differ by no more than
+    ``CLOSE``, those that fill the memory come last: predictions are not that exact."""
     rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
-    rows.sort(key=lambda row: row[1].cost_s)
+    least_s = min((look.cost_s for _, look in rows), default=math.inf)
+    rows.sort(
+        key=lambda row: (
+            row[1].cost_s > CLOSE * least_s,
+            row[1].cost_s <= CLOSE * least_s and row[1].fill > FULL,
+            row[1].cost_s,
+        )
+    )
     near: list[Row] = []
     for row, look in rows[:MOST_PLANNED]:
         known_s = near[0].near_s if near else math.inf
-        if look.cost_s > NEAR * known_s or look.bound_s * WORTH > known_s:
+        worth = CLOSE if look.fill > FULL else WORTH
+        if look.cost_s > NEAR * known_s or look.bound_s * worth > known_s:
             continue
-        near.insert(0 if row.near_s * WORTH < known_s else len(near), row)
+        near.insert(0 if row.near_s * worth < known_s else len(near), row)
     for row in near:
         with contextlib.suppress(MemoryLimitError):
             return row.planned(begun, tried)

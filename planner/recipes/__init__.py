@@ -1,6 +1,6 @@
 """Rewriting a step before it is planned: microbatches, rematerialization, chunks, stages."""
 
-from planner.recipes.outer import CLOSE, WORTH, Look, Outcome, search_recipes
+from planner.recipes.outer import CLOSE, FULL, WORTH, Look, Outcome, search_recipes
 from planner.recipes.recipe import (
     Rewriter,
     chunked_of,
@@ -15,6 +15,7 @@ from planner.spec import PLAIN, Recipe
 __all__ = [
     "AUTO",
     "CLOSE",
+    "FULL",
     "PLAIN",
     "WORTH",
     "Look",

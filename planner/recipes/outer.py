@@ -24,6 +24,9 @@ WORTH = 1.01
 """A recipe that rewrites more must be faster by this."""
 CLOSE = 1.03
 """The walk ends this close to what no recipe can be faster than."""
+FULL = 0.95
+"""Share of the memory from which on a plan fills it: predictions are not that exact. One that
+leaves more is taken while it is no slower than ``CLOSE``."""
 PATIENCE = 2
 """Recipes in a row that may fit and be slower."""
 T = TypeVar("T")
@@ -39,6 +42,7 @@ class Outcome(Generic[T]):
         found: the plan, as the caller has it.
         bound_s: what a longer search can hope for.
         floor: memory that every plan takes, over the limit; 0 where that is not known.
+        fill: peak of the plan found, likewise.
     """
 
     cost_s: float
@@ -46,6 +50,7 @@ class Outcome(Generic[T]):
     found: T
     bound_s: float = math.inf
     floor: float = 0.0
+    fill: float = 0.0
 
     @property
     def too_slow(self) -> bool:
@@ -74,6 +79,12 @@ class _Walk(Generic[T]):
     free_s: dict[int, float] = field(default_factory=dict)
 
     @property
+    def enough_s(self) -> float:
+        """What does not cost less is of no interest."""
+        full = self.best is not None and self.seen[self.best].fill > FULL
+        return self.best_s * CLOSE if full else self.best_s / WORTH
+
+    @property
     def close(self) -> bool:
         """Whether more looks have little to gain."""
         return self.best_s <= CLOSE * self.least_s
@@ -95,18 +106,18 @@ class _Walk(Generic[T]):
                 return False
             if i + 1 < len(self.counts) and self.too_large(recipe):
                 return None
-            self.seen[recipe] = self.look(recipe, self.best_s / WORTH)
+            self.seen[recipe] = self.look(recipe, self.enough_s)
         found = self.seen[recipe]
-        if found.cost_s * (1.0 if self.best is None else WORTH) < self.best_s:
+        best = None if self.best is None else self.seen[self.best]
+        if found.cost_s < math.inf and (best is None or beats(found, best)):
             self.best, self.best_s = recipe, found.cost_s
             return True
         return False if found.fits else None
 
     def hopeless(self, recipe: Recipe) -> bool:
         """Whether one that rewrites less is too slow already, whatever memory it takes."""
-        enough_s = self.best_s / WORTH
         return any(
-            o.too_slow or (o.fits and o.bound_s >= enough_s)
+            o.too_slow or (o.fits and o.bound_s >= self.enough_s)
             for r, o in self.seen.items()
             if _does_more(recipe, r)
         )
@@ -157,7 +168,7 @@ class _Walk(Generic[T]):
         """Whether so many microbatches alone are too slow, whatever memory they take."""
         if i not in self.free_s:
             self.free_s[i] = self.least_of(self.recipe(i, 0))
-        return self.free_s[i] >= self.best_s / WORTH
+        return self.free_s[i] >= self.enough_s
 
 
 def search_recipes(
@@ -205,9 +216,18 @@ def _does_more(recipe: Recipe, other: Recipe) -> bool:
     )
 
 
+def beats(one: Outcome[T], other: Outcome[T]) -> bool:
+    """Whether a recipe is to be taken in place of a simpler one, or of one found first: it is
+    clearly faster, or as fast and does not fill the memory."""
+    full, was_full = one.fill > FULL, other.fill > FULL
+    if full == was_full:
+        return one.cost_s * WORTH < other.cost_s
+    return one.cost_s * CLOSE < other.cost_s if full else one.cost_s <= CLOSE * other.cost_s
+
+
 def _go(walk: _Walk[T]) -> None:
     """Walk along the border of what fits."""
-    if walk.best is not None and walk.least_s >= walk.best_s / WORTH:
+    if walk.best is not None and walk.least_s >= walk.enough_s:
         return  # all of them do more
     border: int | None = None
     for i in range(len(walk.counts)):

@@ -1,0 +1,223 @@
+"""Look-ups of every row in itself, as ``logits[jnp.arange(n), labels]``, said as what they are.
+
+Such a look-up names the rows by numbers from 0 on. Taken for any numbers, it needs all rows on
+every device, and its gradient is a sum over devices. ``lax.gather`` and ``lax.scatter`` can say
+that a dimension is only walked along: as a batching dimension, which is split like any other. The
+equations are changed in place, so that all others keep their number; where the numbers come from,
+nobody reads them any more. Values do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from planner import compat
+from planner.graph.jaxpr.walk import CALLS, Body, called, stays_whole
+
+SCATTERS = frozenset(
+    "scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max".split()
+)
+"""What writes to rows, or adds to them."""
+
+
+@dataclass(frozen=True)
+class _Count:
+    """An array of the numbers 0, 1, ... along a dimension, alike along all others."""
+
+    dim: int
+
+
+_NEVER = "never"
+"""An array that is false everywhere."""
+_Fact = _Count | str
+
+
+def with_own_rows(jaxpr: Any) -> Any:
+    """The jaxpr, closed or open, with look-ups of every row in itself as batching dimensions; also
+    in the bodies of its equations. The same object where there are none."""
+    inner = compat.body(jaxpr)
+    facts: dict[Any, _Fact] = {}
+    makers: dict[Any, Any] = {}
+    eqns, changed = [], False
+    for eqn in inner.eqns:
+        new = _rewritten(eqn, facts, makers)
+        changed |= new is not eqn
+        eqns.append(new)
+        fact = _fact(eqn, facts)
+        if fact is not None:
+            facts[eqn.outvars[0]] = fact
+        if eqn.primitive.name == "concatenate":
+            makers[eqn.outvars[0]] = eqn
+    if not changed:
+        return jaxpr
+    made = inner.replace(eqns=eqns)
+    return made if inner is jaxpr else compat.with_consts(made, compat.consts(jaxpr))
+
+
+def takes_indices(jaxpr: Any) -> bool:
+    """Whether the body of a call looks up by indices that the call is given: what these are is not
+    seen where they are read. So it is for the gradients of a jitted function."""
+    return any(
+        _by_argument(body)
+        for eqn in compat.body(jaxpr).eqns
+        if eqn.primitive.name in CALLS
+        and not stays_whole(eqn)
+        and (body := called(eqn)) is not None
+    )
+
+
+def _by_argument(body: Body) -> bool:
+    inner = compat.body(body.jaxpr)
+    given = set(inner.invars)
+    own = any(
+        (eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS)
+        and not compat.is_literal(eqn.invars[1])
+        and eqn.invars[1] in given
+        for eqn in inner.eqns
+    )
+    return own or takes_indices(inner)
+
+
+def _rewritten(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) -> Any:
+    name = eqn.primitive.name
+    if name == "gather" or name in SCATTERS:
+        return _batched(eqn, facts, makers)
+    params = {k: _body(v) for k, v in eqn.params.items()}
+    same = all(params[k] is v for k, v in eqn.params.items())
+    return eqn if same else eqn.replace(params=params)
+
+
+def _body(value: Any) -> Any:
+    """A parameter of an equation with its bodies rewritten."""
+    if hasattr(compat.body(value), "eqns"):
+        return with_own_rows(value)
+    if isinstance(value, tuple) and value and all(hasattr(compat.body(v), "eqns") for v in value):
+        made = tuple(map(with_own_rows, value))
+        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
+    return value
+
+
+def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
+    """What is known of the result of an equation."""
+    name = eqn.primitive.name
+    if name == "iota":
+        whole = np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+        return _Count(int(eqn.params["dimension"])) if whole else None
+    known = [None if compat.is_literal(v) else facts.get(v) for v in eqn.invars]
+    if not known or known == [None] * len(known):
+        return None
+    first, out = known[0], eqn.outvars[0].aval
+    if name == "lt" and isinstance(first, _Count) and _is_zero(eqn.invars[1]):
+        return _NEVER
+    if name == "select_n" and first == _NEVER:
+        return known[1]
+    if not isinstance(first, _Count):
+        return None
+    before = compat.aval_shape(eqn.invars[0].aval)
+    size = before[first.dim]
+    if name == "convert_element_type" and np.issubdtype(out.dtype, np.integer):
+        return first if size - 1 <= np.iinfo(out.dtype).max else None
+    if name == "broadcast_in_dim":
+        dim = int(eqn.params["broadcast_dimensions"][first.dim])
+        return _Count(dim) if compat.aval_shape(out)[dim] == size else None
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return _moved(before, compat.aval_shape(out), first.dim)
+    return None
+
+
+def _moved(before: Sequence[int], after: Sequence[int], dim: int) -> _Count | None:
+    """Where a dimension goes if dimensions of one element are put in or left out."""
+    old = [d for d, n in enumerate(before) if n > 1]
+    new = [d for d, n in enumerate(after) if n > 1]
+    if dim not in old or [before[d] for d in old] != [after[d] for d in new]:
+        return None
+    return _Count(new[old.index(dim)])
+
+
+def _is_zero(atom: Any) -> bool:
+    return compat.is_literal(atom) and not np.any(np.asarray(atom.val))
+
+
+def _batched(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) -> Any:
+    """A look-up with the columns of its indices that count rows as batching dimensions; as it is,
+    where there are none."""
+    operand, indices = eqn.invars[:2]
+    maker = None if compat.is_literal(indices) else makers.get(indices)
+    shape = compat.aval_shape(indices.aval)
+    if maker is None or maker.params["dimension"] != len(shape) - 1:
+        return eqn
+    dims = _Dimensions.of(eqn)
+    if dims.batching or len(dims.columns) != shape[-1]:
+        return eqn
+    rows = compat.aval_shape(operand.aval)
+    column, rest = 0, []
+    pairs: list[tuple[int, int]] = []
+    for part in maker.invars:
+        width = compat.aval_shape(part.aval)[-1]
+        fact = None if compat.is_literal(part) else facts.get(part)
+        dim = dims.columns[column]
+        if (
+            width == 1
+            and isinstance(fact, _Count)
+            and fact.dim < len(shape) - 1
+            and dim in dims.dropped
+            and rows[dim] == shape[fact.dim]
+            and fact.dim not in {p for _, p in pairs}
+        ):
+            pairs.append((dim, fact.dim))
+        else:
+            rest.append((part, column, width))
+        column += width
+    if not pairs or len(rest) != 1 or compat.is_literal(rest[0][0]):
+        return eqn
+    part, start, width = rest[0]
+    pairs.sort()
+    params = {**eqn.params, "dimension_numbers": dims.with_batching(pairs, start, width)}
+    return eqn.replace(invars=[operand, part, *eqn.invars[2:]], params=params)
+
+
+@dataclass(frozen=True)
+class _Dimensions:
+    """What the dimension numbers of a look-up say, of a gather or of a scatter.
+
+    Attributes:
+        numbers: the dimension numbers.
+        columns: the operand's dimension of each column of indices.
+        dropped: its dimensions of which one element is taken, and which the result lacks.
+        batching: its batching dimensions.
+    """
+
+    numbers: Any
+    columns: tuple[int, ...]
+    dropped: tuple[int, ...]
+    batching: tuple[int, ...]
+
+    @staticmethod
+    def of(eqn: Any) -> _Dimensions:
+        """Those of an equation."""
+        n = eqn.params["dimension_numbers"]
+        if eqn.primitive.name == "gather":
+            parts = (n.start_index_map, n.collapsed_slice_dims, n.operand_batching_dims)
+        else:
+            parts = (
+                n.scatter_dims_to_operand_dims,
+                n.inserted_window_dims,
+                n.operand_batching_dims,
+            )
+        return _Dimensions(n, *(tuple(map(int, p)) for p in parts))
+
+    def with_batching(self, pairs: Sequence[tuple[int, int]], start: int, width: int) -> Any:
+        """Dimension numbers with batching dimensions (of the operand, of the indices), and the
+        columns from ``start`` on alone."""
+        own = tuple(d for d, _ in pairs)
+        columns = self.columns[start : start + width]
+        dropped = tuple(d for d in self.dropped if d not in own)
+        n, places = self.numbers, tuple(p for _, p in pairs)
+        if isinstance(n, jax.lax.GatherDimensionNumbers):
+            return jax.lax.GatherDimensionNumbers(n.offset_dims, dropped, columns, own, places)
+        return jax.lax.ScatterDimensionNumbers(n.update_window_dims, dropped, columns, own, places)
