@@ -25,7 +25,7 @@ from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
 from planner.graph.ir import Phase
 from planner.graph.trace import trace
-from planner.planning import graph_rules, plan_step
+from planner.planning import plan_step
 from planner.planning.row import Planned
 from planner.space.groups import build_groups
 from planner.step.analysis import analyse
@@ -120,7 +120,7 @@ def kernels_of(c: Case) -> tuple[tuple[Kernel, float], ...]:
     """How many kernels of each kind the gradients of one sequence on one device launch."""
     alone = dataclasses.replace(c, degrees=Degrees(), batch=1, unrolled=True)
     traced = trace(*gradients(alone))
-    rules = graph_rules(traced)
+    rules = traced.rules
     groups = build_groups(traced.graph, rules)
     analysis = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
     count: Counter[Kernel] = Counter()

@@ -199,10 +199,15 @@ class Rates:
 
     def feed_s(self, analysis: Analysis, group: int, chosen: StrategySet) -> Array:
         """[meshes, strategies] seconds that feeding a group's share of the batch counts for."""
-        share = np.zeros((len(self.size), chosen.count))
+        share, copied_s = (np.zeros((len(self.size), chosen.count)) for _ in range(2))
+        link = self.model.host_s_per_byte
+        link = link if math.isfinite(link) else 0.0
         for array in analysis.facts[group].fed:
-            share += array.share / self.size[:, self.masks(chosen.store, array.factors)]
-        return share * (SHARE * ideal_s(analysis, self.model, int(self.size[0, -1])))
+            pieces = self.size[:, self.masks(chosen.store, array.factors)]
+            share += array.share / pieces
+            copied_s += link * array.nbytes / pieces
+        ideal = ideal_s(analysis, self.model, int(self.size[0, -1]))
+        return share * (SHARE * ideal) + np.maximum(copied_s - ideal, 0.0)
 
     def decided_s(self, facts: Facts, chosen: StrategySet) -> dict[str, Array]:
         """[meshes, strategies] seconds of what else is decided for a group, by decision."""

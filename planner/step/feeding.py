@@ -5,7 +5,9 @@ fed. The next batch is loaded and copied while a step runs, at a rate that no cl
 it may come from memory, from a disk or out of a decoder. So feeding has a price of this form: a
 step whose whole batch goes to every device costs ``SHARE`` of its ideal time more, one whose batch
 is cut in n pieces an n-th of that. A batch is then fed in shards unless that costs the devices
-more than ``SHARE``, and no plan is slower for it by more than that.
+more than ``SHARE``, and no plan is slower for it by more than that. Whatever the next batch comes
+from, it passes the link from the host to each device while a step runs: where that takes longer
+than the ideal step, the difference counts in full.
 
 Arguments that hold any array of the state are not fed: what stands beside it (frozen parameters, a
 schedule) stays on the devices. In a step that carries no state, weights and batch can't be told
@@ -25,10 +27,12 @@ SHARE = 1e-2
 
 @dataclass(frozen=True)
 class Fed:
-    """An array that is fed: its share of the bytes of all of them, and the factors that cut it."""
+    """An array that is fed: its share of the bytes of all of them, the factors that cut it, and
+    its own bytes."""
 
     share: float
     factors: frozenset[int]
+    nbytes: float = 0.0
 
 
 def fed_inputs(graph: Graph) -> tuple[int, ...]:
@@ -43,5 +47,6 @@ def fed_of(graph: Graph, groups: Groups) -> tuple[tuple[Fed, ...], ...]:
     total = sum(graph.values[v].nbytes for v, _ in fed)
     for value, (group, layout) in fed:
         factors = frozenset(f for f in layout if f >= 0)
-        out[group].append(Fed(graph.values[value].nbytes / max(total, 1), factors))
+        nbytes = float(graph.values[value].nbytes)
+        out[group].append(Fed(nbytes / max(total, 1), factors, nbytes))
     return tuple(map(tuple, out))

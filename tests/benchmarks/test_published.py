@@ -23,7 +23,6 @@ from published_residuals import residuals_text  # noqa: E402
 from published_stacks import OTHER, stack_of  # noqa: E402
 
 from planner.graph.trace import trace  # noqa: E402
-from planner.planning import graph_rules  # noqa: E402
 from planner.space.groups import build_groups  # noqa: E402
 from planner.step.analysis import analyse  # noqa: E402
 
@@ -68,7 +67,7 @@ def test_flops_are_those_of_the_formula(
     small = dataclasses.replace(model, layers=2)
     case = Case(small, Degrees(), Kernels(), recompute, 2, unrolled)
     traced = trace(*gradients(case))
-    rules = graph_rules(traced)
+    rules = traced.rules
     groups = build_groups(traced.graph, rules)
     analysis = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
     flops = sum(w.flops for facts in analysis.facts for w in facts.work if w.kind == "matmul")

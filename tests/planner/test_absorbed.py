@@ -11,7 +11,6 @@ import pytest
 
 from costmodels import parse_cluster
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.space.groups import build_groups
 from planner.step.analysis import Analysis, analyse
 from planner.step.kernels.absorbed import absorbing
@@ -31,7 +30,7 @@ X, W = shape(M, K), shape(K, N)
 
 def analysed(function: Callable[..., Any], *args: Any, device: Any = V5E) -> Analysis:
     traced = trace(function, args)
-    rules = graph_rules(traced)
+    rules = traced.rules
     groups = build_groups(traced.graph, rules)
     donated = (False,) * len(traced.graph.inputs)
     return analyse(traced.graph, rules, groups, donated, device)

@@ -22,7 +22,6 @@ from planner.advice import least as least_module
 from planner.advice.batch import batch_leaves, growing
 from planner.advice.trials import grown
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.planning import row as pipeline
 from planner.report.shortage import Holder, Relief, Shortage, shortage_text
 from planner.search import SEARCHES, ilp, read_iopddl
@@ -415,7 +414,7 @@ def test_values_that_grow_with_the_batch() -> None:
     graph = traced.graph
     leaves = batch_leaves(graph)
     assert [graph.input_paths[k] for k in leaves] == ["[2]", "[3]"]
-    grown_values = growing(graph, graph_rules(traced), leaves)
+    grown_values = growing(graph, traced.rules, leaves)
     live = graph.live_ops()
     for value in graph.values:
         if value.shape and (value.op < 0 or live[value.op]):  # only the batch is 32 long
@@ -437,7 +436,7 @@ def test_values_that_grow_inside_a_scan() -> None:
     graph = traced.graph
     leaves = batch_leaves(graph)
     assert [graph.input_paths[k] for k in leaves] == ["[1]"]
-    found = growing(graph, graph_rules(traced), leaves)
+    found = growing(graph, traced.rules, leaves)
     carries = [op.outputs[0] for op in graph.ops if op.kind == "loop_carry"]
     assert any(v in found for v in carries)
     assert not any(graph.values[v].shape == (16, 16) for v in found)

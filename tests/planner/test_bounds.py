@@ -19,7 +19,6 @@ from planner.choose.meshes import SAME
 from planner.cost.pricing import price
 from planner.cost.rates import Rates
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.search import recursive_programming
 from planner.space.groups import build_groups
 from planner.spec import enumerate_meshes
@@ -37,7 +36,7 @@ def quotient_of(name: str) -> Quotient:
         sys.path.insert(0, str(ROOT / "examples"))
     module: Any = __import__(name)
     traced = trace(module.train_step, module.example_args())
-    rules = graph_rules(traced)
+    rules = traced.rules
     groups = build_groups(traced.graph, rules)
     found = analyse(traced.graph, rules, groups, (True,) * len(traced.graph.inputs))
     return fold_analysis(found, (), inputs_differ=False)

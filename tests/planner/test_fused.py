@@ -11,7 +11,6 @@ import pytest
 
 from costmodels import Device, attention_drag, parse_cluster
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.space.groups import build_groups
 from planner.step.analysis import Analysis, analyse
 
@@ -36,7 +35,7 @@ def named(name: str) -> Callable[..., jax.Array]:
 
 def analysed(function: Callable[..., Any], *args: Any, device: Device | None = None) -> Analysis:
     traced = trace(function, args)
-    rules = graph_rules(traced)
+    rules = traced.rules
     groups = build_groups(traced.graph, rules)
     return analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs), device)
 

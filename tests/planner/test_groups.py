@@ -13,7 +13,6 @@ from jax.extend.core import Primitive
 from planner import make_plan
 from planner.graph.ir import Graph
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.space.groups import Group, Groups, build_groups
 from planner.step.analysis import analyse
 
@@ -27,7 +26,7 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 def grouped(function: Callable[..., Any], *args: Any) -> tuple[Graph, Groups]:
     traced = trace(function, args)
-    groups = build_groups(traced.graph, graph_rules(traced))
+    groups = build_groups(traced.graph, traced.rules)
     assert_sound(traced.graph, groups)
     return traced.graph, groups
 
@@ -222,7 +221,7 @@ def test_flops_of_a_matmul_and_its_weight_in_a_loop() -> None:
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), c, w)[0]
 
     traced = trace(step, (struct(4, 8), struct(5, 8, 8)))
-    rules = graph_rules(traced)
+    rules = traced.rules
     found = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
     matmuls = [w.flops for facts in found.facts for w in facts.work if w.kind == "matmul"]
     assert matmuls == [5 * 2 * 4 * 8 * 8]
@@ -234,7 +233,7 @@ def conv_flops(size: int, features: int) -> float:
         return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=names)
 
     traced = trace(step, (struct(2, size, size, 3), struct(3, 3, 3, features)))
-    rules = graph_rules(traced)
+    rules = traced.rules
     found = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
     return sum(w.flops for facts in found.facts for w in facts.work if w.kind == "convolution")
 

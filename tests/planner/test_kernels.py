@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.space.groups import build_groups
 from planner.step.analysis import analyse
 
@@ -20,7 +19,7 @@ W = jax.ShapeDtypeStruct((32, 32), jnp.float32)
 
 def kernels(function: Callable[..., Any], *args: Any) -> float:
     traced = trace(function, args)
-    rules = graph_rules(traced)
+    rules = traced.rules
     groups = build_groups(traced.graph, rules)
     found = analyse(traced.graph, rules, groups, (False,) * len(traced.graph.inputs))
     return sum(w.kernels for facts in found.facts for w in facts.work)

@@ -10,7 +10,6 @@ import pytest
 
 from planner import shard
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.space.groups import build_groups
 from planner.step.analysis import analyse
 
@@ -26,7 +25,7 @@ def _elementwise_bytes(border: Any) -> float:
 
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     traced = trace(step, (shape, shape))
-    rules = graph_rules(traced)
+    rules = traced.rules
     analysis = analyse(traced.graph, rules, build_groups(traced.graph, rules), (False, False))
     return sum(w.nbytes for facts in analysis.facts for w in facts.work if w.kind != "matmul")
 

@@ -20,7 +20,6 @@ from planner.cost.pricing import Priced, price
 from planner.graph.trace import trace
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
-from planner.planning import graph_rules
 from planner.search import SEARCHES, evaluate, verify
 from planner.search.searches.brute import MOST, combinations
 from planner.space.groups import build_groups
@@ -36,7 +35,7 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 def analysis_of(function: Callable[..., Any], *args: Any) -> Analysis:
     traced = trace(function, args)
-    rules = graph_rules(traced)
+    rules = traced.rules
     donated = [False] * len(traced.graph.inputs)
     for i, _ in traced.graph.ties:
         donated[i] = True

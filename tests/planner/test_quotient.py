@@ -25,7 +25,7 @@ from planner.cost.batched import price_family
 from planner.cost.pricing import price, unfolded
 from planner.graph.trace import trace
 from planner.plan.plan import MeshVerdict, Plan
-from planner.planning import graph_rules, make_plan
+from planner.planning import make_plan
 from planner.search import SEARCHES, evaluate, lower_bound
 from planner.search.folding.folding import fold
 from planner.search.relax.family import Family, node_bound, relax
@@ -61,7 +61,7 @@ def step_of(name: str) -> tuple[Any, Any]:
 def quotient_of(name: str) -> Quotient:
     function, args = step_of(name)
     traced = trace(function, args)
-    rules = graph_rules(traced)
+    rules = traced.rules
     carried = {i for i, _ in traced.graph.ties}
     donated = [k in carried for k in range(len(traced.graph.inputs))]
     analysis: Analysis = analyse(traced.graph, rules, build_groups(traced.graph, rules), donated)
@@ -108,7 +108,7 @@ def test_layers_do_not_count() -> None:
         )
         function, args = decoders.build(small)
         traced = trace(function, args)
-        rules = graph_rules(traced)
+        rules = traced.rules
         donated = [True] * len(traced.graph.inputs)
         found = analyse(traced.graph, rules, build_groups(traced.graph, rules), donated)
         part = fold_analysis(found, (), inputs_differ=False).part
@@ -245,7 +245,7 @@ def two_layers_analysis() -> Analysis:
     square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     pair = {"a": square, "b": square}
     traced = trace(two_layers, ({"w": pair, "s": pair}, jax.ShapeDtypeStruct((32, 64), "float32")))
-    rules = graph_rules(traced)
+    rules = traced.rules
     donated = [True] * len(traced.graph.inputs)
     return analyse(traced.graph, rules, build_groups(traced.graph, rules), donated)
 

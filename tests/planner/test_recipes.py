@@ -294,3 +294,24 @@ def test_parallelize_says_that_it_rewrote_the_step(caplog: pytest.LogCaptureFixt
     np.testing.assert_allclose(found, jax.jit(layered)(params, x)[1], rtol=2e-5)
     assert run.plan.recipe != PLAIN
     assert any("does not fit in device memory as it is" in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("slower", "fill", "best"),
+    [(1.005, 0.7, "512"), (1.02, 0.7, "512"), (1.04, 0.7, "64"), (1.02, 0.97, "64")],
+)
+def test_a_recipe_that_fills_the_memory_yields_to_one_as_fast(
+    slower: float, fill: float, best: str
+) -> None:
+    costs = {"64": (10.0, 0.99), "512": (10.0 * slower, fill), "full": (13.0, 0.3)}
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[None]:
+        if recipe.microbatches > 1:
+            return Outcome(math.inf, True, None)
+        if recipe.remat not in costs:
+            return Outcome(math.inf, False, None)
+        cost, fill = costs[recipe.remat]
+        return Outcome(cost if cost < known_s else math.inf, True, None, 0.0, 0.0, fill)
+
+    found, _ = search_recipes(COUNTS, {1: ("none", "64", "512", "full")}, look)
+    assert found is not None and found.remat == best

@@ -21,7 +21,6 @@ from planner.cost.pricing import price
 from planner.graph.trace import trace
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
-from planner.planning import graph_rules
 from planner.search import evaluate
 from planner.space.groups import build_groups
 from planner.spec import parse_mesh
@@ -87,7 +86,7 @@ def test_the_searched_cost_is_the_predicted_one_where_the_addends_are_reduced_al
 def test_a_search_never_pays_more_than_a_plan_for_a_sum() -> None:
     cluster = parse_cluster("h100:8")
     traced = trace(attention, (WEIGHTS, INPUT))
-    rules = graph_rules(traced)
+    rules = traced.rules
     donated = (False,) * len(traced.graph.inputs)
     groups = build_groups(traced.graph, rules)
     found = analyse(traced.graph, rules, groups, donated, cluster.device)

@@ -164,3 +164,19 @@ def test_bytes_never_win_over_seconds():
 def test_seconds_are_not_saved_above_the_limit():
     problem = small([[1, 0], [0, 0]], [[0, 0], [0, 0]], [[4, 40], [4, 4]], limit=10)
     assert taken(problem, [0, 0]) == [0, 0]
+
+
+def test_a_batch_whose_copy_takes_longer_than_the_step_is_fed_in_shards() -> None:
+    """Little work on a large batch: fed whole, the step would wait for the copy."""
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x[:, :8] @ w) ** 2))(w)
+        return w - 0.1 * grad, value
+
+    args = (
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        jax.ShapeDtypeStruct((16384, 8192), jnp.float32),
+    )
+    plan = plan_step(step, *args, cluster="h100:8").plan
+    (batch,) = (leaf for leaf in plan.inputs if leaf.path == "[1]")
+    assert batch.nbytes_per_device <= 16384 * 8192 * 4 / 8

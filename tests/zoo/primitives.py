@@ -20,7 +20,6 @@ from planner import compat
 from planner.annotate import MARKS
 from planner.graph.jaxpr.walk import CALLS, REGIONS
 from planner.graph.trace import trace
-from planner.planning import graph_rules
 from planner.rules.sources.fallback import ELEMENTWISE, HAND_WRITTEN, IDENTITY
 from tests.zoo.program import Program
 from tests.zoo.running import load
@@ -92,7 +91,7 @@ def met(programs: Iterable[Program]) -> dict[str, dict[str, set[str]]]:
         traced = trace(step, args)
         for name in primitives_of(traced.jaxpr) & set(STRUCTURE):
             found[name][STRUCTURE[name]].add(program.name)
-        for op, eqn, rule in zip(traced.graph.ops, traced.eqns, graph_rules(traced), strict=True):
+        for op, eqn, rule in zip(traced.graph.ops, traced.eqns, traced.rules, strict=True):
             if eqn is not None and op.kind not in MARKS:
                 found[op.kind][ORIGINS[rule.origin]].add(program.name)
     return found
