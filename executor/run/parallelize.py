@@ -40,6 +40,11 @@ LARGE, LARGE_SHARE = 256_000_000, 0.01
 """Bytes, or the share of a device's memory, from which on an operation that runs whole is named."""
 
 
+_Key = tuple[Hashable, Any, tuple[tuple[Any, ...], ...]]
+"""What of a call decides about its plan: its statics, its structure, and per array its shape, dtype
+and weak type."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A step that is planned, and the calls that it is for."""
@@ -73,7 +78,7 @@ class Parallelized:
             raise RequestError(f"max_plans={max_plans}: expected at least 1")
         self.options, self.like = options, like
         self.calls, self._max_plans = calls, max_plans
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._current: _Entry | None = None
 
     @property
@@ -114,9 +119,8 @@ class Parallelized:
             step = self._retraced(bound, shapes)
             if step is None:
                 if self._entries:
-                    log.warning(
-                        "%s: arguments of %s, planning again", self.__name__, self._news(bound)
-                    )
+                    news = self._news(bound, key)
+                    log.warning("%s: arguments of %s, planning again", self.__name__, news)
                 step = self._built(bound, shapes)
             self._entries[key] = _Entry(step, bound.key, bound.is_plain)
             self._evict()
@@ -138,9 +142,15 @@ class Parallelized:
                 return None
         return None
 
-    def _news(self, bound: Bound) -> str:
+    def _news(self, bound: Bound, key: _Key) -> str:
         """What is new about a call, in words."""
         if self._current is None or self._current.key == bound.key:
+            strong = [(*k[:2], tuple(x[:2] for x in k[2])) for k in (key, *self._entries)]
+            if strong[0] in strong[1:]:
+                return (
+                    "the same shapes with other weak types, as of jnp.log(10.0) (give such arrays a "
+                    "dtype)"
+                )
             return "new shapes"
         return "new static values or structure" + bound.difference(self._current.key)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from planner.cost.peak import buffer_bytes
-from planner.graph.ir import Role
+from planner.graph.ir import RAGGED, Graph, Op, Role
 from planner.plan.extract import Extraction
 from planner.report.fold import common_path, pattern
 from planner.report.shortage import Holder
-from planner.space.buffer import Port, in_pool
+from planner.space.buffer import Buffer, Port, in_pool
 
 HOLDERS_SHOWN = 6
 
@@ -35,7 +35,15 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
             elif value.role is Role.FROZEN:
                 kind = "frozen weights"
         kind = "gathered copy" if b.port is Port.GATHERED else kind
-        shape = name if where is None else (pattern(name), value.shape, value.dtype)
+        shape: object = name if where is None else (pattern(name), value.shape, value.dtype)
+        grouped = _of_groups(graph, b)
+        if grouped is not None:
+            kind, times = "copies", round(b.nbytes / value.nbytes)
+            shape = name = (
+                f"{value} once for each of {times} groups of {grouped.kind} "
+                f"({grouped.source or 'no line'}), "
+                "masked, as the compiler makes them; a grouped product in Pallas needs none"
+            )
         rows.setdefault((kind, shape), []).append((name, nbytes))
     found = [
         Holder(
@@ -55,6 +63,13 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
         *found[:HOLDERS_SHOWN],
         Holder("", "smaller ones", count, sum(h.nbytes for h in rest)),
     )
+
+
+def _of_groups(graph: Graph, b: Buffer) -> Op | None:
+    """The product of groups of rows for which a buffer holds copies, if it does."""
+    if b.value < 0 or b.nbytes < 2 * graph.values[b.value].nbytes:
+        return None
+    return next((op for op in graph.ops if op.kind in RAGGED and b.value in op.inputs), None)
 
 
 def moment_text(extraction: Extraction, moment: int) -> str:
