@@ -148,8 +148,8 @@ class Parallelized:
             strong = [(*k[:2], tuple(x[:2] for x in k[2])) for k in (key, *self._entries)]
             if strong[0] in strong[1:]:
                 return (
-                    "the same shapes with other weak types, as of jnp.log(10.0) (give such arrays a "
-                    "dtype)"
+                    "the same shapes with other weak types, as of jnp.log(10.0) (give such arrays "
+                    "a dtype)"
                 )
             return "new shapes"
         return "new static values or structure" + bound.difference(self._current.key)

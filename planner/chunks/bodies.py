@@ -12,9 +12,6 @@ import dataclasses
 from collections.abc import Sequence, Set
 from typing import Any
 
-import jax
-
-from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, Run, flatten, runs_once
 from planner.graph.jaxpr.walk import REMAT, called, loop_of
 
@@ -88,28 +85,3 @@ def without_operands(call: Call, moved: Set[int], run: Run) -> Call:
 
     ins = tuple(call.ins[k] for k in left)
     return Call(call.eqn, ins, call.outs, all_of, call.backward, made=True, place=call.place)
-
-
-def again(eqn: Any, inner: Run) -> Run:
-    """A part that the program rematerializes, with another body of the same operands and
-    results."""
-    body = called(eqn)
-    assert body is not None
-
-    def run(values: Sequence[Any]) -> list[Any]:
-        left = [k for k, x in enumerate(values) if x is not None]
-
-        def once(*given: Any) -> list[Any]:
-            full: list[Any] = [None] * len(values)
-            for k, x in zip(left, given, strict=True):
-                full[k] = x
-            return inner(full)
-
-        structs = [compat.as_struct(jax.typeof(values[k])) for k in left]
-        closed, _ = compat.make_jaxpr(once, structs)
-        made = compat.rebuild(body.jaxpr, closed)
-        params = {**eqn.params, body.param: made}
-        with compat.provenance(eqn):
-            return list(eqn.primitive.bind(*(values[k] for k in left), **params))
-
-    return run

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from planner import compat
-from planner.chunks.bodies import again, body_of, with_constants, without_operands
+from planner.chunks.bodies import body_of, with_constants, without_operands
 from planner.chunks.labels import Program, Region, large_products, regions_at
 from planner.chunks.resize import on_chunk, wide
 from planner.chunks.stages import Stage, Stages, pays, stages_of
-from planner.graph.flat import Call, FlatJaxpr, Run, execute, flatten, looped
+from planner.graph.flat import Call, FlatJaxpr, Run, again, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace

@@ -13,7 +13,7 @@ import jax
 
 from planner import compat
 from planner.graph.jaxpr.places import Place, PlacedWalk, origin_of
-from planner.graph.jaxpr.walk import Body, loop_of, stays_whole
+from planner.graph.jaxpr.walk import Body, called, loop_of, stays_whole
 
 Run = Callable[[Sequence[Any]], list[Any]]
 """Computes the results of a call from its operands."""
@@ -211,6 +211,31 @@ def looped(eqn: Any, inner: Run) -> Run:
 
         carry, ys = scan(eqn, once, first, rows)
         return [*carry, *ys]
+
+    return run
+
+
+def again(eqn: Any, inner: Run) -> Run:
+    """A part that the program rematerializes, with another body of the same operands and
+    results."""
+    body = called(eqn)
+    assert body is not None
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        left = [k for k, x in enumerate(values) if x is not None]
+
+        def once(*given: Any) -> list[Any]:
+            full: list[Any] = [None] * len(values)
+            for k, x in zip(left, given, strict=True):
+                full[k] = x
+            return inner(full)
+
+        structs = [compat.as_struct(jax.typeof(values[k])) for k in left]
+        closed, _ = compat.make_jaxpr(once, structs)
+        made = compat.rebuild(body.jaxpr, closed)
+        params = {**eqn.params, body.param: made}
+        with compat.provenance(eqn):
+            return list(eqn.primitive.bind(*(values[k] for k in left), **params))
 
     return run
 

@@ -15,7 +15,7 @@ which of the result is what factor rules say.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from planner import compat
 from planner.annotate import MARK
-from planner.graph.jaxpr.walk import BARRIER, LOOPS, called, loop_of, stays_whole
+from planner.graph.jaxpr.walk import BARRIER, LOOPS, called, is_fused, loop_of, stays_whole
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.pairs import Node, Number, Operand, Pair, equations, pair
 from planner.rules.factor import FactorRule
@@ -43,7 +43,7 @@ class Class(IntEnum):
 
 FREE, MAP, SUM, POST = Class
 
-ADDS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated", "scatter-add", "add_any"})
+ADDS = frozenset("reduce_sum dot_general conv_general_dilated scatter-add add_any psum".split())
 """Operations that reduce by adding."""
 LINEAR = frozenset(
     "neg reshape transpose squeeze expand_dims broadcast_in_dim copy copy_p reduce_sum slice rev "
@@ -66,11 +66,14 @@ class Classes:
         drawn: values that are made for the whole batch and sliced.
         alone: values of the batch and constants alone, no state; those that are FREE are made from
             the whole batch.
+        inside: equations (of the whole trace, by ``id``) in loops and recomputed blocks that make a
+            value for the whole batch, of which a microbatch takes its part there.
     """
 
     of: dict[int, Class]
     drawn: set[int]
     alone: set[int]
+    inside: set[int] = field(default_factory=set)
 
 
 def classify(step: Pair, batch: Sequence[int], whole: Any) -> Classes:
@@ -91,7 +94,8 @@ def classify(step: Pair, batch: Sequence[int], whole: Any) -> Classes:
     found = _Classifier({id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}, examples)
     ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
     own = [k in set(batch) for k in range(len(step.inputs))]
-    return found.walk(step, ins, own, [False] * len(ins))
+    out = found.walk(step, ins, own, [False] * len(ins))
+    return replace(out, inside=found.draws)
 
 
 class _Classifier:
@@ -100,6 +104,7 @@ class _Classifier:
     def __init__(self, rules: Mapping[int, FactorRule], examples: int) -> None:
         self.rules, self.examples = rules, examples
         self.inside = 0  # how many loops and recomputed blocks are around
+        self.draws: set[int] = set()
 
     def walk(
         self, pair: Pair, ins: Sequence[Class], alone: Sequence[bool], zero: Sequence[bool]
@@ -162,7 +167,9 @@ class _Classifier:
             return [MAP if pair.scaled(o) else FREE for o in node.outs]
         if {SUM, POST} & set(ins):
             raise _coupled(
-                node, "reads a value that is summed over the batch, such as a batch's statistics"
+                node,
+                "reads a value that is summed over the batch, such as a batch's statistics or "
+                "parameters that the step has updated already",
             )
         return self.mapped(pair, node, own, zeros)
 
@@ -223,10 +230,11 @@ class _Classifier:
         self.inside += 1
         known = self.walk(inner, ins, [False] * len(ins), zero)
         self.inside -= 1
-        if known.drawn:
-            raise _coupled(
-                node, "draws random numbers for the batch inside a loop or a recomputed block"
-            )
+        for n in inner.nodes:
+            if known.drawn.intersection(n.outs):
+                if is_fused(node.whole):
+                    raise _coupled(node, "draws random numbers for the batch inside one kernel")
+                self.draws.add(id(n.whole))
         out = [FREE if isinstance(o, Number) else known.of[o] for o in inner.outputs]
         if POST in out:
             late = {v for v, c in known.of.items() if c is POST}
@@ -320,8 +328,9 @@ def _coupled(node: Node, why: str) -> NotExactError:
     shapes = [str(compat.aval_shape(v.aval)) for v in (*node.whole.invars, *node.whole.outvars)]
     shapes = shapes if len(shapes) <= MOST_SHOWN else [*shapes[:MOST_SHOWN], "..."]
     where = f"{node.line}: " if node.line else ""
+    mixes = why.startswith(("mixes", "may mix", "reduces"))
+    helps = "write the loss as a sum or mean over examples, or " if mixes else ""
     return NotExactError(
         f"this step can't be cut into microbatches: {where}{node.name} of {', '.join(shapes)} "
-        f"{why}; "
-        "write the loss as a sum or mean over examples, or leave microbatches= out"
+        f"{why}; {helps}leave microbatches= out"
     )

@@ -22,6 +22,8 @@ from planner.graph.jaxpr.walk import STRUCTURED, loop_of
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.classes import FREE, MAP, POST, SUM, Class, Classes, classify
+from planner.microbatch.draws import drawing as draws_of
+from planner.microbatch.draws import draws as has_draws
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.groups import example_axes, without_axes
 from planner.microbatch.pairs import Node, Number, Operand, Pair, merged, pair
@@ -151,6 +153,7 @@ class _Cut:
         body: those of a microbatch, their numbers those of the whole step.
         after: those behind the loop.
         sliced: values of the whole batch that the loop goes over.
+        drawing: of the body, what makes values for the whole batch inside, by the equation's place.
         summed, stacked, kept: values that the loop adds up, stacks, and leaves as they are in
             every turn.
     """
@@ -167,6 +170,7 @@ class _Cut:
     stacked: list[int]
     kept: list[int]
     apart: bool
+    drawing: dict[int, Any]
 
     @staticmethod
     def of(
@@ -229,8 +233,25 @@ class _Cut:
         if axes:
             run = [(n, without_axes(eqn, axes)) for n, eqn in run]
         examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
+        drawing = {
+            k: draws_of(n.whole, eqn, found.inside, shares.part)
+            for k, (n, eqn) in enumerate(run)
+            if n.name in STRUCTURED and has_draws(n.whole, found.inside)
+        }
         return _Cut(
-            whole, step, shares, examples, once, run, after, sliced, summed, stacked, kept, apart
+            whole,
+            step,
+            shares,
+            examples,
+            once,
+            run,
+            after,
+            sliced,
+            summed,
+            stacked,
+            kept,
+            apart,
+            drawing,
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -256,13 +277,14 @@ class _Cut:
         read = {v for n, _ in self.body for v in n.values} | set(self.stacked) | set(self.kept)
         outer = sorted(v for v in read - made if isinstance(env[v], jax.core.Tracer))
 
-        def turn(carry: tuple[list[Any], list[Any]], slices: list[Any]) -> Any:
+        def turn(carry: tuple[list[Any], list[Any]], row: tuple[list[Any], Any]) -> Any:
+            slices, number = row
             # without these barriers a compiler gathers parameters in front of the loop and reduces
             # gradients behind it, and holds them whole: where that pays, the plan says it
             held = [*(env[v] for v in outer), *slices]
             if not self.apart:
                 held = list(jax.lax.optimization_barrier(tuple(held)))
-            made = self._shared(env, outer, held)
+            made = self._shared(env, outer, held, number)
             sums = [
                 a + (x if self.apart else _alone(x)).astype(a.dtype)
                 for a, x in zip(carry[0], made[0], strict=True)
@@ -280,7 +302,9 @@ class _Cut:
 
         start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
         slices = [self.shares.cut(env[v]) for v in self.sliced]
-        (sums, last), stacks = jax.lax.scan(turn, start, slices, length=self.shares.turns)
+        numbers = jnp.arange(self.shares.turns) if self.drawing else None
+        rows = slices, numbers
+        (sums, last), stacks = jax.lax.scan(turn, start, rows, length=self.shares.turns)
         for v, x in zip(self.summed, sums, strict=True):
             if self.shares.replicas > 1:  # where groups are joined, a sum may become shards
                 x = jnp.sum(x, at[v], dtype=x.dtype)
@@ -306,15 +330,22 @@ class _Cut:
                 found[v] = 1 if self.step.avals[v][1].shape else 0
         return found
 
-    def _shared(self, env: Mapping[int, Any], outer: list[int], held: list[Any]) -> Any:
+    def _shared(
+        self, env: Mapping[int, Any], outer: list[int], held: list[Any], number: Any
+    ) -> Any:
         """One turn: sums, what is kept and what is stacked, the first and the last with a dimension
         of replicas in front if there are more than one."""
 
-        def share(slices: list[Any], others: list[Any]) -> Any:
+        def share(slices: list[Any], others: list[Any], group: Any = None) -> Any:
             inner = dict(env)
             inner.update(zip((*outer, *self.sliced), (*others, *slices), strict=True))
-            for n, eqn in self.body:
-                inner.update(_run(n, eqn, inner))
+            own = [x for x in (number, group) if x is not None]
+            for k, (n, eqn) in enumerate(self.body):
+                if k in self.drawing:
+                    made = self.drawing[k]([_read(i, inner) for i in n.ins], own)
+                    inner.update(zip(n.outs, made, strict=True))
+                else:
+                    inner.update(_run(n, eqn, inner))
             return [[inner[v] for v in vs] for vs in (self.summed, self.kept, self.stacked)]
 
         others, slices = held[: len(outer)], held[len(outer) :]
@@ -323,8 +354,14 @@ class _Cut:
         try:
             at = self.group_axes()
             out_axes = [[at[v] for v in self.summed], 0, 0]
-            mapped = jax.vmap(share, (0, None), out_axes, axis_size=self.shares.replicas)
-            sums, kept, stacks = mapped(slices, others)
+            groups = jnp.arange(self.shares.replicas) if self.drawing else None
+            mapped = jax.vmap(
+                share,
+                (0, None, 0 if self.drawing else None),
+                out_axes,
+                axis_size=self.shares.replicas,
+            )
+            sums, kept, stacks = mapped(slices, others, groups)
         except NotImplementedError as error:  # an operation without a batching rule
             raise NotExactError(
                 f"replicas={self.shares.replicas}: the step can't be computed for several groups "

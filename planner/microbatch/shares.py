@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -34,6 +35,14 @@ class Shares:
             return jnp.moveaxis(x, 1, 0)
         x = x.reshape(self.replicas, x.shape[0] // self.count, self.turns, *rest)
         return jnp.moveaxis(x, 2, 0)
+
+    def part(self, x: Any, share: Sequence[Any]) -> Any:
+        """What a share takes of [examples, ...]: ``share`` is the number of its turn, with more
+        than one group also that of its group."""
+        out = self.cut(x)
+        for number in share:
+            out = jax.lax.dynamic_index_in_dim(out, number, 0, keepdims=False)
+        return out
 
     def joined(self, stack: Any, whole: Sequence[int], d: int, examples: int) -> Any:
         """What all shares made, [turns, (replicas,) ...], with shares in dimension ``d`` of a

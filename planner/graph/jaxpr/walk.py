@@ -55,7 +55,12 @@ STRUCTURED = CALLS | REGIONS
 def stays_whole(eqn: Any) -> bool:
     """Whether a call stays one equation where others are put in their place: it is computed again
     as one, or it stands for one kernel."""
-    return eqn.primitive.name in REMAT or str(eqn.params.get("name", "")).startswith(FUSED)
+    return eqn.primitive.name in REMAT or is_fused(eqn)
+
+
+def is_fused(eqn: Any) -> bool:
+    """Whether a call stands for one kernel, by its name."""
+    return str(eqn.params.get("name", "")).startswith(FUSED)
 
 
 class Body(NamedTuple):

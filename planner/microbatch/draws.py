@@ -1,0 +1,95 @@
+"""Random numbers for the batch inside loops and recomputed blocks.
+
+A microbatch takes its part of them, as of whatever else is made for the whole batch. In front of
+all microbatches that is a slice. Inside a body the numbers are made for the whole batch in every
+microbatch, and all but its part are left out, which a compiler does not compute where each number
+follows from its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+from planner import compat
+from planner.graph.flat import Call, Run, again, execute, flatten, looped
+from planner.graph.jaxpr.walk import REMAT, called
+
+Take = Callable[[Any, Sequence[Any]], Any]
+"""The part of an array for the whole batch that a share takes: (array, numbers of the share)."""
+Results = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""The results of an equation, from its operands and the numbers of a share."""
+
+
+def draws(eqn: Any, inside: Set[int]) -> bool:
+    """Whether one of some equations, by ``id``, stands in the body of another, at any depth."""
+    bodies = (compat.body(v) for v in eqn.params.values())
+    return any(
+        id(inner) in inside or draws(inner, inside)
+        for body in bodies
+        if hasattr(body, "eqns")
+        for inner in body.eqns
+    )
+
+
+def drawing(whole: Any, small: Any, inside: Set[int], take: Take) -> Results:
+    """The results of an equation of a microbatch whose body makes values for the whole batch.
+
+    Args:
+        whole, small: the equation in both traces.
+        inside: the equations that make such values, by ``id``.
+        take: see ``Take``.
+    """
+
+    def results(values: Sequence[Any], share: Sequence[Any]) -> list[Any]:
+        count = len(share)
+        if whole.primitive.name in REMAT:  # its body sees nothing but its operands
+            body, twin = called(whole), called(small)
+            assert body is not None and twin is not None
+
+            def inner(given: Sequence[Any]) -> list[Any]:
+                own = list(given[-count:])
+                return _run(body.jaxpr, twin.jaxpr, inside, take, given[:-count], own)
+
+            return again(small, inner)([*values, *share])
+        bodies = whole.params["jaxpr"], small.params["jaxpr"]
+        return looped(small, lambda given: _run(*bodies, inside, take, given, share))(values)
+
+    return results
+
+
+def _run(
+    whole: Any,
+    small: Any,
+    inside: Set[int],
+    take: Take,
+    values: Sequence[Any],
+    share: Sequence[Any],
+) -> list[Any]:
+    """The results of a body."""
+    flat, twin = flatten(whole), flatten(small)
+    calls: list[Call] = []
+    for a, b in zip(flat.calls, twin.calls, strict=True):
+        if id(a.eqn) in inside:
+            calls.append(b.running(_part(a, b, take, share)))
+        elif draws(a.eqn, inside):
+            calls.append(b.running(_nested(drawing(a.eqn, b.eqn, inside, take), share)))
+        else:
+            calls.append(b)
+    return execute(dataclasses.replace(twin, calls=tuple(calls)), list(values))
+
+
+def _part(whole: Call, small: Call, take: Take, share: Sequence[Any]) -> Run:
+    """Makes values for the whole batch and takes a share's part of them."""
+    shapes = [compat.aval_shape(v.aval) for v in small.eqn.outvars]
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        made = zip(whole.run(values), shapes, strict=True)
+        return [x if x.shape == shape else take(x, share) for x, shape in made]
+
+    return run
+
+
+def _nested(results: Results, share: Sequence[Any]) -> Run:
+    return lambda values: results(values, share)
