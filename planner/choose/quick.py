@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from planner.choose.meshes import (
 )
 from planner.request.options import Request
 from planner.search.problem import Solution
-from planner.search.registry import FAST, QUICK
+from planner.search.registry import FAST
 from planner.spec import MeshSpec
 from planner.step.analysis import ideal_s
 from planner.step.classes import Quotient
@@ -79,13 +78,10 @@ def scout_meshes(
         return Glance(math.inf, False, floor=floor, start=start)
     meshes = candidate_meshes(request, pins)
     if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
-        quick = request
-        if request.search in QUICK and not request.spreads:
-            quick = dataclasses.replace(request, search=FAST)
         if len(meshes) == 1:
-            best = choose(lead_meshes(quotient, pins, quick, whole=False).tried)[1]
+            best = choose(lead_meshes(quotient, pins, request, whole=False).tried)[1]
         else:
-            best = choose(search_meshes(quotient, pins, quick))[1]
+            best = choose(search_meshes(quotient, pins, request))[1]
         cost_s = best.cost_s if best.feasible else math.inf
         return Glance(cost_s, best.feasible, best.lower_bound_s, _fill(best, request), floor, start)
     allowed = allowed_meshes(quotient, pins, request, meshes)

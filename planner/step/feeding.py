@@ -7,7 +7,8 @@ step whose whole batch goes to every device costs ``SHARE`` of its ideal time mo
 is cut in n pieces an n-th of that. A batch is then fed in shards unless that costs the devices
 more than ``SHARE``, and no plan is slower for it by more than that. Whatever the next batch comes
 from, it passes the link from the host to each device while a step runs: where that takes longer
-than the ideal step, the difference counts in full.
+than the ideal step, the difference counts in full, in a step that trains something: what else
+looks like a step (a layer) may have weights where a step has its batch.
 
 Arguments that hold any array of the state are not fed: what stands beside it (frozen parameters, a
 schedule) stays on the devices. In a step that carries no state, weights and batch can't be told
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.graph.ir import Graph
+from planner.graph.ir import Graph, Role
 from planner.space.groups import Groups
 
 SHARE = 1e-2
@@ -45,8 +46,9 @@ def fed_of(graph: Graph, groups: Groups) -> tuple[tuple[Fed, ...], ...]:
     out: list[list[Fed]] = [[] for _ in groups.groups]
     fed = [(v, home) for v in fed_inputs(graph) if (home := groups.home[v]) is not None]
     total = sum(graph.values[v].nbytes for v, _ in fed)
+    trains = any(graph.values[v].role is Role.PARAMETER for v in graph.inputs)
     for value, (group, layout) in fed:
         factors = frozenset(f for f in layout if f >= 0)
         nbytes = float(graph.values[value].nbytes)
-        out[group].append(Fed(nbytes / max(total, 1), factors, nbytes))
+        out[group].append(Fed(nbytes / max(total, 1), factors, nbytes if trains else 0.0))
     return tuple(map(tuple, out))
