@@ -17,7 +17,7 @@ from planner import compat
 from planner.annotate import FREE as OPEN
 from planner.annotate import shard
 from planner.errors import ModelError, RequestError
-from planner.graph.ir import Role
+from planner.graph.ir import Graph, Role
 from planner.graph.jaxpr.walk import STRUCTURED, loop_of
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
@@ -29,6 +29,9 @@ from planner.microbatch.groups import example_axes, without_axes
 from planner.microbatch.pairs import Node, Number, Operand, Pair, merged, pair
 from planner.microbatch.shares import Shares
 from planner.microbatch.single import of_one
+
+MOST_NAMED = 3
+"""Arrays of the state that a refusal names."""
 
 
 def microbatched(
@@ -88,7 +91,8 @@ def _rewritten(
         raise NotExactError(
             "this step can't be cut into microbatches: it can't be traced with "
             f"{less[batch[0]][0]} examples in place of {shapes[batch[0]][0]}, as if that number "
-            f"were written in it: {error.__cause__ or error}"
+            f"were written in it{_in_state(graph, shapes[batch[0]][0])}: "
+            f"{error.__cause__ or error}"
         ) from error
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
         raise NotExactError("the results of a microbatch have another structure")
@@ -108,6 +112,13 @@ def _rewritten(
     classes = classify(step, batch, whole.jaxpr)
     axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()
     return _Cut.of(whole, step, classes, batch, shares, apart, axes)
+
+
+def _in_state(graph: Graph, size: int) -> str:
+    """Says which arrays of the state have as many rows as the batch has examples."""
+    rows = [graph.values[v] for v in graph.state]
+    names = [v.name for v in rows if v.shape[:1] == (size,)][:MOST_NAMED]
+    return f" (or as rows of the state: {', '.join(names)})" if names else ""
 
 
 def batch_size(whole: Traced) -> int:
@@ -131,7 +142,9 @@ def _batch(whole: Traced, shares: Shares) -> list[int]:
     if len(set(sizes.values())) > 1:
         text = ", ".join(f"{path} has {n}" for path, n in sizes.items())
         raise RequestError(
-            f"microbatches: the arguments hold different numbers of examples: {text}"
+            f"microbatches: the arguments hold different numbers of examples: {text}; put what "
+            "belongs to one example in the same row of all of them, and what is no batch into the "
+            "state or out of the arguments"
         )
     (size,) = set(sizes.values())
     if size % shares.count:
