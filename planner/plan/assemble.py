@@ -181,12 +181,19 @@ def _ragged_notes(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
+BLOCKS_SHOWN = 3
+"""Runs of equal blocks that a plan's notes list, the longest."""
+
+
 def _notes(graph: Graph) -> tuple[str, ...]:
+    shown = sorted(graph.blocks, key=lambda b: -b.length * b.count)[:BLOCKS_SHOWN]
     blocks = tuple(
         f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} equal blocks of "
         f"{b.length}"
-        for b in graph.blocks
+        for b in sorted(shown, key=lambda b: b.start)
     )
+    if more := len(graph.blocks) - len(shown):
+        blocks += (f"{more} more runs of equal blocks, shorter than these",)
     shards = [op.source for op in graph.ops if op.kind == REGION]
     mesh = (f"mesh: that of shard_map ({shards[0] or 'no line'})",) if shards else ()
     return (
