@@ -54,6 +54,11 @@ def with_consts(jaxpr: Any, contents: Sequence[Any]) -> Any:
     return jex_core.ClosedJaxpr(jaxpr, contents)
 
 
+def variable_like(variable: Any, shape: Sequence[int]) -> Any:
+    """A new variable of a jaxpr, of another shape."""
+    return jex_core.Var(variable.aval.update(shape=tuple(shape)))
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a literal."""
     return isinstance(atom, jex_core.Literal)

@@ -37,6 +37,10 @@ LESS = 0.9
 """Memory, relative to another mesh's, from which on a mesh that is no slower is preferred."""
 SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
+AGAIN = (1.0, 0.1)
+"""Surcharges to try, in ideal steps on all devices, where the other leaves devices idle."""
+SPLITS = frozenset({"DATA_PARALLEL", "SEMI_AUTO_PARALLEL"})
+"""Modes that split the batch over all devices."""
 LEADERS = 4
 """Meshes on which the requested search is run at most, after scouting."""
 CLOSED = 1e-6
@@ -369,7 +373,8 @@ def attempt(
     Outside AUTO_PARALLEL, and in sharding_propagation, the given shardings are spread: every other
     change of layout costs more than the whole step, so that the search only completes what was
     given. The gathers of parameters that ZeRO-3 stores in shards, and the scatters of their
-    gradients, are given, too.
+    gradients, are given, too. A mode that splits the batch does not let devices repeat each other's
+    work behind a change that cannot be avoided (``AGAIN``).
     """
     analysis, model = quotient.part, request.model
     masks = allowed_masks(quotient, pins, request, mesh)
@@ -382,21 +387,30 @@ def attempt(
         solution = _solve(search, priced.problem, request)
         return priced, _bounded(priced.problem, solution, search)
     asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
-    surcharge = SPREAD * ideal_s(analysis, model, 1) + 1e-9
-    spread = dataclasses.replace(priced, change_s=surcharge)
-    found = _solve(search, spread.problem, request)
-    cost, peak, moment = evaluate(priced.problem, found.choice)
-    lower = min(cost, lower_bound(priced.problem))
+    found = _spread(priced, SPREAD * ideal_s(analysis, model, 1) + 1e-9, search, request)
+    how = "nothing else resharded"
+    ideal = ideal_s(analysis, model, mesh.num_devices)
+    for share in AGAIN if request.mode in SPLITS and request.search != PROPAGATION else ():
+        if devices_worth(priced, found.choice) >= BUSY * mesh.num_devices:
+            break
+        again = _spread(priced, share * ideal, search, request)
+        if again.feasible and again.cost_s < LESS * found.cost_s:
+            found, how = again, "resharded where devices would repeat each other's work"
     return priced, dataclasses.replace(
         found,
-        cost_s=cost,
-        peak_bytes=peak,
-        peak_moment=moment,
-        lower_bound_s=lower,
+        lower_bound_s=min(found.cost_s, lower_bound(priced.problem)),
         search=PROPAGATION if request.search == PROPAGATION else found.search,
-        reason=f"{asked}: given shardings spread, nothing else resharded; "
+        reason=f"{asked}: given shardings spread, {how}; "
         "the bound is that of any sharding with the same inputs",
     )
+
+
+def _spread(priced: Priced, surcharge_s: float, search: str, request: Request) -> Solution:
+    """What a search finds with a surcharge for changes of layout, at its price without."""
+    spread = dataclasses.replace(priced, change_s=surcharge_s)
+    found = _solve(search, spread.problem, request)
+    cost, peak, moment = evaluate(priced.problem, found.choice)
+    return dataclasses.replace(found, cost_s=cost, peak_bytes=peak, peak_moment=moment)
 
 
 def _of_parameters(quotient: Quotient) -> frozenset[int]:

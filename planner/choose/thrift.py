@@ -18,6 +18,9 @@ from planner.step.analysis import ideal_s
 from planner.step.classes import Quotient
 
 Array = NDArray[np.float64]
+SLOWER = 1.1
+"""Cost over that of the plan found from which on less memory is not worth it in a mode, which
+prices changes of layout higher than they are."""
 
 
 def thrifty(quotient: Quotient, tried: Tried, request: Request) -> Tried:
@@ -35,6 +38,8 @@ def thrifty(quotient: Quotient, tried: Tried, request: Request) -> Tried:
     if found == solution.choice:
         return tried
     cost, peak, moment = evaluate(priced.problem, found)
+    if request.spreads and cost > SLOWER * solution.cost_s:
+        return tried  # it was found with a smaller surcharge: see ``attempt``
     return priced, dataclasses.replace(
         solution,
         choice=found,

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, flatten
 from planner.graph.jaxpr.walk import Loop, loop_of
@@ -134,7 +132,7 @@ def _each(wider: Call, joined: Call, fresh: int) -> list[Call]:
 
     out = []
     for k, (v, var) in enumerate(zip(joined.ins, joined.eqn.invars, strict=True)):
-        part = jex_core.Var(whole.aval.update(shape=compat.aval_shape(var.aval)))
+        part = compat.variable_like(whole, compat.aval_shape(var.aval))
         eqn = wider.eqn.replace(invars=[var], outvars=[part])
         out.append(
             dataclasses.replace(wider, eqn=eqn, ins=(v,), outs=(fresh + k,), run=run, made=True)

@@ -9,6 +9,7 @@ nobody reads them any more. Values do not change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ SCATTERS = frozenset(
     "scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max".split()
 )
 """What writes to rows, or adds to them."""
+
+
+MOST = 1 << 20
+"""Elements of a constant that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ def with_own_rows(jaxpr: Any) -> Any:
     """The jaxpr, closed or open, with look-ups of every row in itself as batching dimensions; also
     in the bodies of its equations. The same object where there are none."""
     inner = compat.body(jaxpr)
-    facts: dict[Any, _Fact] = {}
+    contents = zip(inner.constvars, compat.consts(jaxpr), strict=False)
+    facts: dict[Any, _Fact] = {v: f for v, x in contents if (f := _counted(x)) is not None}
     makers: dict[Any, Any] = {}
     eqns, changed = [], False
     for eqn in inner.eqns:
@@ -55,7 +61,7 @@ def with_own_rows(jaxpr: Any) -> Any:
             makers[eqn.outvars[0]] = eqn
     if not changed:
         return jaxpr
-    made = inner.replace(eqns=eqns)
+    made = inner.replace(eqns=_with_fewer_columns(inner, eqns))
     return made if inner is jaxpr else compat.with_consts(made, compat.consts(jaxpr))
 
 
@@ -130,6 +136,21 @@ def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
     return None
 
 
+def _counted(content: Any) -> _Fact | None:
+    """What is known of a constant: an ``np.arange``, with dimensions of one element, or the places
+    where one is negative."""
+    shape, dtype = np.shape(content), getattr(content, "dtype", None)
+    if dtype is None or math.prod(shape) > MOST:
+        return None
+    if dtype == np.bool_:
+        return None if np.any(np.asarray(content)) else _NEVER
+    long = [d for d, n in enumerate(shape) if n > 1]
+    if not np.issubdtype(dtype, np.integer) or len(long) != 1:
+        return None
+    flat = np.asarray(content).reshape(-1)
+    return _Count(long[0]) if np.array_equal(flat, np.arange(flat.size)) else None
+
+
 def _moved(before: Sequence[int], after: Sequence[int], dim: int) -> _Count | None:
     """Where a dimension goes if dimensions of one element are put in or left out."""
     old = [d for d, n in enumerate(before) if n > 1]
@@ -173,12 +194,57 @@ def _batched(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) ->
         else:
             rest.append((part, column, width))
         column += width
-    if not pairs or len(rest) != 1 or compat.is_literal(rest[0][0]):
+    if not pairs or not rest or any(compat.is_literal(part) for part, _, _ in rest):
         return eqn
-    part, start, width = rest[0]
     pairs.sort()
-    params = {**eqn.params, "dimension_numbers": dims.with_batching(pairs, start, width)}
+    params = {**eqn.params, "dimension_numbers": dims.with_batching(pairs, rest)}
+    part = rest[0][0]
+    if len(rest) > 1:  # a place for them, which ``_with_fewer_columns`` fills
+        width = sum(w for _, _, w in rest)
+        part = _Columns(indices, tuple(p for p, _, _ in rest), (*shape[:-1], width))
     return eqn.replace(invars=[operand, part, *eqn.invars[2:]], params=params)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Some columns of indices, in place of all: what they were made by, and their shape."""
+
+    whole: Any
+    parts: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+
+def _with_fewer_columns(inner: Any, eqns: Sequence[Any]) -> list[Any]:
+    """The equations, with those that put indices together making fewer columns where all that read
+    them need no more. A look-up whose columns are needed whole elsewhere is left as it was."""
+    wanted: dict[Any, set[Any]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            key = v.whole if isinstance(v, _Columns) else v
+            if not compat.is_literal(key):
+                wanted.setdefault(key, set()).add(v)
+    for v in inner.outvars:
+        if not compat.is_literal(v):
+            wanted.setdefault(v, set()).add(v)
+    made = {
+        v: next(iter(found))
+        for v, found in wanted.items()
+        if len(found) == 1 and isinstance(next(iter(found)), _Columns)
+    }
+    new = {v: compat.variable_like(v, columns.shape) for v, columns in made.items()}
+    out = []
+    for before, eqn in zip(inner.eqns, eqns, strict=True):
+        columns = [v for v in eqn.invars if isinstance(v, _Columns)]
+        if columns:
+            (own,) = columns
+            less = new.get(own.whole)
+            reads = [less if v is own else v for v in eqn.invars]
+            eqn = before if less is None else eqn.replace(invars=reads)
+        elif eqn.outvars and eqn.outvars[0] in made:
+            whole = eqn.outvars[0]
+            eqn = eqn.replace(invars=list(made[whole].parts), outvars=[new[whole]])
+        out.append(eqn)
+    return out
 
 
 @dataclass(frozen=True)
@@ -211,11 +277,13 @@ class _Dimensions:
             )
         return _Dimensions(n, *(tuple(map(int, p)) for p in parts))
 
-    def with_batching(self, pairs: Sequence[tuple[int, int]], start: int, width: int) -> Any:
+    def with_batching(
+        self, pairs: Sequence[tuple[int, int]], rest: Sequence[tuple[Any, int, int]]
+    ) -> Any:
         """Dimension numbers with batching dimensions (of the operand, of the indices), and the
-        columns from ``start`` on alone."""
+        columns that are left: (array, first column, columns)."""
         own = tuple(d for d, _ in pairs)
-        columns = self.columns[start : start + width]
+        columns = tuple(d for _, start, width in rest for d in self.columns[start : start + width])
         dropped = tuple(d for d in self.dropped if d not in own)
         n, places = self.numbers, tuple(p for _, p in pairs)
         if isinstance(n, jax.lax.GatherDimensionNumbers):

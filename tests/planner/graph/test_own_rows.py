@@ -45,6 +45,23 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], bool]] = {
         (N, C),
         True,
     ),
+    "numbers of another package": (lambda x, y: x[np.arange(N), y[:, 0]], (N, C), True),
+    "two indices": (lambda x, y: x[jnp.arange(N), y[:, 0], y[:, 1] % 3], (N, C, 3), True),
+    "two indices, apart": (
+        lambda x, y: x[y[:, 0] % C, jnp.arange(N), y[:, 1] % 3],
+        (C, N, 3),
+        True,
+    ),
+    "a warp": (
+        lambda x, y: x[np.arange(N)[:, None], y % C, y % 3],
+        (N, C, 3),
+        True,
+    ),
+    "two written": (
+        lambda x, y: x.at[jnp.arange(N), y[:, 0], y[:, 1] % 3].add(2.0),
+        (N, C, 3),
+        True,
+    ),
     "some rows": (lambda x, y: x[jnp.arange(N // 2), y[: N // 2, 0]], (N, C), False),
     "from one on": (lambda x, y: x[jnp.arange(1, N + 1) % N, y[:, 0]], (N, C), False),
     "backward": (lambda x, y: x[jnp.arange(N)[::-1], y[:, 0]], (N, C), False),
