@@ -63,3 +63,31 @@ def test_modes_by_the_names_of_jax_users() -> None:
         make_plan(wide, *shapes, cluster="h100:8", mode="dp", zero=3)
     with pytest.raises(RequestError, match=r"'fdsp'.*dp, fsdp; did you mean FSDP\?"):
         make_plan(wide, *shapes, cluster="h100:8", mode="fdsp")
+
+
+@pytest.mark.parametrize("mode", ["dp", "fsdp"])
+def test_a_step_is_split_again_behind_a_change_that_cannot_be_avoided(mode):
+    """Parts of the batch, one after the other, cut the batch across the devices: once gathered, it
+    is split again."""
+
+    def step(params, x):
+        def loss(p, x):
+            for w in p:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        parts = x.reshape(4, -1, x.shape[1])
+        zeros = jax.tree.map(jnp.zeros_like, params)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, part)), None
+
+        grads = jax.lax.scan(add, zeros, parts)[0]
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), jnp.sum(x)
+
+    params = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for _ in range(4)]
+    batch = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    plan = make_plan(step, params, batch, cluster="h100:8", mode=mode)
+    best = make_plan(step, params, batch, cluster="h100:8", mesh="data=8")
+    assert "worth of work" not in str(plan)
+    assert plan.prediction.step_s < 2.0 * best.prediction.step_s
