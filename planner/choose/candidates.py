@@ -20,6 +20,9 @@ from planner.space.strategies import strategies_of
 from planner.spec import STAGE, MeshSpec, enumerate_meshes, factorizations
 from planner.step.classes import Quotient
 
+SPLITS = frozenset({"DATA_PARALLEL", "SEMI_AUTO_PARALLEL"})
+"""Modes that split the batch over all devices."""
+
 
 def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
     """The meshes that a request leaves open: axes that pins name exist and split something."""
@@ -96,4 +99,6 @@ def allowed_masks(
         hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)
     if request.sequence in mesh.names:
         hard = along_the_sequence(request.sequence, graph, groups, mesh, hard)
-    return soft_masks(mode_pins(request.mode, graph, mesh, pins), graph, groups, mesh, hard)
+    split = request.mode in SPLITS
+    wishes = mode_pins(request.mode, graph, mesh, pins, quotient.example_dims if split else {})
+    return soft_masks(wishes, graph, groups, mesh, hard)

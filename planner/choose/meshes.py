@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from planner.annotate import Pin
 from planner.choose.bounds import Field, Scout, deepened, scouted
-from planner.choose.candidates import allowed_masks, candidate_meshes
+from planner.choose.candidates import SPLITS, allowed_masks, candidate_meshes
 from planner.choose.devices import BUSY, devices_worth, idle_axes
 from planner.cost.pricing import Priced, price, unfolded
 from planner.errors import PinError, RequestError
@@ -39,8 +39,6 @@ SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
 AGAIN = (1.0, 0.1)
 """Surcharges to try, in ideal steps on all devices, where the other leaves devices idle."""
-SPLITS = frozenset({"DATA_PARALLEL", "SEMI_AUTO_PARALLEL"})
-"""Modes that split the batch over all devices."""
 LEADERS = 4
 """Meshes on which the requested search is run at most, after scouting."""
 CLOSED = 1e-6

@@ -129,7 +129,7 @@ def _forced(
     plan, mode = planned.extraction, planned.plan.mode
     graph, mesh = plan.graph, plan.priced.mesh
     out = [f"pin: {origin}" for origin in pinned_by(plan, planned.pins, group)]
-    wishes = mode_pins(mode, graph, mesh, planned.pins)
+    wishes = mode_pins(mode, graph, mesh, planned.pins, planned.quotient.example_dims)
     out += [f"mode: {origin}" for origin in pinned_by(plan, wishes, group)]
     out += [f"request: {said}" for said in asked_of_state(planned, group)]
     if planned.request.spreads and mode != "STAND_ALONE":

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from planner.choose.devices import idle_axes
 from planner.graph.ir import PRODUCTS, SCALAR, Graph
+from planner.graph.labels.examples import example_dims
 from planner.plan.contents.kinds import DATA, EXPERT, FSDP, IDLE, MODEL, SEQ, WORDS
 from planner.plan.extract import Extraction
 from planner.request.state import StateRequest, find_state
@@ -201,18 +202,21 @@ def _share(plan: Extraction, values: Sequence[int], axis: int) -> float:
 
 def _pieces(plan: Extraction, values: Sequence[int]) -> tuple[int, int, int]:
     """The least pieces that an array of the batch is cut into, of those as long as the largest and
-    not ``SMALL`` beside it; how many of these along its first dimension; the least pieces of the
-    small ones."""
+    not ``SMALL`` beside it; how many of these along its examples; the least pieces of the small
+    ones."""
     arrays = [v for v in values if plan.graph.values[v].shape]
     if not arrays:
         return 1, 1, 1
     mesh, known = plan.priced.mesh, plan.graph.values
     largest = known[max(arrays, key=lambda v: known[v].nbytes)]
 
+    examples = example_dims(plan.graph, plan.priced.analysis.rules)
+
     def pieces(value: int) -> tuple[int, int]:
         both = [plan.value_sharding(value, port) for port in ("store", "use")]
         most = max(both, key=lambda sharding: sharding.shards(mesh))
-        return most.shards(mesh), math.prod(mesh.size(a) for a in (*most.dims, ())[0])
+        along = (*most.dims, ())[examples.get(value, 0)]
+        return most.shards(mesh), math.prod(mesh.size(a) for a in along)
 
     batch = [v for v in arrays if known[v].shape[0] == largest.shape[0]]
     small = [v for v in batch if known[v].nbytes < SMALL * largest.nbytes]

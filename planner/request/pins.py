@@ -99,11 +99,17 @@ def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:
     return out
 
 
-def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) -> tuple[Pin, ...]:
+def mode_pins(
+    mode: str,
+    graph: Graph,
+    mesh: MeshSpec,
+    pinned: Sequence[Pin],
+    examples: Mapping[int, int],
+) -> tuple[Pin, ...]:
     """What a mode says about the inputs that the user did not pin.
 
-    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the leading dimension of the batch over the data
-    axes; every other input is replicated.
+    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the dimension of examples of the batch over the data
+    axes: the first, or that of ``examples``. Every other input is replicated.
     """
     if mode == "AUTO_PARALLEL":
         return ()
@@ -115,13 +121,14 @@ def mode_pins(mode: str, graph: Graph, mesh: MeshSpec, pinned: Sequence[Pin]) ->
         value = graph.values[index]
         if index in have or not value.splits:
             continue
+        dim = examples.get(index, 0)
         batch = (
             mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL")
             and value.fed
-            and value.shape[0] % parts == 0
+            and value.shape[dim] % parts == 0
             and parts > 1
         )
-        entries: tuple[Entry, ...] = (data,) if batch else ()
+        entries: tuple[Entry, ...] = (*[None] * dim, data) if batch else ()
         out.append(Pin(index, entries, f"mode {mode} at {path}"))
     return tuple(out)
 

@@ -18,14 +18,16 @@ So the size of what is priced and searched does not depend on the number of laye
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from planner.annotate import Pin
+from planner.graph.labels.examples import example_dims
 from planner.request.state import TrainingState
 from planner.request.uses import NO_USES, Uses, find_uses
 from planner.search.folding.colors import IntArray, numbered, stable_colors
@@ -66,6 +68,11 @@ class Quotient:
     moments: tuple[int, ...]
     state: TrainingState | None = None
     uses: Uses = NO_USES
+
+    @cached_property
+    def example_dims(self) -> Mapping[int, int]:
+        """See ``planner.graph.labels.examples``."""
+        return example_dims(self.whole.graph, self.whole.rules)
 
     def unfold_choice(self, choice: Sequence[int]) -> tuple[int, ...]:
         """One strategy per group, from one per class."""

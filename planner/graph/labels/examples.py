@@ -1,9 +1,11 @@
-"""Which arguments hold no examples: frozen weights that a step takes beside its state.
+"""Where the examples are: arguments that hold none, and those whose first dimension is another.
 
 A step of low-rank adapters, of distillation or of preferences takes a second model as an argument
 of its own. Nothing in the arguments tells it from a batch, but what the forward pass makes of them
 does: nearly all that is computed from a frozen model has a dimension of *examples*, and the model
-has none such. A dimension is followed by the factor rules.
+has none such. A dimension is followed by the factor rules. And what a loop goes along, one element
+after the other, are no examples where the array has another dimension that may be: time comes first
+then, or parts of the batch.
 """
 
 from __future__ import annotations
@@ -67,6 +69,61 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
     return frozenset(out)
 
 
+VIEWS = frozenset("slice dynamic_slice pad rev".split())
+"""Operations along a dimension that leave it what it is, if of another size."""
+
+
+def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
+    """Per array of the batch, its dimension of examples where that is not the first.
+
+    Args:
+        graph: a step with phases and roles.
+        rules: per operation.
+    """
+    fed = [v for v in graph.inputs if graph.values[v].fed and len(graph.values[v].shape) > 1]
+    loops = _loops_over(graph, fed)
+    if not loops:
+        return {}
+    dims = _Dims(graph, rules)
+    for op in graph.ops:
+        if op.kind in VIEWS and op.phase is Phase.FORWARD and op.inputs[0] != SCALAR:
+            for d in range(len(graph.values[op.outputs[0]].shape)):
+                dims.join(dims.of(op.inputs[0], d), dims.of(op.outputs[0], d))
+    walked = {dims.of(v, 0) for v in loops}
+    if not any(dims.of(v, 0) in walked for v in fed):
+        return {}
+    no_examples = walked.union(dims.roots_of_contracted(), *map(dims.all_of, graph.state))
+    many: Counter[int] = Counter()
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD:
+            for o in op.outputs:
+                many.update(dims.all_of(o) - no_examples)
+    out: dict[int, int] = {}
+    for v in fed:
+        if dims.of(v, 0) not in walked:
+            continue
+        shape = graph.values[v].shape
+        rest = [d for d in range(1, len(shape)) if shape[d] > 1 and many[dims.of(v, d)]]
+        if rest:
+            out[v] = max(rest, key=lambda d: many[dims.of(v, d)])
+    return out
+
+
+def _loops_over(graph: Graph, fed: Sequence[int]) -> list[int]:
+    """What loops of the forward pass go along, of what depends on some inputs."""
+    reached = [False] * len(graph.values)
+    for v in fed:
+        reached[v] = True
+    out = []
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and any(i != SCALAR and reached[i] for i in op.inputs):
+            for o in op.outputs:
+                reached[o] = True
+            if op.kind == "loop_xs" and reached[op.inputs[0]]:
+                out.append(op.inputs[0])
+    return out
+
+
 def with_frozen(graph: Graph, frozen: frozenset[int]) -> Graph:
     """The graph with the role of some inputs as frozen weights."""
     values = [replace(v, role=Role.FROZEN) if v.index in frozen else v for v in graph.values]
@@ -123,10 +180,15 @@ class _Dims:
                 for d, factors in enumerate(mapped if v != SCALAR else ()):
                     if factors:
                         place = self.start[v] + d
-                        self._join(seen.setdefault(factors[0], place), place)
+                        self.join(seen.setdefault(factors[0], place), place)
             if op.kind in PRODUCTS:
                 summed += [seen[f] for f in rule.reduction if f in seen]
-        self.contracted = {self._root(place) for place in summed}
+        self._summed = summed
+        self.contracted = self.roots_of_contracted()
+
+    def roots_of_contracted(self) -> set[int]:
+        """The dimensions that a product sums over, by what is known of equal ones now."""
+        return {self._root(place) for place in self._summed}
 
     def of(self, value: int, dim: int) -> int:
         """A dimension of a value."""
@@ -143,5 +205,6 @@ class _Dims:
             parent[place] = place = parent[parent[place]]
         return place
 
-    def _join(self, a: int, b: int) -> None:
+    def join(self, a: int, b: int) -> None:
+        """Take two dimensions for one."""
         self.parent[self._root(a)] = self._root(b)

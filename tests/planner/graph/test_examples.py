@@ -197,3 +197,50 @@ def test_modes_add_remat_or_microbatches_where_a_step_does_not_fit() -> None:
     assert plan.microbatches > 1 or plan.remat != "none"
     assert plan.prediction.peak_bytes <= less
     assert any("does not fit as written" in note for note in plan.notes)
+
+
+def test_modes_split_examples_where_time_or_parts_come_first() -> None:
+    def recurrent_step(cell: Any, x: Any, y: Any) -> Any:
+        def loss(cell: Any) -> Any:
+            def turn(h: Any, x: Any) -> Any:
+                return jnp.tanh(x @ cell["w"] + h @ cell["u"]), None
+
+            h, _ = jax.lax.scan(turn, jnp.zeros((x.shape[1], 256)), x)
+            return jnp.mean((h - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(cell)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, cell, grads), value
+
+    cell = {"w": array(256, 256), "u": array(256, 256)}
+    plan = mw.make_plan(
+        recurrent_step, cell, array(60, 4096, 256), array(4096, 256), cluster="h100:8", mode="dp"
+    )
+    x, y = (leaf for leaf in plan.inputs if not leaf.tied)
+    assert (x.spec.dims[0], x.spec.dims[1]) == ((), ("data",)) and y.spec.dims[0] == ("data",)
+    assert "batch split 8 ways" in plan.strategy and "other dimensions" not in plan.strategy
+
+    def accumulated(w: Any, x: Any) -> Any:
+        def add(total: Any, part: Any) -> Any:
+            return total + jax.grad(lambda w: jnp.mean(jnp.tanh(part @ w) ** 2))(w), None
+
+        return w - 0.1 * jax.lax.scan(add, jnp.zeros_like(w), x)[0], jnp.sum(x)
+
+    plan = mw.make_plan(
+        accumulated, array(256, 256), array(4, 4096, 256), cluster="h100:8", mode="dp"
+    )
+    (parts,) = (leaf for leaf in plan.inputs if not leaf.tied)
+    assert parts.spec.dims[:2] == ((), ("data",))
+
+
+def test_a_loop_over_layers_leaves_the_batch_first() -> None:
+    def layered(layers: Any, x: Any) -> Any:
+        def loss(layers: Any) -> Any:
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(layers)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), value
+
+    args = (array(12, 256, 256), array(4096, 256))
+    plan = mw.make_plan(layered, *args, cluster="h100:8", mode="dp")
+    (batch,) = (leaf for leaf in plan.inputs if not leaf.tied)
+    assert batch.spec.dims[0] == ("data",)
