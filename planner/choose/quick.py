@@ -44,7 +44,7 @@ class Glance:
         fits: whether it may be the cost alone that is too high.
         bound_s: no plan on the meshes looked at costs less.
         fill: peak of that plan, over the limit.
-        floor, start: memory that every plan takes, and that of the arguments, over the limit.
+        floor: memory that every plan takes, likewise.
     """
 
     cost_s: float
@@ -52,7 +52,6 @@ class Glance:
     bound_s: float = math.inf
     fill: float = 0.0
     floor: float = 0.0
-    start: float = 0.0
 
 
 def scout_meshes(
@@ -72,10 +71,9 @@ def scout_meshes(
         bounds_s: what meshes cost at least, where that is known beforehand (``free_bounds``).
 
     """
-    needs = floor_of(quotient, pins, request)
-    floor, start = (x / request.limit_bytes for x in (needs.peak_bytes, needs.start_bytes))
+    floor = floor_of(quotient, pins, request).peak_bytes / request.limit_bytes
     if floor > 1.0:
-        return Glance(math.inf, False, floor=floor, start=start)
+        return Glance(math.inf, False, floor=floor)
     meshes = candidate_meshes(request, pins)
     if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
         if len(meshes) == 1:
@@ -83,7 +81,7 @@ def scout_meshes(
         else:
             best = choose(search_meshes(quotient, pins, request))[1]
         cost_s = best.cost_s if best.feasible else math.inf
-        return Glance(cost_s, best.feasible, best.lower_bound_s, _fill(best, request), floor, start)
+        return Glance(cost_s, best.feasible, best.lower_bound_s, _fill(best, request), floor)
     allowed = allowed_meshes(quotient, pins, request, meshes)
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     limit = request.limit_bytes

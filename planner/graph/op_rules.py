@@ -13,8 +13,8 @@ from planner.rules.registry import rules_for
 
 
 def op_rules(graph: Graph, eqns: Sequence[EqnKey | None]) -> tuple[FactorRule, ...]:
-    """One factor rule per operation: borders by hand, the rest from the registry, which is asked
-    once for equal operations.
+    """One factor rule per operation: ``border_rule`` for borders, the registry for the rest, once
+    for equal operations.
 
     Args:
         graph: a traced step.

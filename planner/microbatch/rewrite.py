@@ -115,7 +115,7 @@ def _rewritten(
 
 
 def _in_state(graph: Graph, size: int) -> str:
-    """Says which arrays of the state have as many rows as the batch has examples."""
+    """Names the arrays of the state that have as many rows as the batch has examples."""
     rows = [graph.values[v] for v in graph.state]
     names = [v.name for v in rows if v.shape[:1] == (size,)][:MOST_NAMED]
     return f" (or as rows of the state: {', '.join(names)})" if names else ""

@@ -35,6 +35,7 @@ from planner.modes import (
     get_parallel_mode,
 )
 from planner.request.compiler_options import parse_compiler_options
+from planner.request.pins import check_rules
 from planner.request.state import StateRequest, check_state_request
 from planner.space.decisions import DECISIONS, parsed
 from planner.spec import MeshSpec, parse_mesh
@@ -423,22 +424,11 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             chosen.zero if zero is None else zero, small, asked.get("never_fsdp", ())
         ),
         decided=parsed(asked),
-        shardings=_shardings(asked.get("shardings")),
+        shardings=check_rules(asked.get("shardings")),
         dump_problem=asked.get("dump_problem"),
         **_confirming(asked, described),
         compiler_options=parse_compiler_options(asked.get("compiler_options") or {}),
         device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
-    )
-
-
-def _shardings(given: Any) -> Mapping[str, Any]:
-    """Rules for arguments; raises RequestError."""
-    if given is None or (isinstance(given, Mapping) and all(isinstance(k, str) for k in given)):
-        return given or {}
-    raise RequestError(
-        f"shardings= is a {type(given).__name__}: expected a dict from a regular expression over "
-        "the paths of arguments to a PartitionSpec, such as "
-        "{r\"\\['kernel'\\]$\": PartitionSpec(None, 'model')}"
     )
 
 

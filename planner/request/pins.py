@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,17 @@ def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:
             if mesh.sizes[k] > 1:
                 out[k] = d + 1
     return out
+
+
+def check_rules(given: Any) -> Mapping[str, Any]:
+    """Rules for arguments; raises RequestError."""
+    if given is None or (isinstance(given, Mapping) and all(isinstance(k, str) for k in given)):
+        return given or {}
+    raise RequestError(
+        f"shardings= is a {type(given).__name__}: expected a dict from a regular expression over "
+        "the paths of arguments to a PartitionSpec, such as "
+        "{r\"\\['kernel'\\]$\": PartitionSpec(None, 'model')}"
+    )
 
 
 def mode_pins(

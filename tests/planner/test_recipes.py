@@ -77,8 +77,8 @@ def test_the_walk_finds_the_best_of_all(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_what_recipes_take_at_least_saves_looks_and_loses_nothing(seed: int) -> None:
-    """Bounds, those of looks and those that hold whatever memory there is, and memory that a look
-    with fewer microbatches tells of."""
+    """Bounds of recipes that were planned, bounds without a memory limit, and memory floors of the
+    same recipe in fewer microbatches."""
     costs, fits = grid(random.Random(seed))
     draw = random.Random(seed + 1000)
 

@@ -1,7 +1,7 @@
 """Look-ups of every row in itself, as ``logits[jnp.arange(n), labels]``, said as what they are.
 
-Such a look-up names the rows by numbers from 0 on. Taken for any numbers, it needs all rows on
-every device, and its gradient is a sum over devices. ``lax.gather`` and ``lax.scatter`` can say
+Such a look-up names the rows by the numbers from 0 on. With arbitrary numbers it would need all
+rows on every device, and its gradient would be a sum over devices. ``lax.gather`` and ``lax.scatter`` can say
 that a dimension is only walked along: as a batching dimension, which is split like any other. The
 equations are changed in place, so that all others keep their number; where the numbers come from,
 nobody reads them any more. Values do not change.
@@ -112,8 +112,8 @@ def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
     """What is known of the result of an equation."""
     name = eqn.primitive.name
     if name == "iota":
-        whole = np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
-        return _Count(int(eqn.params["dimension"])) if whole else None
+        dim, made = int(eqn.params["dimension"]), eqn.outvars[0].aval
+        return _Count(dim) if _holds(made.dtype, compat.aval_shape(made)[dim]) else None
     known = [None if compat.is_literal(v) else facts.get(v) for v in eqn.invars]
     if not known or known == [None] * len(known):
         return None
@@ -126,8 +126,8 @@ def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
         return None
     before = compat.aval_shape(eqn.invars[0].aval)
     size = before[first.dim]
-    if name == "convert_element_type" and np.issubdtype(out.dtype, np.integer):
-        return first if size - 1 <= np.iinfo(out.dtype).max else None
+    if name == "convert_element_type":
+        return first if _holds(out.dtype, size) else None
     if name == "broadcast_in_dim":
         dim = int(eqn.params["broadcast_dimensions"][first.dim])
         return _Count(dim) if compat.aval_shape(out)[dim] == size else None
@@ -149,6 +149,11 @@ def _counted(content: Any) -> _Fact | None:
         return None
     flat = np.asarray(content).reshape(-1)
     return _Count(long[0]) if np.array_equal(flat, np.arange(flat.size)) else None
+
+
+def _holds(dtype: Any, size: int) -> bool:
+    """Whether a type has the whole numbers below ``size``: others wrap around."""
+    return bool(np.issubdtype(dtype, np.integer)) and size - 1 <= np.iinfo(dtype).max
 
 
 def _moved(before: Sequence[int], after: Sequence[int], dim: int) -> _Count | None:
@@ -249,7 +254,7 @@ def _with_fewer_columns(inner: Any, eqns: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Dimensions:
-    """What the dimension numbers of a look-up say, of a gather or of a scatter.
+    """The dimension numbers of a look-up, of a gather or of a scatter.
 
     Attributes:
         numbers: the dimension numbers.

@@ -181,14 +181,12 @@ def test_microbatches_leave_frozen_weights(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+def squared(layers: Any, x: Any) -> Any:
+    return jnp.mean(scanned(layers, x) ** 2)
+
+
 def test_modes_add_remat_or_microbatches_where_a_step_does_not_fit() -> None:
-    def step(layers: Any, x: Any) -> Any:
-        def loss(layers: Any) -> Any:
-            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0] ** 2)
-
-        value, grads = jax.value_and_grad(loss)(layers)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), value
-
+    step = trained(squared)
     args = (array(32, 256, 256), array(65536, 256))
     plain = mw.make_plan(step, *args, cluster="h100:8", mode="fsdp")
     assert plain.microbatches == 1 and plain.remat == "none"
@@ -233,14 +231,7 @@ def test_modes_split_examples_where_time_or_parts_come_first() -> None:
 
 
 def test_a_loop_over_layers_leaves_the_batch_first() -> None:
-    def layered(layers: Any, x: Any) -> Any:
-        def loss(layers: Any) -> Any:
-            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0] ** 2)
-
-        value, grads = jax.value_and_grad(loss)(layers)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), value
-
     args = (array(12, 256, 256), array(4096, 256))
-    plan = mw.make_plan(layered, *args, cluster="h100:8", mode="dp")
+    plan = mw.make_plan(trained(squared), *args, cluster="h100:8", mode="dp")
     (batch,) = (leaf for leaf in plan.inputs if not leaf.tied)
     assert batch.spec.dims[0] == ("data",)

@@ -62,6 +62,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], bool]] = {
         (N, C, 3),
         True,
     ),
+    "numbers that wrap around": (
+        lambda x, y: x[jax.lax.iota(jnp.int8, 200).astype(jnp.int32), y[0, 0]],
+        (200, C),
+        False,
+    ),
     "some rows": (lambda x, y: x[jnp.arange(N // 2), y[: N // 2, 0]], (N, C), False),
     "from one on": (lambda x, y: x[jnp.arange(1, N + 1) % N, y[:, 0]], (N, C), False),
     "backward": (lambda x, y: x[jnp.arange(N)[::-1], y[:, 0]], (N, C), False),
