@@ -1,10 +1,10 @@
 """Look-ups of every row in itself, as ``logits[jnp.arange(n), labels]``, said as what they are.
 
 Such a look-up names the rows by the numbers from 0 on. With arbitrary numbers it would need all
-rows on every device, and its gradient would be a sum over devices. ``lax.gather`` and ``lax.scatter`` can say
-that a dimension is only walked along: as a batching dimension, which is split like any other. The
-equations are changed in place, so that all others keep their number; where the numbers come from,
-nobody reads them any more. Values do not change.
+rows on every device, and its gradient would be a sum over devices. ``lax.gather`` and
+``lax.scatter`` can say that a dimension is only walked along: as a batching dimension, which is
+split like any other. The equations are changed in place, so that all others keep their number;
+where the numbers come from, nobody reads them any more. Values do not change.
 """
 
 from __future__ import annotations
