@@ -265,6 +265,8 @@ def _reduced_once(
 ) -> _Step:
     """The step under a recipe; its gradients are reduced once per step over ``data`` devices, if
     the batch can be cut so."""
+    if recipe.microbatches == 1:
+        return _Step.under(rewriter, dataclasses.replace(recipe, replicas=1), donated)
     try:
         return _Step.under(rewriter, dataclasses.replace(recipe, replicas=data), donated)
     except RequestError:

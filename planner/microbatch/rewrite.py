@@ -53,7 +53,8 @@ def microbatched(
         apart: whether what is added up is only joined behind the loop, and the loop holds nothing
             together, so that its parts can be taken apart (``planner.stages``).
         replicas: how many groups of examples are added up separately until the loop is done. With
-            each group on its own devices, gradients are reduced once instead of in every turn.
+            each group on its own devices, gradients are reduced once instead of in every turn, and
+            with one microbatch once instead of in every turn of the step's own loops.
 
     Returns:
         A function of the same arguments; other shapes are cut anew.
@@ -66,7 +67,7 @@ def microbatched(
         raise RequestError(f"microbatches={parts!r}: expected a whole number from 1 on")
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise RequestError(f"replicas={replicas!r}: expected a whole number from 1 on")
-    if parts == 1:
+    if parts == 1 and replicas == 1:
         return function
     shares = Shares(parts, replicas)
     first = _rewritten(function, abstract(args), shares, apart, whole)
@@ -313,14 +314,18 @@ class _Cut:
                 shape.insert(at.get(v, 0), self.shares.replicas)
             return jnp.zeros(shape, dtype if floating else aval.dtype)
 
-        start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
-        slices = [self.shares.cut(env[v]) for v in self.sliced]
-        numbers = jnp.arange(self.shares.turns) if self.drawing else None
-        rows = slices, numbers
-        (sums, last), stacks = jax.lax.scan(turn, start, rows, length=self.shares.turns)
+        if self.shares.turns > 1:
+            start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
+            slices = [self.shares.cut(env[v]) for v in self.sliced]
+            numbers = jnp.arange(self.shares.turns) if self.drawing else None
+            rows = slices, numbers
+            (sums, last), stacks = jax.lax.scan(turn, start, rows, length=self.shares.turns)
+        else:
+            held = [*(env[v] for v in outer), *(self.shares.only(env[v]) for v in self.sliced)]
+            sums, last, stacks = self._shared(env, outer, held, jnp.int32(0))
         for v, x in zip(self.summed, sums, strict=True):
             if self.shares.replicas > 1:  # where groups are joined, a sum may become shards
-                x = jnp.sum(x, at[v], dtype=x.dtype)
+                x = jax.lax.reduce(x, x.dtype.type(0), jax.lax.add, (at[v],))
                 x = shard(x, *[OPEN] * x.ndim)
             env[v] = x.astype(self.step.avals[v][0].dtype)
         env.update(zip(self.kept, last, strict=True))

@@ -36,6 +36,10 @@ class Shares:
         x = x.reshape(self.replicas, x.shape[0] // self.count, self.turns, *rest)
         return jnp.moveaxis(x, 2, 0)
 
+    def only(self, x: Any) -> Any:
+        """What the only turn takes of [examples, ...]: [replicas, examples / replicas, ...]."""
+        return x.reshape(self.replicas, x.shape[0] // self.replicas, *x.shape[1:])
+
     def part(self, x: Any, share: Sequence[Any]) -> Any:
         """What a share takes of [examples, ...]: ``share`` is the number of its turn, with more
         than one group also that of its group."""

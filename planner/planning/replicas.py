@@ -1,4 +1,4 @@
-"""Gradients of microbatches that are joined once per step: for which groups of devices it pays."""
+"""Gradients that are reduced once per step, not in every turn of a loop: where it pays."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ def with_recipe(wish: Wish, door: Door) -> Planned:
 
 
 def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
-    """The plan, or a faster one that reduces gradients behind the last microbatch.
+    """The plan, or a faster one that reduces gradients behind the last microbatch, or behind the
+    loops of the step.
 
     Tries one replica per device of each mesh axis over which the plan reduces gradients in every
-    microbatch, of several such axes together, and one per node.
+    microbatch, or more than once, of several such axes together, and one per node.
     """
     plan = planned.plan
-    counts, spent_s = reduced_over(planned)
+    if plan.microbatches == 1 and (plan.stages > 1 or "replicas" not in wish.open):
+        return planned
+    counts, gain_s = reduced_over(planned)
     known_s = plan.search.cost_s
-    if not counts or spent_s * (1.0 - 1.0 / plan.microbatches) < (1.0 - 1.0 / WORTH) * known_s:
-        return planned  # nothing to gain
+    if not counts or gain_s < (1.0 - 1.0 / WORTH) * known_s:
+        return planned
     seen: dict[Recipe, Outcome[Row | None]] = {}
     for count in counts:
         recipe = dataclasses.replace(
@@ -68,23 +71,38 @@ def _nodes(planned: Planned) -> int:
 
 
 def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
-    """Numbers of replicas worth trying, and the seconds per step that a plan spends on reducing
-    gradients in every microbatch."""
+    """Numbers of replicas worth trying, and the seconds per step that they may save.
+
+    With microbatches, what the plan spends on reducing gradients in all of them but one. Without,
+    what it spends on sums over the axes that split examples, beyond one sum of every parameter.
+    """
     plan, graph, mesh = planned.plan, planned.extraction.graph, planned.extraction.priced.mesh
-    if plan.microbatches == 1:
-        return (), 0.0
-    state = {tuple(sorted(v.shape)) for v in map(graph.values.__getitem__, graph.inputs) if v.shape}
+    inputs = [graph.values[v] for v in graph.inputs]
+    state = {tuple(sorted(v.shape)) for v in inputs if v.shape}
+    split = _splitting_examples(planned)
     axes: set[int] = set()
-    seconds = 0.0
+    seconds = nbytes = 0.0
     for sent in planned.extraction.sent():
+        if sent.step.kind not in SUMS:
+            continue
         known = graph.values[sent.value]
-        inside = sent.step.kind in SUMS and sent.count >= plan.microbatches
         gradient = known.role is Role.GRADIENT or (
             known.role is Role.COTANGENT and tuple(sorted(known.shape)) in state
         )
-        if inside and gradient:
+        if plan.microbatches > 1:
+            inside = gradient and sent.count >= plan.microbatches
+        else:
+            inside = split.issuperset(sent.step.axes)
+        if inside:
             axes.update(sent.step.axes)
             seconds += sent.time_s
+            nbytes += sent.count * sent.step.payload_bytes
+    once = sum(v.nbytes for v in inputs if v.role is Role.PARAMETER)
+    gain_s = seconds * (
+        1.0 - 1.0 / plan.microbatches
+        if plan.microbatches > 1
+        else max(1.0 - once / max(nbytes, 1.0), 0.0)
+    )
     sizes = [mesh.sizes[k] for k in sorted(axes)]
     chosen = itertools.chain.from_iterable(
         itertools.combinations(sizes, n) for n in range(1, len(sizes) + 1)
@@ -93,4 +111,13 @@ def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
     nodes = _nodes(planned)
     if nodes > 1 and math.prod(sizes) % nodes == 0:
         counts.add(nodes)
-    return tuple(sorted(counts)), seconds
+    return tuple(sorted(counts - {1})), gain_s
+
+
+def _splitting_examples(planned: Planned) -> set[int]:
+    """The mesh axes that split examples as they are fed, by position."""
+    graph, mesh = planned.extraction.graph, planned.extraction.priced.mesh
+    fed = [v for v in graph.inputs if graph.values[v].role is Role.BATCH]
+    rows = [planned.extraction.value_sharding(v).dims[:1] for v in fed]
+    names = {name for row in rows for names in row for name in names}
+    return {k for k, name in enumerate(mesh.names) if name in names}

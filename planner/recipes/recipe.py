@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,9 +28,9 @@ class Rewriter:
     ) -> tuple[Callable[..., Any], Traced]:
         """The step in microbatches, and its trace; ``apart``: such that stages can be made of
         it. ``replicas``: see ``microbatched``."""
-        key = parts, apart and parts > 1, replicas if parts > 1 else 1
+        key = parts, apart and parts > 1, replicas
         if key not in self._cuts:
-            whole = None if parts == 1 else self.cut(1)[1]
+            whole = None if parts == replicas == 1 else self.cut(1)[1]
             made = microbatched(
                 self.function, self.args, parts, whole, apart=apart, replicas=replicas
             )
@@ -40,8 +39,6 @@ class Rewriter:
 
     def __call__(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
         """The step under a recipe (see ``rewritten``), and its trace."""
-        if recipe.microbatches == 1:
-            recipe = dataclasses.replace(recipe, replicas=1)
         if recipe == recipe_of(self.function):
             return self.function, self.cut(1)[1]
         if recipe_of(self.function) != PLAIN:

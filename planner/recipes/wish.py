@@ -61,11 +61,6 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _number("replicas", asked.get("replicas")),
         manual,
     )
-    if recipe.replicas > 1 and asked.get("microbatches") in (None, 1, "1"):
-        raise RequestError(
-            f"replicas={recipe.replicas} says how gradients of microbatches are joined; give "
-            "microbatches=2 or more, or auto, too"
-        )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
     if values["stages"] is None:  # a step that fits needs none, and one that does not gains little

@@ -154,6 +154,9 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
             text = f"{plan.microbatches}, {name} through the stages"
             text += f", bubble {percent_text(idle)} where they are equal"
         lines.append(("microbatches", text))
+    elif plan.replicas > 1:
+        text = f"of {plan.replicas} groups of devices, each added up over the step's loops, and "
+        lines.append(("gradients", f"{text}reduced once per step"))
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)
         lines += [("remat", f"{plan.remat}: {line}") for line in again]

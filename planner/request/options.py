@@ -93,9 +93,9 @@ class Options(TypedDict, total=False):
         1, or more where nothing else fits; ``"auto"``: the search decides.
     replicas: number of groups that the examples of each microbatch are split into. Each group
         accumulates its gradients over all microbatches, and they are summed once per step. If each
-        group has its own devices, gradients are reduced once instead of in every microbatch. None:
-        the number that is predicted fastest if there are microbatches; 1: a reduction in every
-        microbatch.
+        group has its own devices, gradients are reduced once instead of in every microbatch, or in
+        every turn of a loop over time. None: the number that is predicted fastest where there is
+        such a loop; 1: a reduction in every turn.
     remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
         products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
         costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
@@ -187,7 +187,7 @@ class Options(TypedDict, total=False):
         int | str | None,
         Flag(
             "accumulate gradients in N groups of examples and reduce them once per step, not in "
-            "every microbatch (default: the number that is predicted fastest)",
+            "every microbatch or time step (default: the number that is predicted fastest)",
             metavar="N",
         ),
     ]

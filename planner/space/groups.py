@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from planner.annotate import EDGE, MARK, Pin
 from planner.graph.equal import equal_values
-from planner.graph.ir import SCALAR, Graph, Op, Role
+from planner.graph.ir import SCALAR, Graph, Op
+from planner.graph.labels.roles import sums_gradient
 from planner.rules.factor import FactorRule
 from planner.space.factors import LAYOUT_NONE, Fusion, Layout
 from planner.space.fusable import IDENTITY_BORDERS, is_fusable
@@ -121,14 +122,14 @@ def _does_something(graph: Graph, op: Op) -> bool:
 
 
 def _open_sums(graph: Graph) -> set[int]:
-    """Sums of what a loop leaves that a mark alone reads: they may stay parts, which become shards
+    """Sums of gradients, and of what a loop leaves, that a mark alone reads: they may stay parts, which become shards
     where the mark says so (gradients of groups of examples, ``planner.microbatch.rewrite``)."""
     found = {
         op.outputs[0]
         for op in graph.ops
         if op.kind == "reduce_sum"
-        and graph.values[op.inputs[0]].op >= 0
-        and graph.ops[graph.values[op.inputs[0]].op].kind == "loop_out"
+        and (made := graph.values[op.inputs[0]].op) >= 0
+        and (graph.ops[made].kind == "loop_out" or sums_gradient(graph, op.outputs[0]))
     }
     if not found:
         return found
@@ -400,7 +401,7 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
             and operand >= 0
             and groups[at(b)].kind == "anchor"
         )
-        gradient = partial and graph.values[value].role is Role.GRADIENT
+        gradient = partial and sums_gradient(graph, value)
         link = GroupLink(
             at(a),
             done(src),

@@ -10,7 +10,8 @@ from functools import lru_cache
 from costmodels import CostModel, Device
 from costmodels.schedule import StageSeconds, step_seconds
 from planner.annotate import SHIFT
-from planner.graph.ir import Graph, Op, Role
+from planner.graph.ir import Graph, Op
+from planner.graph.labels.roles import sums_gradient
 from planner.rules.factor import FactorRule
 from planner.space.buffer import Buffer
 from planner.space.decisions import DECISIONS, Chosen
@@ -181,7 +182,7 @@ def analyse(
             out = float(sum(graph.values[o].nbytes for o in op.outputs))
             if over:
                 kept_factors = frozenset(f for f in outs[0] if f >= 0)
-                gradient = any(graph.values[o].role is Role.GRADIENT for o in op.outputs)
+                gradient = any(sums_gradient(graph, o) for o in op.outputs)
                 weight = graph.regions[op.region].weight
                 reductions[group].append(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)

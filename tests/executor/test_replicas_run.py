@@ -71,6 +71,15 @@ def test_equal_to_the_whole_batch(asked: dict[str, Any]) -> None:
     assert run.plan.replicas == asked["replicas"]
 
 
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_equal_without_microbatches(replicas: int) -> None:
+    args = arguments()
+    expected = jax.jit(step)(*args)
+    run = parallelize(step, replicas=replicas, mesh="data=8")
+    assert difference(jax.device_get(run(*args)), expected) <= 2e-5
+    assert (run.plan.microbatches, run.plan.replicas) == (1, replicas)
+
+
 def compiled_sums(replicas: int) -> float:
     """Bytes that a device sends for sums of whole gradients, in a step in 4 microbatches."""
     args = arguments()

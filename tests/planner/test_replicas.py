@@ -15,7 +15,7 @@ from costmodels import Cluster, parse_cluster
 from planner import RequestError, make_plan
 from planner.compare import compare
 from planner.microbatch.errors import NotExactError
-from planner.plan.plan import plan_from_json
+from planner.plan.plan import Plan, plan_from_json
 from planner.report.table import plan_text
 
 WIDTH, LAYERS = 1024, 2
@@ -86,7 +86,7 @@ def test_given_replicas_are_taken() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"replicas": 4}, "give microbatches=2 or more"),
+        ({"replicas": 3}, "microbatches=1 times replicas=3 does not divide"),
         ({"replicas": 0, "microbatches": 2}, "expected a whole number from 1 on, or auto"),
         ({"replicas": "all", "microbatches": 2}, "expected a whole number from 1 on, or auto"),
         ({"replicas": 3, "microbatches": 4}, "microbatches=4 times replicas=3 does not divide"),
@@ -132,9 +132,36 @@ def test_notes_are_those_of_the_plan_that_was_chosen() -> None:
     assert "recipes planned" in compared and " ms instead of" in last
 
 
-def test_one_microbatch_has_no_replicas() -> None:
-    plan = make_plan(step, *arguments(), cluster="h100:8", microbatches="auto", replicas=2)
-    assert (plan.microbatches > 1) == (plan.replicas == 2)
+def over_time(params: Any, x: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        def turn(h: jax.Array, row: jax.Array) -> Any:
+            h = jnp.tanh(row @ params["in"] + h @ params["again"])
+            return h, h
+
+        start = jnp.zeros((x.shape[0], WIDTH))
+        return jnp.mean(jax.lax.scan(turn, start, x.swapaxes(0, 1))[1] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+
+def test_gradients_of_a_loop_over_time_are_reduced_once() -> None:
+    """Over a slow network, a reduction in every turn of the step's loop costs more."""
+    weights = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    args = {"in": weights, "again": weights}, jax.ShapeDtypeStruct((4096, 64, WIDTH), jnp.float32)
+    options: dict[str, Any] = {"cluster": slow(), "mode": "DATA_PARALLEL"}
+    each = make_plan(over_time, *args, replicas=1, **options)
+    once = make_plan(over_time, *args, **options)
+    assert each.replicas == each.microbatches == once.microbatches == 1 < once.replicas
+    assert once.prediction.step_s < 0.9 * each.prediction.step_s
+
+    def reduced(plan: Plan) -> float:
+        rows = [c for c in plan.collectives if c.kind in ("all_reduce", "reduce_scatter")]
+        return sum(c.count * c.payload_bytes for c in rows)
+
+    assert reduced(once) < reduced(each) / 16
+    assert any("reduced once per step" in note and "instead of" in note for note in once.notes)
+    assert "gradients    of 32 groups of devices" in plan_text(once)
 
 
 def test_rivals_with_stages_reduce_once_too() -> None:

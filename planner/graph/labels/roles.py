@@ -147,6 +147,19 @@ def _within(part: Dims, dims: Dims) -> bool:
     return not Counter(part) - Counter(dims)
 
 
+def sums_gradient(graph: Graph, value: int) -> bool:
+    """Whether the sum that makes a value makes a gradient: of a product, or of groups of examples
+    whose gradients no loop adds up."""
+    known = graph.values[value]
+    if known.role is Role.GRADIENT or known.op < 0:
+        return known.role is Role.GRADIENT
+    op = graph.ops[known.op]
+    if op.kind != "reduce_sum" or op.phase is not Phase.UPDATE:
+        return False
+    group = graph.values[op.inputs[0]]
+    return group.role is Role.GRADIENT and not graph.ops[group.op].kind.startswith("loop_")
+
+
 class _Gradients:
     """Finds gradients; see the module's docstring."""
 
