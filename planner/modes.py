@@ -8,7 +8,10 @@ SEMI_AUTO_PARALLEL  what is marked, completed with data parallelism
 AUTO_PARALLEL       what is marked is kept, everything else is searched
 ==================  ==========================================================
 
-``DP`` and ``FSDP``, in small letters too, are DATA_PARALLEL with ZeRO levels 0 and 3.
+By the names of ``SHORT``, in small letters too: ``dp`` and ``fsdp`` are DATA_PARALLEL with ZeRO
+levels 0 and 3. ``tp`` and ``fsdp+tp`` are AUTO_PARALLEL with every matrix split over a mesh axis
+``model`` and ZeRO levels 0 and 3 over the rest; ``pp`` is AUTO_PARALLEL with two pipeline stages or
+more. How many devices each axis has is searched.
 
 Marks don't apply in the first two modes. DATA_PARALLEL may also be done with parameter servers
 (``executor.parameter_server``); ``update`` says how far its workers may then be apart.
@@ -16,6 +19,7 @@ Marks don't apply in the first two modes. DATA_PARALLEL may also be done with pa
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import numbers
 from dataclasses import dataclass
@@ -30,9 +34,8 @@ MODES = (
     "AUTO_PARALLEL",
 )
 
-
-SHORT = {"DP": ("DATA_PARALLEL", 0), "FSDP": ("DATA_PARALLEL", 3)}
-"""Other names of a mode with a ZeRO level, in capitals."""
+TENSOR = "model"
+"""The mesh axis of tensor parallelism."""
 
 DEFAULT_SEARCH = "auto"
 """The search where none is named; one of ``planner.search.SEARCHES``."""
@@ -59,6 +62,8 @@ class ParallelMode:
             workers push to parameter servers (``executor.parameter_server.train``).
         staleness: for "ssp", updates that a worker may be ahead of the slowest.
         zero: the ZeRO level that the mode's name says; None where it says none.
+        tensor: the mesh axis over which the mode's name says to split every matrix, or empty.
+        staged: whether the mode's name says that there are pipeline stages.
     """
 
     mode: str = "AUTO_PARALLEL"
@@ -66,18 +71,35 @@ class ParallelMode:
     update: str = "sync"
     staleness: int = 0
     zero: int | None = None
+    tensor: str = ""
+    staged: bool = False
+
+
+SHORT = {
+    "DP": ParallelMode("DATA_PARALLEL", zero=0),
+    "FSDP": ParallelMode("DATA_PARALLEL", zero=3),
+    "TP": ParallelMode(zero=0, tensor=TENSOR),
+    "FSDP+TP": ParallelMode(zero=3, tensor=TENSOR),
+    "PP": ParallelMode(staged=True),
+}
+"""Other names of modes, in capitals, and what they say besides."""
 
 
 _current = ParallelMode()
 
 
 def set_parallel_mode(
-    mode: str, *, search: str = DEFAULT_SEARCH, update: str = "sync", staleness: int = 0
+    mode: str | ParallelMode,
+    *,
+    search: str = DEFAULT_SEARCH,
+    update: str = "sync",
+    staleness: int = 0,
 ) -> ParallelMode:
     """Set the mode that ``parallelize`` and ``make_plan`` use when none is given.
 
     Args:
-        mode: one of ``MODES``, or a name of ``SHORT``.
+        mode: one of ``MODES``, or a name of ``SHORT``; or what this function returned, which
+            sets all again.
         search: a name of ``planner.search.SEARCHES``, or ``sharding_propagation``.
         update: one of ``UPDATES``; other than "sync" in DATA_PARALLEL only. It is what
             ``executor.parameter_server.train`` does when no mode is given.
@@ -93,13 +115,16 @@ def set_parallel_mode(
     >>> before = set_parallel_mode("DATA_PARALLEL")
     >>> get_parallel_mode().mode
     'DATA_PARALLEL'
-    >>> _ = set_parallel_mode(before.mode, search=before.search)
+    >>> _ = set_parallel_mode(before)
     """
     global _current
+    if isinstance(mode, ParallelMode):
+        before, _current = _current, mode
+        return before
     chosen = check_mode(mode, search)
     check_update(chosen.mode, update, staleness)
     before = _current
-    _current = ParallelMode(chosen.mode, chosen.search, update, int(staleness), chosen.zero)
+    _current = dataclasses.replace(chosen, update=update, staleness=int(staleness))
     return before
 
 
@@ -113,8 +138,8 @@ def check_mode(mode: str, search: str) -> ParallelMode:
     from planner.search import SEARCHES
 
     known_as = [*MODES, *map(str.lower, SHORT)]
-    name, zero = SHORT.get(str(mode).upper(), (mode, None))
-    if name not in MODES:
+    named = SHORT.get(str(mode).upper(), ParallelMode(mode))
+    if named.mode not in MODES:
         near = difflib.get_close_matches(str(mode).upper(), [*MODES, *SHORT], 1)
         raise RequestError(
             f"unknown parallel mode {mode!r}; expected one of {', '.join(known_as)}"
@@ -123,7 +148,7 @@ def check_mode(mode: str, search: str) -> ParallelMode:
     known = sorted([*SEARCHES, PROPAGATION])
     if search not in known:
         raise RequestError(f"unknown search {search!r}; expected one of {', '.join(known)}")
-    return ParallelMode(name, search, zero=zero)
+    return dataclasses.replace(named, search=search)
 
 
 def check_update(mode: str, update: str, staleness: int) -> None:

@@ -29,6 +29,8 @@ def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, .
     n = request.cluster.num_devices
     if request.mesh is not None:
         return (request.mesh,)
+    if request.tensor:
+        return _tensor_meshes(request, pins)
     if request.stages > 1:
         inside = enumerate_meshes(n // request.stages, 2)
         stages = request.stages
@@ -44,6 +46,20 @@ def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, .
     pinned = [names.index(name) for name in axis_names(pins)]
     real = {s for s in splits if all(s[k] > 1 for k in pinned)}
     return tuple(MeshSpec(names, s) for s in sorted(real or splits, reverse=True))
+
+
+def _tensor_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
+    """Every degree of tensor parallelism; the rest of the devices are for data parallelism, and
+    other axes that marks name have one device each."""
+    n = request.cluster.num_devices // request.stages
+    stage = ((STAGE, request.stages),) if request.stages > 1 else ()
+    own = ("data", request.tensor)
+    more = tuple((name, 1) for name in axis_names(pins) if name not in (*own, STAGE))
+    out = []
+    for t in (t for t in range(1, n + 1) if n % t == 0 and (t > 1 or n == 1)):
+        names, sizes = zip(*stage, *zip(own, (n // t, t), strict=True), *more, strict=True)
+        out.append(MeshSpec(names, sizes))
+    return tuple(out)
 
 
 def _spread(n: int, width: int, parts: int) -> list[tuple[int, ...]]:
@@ -99,6 +115,9 @@ def allowed_masks(
         hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)
     if request.sequence in mesh.names:
         hard = along_the_sequence(request.sequence, graph, groups, mesh, hard)
-    split = request.mode in SPLITS
-    wishes = mode_pins(request.mode, graph, mesh, pins, quotient.example_dims if split else {})
+    mode = "SEMI_AUTO_PARALLEL" if request.tensor in mesh.names else request.mode
+    split = mode in SPLITS
+    wishes = mode_pins(mode, graph, mesh, pins, quotient.example_dims if split else {})
+    if mode != request.mode:  # besides matrices, the mode speaks of the batch alone
+        wishes = tuple(w for w in wishes if any(w.entries))
     return soft_masks(wishes, graph, groups, mesh, hard)

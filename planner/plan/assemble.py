@@ -21,10 +21,11 @@ from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
 from planner.plan.contents.json_text import rounded
 from planner.plan.extract import Extraction
-from planner.plan.plan import MeshRow, MeshVerdict, Plan, SearchReport
+from planner.plan.plan import Leaf, MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.options import Request
 from planner.request.pins import axis_names
+from planner.request.state import StateRequest, find_state
 from planner.rules.kernels.regions import REGION
 from planner.search.pools import pool_peaks
 from planner.search.problem import Solution
@@ -98,6 +99,7 @@ def _plan(
         notes=(
             *inert_notes(graph),
             *_ragged_notes(graph, request.cluster),
+            *_tensor_notes(extraction, inputs, request),
             *_notes(graph),
             *untried(priced.analysis, tried, request),
         ),
@@ -163,6 +165,31 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
     return (
         f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
         "were not found to fit, or cost more",
+    )
+
+
+MOST = 0.9
+"""Share of the parameters' bytes below which a mode that splits them says how many are split."""
+
+
+def _tensor_notes(
+    extraction: Extraction, inputs: Sequence[Leaf], request: Request
+) -> tuple[str, ...]:
+    """What is not as a mode with tensor parallelism says: matrices that are not split."""
+    graph, axis = extraction.graph, request.tensor
+    if not axis or extraction.priced.mesh.size(axis) == 1:
+        return ()
+    leaves = dict(zip(graph.inputs, inputs, strict=True))
+    parameters = find_state(graph, StateRequest()).parameters
+    whole = sum(graph.values[v].nbytes for v in parameters)
+    split = sum(graph.values[v].nbytes for v in parameters if axis in leaves[v].spec.axes)
+    if split >= MOST * whole:
+        return ()
+    named = next(leaves[v].path for v in sorted(parameters) if axis not in leaves[v].spec.axes)
+    return (
+        f"tensor parallel: {100 * split / whole:.0f} % of the parameters' bytes are split over "
+        f"{axis}; others, such as {named}, have no dimension that {axis} divides where they are "
+        "read, or no product reads them",
     )
 
 

@@ -12,13 +12,14 @@ from costmodels import Cluster
 from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.collector import paused
+from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.planning.open_recipes import Door
 from planner.planning.pipelines import of_stage, over_stages, with_stages
 from planner.planning.replicas import with_recipe
 from planner.planning.row import Planned, Row
-from planner.recipes import Rewriter, Wish, parse_wish
+from planner.recipes import AUTO, Rewriter, Wish, parse_wish
 from planner.request.marks import placed_mesh
 from planner.request.options import (
     Options,
@@ -101,9 +102,22 @@ def _asked(
     function = with_logical_axis_rules(function, rules)
     asked.setdefault("mesh", placed_mesh(args, cluster))
     request = dataclasses.replace(parse_request(cluster, **asked), advice=advice)
+    if request.staged:
+        rewriting["stages"] = _staged(rewriting["stages"])
     wish = parse_wish(rewriting, function, request.mode != "STAND_ALONE")
     with paused():
         return _under(wish, function, args, request, donate_argnums, begun)
+
+
+def _staged(stages: Any) -> Any:
+    """The number of pipeline stages under a mode that has some: to be chosen where none is given.
+
+    Raises:
+        RequestError: there shall be one stage.
+    """
+    if stages in (1, "1"):
+        raise RequestError("stages=1 contradicts the mode pp: leave one of them out")
+    return AUTO if stages is None else stages
 
 
 def _plan_alone(plan: Callable[_Asked, Planned]) -> Callable[_Asked, Plan]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 
 from costmodels import ClusterError, part_of
 from planner.errors import MemoryLimitError, RequestError
@@ -12,7 +13,7 @@ from planner.microbatch.rewrite import batch_size
 from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned
 from planner.planning.replicas import with_recipe, with_replicas
 from planner.planning.row import Planned, Row
-from planner.recipes import WORTH, Outcome, Recipe, Wish
+from planner.recipes import SCHEDULES, WORTH, Outcome, Recipe, Wish
 from planner.remat.policy import FULL, NONE
 from planner.report.units import time_text
 from planner.request.options import Request
@@ -23,16 +24,22 @@ MOST_STAGES = 16
 
 
 def over_stages(wish: Wish, door: Door) -> Planned:
-    """The best plan with stages or without."""
+    """The best plan with stages or without; with stages where the mode says so.
+
+    Raises:
+        MemoryLimitError: no plan fits.
+        RequestError: the mode wants stages, and the step or the devices can't be cut.
+    """
     schedule = wish.recipe.schedule
     recipe = dataclasses.replace(wish.recipe, schedule="")
     inner = dataclasses.replace(wish, recipe=recipe, open=wish.open - {"stages"})
     found: Planned | None = None
-    error: MemoryLimitError | None = None
-    try:
-        found = with_recipe(inner, door)
-    except MemoryLimitError as failed:
-        error = failed
+    error: RequestError | None = None
+    if not door.request.staged:
+        try:
+            found = with_recipe(inner, door)
+        except MemoryLimitError as failed:
+            error = failed
     known_s = math.inf if found is None else found.plan.search.cost_s
     seen: dict[Recipe, Outcome[Row | None]] = {}
     refused = ""
@@ -60,16 +67,32 @@ def over_stages(wish: Wish, door: Door) -> Planned:
         piped = best_planned(seen, door.begun, tried)
         if found is None or piped.plan.search.cost_s * WORTH < found.plan.search.cost_s:
             found = piped
+    if not seen and door.request.staged:  # stages need not be alike as programs of their own
+        schedule = schedule or SCHEDULES[0]
     if schedule:
         found, more = _over_schedules(inner, schedule, door, found)
         tried = f"{tried}; {more}"
     if found is None:
-        assert error is not None
-        raise error
+        raise error or _no_pipeline(inner, door, seen, refused)
     planning_s = time.perf_counter() - door.begun
     notes = (*found.plan.notes, tried)
     plan = dataclasses.replace(found.plan, notes=notes, planning_s=planning_s)
     return dataclasses.replace(found, plan=plan)
+
+
+def _no_pipeline(
+    wish: Wish, door: Door, seen: Mapping[Recipe, Outcome[Row | None]], refused: str
+) -> RequestError:
+    """Why a mode that wants stages gets none."""
+    if not seen:
+        why = refused or f"{door.request.cluster.text} has one device"
+        return RequestError(f"the mode pp wants two pipeline stages or more: {why}")
+    recipe = max(seen, key=lambda r: r.stages)
+    try:
+        with_recipe(dataclasses.replace(wish, recipe=recipe, open=frozenset()), door)
+    except MemoryLimitError as error:
+        return error
+    return RequestError(f"the mode pp wants pipeline stages, and none was found in {recipe}")
 
 
 LEAST_IDLE = 1 / 3

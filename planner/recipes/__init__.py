@@ -9,7 +9,7 @@ from planner.recipes.recipe import (
     rewritten,
     staged_of,
 )
-from planner.recipes.wish import AUTO, Wish, parse_wish
+from planner.recipes.wish import AUTO, SCHEDULES, Wish, parse_wish
 from planner.spec import PLAIN, Recipe
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "CLOSE",
     "FULL",
     "PLAIN",
+    "SCHEDULES",
     "WORTH",
     "Look",
     "Outcome",

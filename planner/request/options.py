@@ -31,6 +31,7 @@ from planner.modes import (
     MODES,
     PROPAGATION,
     SHORT,
+    ParallelMode,
     check_mode,
     get_parallel_mode,
 )
@@ -71,7 +72,8 @@ def positive_seconds(text: str) -> float:
 class Options(TypedDict, total=False):
     """What may be asked of a plan, besides its cluster; what is left out or None takes its default.
 
-    mode: one of ``planner.modes.MODES``, or "dp" or "fsdp"; None takes ``set_parallel_mode``'s.
+    mode: one of ``planner.modes.MODES``, or a name of ``SHORT`` ("dp",
+        "fsdp", "tp", "fsdp+tp", "pp"); None takes ``set_parallel_mode``'s.
     search: a name of ``planner.search.SEARCHES`` or ``sharding_propagation``; None likewise.
     mesh: a fixed logical mesh (``"data=4,model=2"``); None takes that of the arguments'
         NamedShardings if it has that number of devices, else tries all up to three axes.
@@ -340,6 +342,8 @@ class Request:
     """XLA options."""
     stages: int = 1
     """Pipeline stages: the size of the mesh axis ``stage``."""
+    staged: bool = False
+    """Whether two stages or more are asked for, however many."""
     advice: bool = True
     """Whether to try what would help when no plan fits."""
 
@@ -377,14 +381,11 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             "devices to plan; call executor.parameter_server.train(loop, ...), or give mode= (or "
             "--mode) to plan a step all the same, as for the devices of one worker"
         )
-    named = check_mode(mode or current.mode, asked.get("search") or current.search)
-    chosen = named if mode is not None else dataclasses.replace(named, zero=current.zero)
+    search = asked.get("search") or current.search
+    chosen = check_mode(mode, search) if mode else dataclasses.replace(current, search=search)
+    check_mode(chosen.mode, search)
+    _check_short(chosen, mode or "in force", asked)
     zero = asked.get("zero")
-    if chosen.zero is not None and zero not in (None, chosen.zero):
-        raise RequestError(
-            f"zero={zero} contradicts the mode {mode or 'in force'}, which is ZeRO level "
-            f"{chosen.zero}: leave one of them out"
-        )
     try:
         described = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
@@ -406,6 +407,11 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         mesh = MeshSpec(tuple(mesh), tuple(mesh.values()))
     if chosen.mode == "STAND_ALONE":
         mesh = MeshSpec(("data",), (1,))
+    elif chosen.tensor and mesh is not None and chosen.tensor not in mesh.names:
+        raise RequestError(
+            f"the mode {mode or 'in force'} splits matrices over the mesh axis {chosen.tensor}, "
+            f"and mesh ({mesh}) has none; name it so, or leave mesh= out"
+        )
     elif mesh is not None and mesh.num_devices != described.num_devices:
         raise RequestError(
             f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {described.text} has "
@@ -429,7 +435,19 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         **_confirming(asked, described),
         compiler_options=parse_compiler_options(asked.get("compiler_options") or {}),
         device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
+        tensor=chosen.tensor,
+        staged=chosen.staged,
     )
+
+
+def _check_short(chosen: ParallelMode, name: str, asked: Options) -> None:
+    """Raises RequestError where an option contradicts what a mode's name says."""
+    zero = asked.get("zero")
+    if chosen.zero is not None and zero not in (None, chosen.zero):
+        raise RequestError(
+            f"zero={zero} contradicts the mode {name}, which is ZeRO level {chosen.zero}: leave "
+            "one of them out"
+        )
 
 
 def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:

@@ -122,8 +122,9 @@ def _does_something(graph: Graph, op: Op) -> bool:
 
 
 def _open_sums(graph: Graph) -> set[int]:
-    """Sums of gradients, and of what a loop leaves, that a mark alone reads: they may stay parts, which become shards
-    where the mark says so (gradients of groups of examples, ``planner.microbatch.rewrite``)."""
+    """Sums of gradients, and of what a loop leaves, that a mark alone reads: they may stay parts,
+    which become shards where the mark says so (gradients of groups of examples,
+    ``planner.microbatch.rewrite``)."""
     found = {
         op.outputs[0]
         for op in graph.ops

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner import make_plan
-from planner.errors import RequestError
+from planner.errors import MemoryLimitError, RequestError
 from planner.modes import get_parallel_mode, set_parallel_mode
 
 
@@ -29,9 +29,7 @@ def test_numpys_numbers_are_pythons() -> None:
         found = get_parallel_mode().staleness
         assert found == 4 and type(found) is int
     finally:
-        set_parallel_mode(
-            before.mode, search=before.search, update=before.update, staleness=before.staleness
-        )
+        set_parallel_mode(before)
 
 
 def test_modes_by_the_names_of_jax_users() -> None:
@@ -58,10 +56,11 @@ def test_modes_by_the_names_of_jax_users() -> None:
         with pytest.raises(RequestError, match=r"zero=1 contradicts the mode in force.*level 3"):
             make_plan(wide, *shapes, cluster="h100:8", zero=1)
     finally:
-        set_parallel_mode(before.mode, search=before.search)
+        set_parallel_mode(before)
+    assert get_parallel_mode() == before
     with pytest.raises(RequestError, match=r"zero=3 contradicts the mode dp"):
         make_plan(wide, *shapes, cluster="h100:8", mode="dp", zero=3)
-    with pytest.raises(RequestError, match=r"'fdsp'.*dp, fsdp; did you mean FSDP\?"):
+    with pytest.raises(RequestError, match=r"'fdsp'.*dp, fsdp, tp, .*; did you mean FSDP\?"):
         make_plan(wide, *shapes, cluster="h100:8", mode="fdsp")
 
 
@@ -91,3 +90,83 @@ def test_a_step_is_split_again_behind_a_change_that_cannot_be_avoided(mode):
     best = make_plan(step, params, batch, cluster="h100:8", mesh="data=8")
     assert "worth of work" not in str(plan)
     assert plan.prediction.step_s < 2.0 * best.prediction.step_s
+
+
+def _layers(count: int, width: int = 1024, rows: int = 8192) -> tuple[Any, ...]:
+    def struct(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {"up": struct(width, 4 * width), "down": struct(4 * width, width)}
+    return [layer] * count, struct(rows, width)
+
+
+def _loss(layers: Any, h: jax.Array) -> jax.Array:
+    for layer in layers:
+        h = h + jnp.tanh(h @ layer["up"]) @ layer["down"]
+    return jnp.mean(h**2)
+
+
+def _step(layers: Any, x: jax.Array) -> Any:
+    value, grads = jax.value_and_grad(_loss)(layers, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), value
+
+
+@pytest.mark.parametrize(("mode", "axes"), [("tp", {"model"}), ("fsdp+tp", {"data", "model"})])
+def test_tensor_parallelism_by_name(mode: str, axes: set[str]) -> None:
+    plan = make_plan(_step, *_layers(2), cluster="h100:8", mode=mode, mesh="data=4,model=2")
+    weights = [leaf for leaf in plan.inputs if leaf.path.startswith("[0]")]
+    assert all(set(leaf.spec.axes) == axes for leaf in weights)
+    (batch,) = (leaf for leaf in plan.inputs if leaf.path == "[1]")
+    assert batch.spec.dims[0] == ("data",)
+    assert not any(note.startswith("tensor parallel:") for note in plan.notes)
+    free = make_plan(_step, *_layers(2), cluster="h100:8", mode=mode)
+    assert free.mesh.size("model") > 1 and free.prediction.step_s <= plan.prediction.step_s * 1.03
+
+
+def test_matrices_that_cannot_be_split_are_named() -> None:
+    plan = make_plan(_step, *_layers(2, width=1021), cluster="h100:8", mode="tp", mesh="model=8")
+    assert any("split over model; others, such as [0]" in note for note in plan.notes), plan.notes
+
+
+def test_a_mesh_without_the_axis_of_the_mode() -> None:
+    with pytest.raises(RequestError, match=r"mode tp splits matrices over the mesh axis model"):
+        make_plan(_step, *_layers(2), cluster="h100:8", mode="tp", mesh="data=8")
+
+
+def test_pipelines_by_name() -> None:
+    plan = make_plan(_step, *_layers(8), cluster="h100:8", mode="pp")
+    assert plan.stages > 1 and plan.microbatches > 1 and plan.schedule == "1f1b"
+    assert any("reads what that of another stage does not" in note for note in plan.notes)
+
+    def embedded(state: Any, x: jax.Array) -> Any:
+        def loss(state: Any) -> jax.Array:
+            return _loss(state["layers"], jnp.tanh(x @ state["in"]))
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+    layers, x = _layers(8)
+    state = {"layers": layers, "in": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    alike = make_plan(embedded, state, x, cluster="h100:8", mode="pp")
+    assert "stage" in alike.mesh.names and not alike.schedule
+    four = make_plan(embedded, state, x, cluster="h100:8", mode="pp", stages=4)
+    assert four.stages == 4 and four.mesh.size("stage") == 4
+    with pytest.raises(RequestError, match="stages=1 contradicts the mode pp"):
+        make_plan(_step, *_layers(8), cluster="h100:8", mode="pp", stages=1)
+    with pytest.raises(RequestError, match="the mode pp wants two pipeline stages or more: "):
+        make_plan(_step, *_layers(8, rows=1), cluster="h100:8", mode="pp")
+    with pytest.raises(MemoryLimitError):
+        make_plan(_step, *_layers(8), cluster="h100:8", mode="pp", memory="20MB")
+
+
+def test_the_mode_in_force_is_set_again_whole() -> None:
+    before = set_parallel_mode("fsdp+tp")
+    try:
+        inner = set_parallel_mode("dp")
+        set_parallel_mode(inner)
+        assert get_parallel_mode() == inner
+        assert (inner.zero, inner.tensor) == (3, "model")
+        plan = make_plan(_step, *_layers(2), cluster="h100:8")
+        assert plan.mesh.size("model") > 1
+    finally:
+        set_parallel_mode(before)
