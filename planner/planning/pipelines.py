@@ -73,7 +73,7 @@ def over_stages(wish: Wish, door: Door) -> Planned:
         found, more = _over_schedules(inner, schedule, door, found)
         tried = f"{tried}; {more}"
     if found is None:
-        raise error or _no_pipeline(inner, door, seen, refused)
+        raise error or _no_pipeline(inner, door, seen, tried)
     planning_s = time.perf_counter() - door.begun
     notes = (*found.plan.notes, tried)
     plan = dataclasses.replace(found.plan, notes=notes, planning_s=planning_s)
@@ -81,18 +81,18 @@ def over_stages(wish: Wish, door: Door) -> Planned:
 
 
 def _no_pipeline(
-    wish: Wish, door: Door, seen: Mapping[Recipe, Outcome[Row | None]], refused: str
+    wish: Wish, door: Door, seen: Mapping[Recipe, Outcome[Row | None]], tried: str
 ) -> RequestError:
     """Why a mode that wants stages gets none."""
-    if not seen:
-        why = refused or f"{door.request.cluster.text} has one device"
-        return RequestError(f"the mode pp wants two pipeline stages or more: {why}")
-    recipe = max(seen, key=lambda r: r.stages)
-    try:
-        with_recipe(dataclasses.replace(wish, recipe=recipe, open=frozenset()), door)
-    except MemoryLimitError as error:
-        return error
-    return RequestError(f"the mode pp wants pipeline stages, and none was found in {recipe}")
+    if seen:
+        recipe = max(seen, key=lambda r: r.stages)
+        try:
+            with_recipe(dataclasses.replace(wish, recipe=recipe, open=frozenset()), door)
+        except MemoryLimitError as error:
+            return error
+    one = door.request.cluster.num_devices == 1
+    why = f"{door.request.cluster.text} has one device" if one else tried
+    return RequestError(f"the mode pp wants two pipeline stages or more, and no plan has: {why}")
 
 
 LEAST_IDLE = 1 / 3
