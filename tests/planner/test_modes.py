@@ -153,7 +153,7 @@ def test_pipelines_by_name() -> None:
     assert four.stages == 4 and four.mesh.size("stage") == 4
     with pytest.raises(RequestError, match="stages=1 contradicts the mode pp"):
         make_plan(_step, *_layers(8), cluster="h100:8", mode="pp", stages=1)
-    with pytest.raises(RequestError, match="the mode pp wants two .* no plan has: "):
+    with pytest.raises(RequestError, match=r"the mode pp wants two .* no plan has: "):
         make_plan(_step, *_layers(8, rows=1), cluster="h100:8", mode="pp")
     with pytest.raises(MemoryLimitError):
         make_plan(embedded, state, x, cluster="h100:8", mode="pp", memory="20MB")
