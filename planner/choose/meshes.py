@@ -133,6 +133,11 @@ def lead_meshes(
     by one, quickly, where a bound leaves hope for more. ``whole``: on a single mesh also with equal
     layers apart, where that may help."""
     meshes = candidate_meshes(request, pins)
+    few = len(quotient.whole.groups.groups) <= FEW
+    if len(meshes) == 1 and request.search in QUICK and not few:
+        fast = dataclasses.replace(request, search=FAST, effort_s=AUTO_S)
+        only = _settle(quotient, pins, fast, meshes[0], whole=False)
+        return Led((only,), frozenset((only[0].mesh,)))
     if len(meshes) == 1 or not quotient.part.groups.groups:
         only = _settle(quotient, pins, request, meshes[0], whole=whole)
         return Led((only,), frozenset((only[0].mesh,)), done=True)
@@ -143,7 +148,7 @@ def lead_meshes(
         tried = [of_scout(s, request) for s in scouted(field)]
     else:
         tried = [attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
-    quick, few = request, len(quotient.whole.groups.groups) <= FEW
+    quick = request
     if request.search in QUICK:
         quick = dataclasses.replace(
             request, search=request.search if few else FAST, effort_s=AUTO_S

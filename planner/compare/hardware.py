@@ -22,8 +22,10 @@ from planner.graph.jaxpr.products import products_of
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import Plan
-from planner.planning import plan_tried
+from planner.planning import MOST_PARTS, plan_tried
+from planner.recipes import AUTO
 from planner.request.sequence_parallel import sequences
+from planner.spec import PLAIN, REWRITINGS
 
 HOUR_S = 3600.0
 MILLION = 1e6
@@ -155,9 +157,13 @@ def compare_hardware(
     steps = _steps(function, args, batches)
     found = []
     for cluster in described:
-        for step in steps:
+        smaller: list[Offer] = []
+        for step in sorted(steps, key=lambda s: s.examples):
             progress(f"{cluster.text}, batch {step.examples}" if batches else cluster.text)
-            found.append(offer(function, step, cluster, prices or {}, options))
+            like = next((o for o in reversed(smaller) if o.plan is not None), None)
+            smaller.append(offer(function, step, cluster, prices or {}, options, like))
+        by_size = {o.examples: o for o in smaller}
+        found += [by_size[step.examples] for step in steps]
     tokens = any(step.tokens for step in steps)
     unit = "tokens" if tokens else "examples" if any(s.examples for s in steps) else "steps"
     return Offers(unit, tuple(_marked(found)))
@@ -174,6 +180,7 @@ class Step:
         batch: the shapes of the batch's arguments, by position.
         nbytes: of all arguments.
         refused: why it can't be traced so.
+        made: what plans of it have in common.
     """
 
     args: tuple[Any, ...]
@@ -183,6 +190,7 @@ class Step:
     batch: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     nbytes: float = 0.0
     refused: str = ""
+    made: dict[str, Any] = field(default_factory=dict)
 
     def ideal_s(self, cluster: Cluster) -> float:
         """Seconds of its products at the peak of all devices."""
@@ -234,20 +242,67 @@ def offer(
     cluster: Cluster,
     prices: Mapping[str, Price],
     options: Mapping[str, Any],
+    like: Offer | None = None,
 ) -> Offer:
-    """The plan of a step on a cluster, or why there is none."""
+    """The plan of a step on a cluster, or why there is none.
+
+    Args:
+        function, step, cluster, prices, options: what to plan.
+        like: with a smaller batch on the same cluster. Where that took microbatches or
+            rematerialization to fit, the larger batch gets as many more of the same microbatches,
+            and no other recipe is looked at: of equal microbatches, the plan is the same.
+    """
     devices, kind = cluster.num_devices, cluster.device.kind
     price = prices.get(kind)
     place = (cluster.text, kind, devices, step.examples, step.tokens)
     if step.refused:
         return Offer(*place, None, 0.0, price, step.refused)
     try:
-        plan = plan_tried(function, *step.args, cluster=cluster, **options).plan
+        plan = _as_before(function, step, cluster, options, like)
+        if plan is None:
+            plan = plan_tried(
+                function, *step.args, cluster=cluster, made=step.made, **options
+            ).plan
     except MemoryLimitError as error:
         return Offer(*place, None, 0.0, price, _line(error))
     ideal_s = step.ideal_s(cluster)
     step_s = plan.prediction.step_s
     return Offer(*place, plan, ideal_s / step_s if step_s > 0 else 0.0, price)
+
+
+def _as_before(
+    function: Callable[..., Any],
+    step: Step,
+    cluster: Cluster,
+    options: Mapping[str, Any],
+    like: Offer | None,
+) -> Plan | None:
+    """The plan of as many more microbatches as the batch is larger than ``like``'s; None where
+    that needed no recipe, has stages, or can't be scaled."""
+    if like is None or like.plan is None or like.plan.recipe == PLAIN:
+        return None
+    if any(options.get(name) not in (None, AUTO) for name in REWRITINGS):
+        return None
+    recipe, times = like.plan.recipe, step.examples // like.examples
+    count = recipe.microbatches * times
+    if step.examples % like.examples or recipe.stages > 1 or count > MOST_PARTS:
+        return None
+    given: dict[str, Any] = {
+        "microbatches": count,
+        "replicas": recipe.replicas,
+        "remat": recipe.remat,
+        "chunks": recipe.chunks,
+        "stages": 1,
+        "mesh": like.plan.mesh,
+    }
+    try:
+        planned = plan_tried(
+            function, *step.args, cluster=cluster, made=step.made, **{**options, **given}
+        )
+    except RequestError:
+        return None
+    note = f"mesh, microbatches and remat as for batch {like.examples}, {times} times as many turns"
+    return dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
 
 
 def _line(error: Exception) -> str:

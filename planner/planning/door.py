@@ -78,12 +78,19 @@ def plan_tried(
     *args: Any,
     cluster: str | Cluster,
     donate_argnums: int | Sequence[int] | None = None,
+    made: dict[str, Rewriter] | None = None,
     **options: Any,
 ) -> Planned:
     """As ``plan_step``, for one of many tries: where no plan fits, what would help is not looked
-    for, which takes longest."""
+    for, which takes longest.
+
+    Args:
+        function, *args, cluster, donate_argnums, **options: as for ``plan_step``.
+        made: keeps what tries of the same step with the same arguments and options, but for the
+            cluster and the recipe, have in common; empty at first.
+    """
     begun = time.perf_counter()
-    return _asked(function, args, cluster, donate_argnums, options, begun, advice=False)
+    return _asked(function, args, cluster, donate_argnums, options, begun, advice=False, made=made)
 
 
 def _asked(
@@ -95,6 +102,7 @@ def _asked(
     begun: float,
     *,
     advice: bool = True,
+    made: dict[str, Rewriter] | None = None,
 ) -> Planned:
     asked = given_options("make_plan", options)
     rewriting = {name: asked.pop(name, None) for name in REWRITINGS}
@@ -106,7 +114,8 @@ def _asked(
         rewriting["stages"] = _staged(rewriting["stages"])
     wish = parse_wish(rewriting, function, request.mode != "STAND_ALONE")
     with paused():
-        return _under(wish, function, args, request, donate_argnums, begun)
+        rewriter = ({} if made is None else made).setdefault("rewriter", Rewriter(function, args))
+        return _under(wish, rewriter, args, request, donate_argnums, begun)
 
 
 def _staged(stages: Any) -> Any:
@@ -150,14 +159,13 @@ def plan_traced(
 
 def _under(
     wish: Wish,
-    function: Callable[..., Any],
+    rewriter: Rewriter,
     args: Sequence[Any],
     request: Request,
     donate_argnums: int | Sequence[int] | None,
     begun: float,
 ) -> Planned:
     """The plan under the recipe that was asked for, or under the best of those left open."""
-    rewriter = Rewriter(function, args)
     door = Door(rewriter, args, request, donate_argnums, begun)
     if "stages" in wish.open:
         return over_stages(wish, door)

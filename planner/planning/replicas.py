@@ -74,7 +74,8 @@ def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
     """Numbers of replicas worth trying, and the seconds per step that they may save.
 
     With microbatches, what the plan spends on reducing gradients in all of them but one. Without,
-    what it spends on sums over the axes that split examples, beyond one sum of every parameter.
+    what it spends on reducing them in loops, over axes that split examples, beyond once per
+    parameter: layers in a loop are reduced once each.
     """
     plan, graph, mesh = planned.plan, planned.extraction.graph, planned.extraction.priced.mesh
     inputs = [graph.values[v] for v in graph.inputs]
@@ -90,10 +91,10 @@ def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
             known.role is Role.COTANGENT and tuple(sorted(known.shape)) in state
         )
         if plan.microbatches > 1:
-            inside = gradient and sent.count >= plan.microbatches
+            again = sent.count >= plan.microbatches
         else:
-            inside = split.issuperset(sent.step.axes)
-        if inside:
+            again = sent.count > 1 and split.issuperset(sent.step.axes)
+        if gradient and again:
             axes.update(sent.step.axes)
             seconds += sent.time_s
             nbytes += sent.count * sent.step.payload_bytes

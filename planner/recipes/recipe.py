@@ -22,6 +22,7 @@ class Rewriter:
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function, self.args = function, abstract(args)
         self._cuts: dict[tuple[int, bool, int], tuple[Callable[..., Any], Traced]] = {}
+        self._made: dict[Recipe, tuple[Callable[..., Any], Traced]] = {}
 
     def cut(
         self, parts: int, apart: bool = False, replicas: int = 1
@@ -39,6 +40,11 @@ class Rewriter:
 
     def __call__(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
         """The step under a recipe (see ``rewritten``), and its trace."""
+        if recipe not in self._made:
+            self._made[recipe] = self._make(recipe)
+        return self._made[recipe]
+
+    def _make(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
         if recipe == recipe_of(self.function):
             return self.function, self.cut(1)[1]
         if recipe_of(self.function) != PLAIN:

@@ -236,16 +236,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "user_hardware.py"
     path.write_text(MODEL)
     page = tmp_path / "out.html"
-    words = ["compare", str(path), "--cluster", "h100:4", "--cluster", "v5e:2x2"]
+    words = ["compare", str(path), "--cluster", "h100:4", "--cluster", "v6e:2x2"]
     assert cli.main([*words, "--batch", "64,128", "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    assert "tokens/s" in out and "not known: give it in a file, v5e = DOLLARS" in out
+    assert "tokens/s" in out and "not known: give it in a file, v6e = DOLLARS" in out
     assert max(map(len, out.splitlines())) <= 80
     text = page.read_text(encoding="utf-8")
     assert text.count("<circle") == 4 and "http" not in text.replace("http-equiv", "")
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [o["cluster"] for o in found["offers"]] == ["h100:4", "v5e:2x2"]
+    assert [o["cluster"] for o in found["offers"]] == ["h100:4", "v6e:2x2"]
     assert found["offers"][1]["dollars_per_step"] is None
     assert cli.main(["compare", str(path), "--batch", "32"]) == 0
     assert "cpu:8" in capsys.readouterr().out
