@@ -135,9 +135,7 @@ def lead_meshes(
     meshes = candidate_meshes(request, pins)
     few = len(quotient.whole.groups.groups) <= FEW
     if len(meshes) == 1 and request.search in QUICK and not few:
-        fast = dataclasses.replace(request, search=FAST, effort_s=AUTO_S)
-        only = _settle(quotient, pins, fast, meshes[0], whole=False)
-        return Led((only,), frozenset((only[0].mesh,)))
+        return _lead_one(quotient, pins, request, meshes[0])
     if len(meshes) == 1 or not quotient.part.groups.groups:
         only = _settle(quotient, pins, request, meshes[0], whole=whole)
         return Led((only,), frozenset((only[0].mesh,)), done=True)
@@ -161,6 +159,17 @@ def lead_meshes(
         failed += not found[1].feasible and failed < FAILURES
         tried[tried.index(pick)] = found
     return Led(tuple(tried), frozenset(settled))
+
+
+def _lead_one(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Led:
+    """On a single mesh: quickly, and as long as the best of several gets where that leaves much
+    open. What does not fit is searched for longer then."""
+    quick = dataclasses.replace(request, effort_s=AUTO_S)
+    found = _settle(quotient, pins, dataclasses.replace(quick, search=FAST), mesh, whole=False)
+    longer = not found[1].feasible or found[1].gap > SAME - 1
+    if longer:
+        found = min(_settle(quotient, pins, quick, mesh, whole=False), found, key=_rank)
+    return Led((found,), frozenset((mesh,)), done=longer and found[1].feasible)
 
 
 def search_meshes(

@@ -260,9 +260,7 @@ def offer(
     try:
         plan = _as_before(function, step, cluster, options, like)
         if plan is None:
-            plan = plan_tried(
-                function, *step.args, cluster=cluster, made=step.made, **options
-            ).plan
+            plan = plan_tried(function, *step.args, cluster=cluster, made=step.made, **options).plan
     except MemoryLimitError as error:
         return Offer(*place, None, 0.0, price, _line(error))
     ideal_s = step.ideal_s(cluster)

@@ -23,6 +23,7 @@ from planner.graph.ir import SCALAR, Graph
 from planner.plan.canonical import canonical
 from planner.plan.compiled.confirmed import Confirmation
 from planner.plan.compiled.lowering import PLAIN, Lowering
+from planner.plan.contents.folded import unfold_plan
 from planner.plan.contents.json_text import json_text, plain
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
 from planner.spec import REWRITINGS, MeshSpec, Recipe, Sharding
@@ -255,16 +256,20 @@ class Plan:
         text = json.dumps(canonical(self._body()), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def to_json(self) -> str:
-        """The plan as JSON text, one item of each list a line, so that it diffs well."""
-        return json_text({"format": FORMAT, **self._body()})
+    def to_json(self, *, folded: bool = False) -> str:
+        """The plan as JSON text, one item of each list a line, so that it diffs well.
+
+        Args:
+            folded: whether equal layers are written once, as in files (``save``).
+        """
+        return json_text({"format": FORMAT, **self._body()}, folded=folded)
 
     def _body(self) -> dict[str, Any]:
         return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.compare}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON atomically: the file is whole or not there."""
-        write_whole(Path(path), self.to_json())
+        """Write the JSON atomically, equal layers once: the file is whole or not there."""
+        write_whole(Path(path), self.to_json(folded=True))
 
     def as_partition_specs(self, *args: Any) -> Any:
         """The ``jax.sharding.PartitionSpec`` of every argument.
@@ -409,7 +414,7 @@ def plan_from_json(text: str, where: str = "plan") -> Plan:
     if got != FORMAT:
         raise PlanFormatError(f"{where}: got format {ascii(got)[:60]}, expected {FORMAT!r}")
     try:
-        return read_plan(raw)
+        return read_plan(unfold_plan(raw))
     except ValueError as error:
         raise PlanFormatError(
             f"{where}: field missing or malformed: {error}; save the plan again"

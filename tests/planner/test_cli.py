@@ -94,8 +94,8 @@ def test_save_round_trips(
 ) -> None:
     saved = tmp_path / "plan.json"
     assert inspect(write(STEP + ARGS), "--mesh", "data=8", "--json", "--save", str(saved)) == 0
-    assert saved.read_text() == capsys.readouterr().out
-    assert load_plan(saved).to_json() == saved.read_text()
+    assert load_plan(saved).to_json() == capsys.readouterr().out
+    assert load_plan(saved).to_json(folded=True) == saved.read_text()
 
 
 def test_script_is_run_up_to_its_first_parallelized_call(

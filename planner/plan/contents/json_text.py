@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+from planner.plan.contents.folded import fold_plan
 from planner.spec import PLAIN, MeshSpec, Sharding
 
 
@@ -60,16 +61,31 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def json_text(fields: dict[str, Any]) -> str:
-    """The text of a plan: one item of each list a line."""
+_LONG = frozenset({"op_index", "op_inputs"})
+"""Lists on one line."""
+
+
+def _item(value: Any) -> str:
+    if not (isinstance(value, dict) and "repeat" in value):
+        return json.dumps(value)
+    head = json.dumps({k: v for k, v in value.items() if k != "rows"})[:-1]
+    rows = ",\n".join("      " + json.dumps(row) for row in value["rows"])
+    return f'{head}, "rows": [\n{rows}\n    ]}}'
+
+
+def json_text(fields: dict[str, Any], *, folded: bool = False) -> str:
+    """The text of a plan: one item of each list a line; ``folded`` as ``fold_plan`` says, a row of
+    a block a line."""
     lines = []
+    fields = fold_plan(fields) if folded else fields
+    long = _LONG | {"op_table"} if folded else _LONG
     for key, value in fields.items():
         if key in ("decisions", "apart", "confirmed", "compiler_options") and not value:
             continue
         if key in _LEFT_OUT and value == _LEFT_OUT[key]:
             continue
-        if isinstance(value, list) and value and key not in ("op_index", "op_inputs"):
-            items = ",\n".join("    " + json.dumps(v) for v in value)
+        if isinstance(value, list) and value and key not in long:
+            items = ",\n".join("    " + _item(v) for v in value)
             lines.append(f"  {json.dumps(key)}: [\n{items}\n  ]")
         else:
             lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
