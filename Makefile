@@ -7,12 +7,13 @@
 # make test-hosts  the tests of several processes and hosts, with every launcher that is there
 # make test-ps  the tests of parameter servers, on Ray too
 # make docs   build the documentation into build/docs, warnings are errors
+# make release-check  build the wheel and the sdist, install and use each outside of the checkout
 # make check  exactly what CI runs: format, types, borders, documentation, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick test-all test-hosts test-ps zoo gallery gallery-packages check lint docs benchmarks clean
+.PHONY: demo test quick test-all test-hosts test-ps zoo gallery gallery-packages release-check check lint docs benchmarks clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml
@@ -78,6 +79,9 @@ $(VENV)/.docs: $(VENV)/.installed
 
 docs: $(VENV)/.docs
 	JAX_PLATFORMS=cpu $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+
+release-check:  # RELEASE_PYTHONS: those to install on, such as "python3.11 python3.12 python3.13"
+	$(PYTHON) tests/release_check.py $(RELEASE_PYTHONS)
 
 check: lint docs gallery-packages test
 

@@ -21,6 +21,7 @@ from executor.run.parallelize import Parallelized, parallelize
 from executor.train.initialized import init
 from executor.train.loop import PreemptedError, Trained, mean_metrics, train
 from executor.train.metrics import NotFiniteError
+from executor.train.settings import train_options
 from executor.verify.check import CheckReport, check
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ __all__ = [
     "shard",
     "share",
     "train",
+    "train_options",
 ]
 
 _CHECKPOINT = frozenset({"CheckpointError", "Checkpoints", "FencedError"})

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         initialize,
         parallelize,
         train,
+        train_options,
     )
     from meshwright.inspection import inspect
     from planner import (
@@ -73,12 +74,13 @@ __all__ = [
     "set_parallel_mode",
     "shard",
     "train",
+    "train_options",
     "with_logical_axis_rules",
 ]
 
 _OF_EXECUTOR = frozenset(
     "Batches Checkpoints CompiledStep Parallelized Trained check compile_plan detect_cluster "
-    "init initialize parallelize train".split()
+    "init initialize parallelize train train_options".split()
 )
 _HERE = Path(__file__).resolve().parents[1]
 

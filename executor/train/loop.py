@@ -11,8 +11,8 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from executor.processes.preemption import Stop
 from executor.train.metrics import Meter, NotFiniteError, named_scalars
 from executor.train.speed import speed_of
 from executor.train.state import arrays_of, with_arrays
+from executor.train.writers import OnMetrics
 from planner.errors import RequestError
 
 if TYPE_CHECKING:
@@ -44,11 +45,16 @@ class Trained:
         state: the last.
         step: how many steps it has had.
         metrics: of the last step, by name; empty if none was made.
+        speed: ``step_s/median``, ``step_s/p90`` and ``step_s/max`` over log intervals, of each the
+            mean of its steps, without the first interval; ``memory/peak_bytes`` of a device, where
+            the back end counts them; and what the plan predicted (``step_s/planned``,
+            ``memory/planned_bytes``). Empty before the second interval.
     """
 
     state: Any
     step: int
     metrics: Mapping[str, float]
+    speed: Mapping[str, float] = field(default_factory=dict)
 
 
 class PreemptedError(SystemExit):
@@ -68,7 +74,7 @@ def train(
     log_every: int = 10,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     evaluate_every: int = 100,
-    on_metrics: Callable[[int, Mapping[str, float]], None] | None = None,
+    on_metrics: OnMetrics | Sequence[OnMetrics] | None = None,
     profile: tuple[int, int] | None = None,
     progress: bool = True,
 ) -> Trained:
@@ -89,8 +95,9 @@ def train(
         log_every: steps between looks at the metrics.
         evaluate: state -> metrics, as ``lambda s: mean_metrics(eval_step, s, held_out())``.
         evaluate_every: steps between; the last step has one too.
-        on_metrics: told (step, metrics), in every process, of training and of evaluation (there
-            the names begin with ``eval/``).
+        on_metrics: told (step, metrics), in every process, of training (with ``speed/...`` and
+            ``memory/...`` beside) and of evaluation (the names begin with ``eval/``); one
+            function, or several, as from ``executor.train.writers``.
         profile: first and last step to trace by ``jax.profiler``, into ``directory/profile``.
         progress: whether process 0 shows how it goes.
 
@@ -162,7 +169,7 @@ def train(
                 _save(checkpoints, made, state, step, source)
             if evaluate is not None and made % evaluate_every:
                 meter.evaluated(made, evaluate(state))
-        return Trained(state, made, meter.latest)
+        return Trained(state, made, meter.latest, meter.conclude())
 
 
 def mean_metrics(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -> dict[str, float]:

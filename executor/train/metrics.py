@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from executor.train.speed import Speed
+from executor.train.speed import Speed, peak_memory
+from executor.train.writers import OnMetrics
 from planner.errors import RequestError
+from planner.report.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -42,7 +44,8 @@ class Meter:
         steps: how many the run has in all.
         done: how many were made before.
         directory: of the file of metrics, one JSON object a step; None keeps none.
-        on_metrics: told (step, metrics) of the latest step whenever metrics were fetched.
+        on_metrics: told (step, metrics) of the latest step whenever metrics were fetched; one
+            function, or several.
         show: whether to draw a bar (on a terminal) or print lines (elsewhere).
         owner: the lock of ``directory``; checked before every write, and named in every line.
         speed: what the step does, once it is planned.
@@ -53,13 +56,19 @@ class Meter:
         steps: int,
         done: int,
         directory: Path | None,
-        on_metrics: Callable[[int, Mapping[str, float]], None] | None,
+        on_metrics: OnMetrics | Sequence[OnMetrics] | None,
         show: bool,
         owner: Owner | None = None,
         speed: Callable[[], Speed | None] = lambda: None,
     ) -> None:
         self.owner, self._speed = owner, functools.cache(speed)
-        self.steps, self.done, self.on_metrics = steps, done, on_metrics
+        self.steps, self.done = steps, done
+        self.told: tuple[OnMetrics, ...] = ()
+        if isinstance(on_metrics, Sequence):
+            self.told = tuple(on_metrics)
+        elif on_metrics is not None:
+            self.told = (on_metrics,)
+        self._step_s: list[float] = []
         first = jax.process_index() == 0
         self.path = directory / FILE if directory is not None and first else None
         self.show = show and first
@@ -131,8 +140,8 @@ class Meter:
         found = {f"eval/{name}": float(value) for name, value in metrics.items()}
         if self.evaluations is not None:
             self._append(self.evaluations, [(step, found)])
-        if self.on_metrics is not None:
-            self.on_metrics(step, found)
+        for tell in self.told:
+            tell(step, found)
         if self.show:
             told = "  ".join(f"{n} {v:.5g}" for n, v in found.items())
             print(f"step {step}  {told}", flush=True)
@@ -164,18 +173,59 @@ class Meter:
         now = time.perf_counter()
         rate = (step - self._clock[1]) / max(now - self._clock[0], 1e-9)
         self._clock = (now, step)
-        if self.on_metrics is not None:
-            self.on_metrics(step, self.latest)
+        self._step_s.append(1.0 / rate)
+        speed, peak = self._speed(), peak_memory()
+        if self.told:
+            metrics = {**self.latest, "speed/steps_per_s": rate}
+            metrics |= {} if speed is None else speed.scalars(rate)
+            metrics |= {"memory/peak_bytes": peak} if peak else {}
+            for tell in self.told:
+                tell(step, metrics)
         if not self.show:
             return
         note = "  ".join(f"{n} {v:.5g}" for n, v in self.latest.items())
         note += f"  {rate:.3g} steps/s"
-        if (speed := self._speed()) is not None and (more := speed.text(rate)):
+        if speed is not None and (more := speed.text(rate)):
             note += f"  {more}"
+        if peak:
+            planned = "" if speed is None else f" (planned {bytes_text(speed.peak_bytes)})"
+            note += f"  memory {bytes_text(peak)}{planned}"
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, note=note)
         else:
             print(f"step {step}/{self.steps}  {note}", flush=True)
+
+    def summary(self) -> dict[str, float]:
+        """Step times and memory of the run: quantiles over the log intervals, of each the mean, but
+        for the first, in which the step is compiled; empty before a second one."""
+        if len(self._step_s) < 2:
+            return {}
+        times = np.asarray(self._step_s[1:])
+        found = {
+            "step_s/median": float(np.median(times)),
+            "step_s/p90": float(np.quantile(times, 0.9)),
+            "step_s/max": float(times.max()),
+        }
+        if (speed := self._speed()) is not None:
+            found["step_s/planned"] = speed.predicted_s
+            found["memory/planned_bytes"] = speed.peak_bytes
+        if peak := peak_memory():
+            found["memory/peak_bytes"] = peak
+        return found
+
+    def conclude(self) -> dict[str, float]:
+        """The summary, printed where the run is shown."""
+        found = self.summary()
+        if self.show and found:
+            median, p90, most = (found[f"step_s/{name}"] for name in ("median", "p90", "max"))
+            told = f"step time {time_text(median)} median, {time_text(p90)} 90th percentile, "
+            told += f"{time_text(most)} at most"
+            if "step_s/planned" in found:
+                told += f" (planned {time_text(found['step_s/planned'])})"
+            if "memory/peak_bytes" in found:
+                told += f"; memory {bytes_text(found['memory/peak_bytes'])} at the peak"
+            print(told, flush=True)
+        return found
 
     def _look(self, lines: list[tuple[int, dict[str, float]]]) -> None:
         """Warn, in process 0 and once each, of metrics that are not finite, and of a loss that had

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from costmodels import ClusterError, parse_cluster
 from executor.run.compile import CompiledStep
 from executor.run.parallelize import Parallelized
@@ -22,12 +24,23 @@ class Speed:
         predicted_s: seconds of a step.
         ideal_s: seconds of its products at the devices' peak; 0 where that is not known, or not the
             model's (the plan computes some of them again).
+        peak_bytes: predicted, of a device.
     """
 
     unit: str
     units: int
     predicted_s: float
     ideal_s: float
+    peak_bytes: float = 0.0
+
+    def scalars(self, steps_per_s: float) -> dict[str, float]:
+        """The same as ``text``, as metrics by name."""
+        found = {}
+        if self.unit:
+            found[f"speed/{self.unit}_per_s"] = self.units * steps_per_s
+        if self.ideal_s:
+            found["speed/mfu"] = self.ideal_s * steps_per_s
+        return found
 
     def text(self, steps_per_s: float) -> str:
         """What a log line says at a measured speed."""
@@ -59,4 +72,12 @@ def speed_of(step: Any) -> Speed | None:
     plain = plan.remat == "none" and plan.chunks == 1  # nothing is computed again
     if plain and cluster is not None and cluster.device.kind != "cpu":
         ideal_s = found.ideal_s(cluster)
-    return Speed(unit, found.tokens or found.examples, plan.prediction.step_s, ideal_s)
+    units = found.tokens or found.examples
+    return Speed(unit, units, plan.prediction.step_s, ideal_s, plan.prediction.peak_bytes)
+
+
+def peak_memory() -> float:
+    """The most bytes that any device of this process has held since it began; 0 where the back end
+    does not count them, as on CPU."""
+    told = [device.memory_stats() or {} for device in jax.local_devices()]
+    return float(max((stats.get("peak_bytes_in_use", 0) for stats in told), default=0))

@@ -23,6 +23,8 @@ from planner.errors import RequestError
 FILE, PROJECT, TABLE = "meshwright.toml", "pyproject.toml", "meshwright"
 PREFIX = "MESHWRIGHT_"
 MOST_BYTES = 1 << 20
+TRAIN = "train"
+"""A table that is no subcommand's: options of ``executor.train``."""
 SKIPPED = frozenset({"help", "version"})
 
 
@@ -101,7 +103,7 @@ def settings(
 def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence[str]]) -> None:
     """Refuse what no subcommand knows."""
     if isinstance(value, dict):
-        if key not in others:
+        if key not in others and key != TRAIN:
             raise RequestError(f"{path}: [{key}] is no subcommand{_near(key, list(others))}")
         return
     known = [dest for mine in others.values() for dest in mine]

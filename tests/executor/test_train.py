@@ -353,7 +353,7 @@ def test_a_profile_is_written(tmp_path: Path) -> None:
 def test_lines_are_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     train(jax.jit(fit), fresh(), plain(), steps=20)
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 2
+    assert len(shown) == 3 and shown.pop().startswith("step time ")
     assert shown[0].startswith("step 10/20  loss ") and shown[1].endswith("steps/s")
 
 
