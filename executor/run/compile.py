@@ -54,6 +54,7 @@ class CompiledStep:
         donate_argnums: int | Sequence[int] = (),
         devices: Sequence[jax.Device] | None = None,
         abstract_mesh: bool = False,
+        name: str = "step",
     ) -> None:
         plan.check_matches(traced.graph)
         if plan.schedule:
@@ -89,6 +90,7 @@ class CompiledStep:
         out_shardings = jax.tree_util.tree_unflatten(traced.out_tree, outs)
         expected = self._expected = [(leaf.shape, leaf.dtype) for leaf in plan.inputs]
         kinds, decided = [op.kind for op in traced.graph.ops], applied(plan)
+        sources = [op.source for op in traced.graph.ops]
 
         self._donated = donated_leaves(traced, donate_argnums)
         self._back = back = tuple(
@@ -105,11 +107,12 @@ class CompiledStep:
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
             given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
-            walk = LoweredStep(kinds, lowered, decided).known_as(given, ins)
+            walk = LoweredStep(kinds, lowered, decided, sources).known_as(given, ins)
             flat = walk.run(traced.jaxpr, given)
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
             return (result, [leaves[k] for k in back]) if back else result
 
+        step.__name__ = step.__qualname__ = name
         results = (out_shardings, [ins[k] for k in back]) if back else out_shardings
         self.jitted = jax.jit(
             step,
@@ -206,6 +209,11 @@ class CompiledStep:
         for k, x in zip(self._back, returned, strict=True):
             leaves[k] = x
         return result, jax.tree_util.tree_unflatten(tree, leaves)
+
+    @property
+    def text(self) -> str:
+        """The compiled program as HLO text; empty before the first step."""
+        return "" if self._program is None else str(self._program.as_text())
 
     def _run(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
         program = self._program
@@ -310,11 +318,12 @@ def weak_leaves(traced: Traced) -> list[tuple[int, bool]]:
 
 
 def compiled_step(
-    traced: Traced, plan: Plan, *, donate_argnums: int | Sequence[int] = ()
+    traced: Traced, plan: Plan, *, donate_argnums: int | Sequence[int] = (), name: str = "step"
 ) -> CompiledStep:
-    """The step under a plan: one program, or one for each pass of each stage."""
+    """The step under a plan: one program, called ``name`` in profiles, or one for each pass of each
+    stage."""
     if not plan.schedule:
-        return CompiledStep(traced, plan, donate_argnums=donate_argnums)
+        return CompiledStep(traced, plan, donate_argnums=donate_argnums, name=name)
     from executor.run.stages.compiled import StagedStep
 
     return StagedStep(traced, plan, donate_argnums=donate_argnums)
@@ -370,7 +379,9 @@ class _Unplanned:
         function = with_logical_axis_rules(bound.function)
         compare_program(function, bound.args)
         traced = trace(self._cut(function, bound.args), abstract(bound.args))
-        self.compiled = compiled_step(traced, self.plan, donate_argnums=bound.donated)
+        self.compiled = compiled_step(
+            traced, self.plan, donate_argnums=bound.donated, name=getattr(self, "__name__", "step")
+        )
         self._key = bound.key
         return self.compiled
 

@@ -142,13 +142,17 @@ class ConstrainedStep(Walk[Any]):
 
     ``kinds`` are those of the step's operations in the order of the walk; ``shardings`` says
     where a value is held to which sharding: (operation, slot, position); ``decided`` what else is
-    done to results.
+    done to results; ``sources``: the lines of the operations, by which profiles name collectives.
     """
 
     def __init__(
-        self, kinds: Sequence[str], shardings: Shardings, decided: Decided | None = None
+        self,
+        kinds: Sequence[str],
+        shardings: Shardings,
+        decided: Decided | None = None,
+        sources: Sequence[str] = (),
     ) -> None:
-        self.kinds = kinds
+        self.kinds, self.sources = kinds, sources
         self.shardings = shardings
         self.decided = decided or {}
         self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
@@ -172,7 +176,9 @@ class ConstrainedStep(Walk[Any]):
         for name in STAGES.get(slot, (slot,)):
             sharding = self.shardings.get((op, name, position))
             if sharding is not None:
-                value = self.constrained(value, sharding)
+                line = self.sources[op] if op < len(self.sources) else ""
+                with jax.named_scope(f"{line} {self.kinds[op]} {slot}".strip()):
+                    value = self.constrained(value, sharding)
         return value
 
     def constrained(self, value: Any, sharding: jax.sharding.NamedSharding) -> Any:

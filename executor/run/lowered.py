@@ -272,9 +272,13 @@ class LoweredStep(ConstrainedStep):
     """Evaluates a step under a `LoweredPlan`; create a new instance for each evaluation."""
 
     def __init__(
-        self, kinds: Sequence[str], lowered: LoweredPlan, decided: Decided | None = None
+        self,
+        kinds: Sequence[str],
+        lowered: LoweredPlan,
+        decided: Decided | None = None,
+        sources: Sequence[str] = (),
     ) -> None:
-        super().__init__(kinds, lowered.shardings, decided)
+        super().__init__(kinds, lowered.shardings, decided, sources)
         self.lowered = lowered
         self.computed = lowered.transposes
 

@@ -137,7 +137,9 @@ class Parallelized:
             function = with_logical_axis_rules(bound.function, rules)
             traced = trace(rewritten(function, shapes, entry.step.plan.recipe), shapes)
             try:
-                return compiled_step(traced, entry.step.plan, donate_argnums=bound.donated)
+                return compiled_step(
+                    traced, entry.step.plan, donate_argnums=bound.donated, name=self.__name__
+                )
             except PlanMismatchError:
                 return None
         return None
@@ -197,7 +199,7 @@ class Parallelized:
             traced = trace(rewritten(function, shapes, plan.recipe), shapes)
         for line in replicated(traced, plan):
             log.warning("%s: %s", self.__name__, line)
-        return compiled_step(traced, plan, donate_argnums=bound.donated)
+        return compiled_step(traced, plan, donate_argnums=bound.donated, name=self.__name__)
 
     def _tell(self, plan: Plan, options: Mapping[str, Any]) -> None:
         """Warn where the step was rewritten in a respect that no option asks for."""
@@ -207,9 +209,10 @@ class Parallelized:
         replicas = unasked.pop("replicas", 1)
         if replicas > 1:
             log.info(
-                "%s: reduces the gradients of all microbatches once per step, in %d replicas "
-                "(replicas=1 reduces them in every microbatch)",
+                "%s: reduces the gradients of all %s once per step, in %d replicas (replicas=1 "
+                "reduces them in every one)",
                 self.__name__,
+                "microbatches" if plan.microbatches > 1 else "turns of its loops",
                 replicas,
             )
         if unasked:

@@ -25,6 +25,7 @@ from executor.processes.agreement.fingerprints import Fingerprint
 from executor.processes.failure_detection import AGAIN
 from executor.processes.meet import meet
 from executor.processes.preemption import Stop
+from executor.profile.record import record
 from executor.train.metrics import Meter, NotFiniteError, named_scalars
 from executor.train.speed import speed_of
 from executor.train.state import arrays_of, with_arrays
@@ -140,7 +141,7 @@ def train(
         )
         stack.enter_context(meter.opened())
         stack.callback(_close, source)
-        trace = stack.enter_context(_Profile(profile, folder))
+        trace = stack.enter_context(_Profile(profile, folder, step))
         made = done
         if made < steps and stop.reached(made):
             raise PreemptedError(AGAIN)
@@ -310,9 +311,9 @@ def _pair(result: Any) -> tuple[Any, Any]:
 class _Profile:
     """Traces some steps."""
 
-    def __init__(self, wanted: tuple[int, int] | None, folder: Path | None) -> None:
+    def __init__(self, wanted: tuple[int, int] | None, folder: Path | None, step: Any) -> None:
         self.first, self.last = wanted or (0, 0)
-        self.folder = folder
+        self.folder, self.step = folder, step
         self.running = False
 
     def before(self, made: int, state: Any) -> None:
@@ -335,6 +336,8 @@ class _Profile:
         if self.running:
             self.running = False
             jax.profiler.stop_trace()
+            if self.folder is not None:
+                record(self.step, self.folder / "profile")
 
 
 def _close(source: Any) -> None:

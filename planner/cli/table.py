@@ -73,6 +73,11 @@ EXECUTOR = (
         "executor.cli.calibrate:CALIBRATE",
     ),
     Entry(
+        "profile",
+        "measured times of a traced run beside its plan",
+        "executor.profile.command:PROFILE",
+    ),
+    Entry(
         "launch",
         "run a script in several processes, on this host or on many",
         "executor.cli.launch:LAUNCH",

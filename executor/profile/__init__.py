@@ -1,0 +1,1 @@
+"""Traced runs beside their plans: what ``train(profile=...)`` writes, and ``planner profile``."""

@@ -1,0 +1,102 @@
+"""Measured times beside those of a plan: the step, each collective, each line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from executor.profile.program import NAMELESS, Program
+from executor.profile.reading import Timed
+from planner.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds and runs in a step, planned and measured; ``causes``: what the plan says of them."""
+
+    kind: str
+    line: str
+    planned_s: float
+    planned_count: float
+    measured_s: float
+    measured_count: float
+    causes: str = ""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A profile beside a plan; times are those of one device in one step.
+
+    Attributes:
+        program, devices, runs: what was traced.
+        step_s, planned_step_s: of a step; measured is the median.
+        compute_s, collective_s: busy with computing, and in collectives, which may overlap.
+        collectives: by kind and line, the most measured time first.
+        lines: time of computing by line, likewise: (line, seconds, runs).
+    """
+
+    program: str
+    devices: int
+    runs: int
+    step_s: float
+    planned_step_s: float
+    compute_s: float
+    planned_compute_s: float
+    collective_s: float
+    planned_collective_s: float
+    collectives: tuple[Row, ...]
+    lines: tuple[tuple[str, float, float], ...]
+
+
+def beside(plan: Plan, program: Program, found: Timed) -> Beside:
+    """Put what was measured of a program beside its plan.
+
+    Collectives are matched by kind and line. Compilers replace one kind by another and join
+    several to one, so a plan's row may stand beside none of its kind: compare the line's sum.
+    """
+    planned: dict[tuple[str, str], list[float]] = {}
+    causes: dict[tuple[str, str], dict[str, None]] = {}
+    for row in plan.collectives:
+        key = (row.kind, row.source or NAMELESS)
+        known = planned.setdefault(key, [0.0, 0.0])
+        known[0] += row.count * row.time_s
+        known[1] += row.count
+        causes.setdefault(key, {})[row.cause] = None
+    measured: dict[tuple[str, str], list[float]] = {}
+    lines: dict[str, list[float]] = {}
+    computed = sent = 0.0
+    for name, seconds in found.seconds.items():
+        part = program.parts[name]
+        if part.kind:
+            sent += seconds
+            where = measured.setdefault((part.kind, part.line), [0.0, 0.0])
+        else:
+            computed += seconds
+            where = lines.setdefault(part.line, [0.0, 0.0])
+        where[0] += seconds
+        where[1] += 0.0 if name.partition(".")[0].endswith("-done") else found.counts[name]
+    rows = []
+    for key in {**planned, **measured}:
+        (then_s, then), (now_s, now) = (d.get(key, [0.0, 0.0]) for d in (planned, measured))
+        rows.append(Row(*key, then_s, then, now_s, now, _few(causes.get(key, {}))))
+    p = plan.prediction
+    return Beside(
+        program.name,
+        found.devices,
+        found.runs,
+        found.step_s,
+        p.step_s,
+        computed,
+        p.compute_s,
+        sent,
+        p.communication_s,
+        tuple(sorted(rows, key=lambda r: (-r.measured_s, -r.planned_s, r.kind, r.line))),
+        tuple(
+            sorted(((k, s, n) for k, (s, n) in lines.items()), key=lambda row: (-row[1], row[0]))
+        ),
+    )
+
+
+def _few(causes: Mapping[str, None]) -> str:
+    names = list(causes)
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

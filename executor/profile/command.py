@@ -1,0 +1,142 @@
+"""``planner profile DIR``: a traced run beside its plan."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import shtab
+from rich.console import RenderableType
+
+from executor.profile.beside import Beside, beside
+from executor.profile.program import read_program
+from executor.profile.reading import read_events, timed, trace_file
+from executor.profile.record import PLAN, PROGRAM
+from planner.cli.commands import Command
+from planner.errors import RequestError
+from planner.files import read_text
+from planner.plan.plan import load_plan
+from planner.report.layout import add_row, new_table, pairs, plain_text, section
+from planner.report.units import count_text, percent_text, time_text
+
+SHOWN = 20
+"""Rows of a table."""
+LARGEST = 1 << 30
+_MORE = """\
+DIR is the folder of train(..., directory=DIR, profile=(first, last)). It has the trace, the plan
+and the compiled program. For a trace of another kind, give these as --plan and --program:
+CompiledStep.text is the program.
+
+Times are those of one device in one step: the mean over the traced steps and devices. Collectives
+that run beside computing count in both. Compilers join collectives and replace one kind by another:
+compare the sum of a line where its kinds differ.
+
+examples:
+  planner profile run
+  planner profile run --json > profile.json
+
+exit codes: 0 printed, 2 there is no trace, plan or program, or they do not belong together
+"""
+
+
+def add_profile(commands: Any, text: str) -> None:
+    """Add the subcommand to ``argparse``'s subparsers."""
+    parser = commands.add_parser(
+        "profile",
+        help=text,
+        description="Put the measured times of a traced run beside its plan.",
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    folder: Any = add("folder", metavar="DIR", type=Path, help="what the run wrote, see below")
+    folder.complete = shtab.DIRECTORY
+    add("--plan", metavar="FILE", type=Path, help="the plan (default: the one in DIR)")
+    add("--program", metavar="FILE", type=Path, help="the compiled program as HLO text (likewise)")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run_profile(options: argparse.Namespace) -> int:
+    """Read, compare, print; raises RequestError."""
+    folder: Path = options.folder
+    trace = trace_file(folder)
+    plan = load_plan(options.plan or _beside(folder, PLAN, "--plan"))
+    path = options.program or _beside(folder, PROGRAM, "--program")
+    try:
+        program = read_program(read_text(path, LARGEST))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    found = beside(plan, program, timed(read_events(trace), program.name, frozenset(program.parts)))
+    if options.json:
+        print(json.dumps(dataclasses.asdict(found), indent=1))
+    else:
+        sys.stdout.write(profile_text(found) + "\n")
+    return 0
+
+
+def _beside(folder: Path, name: str, option: str) -> Path:
+    found = sorted(folder.rglob(name), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise RequestError(f"{folder}: no {name}: give it by {option}")
+    return found[-1]
+
+
+def profile_text(found: Beside, width: int = 100) -> str:
+    """The comparison as plain text."""
+    return plain_text(_parts(found), width)
+
+
+def _parts(found: Beside) -> Iterable[RenderableType]:
+    steps = f"{found.runs} step{'s' if found.runs > 1 else ''}"
+    yield f"{found.program}: {steps} on {found.devices} device{'s' if found.devices > 1 else ''}"
+    yield ""
+    yield pairs(
+        (
+            ("step", _both(found.planned_step_s, found.step_s)),
+            ("compute", _both(found.planned_compute_s, found.compute_s)),
+            ("collectives", _both(found.planned_collective_s, found.collective_s)),
+        )
+    )
+    table = new_table("collective", "line", "planned", ">runs", ">measured", ">runs", "caused by")
+    for row in found.collectives[:SHOWN]:
+        add_row(
+            table,
+            row.kind,
+            row.line,
+            _time(row.planned_s),
+            _count(row.planned_count),
+            _time(row.measured_s),
+            _count(row.measured_count),
+            row.causes,
+        )
+    yield from section(_title("collectives", len(found.collectives)), table)
+    table = new_table("line", ">measured", ">share", ">runs")
+    for line, seconds, runs in found.lines[:SHOWN]:
+        share = percent_text(seconds / found.compute_s) if found.compute_s else "-"
+        add_row(table, line, time_text(seconds), share, count_text(runs))
+    yield from section(_title("compute by line", len(found.lines)), table)
+
+
+def _title(name: str, count: int) -> str:
+    return f"{name}: the first {SHOWN} of {count}" if count > SHOWN else name
+
+
+def _both(planned_s: float, measured_s: float) -> str:
+    ratio = f", {measured_s / planned_s:.2f} times the plan" if planned_s > 0 else ""
+    return f"{time_text(measured_s)} measured, {time_text(planned_s)} planned{ratio}"
+
+
+def _time(seconds: float) -> str:
+    return time_text(seconds) if seconds else "-"
+
+
+def _count(count: float) -> str:
+    return count_text(count) if count else "-"
+
+
+PROFILE = Command("profile", add_profile, run_profile)

@@ -1,0 +1,138 @@
+"""A compiled program's instructions: which are collectives, and the user's line of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from executor.verify.hlo.text import parse
+from planner.graph.jaxpr.places import FRAMEWORKS
+
+KINDS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "permute",
+}
+"""Collectives by opcode, under the names that plans have."""
+HOLDERS = frozenset({"while", "conditional", "call", "async-update"})
+"""Instructions whose time is that of others."""
+NAMELESS = "no line"
+ROOMS = ("meshwright", "planner", "executor")
+
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)")
+_LINE = re.compile(r"(?:^|[/(])([\w.\-]+\.py:\d+) ")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_INLINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+_ROW = re.compile(r"^(\d+) (.*)$")
+_PACKAGE = re.compile(r"/site-packages/([^/]+)")
+_STANDARD = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
+_OWN = "/executor/run/interpret.py"
+"""A file of meshwright that is in every trace of a planned step."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An instruction: the kind of collective, or empty; the line that it comes from; what it
+    computes, as JAX names it."""
+
+    kind: str
+    line: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program: its name, and its instructions by name."""
+
+    name: str
+    parts: Mapping[str, Part]
+
+
+def read_program(text: str) -> Program:
+    """Read HLO text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    head = _MODULE.match(text)
+    if head is None:
+        raise ValueError("not the text of an HLO module: no HloModule line")
+    home = next((m[1] for m in re.finditer(rf'"([^"\n]*){_OWN}"', text)), "")
+    lines = dict(_frames(text, home))
+    parts = {}
+    for computation in parse(text).computations.values():
+        for at in computation.instructions.values():
+            if at.opcode in HOLDERS:
+                continue
+            plain = at.opcode.removesuffix("-start").removesuffix("-done")
+            metadata = at.attributes.get("metadata", "")
+            named = _LINE.search(at.op_name)
+            inline, frame = _INLINE.search(metadata), _FRAME.search(metadata)
+            line = NAMELESS
+            if named is not None:
+                line = named[1]
+            elif inline is not None and _is_users(inline[1], home):
+                line = f"{Path(inline[1]).name}:{inline[2]}"
+            elif frame is not None:
+                line = lines.get(int(frame[1]), NAMELESS)
+            kind = KINDS.get(plain, KINDS.get(_wrapped(at.name), ""))
+            parts[at.name] = Part(kind, line, at.op_name.rpartition("/")[2] or at.opcode)
+    return Program(head[1], parts)
+
+
+def _wrapped(name: str) -> str:
+    """The collective that an instruction such as ``all-reduce-start.3`` is named after, for those
+    that stand in a wrapper."""
+    plain = name.partition(".")[0]
+    return plain.removesuffix("-start").removesuffix("-done")
+
+
+def _is_users(path: str, home: str) -> bool:
+    """Whether a file is the user's or an installed model's, as plans have it; ``home``: where
+    meshwright lies."""
+    package = _PACKAGE.search(path)
+    if package is not None:
+        return package[1].removesuffix(".py") not in {*FRAMEWORKS, *ROOMS}
+    own = bool(home) and path.startswith(tuple(f"{home}/{room}/" for room in ROOMS))
+    return not (own or path.startswith("<") or _STANDARD.search(path))
+
+
+def _frames(text: str, home: str) -> Iterator[tuple[int, str]]:
+    """Per stack frame of a module, the innermost line that is the user's."""
+    tables: dict[str, dict[int, str]] = {}
+    current: dict[int, str] | None = None
+    for line in text.splitlines():
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            current = tables.setdefault(line, {})
+        elif current is not None and (entry := _ROW.match(line)):
+            current[int(entry[1])] = entry[2]
+        elif line:
+            current = None
+    files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
+    places: dict[int, str] = {}
+    for k, row in tables.get("FileLocations", {}).items():
+        found = _fields(row)
+        path = files.get(found.get("file_name_id", 0), "")
+        if path and _is_users(path, home):
+            places[k] = f"{Path(path).name}:{found.get('line', 0)}"
+    frames = {k: _fields(row) for k, row in tables.get("StackFrames", {}).items()}
+    for k in frames:
+        at, seen = k, set()
+        while at in frames and at not in seen:
+            seen.add(at)
+            place = places.get(frames[at].get("file_location_id", 0))
+            if place is not None:
+                yield k, place
+                break
+            at = frames[at].get("parent_frame_id", 0)
+
+
+def _fields(row: str) -> dict[str, int]:
+    """``{file_name_id=1 line=3}`` as a mapping."""
+    return {at[1]: int(at[2]) for at in re.finditer(r"(\w+)=(\d+)", row)}

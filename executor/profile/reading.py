@@ -1,0 +1,149 @@
+"""A trace of ``jax.profiler`` -> seconds of every instruction of a compiled program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from planner.errors import RequestError
+
+DEVICE = re.compile(r"/device:\w+:(\d+)")
+_OPS = "XLA Ops"
+"""The line of a TPU's plane with the instructions."""
+_INSTRUCTION = re.compile(r"%?([\w.\-]+)(?: = |$)")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One run of one instruction on one device; times in seconds."""
+
+    name: str
+    module: str
+    device: int
+    run: int
+    begun_s: float
+    spent_s: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a trace says of a program.
+
+    Attributes:
+        devices, runs: how many devices, and how often the program ran on each.
+        seconds: per instruction, of all its runs in a step, the mean over steps and devices.
+        counts: how often it runs in a step.
+        steps_s: of every step, from the first instruction to the last, the slowest device's.
+    """
+
+    devices: int
+    runs: int
+    seconds: Mapping[str, float]
+    counts: Mapping[str, float]
+    steps_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return float(np.median(self.steps_s))
+
+
+def trace_file(folder: Path) -> Path:
+    """The newest trace in a folder.
+
+    Raises:
+        RequestError: there is none.
+    """
+    found = sorted(folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise RequestError(
+            f"{folder}: no trace (*.xplane.pb): give the folder of train(..., directory=..., "
+            "profile=(first, last)), or of jax.profiler.trace"
+        )
+    return found[-1]
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The instructions in a trace.
+
+    Raises:
+        RequestError: the file is no trace.
+    """
+    try:
+        data = jax.profiler.ProfileData.from_file(str(path))
+        planes = list(data.planes)
+    except Exception as error:  # of the library's own, without a common type
+        raise RequestError(f"{path}: no trace of jax.profiler: {error}") from error
+    for plane in planes:
+        own = DEVICE.search(plane.name)
+        for line in plane.lines:
+            for event in line.events:
+                found = _event(event, dict(event.stats), own, line.name)
+                if found is not None:
+                    yield found
+
+
+def _event(
+    event: Any, stats: Mapping[str, Any], own: re.Match[str] | None, line: str
+) -> Event | None:
+    if "hlo_op" in stats:
+        name = str(stats["hlo_op"])
+    elif own is not None and line == _OPS and (at := _INSTRUCTION.match(event.name)):
+        name = at[1]
+    else:
+        return None
+    device = int(own[1]) if own is not None else int(stats.get("device_ordinal", 0))
+    module = str(stats.get("hlo_module", ""))
+    run = int(stats.get("run_id", 0))
+    return Event(name, module, device, run, event.start_ns * 1e-9, event.duration_ns * 1e-9)
+
+
+def timed(events: Iterator[Event], module: str, inside: frozenset[str]) -> Timed:
+    """What events say of a program.
+
+    Args:
+        events: of a trace.
+        module: the program's name; events without one count too if they name its instructions.
+        inside: the instructions to count; others only hold these (loops, calls).
+
+    Raises:
+        RequestError: the program is not in the trace.
+    """
+    seen: set[str] = set()
+    spans: dict[tuple[int, int], list[float]] = {}
+    seconds: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    devices: set[int] = set()
+    for e in events:
+        seen.add(e.module)
+        if e.module not in ("", module) or e.name not in inside:
+            continue
+        devices.add(e.device)
+        seconds[e.name] = seconds.get(e.name, 0.0) + e.spent_s
+        counts[e.name] = counts.get(e.name, 0) + 1
+        span = spans.setdefault((e.run, e.device), [e.begun_s, e.begun_s])
+        span[0], span[1] = min(span[0], e.begun_s), max(span[1], e.begun_s + e.spent_s)
+    if not seconds:
+        others = ", ".join(sorted(seen - {""})[:5]) or "no program at all"
+        raise RequestError(f"the trace has no run of {module}; it has {others}")
+    runs = len({run for run, _ in spans})
+    if runs == 1 and len(spans) == len(devices):  # no back end's numbers: count the rarest
+        runs = max(min(counts.values()) // len(devices), 1)
+    by_run: dict[int, float] = {}
+    for (run, _), (first, last) in spans.items():
+        by_run[run] = max(by_run.get(run, 0.0), last - first)
+    steps = tuple(by_run.values()) if len(by_run) == runs else (max(by_run.values()) / runs,)
+    each = runs * len(devices)
+    return Timed(
+        len(devices),
+        runs,
+        {name: s / each for name, s in seconds.items()},
+        {name: n / each for name, n in counts.items()},
+        steps,
+    )
