@@ -40,6 +40,7 @@ COMMANDS = (
     "verify",
     "calibrate",
     "export",
+    "profile",
     "launch",
     "checkpoint info",
     "checkpoint convert",
