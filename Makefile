@@ -7,13 +7,14 @@
 # make test-hosts  the tests of several processes and hosts, with every launcher that is there
 # make test-ps  the tests of parameter servers, on Ray too
 # make docs   build the documentation into build/docs, warnings are errors
+# make reports  the documentation with the reports that it shows
 # make release-check  build the wheel and the sdist, install and use each outside of the checkout
 # make check  exactly what CI runs: format, types, borders, documentation, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick test-all test-hosts test-ps zoo gallery gallery-packages release-check check lint docs benchmarks clean
+.PHONY: demo test quick test-all test-hosts test-ps zoo gallery gallery-packages release-check check lint docs reports benchmarks clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml
@@ -79,6 +80,13 @@ $(VENV)/.docs: $(VENV)/.installed
 
 docs: $(VENV)/.docs
 	JAX_PLATFORMS=cpu $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+
+reports: docs  # those that the documentation shows
+	mkdir -p build/docs/reports
+	$(BIN)/planner inspect examples/gpt.py --cluster h100:8x4 --html build/docs/reports/gpt.html >/dev/null
+	$(BIN)/planner inspect examples/llama.py:step --cluster v5p:4x4x4 --html build/docs/reports/llama-8b.html -- --size 8b --batch 256 >/dev/null
+	$(BIN)/planner inspect examples/moe.py --cluster h100:8 --html build/docs/reports/moe.html >/dev/null
+	$(BIN)/planner compare examples/gpt.py --cluster h100:8 --cluster v5e:2x4 --cluster b200:8 --batch 64,128 --html build/docs/reports/clusters.html >/dev/null
 
 release-check:  # RELEASE_PYTHONS: those to install on, such as "python3.11 python3.12 python3.13"
 	$(PYTHON) tests/release_check.py $(RELEASE_PYTHONS)
