@@ -24,6 +24,7 @@ from planner.errors import NotPlannedError, PlanMismatchError, RequestError
 from planner.frontend import capture
 from planner.frontend.inert import inert_notes
 from planner.graph.trace import Traced, abstract, trace
+from planner.plan.assemble import NOT_SPLIT
 from planner.plan.plan import Plan
 from planner.planning import make_plan
 from planner.recipes import PLAIN, rewritten
@@ -194,6 +195,9 @@ class Parallelized:
                 name,
             )
         plan = agree(make_plan(function, *given, donate_argnums=bound.donated, **options))
+        for line in plan.notes:
+            if NOT_SPLIT in line:
+                log.warning("%s: %s", self.__name__, line)
         if plan.recipe != PLAIN:
             self._tell(plan, options)
             traced = trace(rewritten(function, shapes, plan.recipe), shapes)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from costmodels import Cluster
 from planner.annotate import Pin
-from planner.choose.candidates import batch_axes
+from planner.choose.candidates import SPLITS, batch_axes
 from planner.choose.devices import devices_worth, idle_text
 from planner.choose.meshes import Tried, untried
 from planner.cost.apart import kept_apart
@@ -25,7 +25,7 @@ from planner.plan.plan import Leaf, MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.options import Request
 from planner.request.pins import axis_names
-from planner.request.state import StateRequest, find_state
+from planner.request.state import StateRequest, data_axes, find_state
 from planner.rules.kernels.regions import REGION
 from planner.search.pools import pool_peaks
 from planner.search.problem import Solution
@@ -58,6 +58,7 @@ def assembled(
     """
     priced, solution = whole
     notes = _apart_note(quotient.apart(solution.choice), len(quotient.part.groups.groups))
+    first = _whole_batch_notes(quotient, request, priced.mesh)
     extraction = Extraction(priced, solution.choice)
     roles = roles_of(extraction)
     if _names_are_ours(request):
@@ -65,7 +66,7 @@ def assembled(
         extraction = with_names(extraction, mesh)
     plan = _plan(extraction, roles, solution, best, tried, request, fallbacks, begun)
     kept = honored(extraction, pins, quotient.uses, batch_axes(request, priced.mesh))
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes), pins=kept), extraction
+    return dataclasses.replace(plan, notes=(*first, *plan.notes, *notes), pins=kept), extraction
 
 
 def _names_are_ours(request: Request) -> bool:
@@ -165,6 +166,34 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
     return (
         f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
         "were not found to fit, or cost more",
+    )
+
+
+NOT_SPLIT = "are not split over"
+"""In a note: what a mode could not do."""
+
+
+def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> tuple[str, ...]:
+    """What a mode that splits the batch could not split, as the devices do not divide it."""
+    if request.mode not in SPLITS and not request.tensor:
+        return ()
+    axes = data_axes(mesh)
+    parts = math.prod(mesh.size(name) for name in axes)
+    graph, dims = quotient.whole.graph, quotient.example_dims
+    fed = [graph.values[v] for v in graph.inputs if graph.values[v].fed]
+    sizes = {
+        v.name: v.shape[dims.get(v.index, 0)] for v in fed if v.shape and max(v.shape) >= parts
+    }
+    wrong = {name: n for name, n in sizes.items() if n % parts}
+    if not wrong:
+        return ()
+    name, size = next(iter(wrong.items()))
+    more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
+    near = [n for n in (size // parts * parts, -(-size // parts) * parts) if n]
+    return (
+        f"mode {request.mode}: the {size} examples of {name} {NOT_SPLIT} {parts} devices "
+        f"({', '.join(axes)}), which do not divide them{more}; "
+        f"{' or '.join(map(str, near))} examples would be",
     )
 
 

@@ -150,3 +150,13 @@ def test_marks_on_examples_leave_replicas_alone(mark: Any, scanned: bool) -> Non
     )
     assert difference(jax.device_get(run(*args)), jax.jit(marked)(*args)) <= 2e-5
     assert {c.count for c in run.plan.collectives} == {1.0}
+
+
+def test_a_batch_that_a_mode_can_not_split_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments()
+    args[1].update({k: v[:60] for k, v in args[1].items()})
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        run = parallelize(step, mode="fsdp")
+        assert difference(jax.device_get(run(*args)), jax.jit(step)(*args)) <= 2e-5
+    (record,) = (r for r in caplog.records if "are not split over 8 devices" in r.message)
+    assert "56 or 64 examples would be" in record.message

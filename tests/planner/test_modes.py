@@ -170,3 +170,16 @@ def test_the_mode_in_force_is_set_again_whole() -> None:
         assert plan.mesh.size("model") > 1
     finally:
         set_parallel_mode(before)
+
+
+@pytest.mark.parametrize("mode", ["dp", "fsdp", "SEMI_AUTO_PARALLEL", "tp"])
+def test_a_batch_that_the_devices_do_not_divide_is_named(mode: str) -> None:
+    options: dict[str, Any] = {"cluster": "h100:8", "mode": mode}
+    if mode == "tp":
+        options["mesh"] = "data=8,model=1"
+    plan = make_plan(_step, *_layers(2, rows=100), **options)
+    (note,) = (n for n in plan.notes if "examples" in n)
+    assert "the 100 examples of [1] are not split over 8 devices (data)" in note
+    assert note.endswith("96 or 104 examples would be")
+    fine = make_plan(_step, *_layers(2, rows=104), **options)
+    assert not any("are not split" in n for n in fine.notes)
