@@ -66,7 +66,7 @@ def outcomes(seed: int, count: int) -> Counter[str]:
         count,
         body=st.lists(instructions, min_size=1, max_size=5),
         width=st.sampled_from([(4,), (3, 6), ()]),
-        parts=st.sampled_from([2, 4, 8]),
+        parts=st.sampled_from([1, 2, 4, 8]),
         replicas=st.sampled_from([1, 2, 4]),
         per_example=st.booleans(),
     )
