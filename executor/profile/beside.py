@@ -48,6 +48,10 @@ class Beside:
     lines: tuple[tuple[str, float, float], ...]
 
 
+_USE, _ARGUMENT = "use of ", "args"
+"""How a plan and a compiled program name what is done to an argument."""
+
+
 def beside(plan: Plan, program: Program, found: Timed) -> Beside:
     """Put what was measured of a program beside its plan.
 
@@ -62,17 +66,25 @@ def beside(plan: Plan, program: Program, found: Timed) -> Beside:
         known[0] += row.count * row.time_s
         known[1] += row.count
         causes.setdefault(key, {})[row.cause] = None
+    uses = {
+        row.cause.removeprefix(_USE): row.source
+        for row in plan.collectives
+        if row.cause.startswith(_USE)
+    }
     measured: dict[tuple[str, str], list[float]] = {}
     lines: dict[str, list[float]] = {}
     computed = sent = 0.0
     for name, seconds in found.seconds.items():
         part = program.parts[name]
+        line = part.line
+        if line == NAMELESS and part.what.startswith(_ARGUMENT):
+            line = uses.get(part.what.removeprefix(_ARGUMENT), line)
         if part.kind:
             sent += seconds
-            where = measured.setdefault((part.kind, part.line), [0.0, 0.0])
+            where = measured.setdefault((part.kind, line), [0.0, 0.0])
         else:
             computed += seconds
-            where = lines.setdefault(part.line, [0.0, 0.0])
+            where = lines.setdefault(line, [0.0, 0.0])
         where[0] += seconds
         where[1] += 0.0 if name.partition(".")[0].endswith("-done") else found.counts[name]
     rows = []

@@ -82,8 +82,14 @@ def read_program(text: str) -> Program:
             elif frame is not None:
                 line = lines.get(int(frame[1]), NAMELESS)
             kind = KINDS.get(plain, KINDS.get(_wrapped(at.name), ""))
-            parts[at.name] = Part(kind, line, at.op_name.rpartition("/")[2] or at.opcode)
+            parts[at.name] = Part(kind, line, _what(at.op_name) or at.opcode)
     return Program(head[1], parts)
+
+
+def _what(op_name: str) -> str:
+    """The last part of a name, or all of an argument's."""
+    plain = op_name.replace("\\'", "'")
+    return plain if plain.startswith("args[") else plain.rpartition("/")[2]
 
 
 def _wrapped(name: str) -> str:
