@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.choose.meshes import Tried, choose, unfold
+from planner.choose.attempts import Tried
+from planner.choose.meshes import choose, unfold
 from planner.cost.pricing import Priced, unfolded
 from planner.request.options import Request
 from planner.search import lower_bound

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from costmodels import AnalyticCostModel, Cluster
 from planner.annotate import Pin
+from planner.choose.attempts import Tried
 from planner.choose.floors import perfect_floor
-from planner.choose.meshes import Tried, choose, search_meshes
+from planner.choose.meshes import choose, search_meshes
 from planner.errors import PinError
 from planner.report.shortage import Relief
 from planner.request.options import Request

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from planner.annotate import Pin
+from planner.choose.attempts import attempt
 from planner.choose.bounds import Field, scouted
 from planner.choose.candidates import candidate_meshes
 from planner.choose.floors import floor_of
 from planner.choose.meshes import (
     SAME,
     allowed_meshes,
-    attempt,
     choose,
     lead_meshes,
     of_scout,

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.choose.meshes import SPREAD
+from planner.choose.attempts import SPREAD
 from planner.cost.pricing import Priced
 from planner.graph.ir import Role
 from planner.plan.extract import Extraction

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from costmodels import Cluster
 from planner.annotate import Pin
+from planner.choose.attempts import Tried
 from planner.choose.candidates import SPLITS, batch_axes
 from planner.choose.devices import devices_worth, idle_text
-from planner.choose.meshes import Tried, untried
+from planner.choose.meshes import untried
 from planner.cost.apart import kept_apart
 from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes

@@ -13,10 +13,10 @@ from typing import Any
 from planner.advice import Again, Case, Least, Shapes, advise, least_plan, rescued
 from planner.annotate import Pin
 from planner.arguments.metadata import rules_of
+from planner.choose.attempts import Tried
 from planner.choose.floors import Floor, floor_of
 from planner.choose.meshes import (
     Led,
-    Tried,
     choose,
     lead_meshes,
     runners_up,

@@ -1,0 +1,119 @@
+"""One search on one mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from planner.annotate import Pin
+from planner.choose.candidates import SPLITS, allowed_masks
+from planner.choose.devices import BUSY, devices_worth
+from planner.cost.pricing import Priced, price, unfolded
+from planner.errors import RequestError
+from planner.graph.ir import Role
+from planner.modes import PROPAGATION
+from planner.request.options import Request
+from planner.search.problem import Problem, Solution, evaluate
+from planner.search.registry import FAST, solve
+from planner.search.relax.bound import lower_bound
+from planner.spec import MeshSpec
+from planner.step.analysis import ideal_s
+from planner.step.classes import Quotient
+
+SPREAD = 10.0
+"""Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
+AGAIN = (1.0, 0.1)
+"""Surcharges to try, in ideal steps on all devices, where the other leaves devices idle."""
+LESS = 0.9
+"""Cost or memory, relative to another's, from which on one is clearly less."""
+CLOSED = 1e-6
+"""Relative gap at which a choice on the quotient is taken for the optimum."""
+SWEEPS = 48
+"""Diffusion sweeps on the quotient to get there."""
+
+Tried = tuple[Priced, Solution]
+
+
+def attempt(
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    mesh: MeshSpec,
+    search: str,
+    *,
+    whole: bool = False,
+) -> Tried:
+    """Price one mesh under the pins and the mode, and run one search on it.
+
+    Outside AUTO_PARALLEL, and in sharding_propagation, the given shardings are spread: every other
+    change of layout costs more than the whole step, so that the search only completes what was
+    given. The gathers of parameters that ZeRO-3 stores in shards, and the scatters of their
+    gradients, are given, too. A mode that splits the batch does not let devices repeat each other's
+    work behind a change that cannot be avoided (``AGAIN``).
+    """
+    analysis, model = quotient.part, request.model
+    masks = allowed_masks(quotient, pins, request, mesh)
+    priced = price(analysis, mesh, model, request.limit_bytes, masks)
+    if request.spreads and request.state.zero == 3:
+        priced = dataclasses.replace(priced, free=_of_parameters(quotient))
+    if whole:
+        priced = unfolded(quotient, priced)
+    if not request.spreads:
+        solution = _solve(search, priced.problem, request)
+        return priced, _bounded(priced.problem, solution, search)
+    asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
+    found = _spread(priced, SPREAD * ideal_s(analysis, model, 1) + 1e-9, search, request)
+    how = "nothing else resharded"
+    ideal = ideal_s(analysis, model, mesh.num_devices)
+    for share in AGAIN if request.mode in SPLITS and request.search != PROPAGATION else ():
+        if devices_worth(priced, found.choice) >= BUSY * mesh.num_devices:
+            break
+        again = _spread(priced, share * ideal, search, request)
+        if again.feasible and again.cost_s < LESS * found.cost_s:
+            found, how = again, "resharded where devices would repeat each other's work"
+    return priced, dataclasses.replace(
+        found,
+        lower_bound_s=min(found.cost_s, lower_bound(priced.problem)),
+        search=PROPAGATION if request.search == PROPAGATION else found.search,
+        reason=f"{asked}: given shardings spread, {how}; "
+        "the bound is that of any sharding with the same inputs",
+    )
+
+
+def _spread(priced: Priced, surcharge_s: float, search: str, request: Request) -> Solution:
+    """What a search finds with a surcharge for changes of layout, at its price without."""
+    spread = dataclasses.replace(priced, change_s=surcharge_s)
+    found = _solve(search, spread.problem, request)
+    cost, peak, moment = evaluate(priced.problem, found.choice)
+    return dataclasses.replace(found, cost_s=cost, peak_bytes=peak, peak_moment=moment)
+
+
+def _solve(name: str, problem: Problem, request: Request) -> Solution:
+    """Run a search; what it refuses (too many combinations for brute) is a RequestError."""
+    if not problem.cost_s:
+        return Solution((), 0.0, 0.0, 0.0, 0, True, name, "nothing to decide", 0.0)
+    name = FAST if name == PROPAGATION else name
+    counted = {} if math.isinf(request.effort_s) else {"effort_s": request.effort_s}
+    try:
+        return solve(name, problem, request.time_limit_s, counted)
+    except ValueError as error:
+        raise RequestError(f"search {name}: {error}; choose another search") from error
+
+
+def _of_parameters(quotient: Quotient) -> frozenset[int]:
+    """The classes of parameters and of their copies."""
+    groups, values = quotient.whole.groups, quotient.whole.graph.values
+    state = [v.index for v in values if v.role in (Role.PARAMETER, Role.FROZEN)]
+    held = {home[0] for v in state if (home := groups.home[v]) is not None}
+    copies = {x.b for x in groups.links if x.a in held and groups.groups[x.b].kind == "copy"}
+    return frozenset(quotient.color[g] for g in held | copies)
+
+
+def _bounded(problem: Problem, solution: Solution, search: str) -> Solution:
+    """The solution with a bound that holds for the whole step: on a quotient, only diffusion's."""
+    if problem.counts is None or search == FAST or not solution.feasible:
+        return solution
+    enough = solution.cost_s * (1.0 - 0.1 * CLOSED)
+    lower = lower_bound(problem, sweeps=SWEEPS, enough=enough)
+    return dataclasses.replace(solution, lower_bound_s=min(lower, solution.cost_s))
