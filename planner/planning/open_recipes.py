@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +68,12 @@ def searched(wish: Wish, door: Door) -> Planned:
     if first.floor.start_bytes > request.limit_bytes:
         return first.planned(begun)  # no recipe can help
 
+    cuts = _Cuts(rewriter)
+
     @functools.cache
     def bounds_s(recipe: Recipe) -> dict[MeshSpec, float]:
         try:
+            cuts.check(recipe.microbatches)
             row = first if recipe == wish.recipe else door.row_of(recipe)
         except RequestError:
             return {}
@@ -78,23 +81,41 @@ def searched(wish: Wish, door: Door) -> Planned:
 
     def look(recipe: Recipe, known_s: float) -> Outcome[Row | None]:
         plain = dataclasses.replace(wish.recipe, chunks=recipe.chunks)
+        try:
+            cuts.check(recipe.microbatches)
+        except RequestError:
+            return Outcome(math.inf, False, None)
         return door.look(recipe, known_s, bounds_s(plain))
 
     def least_of(recipe: Recipe) -> float:
         return min(bounds_s(recipe).values(), default=0.0)
 
     counts, why = _counts(wish, rewriter)
+    cuts.counts = counts
     plain = rewriter.cut(wish.recipe.microbatches, wish.recipe.stages > 1)[1]
-    chunks = [1, chunks_worth(plain)] if "chunks" in wish.open else [wish.recipe.chunks]
-    kept = {n: _policies(wish, plain, n) for n in chunks}
+    kept: dict[int, tuple[str, ...]] = {}
+
+    def enumerated() -> Iterator[tuple[int, tuple[str, ...]]]:
+        for some in (False, True):
+            n = wish.recipe.chunks
+            if "chunks" in wish.open:
+                n = chunks_worth(plain) if some else 1
+            if n not in kept:
+                kept[n] = _policies(wish, plain, n)
+                yield n, kept[n]
+
+    best, seen = search_recipes(counts, enumerated(), look, wish.recipe, least_of)
+    if cuts.refused:
+        counts, why = (1,), cuts.refused
+        seen = {recipe: o for recipe, o in seen.items() if recipe.microbatches == 1}
     total = len(counts) * sum(map(len, kept.values()))
-    if total == 1:
+    if total == 1:  # nothing but the step as it is
         return first.planned(begun)
-    best, seen = search_recipes(counts, kept, look, wish.recipe, least_of)
     on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
     on_host = on_host and not wish.recipe.schedule
     if on_host:
-        best, more = search_recipes(counts, dict.fromkeys(kept, (OFFLOAD,)), look, wish.recipe)
+        away = [(n, (OFFLOAD,)) for n in kept]
+        best, more = search_recipes(counts, away, look, wish.recipe)
         total, seen = total + len(counts) * len(kept), seen | more
     names = dict.fromkeys(p for mine in kept.values() for p in mine)
     tried = (
@@ -121,6 +142,39 @@ def searched(wish: Wish, door: Door) -> Planned:
     note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan, compared=(note,))
+
+
+@dataclass(eq=False)
+class _Cuts:
+    """Whether a step can be cut into microbatches, found out when it is first asked.
+
+    Attributes:
+        counts: numbers of microbatches that are tried.
+        refused: why it can't be cut; empty where it can, or was not asked.
+    """
+
+    rewriter: Rewriter
+    counts: Sequence[int] = ()
+    refused: str = ""
+
+    def check(self, count: int) -> None:
+        """Raises RequestError if a step can't be cut into so many, or into the fewest."""
+        if count == 1:
+            return
+        if self.refused:
+            raise RequestError(self.refused)
+        try:
+            self.rewriter.cut(count)
+        except RequestError as error:
+            fewest = min((n for n in self.counts if n > 1), default=count)
+            try:
+                if fewest != count:
+                    self.rewriter.cut(fewest)
+                else:
+                    self.refused = str(error)
+            except RequestError as other:
+                self.refused = str(other)
+            raise
 
 
 def _nearest(seen: Mapping[Recipe, Outcome[Row | None]]) -> Row | None:
@@ -174,9 +228,4 @@ def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:
         return (1,), str(error)
     counts = [m for m in range(1, min(size, MOST_PARTS) + 1) if size % m == 0]
     twos = [m for m in counts if m & (m - 1) == 0]
-    counts = twos if len(twos) > 1 else counts
-    try:
-        rewriter.cut(counts[min(1, len(counts) - 1)])
-    except RequestError as error:
-        return (1,), str(error)
-    return tuple(counts), ""
+    return tuple(twos if len(twos) > 1 else counts), ""

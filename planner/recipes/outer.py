@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -173,7 +173,7 @@ class _Walk(Generic[T]):
 
 def search_recipes(
     counts: Sequence[int],
-    policies: Mapping[int, Sequence[str]],
+    policies: Iterable[tuple[int, Sequence[str]]],
     look: Look[T],
     base: Recipe = PLAIN,
     least_of: LeastOf = lambda _: 0.0,
@@ -182,8 +182,8 @@ def search_recipes(
 
     Args:
         counts: numbers of microbatches, from the fewest.
-        policies: per number of chunks, policies of rematerialization, from what frees least. What
-            must beat the other comes last.
+        policies: per number of chunks, the fewest first, policies of rematerialization, from what
+            frees least. More chunks are only asked for where they may be worth a look.
         look: plans a recipe.
         base: the rest of every recipe.
         least_of: what recipes take at least; asked for recipes with the first policy.
@@ -193,7 +193,7 @@ def search_recipes(
     """
     best, best_s = None, math.inf
     seen: dict[Recipe, Outcome[T]] = {}
-    for chunks, mine in policies.items():
+    for chunks, mine in policies:
         plain = dataclasses.replace(base, chunks=chunks)
         walk = _Walk(
             counts, mine, chunks, base, look, least_of, least_of(plain), seen, best, best_s
@@ -201,6 +201,8 @@ def search_recipes(
         if not walk.close:
             _go(walk)
         best, best_s = walk.best, walk.best_s
+        if walk.close:  # more chunks do more, and can't be much faster
+            break
     return best, seen
 
 

@@ -64,7 +64,7 @@ def test_the_walk_finds_the_best_of_all(seed: int) -> None:
         cost = costs[recipe] if fits[recipe] and costs[recipe] < known_s else math.inf
         return Outcome(cost, fits[recipe], None)
 
-    best, seen = search_recipes(COUNTS, {1: POLICIES}, look)
+    best, seen = search_recipes(COUNTS, [(1, POLICIES)], look)
     least = min((c for r, c in costs.items() if fits[r]), default=math.inf)
     assert len(looks) == len(set(looks)) == len(seen)
     if math.isinf(least):
@@ -92,7 +92,7 @@ def test_what_recipes_take_at_least_saves_looks_and_loses_nothing(seed: int) -> 
             return Outcome(cost, True, None, bound_s if cost < math.inf else math.inf, floor)
 
         least_of = costs.__getitem__ if known else lambda _: 0.0
-        best, seen = search_recipes(COUNTS, {1: POLICIES}, look, PLAIN, least_of)
+        best, seen = search_recipes(COUNTS, [(1, POLICIES)], look, PLAIN, least_of)
         return math.inf if best is None else costs[best], len(seen)
 
     (with_s, few), (without_s, many) = walk(True), walk(False)
@@ -110,7 +110,7 @@ def test_the_walk_ends_close_to_what_every_recipe_takes(seed: int) -> None:
             return Outcome(cost, fits[recipe], None)
 
         best, seen = search_recipes(
-            COUNTS, {1: POLICIES, 8: POLICIES}, look, PLAIN, lambda _: least_s
+            COUNTS, [(1, POLICIES), (8, POLICIES)], look, PLAIN, lambda _: least_s
         )
         return math.inf if best is None else costs[best], len(seen)
 
@@ -313,5 +313,5 @@ def test_a_recipe_that_fills_the_memory_yields_to_one_as_fast(
         cost, fill = costs[recipe.remat]
         return Outcome(cost if cost < known_s else math.inf, True, None, 0.0, 0.0, fill)
 
-    found, _ = search_recipes(COUNTS, {1: ("none", "64", "512", "full")}, look)
+    found, _ = search_recipes(COUNTS, [(1, ("none", "64", "512", "full"))], look)
     assert found is not None and found.remat == best
