@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import meshwright
+from planner.announce import announced
 from planner.plan.plan import Plan
 
 
@@ -24,6 +25,7 @@ def inspect(
         RequestError, MemoryLimitError and others, as ``make_plan`` does.
     """
     where = meshwright.detect_cluster() if cluster is None else cluster
-    plan = meshwright.make_plan(step, *args, cluster=where, **options)
+    with announced(f"planning for {where}"):
+        plan = meshwright.make_plan(step, *args, cluster=where, **options)
     print(plan)
     return plan

@@ -17,6 +17,7 @@ from executor.processes.bootstrap import agree
 from executor.run.compile import CompiledStep, ShapesChangedError, compiled_step, is_inside
 from executor.run.follow import follow
 from executor.run.mesh import detect_cluster, detected_memory
+from planner.announce import announced
 from planner.arguments.calls import Bound, Calls, Indices, Names, captured_objects, name_of
 from planner.arguments.metadata import check_rules, with_logical_axis_rules
 from planner.arguments.outcome import unwrapped
@@ -194,7 +195,9 @@ class Parallelized:
                 self.__name__,
                 name,
             )
-        plan = agree(make_plan(function, *given, donate_argnums=bound.donated, **options))
+        with announced(f"planning {self.__name__} for {options['cluster']}"):
+            plan = make_plan(function, *given, donate_argnums=bound.donated, **options)
+        plan = agree(plan)
         for line in plan.notes:
             if NOT_SPLIT in line:
                 log.warning("%s: %s", self.__name__, line)
