@@ -70,7 +70,8 @@ def trace_file(folder: Path) -> Path:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The instructions in a trace.
+    """The instructions in a trace: of devices with planes of their own only these, and there the
+    line of instructions, where there is one beside those of streams.
 
     Raises:
         RequestError: the file is no trace.
@@ -80,13 +81,22 @@ def read_events(path: Path) -> Iterator[Event]:
         planes = list(data.planes)
     except Exception as error:  # of the library's own, without a common type
         raise RequestError(f"{path}: no trace of jax.profiler: {error}") from error
-    for plane in planes:
-        own = DEVICE.search(plane.name)
-        for line in plane.lines:
-            for event in line.events:
-                found = _event(event, dict(event.stats), own, line.name)
-                if found is not None:
-                    yield found
+    found = [list(_of_plane(plane)) for plane in planes if DEVICE.search(plane.name)]
+    if not any(found):
+        found = [list(_of_plane(plane)) for plane in planes if not DEVICE.search(plane.name)]
+    for events in found:
+        yield from events
+
+
+def _of_plane(plane: Any) -> Iterator[Event]:
+    own = DEVICE.search(plane.name)
+    by_line: dict[str, list[Event]] = {}
+    for line in plane.lines:
+        made = (_event(event, dict(event.stats), own, line.name) for event in line.events)
+        by_line.setdefault(line.name, []).extend(e for e in made if e is not None)
+    for name, events in by_line.items():
+        if name == _OPS or not by_line.get(_OPS):
+            yield from events
 
 
 def _event(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from executor import parallelize, train
 from executor.cli import main as cli
 from executor.profile.program import NAMELESS, Part, read_program
-from executor.profile.reading import Event, timed
+from executor.profile.reading import Event, read_events, timed
 from executor.verify.hlo.collectives import read_module
 from planner.errors import RequestError
 
@@ -96,6 +97,40 @@ def test_runs_without_numbers_are_counted() -> None:
     assert (found.devices, found.runs) == (2, 4)
     assert found.seconds == {"a": 1.0, "b": 1.0} and found.counts == {"a": 1.0, "b": 2.0}
     assert found.step_s == pytest.approx((3.0 * 7 + 1.5) / 4)
+
+
+def test_devices_with_planes_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU's kernels stand on streams, and the host says which it starts; a TPU's instructions on
+    a line of their own beside what they wait for."""
+
+    def event(name: str, begun: int, spent: int, **stats: Any) -> Any:
+        return SimpleNamespace(
+            name=name, start_ns=begun, duration_ns=spent, stats=list(stats.items())
+        )
+
+    def plane(name: str, **lines: Any) -> Any:
+        rows = [SimpleNamespace(name=n.replace("_", " "), events=e) for n, e in lines.items()]
+        return SimpleNamespace(name=name, lines=rows)
+
+    kernel = {"hlo_op": "a", "hlo_module": "jit_step", "run_id": 1}
+    gpu = plane("/device:GPU:3", Stream_7=[event("gemm", 5, 2, **kernel)])
+    host = plane("/host:CPU", python=[event("a", 1, 9, device_ordinal=3, **kernel)])
+    tpu = plane(
+        "/device:TPU:0",
+        XLA_Ops=[event("%b.1 = f32[8] fusion(%x)", 0, 4)],
+        Async_XLA_Ops=[event("copy", 0, 4, hlo_op="copy.1")],
+        Steps=[event("1", 0, 9)],
+    )
+
+    def read(*planes: Any) -> list[Event]:
+        data = SimpleNamespace(planes=planes)
+        fake = SimpleNamespace(from_file=lambda _: data)
+        monkeypatch.setattr(jax.profiler, "ProfileData", fake)
+        return list(read_events(tmp_path))
+
+    assert [(e.name, e.device, e.module) for e in read(host, gpu)] == [("a", 3, "jit_step")]
+    assert [(e.name, e.device) for e in read(tpu)] == [("b.1", 0)]
+    assert [(e.name, e.device, e.run) for e in read(host)] == [("a", 3, 1)]
 
 
 def fit(state: Any, batch: Any) -> Any:
