@@ -12,17 +12,30 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from costmodels import ClusterError, known_kinds, usual_sizes
+from costmodels import ClusterError, known_kinds, parse_cluster, usual_sizes
 from costmodels.prices import Price, load_prices
 from planner import make_plan
 from planner.cli import main as cli
 from planner.compare.fitting import fit
-from planner.compare.hardware import APART, Offer, Offers, _marked, compare_hardware
+from planner.compare.hardware import (
+    APART,
+    Offer,
+    Offers,
+    _marked,
+    compare_hardware,
+    step_of,
+)
+from planner.compare.hardware import (
+    offer as offer_of,
+)
 from planner.compare.offers_text import dollars_text, offers_json, offers_parts, rate_text
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.jaxpr.products import products_of
+from planner.graph.trace import trace
 from planner.html.offers import offers_html
+from planner.plan.plan import Plan
 from planner.report.layout import plain_text
+from planner.spec import PLAIN
 
 MODEL = """import jax, jax.numpy as jnp
 def train_step(w, ids):
@@ -70,6 +83,31 @@ def test_without_batches_the_arguments_are_as_they_are() -> None:
     found = compare_hardware(step, *ARGS, clusters=["h100:8"])
     assert found.offers[0].plan == make_plan(step, *ARGS, cluster="h100:8")
     assert found.offers[0].pareto and found.cheapest is None
+
+
+def test_larger_batches_take_the_recipe_of_the_smaller() -> None:
+    """As many more of the same microbatches; nothing is looked for again."""
+    cluster = parse_cluster("h100:8")
+    plan = make_plan(step, *ARGS, cluster=cluster, microbatches=2, remat="full", mesh="data=8")
+    small = Offer("h100:8", "h100", 8, 4096, 0, plan)
+
+    def larger(rows: int, like: Offer | None = small, **options: Any) -> Plan:
+        args = (ARGS[0], struct(rows, 1024))
+        found = offer_of(step, step_of(trace(step, args), args), cluster, {}, options, like).plan
+        assert found is not None
+        return found
+
+    note = "mesh, microbatches and remat as for batch 4096, 4 times as many turns"
+    assert larger(16384).notes[-1] == note
+    assert larger(16384).recipe == dataclasses.replace(plan.recipe, microbatches=8)
+    assert larger(16384).mesh == plan.mesh
+    alone = make_plan(step, ARGS[0], struct(16384, 1024), cluster=cluster)
+    plain = dataclasses.replace(small, plan=make_plan(step, *ARGS, cluster=cluster))
+    assert larger(16384, None) == larger(16384, plain) == alone
+    assert larger(16384, remat="none") == alone  # what is given is not taken from another
+    assert larger(6144).recipe == PLAIN  # no multiple
+    many = dataclasses.replace(plan, microbatches=64)
+    assert larger(16384, dataclasses.replace(small, plan=many)).recipe == PLAIN
 
 
 def test_tokens_are_counted() -> None:
