@@ -24,6 +24,7 @@ from executor.launch.job import LaunchError  # noqa: E402
 from executor.launch.kubernetes import jobset, manifests  # noqa: E402
 from planner import PlanFormatError, load_plan  # noqa: E402
 from planner.files import MIB, gunzipped, read_bytes  # noqa: E402
+from planner.plan.plan import plan_from_json  # noqa: E402
 from planner.search import iopddl, read_iopddl  # noqa: E402
 
 pytest.importorskip("yaml", reason="needs PyYAML: pip install 'meshwright[k8s]'")
@@ -62,8 +63,9 @@ def test_what_a_case_does_wrong_is_seen(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A plan's JSON, parsed; the mesh is the only one tried."""
-    found = json.loads(mutated.seeds_in(tmp_path_factory.mktemp("seeds"))["plan"][0])
+    """A plan's JSON with all rows, parsed; the mesh is the only one tried."""
+    text = mutated.seeds_in(tmp_path_factory.mktemp("seeds"))["plan"][0]
+    found = json.loads(plan_from_json(text.decode()).to_json())
     found["meshes"] = [row for row in found["meshes"] if row["verdict"] == "chosen"]
     return found
 
