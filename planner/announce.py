@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-AFTER_S = 1.5
+AFTER_S = 1.0
 """What is over by then is not announced."""
 
 
 @contextmanager
-def announced(text: str) -> Iterator[None]:
+def announced(text: str) -> Iterator[Callable[[str], None]]:
     """Say on stderr that something takes long, while it does: on a terminal or in a notebook.
 
     Args:
         text: what it is.
+
+    Yields:
+        A function that changes the text.
     """
     from rich.console import Console
 
     console = Console(stderr=True)
     if not (console.is_terminal or console.is_jupyter):
-        yield
+        yield lambda text: None
         return
     from rich.live import Live
     from rich.spinner import Spinner
 
+    turning = Spinner("line", text)
     live = Live(
-        Spinner("line", text=text),
+        turning,
         console=console,
         transient=True,
         redirect_stdout=False,
@@ -37,7 +41,7 @@ def announced(text: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda text: turning.update(text=text)
     finally:
         timer.cancel()
         timer.join()

@@ -13,7 +13,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from costmodels import ClusterError, parse_bytes
-from planner.cli.commands import Command, print_parts, spinner, stay_on_cpu
+from planner.announce import announced
+from planner.cli.commands import Command, print_parts, stay_on_cpu
 from planner.errors import RequestError
 from planner.report.layout import add_row, new_table, pairs, section
 from planner.report.units import bytes_text
@@ -85,7 +86,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     """Do one of them; raises RequestError."""
     stay_on_cpu()
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # damage in several leaves at once
-    with spinner("reading"):
+    with announced("reading"):
         parts = _VERBS[options.verb](options)
     print_parts(parts, options.no_color)
     return DONE

@@ -14,6 +14,7 @@ from costmodels import Cluster, ClusterError, parse_cluster
 from executor.run.mesh import make_cpu_devices
 from executor.verify.compiled import climb
 from executor.verify.predictions import Row, Rung, Tolerances, Verification
+from planner.announce import announced
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.cli.commands import (
     DEFAULT_CLUSTER,
@@ -21,7 +22,6 @@ from planner.cli.commands import (
     add_model_options,
     asked_cluster,
     requested_call,
-    spinner,
     stay_on_cpu,
 )
 from planner.errors import RequestError
@@ -101,7 +101,7 @@ def run_verify(options: argparse.Namespace) -> int:
         make_cpu_devices(cluster.num_devices)
     with user_environment(target):
         call, merged = requested_call(target, options)
-        with spinner(f"verifying {target} ..."):
+        with announced(f"verifying {target} ..."):
             found = _climb(call, merged, plan, options)
     if options.json:
         print(json.dumps(verification_json(found)))

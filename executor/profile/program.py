@@ -7,19 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from executor.verify.hlo.collectives import HLO_NAMES
 from executor.verify.hlo.text import parse
 from planner.graph.jaxpr.places import FRAMEWORKS
 
-KINDS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "permute",
-    "collective-broadcast": "permute",
-}
-"""Collectives by opcode, under the names that plans have."""
 HOLDERS = frozenset({"while", "conditional", "call", "async-update"})
 """Instructions whose time is that of others."""
 NAMELESS = "no line"
@@ -81,7 +72,7 @@ def read_program(text: str) -> Program:
                 line = f"{Path(inline[1]).name}:{inline[2]}"
             elif frame is not None:
                 line = lines.get(int(frame[1]), NAMELESS)
-            kind = KINDS.get(plain, KINDS.get(_wrapped(at.name), ""))
+            kind = HLO_NAMES.get(plain, HLO_NAMES.get(_wrapped(at.name), ""))
             parts[at.name] = Part(kind, line, _what(at.op_name) or at.opcode)
     return Program(head[1], parts)
 

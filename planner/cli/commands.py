@@ -9,16 +9,13 @@ import argparse
 import contextlib
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import shtab
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
 
 from costmodels import ClusterError, parse_cluster, with_profile
 from planner.errors import RequestError
@@ -29,7 +26,6 @@ from planner.request.options import flags, parse_request
 from planner.spec import parse_mesh
 
 DEFAULT_CLUSTER = "cpu:8"
-SPINNER_AFTER_S = 1.0
 PLAIN_WIDTH = 80
 
 
@@ -185,30 +181,3 @@ def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:
         show(parts, Console(no_color=no_color or None))
     else:
         print(plain_text(parts, PLAIN_WIDTH))
-
-
-@contextlib.contextmanager
-def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr once the work takes longer than a second, if people watch; yields what
-    changes its text."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    turning = Spinner("line", text)
-    live = Live(
-        turning,
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    timer = threading.Timer(SPINNER_AFTER_S, live.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield lambda text: turning.update(text=text)
-    finally:
-        timer.cancel()
-        timer.join()
-        live.stop()

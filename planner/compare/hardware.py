@@ -249,7 +249,7 @@ def offer(
     Args:
         function, step, cluster, prices, options: what to plan.
         like: with a smaller batch on the same cluster. Where that took microbatches or
-            rematerialization to fit, the larger batch gets as many more of the same microbatches,
+            rematerialization to fit, the larger batch gets more of the same microbatches,
             and no other recipe is looked at: of equal microbatches, the plan is the same.
     """
     devices, kind = cluster.num_devices, cluster.device.kind
@@ -275,7 +275,7 @@ def _as_before(
     options: Mapping[str, Any],
     like: Offer | None,
 ) -> Plan | None:
-    """The plan of as many more microbatches as the batch is larger than ``like``'s; None where
+    """The plan with ``like``'s microbatches, times the ratio of the batches; None where
     that needed no recipe, has stages, or can't be scaled."""
     if like is None or like.plan is None or like.plan.recipe == PLAIN:
         return None
@@ -299,7 +299,7 @@ def _as_before(
         )
     except RequestError:
         return None
-    note = f"mesh, microbatches and remat as for batch {like.examples}, {times} times as many turns"
+    note = f"mesh and remat as for batch {like.examples}, with {times} times its microbatches"
     return dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
 
 

@@ -97,7 +97,7 @@ def test_larger_batches_take_the_recipe_of_the_smaller() -> None:
         assert found is not None
         return found
 
-    note = "mesh, microbatches and remat as for batch 4096, 4 times as many turns"
+    note = "mesh and remat as for batch 4096, with 4 times its microbatches"
     assert larger(16384).notes[-1] == note
     assert larger(16384).recipe == dataclasses.replace(plan.recipe, microbatches=8)
     assert larger(16384).mesh == plan.mesh

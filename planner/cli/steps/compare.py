@@ -12,13 +12,13 @@ import shtab
 
 from costmodels import ClusterError
 from costmodels.prices import load_prices
+from planner.announce import announced
 from planner.cli.commands import (
     Command,
     add_model_options,
     add_price_option,
     print_parts,
     requested_call,
-    spinner,
     stay_on_cpu,
 )
 from planner.compare.difference import difference
@@ -121,7 +121,7 @@ def run_compare(options: argparse.Namespace) -> int:
 def _compared(target: Target, options: argparse.Namespace) -> Comparison:
     with user_environment(target):
         call, merged = requested_call(target, options)
-        with spinner(f"planning {target} for {merged['cluster']} ...") as say:
+        with announced(f"planning {target} for {merged['cluster']} ...") as say:
 
             def progress(name: str) -> None:
                 say(f"planning {target} for {merged['cluster']}: {name} ...")
@@ -144,7 +144,7 @@ def _run_offers(options: argparse.Namespace) -> int:
     with user_environment(target):
         call, merged = requested_call(target, options)
         given = merged.pop("cluster")
-        with spinner(f"planning {target} ...") as say:
+        with announced(f"planning {target} ...") as say:
 
             def progress(name: str) -> None:
                 say(f"planning {target} for {name} ...")

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.announce import announced
 from planner.cli.commands import (
     Command,
     add_model_options,
     requested_call,
-    spinner,
     stay_on_cpu,
 )
 from planner.debug.stage import Stage
@@ -84,7 +84,7 @@ def run_debug(options: argparse.Namespace) -> int:
 def _values(target: Target, stage: Stage, options: argparse.Namespace) -> tuple[Any, ...]:
     with user_environment(target):
         call, merged = requested_call(target, options)
-        with spinner(f"planning {target} for {merged['cluster']} ..."):
+        with announced(f"planning {target} for {merged['cluster']} ..."):
             return reached(stage, lambda: plan_step(call.function, *call.args, **merged))
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import shtab
 
+from planner.announce import announced
 from planner.cli.commands import (
     Command,
     add_model_options,
     print_parts,
     requested_call,
-    spinner,
     stay_on_cpu,
 )
 from planner.compare.difference import Difference, difference
@@ -111,7 +111,7 @@ def run_check(options: argparse.Namespace) -> int:
 def _planned(target: Target, options: argparse.Namespace) -> Plan:
     with user_environment(target):
         call, merged = requested_call(target, options)
-        with spinner(f"planning {target} for {merged['cluster']} ..."):
+        with announced(f"planning {target} for {merged['cluster']} ..."):
             return make_plan(call.function, *call.args, **merged)
 
 

@@ -7,12 +7,12 @@ import json
 import sys
 from typing import Any
 
+from planner.announce import announced
 from planner.cli.commands import (
     Command,
     add_model_options,
     print_parts,
     requested_call,
-    spinner,
     stay_on_cpu,
 )
 from planner.explain import Explanation, explain
@@ -71,7 +71,7 @@ def run_explain(options: argparse.Namespace) -> int:
 def _explained(target: Target, options: argparse.Namespace) -> Explanation:
     with user_environment(target):
         call, merged = requested_call(target, options)
-        with spinner(f"planning {target} for {merged['cluster']} ..."):
+        with announced(f"planning {target} for {merged['cluster']} ..."):
             return explain(call.function, *call.args, target=options.what, **merged)
 
 

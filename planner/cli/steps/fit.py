@@ -9,13 +9,13 @@ from typing import Any
 
 from costmodels import ClusterError
 from costmodels.prices import load_prices
+from planner.announce import announced
 from planner.cli.commands import (
     Command,
     add_planning_options,
     add_price_option,
     print_parts,
     requested_call,
-    spinner,
     stay_on_cpu,
 )
 from planner.compare.fitting import KINDS, fit
@@ -65,7 +65,7 @@ def run_fit(options: argparse.Namespace) -> int:
         with user_environment(target):
             call, merged = requested_call(target, options)
             merged.pop("cluster")
-            with spinner(f"planning {target} ...") as say:
+            with announced(f"planning {target} ...") as say:
 
                 def progress(name: str) -> None:
                     say(f"planning {target} for {name} ...")

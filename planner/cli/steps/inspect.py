@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from planner.cli.commands import Command, add_model_options, requested_call, spinner, stay_on_cpu
+from planner.announce import announced
+from planner.cli.commands import Command, add_model_options, requested_call, stay_on_cpu
 from planner.cli.steps.placement import PlacedTarget, place_target
 from planner.cli.table import EXAMPLES
 from planner.compare.manual_plans import Comparison, compare
@@ -118,13 +119,13 @@ def _planned(
         else:
             placed = None
             call, merged = requested_call(target, options)
-            with spinner(f"planning {target} for {merged['cluster']} ..."):
+            with announced(f"planning {target} for {merged['cluster']} ..."):
                 planned = plan_step(
                     call.function, *call.args, **merged, dump_problem=options.dump_problem
                 )
         if not options.compare:
             return placed, planned, None
-        with spinner(f"comparing {target} on {merged['cluster']} ..."):
+        with announced(f"comparing {target} on {merged['cluster']} ..."):
             return placed, planned, compare(call.function, *call.args, **merged)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from planner.cli.commands import asked_options, check_options, spinner
+from planner.announce import announced
+from planner.cli.commands import asked_options, check_options
 from planner.errors import RequestError
 from planner.frontend.capture import CapturedCall
 from planner.frontend.loading import Target, resolve_loss
@@ -92,7 +93,7 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
         if name in merged:
             raise RequestError(f"--placement plans several steps: --{name} is for a step alone")
     request = parse_request(**merged)
-    with spinner(f"placing the parameters of {target} for {merged['cluster']} ..."):
+    with announced(f"placing the parameters of {target} for {merged['cluster']} ..."):
         lookups = find_lookups(loss.function, loss.params, loss.batch)
         name = getattr(loss.function, "__name__", "loss")
         check_scalar(lookups, f"{target.path}: {name}")  # so that the error names the file
