@@ -25,6 +25,7 @@ from planner.errors import NotPlannedError, PlanMismatchError, RequestError
 from planner.frontend import capture
 from planner.frontend.inert import inert_notes
 from planner.graph.trace import Traced, abstract, trace
+from planner.modes import DEFAULT_SEARCH, check_mode, get_parallel_mode
 from planner.plan.assemble import NOT_SPLIT
 from planner.plan.plan import Plan
 from planner.planning import make_plan
@@ -213,6 +214,10 @@ class Parallelized:
         chosen, plain = dataclasses.asdict(plan.recipe), dataclasses.asdict(PLAIN)
         names = [name for name in REWRITINGS if name not in options]
         unasked = {k: chosen[k] for k in names if chosen[k] != plain[k]}
+        named = options.get("mode")
+        mode = check_mode(named, DEFAULT_SEARCH) if named else get_parallel_mode()
+        if mode.staged:  # pipelines are what was asked for, and they come with microbatches
+            unasked = {k: v for k, v in unasked.items() if k not in ("stages", "microbatches")}
         replicas = unasked.pop("replicas", 1)
         if replicas > 1:
             log.info(

@@ -160,3 +160,14 @@ def test_a_batch_that_a_mode_can_not_split_is_a_warning(caplog: pytest.LogCaptur
         assert difference(jax.device_get(run(*args)), jax.jit(step)(*args)) <= 2e-5
     (record,) = (r for r in caplog.records if "are not split over 8 devices" in r.message)
     assert "56 or 64 examples would be" in record.message
+
+
+def test_pipelines_that_a_mode_asks_for_are_no_surprise(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning must not advise ``stages=1``, which contradicts the mode."""
+    args = arguments()
+    expected = jax.jit(step)(*args)
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        run = parallelize(step, mode="pp", remat="none")
+        assert difference(jax.device_get(run(*args)), expected) <= 2e-5
+    assert run.plan.stages > 1
+    assert not [r.message for r in caplog.records if "turns that off" in r.message]
