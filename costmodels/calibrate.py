@@ -59,6 +59,13 @@ class CollectiveCount:
 
 
 @dataclasses.dataclass(frozen=True)
+class CopyCount:
+    """A copy of ``nbytes`` of one device to its host or back."""
+
+    nbytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Sample:
     """A program that was run on all devices at once, and its wall seconds.
 
@@ -70,14 +77,17 @@ class Sample:
     seconds: float
     kernels: tuple[KernelCount, ...] = ()
     collectives: tuple[CollectiveCount, ...] = ()
+    copies: tuple[CopyCount, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """How far the fit is from a family's samples: |predicted / measured - 1|, median and worst."""
+    """How far predictions are from a family's samples: |predicted / measured - 1|, median and
+    worst; ``ratio`` is the geometric mean of predicted / measured."""
 
     kind: str
     samples: int
+    ratio: float
     median: float
     worst: float
     worst_name: str
@@ -85,10 +95,14 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Fitted constants, as tables and keys of the catalog, and what they leave unexplained."""
+    """Fitted constants, as tables and keys of the catalog, and what they leave unexplained.
+
+    ``kept``: constants (``table.key``) that no sample told, so that the catalog's value stays.
+    """
 
     constants: tuple[tuple[str, str, float], ...]
     residuals: tuple[Residual, ...]
+    kept: tuple[str, ...] = ()
 
     def tables(self) -> dict[str, dict[str, float]]:
         """The constants as a table of tables."""
@@ -109,9 +123,9 @@ def predicted_s(cluster: Cluster, sample: Sample) -> float:
         alpha, beta = model.collective_coefficients(c.kind, c.mesh_shape, c.axes)
         alpha *= model.combined_latency if c.combined else 1.0
         communication += c.count * (alpha + beta * c.payload_bytes)
-    return step_seconds(
-        (StageSeconds(compute, communication),), fixed_s=model.step_latency_s
-    ).step_s
+    copied = sum(model.host_latency_s + model.host_s_per_byte * c.nbytes for c in sample.copies)
+    stage = StageSeconds(compute, communication, wait_s=copied)
+    return step_seconds((stage,), fixed_s=model.step_latency_s).step_s
 
 
 def fit(
@@ -120,9 +134,10 @@ def fit(
     """The constants with which the cost model comes closest to the samples.
 
     Rates come out as achieved ones: the efficiencies beside them are 1. What no sample tells stays
-    at the catalog's value: the rate of fused attention beside products, networks between nodes on a
-    cluster of one node. Rates of dtypes that were not measured move with those that were. Device
-    constants are fitted to the samples without collectives, the others' then to the rest.
+    at the catalog's value (``Calibration.kept``): networks between nodes on a cluster of one node,
+    the share of communication that hides. Rates of dtypes that were not measured move with those
+    that were. Device constants are fitted to the samples of kernels alone, the others' then to the
+    rest.
 
     Args:
         cluster: the text of the cluster that was measured.
@@ -132,19 +147,23 @@ def fit(
     Raises:
         ValueError: no sample without collectives, or a time that is not positive.
     """
-    alone = [s for s in samples if not s.collectives]
+    alone = [s for s in samples if not s.collectives and not s.copies]
     joined = [s for s in samples if s.collectives]
+    copied = [s for s in samples if s.copies]
     if not alone or any(not 0 < s.seconds < math.inf for s in samples):
         raise ValueError("expected samples without collectives, all of positive seconds")
     given = described(cluster)
     known = _achieved(given)
     start = given.with_constants(known)
+    told: set[_Name] = set()
     for names, part in (
         (_device_names(alone, untold), alone),
         (_link_names(start, joined), joined),
+        ([("host", "bytes_per_s"), ("host", "latency_s")], copied),
     ):
         if part:
             start = start.with_constants(_fitted(start, names, part))
+            told |= set(names)
     start = start.with_constants(_unmeasured_peaks(known, start, alone))
     changed = {
         (table, key): value
@@ -153,18 +172,36 @@ def fit(
         if value != given.entry[table].get(key)
     }
     constants = tuple((table, key, float(value)) for (table, key), value in changed.items())
-    return Calibration(constants, residuals(build_cluster(start), samples))
+    return Calibration(constants, residuals(build_cluster(start), samples), _kept(start, told))
 
 
 def residuals(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Residual, ...]:
     """Per family, in order of first appearance, how far predictions are from the samples."""
     found: dict[str, list[tuple[float, str]]] = {}
     for s in samples:
-        error = abs(predicted_s(cluster, s) / s.seconds - 1.0)
-        found.setdefault(s.kind, []).append((error, s.name))
+        found.setdefault(s.kind, []).append((predicted_s(cluster, s) / s.seconds, s.name))
+    out = []
+    for kind, ratios in found.items():
+        errors = [(abs(ratio - 1.0), name) for ratio, name in ratios]
+        mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+        middle = statistics.median(error for error, _ in errors)
+        out.append(Residual(kind, len(errors), mean, middle, *max(errors)))
+    return tuple(out)
+
+
+_TIMED = ("device", "intra_node", "inter_node", "torus", "inter_slice", "host")
+"""Tables of constants that make times."""
+
+
+def _kept(found: Description, told: set[_Name]) -> tuple[str, ...]:
+    """The constants of time that no sample told, as ``table.key``."""
+    shares = ("convolution_efficiency", "attention_efficiency", "overlap", "combined_latency")
     return tuple(
-        Residual(kind, len(errors), statistics.median(e for e, _ in errors), *max(errors))
-        for kind, errors in found.items()
+        f"{table}.{key}"
+        for table in _TIMED
+        for key in found.entry.get(table, {})
+        if (key in shares or key.startswith("overlap_") or key in (*_LINK, *_DEVICE))
+        and (table, key) not in told
     )
 
 
@@ -218,8 +255,9 @@ def _device_names(samples: Sequence[Sample], untold: frozenset[str]) -> list[_Na
     names += [("device", "matmul_store")] if products else []
     if any(k.kind == "convolution" for k in counts):
         names.append(("device", "convolution_efficiency"))
-    keys = ("memory_bytes_per_s", "vector_flops_per_s", "kernel_latency_s", "step_latency_s")
-    return names + [("device", key) for key in keys if key not in untold]
+    if any(k.kind == "attention" for k in counts):
+        names.append(("device", "attention_efficiency"))
+    return names + [("device", key) for key in _DEVICE if key not in untold]
 
 
 def _link_names(given: Description, samples: Sequence[Sample]) -> list[_Name]:
@@ -237,7 +275,13 @@ def _link_names(given: Description, samples: Sequence[Sample]) -> list[_Name]:
 
 
 _LINK = ("bytes_per_s", "latency_s", "startup_s")
-_SHARES = ("convolution_efficiency", "in_switch_efficiency", "combined_latency")
+_DEVICE = ("memory_bytes_per_s", "vector_flops_per_s", "kernel_latency_s", "step_latency_s")
+_SHARES = (
+    "convolution_efficiency",
+    "attention_efficiency",
+    "in_switch_efficiency",
+    "combined_latency",
+)
 _FROM = {"step_latency_s": 1e-4, "startup_s": 1e-5, "latency_s": 1e-6, "kernel_latency_s": 1e-6}
 
 

@@ -16,7 +16,8 @@ _HEAD = """\
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a profile comes from: device names, date, versions; ``noise`` as in `Sampled`."""
+    """Where a profile comes from: device names, date, versions; ``noise`` and ``left_out`` as in
+    `Sampled`."""
 
     device_name: str
     host_name: str
@@ -24,6 +25,7 @@ class Origin:
     versions: Mapping[str, str]
     rounds: int
     noise: float
+    left_out: tuple[str, ...] = ()
 
 
 def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) -> str:
@@ -49,6 +51,8 @@ def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) ->
     fields = dataclasses.asdict(origin)
     fields |= fields.pop("versions")
     fields["noise"] = float(f"{origin.noise:.3f}")
+    fields["left_out"] = list(origin.left_out)
+    fields["kept"] = list(found.kept)
     lines += [f"{key} = {_value(value)}" for key, value in fields.items()]
     for r in found.residuals:
         lines += [
@@ -56,6 +60,7 @@ def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) ->
             "[[profile.residuals]]  # |predicted / measured - 1|",
             f"kind = {_text(r.kind)}",
             f"samples = {r.samples}",
+            f"ratio = {r.ratio:.3f}",
             f"median = {r.median:.3f}",
             f"worst = {r.worst:.3f}",
             f"worst_name = {_text(r.worst_name)}",
@@ -66,6 +71,8 @@ def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) ->
 
 
 def _value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
     return _text(value) if isinstance(value, str) else repr(value)
 
 

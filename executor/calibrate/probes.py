@@ -66,6 +66,28 @@ def probes(device: Device, dtypes: Sequence[str], scale: float = 1.0) -> tuple[P
     return tuple(out)
 
 
+def fused_attention(device: Device, scale: float = 1.0) -> tuple[Probe, ...]:
+    """cuDNN's fused attention, forward and backward, in bfloat16: causal and not, at two head
+    sizes and two lengths. For GPUs."""
+    rate = device.matmul_flops_per_s("bfloat16") * device.attention_efficiency
+    out = []
+    for span, depth in ((1024, 64), (4096, 128)):
+        one = 14.0 * span * span * depth  # 2 products forward, 5 backward
+        heads = max(1, round(scale * rate * 2e-3 / one / 4))
+        for causal in (False, True):
+            out.append(_fused(4, heads, span, depth, causal))
+    return tuple(out)
+
+
+def _fused(batch: int, heads: int, span: int, depth: int, causal: bool) -> Probe:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+
+    x = _floats(batch, span, heads, depth, dtype="bfloat16")
+    name = f"{batch}x{span}x{heads}x{depth}{' causal' if causal else ''}"
+    return Probe("fused attention", name, _both_ways(attend), (x,) * 4)
+
+
 def _sides(device: Device, scale: float) -> Callable[[float], int]:
     """Seconds -> the side of a square float32 product that takes them, a multiple of 16."""
     rate = device.matmul_flops_per_s("float32") * device.matmul_efficiency

@@ -3,42 +3,76 @@
 Every program runs on all devices at once, as a train step does, so devices that share cores, memory
 or power are timed at the share that each gets. Programs take turns, in another order every round,
 so that a slow moment of the machine hits all alike; a program's time is the median of its rounds.
+On an accelerator a round runs a short program many times, one behind the other, since steps of a
+training follow each other so: what a program waits for its host alone would hide there.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from costmodels import Cluster, Device
-from costmodels.calibrate import KernelCount, Sample
+from costmodels.calibrate import CopyCount, KernelCount, Sample
 from executor.calibrate.collective_probes import NAMES, collective_probes
-from executor.calibrate.probes import probes
+from executor.calibrate.probes import fused_attention, probes
+from executor.calibrate.resume import Rounds
 from executor.run.mesh import build_mesh
+from planner.errors import ModelError
 from planner.graph.trace import trace
 from planner.space.groups import build_groups
 from planner.spec import MeshSpec
 from planner.step.analysis import analyse
 
 WARMUP = 2
+ROUND_S, MOST_RUNS = 0.02, 50
+"""On an accelerator a program runs so often in a round that it takes this long, at most so often."""
+COPIES_S = (1e-4, 1e-3, 1e-2)
+"""What copies to the host and back should take, by the catalog."""
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done, 0 to 1."""
+
+
+_Ready = tuple[Any, tuple[jax.Array, ...]]
+_Counts = tuple[KernelCount, ...]
 
 
 @dataclass(frozen=True)
 class Sampled:
     """Samples, and ``noise``: the median over programs of how far the middle half of a program's
-    rounds is spread, relative to their median."""
+    rounds is spread, relative to their median. ``left_out``: programs that the devices' compiler
+    refused, each with the first line of why."""
 
     samples: tuple[Sample, ...]
     noise: float
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A sample without its time, its program compiled, and arguments."""
+
+    sample: Sample
+    compiled: Any
+    args: tuple[jax.Array, ...]
+
+    def seconds(self, runs: int, clock: Callable[[], float]) -> float:
+        """Of one run, the mean of some that follow each other."""
+        begun = clock()
+        for _ in range(runs - 1):
+            self.compiled(*self.args)
+        jax.block_until_ready(self.compiled(*self.args))
+        return (clock() - begun) / runs
 
 
 def run_probes(
@@ -50,6 +84,7 @@ def run_probes(
     devices: Sequence[jax.Device] | None = None,
     progress: Progress = lambda doing, share: None,
     clock: Callable[[], float] = time.perf_counter,
+    folder: Path | None = None,
 ) -> Sampled:
     """Compile and time the probes on the first ``cluster.num_devices`` devices.
 
@@ -61,27 +96,37 @@ def run_probes(
         devices: None takes ``jax.devices()``.
         progress: told how far it is.
         clock: seconds.
+        folder: where finished rounds are kept and found again (`executor.calibrate.resume`).
 
     Raises:
         RequestError: fewer devices are present than the cluster has.
     """
-    programs = _programs(cluster, dtypes, scale, devices, progress)
-    times: list[list[float]] = [[] for _ in programs]
-    order = random.Random(0)
-    for turn in range(WARMUP + rounds):
-        progress("measuring", turn / (WARMUP + rounds))
+    programs, left_out = _programs(cluster, dtypes, scale, devices, progress)
+    names = [p.sample.name for p in programs]
+    request = {"cluster": cluster.text, "device": str(jax.devices()[0].device_kind)}
+    kept = Rounds(folder, {**request, "jax": jax.__version__, "scale": scale, "programs": names})
+    follow = programs[0].args[0].devices().pop().platform != "cpu"
+    runs = [_runs(p, clock) if follow else 1 for p in programs]
+    order = random.Random(len(kept.done))
+    for turn in range(len(kept.done) - WARMUP, rounds):
+        progress("measuring", max(0, turn) / rounds)
+        times = [0.0] * len(programs)
         for k in order.sample(range(len(programs)), len(programs)):
-            _, compiled, args = programs[k]
-            begun = clock()
-            jax.block_until_ready(compiled(*args))
-            if turn >= WARMUP:
-                times[k].append(clock() - begun)
+            times[k] = programs[k].seconds(runs[k], clock)
+        if turn >= len(kept.done):
+            kept.add(times)
     samples, spreads = [], []
-    for (made, _, _), found in zip(programs, times, strict=True):
+    for program, found in zip(programs, zip(*kept.done, strict=True), strict=True):
         low, middle, high = statistics.quantiles(found, n=4)
         spreads.append((high - low) / middle)
-        samples.append(Sample(made.kind, made.name, middle, made.kernels, made.collectives))
-    return Sampled(tuple(samples), statistics.median(spreads))
+        samples.append(dataclasses.replace(program.sample, seconds=middle))
+    return Sampled(tuple(samples), statistics.median(spreads), tuple(left_out))
+
+
+def _runs(program: _Program, clock: Callable[[], float]) -> int:
+    """Runs of a program in a round."""
+    program.seconds(1, clock)
+    return max(1, min(MOST_RUNS, round(ROUND_S / max(program.seconds(3, clock), 1e-9))))
 
 
 def kernel_counts(
@@ -106,25 +151,56 @@ def _programs(
     scale: float,
     devices: Sequence[jax.Device] | None,
     progress: Progress,
-) -> list[tuple[Sample, Any, tuple[jax.Array, ...]]]:
-    """Each program as a sample without its time, compiled, with its arguments."""
-    count = cluster.num_devices
-    out: list[tuple[Sample, Any, tuple[jax.Array, ...]]] = []
-    alone, joined = probes(cluster.device, dtypes, scale), collective_probes(cluster, scale)
-    flat = build_mesh(MeshSpec(NAMES[1:], (count,)), devices)
-    for probe in alone:
-        progress(f"compiling {probe.kind}", len(out) / (len(alone) + len(joined)))
-        counts = kernel_counts(probe.function, probe.shapes, cluster.device)
-        made = Sample(probe.kind, probe.name, 0.0, counts)
-        out.append((made, *_compiled(probe.function, probe.shapes, flat)))
-    for link in joined:
-        progress("compiling collectives", len(out) / (len(alone) + len(joined)))
-        kind = link.collectives[0].kind
-        made = Sample(kind, link.name, 0.0, link.kernels, link.collectives)
+) -> tuple[list[_Program], list[str]]:
+    """The programs, compiled, and those that can't be."""
+    flat = build_mesh(MeshSpec(NAMES[1:], (cluster.num_devices,)), devices)
+    platform = flat.devices.flat[0].platform
+    made: list[tuple[Sample, Callable[[], _Ready], Callable[[], _Counts] | None]] = []
+    alone = probes(cluster.device, dtypes, scale)
+    for probe in alone + (fused_attention(cluster.device, scale) if platform == "gpu" else ()):
+        counts = functools.partial(kernel_counts, probe.function, probe.shapes, cluster.device)
+        program = functools.partial(_compiled, probe.function, probe.shapes, flat)
+        made.append((Sample(probe.kind, probe.name, 0.0), program, counts))
+    for link in collective_probes(cluster, scale):
+        sample = Sample(link.collectives[0].kind, link.name, 0.0, link.kernels, link.collectives)
         mesh = build_mesh(MeshSpec(NAMES, link.mesh_shape), devices)
         shapes = [jax.ShapeDtypeStruct((length,), "float32") for length in link.lengths]
-        out.append((made, *_compiled(link.function, shapes, mesh)))
-    return out
+        made.append((sample, functools.partial(_compiled, link.function, shapes, mesh), None))
+    if platform != "cpu" and cluster.host is not None:
+        for seconds in COPIES_S:
+            length = round(scale * seconds * cluster.host.bytes_per_s / 4)
+            for there in (True, False):
+                name = f"{4 * length} B {'to' if there else 'from'} the host"
+                sample = Sample("host", name, 0.0, copies=(CopyCount(4.0 * length),))
+                made.append((sample, functools.partial(_copied, length, there, flat), None))
+    programs: list[_Program] = []
+    left_out: list[str] = []
+    for k, (sample, program, counts) in enumerate(made):
+        progress(f"compiling {sample.kind}", k / len(made))
+        try:
+            if counts is not None:
+                sample = dataclasses.replace(sample, kernels=counts())
+            made_one = _Program(sample, *program())
+            jax.block_until_ready(made_one.compiled(*made_one.args))
+            programs.append(made_one)
+        except (RuntimeError, ValueError, NotImplementedError, ModelError) as error:
+            why = str(error).strip().partition("\n")[0]
+            left_out.append(f"{sample.kind} {sample.name}: {why[:200]}")
+    return programs, left_out
+
+
+def _copied(
+    length: int, there: bool, mesh: jax.sharding.Mesh
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """A copy to the hosts' memory or back, by every device, and its argument."""
+    spec = jax.sharding.PartitionSpec(mesh.axis_names)
+    device = jax.sharding.NamedSharding(mesh, spec)
+    host = jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")
+    here, to = (device, host) if there else (host, device)
+    x = jax.device_put(jnp.ones(length * mesh.devices.size, "float32"), device)
+    x = jax.block_until_ready(jax.device_put(x, here))
+    copy = jax.jit(lambda x: jax.device_put(x, to), out_shardings=to)
+    return copy.lower(x).compile(), (x,)
 
 
 def _compiled(

@@ -6,8 +6,8 @@ import argparse
 import datetime
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from costmodels import Cluster, ClusterError, find_kind, parse_cluster
-from costmodels.calibrate import Calibration, fit
+from costmodels.calibrate import Calibration, Residual, fit, residuals
 from costmodels.files import write_whole
 from costmodels.profile import Origin, profile_text
 from executor.calibrate.compiled import UNTOLD, compile_probes
+from executor.calibrate.resume import compiled_in, folder_of, forget
 from executor.calibrate.sampling import Progress as Told
 from executor.calibrate.sampling import Sampled, run_probes
 from executor.run.mesh import detect_cluster, make_cpu_devices
@@ -29,10 +30,12 @@ from planner.cli.commands import DEFAULT_CLUSTER, Command, stay_on_cpu
 from planner.cli.main import version
 from planner.errors import RequestError
 
-MEASURED = 0
+MEASURED, OFF = 0, 1
 DTYPES = ("float32", "bfloat16")
 NOISY = 0.25
 """From this noise on the report says that the machine was not quiet."""
+FAR = 0.5
+"""A family of programs whose median is further off than this is named, and fails a check."""
 
 _MORE = """\
 Runs small programs on all devices present: products, elementwise work, convolutions, loops, and
@@ -43,10 +46,13 @@ of a CPU, ends up in the constants.
 examples:
   planner calibrate --cluster cpu:8 --out profile.toml
   planner calibrate --cluster v5e:2x2 --compiler --out v5e.toml
-  planner inspect train.py --profile profile.toml
+  planner calibrate --check
   planner inspect train.py --profile profile.toml --cluster cpu:4
 
-exit codes: 0 measured and written, 2 the request can't be met, 130 interrupted (nothing is written)
+An interrupted calibration goes on with the same command: what it has so far is in FILE.part.
+
+exit codes: 0 measured (and written), 1 --check: some family of programs is more than 50 % off, 2 the
+request can't be met, 130 interrupted
 """
 
 
@@ -74,6 +80,12 @@ def add_calibrate(commands: Any, text: str) -> None:
         action="store_true",
         help="run nothing: fit the kernels to what the TPU compiler estimates, ahead of time",
     )
+    add(
+        "--check",
+        action="store_true",
+        help="write nothing: say how far the constants of --cluster (the catalog's, or a profile's) "
+        "are from what is measured",
+    )
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
@@ -90,14 +102,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             written.
     """
     out: Path = options.out
-    if out.suffix.lower() != ".toml":
-        raise RequestError(
-            f"--out {out}: a profile is a .toml file; give a name that ends in .toml"
-        )
-    if not out.parent.is_dir():
-        raise RequestError(f"--out {out}: no folder {out.parent}; make it or name another")
-    if options.compiler and not options.cluster:
-        raise RequestError("--compiler wants --cluster: which TPU, such as v5e:2x2")
+    _check_options(options)
     text = options.cluster or _present()
     try:
         cluster = parse_cluster(text)
@@ -106,19 +111,27 @@ def run_calibrate(options: argparse.Namespace) -> int:
     if cluster.device.kind == "cpu":
         stay_on_cpu()
         make_cpu_devices(cluster.num_devices)
+    console, part = Console(), folder_of(out)
     if options.compiler:
         stay_on_cpu()
         with _progress() as told:
             sampled = compile_probes(cluster, DTYPES, progress=told)
-        found = fit(text, sampled.samples, UNTOLD)
         libtpu = metadata.version("libtpu")
         name = f"{cluster.device.kind}, as its compiler estimates (libtpu {libtpu})"
     else:
         check_present(cluster)
-        with _progress() as told:
-            sampled = run_probes(cluster, DTYPES, rounds=options.rounds, progress=told)
-        found = fit(text, sampled.samples)
+        keep = None if options.check else part
+        with _progress() as told, compiled_in(part) if keep else nullcontext():
+            sampled = run_probes(
+                cluster, DTYPES, rounds=options.rounds, progress=told, folder=keep
+            )
         name = jax.devices()[0].device_kind
+    if options.check:
+        left = residuals(cluster, sampled.samples)
+        render_residuals(left, f"the constants of {text}, and what was measured", console)
+        _render_rest(sampled, left, console)
+        return OFF if any(r.median > FAR for r in left) else MEASURED
+    found = fit(text, sampled.samples, UNTOLD if options.compiler else frozenset())
     origin = Origin(
         device_name=name,
         host_name=platform.processor() or platform.machine(),
@@ -131,14 +144,32 @@ def run_calibrate(options: argparse.Namespace) -> int:
         },
         rounds=0 if options.compiler else options.rounds,
         noise=sampled.noise,
+        left_out=sampled.left_out,
     )
     try:
         write_whole(out, profile_text(text, found, origin, out.name))
     except OSError as error:
         raise RequestError(f"--out {out}: {error.strerror or error}; name another file") from error
-    render_calibration(found, sampled, out, Console())
+    forget(part)
+    render_calibration(found, sampled, console)
+    console.print(f"written: {out}", soft_wrap=True)
     sys.stdout.flush()
     return MEASURED
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise RequestError for options that do not go together, or a file that can't be written."""
+    out: Path = options.out
+    if options.compiler and options.check:
+        raise RequestError("--check measures, --compiler runs nothing; leave one of them out")
+    if options.compiler and not options.cluster:
+        raise RequestError("--compiler wants --cluster: which TPU, such as v5e:2x2")
+    if out.suffix.lower() != ".toml":
+        raise RequestError(
+            f"--out {out}: a profile is a .toml file; give a name that ends in .toml"
+        )
+    if not out.parent.is_dir():
+        raise RequestError(f"--out {out}: no folder {out.parent}; make it or name another")
 
 
 def check_present(cluster: Cluster) -> None:
@@ -165,26 +196,42 @@ def check_present(cluster: Cluster) -> None:
         )
 
 
-def render_calibration(found: Calibration, sampled: Sampled, out: Path, console: Console) -> None:
-    """Print the residuals of each family, the constants and how noisy the machine was."""
-    table = Table(title="what the fit leaves: |predicted / measured - 1|")
-    for column in ("programs", "count", "median", "worst", "of"):
-        table.add_column(column, justify="left" if column in ("programs", "of") else "right")
-    for r in found.residuals:
-        table.add_row(r.kind, str(r.samples), f"{r.median:.0%}", f"{r.worst:.0%}", r.worst_name)
-    console.print(table)
+def render_calibration(found: Calibration, sampled: Sampled, console: Console) -> None:
+    """Print the residuals of each family, the constants, those kept, and how noisy it was."""
+    render_residuals(found.residuals, "what the fit leaves", console)
     constants = Table(title="constants (achieved rates, SI)")
     for column in ("table", "constant", "value"):
         constants.add_column(column, justify="right" if column == "value" else "left")
     for name, key, value in found.constants:
         constants.add_row(name, key, f"{value:.4g}")
     console.print(constants)
+    if found.kept:
+        console.print(f"not measured, as in the catalog: {', '.join(found.kept)}")
+    _render_rest(sampled, found.residuals, console)
+
+
+def render_residuals(left: Sequence[Residual], title: str, console: Console) -> None:
+    """Print how far predictions are from each family of programs."""
+    table = Table(title=f"{title}: predicted / measured")
+    for column in ("programs", "count", "mean", "median off", "worst off", "of"):
+        table.add_column(column, justify="left" if column in ("programs", "of") else "right")
+    for r in left:
+        shares = (f"{r.ratio:.2f}", f"{r.median:.0%}", f"{r.worst:.0%}")
+        table.add_row(r.kind, str(r.samples), *shares, r.worst_name)
+    console.print(table)
+
+
+def _render_rest(sampled: Sampled, left: Sequence[Residual], console: Console) -> None:
+    for line in sampled.left_out:
+        console.print(f"left out, the compiler or the device refused it: {line}", soft_wrap=True)
+    far = [r.kind for r in left if r.median > FAR]
+    if far:
+        console.print(f"more than {FAR:.0%} off: {', '.join(far)}; trust steps made of them less")
     if sampled.noise:
         near = f"{sampled.noise:.0%} of its median"
         console.print(f"noise: half of a program's runs lie within {near}")
     if sampled.noise > NOISY:
         console.print("the machine was not quiet; measure again when it is")
-    console.print(f"written: {out}", soft_wrap=True)
 
 
 def _present() -> str:

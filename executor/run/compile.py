@@ -211,6 +211,12 @@ class CompiledStep:
         return result, jax.tree_util.tree_unflatten(tree, leaves)
 
     @property
+    def compiled(self) -> jax.stages.Compiled | None:
+        """The compiled program; None before the first step."""
+        found: jax.stages.Compiled | None = self._program
+        return found
+
+    @property
     def text(self) -> str:
         """The compiled program as HLO text; empty before the first step."""
         return "" if self._program is None else str(self._program.as_text())
