@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ._describe import described
-from .calibrate import Calibration
+from .calibrate import Calibration, Sample
 
 _HEAD = """\
 # Constants measured by `planner calibrate`, laid over those that the catalog has for this kind.
@@ -28,7 +28,9 @@ class Origin:
     left_out: tuple[str, ...] = ()
 
 
-def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) -> str:
+def profile_text(
+    cluster: str, found: Calibration, origin: Origin, name: str, samples: Iterable[Sample] = ()
+) -> str:
     """The file's text.
 
     Args:
@@ -36,6 +38,7 @@ def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) ->
         found: its constants and residuals.
         origin: where they come from.
         name: of the file, for its first lines.
+        samples: the programs, whose measured seconds are listed.
     """
     given = described(cluster)
     lines = [
@@ -65,6 +68,10 @@ def profile_text(cluster: str, found: Calibration, origin: Origin, name: str) ->
             f"worst = {r.worst:.3f}",
             f"worst_name = {_text(r.worst_name)}",
         ]
+    measured = {f"{s.kind} {s.name}": float(f"{s.seconds:.4g}") for s in samples}
+    if measured:
+        lines += ["", "[profile.seconds]"]
+        lines += [f"{_text(key)} = {value!r}" for key, value in measured.items()]
     for table, values in found.tables().items():
         lines += ["", f"[{table}]", *(f"{key} = {value!r}" for key, value in values.items())]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from costmodels import Cluster, Device
 from costmodels.calibrate import CopyCount, KernelCount, Sample
 from executor.calibrate.collective_probes import NAMES, collective_probes
-from executor.calibrate.probes import fused_attention, probes
+from executor.calibrate.probes import fused_attention, probes, small
 from executor.calibrate.resume import Rounds
 from executor.run.mesh import build_mesh
 from planner.errors import ModelError
@@ -157,6 +157,7 @@ def _programs(
     platform = flat.devices.flat[0].platform
     made: list[tuple[Sample, Callable[[], _Ready], Callable[[], _Counts] | None]] = []
     alone = probes(cluster.device, dtypes, scale)
+    alone += () if platform == "cpu" else (small(512),)  # longer than their host takes to start it
     for probe in alone + (fused_attention(cluster.device, scale) if platform == "gpu" else ()):
         counts = functools.partial(kernel_counts, probe.function, probe.shapes, cluster.device)
         program = functools.partial(_compiled, probe.function, probe.shapes, flat)

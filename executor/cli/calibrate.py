@@ -147,7 +147,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
         left_out=sampled.left_out,
     )
     try:
-        write_whole(out, profile_text(text, found, origin, out.name))
+        write_whole(out, profile_text(text, found, origin, out.name, sampled.samples))
     except OSError as error:
         raise RequestError(f"--out {out}: {error.strerror or error}; name another file") from error
     forget(part)

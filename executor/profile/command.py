@@ -14,6 +14,7 @@ import shtab
 from rich.console import RenderableType
 
 from executor.profile.beside import Beside, beside
+from executor.profile.graphs import named
 from executor.profile.program import read_program
 from executor.profile.reading import read_events, timed, trace_file
 from executor.profile.record import PLAN, PROGRAM
@@ -71,7 +72,8 @@ def run_profile(options: argparse.Namespace) -> int:
         program = read_program(read_text(path, LARGEST))
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    found = beside(plan, program, timed(read_events(trace), program.name, frozenset(program.parts)))
+    events = named(read_events(trace), program)
+    found = beside(plan, program, timed(events, program.name, frozenset(program.parts)))
     if options.json:
         print(json.dumps(dataclasses.asdict(found), indent=1))
     else:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.verify.hlo.collectives import HLO_NAMES
-from executor.verify.hlo.text import parse
+from executor.verify.hlo.text import Instruction, parse
 from planner.graph.jaxpr.places import FRAMEWORKS
 
 HOLDERS = frozenset({"while", "conditional", "call", "async-update"})
 """Instructions whose time is that of others."""
 NAMELESS = "no line"
+OTHER = "(other)"
+"""Stands for kernels whose instruction is not known."""
 ROOMS = ("meshwright", "planner", "executor")
 
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)")
@@ -23,26 +25,33 @@ _INLINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _ROW = re.compile(r"^(\d+) (.*)$")
 _PACKAGE = re.compile(r"/site-packages/([^/]+)")
 _STANDARD = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
-_OWN = "/executor/run/interpret.py"
-"""A file of meshwright that is in every trace of a planned step."""
+_OWN = re.compile(r'"([^"\n]*)/(?:executor/run/(?:compile|interpret)|planner/arguments/calls)\.py"')
+"""Files of meshwright of which one is in every trace of a planned step."""
 
 
 @dataclass(frozen=True)
 class Part:
     """An instruction: the kind of collective, or empty; the line that it comes from; what it
-    computes, as JAX names it."""
+    computes, as JAX names it; whether it calls a library."""
 
     kind: str
     line: str
     what: str
+    calls: bool = False
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program: its name, and its instructions by name."""
+    """A compiled program: its name, and its instructions by name.
+
+    ``order``: their names as they run, an empty one behind each computation; ``holders``:
+    instructions whose time is that of others.
+    """
 
     name: str
     parts: Mapping[str, Part]
+    order: tuple[str, ...] = ()
+    holders: frozenset[str] = frozenset()
 
 
 def read_program(text: str) -> Program:
@@ -54,27 +63,44 @@ def read_program(text: str) -> Program:
     head = _MODULE.match(text)
     if head is None:
         raise ValueError("not the text of an HLO module: no HloModule line")
-    home = next((m[1] for m in re.finditer(rf'"([^"\n]*){_OWN}"', text)), "")
+    home = next((m[1] for m in _OWN.finditer(text)), "")
     lines = dict(_frames(text, home))
-    parts = {}
-    for computation in parse(text).computations.values():
+    computations = parse(text).computations
+
+    def line_of(at: Instruction) -> str:
+        metadata = at.attributes.get("metadata", "")
+        named = _LINE.search(at.op_name)
+        inline, frame = _INLINE.search(metadata), _FRAME.search(metadata)
+        if named is not None:
+            return named[1]
+        if inline is not None and _is_users(inline[1], home):
+            return f"{Path(inline[1]).name}:{inline[2]}"
+        return lines.get(int(frame[1]), NAMELESS) if frame is not None else NAMELESS
+
+    def inner_line(at: Instruction) -> str:
+        """A fusion without a line: the last line inside."""
+        inside = computations.get(at.attributes.get("calls", "").removeprefix("%"))
+        found = [line_of(x) for x in inside.instructions.values()] if inside else []
+        return next((line for line in reversed(found) if line != NAMELESS), NAMELESS)
+
+    parts = {OTHER: Part("", NAMELESS, "")}
+    order: list[str] = []
+    holders: set[str] = set()
+    for computation in computations.values():
         for at in computation.instructions.values():
             if at.opcode in HOLDERS:
+                holders.add(at.name)
                 continue
+            order.append(at.name)
             plain = at.opcode.removesuffix("-start").removesuffix("-done")
-            metadata = at.attributes.get("metadata", "")
-            named = _LINE.search(at.op_name)
-            inline, frame = _INLINE.search(metadata), _FRAME.search(metadata)
-            line = NAMELESS
-            if named is not None:
-                line = named[1]
-            elif inline is not None and _is_users(inline[1], home):
-                line = f"{Path(inline[1]).name}:{inline[2]}"
-            elif frame is not None:
-                line = lines.get(int(frame[1]), NAMELESS)
+            line = line_of(at)
+            if line == NAMELESS and at.opcode == "fusion":
+                line = inner_line(at)
             kind = HLO_NAMES.get(plain, HLO_NAMES.get(_wrapped(at.name), ""))
-            parts[at.name] = Part(kind, line, _what(at.op_name) or at.opcode)
-    return Program(head[1], parts)
+            what = _what(at.op_name) or at.opcode
+            parts[at.name] = Part(kind, line, what, at.opcode == "custom-call")
+        order.append("")
+    return Program(head[1], parts, tuple(order), frozenset(holders))
 
 
 def _what(op_name: str) -> str:
@@ -101,7 +127,10 @@ def _is_users(path: str, home: str) -> bool:
 
 
 def _frames(text: str, home: str) -> Iterator[tuple[int, str]]:
-    """Per stack frame of a module, the innermost line that is the user's."""
+    """Per stack frame of a module, the innermost line that is the user's.
+
+    The text has 0 for no parent moved by one: ``parent_frame_id=1`` is none, 2 the first frame.
+    """
     tables: dict[str, dict[int, str]] = {}
     current: dict[int, str] | None = None
     for line in text.splitlines():
@@ -127,7 +156,7 @@ def _frames(text: str, home: str) -> Iterator[tuple[int, str]]:
             if place is not None:
                 yield k, place
                 break
-            at = frames[at].get("parent_frame_id", 0)
+            at = frames[at].get("parent_frame_id", 0) - 1
 
 
 def _fields(row: str) -> dict[str, int]:

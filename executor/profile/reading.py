@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ _INSTRUCTION = re.compile(r"%?([\w.\-]+)(?: = |$)")
 
 @dataclass(frozen=True)
 class Event:
-    """One run of one instruction on one device; times in seconds."""
+    """One run of one instruction on one device; times in seconds. ``kernel``: what a GPU ran."""
 
     name: str
     module: str
@@ -29,6 +29,7 @@ class Event:
     run: int
     begun_s: float
     spent_s: float
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,12 @@ def _event(
     device = int(own[1]) if own is not None else int(stats.get("device_ordinal", 0))
     module = str(stats.get("hlo_module", ""))
     run = int(stats.get("run_id", 0))
-    return Event(name, module, device, run, event.start_ns * 1e-9, event.duration_ns * 1e-9)
+    begun, spent = event.start_ns * 1e-9, event.duration_ns * 1e-9
+    kernel = "" if own is None or line == _OPS else event.name
+    return Event(name, module, device, run, begun, spent, kernel)
 
 
-def timed(events: Iterator[Event], module: str, inside: frozenset[str]) -> Timed:
+def timed(events: Iterable[Event], module: str, inside: frozenset[str]) -> Timed:
     """What events say of a program.
 
     Args:

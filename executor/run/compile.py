@@ -211,7 +211,7 @@ class CompiledStep:
         return result, jax.tree_util.tree_unflatten(tree, leaves)
 
     @property
-    def compiled(self) -> jax.stages.Compiled | None:
+    def program(self) -> jax.stages.Compiled | None:
         """The compiled program; None before the first step."""
         found: jax.stages.Compiled | None = self._program
         return found

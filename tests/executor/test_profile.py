@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from executor import parallelize, train
 from executor.cli import main as cli
-from executor.profile.program import NAMELESS, Part, read_program
+from executor.profile.graphs import named
+from executor.profile.program import NAMELESS, OTHER, Part, read_program
 from executor.profile.reading import Event, read_events, timed
 from executor.verify.hlo.collectives import read_module
 from planner.errors import RequestError
@@ -38,8 +40,8 @@ FileLocations
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
-3 {file_location_id=3 parent_frame_id=3}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=1}
 
 %body (p: f32[8]) -> f32[8] {
   ROOT %tanh.1 = f32[8]{0} tanh(%p), metadata={op_name="jit(step)/tanh" stack_frame_id=2}
@@ -69,6 +71,41 @@ def test_instructions_have_kinds_and_the_users_lines() -> None:
     assert "while.1" not in parts
     with pytest.raises(ValueError, match="no HloModule line"):
         read_program("module @jit_step {}")
+
+
+def test_lines_of_a_real_module_are_the_callers() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(optax.huber_loss(x))
+
+    text = jax.jit(jax.grad(loss)).lower(jnp.ones(8)).compile().as_text()
+    line = f"{Path(__file__).name}:{loss.__code__.co_firstlineno + 1}"
+    lines = {part.line for part in read_program(text).parts.values()} - {NAMELESS}
+    assert lines == {line}  # behind the library's lines
+
+
+def test_kernels_of_graphs_are_their_instructions() -> None:
+    """A GPU's graph has kernels named after instructions, and those of libraries in order."""
+    call = "custom-call(%x), custom_call_target"
+    text = (
+        "HloModule jit_step\n\n%inner (p: f32[8]) -> f32[8] {\n"
+        '  ROOT %exp.1 = f32[8]{0} exponential(%p), metadata={op_name="a" FILE}\n}\n\n'
+        "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+        "  %loop_add_fusion.6 = f32[8]{0} fusion(%x), kind=kLoop, calls=%inner\n"
+        f'  %gemm.1 = f32[8]{{0}} {call}="__cublas$gemm", metadata={{op_name="jit(step)/dot"}}\n'
+        f'  %gemm.2 = f32[8]{{0}} {call}="__cublas$gemm", metadata={{op_name="jit(step)/dot"}}\n'
+        "  ROOT %all-reduce.3 = f32[8]{0} all-reduce(%gemm.2), to_apply=%inner\n}\n"
+    ).replace("FILE", 'source_file="/home/me/b.py" source_line=4')
+    program = read_program(text)
+    assert program.parts["loop_add_fusion.6"].line == "b.py:4"  # of what is inside
+    kernels = ("loop_add_fusion_6", "Memset 0", "nvjet_1", "nvjet_2", "ncclAllReduce", "odd")
+    events = [Event("graph_1", "jit_step", 0, 1, 1.0 * k, 0.5, x) for k, x in enumerate(kernels)]
+    events.append(Event("graph_1", "another", 0, 1, 9.0, 0.5, "loop_add_fusion_6"))
+    *ours, other = named(reversed(events), program)
+    add = "loop_add_fusion.6"
+    assert [e.name for e in ours] == [add, add, "gemm.1", "gemm.2", "all-reduce.3", OTHER]
+    assert other.name == "graph_1"
+    found = timed(ours, "jit_step", frozenset(program.parts))
+    assert found.seconds[add] == 1.0 and found.seconds[OTHER] == 0.5
 
 
 def test_times_are_means_over_steps_and_devices() -> None:
