@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from costmodels import Device
 
 Shape = jax.ShapeDtypeStruct
+_SLOW = 1e12
+"""Flop/s below which convolutions have few channels."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def probes(device: Device, dtypes: Sequence[str], scale: float = 1.0) -> tuple[P
         dtypes: of products; elementwise work is in float32.
         scale: times every program's intended time; below 1 for a quick look.
     """
-    side = _sides(device, scale)
+    rate = device.matmul_flops_per_s("float32") * device.matmul_efficiency
+    side = _sides(rate, scale)
     short, middle, long = side(1e-4), side(1e-3), side(8e-3)
     out: list[Probe] = []
     for dtype in dtypes:
@@ -60,7 +63,11 @@ def probes(device: Device, dtypes: Sequence[str], scale: float = 1.0) -> tuple[P
             softmax(rows, middle),
         ]
     out += [small(32), small(128)]
-    out += [convolution(4, 16, 32, 1), convolution(16, 8, 64, 1), convolution(16, 8, 32, 2)]
+    wide = 1 if rate < _SLOW else 4
+    for image, width, stride in ((16, 32, 1), (8, 64, 1), (16, 64, 2)):
+        flops = 324.0 * image**2 * (wide * width) ** 2 / stride**2  # of one image, both ways
+        batch = max(4, round(scale * rate * 1e-3 / flops))
+        out.append(convolution(batch, image, wide * width, stride))
     out += [recurrent(32, 4, short), recurrent(32, 16, middle)]
     out += [embedding(1024, 256, short), embedding(4096, 1024, middle)]
     return tuple(out)
@@ -88,9 +95,9 @@ def _fused(batch: int, heads: int, span: int, depth: int, causal: bool) -> Probe
     return Probe("fused attention", name, _both_ways(attend), (x,) * 4)
 
 
-def _sides(device: Device, scale: float) -> Callable[[float], int]:
-    """Seconds -> the side of a square float32 product that takes them, a multiple of 16."""
-    rate = device.matmul_flops_per_s("float32") * device.matmul_efficiency
+def _sides(rate: float, scale: float) -> Callable[[float], int]:
+    """Seconds -> the side of a square product that takes them at ``rate`` flop/s, a multiple of
+    16."""
     flops = scale * rate / 2.0
 
     def side(seconds: float) -> int:
@@ -181,6 +188,17 @@ def small(count: int) -> Probe:
         return x
 
     return Probe("start", f"{count} reductions", chain, (_floats(16, 16),))
+
+
+def launches(count: int) -> Probe:
+    """A chain of products of 16x16: on GPUs a kernel each, since nothing fuses two products."""
+
+    def chain(x: Any, w: Any) -> Any:
+        for _ in range(count):
+            x = x @ w
+        return x
+
+    return Probe("start", f"{count} products", chain, (_floats(16, 16), _floats(16, 16)))
 
 
 def convolution(batch: int, image: int, width: int, stride: int) -> Probe:

@@ -3,8 +3,9 @@
 Every program runs on all devices at once, as a train step does, so devices that share cores, memory
 or power are timed at the share that each gets. Programs take turns, in another order every round,
 so that a slow moment of the machine hits all alike; a program's time is the median of its rounds.
-On an accelerator a round runs a short program many times, one behind the other, since steps of a
-training follow each other so: what a program waits for its host alone would hide there.
+On an accelerator a round runs a short program many times, one behind the other, as steps of a
+training follow each other: the host starts the next while one runs. So programs that run about as
+long as the host takes to start one tell the host's time and are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from costmodels import Cluster, Device
 from costmodels.calibrate import CopyCount, KernelCount, Sample
 from executor.calibrate.collective_probes import NAMES, collective_probes
-from executor.calibrate.probes import fused_attention, probes, small
+from executor.calibrate.probes import fused_attention, launches, probes
 from executor.calibrate.resume import Rounds
 from executor.run.mesh import build_mesh
 from planner.errors import ModelError
@@ -37,6 +38,9 @@ from planner.step.analysis import analyse
 WARMUP = 2
 ROUND_S, MOST_RUNS = 0.02, 50
 """On an accelerator a program runs so often in a round that it takes this long, at most so often."""
+HOSTS = 1.5
+"""On an accelerator, programs below this many times the fastest one's time are left out."""
+TOO_SHORT = "runs no longer than its host takes to start it"
 COPIES_S = (1e-4, 1e-3, 1e-2)
 """What copies to the host and back should take, by the catalog."""
 Progress = Callable[[str, float], None]
@@ -50,12 +54,14 @@ _Counts = tuple[KernelCount, ...]
 @dataclass(frozen=True)
 class Sampled:
     """Samples, and ``noise``: the median over programs of how far the middle half of a program's
-    rounds is spread, relative to their median. ``left_out``: programs that the devices' compiler
-    refused, each with the first line of why."""
+    rounds is spread, relative to their median. ``left_out``: programs that tell nothing, or that
+    the devices or their compiler refused, each with the first line of why. ``follow``: whether
+    programs ran one behind the other, so that they do not tell the start of a step."""
 
     samples: tuple[Sample, ...]
     noise: float
     left_out: tuple[str, ...] = ()
+    follow: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,11 @@ def run_probes(
         low, middle, high = statistics.quantiles(found, n=4)
         spreads.append((high - low) / middle)
         samples.append(dataclasses.replace(program.sample, seconds=middle))
-    return Sampled(tuple(samples), statistics.median(spreads), tuple(left_out))
+    if follow:
+        least = HOSTS * min(s.seconds for s in samples)
+        left_out += [f"{s.kind} {s.name}: {TOO_SHORT}" for s in samples if s.seconds < least]
+        samples = [s for s in samples if s.seconds >= least]
+    return Sampled(tuple(samples), statistics.median(spreads), tuple(left_out), follow)
 
 
 def _runs(program: _Program, clock: Callable[[], float]) -> int:
@@ -157,8 +167,10 @@ def _programs(
     platform = flat.devices.flat[0].platform
     made: list[tuple[Sample, Callable[[], _Ready], Callable[[], _Counts] | None]] = []
     alone = probes(cluster.device, dtypes, scale)
-    alone += () if platform == "cpu" else (small(512),)  # longer than their host takes to start it
-    for probe in alone + (fused_attention(cluster.device, scale) if platform == "gpu" else ()):
+    if platform == "gpu":  # where chains of reductions become one kernel
+        alone = tuple(p for p in alone if p.kind != "start") + (launches(128), launches(512))
+        alone += fused_attention(cluster.device, scale)
+    for probe in alone:
         counts = functools.partial(kernel_counts, probe.function, probe.shapes, cluster.device)
         program = functools.partial(_compiled, probe.function, probe.shapes, flat)
         made.append((Sample(probe.kind, probe.name, 0.0), program, counts))

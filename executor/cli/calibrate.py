@@ -131,7 +131,8 @@ def run_calibrate(options: argparse.Namespace) -> int:
         render_residuals(left, f"the constants of {text}, and what was measured", console)
         _render_rest(sampled, left, console)
         return OFF if any(r.median > FAR for r in left) else MEASURED
-    found = fit(text, sampled.samples, UNTOLD if options.compiler else frozenset())
+    untold = UNTOLD if options.compiler or sampled.follow else frozenset[str]()
+    found = fit(text, sampled.samples, untold)
     origin = Origin(
         device_name=name,
         host_name=platform.processor() or platform.machine(),
@@ -223,7 +224,7 @@ def render_residuals(left: Sequence[Residual], title: str, console: Console) -> 
 
 def _render_rest(sampled: Sampled, left: Sequence[Residual], console: Console) -> None:
     for line in sampled.left_out:
-        console.print(f"left out, the compiler or the device refused it: {line}", soft_wrap=True)
+        console.print(f"left out: {line}", soft_wrap=True)
     far = [r.kind for r in left if r.median > FAR]
     if far:
         console.print(f"more than {FAR:.0%} off: {', '.join(far)}; trust steps made of them less")

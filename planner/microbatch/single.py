@@ -103,12 +103,17 @@ class _Scaled:
         if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
             parts = [self.param(x, y) for x, y in zip(a, b, strict=True)]
             return type(a)(*parts) if hasattr(a, "_fields") else tuple(parts)
-        if not callable(a) and not _equal(a, b):  # such as the grid of a kernel
+        if not _is_code(a) and not _equal(a, b):  # such as the grid of a kernel
             raise NotExactError(
                 "this step can't be cut into microbatches of one example: an operation is made for "
                 f"the batch's size ({type(a).__name__}); take fewer microbatches"
             )
         return a
+
+
+def _is_code(a: Any) -> bool:
+    """Whether a parameter is a function, such as the rule of a ``jax.custom_vjp``."""
+    return callable(a) or hasattr(a, "call_wrapped")
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -111,7 +111,7 @@ def empty_workload(
         kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
         begins = starts(graph, groups.fusable, kept, live)
         shares = [1.0] * len(live)
-        return Workload(graph, groups, kept, fused, begins, shares, device=device)
+        return Workload(graph, groups, kept, fused, *begins, shares, device=device)
     found = written(graph, groups.fusable, live, True).without(fused.inside)
     begins = starts(graph, groups.fusable, found.kept, live)
     home = absorbing(graph, groups.fusable, found.kept, live)
@@ -121,7 +121,7 @@ def empty_workload(
         groups,
         found.kept,
         fused,
-        begins,
+        *begins,
         seen_shares(graph, rules, home, fused, device),
         product_kernels(graph, rules, groups, home, found, device, handed),
         vector_bytes(graph, groups, home, found, device, handed),

@@ -11,6 +11,7 @@ from costmodels import ClusterError, parse_cluster, with_profile
 from costmodels.calibrate import (
     Calibration,
     CollectiveCount,
+    CopyCount,
     KernelCount,
     Residual,
     Sample,
@@ -88,7 +89,7 @@ FITTED = (
 )
 
 
-@pytest.mark.parametrize(("noise", "within"), [(0.0, 1e-3), (0.03, 0.15)])
+@pytest.mark.parametrize(("noise", "within"), [(0.0, 2e-2), (0.03, 0.15)])
 def test_known_constants_are_found(noise: float, within: float, tmp_path: Path) -> None:
     truth = truth_of("cpu:8", tmp_path)
     expected = tomllib.loads(Path(truth).read_text())
@@ -131,7 +132,7 @@ def test_residuals_by_hand() -> None:
     one = KernelCount("vector", "float32", 0.0, 0.0, kernels=1.0)
     start = cluster.device.kernel_latency_s
     samples = [Sample("a", "x", 2 * start, (one,)), Sample("a", "y", start / 4, (one,))]
-    assert residuals(cluster, samples) == (Residual("a", 2, 1.75, 3.0, "y"),)
+    assert residuals(cluster, samples) == (Residual("a", 2, pytest.approx(2**0.5), 1.75, 3.0, "y"),)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
@@ -204,3 +205,33 @@ def test_an_interrupted_write_leaves_what_was_there(
 def test_constants_by_table() -> None:
     found = Calibration((("device", "a", 1.0), ("torus", "b", 2.0), ("device", "c", 3.0)), ())
     assert found.tables() == {"device": {"a": 1.0, "c": 3.0}, "torus": {"b": 2.0}}
+
+
+def test_constants_that_are_hardly_told_stay_near_the_catalogs() -> None:
+    """Programs bound by memory alone leave the start of a kernel open."""
+    cluster = parse_cluster("h100:8")
+    known = dataclasses.replace(cluster.device, memory_bytes_per_s=2.5e12, memory_efficiency=1.0)
+    samples = []
+    for nbytes in (1e9, 3e9, 1e10):
+        work = KernelCount("vector", "float32", 0.0, nbytes)
+        samples.append(Sample("elementwise", f"{nbytes}", nbytes / 2.5e12, (work,)))
+    found = fit("h100:8", samples, frozenset({"step_latency_s"}))
+    constants = {(table, key): value for table, key, value in found.constants}
+    assert constants["device", "memory_bytes_per_s"] == pytest.approx(2.5e12, rel=0.02)
+    start = constants.get(("device", "kernel_latency_s"), known.kernel_latency_s)
+    assert start == pytest.approx(known.kernel_latency_s, rel=0.5)
+    assert "device.overlap" in found.kept and "device.step_latency_s" in found.kept
+    assert "device.memory_bytes_per_s" not in found.kept
+
+
+def test_copies_to_the_host_tell_its_link() -> None:
+    copies = [
+        Sample("host", f"{n}", 2e-5 + n / 4e10, copies=(CopyCount(n),)) for n in (1e5, 1e7, 1e9)
+    ]
+    work = KernelCount("vector", "float32", 0.0, 1e9)
+    samples = [*copies, Sample("elementwise", "x", 4e-4, (work,))]
+    found = fit("h100:1", samples, frozenset({"step_latency_s"})).tables()["host"]
+    assert found["bytes_per_s"] == pytest.approx(4e10, rel=0.02)
+    assert found["latency_s"] == pytest.approx(2e-5, rel=0.05)
+    with pytest.raises(ValueError, match="without collectives"):
+        fit("h100:1", copies)

@@ -162,6 +162,17 @@ def test_microbatches_of_one_example(rows: int) -> None:
     check(step, state(), tokens(rows), parts=rows)
 
 
+@pytest.mark.parametrize("rows", [2, ROWS])
+def test_rules_of_users_are_no_sizes(rows: int) -> None:
+    """A ``jax.custom_vjp`` that is not differentiated stays in the step, with its functions."""
+
+    def step(p: Any, t: Any) -> Any:
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(next_token_loss)(p, t))
+        return new, jnp.mean(product(p["embed"][t], p["w"][0]))
+
+    check(step, state(), tokens(rows), parts=rows)
+
+
 def test_a_size_that_does_not_follow_from_the_batch() -> None:
     def step(p: Any, t: Any) -> Any:
         def loss(p: Any) -> Any:

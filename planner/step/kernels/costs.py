@@ -68,13 +68,15 @@ class Workload:
     kept: Sequence[bool]
     fused: FusedCalls
     starts: Sequence[bool]
+    depth: Sequence[int]
     seen_share: Sequence[float]
     kernels: Mapping[int, ProductKernel] = field(default_factory=dict)
     moved: Sequence[float] = ()
     device: Device | None = None
     sums: list[dict[tuple[frozenset[int], str], list[float]]] = field(init=False)
     products: list[list[Work]] = field(init=False)
-    seen: set[tuple[int, int]] = field(default_factory=set)
+    seen: set[tuple[int, int, int]] = field(default_factory=set)
+    """Arrays that a kernel reads or has made: the group, the depth of the kernel, the value."""
     known: dict[tuple[str, int], float] = field(default_factory=dict)
     spans: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], frozenset[int]] = field(
         default_factory=dict
@@ -116,8 +118,9 @@ class Workload:
             )
 
     def part(self, op: Op, rule: FactorRule) -> tuple[int, Work] | None:
-        """The group of one operation and its share of the group's work. Ask in program order: a
-        fused chain reads each array once."""
+        """The group of one operation and its share of the group's work. Ask in program order:
+        operations of a group and of one depth (`starts`) are a kernel, which reads each array once
+        and does not read what it makes."""
         entry = self.groups.op_layouts[op.index]
         if entry is None:
             return None
@@ -137,10 +140,12 @@ class Workload:
         if factors is None:
             factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
             self.spans[ins, outs] = factors
-        reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, v) not in self.seen}
-        if reads and self.groups.fusable[op.index]:
-            self.seen.update([(group, v) for v in reads])
+        depth, seen = self.depth[op.index], self.seen
+        reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, depth, v) not in seen}
         writes = [v for v in op.outputs if kept[v]]
+        fuses = self.groups.fusable[op.index]
+        if fuses or op.kind.startswith(("reduce_", "arg")):
+            seen.update([(group, depth, v) for v in (*reads, *(writes if fuses else ()))])
         nbytes = float(sum([values[v].nbytes for v in (*reads, *writes)]))
         if op.kind in BITCASTS and reads:
             nbytes = 0.0

@@ -1,4 +1,5 @@
-"""Which operations start a kernel: a count of what a compiler that fuses launches.
+"""Which operations start a kernel, and which may share one: a count of what a compiler that fuses
+launches.
 
 Operations that mix dimensions are a kernel each. Elementwise operations are fused with the
 elementwise operations that they read, also with several results (XLA's loop and multi-output
@@ -10,6 +11,7 @@ one value share a kernel. Compared with compiled steps in docs/explanation/compu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from planner.graph.ir import SCALAR, Graph
 from planner.step.memory.liveness import PASSES
@@ -18,12 +20,21 @@ BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "
 """Operations that never are a kernel alone: a new shape for the same bytes, or made where read."""
 
 
+class Starts(NamedTuple):
+    """Per operation, whether its kernel is counted at it, and how many products and reductions lie
+    on the longest path to it: kernels of the same depth may be one."""
+
+    begins: tuple[bool, ...]
+    depth: tuple[int, ...]
+
+
 def starts(
     graph: Graph, fusable: Sequence[bool], kept: Sequence[bool], live: Sequence[bool]
-) -> tuple[bool, ...]:
-    """Per operation, whether its kernel is counted at it. Near-linear in operations."""
+) -> Starts:
+    """Find both. Near-linear in operations."""
     values = graph.values
     out = [False] * len(graph.ops)
+    levels = [0] * len(graph.ops)
     depth = [0] * len(graph.values)  # heavy operations on the longest path to a value
     chain = [-1] * len(graph.values)  # the elementwise operation that made it
     parent = list(range(len(graph.ops)))
@@ -42,6 +53,7 @@ def starts(
         inputs = [i for i in op.inputs if i != SCALAR]
         level = max((depth[i] for i in inputs), default=0)
         here, kind = op.index, op.kind
+        levels[here] = level
         if kind in PASSES or kind.startswith(("loop_", "branch_")):
             for o in op.outputs:
                 depth[o] = level
@@ -69,4 +81,4 @@ def starts(
         if root not in counted:
             counted.add(root)
             out[op_index] = True
-    return tuple(out)
+    return Starts(tuple(out), tuple(levels))
