@@ -1,15 +1,17 @@
 """One device: step time as predicted, as measured under the plan, and of a plain ``jax.jit``.
 
-The six examples at their own size, and decoders of a billion parameters: as written, computed again
-(``remat="full"``), in four microbatches, and with the optimizer's state in host memory. Steps follow
-each other without a wait, as in a training; a time is the median of some rounds. ``peak`` is what
-the compiler says is alive at once (``peak_memory_in_bytes``) beside the prediction.
+The six examples at their own size, and decoders of a billion parameters: as written, computed
+again (``remat="full"``), in four microbatches, and with the optimizer's state in host memory.
+Steps follow each other without a wait, as in a training; a time is the median of some rounds.
+``peak`` is what the compiler says is alive at once (``peak_memory_in_bytes``) beside the
+prediction.
 
     python benchmarks/one_device.py --cluster h100:1
     planner calibrate --cluster h100:1 --out profile.toml
     python benchmarks/one_device.py --cluster h100:1 --profile profile.toml
 
-``--trace DIR`` also traces three steps of the first decoder, with its plan, for ``planner profile``.
+``--trace DIR`` traces three steps of the first decoder that runs, with its plan, for
+``planner profile``.
 """
 
 from __future__ import annotations
@@ -200,13 +202,15 @@ def main() -> None:
         table.add_column(head, justify="left" if head == "program" else "right")
     cases: list[Callable[[], Case]] = [functools.partial(example_case, n) for n in EXAMPLES]
     cases += [functools.partial(lambda c: c, c) for c in decoder_cases(args.tiny)]
+    traced = False
     for make in cases:
         case = make()
         if args.only and args.only not in case.name:
             continue
-        folder = args.trace if case.name == "gpt 1b" else None
+        folder = args.trace if "1b" in case.name and not traced else None
         try:
             cells = row(case, clusters, folder)
+            traced = traced or folder is not None
         except Exception:
             traceback.print_exc()
             cells = [case.name, "failed"]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from executor.calibrate.collective_probes import NAMES, collective_probes
 from executor.calibrate.probes import fused_attention, launches, probes
 from executor.calibrate.resume import Rounds
 from executor.run.mesh import build_mesh
-from planner.errors import ModelError
+from planner.errors import ModelError, RequestError
 from planner.graph.trace import trace
 from planner.space.groups import build_groups
 from planner.spec import MeshSpec
@@ -37,7 +37,7 @@ from planner.step.analysis import analyse
 
 WARMUP = 2
 ROUND_S, MOST_RUNS = 0.02, 50
-"""On an accelerator a program runs so often in a round that it takes this long, at most so often."""
+"""On an accelerator a program runs in a round until it took this long; at most so often."""
 HOSTS = 1.5
 """On an accelerator, programs below this many times the fastest one's time are left out."""
 TOO_SHORT = "runs no longer than its host takes to start it"
@@ -45,10 +45,6 @@ COPIES_S = (1e-4, 1e-3, 1e-2)
 """What copies to the host and back should take, by the catalog."""
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done, 0 to 1."""
-
-
-_Ready = tuple[Any, tuple[jax.Array, ...]]
-_Counts = tuple[KernelCount, ...]
 
 
 @dataclass(frozen=True)
@@ -105,13 +101,15 @@ def run_probes(
         folder: where finished rounds are kept and found again (`executor.calibrate.resume`).
 
     Raises:
-        RequestError: fewer devices are present than the cluster has.
+        RequestError: fewer devices are present than the cluster has, or none runs a program.
     """
-    programs, left_out = _programs(cluster, dtypes, scale, devices, progress)
+    programs, left_out = _programs(_requests(cluster, dtypes, scale, devices), progress)
+    if not any(not p.sample.collectives and not p.sample.copies for p in programs):
+        raise RequestError(f"no program ran on these devices: {left_out[0]}; mend that first")
     names = [p.sample.name for p in programs]
     request = {"cluster": cluster.text, "device": str(jax.devices()[0].device_kind)}
     kept = Rounds(folder, {**request, "jax": jax.__version__, "scale": scale, "programs": names})
-    follow = programs[0].args[0].devices().pop().platform != "cpu"
+    follow = next(iter(programs[0].args[0].devices())).platform != "cpu"
     runs = [_runs(p, clock) if follow else 1 for p in programs]
     order = random.Random(len(kept.done))
     for turn in range(len(kept.done) - WARMUP, rounds):
@@ -127,10 +125,16 @@ def run_probes(
         spreads.append((high - low) / middle)
         samples.append(dataclasses.replace(program.sample, seconds=middle))
     if follow:
-        least = HOSTS * min(s.seconds for s in samples)
-        left_out += [f"{s.kind} {s.name}: {TOO_SHORT}" for s in samples if s.seconds < least]
-        samples = [s for s in samples if s.seconds >= least]
+        samples, short = told(samples)
+        left_out += short
     return Sampled(tuple(samples), statistics.median(spreads), tuple(left_out), follow)
+
+
+def told(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """The samples without those that tell the host's time, and the names of these."""
+    least = HOSTS * min(s.seconds for s in samples)
+    short = [f"{s.kind} {s.name}: {TOO_SHORT}" for s in samples if s.seconds < least]
+    return [s for s in samples if s.seconds >= least], short
 
 
 def _runs(program: _Program, clock: Callable[[], float]) -> int:
@@ -155,56 +159,67 @@ def kernel_counts(
     )
 
 
-def _programs(
+class _Request(NamedTuple):
+    """A program to compile: its sample without a time, what compiles it, and what counts it."""
+
+    sample: Sample
+    ready: Callable[[], tuple[Any, tuple[jax.Array, ...]]]
+    counts: Callable[[], tuple[KernelCount, ...]] = tuple
+
+
+def _requests(
     cluster: Cluster,
     dtypes: Sequence[str],
     scale: float,
     devices: Sequence[jax.Device] | None,
-    progress: Progress,
-) -> tuple[list[_Program], list[str]]:
-    """The programs, compiled, and those that can't be."""
-    flat = build_mesh(MeshSpec(NAMES[1:], (cluster.num_devices,)), devices)
+) -> list[_Request]:
+    """The programs for the devices present."""
+    device, flat = cluster.device, build_mesh(MeshSpec(NAMES[1:], (cluster.num_devices,)), devices)
     platform = flat.devices.flat[0].platform
-    made: list[tuple[Sample, Callable[[], _Ready], Callable[[], _Counts] | None]] = []
-    alone = probes(cluster.device, dtypes, scale)
+    alone = probes(device, dtypes, scale)
     if platform == "gpu":  # where chains of reductions become one kernel
-        alone = tuple(p for p in alone if p.kind != "start") + (launches(128), launches(512))
-        alone += fused_attention(cluster.device, scale)
+        others = [p for p in alone if p.kind != "start"]
+        alone = (*others, launches(128), launches(512), *fused_attention(device, scale))
+    out = []
     for probe in alone:
-        counts = functools.partial(kernel_counts, probe.function, probe.shapes, cluster.device)
-        program = functools.partial(_compiled, probe.function, probe.shapes, flat)
-        made.append((Sample(probe.kind, probe.name, 0.0), program, counts))
+        sample = Sample(probe.kind, probe.name, 0.0)
+        counts = functools.partial(kernel_counts, probe.function, probe.shapes, device)
+        ready = functools.partial(_compiled, probe.function, probe.shapes, flat)
+        out.append(_Request(sample, ready, counts))
     for link in collective_probes(cluster, scale):
         sample = Sample(link.collectives[0].kind, link.name, 0.0, link.kernels, link.collectives)
         mesh = build_mesh(MeshSpec(NAMES, link.mesh_shape), devices)
         shapes = [jax.ShapeDtypeStruct((length,), "float32") for length in link.lengths]
-        made.append((sample, functools.partial(_compiled, link.function, shapes, mesh), None))
-    if platform != "cpu" and cluster.host is not None:
-        for seconds in COPIES_S:
-            length = round(scale * seconds * cluster.host.bytes_per_s / 4)
-            for there in (True, False):
-                name = f"{4 * length} B {'to' if there else 'from'} the host"
-                sample = Sample("host", name, 0.0, copies=(CopyCount(4.0 * length),))
-                made.append((sample, functools.partial(_copied, length, there, flat), None))
+        out.append(_Request(sample, functools.partial(_compiled, link.function, shapes, mesh)))
+    for seconds in COPIES_S if platform != "cpu" and cluster.host is not None else ():
+        assert cluster.host is not None
+        length = round(scale * seconds * cluster.host.bytes_per_s / 4)
+        for there in (True, False):
+            name = f"{4 * length} B {'to' if there else 'from'} the host"
+            sample = Sample("host", name, 0.0, copies=(CopyCount(4.0 * length),))
+            out.append(_Request(sample, functools.partial(_copied, length, there, flat)))
+    return out
+
+
+def _programs(requests: Sequence[_Request], progress: Progress) -> tuple[list[_Program], list[str]]:
+    """The programs, compiled and run once, and those that can't be."""
     programs: list[_Program] = []
     left_out: list[str] = []
-    for k, (sample, program, counts) in enumerate(made):
-        progress(f"compiling {sample.kind}", k / len(made))
+    for k, (sample, ready, counts) in enumerate(requests):
+        progress(f"compiling {sample.kind}", k / len(requests))
         try:
-            if counts is not None:
+            if not sample.collectives and not sample.copies:
                 sample = dataclasses.replace(sample, kernels=counts())
-            made_one = _Program(sample, *program())
-            jax.block_until_ready(made_one.compiled(*made_one.args))
-            programs.append(made_one)
+            program = _Program(sample, *ready())
+            jax.block_until_ready(program.compiled(*program.args))
+            programs.append(program)
         except (RuntimeError, ValueError, NotImplementedError, ModelError) as error:
             why = str(error).strip().partition("\n")[0]
             left_out.append(f"{sample.kind} {sample.name}: {why[:200]}")
     return programs, left_out
 
 
-def _copied(
-    length: int, there: bool, mesh: jax.sharding.Mesh
-) -> tuple[Any, tuple[jax.Array, ...]]:
+def _copied(length: int, there: bool, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[jax.Array, ...]]:
     """A copy to the hosts' memory or back, by every device, and its argument."""
     spec = jax.sharding.PartitionSpec(mesh.axis_names)
     device = jax.sharding.NamedSharding(mesh, spec)

@@ -51,7 +51,7 @@ examples:
 
 An interrupted calibration goes on with the same command: what it has so far is in FILE.part.
 
-exit codes: 0 measured (and written), 1 --check: some family of programs is more than 50 % off, 2 the
+exit codes: 0 measured (and written), 1 --check: a family of programs is more than 50 % off, 2 the
 request can't be met, 130 interrupted
 """
 
@@ -83,8 +83,8 @@ def add_calibrate(commands: Any, text: str) -> None:
     add(
         "--check",
         action="store_true",
-        help="write nothing: say how far the constants of --cluster (the catalog's, or a profile's) "
-        "are from what is measured",
+        help="write nothing: say how far the constants of --cluster (of the catalog, or of a "
+        "profile) are from what is measured",
     )
 
 
@@ -122,9 +122,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
         check_present(cluster)
         keep = None if options.check else part
         with _progress() as told, compiled_in(part) if keep else nullcontext():
-            sampled = run_probes(
-                cluster, DTYPES, rounds=options.rounds, progress=told, folder=keep
-            )
+            sampled = run_probes(cluster, DTYPES, rounds=options.rounds, progress=told, folder=keep)
         name = jax.devices()[0].device_kind
     if options.check:
         left = residuals(cluster, sampled.samples)

@@ -1,6 +1,8 @@
 """``planner calibrate``: measuring gives a profile that loads, plans and says where it is from."""
 
+import dataclasses
 import itertools
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from costmodels import parse_cluster
-from costmodels.calibrate import KernelCount
+from costmodels.calibrate import KernelCount, Sample, predicted_s
 from executor.calibrate import sampling
 from executor.calibrate.collective_probes import CHAIN, TOGETHER, collective_probes
-from executor.calibrate.probes import probes
+from executor.calibrate.probes import fused_attention, launches, probes
+from executor.calibrate.resume import Rounds, compiled_in, forget
 from executor.calibrate.sampling import Sampled, kernel_counts, run_probes
 from executor.cli import calibrate as cli_calibrate
 from executor.cli.main import main
@@ -127,6 +130,20 @@ def test_kernel_counts_are_the_planners() -> None:
     assert [k.flops for k in counts if k.kind == "convolution"] == [2.0 * 2 * 8 * 8 * 8 * 36]
 
 
+def test_what_gpus_run_besides() -> None:
+    assert [p.kind for p in fused_attention(H100)] == ["fused attention"] * 4
+    chain = launches(5)
+    counts = kernel_counts(chain.function, chain.shapes, H100)
+    assert sum(k.kernels for k in counts) == 5 and {k.kind for k in counts} == {"matmul"}
+
+
+def test_samples_that_tell_the_hosts_time_are_left_out() -> None:
+    samples = [Sample("start", f"{s}", s) for s in (1.0, 1.4, 1.6, 9.0)]
+    kept, short = sampling.told(samples)
+    assert [s.seconds for s in kept] == [1.6, 9.0]
+    assert short == [f"start {s}: {sampling.TOO_SHORT}" for s in (1.0, 1.4)]
+
+
 def test_probes_grow_with_the_device() -> None:
     small, large = (parse_cluster(f"{kind}:8").device for kind in ("cpu", "h100"))
     for one, other in zip(probes(small, ["float32"]), probes(large, ["float32"]), strict=True):
@@ -193,3 +210,94 @@ def test_an_interrupt_leaves_no_file(
     assert main(["calibrate", "--cluster", "cpu:8", "--out", str(out)]) == 130
     assert list(tmp_path.iterdir()) == []
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "probes", lambda *a: probes(*a)[-4:-2])
+    monkeypatch.setattr(sampling, "collective_probes", lambda *a: ())
+
+
+class Stopped(Exception):
+    """The run ends here."""
+
+
+@pytest.mark.usefixtures("few_programs")
+@compiled_quickly()
+def test_it_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    folder, cluster = tmp_path / "profile.toml.part", parse_cluster("cpu:1")
+
+    def run(rounds: int, until: int = 1000) -> tuple[Sampled, int]:
+        ticks = itertools.accumulate(itertools.cycle([0.0, 3.0]))
+        calls = itertools.count()
+
+        def clock() -> float:
+            if next(calls) >= until:
+                raise Stopped
+            return next(ticks)
+
+        found = run_probes(
+            cluster, ("float32",), rounds=rounds, scale=TINY, clock=clock, folder=folder
+        )
+        return found, next(calls)
+
+    each = 2 * 2  # two readings for each of two programs
+    with compiled_in(folder):
+        with pytest.raises(Stopped):
+            run(4, until=(sampling.WARMUP + 2) * each + 1)
+        kept = json.loads((folder / "rounds.json").read_text())
+        assert len(kept["rounds"]) == 2
+        found, calls = run(4)
+    assert calls == (sampling.WARMUP + 2) * each and {s.seconds for s in found.samples} == {3.0}
+    assert any((folder / "compiled").iterdir())
+    assert run(5)[1] == (sampling.WARMUP + 1) * each  # one more round of the same request
+    cluster = parse_cluster("cpu:2")
+    assert run(4)[1] == (sampling.WARMUP + 4) * each  # another request starts anew
+    (folder / "rounds.json").write_text("{")
+    assert Rounds(folder, {"programs": []}).done == []
+    forget(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("few_programs")
+@compiled_quickly()
+def test_programs_that_are_refused_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = probes(parse_cluster("cpu:1").device, ["float32"], TINY)[-4:-2]
+
+    def broken(*args: Any) -> Any:
+        raise ValueError("no such kernel\nhere")
+
+    bad = dataclasses.replace(one, name="bad", function=broken)
+    monkeypatch.setattr(sampling, "probes", lambda *a: (bad, other))
+    found = run_probes(parse_cluster("cpu:1"), ("float32",), rounds=2, scale=TINY)
+    assert [s.name for s in found.samples] == [other.name]
+    assert len(found.left_out) == 1 and "no such kernel" in found.left_out[0]
+
+
+def test_a_check_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = parse_cluster("cpu:8")
+    work = KernelCount("vector", "float32", 0.0, 1e9)
+    right = Sample("elementwise", "x", 1.0, (work,))
+    right = dataclasses.replace(right, seconds=predicted_s(known, right))
+    far = dataclasses.replace(right, kind="loop", seconds=3 * right.seconds)
+    for samples, code in (((right,), 0), ((right, far), 1)):
+        sampled = Sampled(samples, 0.0, ("gather y: too short",))
+        monkeypatch.setattr(cli_calibrate, "run_probes", lambda *a, s=sampled, **k: s)
+        out = tmp_path / "profile.toml"
+        assert main(["calibrate", "--cluster", "cpu:8", "--check", "--out", str(out)]) == code
+        said = capsys.readouterr().out
+        assert "1.00" in said and "left out: gather y: too short" in said
+        assert ("more than 50% off: loop" in said) == bool(code)
+    assert list(tmp_path.iterdir()) == []
+    assert main(["calibrate", "--cluster", "v5e:2x2", "--check", "--compiler"]) == 2
+    assert "--compiler runs nothing" in capsys.readouterr().err
+
+
+def test_the_measured_h100_is_a_cluster() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "profiles" / "h100-80gb-hbm3.toml"
+    device = parse_cluster(f"{path}:8").device
+    assert 2e12 < device.memory_bytes_per_s < 3.35e12  # below what the chip has
+    assert device.matmul_flops_per_s("bfloat16") * device.matmul_efficiency < 9.89e14
+    assert tomllib.loads(path.read_text())["profile"]["device_name"] == "NVIDIA H100 80GB HBM3"
