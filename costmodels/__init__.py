@@ -21,6 +21,7 @@ from .hardware import (
     with_profile,
 )
 from .model import AnalyticCostModel, CostModel
+from .origins import Origins, origins
 
 __all__ = [
     "MOST_DEVICES",
@@ -32,11 +33,13 @@ __all__ = [
     "Device",
     "Kernel",
     "Link",
+    "Origins",
     "attention_drag",
     "collective_coefficients",
     "find_kind",
     "known_kinds",
     "op_time_s",
+    "origins",
     "parse_bytes",
     "parse_cluster",
     "part_of",

@@ -154,7 +154,7 @@ def _slices(count: int, entry: Table, where: str) -> int:
     return count
 
 
-def _parsed(path: str) -> Table:
+def parsed_file(path: str) -> Table:
     """The tables of a TOML file: a regular one of bounded size; raises ClusterError."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -182,7 +182,7 @@ def _parsed(path: str) -> Table:
 def _read_file(path: str) -> Description:
     """A file: [cluster] names device and size, [profile] says where the constants come from (it
     is not read), other tables replace constants."""
-    content = _parsed(path)
+    content = parsed_file(path)
     head = content.pop("cluster", None)
     content.pop("profile", None)
     if not isinstance(head, dict) or not isinstance(head.get("device"), str):

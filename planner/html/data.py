@@ -18,7 +18,13 @@ from planner.planning import Planned
 from planner.report.fold import common_path, is_optimizer_state, pattern
 from planner.report.table import recipe_lines, schedule_text
 from planner.report.units import array_text
-from planner.report.verdict import choice_text, likely_text, mesh_text, proof_text
+from planner.report.verdict import (
+    choice_text,
+    constants_text,
+    likely_text,
+    mesh_text,
+    proof_text,
+)
 from planner.spec import MeshSpec
 
 MOST_DEVICES = {"hierarchy": 128, "torus": 256}
@@ -92,6 +98,7 @@ class ReportData:
     idle: str
     choice: str
     proof: str
+    constants: str
     search: dict[str, Any]
     prediction: dict[str, Any]
     likely: str
@@ -151,6 +158,7 @@ def report_data(
         idle=plan.idle,
         choice=choice_text(plan),
         proof=proof_text(plan),
+        constants=constants_text(plan),
         search={
             "name": search.name,
             "cost_s": search.cost_s,

@@ -40,6 +40,7 @@ from planner.report.units import (
 )
 from planner.report.verdict import (
     choice_text,
+    constants_text,
     devices_text,
     likely_text,
     mesh_text,
@@ -395,4 +396,5 @@ def _search(plan: Plan) -> RenderableType:
     ]
     if plan.planning_s > 0:
         rows.append(("planning took", time_text(plan.planning_s)))
+    rows.append(("constants", constants_text(plan)))
     return pairs(rows)

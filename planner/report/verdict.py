@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from costmodels import ClusterError, origins
 from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.units import bytes_text, range_text, time_text
@@ -44,6 +45,14 @@ def likely_text(plan: Plan) -> str:
         f"{range_text(found.low_s, found.high_s)}: 80 % of {by.of} took {by.low:.2f}x to "
         f"{by.high:.2f}x as long as predicted"
     )
+
+
+def constants_text(plan: Plan) -> str:
+    """Where the constants come from that the prediction rests on."""
+    try:
+        return str(origins(plan.cluster))
+    except ClusterError:
+        return f"those of {plan.cluster}, which can't be read here"
 
 
 def proof_text(plan: Plan) -> str:

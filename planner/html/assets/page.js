@@ -32,7 +32,8 @@ function summary() {
       el("div", { class: "soft small", text: micro(`${D.choice}.`) })),
     tile("gap to the lower bound", percentText(D.search.gap), "", true,
       el("div", { class: "small", text: micro(`${D.proof}.`) }),
-      el("div", { class: "soft small", text: `Search ${D.search.name}: ${D.search.reason}. Bound ${timeText(D.search.lower_bound_s)}, found ${timeText(D.search.cost_s)} (without the start of the step).` })))];
+      el("div", { class: "soft small", text: `Search ${D.search.name}: ${D.search.reason}. Bound ${timeText(D.search.lower_bound_s)}, found ${timeText(D.search.cost_s)} (without the start of the step).` }),
+      el("div", { class: "soft small", text: `Constants: ${D.constants}.` })))];
 }
 function sumOf(kind) {
   const c = D.leaves.columns;
