@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from executor.profile.program import NAMELESS, Program
@@ -32,7 +32,7 @@ class Beside:
         step_s, planned_step_s: of a step; measured is the median.
         compute_s, collective_s: busy with computing, and in collectives, which may overlap.
         collectives: by kind and line, the most measured time first.
-        lines: time of computing by line, likewise: (line, seconds, runs).
+        lines: of computing by line, likewise; planned counts are not known (0).
     """
 
     program: str
@@ -45,7 +45,7 @@ class Beside:
     collective_s: float
     planned_collective_s: float
     collectives: tuple[Row, ...]
-    lines: tuple[tuple[str, float, float], ...]
+    lines: tuple[Row, ...]
 
 
 _USE, _ARGUMENT = "use of ", "args"
@@ -91,6 +91,7 @@ def beside(plan: Plan, program: Program, found: Timed) -> Beside:
     for key in {**planned, **measured}:
         (then_s, then), (now_s, now) = (d.get(key, [0.0, 0.0]) for d in (planned, measured))
         rows.append(Row(*key, then_s, then, now_s, now, _few(causes.get(key, {}))))
+    planned_lines = {row.source or NAMELESS: row.time_s for row in plan.compute}
     p = plan.prediction
     return Beside(
         program.name,
@@ -102,11 +103,17 @@ def beside(plan: Plan, program: Program, found: Timed) -> Beside:
         p.compute_s,
         sent,
         p.communication_s,
-        tuple(sorted(rows, key=lambda r: (-r.measured_s, -r.planned_s, r.kind, r.line))),
-        tuple(
-            sorted(((k, s, n) for k, (s, n) in lines.items()), key=lambda row: (-row[1], row[0]))
+        _ordered(rows),
+        _ordered(
+            Row("", line, planned_lines.get(line, 0.0), 0.0, *lines.get(line, (0.0, 0.0)))
+            for line in {**planned_lines, **lines}
         ),
     )
+
+
+def _ordered(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The most measured time first."""
+    return tuple(sorted(rows, key=lambda r: (-r.measured_s, -r.planned_s, r.kind, r.line)))
 
 
 def _few(causes: Mapping[str, None]) -> str:

@@ -117,10 +117,11 @@ def _parts(found: Beside) -> Iterable[RenderableType]:
             row.causes,
         )
     yield from section(_title("collectives", len(found.collectives)), table)
-    table = new_table("line", ">measured", ">share", ">runs")
-    for line, seconds, runs in found.lines[:SHOWN]:
-        share = percent_text(seconds / found.compute_s) if found.compute_s else "-"
-        add_row(table, line, time_text(seconds), share, count_text(runs))
+    table = new_table("line", ">planned", ">measured", ">share", ">runs")
+    for row in found.lines[:SHOWN]:
+        share = percent_text(row.measured_s / found.compute_s) if found.compute_s else "-"
+        times = _time(row.planned_s), _time(row.measured_s)
+        add_row(table, row.line, *times, share, _count(row.measured_count))
     yield from section(_title("compute by line", len(found.lines)), table)
 
 

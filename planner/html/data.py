@@ -110,6 +110,7 @@ class ReportData:
     step: StepInTime
     collectives: ReportTable
     leaves: ReportTable
+    compute: tuple[tuple[str, float], ...]
     activations: tuple[tuple[str, str, str, float, str], ...]
     rivals: tuple[Rival, ...]
     """Empty when nothing was compared, else the chosen plan first."""
@@ -186,6 +187,7 @@ def report_data(
         step=step_in_time(extraction, prediction, found, seconds, sent, texts),
         collectives=_collectives(plan, texts),
         leaves=_leaves(plan.inputs, texts),
+        compute=tuple((row.source or "no line", row.time_s) for row in plan.compute),
         activations=tuple(
             (a.name, array_text(a.shape, a.dtype), str(a.spec), a.nbytes_per_device, a.source)
             for a in plan.activations

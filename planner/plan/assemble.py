@@ -14,10 +14,12 @@ from planner.choose.candidates import SPLITS, batch_axes
 from planner.choose.devices import devices_worth, idle_text
 from planner.choose.meshes import untried
 from planner.cost.apart import kept_apart
+from planner.cost.op_seconds import op_seconds
 from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
 from planner.graph.ir import RAGGED, Graph
 from planner.plan.compiled.lowering import Lowering, default_lowering, on_named_axes
+from planner.plan.contents.compute import compute_rows
 from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
 from planner.plan.contents.json_text import rounded
@@ -124,6 +126,7 @@ def _plan(
         compiler_options=request.compiler_options,
         decisions=extraction.decisions(),
         apart=kept_apart(extraction),
+        compute=compute_rows([op.source for op in graph.ops], op_seconds(extraction)),
         planning_s=time.perf_counter() - begun,
         device=request.cluster.device.kind,
     )

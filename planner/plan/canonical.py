@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-NOISE = frozenset({"notes", "meshes", "search", "confirmed"})
-"""Fields that say how a plan was found, or what was tried."""
+NOISE = frozenset({"notes", "meshes", "search", "confirmed", "compute"})
+"""Fields that say how a plan was found, what was tried, or go by lines."""
 SORTED = frozenset({"collectives", "activations", "fallbacks"})
 """Lists whose order follows the lines of the model."""
 _LINE = re.compile(r"(?<=\.py):\d+")

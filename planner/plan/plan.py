@@ -23,6 +23,7 @@ from planner.graph.ir import SCALAR, Graph
 from planner.plan.canonical import canonical
 from planner.plan.compiled.confirmed import Confirmation
 from planner.plan.compiled.lowering import PLAIN, Lowering
+from planner.plan.contents.compute import ComputeRow
 from planner.plan.contents.folded import unfold_plan
 from planner.plan.contents.json_text import json_text, plain
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
@@ -235,6 +236,8 @@ class Plan:
     are one program."""
     cuts: tuple[int, ...] = ()
     """Of such stages, the operation that each one's forward pass begins with."""
+    compute: tuple[ComputeRow, ...] = ()
+    """The lines that take longest to compute; left out where stages are programs of their own."""
     planning_s: float = field(default=0.0, compare=False)
     device: str = field(default="", compare=False)
     """Kind of device, where the plan was made and not read: as ``planning_s`` it is not saved."""

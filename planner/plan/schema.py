@@ -19,6 +19,7 @@ from planner.errors import RequestError
 from planner.modes import MODES
 from planner.plan.compiled.confirmed import CompiledRow, Confirmation
 from planner.plan.compiled.lowering import Lowering
+from planner.plan.contents.compute import ComputeRow
 from planner.plan.plan import (
     Activation,
     CollectiveRow,
@@ -171,6 +172,7 @@ _SEARCH = record(
     gap=number(missing=math.inf),
     reason=LINE,
 )
+_COMPUTE = record(ComputeRow, source=LINE, time_s=number(0))
 _PIN = record(PinRow, pin=LINE, asked=LINE, how=LINE, arrays=SIZE, first=LINE)
 _DECISION = record(DecisionRow, decision=LINE, option=LINE, op=SIZE, position=SIZE, value=LINE)
 OPTION = text(NAME, "the name of an XLA option that names no file")
@@ -233,6 +235,7 @@ _PLAN = record(
     staged=many(LINE),
     schedule=LINE,
     cuts=many(SIZE),
+    compute=many(_COMPUTE),
 )
 
 

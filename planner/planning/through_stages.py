@@ -154,6 +154,7 @@ def _through(
         prediction=prediction,
         staged=(*lines, *told[len(lines) :]),
         cuts=apart.cuts,
+        compute=(),
         strategy=f"pipeline parallel over {plan.stages} by {plan.schedule}; {plan.strategy}",
         constraints=_said(plan, extraction, apart),
         notes=(*plan.notes, note),

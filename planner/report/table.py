@@ -51,6 +51,7 @@ _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
 _BLOCKS = "counts on collectives on SparseCores (compiler options); by default they block"
 _STAGES_DRAWN = 8
+_LINES_SHOWN = 8
 SCHEDULE_TITLE = (
     "schedule (a row per stage; digits: forward pass of that microbatch, letters: backward pass, "
     "drawn at twice the time; dots: idle)"
@@ -78,6 +79,8 @@ def _parts(plan: Plan) -> Iterable[RenderableType]:
     yield from _inputs(plan)
     if plan.pins:
         yield from section("pins", _pins(plan))
+    if plan.compute:
+        yield from section("most compute", _compute(plan))
     yield from section("largest activations", _activations(plan))
     yield from section(*_collectives(plan))
     yield from section("peak memory is held by", _holders(plan))
@@ -318,6 +321,14 @@ def _activations(plan: Plan) -> RenderableType:
             str(a.spec),
             bytes_text(a.nbytes_per_device),
         )
+    return table
+
+
+def _compute(plan: Plan) -> RenderableType:
+    table = new_table("line", ">compute", ">share")
+    for row in plan.compute[:_LINES_SHOWN]:
+        share = percent_text(row.time_s / max(plan.prediction.compute_s, 1e-300))
+        add_row(table, row.source or "no line", time_text(row.time_s), share)
     return table
 
 

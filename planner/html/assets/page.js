@@ -47,6 +47,14 @@ function activations() {
     { label: "array", get: (r) => r.array, cls: "code keep" }, { label: "sharded as", get: (r) => r.spec, show: (r) => specView(r.spec), cls: "code" },
     { label: "per device", get: (r) => r.size, show: (r) => bytesText(r.size), num: true }] });
 }
+function compute() {
+  const rows = D.compute.map(([line, seconds]) => ({ line, seconds }));
+  if (!rows.length) return null;
+  return dataTable({ name: "most compute", views: { all: rows }, sort: 1, columns: [
+    { label: "line", get: (r) => r.line, cls: "code keep" },
+    { label: "compute", get: (r) => r.seconds, show: (r) => timeText(r.seconds), num: true },
+    { label: "share", get: (r) => r.seconds / D.prediction.compute_s, show: (r) => percentText(r.seconds / D.prediction.compute_s), num: true }] });
+}
 function lines(title, texts, none) {
   return el("div", { class: "card" }, el("h3", { text: title }), texts.length
     ? el("ul", { class: "plain small" }, texts.map((text) => el("li", { text: micro(text) }))) : el("p", { class: "soft small", text: none }));
@@ -62,6 +70,7 @@ function page() {
     ["collectives", "Collectives", `${many(D.collectives.folded.length, "collective")}, ${timeText(total)} a step`,
       () => D.collectives.folded.length ? [collectivesTable()] : [lines("None", [], "The devices never talk.")]],
     ["arguments", "Parameters and other arguments", "how each is stored and used", () => [leavesTable()]],
+    ["compute", "Most compute", "of one device, by line of the model", () => [compute()]],
     ["activations", "Largest activations", "one of each shape, sharding and line", () => [activations()]],
     ["meshes", "Meshes tried", many(D.meshes.length, "mesh").replace("meshs", "meshes"), () => [meshesTable()]],
     ["comparison", "Beside plans made by hand", "each planned with the same prices", () => D.rivals.length ? [el("div", { class: "head" }, legend([["var(--product)", "compute"], ["var(--wait)", "waiting for collectives"]])), rivalsTable()] : []],

@@ -37,6 +37,7 @@ _LEFT_OUT = {
     "chunked": [],
     "staged": [],
     "cuts": [],
+    "compute": [],
 }
 """Fields that the JSON has only where they are not these."""
 _EXACT = frozenset(

@@ -39,7 +39,7 @@ FLAGS = (
     "--force-prefers-reduced-motion "
     "--window-size=1280,1000"
 ).split()
-SECTIONS = "summary step graph mesh collectives arguments activations meshes notes".split()
+SECTIONS = "summary step graph mesh collectives arguments compute activations meshes notes".split()
 TITLE = "<lambda> " + NASTY
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from planner.plan.contents.compute import ComputeRow
 from planner.plan.plan import (
     Activation,
     CollectiveRow,
@@ -106,6 +107,7 @@ def small_plan() -> Plan:
                 "model.py:12",
             ),
         ),
+        compute=(ComputeRow("model.py:12", 0.0075), ComputeRow("", 0.001)),
         fallbacks=("fft (model.py:33): no rule, replicated x2",),
         notes=("region 1 (while): trip count unknown, priced as one",),
         meshes=(
