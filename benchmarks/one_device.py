@@ -156,7 +156,9 @@ def row(case: Case, clusters: dict[str, str], folder: Path | None) -> list[str]:
     ours_s, spread, loss = timed(step, *step.place(case.state(), case.batch))
     built_s = time.perf_counter() - begun
     assert step.program is not None
-    peak = step.program.memory_analysis().peak_memory_in_bytes
+    memory = step.program.memory_analysis()
+    assert memory is not None
+    peak = memory.peak_memory_in_bytes
     jit_s, label = None, case.name.partition(",")[0]
     if case.alone:
         jit_s, _, LOSSES[label] = plain(case)
