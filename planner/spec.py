@@ -194,6 +194,8 @@ class Recipe:
         stages: groups of layers, each on devices of its own, that microbatches pass through.
         schedule: the order of their passes, where each stage is a program of its own; empty: all
             stages in one program, tick by tick.
+        pad_batch: examples that the batch is padded to; 0: as it is. Not together with
+            microbatches, replicas or stages.
         manual: (pattern, stage): which stages begin where; empty: where they take about equally
             long. A plan keeps the places (``Plan.cuts``), not the patterns.
         cuts: the places, of a plan; empty: to be chosen.
@@ -205,6 +207,7 @@ class Recipe:
     stages: int = 1
     schedule: str = ""
     replicas: int = 1
+    pad_batch: int = 0
     manual: tuple[tuple[str, int], ...] = ()
     cuts: tuple[int, ...] = ()
 
@@ -212,6 +215,7 @@ class Recipe:
         parts = [
             f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
             f"{self.replicas} replicas" if self.replicas > 1 else "",
+            f"batch padded to {self.pad_batch}" if self.pad_batch else "",
             f"remat {self.remat}" if self.remat != "none" else "",
             f"{self.chunks} chunks" if self.chunks > 1 else "",
             f"{self.stages} stages" if self.stages > 1 else "",

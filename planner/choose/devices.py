@@ -78,7 +78,7 @@ def idle_text(graph: Graph, devices: int, worth: float) -> str:
     leading = {shape[0] for shape in shapes}
     if len(leading) == 1 and (batch := leading.pop()) % devices:
         return (
-            f"{text}; batch {batch} does not divide by {devices}, and splitting "
-            "anything else costs more time than it saves"
+            f"{text}; batch {batch} does not divide by {devices} (pad_batch='auto' may help), and "
+            "splitting anything else costs more time than it saves"
         )
     return f"{text}; splitting more of it costs more time than it saves"

@@ -226,13 +226,18 @@ def merged(whole: Any, small: Any) -> Any:
 
 def _merged_param(whole: Any, small: Any) -> Any:
     if isinstance(whole, tuple) and whole and all(hasattr(x, "jaxpr") for x in whole):
-        return tuple(_merged_jaxpr(a, b) for a, b in zip(whole, small, strict=True))
+        return tuple(merged_jaxpr(a, b) for a, b in zip(whole, small, strict=True))
     if hasattr(whole, "eqns") or hasattr(getattr(whole, "jaxpr", None), "eqns"):
-        return _merged_jaxpr(whole, small)
+        return merged_jaxpr(whole, small)
     return small
 
 
-def _merged_jaxpr(whole: Any, small: Any) -> Any:
+def merged_jaxpr(whole: Any, small: Any) -> Any:
+    """The small trace with the numbers of the whole one.
+
+    Raises:
+        NotExactError: they differ in more than shapes and numbers.
+    """
     inner, other = compat.body(whole), compat.body(small)
     contents = compat.consts(whole)
     for x, y in zip(contents, compat.consts(small), strict=True):

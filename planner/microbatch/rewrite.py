@@ -122,10 +122,15 @@ def _in_state(graph: Graph, size: int) -> str:
     return f" (or as rows of the state: {', '.join(names)})" if names else ""
 
 
+def batch_arguments(whole: Traced) -> list[int]:
+    """The arguments that hold examples, by position; raises RequestError where there are none."""
+    return _batch(whole, Shares(1, 1))
+
+
 def batch_size(whole: Traced) -> int:
     """How many examples a step takes; raises RequestError where no argument, or none alone, says
     it."""
-    first = _batch(whole, Shares(1, 1))[0]
+    first = batch_arguments(whole)[0]
     return whole.graph.values[whole.graph.inputs[first]].shape[0]
 
 

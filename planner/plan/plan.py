@@ -219,6 +219,8 @@ class Plan:
     replicas: int = 1
     """Groups of examples whose gradients are joined behind the last microbatch; left out of the
     JSON where it is 1."""
+    pad_batch: int = 0
+    """Examples that the batch is padded to; left out of the JSON where it is not."""
     remat: str = "none"
     """The policy of what is computed again in the backward pass (``planner.remat.policy``)."""
     recomputed: tuple[str, ...] = ()

@@ -227,6 +227,7 @@ _PLAN = record(
     apart=many(SIZE),
     microbatches=whole(1),
     replicas=whole(1),
+    pad_batch=whole(0),
     remat=LINE,
     recomputed=many(LINE),
     chunks=whole(1),

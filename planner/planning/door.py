@@ -16,6 +16,7 @@ from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.planning.open_recipes import Door
+from planner.planning.padding import with_padding
 from planner.planning.pipelines import of_stage, over_stages, with_stages
 from planner.planning.replicas import with_recipe
 from planner.planning.row import Planned, Row
@@ -173,4 +174,6 @@ def _under(
         wish = with_stages(wish, door)
     if wish.recipe.schedule:
         door = dataclasses.replace(door, request=of_stage(request, wish.recipe.stages))
-    return with_recipe(wish, door)
+    plain = dataclasses.replace(wish, open=wish.open - {"pad_batch"})
+    planned = with_recipe(plain, door)
+    return with_padding(planned, plain, door) if "pad_batch" in wish.open else planned

@@ -143,6 +143,7 @@ class Row:
             planned.plan,
             microbatches=made.microbatches,
             replicas=made.replicas,
+            pad_batch=made.pad_batch,
             remat=made.remat,
             recomputed=recomputed_of(self.function),
             chunks=made.chunks,

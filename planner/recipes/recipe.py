@@ -1,4 +1,5 @@
-"""How a step is rewritten before it is planned: microbatches, rematerialization, stages, chunks."""
+"""How a step is rewritten before it is planned: a padded batch or microbatches, rematerialization,
+stages, chunks."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from planner.chunks.rewrite import chunked, scores
 from planner.graph.trace import Traced, abstract, trace
 from planner.microbatch.rewrite import microbatched
+from planner.padding.rewrite import padded
 from planner.remat.policy import policy_text
 from planner.remat.rewrite import rematerialized
 from planner.spec import PLAIN, Recipe
@@ -49,7 +51,11 @@ class Rewriter:
             return self.function, self.cut(1)[1]
         if recipe_of(self.function) != PLAIN:
             raise ValueError("this function is rewritten already, under another recipe")
-        cut, traced = self.cut(recipe.microbatches, recipe.stages > 1, recipe.replicas)
+        if recipe.pad_batch:
+            cut = padded(self.function, self.args, recipe.pad_batch, self.cut(1)[1])
+            traced = trace(cut, self.args, self.cut(1)[1])
+        else:
+            cut, traced = self.cut(recipe.microbatches, recipe.stages > 1, recipe.replicas)
         never = scores if recipe.chunks > 1 else None
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
         traced = traced if kept is cut else trace(kept, self.args, self.cut(1)[1])
@@ -74,8 +80,8 @@ class Rewriter:
 def rewritten(
     function: Callable[..., Any], args: Sequence[Any], recipe: Recipe
 ) -> Callable[..., Any]:
-    """The step under a recipe: cut into microbatches, each of these rematerialized, its layers in
-    stages, then its large products in chunks.
+    """The step under a recipe: padded, or cut into microbatches; each of these rematerialized, its
+    layers in stages, then its large products in chunks.
 
     Raises:
         NotExactError, RequestError: see ``microbatched`` and ``rematerialized``.

@@ -33,7 +33,7 @@ class Wish:
 
 
 def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches: bool) -> Wish:
-    """Check and parse ``microbatches=``, ``remat=``, ``chunks=``, ``stages=`` and ``schedule=``.
+    """Check and parse ``microbatches=``, ``remat=``, ``chunks=``, ``stages=`` and their like.
 
     Args:
         asked: by name, a number or a policy, ``"auto"``, or None: the plain step's where that fits.
@@ -59,6 +59,7 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _number("stages", asked.get("stages")),
         _schedule(asked),
         _number("replicas", asked.get("replicas")),
+        _rows(asked),
         manual,
     )
     values = {name: asked.get(name) for name in REWRITINGS}
@@ -70,10 +71,30 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         left.add("replicas")
     else:
         left.discard("replicas")
+    if values["pad_batch"] != AUTO:
+        left.discard("pad_batch")
+    if recipe.pad_batch:
+        left -= {"microbatches", "replicas", "stages"}
     if recipe.stages > 1 and values["microbatches"] is None:
         left.add("microbatches")
-    always = any(v == AUTO for name, v in values.items() if name not in ("stages", "replicas"))
+    beside = ("stages", "replicas", "pad_batch")
+    always = any(v == AUTO for name, v in values.items() if name not in beside)
     return Wish(recipe, frozenset(left), always or (recipe.stages > 1 and "remat" in left))
+
+
+def _rows(asked: Mapping[str, Any]) -> int:
+    """Examples of the padded batch; 0 where it is not padded, or the search decides."""
+    value = asked.get("pad_batch")
+    if value in (None, AUTO, 0, "0", NONE):
+        return 0
+    rows = _number("pad_batch", value)
+    for name in ("microbatches", "replicas", "stages"):
+        if asked.get(name) not in (None, 1, "1", AUTO):
+            raise RequestError(
+                f"pad_batch={rows} and {name}={asked[name]!r}: a padded batch is not cut up; leave "
+                "one of them out"
+            )
+    return rows
 
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")

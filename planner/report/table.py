@@ -161,6 +161,12 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
     elif plan.replicas > 1:
         text = f"of {plan.replicas} groups of devices, each added up over the step's loops, and "
         lines.append(("gradients", f"{text}reduced once per step"))
+    if plan.pad_batch:
+        examples = min((x.shape[0] for x in plan.inputs if not x.tied and x.shape), default=0)
+        more = percent_text(plan.pad_batch / max(examples, 1) - 1.0)
+        lines.append(
+            ("batch", f"padded to {plan.pad_batch} examples, {more} more; no sum has the others")
+        )
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)
         lines += [("remat", f"{plan.remat}: {line}") for line in again]

@@ -98,6 +98,10 @@ class Options(TypedDict, total=False):
         group has its own devices, gradients are reduced once instead of in every microbatch, or in
         every turn of a loop over time. None: the number that is predicted fastest where there is
         such a loop; 1: a reduction in every turn.
+    pad_batch: number of examples that the batch is filled up to, so that the devices divide it.
+        Sums leave the added ones out, so results are equal; or refused with the line that couples
+        examples. ``"auto"``: the next number that the devices divide, where that is predicted to
+        be faster. Not together with microbatches, replicas or stages. None: as it is.
     remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
         products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
         costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
@@ -190,6 +194,14 @@ class Options(TypedDict, total=False):
         Flag(
             "accumulate gradients in N groups of examples and reduce them once per step, not in "
             "every microbatch or time step (default: the number that is predicted fastest)",
+            metavar="N",
+        ),
+    ]
+    pad_batch: Annotated[
+        int | str | None,
+        Flag(
+            "fill the batch up to so many examples that no sum has; 'auto': to what the devices "
+            "divide, where that is faster (default: as it is)",
             metavar="N",
         ),
     ]

@@ -1,0 +1,210 @@
+"""A step for more examples than its batch has, with the same results.
+
+The batch is filled up with copies of its last example. Shapes are those of the longer batch,
+numbers those of the step as written, so a mean still divides by the examples that there are. Every
+sum over examples leaves the copies out, and results that hold one row per example lose theirs. That
+there are no other ways in which examples meet is what `planner.microbatch.classes` proves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import compat
+from planner.errors import ModelError, RequestError
+from planner.graph.flat import Call, FlatJaxpr, Run, again, execute, flatten, looped
+from planner.graph.jaxpr.places import user_line
+from planner.graph.jaxpr.walk import REMAT, called, stays_whole
+from planner.graph.trace import Traced, abstract, reshaped, trace
+from planner.microbatch.classes import classify
+from planner.microbatch.errors import NotExactError
+from planner.microbatch.pairs import merged_jaxpr, pair
+from planner.microbatch.rewrite import batch_arguments
+
+SUMMED = {
+    "reduce_sum": (0,),
+    "dot_general": (0, 1),
+    "conv_general_dilated": (0, 1),
+    "scatter-add": (2,),
+    "scatter_add": (2,),
+}
+"""Operations that add examples up, and the operands of which one is masked."""
+
+
+def padded(
+    function: Callable[..., Any], args: Sequence[Any], rows: int, whole: Traced | None = None
+) -> Callable[..., Any]:
+    """A function of the same arguments and results that computes with ``rows`` examples.
+
+    Args:
+        function: a train step.
+        args: its arguments, arrays or shapes; those that are no state hold examples in dimension 0.
+        rows: examples, no fewer than the batch has.
+        whole: the step's trace for ``args``, where it is known.
+
+    Raises:
+        NotExactError: the results would not be equal, or that could not be proved.
+        RequestError: no argument is a batch, or it has more examples.
+    """
+    whole = trace(function, abstract(args)) if whole is None else whole
+    batch = batch_arguments(whole)
+    graph = whole.graph
+    shapes = {k: graph.values[graph.inputs[k]].shape for k in batch}
+    examples = shapes[batch[0]][0]
+    if rows < examples:
+        raise RequestError(f"a batch of {examples} examples can't be padded to {rows}")
+    if rows == examples:
+        return function
+    more = reshaped(abstract(args), {k: (rows, *s[1:]) for k, s in shapes.items()})
+    try:
+        long = trace(function, more)
+    except ModelError as error:
+        raise NotExactError(f"this step can't be padded: {error.__cause__ or error}") from error
+    if long.out_tree != whole.out_tree or long.in_tree != whole.in_tree:
+        raise NotExactError("this step can't be padded: its results have another structure")
+    try:
+        found = classify(pair(whole.jaxpr, long.jaxpr), batch, whole.jaxpr)
+    except NotExactError as error:
+        raise NotExactError(str(error).replace("cut into microbatches", "padded")) from None
+    if found.inside:
+        raise NotExactError(
+            "this step can't be padded: it draws random numbers for the batch inside a loop or a "
+            "recomputed block"
+        )
+    made = merged_jaxpr(whole.jaxpr, long.jaxpr)
+    program = _masked(whole.jaxpr, made)
+    shorter = [compat.aval_shape(v.aval) for v in compat.body(whole.jaxpr).outvars]
+
+    def run(*given: Any) -> Any:
+        leaves, tree = jax.tree_util.tree_flatten(given)
+        if tree != whole.in_tree:
+            raise RequestError("a padded step: the arguments have another structure")
+        for k in batch:
+            leaves[k] = filled(leaves[k], rows)
+        out = [_cut(x, shape) for x, shape in zip(execute(program, leaves), shorter, strict=True)]
+        return jax.tree_util.tree_unflatten(whole.out_tree, out)
+
+    return run
+
+
+def filled(x: Any, rows: int) -> Any:
+    """[examples, ...] -> [rows, ...]: copies of the last example behind all."""
+    last = x.shape[0] - 1
+    return x.at[jnp.minimum(jnp.arange(rows), last)].get(mode="promise_in_bounds")
+
+
+def _cut(x: Any, shape: Sequence[int]) -> Any:
+    """The first rows of every dimension."""
+    return x if x.shape == tuple(shape) else jax.lax.slice(x, (0,) * x.ndim, tuple(shape))
+
+
+def _masked(whole: Any, long: Any) -> FlatJaxpr:
+    """The longer program, its sums over examples without the copies."""
+    flat, twin = flatten(whole), flatten(long)
+    calls = [_call(a, b) or b for a, b in zip(flat.calls, twin.calls, strict=True)]
+    return dataclasses.replace(twin, calls=tuple(calls))
+
+
+def _call(short: Call, long: Call) -> Call | None:
+    """The call of the longer program as it is to be run; None as it is."""
+    ins, outs = (_lengths(a, b) for a, b in _ends(short.eqn, long.eqn))
+    if not any(x is not None for x in (*ins, *outs)):
+        return None
+    bodies = _bodies(short.eqn, long.eqn)
+    if bodies is not None:
+        return _with_body(long, *bodies)
+    kernel, twin = (called(c.eqn) if stays_whole(c.eqn) else None for c in (short, long))
+    if kernel is not None and twin is not None:  # of a user: nothing is put into it
+        if any(call.made for call in _masked(kernel.jaxpr, twin.jaxpr).calls):
+            raise _refused(long, "adds examples up inside a kernel")
+        return None
+    if not any(x is not None for x in ins):
+        return None if long.kind == "broadcast_in_dim" else long.running(_longer(short, outs, long))
+    if any(x is not None for x in outs):
+        return None
+    where = SUMMED.get(long.kind, ())
+    some = [k for k in where if k < len(ins) and ins[k] is not None]
+    if not some:
+        raise _refused(long, "adds examples up in a way that can't leave any out")
+    at = min(some, key=lambda k: math.prod(compat.aval_shape(long.eqn.invars[k].aval)))
+    lengths = ins[at]
+    assert lengths is not None
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        given = list(values)
+        given[at] = _zeroed(given[at], lengths)
+        return list(long.run(given))
+
+    return long.running(run)
+
+
+def _refused(call: Call, why: str) -> NotExactError:
+    line = user_line(call.origin.line)
+    return NotExactError(f"this step can't be padded: {line}: {call.kind} {why}")
+
+
+def _ends(short: Any, long: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    return (short.invars, long.invars), (short.outvars, long.outvars)
+
+
+def _lengths(short: Sequence[Any], long: Sequence[Any]) -> list[tuple[int, ...] | None]:
+    """Per value, its shape in the shorter program where that differs."""
+    out: list[tuple[int, ...] | None] = []
+    for a, b in zip(short, long, strict=True):
+        shapes = compat.aval_shape(a.aval), compat.aval_shape(b.aval)
+        out.append(None if shapes[0] == shapes[1] else shapes[0])
+    return out
+
+
+def _bodies(short: Any, long: Any) -> tuple[Any, Any] | None:
+    """The bodies of a scan or a recomputed block."""
+    if long.primitive.name == "scan":
+        return short.params["jaxpr"], long.params["jaxpr"]
+    if long.primitive.name in REMAT:
+        body, twin = called(short), called(long)
+        assert body is not None and twin is not None
+        return body.jaxpr, twin.jaxpr
+    return None
+
+
+def _with_body(long: Call, short_body: Any, long_body: Any) -> Call | None:
+    program = _masked(short_body, long_body)
+    if not any(call.made for call in program.calls):
+        return None
+
+    def inner(values: Sequence[Any]) -> list[Any]:
+        return execute(program, list(values))
+
+    how = looped if long.kind == "scan" else again
+    return long.running(how(long.eqn, inner))
+
+
+def _zeroed(x: Any, lengths: Sequence[int]) -> Any:
+    """The array with zeros behind the first ``lengths`` of each dimension."""
+    for d, (size, length) in enumerate(zip(x.shape, lengths, strict=True)):
+        if size != length:
+            shape = [1] * x.ndim
+            shape[d] = size
+            kept = (jnp.arange(size) < length).reshape(shape)
+            x = jnp.where(kept, x, jnp.zeros((), x.dtype))
+    return x
+
+
+def _longer(short: Call, outs: Sequence[tuple[int, ...] | None], long: Call) -> Run:
+    """What is made for the batch as it is, its last row repeated."""
+    shapes = [compat.aval_shape(v.aval) for v in long.eqn.outvars]
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        made = short.run(values)
+        return [
+            x if lengths is None else filled(x, shape[0])
+            for x, lengths, shape in zip(made, outs, shapes, strict=True)
+        ]
+
+    return run

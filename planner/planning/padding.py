@@ -1,0 +1,54 @@
+"""A batch that the devices do not divide: padded, where that pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from planner.errors import MemoryLimitError, RequestError
+from planner.microbatch.rewrite import batch_size
+from planner.planning.open_recipes import Door, searched
+from planner.planning.row import Planned
+from planner.recipes import WORTH, Wish
+from planner.report.units import time_text
+
+EXCLUSIVE = frozenset({"pad_batch", "microbatches", "replicas", "stages"})
+"""What a padded step is not rewritten by besides."""
+
+
+def with_padding(planned: Planned, wish: Wish, door: Door) -> Planned:
+    """The plan, or that of the step for the next number of examples that the devices divide, if it
+    is predicted to be faster. What became of it is a note of the plan."""
+    plan, devices = planned.plan, planned.request.cluster.num_devices
+    try:
+        examples = batch_size(door.row_of(wish.recipe).traced)
+    except RequestError as error:  # no argument is a batch
+        return _noted(planned, f"batch not padded: {error}", door)
+    if examples % devices == 0:
+        return planned
+    if plan.microbatches > 1 or plan.stages > 1:
+        return _noted(planned, "batch not padded: the step runs in microbatches", door)
+    rows = -(-examples // devices) * devices
+    padded = Wish(
+        dataclasses.replace(wish.recipe, pad_batch=rows), wish.open - EXCLUSIVE, wish.always
+    )
+    try:
+        found = searched(padded, door)
+    except MemoryLimitError:
+        return _noted(planned, f"batch not padded to {rows}: that does not fit", door)
+    except RequestError as error:
+        return _noted(planned, f"batch not padded: {error}", door)
+    steps = [time_text(x.plan.prediction.step_s) for x in (found, planned)]
+    if found.plan.search.cost_s * WORTH >= plan.search.cost_s:
+        why = f"{steps[0]} predicted instead of {steps[1]}"
+        return _noted(planned, f"batch not padded to {rows}: {why}", door)
+    return _noted(found, f"batch padded to {rows}: {' instead of '.join(steps)} predicted", door)
+
+
+def _noted(planned: Planned, note: str, door: Door) -> Planned:
+    seconds = time.perf_counter() - door.begun
+    plan = planned.plan
+    return dataclasses.replace(
+        planned,
+        plan=dataclasses.replace(plan, notes=(*plan.notes, note), planning_s=seconds),
+    )
