@@ -116,7 +116,10 @@ def _asked(
     wish = parse_wish(rewriting, function, request.mode != "STAND_ALONE")
     with paused():
         rewriter = ({} if made is None else made).setdefault("rewriter", Rewriter(function, args))
-        return _under(wish, rewriter, args, request, donate_argnums, begun)
+        door = Door(rewriter, args, request, donate_argnums, begun)
+        plain = dataclasses.replace(wish, open=wish.open - {"pad_batch"})
+        planned = _under(plain, door)
+        return with_padding(planned, plain, door) if "pad_batch" in wish.open else planned
 
 
 def _staged(stages: Any) -> Any:
@@ -158,22 +161,12 @@ def plan_traced(
         return Row(traced, args, request, donate_argnums, function).planned(begun)
 
 
-def _under(
-    wish: Wish,
-    rewriter: Rewriter,
-    args: Sequence[Any],
-    request: Request,
-    donate_argnums: int | Sequence[int] | None,
-    begun: float,
-) -> Planned:
+def _under(wish: Wish, door: Door) -> Planned:
     """The plan under the recipe that was asked for, or under the best of those left open."""
-    door = Door(rewriter, args, request, donate_argnums, begun)
     if "stages" in wish.open:
         return over_stages(wish, door)
     if wish.recipe.stages > 1:
         wish = with_stages(wish, door)
     if wish.recipe.schedule:
-        door = dataclasses.replace(door, request=of_stage(request, wish.recipe.stages))
-    plain = dataclasses.replace(wish, open=wish.open - {"pad_batch"})
-    planned = with_recipe(plain, door)
-    return with_padding(planned, plain, door) if "pad_batch" in wish.open else planned
+        door = dataclasses.replace(door, request=of_stage(door.request, wish.recipe.stages))
+    return with_recipe(wish, door)
