@@ -230,7 +230,13 @@ def _piped(
         size = batch_size(rewriter.cut(1)[1])
         parts = max((m for m in range(2, 4 * stages + 1) if size % m == 0), default=1)
         piped = dataclasses.replace(
-            recipe, stages=stages, schedule="1f1b", microbatches=parts, chunks=1, cuts=()
+            recipe,
+            stages=stages,
+            schedule="1f1b",
+            microbatches=parts,
+            chunks=1,
+            pad_batch=0,
+            cuts=(),
         )
         _Step.under(rewriter, dataclasses.replace(piped, replicas=1), donated)
         of_stage(plain, stages)

@@ -197,7 +197,7 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
     return (
         f"mode {request.mode}: the {size} examples of {name} {NOT_SPLIT} {parts} devices "
         f"({', '.join(axes)}), which do not divide them{more}; "
-        f"{' or '.join(map(str, near))} examples would be",
+        f"{' or '.join(map(str, near))} examples would be, or pad_batch='auto' fills them up",
     )
 
 

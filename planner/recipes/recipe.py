@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.chunks.rewrite import chunked, scores
+from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
 from planner.microbatch.rewrite import microbatched
 from planner.padding.rewrite import padded
@@ -52,6 +53,8 @@ class Rewriter:
         if recipe_of(self.function) != PLAIN:
             raise ValueError("this function is rewritten already, under another recipe")
         if recipe.pad_batch:
+            if max(recipe.microbatches, recipe.replicas, recipe.stages) > 1:
+                raise RequestError(f"{recipe}: a padded batch is not cut up; leave one of them out")
             cut = padded(self.function, self.args, recipe.pad_batch, self.cut(1)[1])
             traced = trace(cut, self.args, self.cut(1)[1])
         else:

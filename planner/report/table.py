@@ -165,7 +165,7 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
         examples = min((x.shape[0] for x in plan.inputs if not x.tied and x.shape), default=0)
         more = percent_text(plan.pad_batch / max(examples, 1) - 1.0)
         lines.append(
-            ("batch", f"padded to {plan.pad_batch} examples, {more} more; no sum has the others")
+            ("batch", f"padded to {plan.pad_batch} examples, {more} more; sums leave these out")
         )
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)

@@ -180,6 +180,6 @@ def test_a_batch_that_the_devices_do_not_divide_is_named(mode: str) -> None:
     plan = make_plan(_step, *_layers(2, rows=100), **options)
     (note,) = (n for n in plan.notes if "examples" in n)
     assert "the 100 examples of [1] are not split over 8 devices (data)" in note
-    assert note.endswith("96 or 104 examples would be")
+    assert note.endswith("96 or 104 examples would be, or pad_batch='auto' fills them up")
     fine = make_plan(_step, *_layers(2, rows=104), **options)
     assert not any("are not split" in n for n in fine.notes)
