@@ -21,6 +21,7 @@ from planner.errors import ModelError, RequestError
 from planner.graph.flat import Call, FlatJaxpr, Run, again, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import REMAT, called, stays_whole
+from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.classes import classify
 from planner.microbatch.errors import NotExactError
@@ -40,7 +41,8 @@ SUMMED = {
 def padded(
     function: Callable[..., Any], args: Sequence[Any], rows: int, whole: Traced | None = None
 ) -> Callable[..., Any]:
-    """A function of the same arguments and results that computes with ``rows`` examples.
+    """A function of the same arguments and results that computes with ``rows`` examples; for other
+    shapes it is the step as it was.
 
     Args:
         function: a train step.
@@ -71,7 +73,9 @@ def padded(
     try:
         found = classify(pair(whole.jaxpr, long.jaxpr), batch, whole.jaxpr)
     except NotExactError as error:
-        raise NotExactError(str(error).replace("cut into microbatches", "padded")) from None
+        text = str(error).replace("cut into microbatches", "padded")
+        text = text.replace("leave microbatches= out", "leave pad_batch= out")
+        raise NotExactError(text) from None
     if found.inside:
         raise NotExactError(
             "this step can't be padded: it draws random numbers for the batch inside a loop or a "
@@ -82,15 +86,13 @@ def padded(
     shorter = [compat.aval_shape(v.aval) for v in compat.body(whole.jaxpr).outvars]
 
     def run(*given: Any) -> Any:
-        leaves, tree = jax.tree_util.tree_flatten(given)
-        if tree != whole.in_tree:
-            raise RequestError("a padded step: the arguments have another structure")
+        leaves = jax.tree_util.tree_leaves(given)
         for k in batch:
             leaves[k] = filled(leaves[k], rows)
         out = [_cut(x, shape) for x, shape in zip(execute(program, leaves), shorter, strict=True)]
         return jax.tree_util.tree_unflatten(whole.out_tree, out)
 
-    return run
+    return by_shapes(function, args, run, lambda _: function)
 
 
 def filled(x: Any, rows: int) -> Any:
@@ -101,7 +103,7 @@ def filled(x: Any, rows: int) -> Any:
 
 def _cut(x: Any, shape: Sequence[int]) -> Any:
     """The first rows of every dimension."""
-    return x if x.shape == tuple(shape) else jax.lax.slice(x, (0,) * x.ndim, tuple(shape))
+    return x if jnp.shape(x) == tuple(shape) else jax.lax.slice(x, (0,) * x.ndim, tuple(shape))
 
 
 def _masked(whole: Any, long: Any) -> FlatJaxpr:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from planner import shard
+from planner import make_plan, shard
 from planner.graph.jaxpr.walk import loop_of
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.rewrite import microbatched
@@ -193,3 +193,14 @@ def test_an_operation_made_for_the_batch_is_not_taken_for_one_example() -> None:
         _Scaled(8).param(9, 17)
     with pytest.raises(NotExactError, match=r"made for the batch's size \(str\)"):
         _Scaled(8).param("grid of 8", "grid of 16")
+
+
+def test_a_recomputed_loss_with_a_scan_is_walked_through() -> None:
+    """Newer JAX puts the forward pass of such a loss into a call of its own (``eval_jaxpr``)."""
+
+    def step(p: Any, t: Any) -> Any:
+        grads = jax.grad(jax.checkpoint(next_token_loss))(p, t)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    assert make_plan(step, state(), tokens(), cluster="h100:2").fallbacks == ()
+    check(step, state(), tokens(), parts=2)

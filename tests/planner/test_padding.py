@@ -151,6 +151,8 @@ def test_requests_that_cannot_be_met() -> None:
 
     args = state(), tokens()
     assert padded(step, args, ROWS) is step
+    other = tokens()[:3]  # of other shapes it is the step as it was
+    assert apart(padded(step, args, MORE)(state(), other), step(state(), other)) < 1e-6
     with pytest.raises(RequestError, match="10 examples can't be padded to 8"):
         padded(step, args, 8)
     with pytest.raises(RequestError, match="no argument of the step is a batch"):

@@ -44,7 +44,7 @@ CUSTOM = frozenset(
 )
 """Calls with rules of their own for derivatives or batches."""
 
-CALLS = frozenset("jit pjit closed_call core_call".split()) | REMAT | CUSTOM
+CALLS = frozenset("jit pjit closed_call core_call eval_jaxpr".split()) | REMAT | CUSTOM
 LOOPS = frozenset({"scan", "while"})
 REGIONS = LOOPS | REMAT | {"cond"}
 """Equations whose bodies the executor builds anew."""
