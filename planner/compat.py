@@ -187,6 +187,24 @@ def evaluate_equation(eqn: Any, values: Sequence[Any], origin: Origin | None = N
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
+def expanded(eqn: Any) -> Any:
+    """The body of a primitive that newer jax has in one piece until it is compiled, such as
+    ``SearchSorted``; None of others, and where it says none."""
+    made = eqn.params.get("_prim")
+    expand = getattr(made, "expand", None)
+    if eqn.primitive.name != HIGH or expand is None:
+        return None
+    structs = [as_struct(v.aval) for v in eqn.invars]
+    try:
+        return make_jaxpr(expand, structs)[0]
+    except Exception:  # of the library's own: arguments that are no plain list of arrays
+        return None
+
+
+HIGH = "call_hi_primitive"
+"""The primitive that stands for all of these."""
+
+
 def evaluate_body(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate the body of an equation, closed or open, that carries no constants of its own."""
     closed = jaxpr if hasattr(jaxpr, "jaxpr") else with_consts(jaxpr, ())

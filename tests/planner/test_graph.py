@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from planner import make_plan
 from planner.errors import InternalError, ModelError
 from planner.graph.ir import SCALAR, Graph
 from planner.graph.trace import trace
@@ -526,3 +527,16 @@ def test_forward_passes_with_optimized_remat_are_walked_through() -> None:
     square.defvjp(forward, lambda x, g: (2.0 * x * g,), optimize_remat=True)
     traced = trace(jax.grad(lambda x: square(x).sum()), (jax.ShapeDtypeStruct((8,), jnp.float32),))
     assert "remat_opt" not in {op.kind for op in traced.graph.ops}
+
+
+def test_what_newer_jax_has_in_one_piece_is_walked_through() -> None:
+    """``SearchSorted`` is one primitive there until it is compiled."""
+
+    shapes = jax.ShapeDtypeStruct((16,), "float32"), jax.ShapeDtypeStruct((64, 16), "float32")
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        place = jnp.searchsorted(jnp.linspace(-1.0, 1.0, 9), x[:, 0])
+        grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2 * place))(w)
+        return w - grad, jnp.sum(place)
+
+    assert make_plan(step, *shapes, cluster="h100:4").fallbacks == ()
