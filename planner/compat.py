@@ -192,17 +192,13 @@ def expanded(eqn: Any) -> Any:
     ``SearchSorted``; None of others, and where it says none."""
     made = eqn.params.get("_prim")
     expand = getattr(made, "expand", None)
-    if eqn.primitive.name != HIGH or expand is None:
+    if eqn.primitive.name != "call_hi_primitive" or expand is None:
         return None
     structs = [as_struct(v.aval) for v in eqn.invars]
     try:
         return make_jaxpr(expand, structs)[0]
     except Exception:  # of the library's own: arguments that are no plain list of arrays
         return None
-
-
-HIGH = "call_hi_primitive"
-"""The primitive that stands for all of these."""
 
 
 def evaluate_body(jaxpr: Any, values: Sequence[Any]) -> list[Any]:

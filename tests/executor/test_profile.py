@@ -212,7 +212,7 @@ def test_a_run_beside_its_plan(traced: Path, capsys: pytest.CaptureFixture[str])
     assert sum(row["measured_s"] for row in lines) == pytest.approx(found["compute_s"])
     assert lines[0]["line"].startswith("test_profile.py:") and lines[0]["planned_s"] > 0
     planned = sum(row["planned_s"] for row in lines)
-    assert 0.5 < planned / found["planned_compute_s"] <= 1.0  # without the start of the step
+    assert 0.5 < planned / found["planned_compute_s"] < 1.001  # without the start of the step
     assert cli.main(["profile", str(traced)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("jit_fit: 3 steps on 8 devices\n") and "times the plan" in out

@@ -45,7 +45,9 @@ CUSTOM = frozenset(
 """Calls with rules of their own for derivatives or batches."""
 
 CALLS = (
-    frozenset("jit pjit closed_call core_call eval_jaxpr".split()) | REMAT | CUSTOM | {compat.HIGH}
+    frozenset("jit pjit closed_call core_call eval_jaxpr call_hi_primitive".split())
+    | REMAT
+    | CUSTOM
 )
 LOOPS = frozenset({"scan", "while"})
 REGIONS = LOOPS | REMAT | {"cond"}
@@ -136,9 +138,8 @@ def called(eqn: Any) -> Body | None:
         start = lengths.matvec + lengths.vecmat
         operands = (*range(start, start + lengths.solve), *range(sum(lengths), count))
         return Body("jaxprs", params["jaxprs"].solve, operands)
-    if eqn.primitive.name == compat.HIGH:
-        high = compat.expanded(eqn)
-        fits = high is not None and len(compat.body(high).invars) == count
+    if (high := compat.expanded(eqn)) is not None:
+        fits = len(compat.body(high).invars) == count
         return Body("_prim", high, range(count)) if fits else None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "fwd_jaxpr"):
         if name in params:
