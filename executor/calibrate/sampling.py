@@ -5,7 +5,7 @@ or power are timed at the share that each gets. Programs take turns, in another 
 so that a slow moment of the machine hits all alike; a program's time is the median of its rounds.
 On an accelerator a round runs a short program many times, one behind the other, as steps of a
 training follow each other: the host starts the next while one runs. So programs that run about as
-long as the host takes to start one tell the host's time and are left out.
+long as the host takes to start one measure the host and are left out.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ Progress = Callable[[str, float], None]
 @dataclass(frozen=True)
 class Sampled:
     """Samples, and ``noise``: the median over programs of how far the middle half of a program's
-    rounds is spread, relative to their median. ``left_out``: programs that tell nothing, or that
+    rounds is spread, relative to their median. ``left_out``: programs that are too short, or that
     the devices or their compiler refused, each with the first line of why. ``follow``: whether
-    programs ran one behind the other, so that they do not tell the start of a step."""
+    programs ran one behind the other, so that the start of a step is not measured."""
 
     samples: tuple[Sample, ...]
     noise: float
@@ -125,13 +125,13 @@ def run_probes(
         spreads.append((high - low) / middle)
         samples.append(dataclasses.replace(program.sample, seconds=middle))
     if follow:
-        samples, short = told(samples)
+        samples, short = long_enough(samples)
         left_out += short
     return Sampled(tuple(samples), statistics.median(spreads), tuple(left_out), follow)
 
 
-def told(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """The samples without those that tell the host's time, and the names of these."""
+def long_enough(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """The samples of programs that outlast their start by the host, and the names of the others."""
     least = HOSTS * min(s.seconds for s in samples)
     short = [f"{s.kind} {s.name}: {TOO_SHORT}" for s in samples if s.seconds < least]
     return [s for s in samples if s.seconds >= least], short

@@ -17,7 +17,7 @@ from executor.profile.reading import Event
 
 _PLAIN = re.compile(r"\W")
 _HELPERS = ("Memset", "Memcpy")
-"""Kernels that prepare a library's, which are told with the instruction before."""
+"""Kernels that prepare a call of a library; their time counts for the instruction before."""
 
 
 def named(events: Iterable[Event], program: Program) -> Iterator[Event]:

@@ -29,7 +29,7 @@ from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced, reshaped, trace
-from planner.plan.assemble import assembled
+from planner.plan.assemble import NOT_SPLIT, assembled
 from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
@@ -151,6 +151,9 @@ class Row:
             stages=made.stages,
             staged=staged_of(self.function),
         )
+        if made.pad_batch:  # then the batch is split inside the step
+            notes = tuple(n for n in plan.notes if NOT_SPLIT not in n)
+            plan = dataclasses.replace(plan, notes=notes)
         if made.schedule:
             plan = scheduled(plan, planned.extraction, self.traced, made)
         planned = dataclasses.replace(planned, plan=plan)

@@ -137,9 +137,9 @@ def test_what_gpus_run_besides() -> None:
     assert sum(k.kernels for k in counts) == 5 and {k.kind for k in counts} == {"matmul"}
 
 
-def test_samples_that_tell_the_hosts_time_are_left_out() -> None:
+def test_programs_no_longer_than_their_start_are_left_out() -> None:
     samples = [Sample("start", f"{s}", s) for s in (1.0, 1.4, 1.6, 9.0)]
-    kept, short = sampling.told(samples)
+    kept, short = sampling.long_enough(samples)
     assert [s.seconds for s in kept] == [1.6, 9.0]
     assert short == [f"start {s}: {sampling.TOO_SHORT}" for s in (1.0, 1.4)]
 

@@ -50,6 +50,7 @@ def apart(got: Any, want: Any) -> float:
 def test_a_padded_step_is_the_step_over_all_devices(tmp_path: Path) -> None:
     p, batch = given()
     plan = make_plan(step, p, batch, cluster="cpu:8", mode="DATA_PARALLEL", pad_batch=FULL)
+    assert not any("not split" in note for note in plan.notes)
     assert plan.pad_batch == FULL and f"padded to {FULL} examples, 0.7 % more" in str(plan)
     plan.save(tmp_path / "plan.json")
     again = load_plan(tmp_path / "plan.json")

@@ -8,6 +8,7 @@ import pytest
 from planner.chunks.rewrite import chunked
 from planner.errors import MeshwrightError
 from planner.graph.trace import trace
+from tests.zoo.every import names
 from tests.zoo.running import compiled_quickly, difference, load
 
 FIRST = {"mlp_train_step", "decoder_linen_train_step", "remat_dots_policy", "optimization_barrier"}
@@ -17,10 +18,7 @@ CHANGED = FIRST - {"mlp_train_step", "optimization_barrier"}
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in sorted(load())],
-)
+@pytest.mark.parametrize("name", names(FIRST))
 def test_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.chunks.labels.LARGE", 0.5)  # the zoo's programs are small
     program = load()[name]

@@ -7,6 +7,7 @@ import pytest
 
 from planner.errors import MeshwrightError
 from planner.microbatch.rewrite import microbatched
+from tests.zoo.every import names
 from tests.zoo.running import compiled_quickly, difference, load
 
 FIRST = {"mlp_train_step", "decoder_linen_train_step", "contrastive_loss", "numpy_arguments"}
@@ -14,10 +15,7 @@ FIRST = {"mlp_train_step", "decoder_linen_train_step", "contrastive_loss", "nump
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in sorted(load())],
-)
+@pytest.mark.parametrize("name", names(FIRST))
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_equal_or_refused(name: str, replicas: int) -> None:
     program = load()[name]

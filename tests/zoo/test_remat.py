@@ -8,6 +8,7 @@ import pytest
 from planner.errors import MeshwrightError
 from planner.graph.trace import trace
 from planner.remat.rewrite import rematerialized
+from tests.zoo.every import names
 from tests.zoo.running import compiled_quickly, difference, load
 
 FIRST = {"mlp_train_step", "decoder_linen_train_step", "remat_dots_policy", "optimization_barrier"}
@@ -16,10 +17,7 @@ FIRST = {"mlp_train_step", "decoder_linen_train_step", "remat_dots_policy", "opt
 
 @pytest.mark.devices
 @pytest.mark.parametrize("policy", ["full", "dots", "100"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in sorted(load())],
-)
+@pytest.mark.parametrize("name", names(FIRST))
 def test_equal(name: str, policy: str) -> None:
     program = load()[name]
     step, args = program.build()

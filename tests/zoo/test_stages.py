@@ -7,6 +7,7 @@ import pytest
 
 from planner.errors import MeshwrightError
 from planner.recipes import Recipe, rewritten
+from tests.zoo.every import names
 from tests.zoo.running import compiled_quickly, difference, load
 
 CHANGED = {
@@ -22,10 +23,7 @@ FIRST = {"scan_over_layers", "mlp_train_step", "gru_linen", "unet_with_skips"}
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in sorted(load())],
-)
+@pytest.mark.parametrize("name", names(FIRST))
 def test_equal_or_refused(name: str) -> None:
     program = load()[name]
     step, args = program.build()
