@@ -20,7 +20,6 @@ from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_t
 from planner.graph import trace
 from planner.graph.equal import REPEATABLE
 from planner.graph.jaxpr import walk
-from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Constraint, Leaf, Plan
 from planner.rules.kernels import regions
 from planner.rules.kernels.known import NAMES as KERNELS
@@ -38,7 +37,13 @@ _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (trace, ("abstract",)),
     (walk, ("Body", "Loop", "is_opaque", "called", "loop_of", "branches_of", "Walk")),
     (regions, ("is_region",)),
-    (interpret, ("in_bounds", "Kept", "returned", "Evaluated", "_Steps", "ConstrainedStep")),
+    (
+        interpret,
+        (
+            *("in_bounds", "Kept", "returned", "Evaluated", "is_slice", "Spread"),
+            *("_Steps", "ConstrainedStep"),
+        ),
+    ),
 )
 """What is copied, by module."""
 
@@ -52,7 +57,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -185,8 +190,9 @@ class InternalError(ValueError):
 '''
 
 _LOWERED = """\
-The plan's lowering ({lowering}) is left out: shardings stand as one constraint each, and the
-compiler may choose other collectives than under meshwright.
+The plan's lowering ({lowering}) is left out: shardings stand as one constraint each, transposes
+where the program has them, and the compiler may choose other collectives and copies than under
+meshwright.
 """
 
 _APART = """\
@@ -272,7 +278,7 @@ def _docstring(plan: Plan, name: str, kinds: Sequence[str]) -> str:
         _USE.format(name=name, donate=", donate_argnums=0" if tied else ""),
         _INSIDE.format(count=len(plan.constraints)),
     ]
-    if plan.lowering != PLAIN:
+    if not plan.lowering.as_written:
         parts.append(_LOWERED.format(lowering=plan.lowering))
     if plan.apart:
         parts.append(_APART.format(count=len(plan.apart)))

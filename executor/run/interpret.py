@@ -8,6 +8,7 @@ constraints inside and bound again with their own parameters; calls are inlined.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +100,34 @@ class Evaluated(NamedTuple):
     outs: list[Any]
 
 
+def is_slice(
+    before: jax.sharding.NamedSharding | None, after: jax.sharding.NamedSharding | None
+) -> bool:
+    """Whether a value that is sharded as ``before`` needs no communication to be sharded as
+    ``after``; None is what the compiler chooses."""
+    if before is None or after is None:
+        return True
+    have, want = (
+        [e if isinstance(e, tuple) else () if e is None else (e,) for e in s.spec]
+        for s in (before, after)
+    )
+    want += [()] * (len(have) - len(want))
+    return all(w[: len(h)] == h for h, w in zip(have, want, strict=False))
+
+
+class Spread(NamedTuple):
+    """A broadcast: its result, its equation and what it repeats.
+
+    A loop is given what is repeated, and repeats it inside, where its readers' kernels do that:
+    XLA:GPU keeps in memory whatever enters a loop, and JAX moves the broadcasts of masks and fill
+    values out of a scan's body when it takes the scan's derivative.
+    """
+
+    result: Any
+    eqn: Any
+    source: Any
+
+
 class _Steps(Walk[None]):
     """Counts the operations of a walk, as ``ConstrainedStep`` steps through them."""
 
@@ -158,6 +187,7 @@ class ConstrainedStep(Walk[Any]):
         self.known: dict[tuple[int, jax.sharding.NamedSharding], tuple[Any, Any]] = {}
         self.held: dict[int, tuple[Any, jax.sharding.NamedSharding]] = {}
         self.evaluated: dict[tuple[str, tuple[int, ...]], list[Evaluated]] = {}
+        self.spread: dict[int, Spread] = {}  # by result
         self.next = 0
 
     def step(self, kind: str) -> int:
@@ -237,6 +267,8 @@ class ConstrainedStep(Walk[Any]):
             if (op, k) in self.decided:
                 made[k] = self.decided[op, k](made[k])
         outs = [self.at(op, "out", k, x) for k, x in enumerate(made)]
+        if name == "broadcast_in_dim" and np.size(ins[0]) < outs[0].size:
+            self.spread[id(outs[0])] = Spread(outs[0], eqn, ins[0])
         if name in REPEATABLE:
             key = name, tuple(map(id, given))
             self.evaluated.setdefault(key, []).append(Evaluated(op, eqn.params, given, outs))
@@ -296,9 +328,17 @@ class ConstrainedStep(Walk[Any]):
         self.held.update((id(x), (x, s)) for x, s in zip(outs, left, strict=True) if s is not None)
         return outs  # type: ignore[no-any-return]
 
-    def rebuilt(self, like: Any, body: Callable[[Sequence[Any]], list[Any]]) -> Any:
-        """A jaxpr of the form of ``like`` that computes ``body``."""
+    def rebuilt(
+        self,
+        like: Any,
+        body: Callable[[Sequence[Any]], list[Any]],
+        repeated: Mapping[int, Spread] = MappingProxyType({}),
+    ) -> Any:
+        """A jaxpr of the form of ``like`` that computes ``body``, of what is ``repeated`` in place
+        of those of its arguments."""
         avals = [v.aval for v in compat.body(like).invars]
+        for n, how in repeated.items():
+            avals[n] = how.eqn.invars[0].aval
         structs = [compat.placed_struct(a) for a in avals]
         outside, self.evaluated = self.evaluated, {}  # no body reads what stands outside of it
         try:
@@ -311,19 +351,43 @@ class ConstrainedStep(Walk[Any]):
         """Evaluate a loop with constraints inside."""
         ins = self.fetched(ins)
         ops = [self.step(kind) for kind in loop.entering]
-        ins = [self.at(op, "in", 0, x) for op, x in zip(ops, ins, strict=True)]
+        small = self.repeated(ops[: loop.consts], ins)
+        ins = [
+            jax.numpy.asarray(small[k].source, small[k].result.dtype)
+            if k in small
+            else self.at(op, "in", 0, x)
+            for k, (op, x) in enumerate(zip(ops, ins, strict=True))
+        ]
         stacks = loop.kind == "scan"
-        new = {body.param: self.iteration(body, ops, stacks) for body in loop.bodies}
+        new = {body.param: self.iteration(body, ops, stacks, small) for body in loop.bodies}
         for kind in loop.leaving:
             self.step(kind)
         return eqn.primitive.bind(*ins, **{**eqn.params, **new})  # type: ignore[no-any-return]
 
-    def iteration(self, body: Body, entering: Sequence[int], stacks: bool) -> Any:
+    def repeated(self, borders: Sequence[int], ins: Sequence[Any]) -> dict[int, Spread]:
+        """Of the constants of a loop the broadcasts, but for those that the plan gathers."""
+        found = {}
+        for k, (op, x) in enumerate(zip(borders, ins, strict=False)):
+            how, (held,) = self.spread.get(id(x)), self.held_as([x])
+            said = [self.shardings.get((op, slot, 0)) for slot in STAGES["in"]]
+            if how is not None and all(is_slice(held, s) for s in said):
+                found[k] = how
+        return found
+
+    def iteration(
+        self, body: Body, entering: Sequence[int], stacks: bool, small: Mapping[int, Spread]
+    ) -> Any:
         """The body of a loop with constraints inside; ``entering``: borders of all operands;
-        ``stacks``: whether results behind the carries are slices of what the loop stacks."""
+        ``stacks``: whether results behind the carries are slices of what the loop stacks;
+        ``small``: operands that are broadcast inside."""
+        spread = {n: small[k] for n, k in enumerate(body.operands) if k in small}
 
         def inside(args: Sequence[Any]) -> list[Any]:
-            ops = body.args(entering)
+            ops, args = body.args(entering), list(args)
+            for n, (_, eqn, _) in spread.items():
+                source, (made,) = args[n], compat.evaluate_equation(eqn, [args[n]])
+                args[n] = self.at(ops[n], "in", 0, made)
+                self.spread[id(args[n])] = Spread(args[n], eqn, source)
             args = [self.at(op, "out", 0, x) for op, x in zip(ops, args, strict=True)]
             outs = self.run(body.jaxpr, args)
             for k, kind in enumerate(body.closing):
@@ -332,7 +396,7 @@ class ConstrainedStep(Walk[Any]):
                 outs[k] = self.at(self.next + k, "in", 0, outs[k])  # of the border that stacks it
             return outs
 
-        return self.rebuilt(body.jaxpr, inside)
+        return self.rebuilt(body.jaxpr, inside, spread)
 
     def cond(self, eqn: Any, ins: list[Any], branches: tuple[Body, ...]) -> Sequence[Any]:
         """Evaluate a conditional with constraints inside its branches."""

@@ -17,6 +17,7 @@ from executor.run.interpret import ConstrainedStep, Decided, Kept
 from executor.run.local.kernels import OnShards, kernels_on_shards
 from executor.run.local.products import LOCAL, Scatter, scattered
 from executor.run.local.specs import Spec, partition_spec, spec_of
+from executor.run.local.turned import Turned, multiplied, permuted, turned_products
 from planner import compat
 from planner.cost.reshard import collectives_of
 from planner.cost.routes import route
@@ -43,6 +44,7 @@ class LoweredPlan:
         plain_layout: operations whose results are held to the default layout.
         apart: operations that what reads their result is not compiled into.
         kernels: kernels of the user's that run on shards, by operation.
+        turned: products that are computed without the transpose beside them, by operation.
     """
 
     mesh: Mesh | AbstractMesh
@@ -53,10 +55,11 @@ class LoweredPlan:
     plain_layout: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
     kernels: Mapping[int, OnShards] = field(default_factory=dict)
+    turned: Mapping[int, Turned] = field(default_factory=dict)
 
     @property
     def transposes(self) -> frozenset[int]:
-        """Transposes that are evaluated together with a product."""
+        """Transposes that are evaluated together with a product that is scattered."""
         return frozenset(s.transpose for s in self.scatters.values())
 
 
@@ -79,18 +82,31 @@ def lower_plan(
     speller = _Speller({name: tuple(x for x, _ in parts) for name, parts in axes.items()})
     scatters = _scatters(traced, known, speller) if how.scattered else {}
     done = {*scatters, *(s.transpose for s in scatters.values())}
-    shardings = {
-        place: NamedSharding(mesh, partition_spec(speller.spec(c)))
+    apart = frozenset(plan.apart)
+    fixed = {*done, *apart, *(row.op for row in plan.decisions)}
+    turned = turned_products(traced, known, fixed) if how.turned else {}
+    specs = {
+        place: speller.spec(c, _rank(traced, place))
         for place, c in known.items()
         if not (place[0] in done and place[1] in RESULTS)
     }
+    shardings = {
+        place: NamedSharding(mesh, partition_spec(spec))
+        for place, spec in permuted(specs, turned).items()
+    }
     joined = [tuple(x for x, _ in parts) for parts in axes.values()] if how.joined else []
     plain_layout = table_gradients(traced, plan) if how.dimensions else frozenset()
-    apart = frozenset(plan.apart)
     kernels = kernels_on_shards(traced, known, speller.spec)
     return LoweredPlan(
-        mesh, shardings, how.staged, tuple(joined), scatters, plain_layout, apart, kernels
+        mesh, shardings, how.staged, tuple(joined), scatters, plain_layout, apart, kernels, turned
     )
+
+
+def _rank(traced: Traced, place: Place) -> int:
+    """The number of dimensions of an operand or a result."""
+    op, (_, slot, position) = traced.graph.ops[place[0]], place
+    values = op.outputs if slot in RESULTS else op.inputs
+    return len(traced.graph.values[values[position]].shape)
 
 
 @dataclass(frozen=True)
@@ -281,6 +297,8 @@ class LoweredStep(ConstrainedStep):
         super().__init__(kinds, lowered.shardings, decided, sources)
         self.lowered = lowered
         self.computed = lowered.transposes
+        self.done = {t.transpose for t in lowered.turned.values()}
+        self.turns: dict[int, tuple[Any, Any]] = {}  # results and operands of transposes
 
     def known_as(self, args: Sequence[Any], shardings: Sequence[Any]) -> LoweredStep:
         """Record the shardings of the arguments; returns self."""
@@ -310,8 +328,16 @@ class LoweredStep(ConstrainedStep):
         how = self.lowered.scatters.get(op)
         if op in self.lowered.kernels:
             return self.kernel(eqn, op, ins)
+        if op in self.lowered.turned:
+            return [self.turned(eqn, op, ins, self.lowered.turned[op])]
+        if op in self.done:  # with the product before it
+            self.step(name)
+            x = self.at(op, "in", 0, ins[0])
+            return [self.at(op, "out", 0, self.at(op, "made", 0, x))]
         if how is None:
             results = super().operation(eqn, ins)
+            if name == "transpose":
+                self.turns[id(results[0])] = (results[0], *self.fetched(ins))
             if op in self.lowered.apart:
                 return [jax.lax.optimization_barrier(x) for x in results]
             if op in self.lowered.plain_layout:
@@ -325,6 +351,15 @@ class LoweredStep(ConstrainedStep):
         made = scattered(eqn, ins, how, self.lowered.mesh)
         out = NamedSharding(self.lowered.mesh, partition_spec(how.out))
         return [super().constrained(made, out)]
+
+    def turned(self, eqn: Any, op: int, ins: list[Any], how: Turned) -> Any:
+        """The result of a product, computed without the transpose beside it."""
+        self.step(eqn.primitive.name)
+        ins = self.fetched(ins)
+        if how.operand >= 0:
+            ins[how.operand] = self.turns[id(ins[how.operand])][1]
+        made = multiplied(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)], how)
+        return self.at(op, "out", 0, self.at(op, "made", 0, made))
 
     def on_shards(self, eqn: Any, ins: list[Any]) -> list[Any]:
         """The results of a ``shard_map``, on this mesh where it has the axes of the user's."""

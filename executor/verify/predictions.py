@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from costmodels import Cluster
 from executor.verify.aot import TPU_CLOCK_HZ, Compiled, tpu_seconds
 from executor.verify.hlo.collectives import wire_bytes
-from planner.plan.compiled.lowering import PLAIN
 from planner.plan.plan import Plan
 from planner.rules.kernels.regions import REGION
 
@@ -150,7 +149,7 @@ def shardy_rung(
     own = [row for row in plan.collectives if row.cause != REGION]
     compared = dataclasses.replace(plan, collectives=tuple(own))
     rows = communication_rows(compared, _by_kind(found), tolerances.communication)
-    notes = [f"without the lowering: {plan.lowering}"] if plan.lowering != PLAIN else []
+    notes = [f"without the lowering: {plan.lowering}"] if not plan.lowering.as_written else []
     if len(own) < len(plan.collectives):
         notes.append("collectives that the user wrote, inside of shard_map, are left out")
     if not plan.cluster.startswith("cpu"):

@@ -185,7 +185,9 @@ def compiler_option(value: Any) -> tuple[str, str]:
     return OPTION(name), SETTING(setting)
 
 
-_LOWERING = record(Lowering, dimensions=many(whole(1)), staged=flag, joined=flag, scattered=flag)
+_LOWERING = record(
+    Lowering, dimensions=many(whole(1)), staged=flag, joined=flag, scattered=flag, turned=flag
+)
 _COMPILED = record(
     CompiledRow,
     mesh=LINE,

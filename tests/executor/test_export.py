@@ -227,7 +227,7 @@ def test_what_the_module_leaves_out_is_said() -> None:
     options = (("xla_cpu_enable_fast_math", "true"),)
     other = dataclasses.replace(plan, lowering=STEP_BY_STEP, compiler_options=options)
     said = exported(other)["__doc__"]
-    assert "lowering (staged scattered) is left out" in said
+    assert "lowering (staged scattered turned) is left out" in said
     assert "    xla_cpu_enable_fast_math=true\n" in said
 
 

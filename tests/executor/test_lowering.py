@@ -21,6 +21,7 @@ from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.compiled.lowering import (
     PLAIN,
+    PLAIN_TURNED,
     STEP_BY_STEP,
     Lowering,
     by_axis,
@@ -153,7 +154,7 @@ def test_physical_axes() -> None:
     "cluster, how",
     [
         ("h100:8x2", STEP_BY_STEP),
-        ("cpu:8", PLAIN),
+        ("cpu:8", PLAIN_TURNED),
         ("v5p:4x4x4", by_dimension(parse_cluster("v5p:4x4x4"))),
         ("v5p:1x2x4", by_axis(parse_cluster("v5p:1x2x4"))),
         ("v5e:4x4", by_axis(parse_cluster("v5e:4x4"))),

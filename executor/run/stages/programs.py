@@ -3,6 +3,7 @@ passes of every stage, and behind the loop."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,8 @@ class Builder:
         self.places, self.starts = places, apart.starts
         self.kinds, self.decided = [op.kind for op in traced.graph.ops], applied(plan)
         axes = {n: v for n, v in mesh_axes(plan).items() if n != STAGE}
+        how = dataclasses.replace(plan.lowering, turned=False)  # what is split stands in its place
+        plan = dataclasses.replace(plan, lowering=how)
         self.lowered = [lower_plan(plan, traced, mesh, axes) for mesh in places.stages]
         inner, outer = handed(apart)
         body = apart.split.body.flat.calls

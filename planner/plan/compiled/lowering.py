@@ -25,12 +25,19 @@ class Lowering:
         joined: the jax mesh axes of one mesh axis change together.
         scattered: products whose partial sums become shards are followed by explicit
             reduce-scatters, one per jax mesh axis, instead of constraints.
+        turned: transposes beside products are moved to the smallest of the product's arrays.
     """
 
     dimensions: tuple[int, ...] = ()
     staged: bool = False
     joined: bool = False
     scattered: bool = False
+    turned: bool = False
+
+    @property
+    def as_written(self) -> bool:
+        """Whether every sharding is one constraint."""
+        return dataclasses.replace(self, turned=False) == Lowering()
 
     def __str__(self) -> str:
         """
@@ -39,11 +46,13 @@ class Lowering:
         """
         staged = "joined" if self.joined else "staged"
         given = {"physical": self.dimensions, staged: self.staged, "scattered": self.scattered}
+        given["turned"] = self.turned
         return " ".join(name for name, value in given.items() if value) or "plain"
 
 
 PLAIN = Lowering()
-STEP_BY_STEP = Lowering(staged=True, scattered=True)
+PLAIN_TURNED = Lowering(turned=True)
+STEP_BY_STEP = Lowering(staged=True, scattered=True, turned=True)
 
 
 def by_dimension(cluster: Cluster) -> Lowering:
@@ -65,12 +74,15 @@ def default_lowering(cluster: Cluster) -> Lowering:
     (`costmodels._torus.reduces_instead`). XLA:GPU all-gathers the whole value where one constraint
     moves two mesh axes; two constraints become two all-to-alls.
 
+    XLA:GPU and XLA:CPU transpose an array in memory between a product and what reads it, XLA:TPU
+    does not (decision 036).
+
     >>> from costmodels import parse_cluster
     >>> [str(default_lowering(parse_cluster(c))) for c in ("h100:8x2", "v5e:4x4")]
-    ['staged scattered', 'physical joined scattered']
+    ['staged scattered turned', 'physical joined scattered']
     """
     if cluster.kind != "torus":
-        return PLAIN if cluster.device.kind == "cpu" else STEP_BY_STEP
+        return PLAIN_TURNED if cluster.device.kind == "cpu" else STEP_BY_STEP
     count = sum(length > 1 for length in cluster.shape)
     return by_dimension(cluster) if count > 2 else by_axis(cluster) if count == 2 else PLAIN
 
@@ -86,4 +98,4 @@ def lowerings(cluster: Cluster, named: bool = False) -> tuple[Lowering, ...]:
         return tuple(dict.fromkeys(map(on_named_axes, lowerings(cluster))))
     if cluster.kind == "torus":
         return (by_dimension(cluster), by_axis(cluster), PLAIN)
-    return (STEP_BY_STEP, PLAIN)
+    return (STEP_BY_STEP, PLAIN_TURNED)

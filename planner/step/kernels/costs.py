@@ -153,6 +153,8 @@ class Workload:
             nbytes = 2.0 * sum(values[v].nbytes for v in op.outputs)
         elif in_place(self.graph, op):
             nbytes = 2.0 * values[op.inputs[1]].nbytes
+        elif op.kind == "loop_ys" and self.device and not self.device.fuses_operands:
+            nbytes += sum([values[v].nbytes for v in writes])  # filled with zeros first
         if self.moved:
             nbytes = self.moved[op.index]
         flops *= self.seen_share[op.index]

@@ -1,0 +1,208 @@
+"""Products beside transposes: the transpose is moved to the smallest of the product's arrays.
+
+XLA:GPU multiplies matrices. Where a product has several free dimensions, a transpose of its result
+(or of an operand) is a kernel of its own that reads and writes the whole array, and arrays that a
+loop stacks are turned again as a whole between the loops. The scores of grouped-query attention are
+such a result, and their gradients such an operand: hundreds of times larger than the queries, whose
+dimensions can be put in order instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from planner import compat
+from planner.graph.trace import Traced
+from planner.plan.behind import RESULTS, read_by_transposes
+
+Order = tuple[int, ...]
+Place = tuple[int, str, int]
+"""Operation, slot, position."""
+Numbers = tuple[tuple[Order, Order], tuple[Order, Order]]
+"""Contracting and batch dimensions of a product's operands."""
+
+WORTH = 2
+"""The array that is no longer transposed has this many times the elements of each that may be."""
+
+
+@dataclass(frozen=True)
+class Turned:
+    """How a product is computed without the transpose of a large array.
+
+    Attributes:
+        numbers: the dimension numbers of the product that is computed.
+        firsts: per operand, how it is transposed first; empty: it is not.
+        swapped: whether the second operand comes first.
+        last: how the result is transposed; empty: it is not.
+        transpose: the operation that turns the result, which is then done; -1: none.
+        operand: the operand that is taken as it is before a transpose; -1: none.
+        order: the permutation of that transpose.
+    """
+
+    numbers: Numbers
+    firsts: tuple[Order, Order] = ((), ())
+    swapped: bool = False
+    last: Order = ()
+    transpose: int = -1
+    operand: int = -1
+    order: Order = ()
+
+    def places(self, op: int) -> Iterator[tuple[Place, Order]]:
+        """Places whose shardings are permuted for product ``op``, and how: per dimension of the
+        array that is there now, the one of the array that the plan means."""
+        if self.transpose >= 0:
+            yield from (((op, slot, 0), self.order) for slot in RESULTS)
+            yield from (((self.transpose, slot, 0), self.order) for slot in ("from", "in"))
+        elif self.operand >= 0:
+            back = tuple(self.order.index(d) for d in range(len(self.order)))
+            yield from (((op, slot, self.operand), back) for slot in ("from", "in"))
+
+
+def turned_products(
+    traced: Traced, held: Collection[Place], apart: Collection[int]
+) -> dict[int, Turned]:
+    """The products of a step beside transposes of an array that is larger than the others.
+
+    Args:
+        traced: the step.
+        held: places with a sharding; a transpose of an operand has none.
+        apart: operations that stay what they are.
+    """
+    graph, eqns, bodies = traced.graph, traced.eqns, traced.bodies
+    found: dict[int, Turned] = {}
+    for op, transpose in read_by_transposes(graph).items():
+        product, turning = eqns[op], eqns[transpose]
+        if product is None or turning is None or {op, transpose} & set(apart):
+            continue
+        how = of_result(product, tuple(turning.params["permutation"]), transpose)
+        if how is not None and bodies[op] == bodies[transpose]:
+            found[op] = how
+    done = {how.transpose for how in found.values()}
+    busy = {op for op, _, _ in held} | done | set(apart)
+    for node in graph.ops:
+        product = eqns[node.index]
+        if node.kind != "dot_general" or node.index in {*found, *apart} or product is None:
+            continue
+        for k, value in enumerate(node.inputs):
+            made = graph.values[value].op if value >= 0 else -1
+            turning = eqns[made] if made >= 0 else None
+            whole = made < 0 or graph.ops[made].kind != "transpose" or made in busy
+            order: Order = ()
+            if not whole and turning is not None and bodies[made] == bodies[node.index]:
+                order = tuple(turning.params["permutation"])
+            how = of_operand(product, k, order)
+            if how is not None:
+                found[node.index] = how
+                break
+    return found
+
+
+def of_result(product: Any, order: Order, transpose: int = -1) -> Turned | None:
+    """A product that makes the array that a transpose of its result would be; None where that does
+    not pay, or can't be."""
+    shapes = [a.shape for a in product.in_avals]
+    if math.prod(product.out_avals[0].shape) < WORTH * max(map(math.prod, shapes)):
+        return None
+    sums, batch = product.params["dimension_numbers"]
+    free = _free(product.params["dimension_numbers"], shapes)
+    count, left = len(batch[0]), len(free[0])
+    if set(order[:count]) != set(range(count)):
+        return None
+    sides = [[d for d in order[count:] if (d < count + left) == first] for first in (True, False)]
+    swapped = list(order[count:]) == sides[1] + sides[0]
+    if not swapped and list(order[count:]) != sides[0] + sides[1]:
+        return None
+    wanted = [
+        [free[0][d - count] for d in sides[0]],
+        [free[1][d - count - left] for d in sides[1]],
+    ]
+    firsts: list[Order] = []
+    numbers: list[tuple[Order, Order]] = []
+    for k in (0, 1):
+        shared = tuple(batch[k][d] for d in order[:count])
+        turn = (*shared, *wanted[k], *sums[k]) if wanted[k] != sorted(wanted[k]) else ()
+        firsts.append(turn)
+        places = [tuple(turn.index(d) if turn else d for d in x) for x in (sums[k], shared)]
+        numbers.append((places[0], places[1]))
+    if swapped:
+        numbers.reverse()
+    whole: Numbers = ((numbers[0][0], numbers[1][0]), (numbers[0][1], numbers[1][1]))
+    return Turned(whole, (firsts[0], firsts[1]), swapped, (), transpose, -1, order)
+
+
+def of_operand(product: Any, operand: int, order: Order = ()) -> Turned | None:
+    """A product that takes a large operand as it lies in memory: as it is before a transpose
+    ``order``, and on the side where XLA:CPU has what batches of products sum (the last dimensions
+    of the first operand, the first of the second). None where that does not pay, or nothing is to be done."""
+    shapes = [a.shape for a in product.in_avals]
+    others = math.prod(shapes[1 - operand]), math.prod(product.out_avals[0].shape)
+    if math.prod(shapes[operand]) < WORTH * max(others):
+        return None
+    numbers, place = product.params["dimension_numbers"], order or range(len(shapes[operand]))
+    free = _free(numbers, shapes)
+    pairs = []  # what is summed, then the batch: in the order in which the operand has it
+    for dims in numbers:
+        found = sorted(zip((place[d] for d in dims[operand]), dims[1 - operand], strict=True))
+        pairs.append((tuple(d for d, _ in found), tuple(d for _, d in found)))
+    mine = sorted(place[d] for d in free[operand])
+    summed = pairs[0][0]
+    ends = bool(mine and summed) and mine[-1] < summed[0]
+    begins = bool(mine and summed) and summed[-1] < mine[0]
+    swapped = bool(numbers[1][0]) and (begins if operand == 0 else ends)
+    if not (order or swapped):
+        return None
+    names = [("batch", k) for k in range(len(pairs[1][0]))]
+    sides = [[(k, d) for d in free[k]] for k in (0, 1)]
+    sides[operand] = [(operand, d) for d in mine]
+    made = [*names, *sides[int(swapped)], *sides[int(not swapped)]]
+    wanted = [
+        *(("batch", pairs[1][0].index(place[d])) for d in numbers[1][operand]),
+        *((0, place[d] if operand == 0 else d) for d in free[0]),
+        *((1, place[d] if operand == 1 else d) for d in free[1]),
+    ]
+    last = tuple(made.index(x) for x in wanted)
+    back = operand == int(swapped)  # the large operand comes first
+    whole = [(a, b) if back else (b, a) for a, b in pairs]
+    return Turned(
+        (whole[0], whole[1]),
+        swapped=swapped,
+        last=() if last == tuple(range(len(last))) else last,
+        operand=operand if order else -1,
+        order=order,
+    )
+
+
+def _free(numbers: Numbers, shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Per operand, the dimensions that it alone has."""
+    sums, batch = numbers
+    return [
+        [d for d in range(len(shape)) if d not in (*sums[k], *batch[k])]
+        for k, shape in enumerate(shapes)
+    ]
+
+
+def multiplied(eqn: Any, ins: Sequence[Any], how: Turned) -> Any:
+    """The product of ``ins``, of which that at ``how.operand`` is not transposed."""
+    firsts = zip(ins, how.firsts, strict=True)
+    ins = [jax.lax.transpose(x, order) if order else x for x, order in firsts]
+    ins = ins[::-1] if how.swapped else ins
+    turned = eqn.replace(params={**eqn.params, "dimension_numbers": how.numbers})
+    (made,) = compat.evaluate_equation(turned, ins)
+    return jax.lax.transpose(made, how.last) if how.last else made
+
+
+def permuted(
+    specs: Mapping[Place, tuple[Any, ...]], found: Mapping[int, Turned]
+) -> dict[Place, tuple[Any, ...]]:
+    """Shardings by place, one entry per dimension, for the arrays that are there now."""
+    out = dict(specs)
+    for op, how in found.items():
+        for place, order in how.places(op):
+            if place in out:
+                out[place] = tuple(out[place][d] for d in order)
+    return out

@@ -1,0 +1,168 @@
+"""Transposes beside products are moved to the smallest array; loops repeat broadcasts inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from executor import compile_plan
+from executor.run.compile import CompiledStep
+from executor.run.local.turned import multiplied, of_operand, of_result
+from planner import make_plan
+from planner.graph.trace import trace
+from planner.plan.compiled.lowering import Lowering
+from tests.executor.executor_steps import assert_same
+
+RNG = np.random.default_rng(0)
+
+
+def product(a: Any, b: Any, numbers: Any) -> tuple[Any, Any]:
+    """The equation of a product, with what the tracer writes down of it."""
+    eqn = jax.make_jaxpr(lambda a, b: jax.lax.dot_general(a, b, numbers))(a, b).eqns[0]
+    avals = SimpleNamespace(
+        params=eqn.params,
+        in_avals=[v.aval for v in eqn.invars],
+        out_avals=[v.aval for v in eqn.outvars],
+    )
+    return eqn, avals
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def test_transposes_of_large_results() -> None:
+    a, b = normal(2, 7, 3, 4, 2), normal(2, 6, 3, 2)  # batch, time, group, head, width
+    numbers = (((4,), (3,)), ((0, 2), (0, 2)))  # -> batch, group, time, head, other time
+    eqn, avals = product(a, b, numbers)
+    plain = np.asarray(jax.lax.dot_general(a, b, numbers))
+    turned = 0
+    for order in itertools.permutations(range(5)):
+        how = of_result(avals, order)
+        together = set(order[:2]) == {0, 1} and order[3] != 4
+        assert (how is not None) == together, order
+        if how is not None:
+            turned += 1
+            assert not how.last
+            np.testing.assert_allclose(
+                multiplied(eqn, [a, b], how), plain.transpose(order), rtol=1e-5, atol=1e-6
+            )
+    assert turned == 8  # two orders of what both have, and of the two sides, and of a side
+
+
+def test_small_results_stay() -> None:
+    _, avals = product(normal(4, 64), normal(64, 4), (((1,), (0,)), ((), ())))
+    assert of_result(avals, (1, 0)) is None
+
+
+@pytest.mark.parametrize("operand", [0, 1])
+def test_transposes_of_large_operands(operand: int) -> None:
+    large, small = normal(2, 3, 6, 7, 8), normal(2, 6, 3, 7, 2)
+    shape, sides_swapped = large.shape, 0
+    for order in itertools.permutations(range(5)):
+        turned = large.transpose(order)
+        at = [order.index(d) for d in range(5)]
+        sums, batch = ([at[2], at[3]], [1, 3]), ([at[1], at[0]], [2, 0])
+        sides = [turned, small] if operand == 0 else [small, turned]
+        whole = [x if operand == 0 else x[::-1] for x in (sums, batch)]
+        numbers = tuple((tuple(left), tuple(right)) for left, right in whole)
+        eqn, avals = product(*sides, numbers)
+        plain = jax.lax.dot_general(*sides, numbers)
+        how = of_operand(avals, operand, order)
+        assert how is not None
+        given = [large if x is turned else small for x in sides]
+        np.testing.assert_allclose(multiplied(eqn, given, how), plain, rtol=1e-5, atol=1e-5)
+        other = of_operand(avals, operand)
+        if other is not None:  # the other way around
+            sides_swapped += 1
+            np.testing.assert_allclose(multiplied(eqn, sides, other), plain, rtol=1e-5, atol=1e-5)
+        assert list(how.numbers[0][operand]) == sorted(how.numbers[0][operand]), shape
+    assert 0 < sides_swapped < 120
+
+
+WIDTH, GROUPS, HEADS, HEAD, LAYERS = 16, 2, 2, 4, 3
+
+
+def layer(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
+    q = jnp.einsum("btd,dghk->btghk", x, p["q"])
+    k, v = (jnp.einsum("btd,dgk->btgk", x, p[n]) for n in "kv")
+    scores = jnp.einsum("btghk,bsgk->bghts", q, k)
+    causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30))
+    return x + jnp.einsum("btghk,ghkd->btd", jnp.einsum("bghts,bsgk->btghk", weights, v), p["o"])
+
+
+def grouped(params: dict[str, jax.Array], x: jax.Array) -> tuple[Any, jax.Array]:
+    """A step of grouped-query attention in scanned layers."""
+
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        y = jax.lax.scan(lambda c, p: (layer(c, p), None), x, params)[0]
+        return jnp.mean(y**2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def arguments(batch: int = 8, time: int = 64) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    params = {
+        "q": normal(LAYERS, WIDTH, GROUPS, HEADS, HEAD),
+        "k": normal(LAYERS, WIDTH, GROUPS, HEAD),
+        "v": normal(LAYERS, WIDTH, GROUPS, HEAD),
+        "o": normal(LAYERS, GROUPS, HEADS, HEAD, WIDTH),
+    }
+    return {k: v / 4 for k, v in params.items()}, normal(batch, time, WIDTH)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2", "data=2,model=2,seq=2"])
+@pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"microbatches": 2}])
+def test_equal_on_devices(mesh: str, options: dict[str, Any]) -> None:
+    args = arguments()
+    plan = make_plan(grouped, *args, cluster="cpu:8", mesh=mesh, **options)
+    assert plan.lowering.turned
+    assert_same(compile_plan(grouped, plan)(*args), jax.jit(grouped)(*args))
+
+
+@pytest.mark.devices
+def test_scores_are_not_transposed() -> None:
+    args = arguments()
+    plan = make_plan(grouped, *args, cluster="cpu:8", mesh="data=8")
+    counts = []
+    for turned in (False, True):
+        mine = dataclasses.replace(plan, lowering=Lowering(turned=turned))
+        step = CompiledStep(trace(grouped, args), mine, devices=jax.devices())
+        text = step.jitted.lower(*args).compile().as_text()
+        shapes = re.findall(r"= f32\[([\d,]+)\]\S* (?:transpose|copy)\(", text)
+        sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+        counts.append(sizes.count(GROUPS * HEADS * 64 * 64))
+    before, after = counts
+    assert before > 0
+    assert after == 0
+
+
+@pytest.mark.devices
+def test_loops_take_what_is_repeated() -> None:
+    """JAX moves the mask's broadcast to the shape of the scores out of the scan."""
+    args = arguments()
+    scores = f"8x{GROUPS}x{HEADS}x64x64xi1"
+    plan = make_plan(grouped, *args, cluster="cpu:8", mesh="data=1,model=8")
+    plain = jax.jit(grouped).lower(*args).as_text()
+    step = CompiledStep(trace(grouped, args), plan, devices=jax.devices())
+    loops = [x for x in plain.splitlines() if "stablehlo.while" in x or "iterArg" in x]
+    ours = [
+        x
+        for x in step.jitted.lower(*args).as_text().splitlines()
+        if "stablehlo.while" in x or "iterArg" in x
+    ]
+    assert any(scores in x for x in loops)
+    assert ours
+    assert not any(scores in x for x in ours)
