@@ -138,7 +138,7 @@ def of_result(product: Any, order: Order, transpose: int = -1) -> Turned | None:
 def of_operand(product: Any, operand: int, order: Order = ()) -> Turned | None:
     """A product that takes a large operand as it lies in memory: as it is before a transpose
     ``order``, and on the side where XLA:CPU has what batches of products sum (the last dimensions
-    of the first operand, the first of the second). None where that does not pay, or nothing is to be done."""
+    of the first operand, the first of the second). None where that does not pay."""
     shapes = [a.shape for a in product.in_avals]
     others = math.prod(shapes[1 - operand]), math.prod(product.out_avals[0].shape)
     if math.prod(shapes[operand]) < WORTH * max(others):
