@@ -127,6 +127,13 @@ class Spread(NamedTuple):
     eqn: Any
     source: Any
 
+    @property
+    def array(self) -> Any:
+        """What it repeats; a literal as an array."""
+        if isinstance(self.source, jax.Array):
+            return self.source
+        return jax.numpy.asarray(self.source, self.result.dtype)
+
 
 class _Steps(Walk[None]):
     """Counts the operations of a walk, as ``ConstrainedStep`` steps through them."""
@@ -353,9 +360,7 @@ class ConstrainedStep(Walk[Any]):
         ops = [self.step(kind) for kind in loop.entering]
         small = self.repeated(ops[: loop.consts], ins)
         ins = [
-            jax.numpy.asarray(small[k].source, small[k].result.dtype)
-            if k in small
-            else self.at(op, "in", 0, x)
+            small[k].array if k in small else self.at(op, "in", 0, x)
             for k, (op, x) in enumerate(zip(ops, ins, strict=True))
         ]
         stacks = loop.kind == "scan"

@@ -335,9 +335,10 @@ class LoweredStep(ConstrainedStep):
             x = self.at(op, "in", 0, ins[0])
             return [self.at(op, "out", 0, self.at(op, "made", 0, x))]
         if how is None:
-            results = super().operation(eqn, ins)
+            given = self.fetched(ins)
+            results = super().operation(eqn, given)
             if name == "transpose":
-                self.turns[id(results[0])] = (results[0], *self.fetched(ins))
+                self.turns[id(results[0])] = (results[0], given[0])
             if op in self.lowered.apart:
                 return [jax.lax.optimization_barrier(x) for x in results]
             if op in self.lowered.plain_layout:

@@ -16,7 +16,7 @@ import pytest
 
 from executor import compile_plan
 from executor.run.compile import CompiledStep
-from executor.run.local.turned import multiplied, of_operand, of_result
+from executor.run.local.turned import multiplied, of_operand, of_result, turned_products
 from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.compiled.lowering import Lowering
@@ -68,7 +68,8 @@ def test_small_results_stay() -> None:
 def test_transposes_of_large_operands(operand: int) -> None:
     large, small = normal(2, 3, 6, 7, 8), normal(2, 6, 3, 7, 2)
     shape, sides_swapped = large.shape, 0
-    for order in itertools.permutations(range(5)):
+    orders = list(itertools.permutations(range(5)))[::7]
+    for order in orders:
         turned = large.transpose(order)
         at = [order.index(d) for d in range(5)]
         sums, batch = ([at[2], at[3]], [1, 3]), ([at[1], at[0]], [2, 0])
@@ -86,7 +87,7 @@ def test_transposes_of_large_operands(operand: int) -> None:
             sides_swapped += 1
             np.testing.assert_allclose(multiplied(eqn, sides, other), plain, rtol=1e-5, atol=1e-5)
         assert list(how.numbers[0][operand]) == sorted(how.numbers[0][operand]), shape
-    assert 0 < sides_swapped < 120
+    assert 0 < sides_swapped < len(orders)
 
 
 WIDTH, GROUPS, HEADS, HEAD, LAYERS = 16, 2, 2, 4, 3
@@ -166,3 +167,51 @@ def test_loops_take_what_is_repeated() -> None:
     assert any(scores in x for x in loops)
     assert ours
     assert not any(scores in x for x in ours)
+
+
+def drawn(seed: int) -> tuple[Any, tuple[Any, ...]]:
+    """A step of attention whose arrays have their dimensions in any order, and its arguments."""
+    draw = np.random.default_rng(seed)
+    sizes = dict(zip("bghtsk", (8, 2, int(draw.integers(2, 4)), 16, 24, 2), strict=True))
+    q, k, s, o, v = ("".join(draw.permutation(list(x))) for x in ORDERS)
+    scanned, masked = draw.random(2) < 0.6
+    seen = np.tril(np.ones((16, 24), bool))
+    seen = (seen if s.index("t") < s.index("s") else seen.T).reshape(
+        [sizes[c] if c in "ts" else 1 for c in s]
+    )
+
+    def layer(x: jax.Array, w: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        scores = jnp.einsum(f"{q},{k}->{s}", jnp.einsum(f"{q},ghk->{q}", x, w), keys)
+        scores = jnp.where(seen, scores, -1e9) if masked else scores
+        weights = jax.nn.softmax(scores, axis=s.index("s"))
+        made = jnp.einsum(f"{s},{v}->{o}", weights, values)
+        return x + jnp.einsum(f"{o}->{q}", made)
+
+    def loss(weights: jax.Array, x: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        if scanned:
+            x = jax.lax.scan(lambda x, w: (layer(x, w, keys, values), None), x, weights)[0]
+        else:
+            for w in weights:
+                x = layer(x, w, keys, values)
+        return jnp.mean(x**2)
+
+    def step(weights: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(weights, *rest)
+        return weights - 0.1 * gradient, value
+
+    shapes = [(2, *(sizes[c] for c in "ghk")), *(tuple(sizes[c] for c in x) for x in (q, k, v))]
+    return step, tuple(draw.normal(size=x).astype(np.float32) for x in shapes)
+
+
+ORDERS = ("btghk", "bsgk", "bghts", "btghk", "bsgk")
+MESHES = ("data=8", "data=4,model=2", "data=2,model=2,seq=2")
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("seed", range(6))
+def test_dimensions_in_any_order(seed: int) -> None:
+    step, args = drawn(seed)
+    plan = make_plan(step, *args, cluster="cpu:8", mesh=MESHES[seed % 3])
+    traced = trace(step, args)
+    assert turned_products(traced, (), ())
+    assert_same(compile_plan(step, plan)(*args), jax.jit(step)(*args))

@@ -77,7 +77,7 @@ def turned_products(
     found: dict[int, Turned] = {}
     for op, transpose in read_by_transposes(graph).items():
         product, turning = eqns[op], eqns[transpose]
-        if product is None or turning is None or {op, transpose} & set(apart):
+        if not _plain(product) or turning is None or {op, transpose} & set(apart):
             continue
         how = of_result(product, tuple(turning.params["permutation"]), transpose)
         if how is not None and bodies[op] == bodies[transpose]:
@@ -86,7 +86,7 @@ def turned_products(
     busy = {op for op, _, _ in held} | done | set(apart)
     for node in graph.ops:
         product = eqns[node.index]
-        if node.kind != "dot_general" or node.index in {*found, *apart} or product is None:
+        if node.kind != "dot_general" or node.index in {*found, *apart} or not _plain(product):
             continue
         for k, value in enumerate(node.inputs):
             made = graph.values[value].op if value >= 0 else -1
@@ -175,6 +175,11 @@ def of_operand(product: Any, operand: int, order: Order = ()) -> Turned | None:
         operand=operand if order else -1,
         order=order,
     )
+
+
+def _plain(product: Any) -> bool:
+    """Whether a product leaves the sharding of its result to others."""
+    return product is not None and product.params.get("out_sharding") is None
 
 
 def _free(numbers: Numbers, shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
