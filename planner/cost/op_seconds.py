@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.cost.apart import Chosen
 from planner.cost.pricing import Pricer
-from planner.step.analysis import empty_workload, is_work
+from planner.step.analysis import does_nothing, empty_workload
 from planner.step.kernels.costs import Work
 
 
@@ -33,7 +33,7 @@ def op_seconds(plan: Chosen) -> tuple[float, ...]:
     alone = [0.0] * len(groups.groups)
     for op in graph.ops:
         found = None
-        if live[op.index] and is_work(op):
+        if live[op.index] and not does_nothing(op):
             found = workload.part(op, analysis.rules[op.index])
         if found is None:
             continue

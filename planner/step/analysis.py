@@ -134,11 +134,6 @@ def does_nothing(op: Op) -> bool:
     return op.kind.startswith(("loop_", "branch_")) or op.kind in PASSES
 
 
-def is_work(op: Op) -> bool:
-    """Whether an operation may take time: what loops stack is written, too."""
-    return op.kind == "loop_ys" or not does_nothing(op)
-
-
 def analyse(
     graph: Graph,
     rules: Sequence[FactorRule],
@@ -164,7 +159,7 @@ def analyse(
     said: list[list[Said]] = [[] for _ in groups.groups]
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        if entry is None or not live[op.index] or not is_work(op):
+        if entry is None or not live[op.index] or does_nothing(op):
             continue
         if graph.changes_memory(op):
             continue  # priced as a copy over the host link

@@ -124,8 +124,6 @@ class Workload:
         entry = self.groups.op_layouts[op.index]
         if entry is None:
             return None
-        if op.kind == "loop_ys":
-            return self._stack(op)
         group, ins, outs = entry
         values, kept = self.graph.values, self.kept
         weight = self.graph.regions[op.region].weight
@@ -166,23 +164,6 @@ class Workload:
         if op.kernel in KERNELS:
             return group, Work((factors,), flops, traffic, dtype, KERNELS[op.kernel], kernels)
         return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
-
-    def _stack(self, op: Op) -> tuple[int, Work] | None:
-        """What a loop stacks, as XLA:GPU and XLA:CPU compile it: the stack is filled with zeros in
-        front of the loop; in it, a slice is written there, from a copy if it is in memory
-        already."""
-        (inside,), (stacked,) = op.inputs, op.outputs
-        if inside == SCALAR or self.device is None or self.device.fuses_operands:
-            return None
-        group, ins, outs = self.groups.op_layouts[op.index]  # type: ignore[misc]
-        made, filled = self.graph.values[inside], self.graph.values[stacked].nbytes
-        home = self.graph.ops[made.op].region if made.op >= 0 else op.region
-        weight, trips = (self.graph.regions[r].weight for r in (op.region, home))
-        copied = self.kept[inside]
-        factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
-        nbytes = weight * filled + (2.0 if copied else 1.0) * trips * made.nbytes
-        kernels = trips if copied else 0.0
-        return group, Work((factors,), 0.0, ((nbytes, (0,)),), made.dtype, "vector", kernels)
 
     def _passes(self, op: Op, dtype: str) -> float:
         """How many times longer a product takes for the precision that it asks for: bfloat16
