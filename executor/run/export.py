@@ -190,9 +190,13 @@ class InternalError(ValueError):
 '''
 
 _LOWERED = """\
-The plan's lowering ({lowering}) is left out: shardings stand as one constraint each, transposes
-where the program has them, and the compiler may choose other collectives and copies than under
-meshwright.
+The plan's lowering ({lowering}) is left out: shardings stand as one constraint each, and the
+compiler may choose other collectives than under meshwright.
+"""
+
+_TURNED = """\
+Transposes beside products stand where the program has them. Under meshwright they are moved to the
+smallest of the product's arrays: attention over groups of heads may be faster and smaller there.
 """
 
 _APART = """\
@@ -280,6 +284,8 @@ def _docstring(plan: Plan, name: str, kinds: Sequence[str]) -> str:
     ]
     if not plan.lowering.as_written:
         parts.append(_LOWERED.format(lowering=plan.lowering))
+    if plan.lowering.turned:
+        parts.append(_TURNED)
     if plan.apart:
         parts.append(_APART.format(count=len(plan.apart)))
     if plan.compiler_options:

@@ -29,7 +29,7 @@ from executor.verify.hlo.collectives import read_module
 from executor.verify.shardy import lower_abstractly, shardy_collectives
 from planner import make_plan, shard
 from planner.graph.trace import abstract, trace
-from planner.plan.compiled.lowering import STEP_BY_STEP
+from planner.plan.compiled.lowering import STEP_BY_STEP, Lowering
 from planner.plan.plan import Plan, plan_from_json
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -224,6 +224,11 @@ def test_what_the_module_leaves_out_is_said() -> None:
     x = jax.ShapeDtypeStruct((8, 8), np.float32)
     plan = make_plan(lambda x: x @ x, x, cluster="cpu:8", mesh="data=8")
     assert "left out" not in exported(plan)["__doc__"]
+    assert (
+        "Transposes beside products stand where the program has them" in exported(plan)["__doc__"]
+    )
+    plain = dataclasses.replace(plan, lowering=Lowering())
+    assert "Transposes" not in exported(plain)["__doc__"]
     options = (("xla_cpu_enable_fast_math", "true"),)
     other = dataclasses.replace(plan, lowering=STEP_BY_STEP, compiler_options=options)
     said = exported(other)["__doc__"]

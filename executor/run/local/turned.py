@@ -108,8 +108,8 @@ def of_result(product: Any, order: Order, transpose: int = -1) -> Turned | None:
     shapes = [a.shape for a in product.in_avals]
     if math.prod(product.out_avals[0].shape) < WORTH * max(map(math.prod, shapes)):
         return None
-    sums, batch = product.params["dimension_numbers"]
-    free = _free(product.params["dimension_numbers"], shapes)
+    sums, batch = numbers_now = product.params["dimension_numbers"]
+    free = _free(numbers_now, shapes)
     count, left = len(batch[0]), len(free[0])
     if set(order[:count]) != set(range(count)):
         return None

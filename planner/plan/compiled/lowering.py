@@ -45,8 +45,12 @@ class Lowering:
         ('physical staged', 'plain')
         """
         staged = "joined" if self.joined else "staged"
-        given = {"physical": self.dimensions, staged: self.staged, "scattered": self.scattered}
-        given["turned"] = self.turned
+        given = {
+            "physical": self.dimensions,
+            staged: self.staged,
+            "scattered": self.scattered,
+            "turned": self.turned,
+        }
         return " ".join(name for name, value in given.items() if value) or "plain"
 
 
