@@ -212,3 +212,20 @@ def test_dimensions_in_any_order(seed: int) -> None:
     traced = trace(step, args)
     assert turned_products(traced, (), ())
     assert_same(compile_plan(step, plan)(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.devices
+def test_typed_keys_may_be_repeated() -> None:
+    """A key of the program's own, and one in a loop: neither is a number."""
+    key = jax.random.key(0)
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = jnp.broadcast_to(key, (4,))
+        y, _ = jax.lax.scan(
+            lambda c, _: (c + jax.random.normal(keys[1], c.shape), None), x @ w, None, length=3
+        )
+        return w * 0.9, jnp.mean(y**2)
+
+    args = (normal(16, 16), normal(16, 16))
+    plan = make_plan(step, *args, cluster="cpu:8", mesh="data=8")
+    assert_same(compile_plan(step, plan)(*args), jax.jit(step)(*args))

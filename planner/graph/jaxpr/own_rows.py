@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from planner import compat
@@ -145,7 +146,7 @@ def _counted(content: Any) -> _Fact | None:
     if dtype == np.bool_:
         return None if np.any(np.asarray(content)) else _NEVER
     long = [d for d, n in enumerate(shape) if n > 1]
-    if not np.issubdtype(dtype, np.integer) or len(long) != 1:
+    if not jnp.issubdtype(dtype, jnp.integer) or len(long) != 1:
         return None
     flat = np.asarray(content).reshape(-1)
     return _Count(long[0]) if np.array_equal(flat, np.arange(flat.size)) else None
@@ -153,7 +154,7 @@ def _counted(content: Any) -> _Fact | None:
 
 def _holds(dtype: Any, size: int) -> bool:
     """Whether a type has the whole numbers below ``size``: others wrap around."""
-    return bool(np.issubdtype(dtype, np.integer)) and size - 1 <= np.iinfo(dtype).max
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and size - 1 <= np.iinfo(dtype).max
 
 
 def _moved(before: Sequence[int], after: Sequence[int], dim: int) -> _Count | None:
