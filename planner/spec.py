@@ -180,6 +180,9 @@ def enumerate_meshes(num_devices: int, max_axes: int = 3) -> tuple[MeshSpec, ...
     return tuple(out)
 
 
+WHOLE, PER_MICROBATCH = "batch", "per-microbatch"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A step's rewriting; the default leaves it as it is.
@@ -196,6 +199,8 @@ class Recipe:
             stages in one program, tick by tick.
         pad_batch: examples that the batch is padded to; 0: as it is. Not together with
             microbatches, replicas or stages.
+        statistics: whether values that examples make together, such as means over the batch, are
+            those of the whole batch (``WHOLE``) or of each microbatch (``PER_MICROBATCH``).
         manual: (pattern, stage): which stages begin where; empty: where they take about equally
             long. A plan keeps the places (``Plan.cuts``), not the patterns.
         cuts: the places, of a plan; empty: to be chosen.
@@ -208,6 +213,7 @@ class Recipe:
     schedule: str = ""
     replicas: int = 1
     pad_batch: int = 0
+    statistics: str = WHOLE
     manual: tuple[tuple[str, int], ...] = ()
     cuts: tuple[int, ...] = ()
 
@@ -220,6 +226,7 @@ class Recipe:
             f"{self.chunks} chunks" if self.chunks > 1 else "",
             f"{self.stages} stages" if self.stages > 1 else "",
             f"schedule {self.schedule}" if self.schedule else "",
+            f"statistics {self.statistics}" if self.statistics != WHOLE else "",
         ]
         return ", ".join(filter(None, parts))
 

@@ -10,48 +10,34 @@ POST   any function of sums: computed once, when they are complete
 A value that counts examples but reads a SUM or POST couples them (statistics of a batch), and so
 does an operation that mixes examples in any way but a sum. Which dimension of which operand meets
 which of the result is what factor rules say.
+
+Where couplings are allowed (``planner.microbatch.statistics.own``), each is written down, and its
+results are taken for MAP where they count examples, for SUM where they do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from planner import compat
-from planner.annotate import MARK
 from planner.graph.jaxpr.walk import BARRIER, LOOPS, called, is_fused, loop_of, stays_whole
-from planner.microbatch.errors import NotExactError
-from planner.microbatch.pairs import Node, Number, Operand, Pair, equations, pair
+from planner.microbatch.algebra import FREE, MAP, POST, SUM, Class, algebra, are_zeros, is_zero
+from planner.microbatch.errors import CoupledError, NotExactError
+from planner.microbatch.pairs import Node, Number, Pair, equations, equations_in, pair
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
 
-
-class Class(IntEnum):
-    """See the module."""
-
-    FREE = 0
-    MAP = 1
-    SUM = 2
-    POST = 3
-
-
-FREE, MAP, SUM, POST = Class
-
 ADDS = frozenset("reduce_sum dot_general conv_general_dilated scatter-add add_any psum".split())
 """Operations that reduce by adding."""
-LINEAR = frozenset(
-    "neg reshape transpose squeeze expand_dims broadcast_in_dim copy copy_p reduce_sum slice rev "
-    f"split cumsum reduce_window_sum sharding_constraint {MARK} real imag".split()
-)
-"""Operations of one operand under which a sum of terms is the sum of their results."""
 MOST_SHOWN = 6
 """Shapes of an operation that a message shows."""
+PARTS = frozenset("reshape slice dynamic_slice split gather reduce_window_sum".split())
+"""Operations that can put neighboring examples together, or take every other one."""
 MOST_READ = 1 << 16
 """Elements of a constant that are looked at."""
 ZEROS = frozenset("broadcast_in_dim copy reshape transpose squeeze convert_element_type".split())
@@ -68,67 +54,102 @@ class Classes:
             the whole batch.
         inside: equations (of the whole trace, by ``id``) in loops and recomputed blocks that make a
             value for the whole batch, of which a microbatch takes its part there.
+        coupled: where examples depend on each other, if that is allowed: lines of the user's code.
+        zeros: values that are zeros.
     """
 
     of: dict[int, Class]
     drawn: set[int]
     alone: set[int]
     inside: set[int] = field(default_factory=set)
+    coupled: tuple[str, ...] = ()
+    zeros: set[int] = field(default_factory=set)
 
 
-def classify(step: Pair, batch: Sequence[int], whole: Any) -> Classes:
+def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True) -> Classes:
     """Classes of all values of a step.
 
     Args:
         step: the step, for the whole batch and a microbatch.
         batch: the inputs that hold examples, by position.
         whole: the jaxpr for the whole batch.
+        exact: whether examples must not be coupled.
 
     Raises:
-        NotExactError: examples are coupled; the text says by which operation, where, and what
-            would help.
+        CoupledError: they are; the text says by which operation, where, and what would help.
+        NotExactError: a microbatch has no meaning of its own.
     """
     keys = list(equations(whole))
     rules = rules_for([EqnKey.of(eqn) for eqn in keys])
     examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
-    found = _Classifier({id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}, examples)
+    known = {id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}
+    found = _Classifier(known, examples, exact)
     ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
     own = [k in set(batch) for k in range(len(step.inputs))]
     out = found.walk(step, ins, own, [False] * len(ins))
-    return replace(out, inside=found.draws)
+    return replace(out, inside=found.draws, coupled=tuple(dict.fromkeys(found.coupled)))
 
 
 class _Classifier:
     """``classify`` in progress."""
 
-    def __init__(self, rules: Mapping[int, FactorRule], examples: int) -> None:
-        self.rules, self.examples = rules, examples
+    def __init__(self, rules: Mapping[int, FactorRule], examples: int, exact: bool) -> None:
+        self.rules, self.examples, self.exact = rules, examples, exact
         self.inside = 0  # how many loops and recomputed blocks are around
         self.draws: set[int] = set()
+        self.coupled: list[str] = []
 
     def walk(
         self, pair: Pair, ins: Sequence[Class], alone: Sequence[bool], zero: Sequence[bool]
     ) -> Classes:
         out = Classes(dict(zip(pair.inputs, ins, strict=True)), set(), set())
+        places: set[int] = set()  # what follows from positions and constants alone
         out.alone.update(v for v, x in zip(pair.inputs, alone, strict=True) if x)
         zeros = {v for v, x in zip(pair.inputs, zero, strict=True) if x}
         for value, content in pair.consts.items():
             out.of[value] = FREE
             out.alone.add(value)
-            if np.size(content) <= MOST_READ and not np.any(np.asarray(content)):
+            places.add(value)
+            if np.size(content) <= MOST_READ and are_zeros(content):
                 zeros.add(value)
         for node, live in zip(pair.nodes, pair.live(), strict=True):
             if not live:
                 out.of.update(dict.fromkeys(node.outs, FREE))
                 continue
             own = all(v in out.alone for v in node.values)
-            for o, c in zip(node.outs, self.node(pair, node, out, own, zeros), strict=True):
+            placed = places.issuperset(node.values) and not node.whole.effects
+            placed = placed and not _draws(node.name)
+            if placed:
+                places.update(node.outs)
+            classes = self.any_node(pair, node, out, own, zeros, placed)
+            for o, c in zip(node.outs, classes, strict=True):
                 out.of[o] = c
                 if own:
                     out.alone.add(o)
-            if node.name in ZEROS and _is_zero(node.ins[0], zeros):
+            if node.name in ZEROS and is_zero(node.ins[0], zeros):
                 zeros.update(node.outs)
+        out.zeros = zeros
         return out
+
+    def any_node(
+        self, pair: Pair, node: Node, known: Classes, own: bool, zeros: set[int], placed: bool
+    ) -> list[Class]:
+        """The classes of the results of an equation; of one that couples examples, where that is
+        allowed, MAP and SUM. ``placed``: whether it follows from positions and constants alone."""
+        if not self.exact:
+            scaled = [bool(pair.scaled(o)) for o in node.outs]
+            free = {known.of[v] for v in node.values} <= {FREE}
+            if free and any(scaled) and (placed or node.changed) and not node.whole.effects:
+                # positions in a microbatch are its own, and so are numbers that follow from its
+                # size: no part of those of the whole batch
+                return [MAP if x else FREE for x in scaled]
+        try:
+            return self.node(pair, node, known, own, zeros)
+        except CoupledError as error:
+            if self.exact:
+                raise
+            self.coupled.append(error.place)
+            return [MAP if pair.scaled(o) else SUM for o in node.outs]
 
     def node(
         self, pair: Pair, node: Node, known: Classes, own: bool, zeros: set[int]
@@ -139,8 +160,8 @@ class _Classifier:
         for o in node.outs:
             shape = compat.aval_shape(pair.avals[o][0])
             for d in pair.scaled(o):
-                if shape[d] % self.examples:
-                    raise _coupled(
+                if shape[d] % self.examples and (self.exact or node.name in PARTS):
+                    raise _refused(
                         node,
                         f"makes groups of several examples: {shape[d]} of {self.examples}; to keep "
                         "them together, pass each group as one example, in a dimension of its own",
@@ -149,18 +170,18 @@ class _Classifier:
             return ins  # each operand is a result
         structured = node.name in LOOPS | {"cond"} or stays_whole(node.whole)
         if node.whole.effects and (grows or (structured and set(ins) - {FREE})):
-            raise _coupled(node, "prints or calls out once for the whole batch")
+            raise _refused(node, "prints or calls out once for the whole batch")
         if structured:
             return self.structured(pair, node, ins, zeros)
         if not grows:
-            zero = [_is_zero(i, zeros) for i in node.ins]
-            return [_algebra(node, ins, zero, self.inside > 0)] * len(node.outs)
+            zero = [is_zero(i, zeros) for i in node.ins]
+            return [algebra(node, ins, zero, self.inside > 0)] * len(node.outs)
         if set(ins) <= {FREE}:
             # what is alike for all examples is made anew in each microbatch; random numbers,
             # positions, rows of a table are made for the whole batch, and sliced
             if node.name != "broadcast_in_dim":
                 if any(pair.scaled(o) not in ([], [0]) for o in node.outs):
-                    raise _coupled(
+                    raise _refused(
                         node, "draws or counts along a batch that is not the first dimension"
                     )
                 known.drawn.update(o for o in node.outs if pair.scaled(o))
@@ -186,7 +207,7 @@ class _Classifier:
             raise _coupled(node, f"computes with the batch's size: {told}")
         if all(pair.scaled(o) for o in node.outs):
             return [MAP] * len(node.outs)
-        into_zeros = not node.name.startswith("scatter") or _is_zero(node.ins[0], zeros)
+        into_zeros = not node.name.startswith("scatter") or is_zero(node.ins[0], zeros)
         adds = node.name in ADDS or node.name == "reduce_window_sum"
         if any(pair.scaled(o) for o in node.outs) or not (adds and into_zeros):
             raise _coupled(node, "reduces over examples and is not a sum of terms")
@@ -196,16 +217,18 @@ class _Classifier:
         """Of a loop, a conditional or a recomputed block."""
         if MAP not in ins and not any(outer.scaled(o) for o in node.outs):
             return [FREE if set(ins) <= {FREE} else POST] * len(node.outs)
-        zero = [_is_zero(i, zeros) for i in node.ins]
+        zero = [is_zero(i, zeros) for i in node.ins]
         if stays_whole(node.whole):
             body, twin = called(node.whole), called(node.small)
             assert body is not None and twin is not None
             return self.within(pair(body.jaxpr, twin.jaxpr), ins, zero, node)
         if node.name != "scan":
+            if not self.exact and any(_draws(e.primitive.name) for e in equations_in(node.whole)):
+                raise _refused(node, "draws random numbers in a loop that depends on examples")
             raise _coupled(node, f"runs a {node.name} whose course depends on examples")
         loop, twin_loop = loop_of(node.whole), loop_of(node.small)
         if loop.trips != twin_loop.trips:
-            raise _coupled(node, "goes over the examples one after the other")
+            raise _refused(node, "goes over the examples one after the other")
         (whole,), (small,) = loop.bodies, twin_loop.bodies
         inner = pair(whole.jaxpr, small.jaxpr)
         begin, carries = loop.consts, loop.carries
@@ -215,7 +238,10 @@ class _Classifier:
             outs = self.within(inner, ins, now, node)
             new = list(ins)
             for k in range(carries):
-                new[begin + k] = _carried(node, ins[begin + k], outs[k], zero[begin + k])
+                counts = bool(inner.scaled(inner.inputs[begin + k]))
+                new[begin + k] = self.carried(
+                    node, ins[begin + k], outs[k], zero[begin + k], counts
+                )
             if new == ins and now == later:
                 return [*new[begin : begin + carries], *outs[carries:]]
             ins, now = new, later
@@ -233,16 +259,35 @@ class _Classifier:
         for n in inner.nodes:
             if known.drawn.intersection(n.outs):
                 if is_fused(node.whole):
-                    raise _coupled(node, "draws random numbers for the batch inside one kernel")
+                    raise _refused(node, "draws random numbers for the batch inside one kernel")
                 self.draws.add(id(n.whole))
         out = [FREE if isinstance(o, Number) else known.of[o] for o in inner.outputs]
         if POST in out:
             late = {v for v, c in known.of.items() if c is POST}
             first = next((n for n in inner.nodes if late.intersection(n.outs)), node)
-            raise _coupled(
+            error = _coupled(
                 first, f"uses a sum over the batch before that is complete, inside a {node.name}"
             )
+            if self.exact:
+                raise error
+            self.coupled.append(error.place)
+            out = [SUM if c is POST else c for c in out]
         return out
+
+    def carried(self, node: Node, before: Class, after: Class, zero: bool, counts: bool) -> Class:
+        """``_carried``; where that couples examples and may, MAP if the carry ``counts`` them."""
+        try:
+            return _carried(node, before, after, zero)
+        except CoupledError as error:
+            if self.exact:
+                raise
+            self.coupled.append(error.place)
+            return MAP if counts else SUM
+
+
+def _draws(name: str) -> bool:
+    """Whether an operation makes random numbers, or keys for such."""
+    return name.startswith(("random_", "rng_", "threefry"))
 
 
 def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
@@ -256,46 +301,6 @@ def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
     if before is not FREE:
         raise _coupled(node, "carries a sum over examples into examples")
     return after
-
-
-def _is_zero(operand: Operand, zeros: set[int]) -> bool:
-    if isinstance(operand, Number):
-        return not np.any(np.asarray(operand.whole))
-    return operand in zeros
-
-
-def _algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool], inside: bool) -> Class:
-    """Of an operation in which nothing counts examples. ``inside`` of a loop a sum may be rounded
-    before it is complete, as the results of products in that dtype are; outside it can wait."""
-    if set(ins) <= {FREE}:
-        return FREE
-    if POST in ins:
-        return POST
-    sums, name = ins.count(SUM), node.name
-    if node.changed:
-        return POST  # a number that follows from the batch's size is that of the whole batch
-    rounds = name == "convert_element_type" and (_widens(node) or (inside and _floats(node)))
-    if name in LINEAR or rounds:
-        return SUM if len(ins) == 1 else POST
-    if name in ("add", "sub", "add_any", "concatenate", "pad"):
-        return SUM if all(c is SUM or z for c, z in zip(ins, zero, strict=True)) else POST
-    if (name in ("mul", "dot_general") and sums == 1) or (
-        name == "div" and ins[0] is SUM is not ins[1]
-    ):
-        return SUM
-    return POST
-
-
-def _widens(node: Node) -> bool:
-    """Whether a conversion keeps every digit of a floating number."""
-    before, after = node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype
-    return bool(np.promote_types(before, after) == after) and after.kind == before.kind
-
-
-def _floats(node: Node) -> bool:
-    """Whether a conversion is from one floating type to another."""
-    ends = (node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype)
-    return all(jnp.issubdtype(d, jnp.floating) for d in ends)
 
 
 def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
@@ -324,13 +329,25 @@ def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
     return factor if fits else None
 
 
-def _coupled(node: Node, why: str) -> NotExactError:
+def _coupled(node: Node, why: str) -> CoupledError:
+    mixes = why.startswith(("mixes", "may mix", "reduces"))
+    helps = "write the loss as a sum or mean over examples, " if mixes else ""
+    return CoupledError(
+        node.line or node.name,
+        f"this step can't be cut into microbatches: {_place(node, why)}; {helps}let each "
+        "microbatch have its own (statistics='per-microbatch': other numbers than the whole "
+        "batch's), or leave microbatches= out",
+    )
+
+
+def _refused(node: Node, why: str) -> NotExactError:
+    return NotExactError(
+        f"this step can't be cut into microbatches: {_place(node, why)}; leave microbatches= out"
+    )
+
+
+def _place(node: Node, why: str) -> str:
     shapes = [str(compat.aval_shape(v.aval)) for v in (*node.whole.invars, *node.whole.outvars)]
     shapes = shapes if len(shapes) <= MOST_SHOWN else [*shapes[:MOST_SHOWN], "..."]
     where = f"{node.line}: " if node.line else ""
-    mixes = why.startswith(("mixes", "may mix", "reduces"))
-    helps = "write the loss as a sum or mean over examples, or " if mixes else ""
-    return NotExactError(
-        f"this step can't be cut into microbatches: {where}{node.name} of {', '.join(shapes)} "
-        f"{why}; {helps}leave microbatches= out"
-    )
+    return f"{where}{node.name} of {', '.join(shapes)} {why}"

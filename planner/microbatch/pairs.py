@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
@@ -34,9 +35,8 @@ class Number:
     @property
     def changed(self) -> bool:
         """Whether it is an integer that follows from the batch's size."""
-        whole = np.asarray(self.whole)
-        integer = np.issubdtype(whole.dtype, np.integer)
-        return bool(integer and np.any(whole != np.asarray(self.small)))
+        integer = jnp.issubdtype(jnp.result_type(self.whole), jnp.integer)
+        return bool(integer and np.any(np.asarray(self.whole) != np.asarray(self.small)))
 
 
 Operand = int | Number
@@ -58,6 +58,12 @@ class Node:
     def origin(self) -> compat.Origin:
         """Where it comes from."""
         return origin_of(self.whole, self.around)
+
+    @property
+    def names(self) -> str:
+        """The name stack from the top of the program."""
+        stacks = (str(eqn.source_info.name_stack) for eqn in self.origin.names)
+        return "/".join(filter(None, stacks))
 
     @property
     def name(self) -> str:
@@ -205,6 +211,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(inner)
         else:
             yield eqn
+
+
+def equations_in(eqn: Any) -> Iterator[Any]:
+    """All equations in the bodies of an equation, at any depth."""
+    for inner in _bodies(eqn.params):
+        yield from equations(inner)
 
 
 def _bodies(params: Any) -> Iterator[Any]:

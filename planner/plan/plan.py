@@ -27,7 +27,7 @@ from planner.plan.contents.compute import ComputeRow
 from planner.plan.contents.folded import unfold_plan
 from planner.plan.contents.json_text import json_text, plain
 from planner.plan.specs.logical_rules import LogicalAxes, logical_axes
-from planner.spec import REWRITINGS, MeshSpec, Recipe, Sharding
+from planner.spec import REWRITINGS, WHOLE, MeshSpec, Recipe, Sharding
 
 FORMAT = "meshwright-plan-1"
 LARGEST = 256 * MIB
@@ -221,6 +221,11 @@ class Plan:
     JSON where it is 1."""
     pad_batch: int = 0
     """Examples that the batch is padded to; left out of the JSON where it is not."""
+    statistics: str = WHOLE
+    """Whose the values are that examples make together: ``planner.spec.Recipe``."""
+    coupled: tuple[str, ...] = ()
+    """Where they are those of each microbatch: lines of the user's code. Both are left out where
+    they are the whole batch's."""
     remat: str = "none"
     """The policy of what is computed again in the backward pass (``planner.remat.policy``)."""
     recomputed: tuple[str, ...] = ()

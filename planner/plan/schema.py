@@ -46,7 +46,7 @@ from planner.plan.readers import (
     whole,
 )
 from planner.request.compiler_options import NAME, VALUE
-from planner.spec import AXIS_NAME, MeshSpec, Sharding
+from planner.spec import AXIS_NAME, PER_MICROBATCH, WHOLE, MeshSpec, Sharding
 
 MEMORIES = ("device", "pinned_host", "unpinned_host")
 SLOTS = ("from", "in", "made", "after", "out")
@@ -230,6 +230,8 @@ _PLAN = record(
     microbatches=whole(1),
     replicas=whole(1),
     pad_batch=whole(0),
+    statistics=one_of(WHOLE, PER_MICROBATCH),
+    coupled=many(LINE),
     remat=LINE,
     recomputed=many(LINE),
     chunks=whole(1),

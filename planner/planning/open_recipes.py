@@ -68,7 +68,7 @@ def searched(wish: Wish, door: Door) -> Planned:
     if first.floor.start_bytes > request.limit_bytes:
         return first.planned(begun)  # no recipe can help
 
-    cuts = _Cuts(rewriter)
+    cuts = _Cuts(rewriter, wish.recipe.statistics)
 
     @functools.cache
     def bounds_s(recipe: Recipe) -> dict[MeshSpec, float]:
@@ -92,7 +92,8 @@ def searched(wish: Wish, door: Door) -> Planned:
 
     counts, why = _counts(wish, rewriter)
     cuts.counts = counts
-    plain = rewriter.cut(wish.recipe.microbatches, wish.recipe.stages > 1)[1]
+    recipe = wish.recipe
+    plain = rewriter.cut(recipe.microbatches, recipe.stages > 1, statistics=recipe.statistics)[1]
     kept: dict[int, tuple[str, ...]] = {}
 
     def enumerated() -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -151,9 +152,11 @@ class _Cuts:
     Attributes:
         counts: numbers of microbatches that are tried.
         refused: why it can't be cut; empty where it can, or was not asked.
+        statistics: see ``Recipe``.
     """
 
     rewriter: Rewriter
+    statistics: str
     counts: Sequence[int] = ()
     refused: str = ""
 
@@ -164,12 +167,12 @@ class _Cuts:
         if self.refused:
             raise RequestError(self.refused)
         try:
-            self.rewriter.cut(count)
+            self.rewriter.cut(count, statistics=self.statistics)
         except RequestError as error:
             fewest = min((n for n in self.counts if n > 1), default=count)
             try:
                 if fewest != count:
-                    self.rewriter.cut(fewest)
+                    self.rewriter.cut(fewest, statistics=self.statistics)
                 else:
                     self.refused = str(error)
             except RequestError as other:

@@ -35,8 +35,8 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
     if plan.microbatches == 1 and (plan.stages > 1 or "replicas" not in wish.open):
         return planned
     counts, gain_s = reduced_over(planned)
-    known_s = plan.search.cost_s
-    if not counts or gain_s < (1.0 - 1.0 / WORTH) * known_s:
+    known_s = plan.search.cost_s / WORTH  # they rewrite more
+    if not counts or gain_s < plan.search.cost_s - known_s:
         return planned
     seen: dict[Recipe, Outcome[Row | None]] = {}
     for count in counts:

@@ -37,6 +37,7 @@ from planner.planning.prepare import Prepared, fallbacks, prepared
 from planner.planning.through_stages import scheduled
 from planner.recipes import (
     chunked_of,
+    coupled_of,
     recipe_of,
     recomputed_of,
     staged_of,
@@ -145,6 +146,8 @@ class Row:
             replicas=made.replicas,
             pad_batch=made.pad_batch,
             remat=made.remat,
+            statistics=made.statistics,
+            coupled=coupled_of(self.function),
             recomputed=recomputed_of(self.function),
             chunks=made.chunks,
             chunked=chunked_of(self.function),

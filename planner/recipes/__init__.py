@@ -4,6 +4,7 @@ from planner.recipes.outer import CLOSE, FULL, WORTH, Look, Outcome, search_reci
 from planner.recipes.recipe import (
     Rewriter,
     chunked_of,
+    coupled_of,
     recipe_of,
     recomputed_of,
     rewritten,
@@ -25,6 +26,7 @@ __all__ = [
     "Rewriter",
     "Wish",
     "chunked_of",
+    "coupled_of",
     "parse_wish",
     "recipe_of",
     "recomputed_of",

@@ -14,7 +14,7 @@ from planner.microbatch.rewrite import microbatched
 from planner.padding.rewrite import padded
 from planner.remat.policy import policy_text
 from planner.remat.rewrite import rematerialized
-from planner.spec import PLAIN, Recipe
+from planner.spec import PLAIN, WHOLE, Recipe
 from planner.stages.programs.layered import layered
 from planner.stages.rewrite import staged
 
@@ -24,19 +24,25 @@ class Rewriter:
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function, self.args = function, abstract(args)
-        self._cuts: dict[tuple[int, bool, int], tuple[Callable[..., Any], Traced]] = {}
+        self._cuts: dict[tuple[int, bool, int, str], tuple[Callable[..., Any], Traced]] = {}
         self._made: dict[Recipe, tuple[Callable[..., Any], Traced]] = {}
 
     def cut(
-        self, parts: int, apart: bool = False, replicas: int = 1
+        self, parts: int, apart: bool = False, replicas: int = 1, statistics: str = WHOLE
     ) -> tuple[Callable[..., Any], Traced]:
         """The step in microbatches, and its trace; ``apart``: such that stages can be made of
-        it. ``replicas``: see ``microbatched``."""
-        key = parts, apart and parts > 1, replicas
+        it. ``replicas``, ``statistics``: see ``microbatched``."""
+        key = parts, apart and parts > 1, replicas, statistics if parts > 1 else WHOLE
         if key not in self._cuts:
             whole = None if parts == replicas == 1 else self.cut(1)[1]
             made = microbatched(
-                self.function, self.args, parts, whole, apart=apart, replicas=replicas
+                self.function,
+                self.args,
+                parts,
+                whole,
+                apart=apart,
+                replicas=replicas,
+                statistics=statistics,
             )
             self._cuts[key] = made, trace(made, self.args, whole)
         return self._cuts[key]
@@ -58,7 +64,9 @@ class Rewriter:
             cut = padded(self.function, self.args, recipe.pad_batch, self.cut(1)[1])
             traced = trace(cut, self.args, self.cut(1)[1])
         else:
-            cut, traced = self.cut(recipe.microbatches, recipe.stages > 1, recipe.replicas)
+            cut, traced = self.cut(
+                recipe.microbatches, recipe.stages > 1, recipe.replicas, recipe.statistics
+            )
         never = scores if recipe.chunks > 1 else None
         kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
         traced = traced if kept is cut else trace(kept, self.args, self.cut(1)[1])
@@ -74,6 +82,7 @@ class Rewriter:
             return made(*args)
 
         step.recipe = recipe  # type: ignore[attr-defined]
+        step.coupled = coupled_of(cut)  # type: ignore[attr-defined]
         step.recomputed = again  # type: ignore[attr-defined]
         step.chunked = chunks  # type: ignore[attr-defined]
         step.staged = stages  # type: ignore[attr-defined]
@@ -96,6 +105,12 @@ def recipe_of(function: Any) -> Recipe:
     """Under which recipe ``rewritten`` made a function."""
     found = getattr(function, "recipe", PLAIN)
     return found if isinstance(found, Recipe) else PLAIN
+
+
+def coupled_of(function: Any) -> tuple[str, ...]:
+    """Where examples of a microbatch depend on each other in a function of ``rewritten``: lines of
+    the user's code."""
+    return tuple(getattr(function, "coupled", ()))
 
 
 def chunked_of(function: Any) -> tuple[str, ...]:

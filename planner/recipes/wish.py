@@ -11,7 +11,7 @@ from costmodels.orders import chunks_of
 from planner.errors import RequestError
 from planner.recipes.recipe import recipe_of
 from planner.remat.policy import NONE, policy_text
-from planner.spec import PLAIN, REWRITINGS, Recipe
+from planner.spec import PER_MICROBATCH, PLAIN, REWRITINGS, WHOLE, Recipe
 
 AUTO = "auto"
 
@@ -60,14 +60,17 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _schedule(asked),
         _number("replicas", asked.get("replicas")),
         _rows(asked),
+        _statistics(asked),
         manual,
     )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
     if values["stages"] is None:  # a step that fits needs none, and one that does not gains little
         left.discard("stages")
-    left.discard("schedule")
-    if values["replicas"] in (None, AUTO):
+    left -= {"schedule", "statistics"}
+    if recipe.statistics != WHOLE:  # those of each microbatch alone, whatever the devices
+        left -= {"stages", "pad_batch"}
+    if values["replicas"] in (None, AUTO) and recipe.statistics == WHOLE:
         left.add("replicas")
     else:
         left.discard("replicas")
@@ -80,6 +83,22 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
     beside = ("stages", "replicas", "pad_batch")
     always = any(v == AUTO for name, v in values.items() if name not in beside)
     return Wish(recipe, frozenset(left), always or (recipe.stages > 1 and "remat" in left))
+
+
+def _statistics(asked: Mapping[str, Any]) -> str:
+    """Whose statistics: the whole batch's, or those of each microbatch."""
+    value = asked.get("statistics")
+    if value in (None, WHOLE):
+        return WHOLE
+    if value != PER_MICROBATCH:
+        raise RequestError(f"statistics={value!r}: expected {WHOLE!r} or {PER_MICROBATCH!r}")
+    for name in ("stages", "replicas", "pad_batch"):
+        if asked.get(name) not in (None, 1, "1", 0, "0", NONE):
+            raise RequestError(
+                f"statistics={value!r} goes with microbatches alone; leave "
+                f"{name}={asked[name]!r} out"
+            )
+    return PER_MICROBATCH
 
 
 def _rows(asked: Mapping[str, Any]) -> int:

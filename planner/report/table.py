@@ -50,6 +50,8 @@ from planner.report.verdict import (
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
 _BLOCKS = "counts on collectives on SparseCores (compiler options); by default they block"
+_PLACES_NAMED = 6
+"""Lines that couple examples that are named."""
 _STAGES_DRAWN = 8
 _LINES_SHOWN = 8
 SCHEDULE_TITLE = (
@@ -158,6 +160,11 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
             text = f"{plan.microbatches}, {name} through the stages"
             text += f", bubble {percent_text(idle)} where they are equal"
         lines.append(("microbatches", text))
+        if plan.coupled:
+            text = "of each microbatch, not of the whole batch: "
+            text += ", ".join(plan.coupled[:_PLACES_NAMED])
+            left = len(plan.coupled) - _PLACES_NAMED
+            lines.append(("statistics", text + (f" and {left} more" if left > 0 else "")))
     elif plan.replicas > 1:
         text = f"of {plan.replicas} groups of devices, each added up over the step's loops, and "
         lines.append(("gradients", f"{text}reduced once per step"))

@@ -102,6 +102,11 @@ class Options(TypedDict, total=False):
         Sums leave the added ones out, so results are equal; or refused with the line that couples
         examples. ``"auto"``: the next number that the devices divide, where that is predicted to
         be faster. Not together with microbatches, replicas or stages. None: as it is.
+    statistics: whose the values are that examples make together (means of BatchNorm, a balance loss
+        of experts): the whole batch's, ``"batch"`` (the default: microbatches are refused), or
+        ``"per-microbatch"``: as if each microbatch were a batch of its own, whose losses and
+        gradients are averaged, or added up where they are sums. Other numbers than the whole
+        batch's; the plan says where. Not together with replicas, stages or pad_batch.
     remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
         products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
         costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
@@ -203,6 +208,15 @@ class Options(TypedDict, total=False):
             "fill the batch up to so many examples that no sum has; 'auto': to what the devices "
             "divide, where that is faster (default: as it is)",
             metavar="N",
+        ),
+    ]
+    statistics: Annotated[
+        str | None,
+        Flag(
+            "batch, or per-microbatch: where examples depend on each other (BatchNorm, balance "
+            "losses), each microbatch stands for itself (default: batch)",
+            metavar="WHOSE",
+            type=str.lower,
         ),
     ]
     remat: Annotated[

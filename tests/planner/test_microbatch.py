@@ -14,7 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from planner import RequestError, make_plan
-from planner.microbatch.classes import FREE, MAP, POST, SUM, Class, classify
+from planner.microbatch.algebra import FREE, MAP, POST, SUM, Class
+from planner.microbatch.classes import classify
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.pairs import Number, pair
 from planner.microbatch.rewrite import microbatched

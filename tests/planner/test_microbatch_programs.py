@@ -12,9 +12,9 @@ import pytest
 
 from planner import make_plan, shard
 from planner.graph.jaxpr.walk import loop_of
+from planner.microbatch.bodies.single import _Scaled
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.rewrite import microbatched
-from planner.microbatch.single import _Scaled
 from planner.recipes import Recipe, Rewriter
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 8, 4, 16

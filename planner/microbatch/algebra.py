@@ -1,0 +1,77 @@
+"""The four classes, and what arithmetic on values that count no examples makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planner.annotate import MARK
+from planner.microbatch.pairs import Node, Number, Operand
+
+
+class Class(IntEnum):
+    """See the module."""
+
+    FREE = 0
+    MAP = 1
+    SUM = 2
+    POST = 3
+
+
+FREE, MAP, SUM, POST = Class
+
+LINEAR = frozenset(
+    "neg reshape transpose squeeze expand_dims broadcast_in_dim copy copy_p reduce_sum slice rev "
+    f"split cumsum reduce_window_sum sharding_constraint {MARK} real imag".split()
+)
+"""Operations of one operand under which a sum of terms is the sum of their results."""
+
+
+def is_zero(operand: Operand, zeros: set[int]) -> bool:
+    """Whether an operand is a literal zero, or among ``zeros``."""
+    return are_zeros(operand.whole) if isinstance(operand, Number) else operand in zeros
+
+
+def are_zeros(content: Any) -> bool:
+    """Whether a literal or a constant holds nothing but zeros; a key of random numbers does not."""
+    key = jnp.issubdtype(jnp.result_type(content), jax.dtypes.prng_key)
+    return not key and not np.any(np.asarray(content))
+
+
+def algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool], inside: bool) -> Class:
+    """The class of an operation in which nothing counts examples. ``inside`` of a loop a sum may be rounded
+    before it is complete, as the results of products in that dtype are; outside it can wait."""
+    if set(ins) <= {FREE}:
+        return FREE
+    if POST in ins:
+        return POST
+    sums, name = ins.count(SUM), node.name
+    if node.changed:
+        return POST  # a number that follows from the batch's size is that of the whole batch
+    rounds = name == "convert_element_type" and (_widens(node) or (inside and _floats(node)))
+    if name in LINEAR or rounds:
+        return SUM if len(ins) == 1 else POST
+    if name in ("add", "sub", "add_any", "concatenate", "pad"):
+        return SUM if all(c is SUM or z for c, z in zip(ins, zero, strict=True)) else POST
+    if (name in ("mul", "dot_general") and sums == 1) or (
+        name == "div" and ins[0] is SUM is not ins[1]
+    ):
+        return SUM
+    return POST
+
+
+def _widens(node: Node) -> bool:
+    """Whether a conversion keeps every digit of a floating number."""
+    before, after = node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype
+    return bool(np.promote_types(before, after) == after) and after.kind == before.kind
+
+
+def _floats(node: Node) -> bool:
+    """Whether a conversion is from one floating type to another."""
+    ends = (node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype)
+    return all(jnp.issubdtype(d, jnp.floating) for d in ends)

@@ -1,0 +1,1 @@
+"""Equations of a microbatch whose bodies are made anew."""

@@ -1,0 +1,316 @@
+"""What runs once, what runs for every microbatch, and what runs behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import compat
+from planner.annotate import FREE as OPEN
+from planner.annotate import shard
+from planner.errors import RequestError
+from planner.graph.jaxpr.walk import STRUCTURED, loop_of
+from planner.graph.trace import Traced
+from planner.microbatch.algebra import FREE, MAP, POST, SUM, Class
+from planner.microbatch.bodies.draws import drawing as draws_of
+from planner.microbatch.bodies.draws import draws as has_draws
+from planner.microbatch.bodies.groups import without_axes
+from planner.microbatch.classes import Classes
+from planner.microbatch.errors import NotExactError
+from planner.microbatch.pairs import Node, Number, Operand, Pair, merged
+from planner.microbatch.shares import Shares
+from planner.microbatch.statistics.own import Own
+
+
+@dataclass(eq=False)
+class Cut:
+    """A step in microbatches.
+
+    Attributes:
+        shares, examples: how the batch is cut, and how many examples it has.
+        once: equations that run before the loop, on the whole batch where they read it.
+        body: those of a microbatch, their numbers those of the whole step.
+        after: those behind the loop.
+        sliced: values of the whole batch that the loop goes over.
+        drawing: of the body, what makes values for the whole batch inside, by the equation's place.
+        summed, stacked, kept: values that the loop adds up, stacks, and leaves as they are in
+            every turn.
+    """
+
+    whole: Traced
+    step: Pair
+    shares: Shares
+    examples: int
+    once: list[Node]
+    body: list[tuple[Node, Any]]
+    after: list[Node]
+    sliced: list[int]
+    summed: list[int]
+    stacked: list[int]
+    kept: list[int]
+    apart: bool
+    drawing: dict[int, Any]
+    own: Own | None
+    coupled: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        whole: Traced,
+        step: Pair,
+        found: Classes,
+        batch: Sequence[int],
+        shares: Shares,
+        apart: bool,
+        axes: frozenset[str],
+        own: Own | None,
+    ) -> Cut:
+        """Sort the equations; marks of the loop leave out ``axes``."""
+        of, live = found.of, step.live() if own is None else [True] * len(step.nodes)
+        nodes = [n for n, x in zip(step.nodes, live, strict=True) if x]
+        inside, after = [], []
+        within = {} if own is None else own.inside
+        made: set[int] = set()
+        late: set[int] = set()  # what is FREE and comes out of a loop with examples
+        for n in nodes:
+            classes = {of[o] for o in n.outs}
+            here = classes & {MAP, SUM} and not found.drawn.intersection(n.outs)
+            if apart and classes == {SUM} and MAP not in {of[v] for v in n.values}:
+                after.append(n)  # sums of sums can wait
+                continue
+            if n.whole.effects and any(of[v] > MAP or v in late for v in n.values):
+                after.append(n)
+            elif here or (POST not in classes and late.intersection(n.values)):
+                inside.append(within.get(id(n), n))
+                made.update(n.outs)
+                late.update(o for o in n.outs if of[o] is FREE)
+            elif POST in classes:
+                after.append(n)
+        ends = {o for o in step.outputs if not isinstance(o, Number)}
+        read_after = {v for n in after for v in n.values} | ends
+        waiting = _waiting(inside, read_after, of) if own is None else []
+        if waiting:
+            behind = {id(n) for n in after} | {id(n) for n in waiting}
+            after = [n for n in nodes if id(n) in behind]
+            read_after.update(v for n in waiting for v in n.values)
+            made -= {o for n in waiting for o in n.outs}
+        summed = sorted(v for v in made & read_after if of[v] is SUM)
+        stacked = sorted(v for v in made & read_after if of[v] is MAP)
+        kept = sorted(v for v in made & read_after if of[v] < MAP)
+        needed = set(summed) | set(stacked) | set(kept)
+        body = []
+        for n in reversed(inside):
+            if needed.intersection(n.outs):
+                body.append(n)
+                needed.update(n.values)
+        body.reverse()
+        outside = (needed | read_after) - {o for n in body for o in n.outs}
+        once, behind = [], {id(n) for n in after}
+        for n in reversed(nodes):
+            if id(n) not in behind and (outside.intersection(n.outs) or n.whole.effects):
+                once.append(n)
+                outside.update(n.values)
+        once.reverse()
+        inputs = {step.inputs[k] for k in batch}
+        reads = {v for n in body for v in n.values}
+        sliced = sorted((inputs | found.drawn) & (reads | set(stacked)))
+        numbers = own is None  # those of the whole batch
+        run = [
+            (n, merged(n.whole, n.small) if n.name in STRUCTURED and numbers else n.small)
+            for n in body
+        ]
+        if own is not None:
+            for v in (*summed, *stacked):
+                own.factor(v, v in set(stacked))
+        if axes:
+            run = [(n, without_axes(eqn, axes)) for n, eqn in run]
+        examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
+        drawing = {
+            k: draws_of(n.whole, eqn, found.inside, shares.part)
+            for k, (n, eqn) in enumerate(run)
+            if n.name in STRUCTURED and has_draws(n.whole, found.inside)
+        }
+        return Cut(
+            whole,
+            step,
+            shares,
+            examples,
+            once,
+            run,
+            after,
+            sliced,
+            summed,
+            stacked,
+            kept,
+            apart,
+            drawing,
+            own,
+            found.coupled,
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step."""
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        if tree != self.whole.in_tree:
+            raise RequestError("microbatches: the arguments have another structure")
+        env: dict[int, Any] = dict(self.step.consts)
+        env.update(zip(self.step.inputs, leaves, strict=True))
+        for n in self.once:
+            env.update(_run(n, n.whole, env))
+        if self.body:
+            self._loop(env)
+        for n in self.after:
+            env.update(_run(n, n.whole, env))
+        out = [_read(o, env) for o in self.step.outputs]
+        return jax.tree_util.tree_unflatten(self.whole.out_tree, out)
+
+    def _loop(self, env: dict[int, Any]) -> None:
+        """Run all microbatches; their sums, stacks and what is left go into ``env``."""
+
+        at = self.group_axes()
+        made = {o for n, _ in self.body for o in n.outs} | set(self.sliced)
+        read = {v for n, _ in self.body for v in n.values} | set(self.stacked) | set(self.kept)
+        outer = sorted(v for v in read - made if isinstance(env[v], jax.core.Tracer))
+
+        def turn(carry: tuple[list[Any], list[Any]], row: tuple[list[Any], Any]) -> Any:
+            slices, number = row
+            # without these barriers a compiler gathers parameters in front of the loop and reduces
+            # gradients behind it, and holds them whole: where that pays, the plan says it
+            held = [*(env[v] for v in outer), *slices]
+            if not self.apart:
+                held = list(jax.lax.optimization_barrier(tuple(held)))
+            made = self._shared(env, outer, held, number)
+            sums = [
+                a + (x if self.apart else _alone(x)).astype(a.dtype)
+                for a, x in zip(carry[0], made[0], strict=True)
+            ]
+            return (sums, made[1]), made[2]
+
+        def zeros(v: int, wide: bool) -> Any:
+            aval = self.step.avals[v][1]
+            dtype = jnp.promote_types(aval.dtype, jnp.float32) if wide else aval.dtype
+            floating = jnp.issubdtype(aval.dtype, jnp.floating)
+            shape = list(aval.shape)
+            if wide and self.shares.replicas > 1:
+                shape.insert(at.get(v, 0), self.shares.replicas)
+            return jnp.zeros(shape, dtype if floating else aval.dtype)
+
+        if self.shares.turns > 1:
+            start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
+            slices = [self.shares.cut(env[v]) for v in self.sliced]
+            numbers = jnp.arange(self.shares.turns) if self.drawing else None
+            rows = slices, numbers
+            (sums, last), stacks = jax.lax.scan(turn, start, rows, length=self.shares.turns)
+        else:
+            held = [*(env[v] for v in outer), *(self.shares.only(env[v]) for v in self.sliced)]
+            sums, last, stacks = self._shared(env, outer, held, jnp.int32(0))
+        for v, x in zip(self.summed, sums, strict=True):
+            if self.shares.replicas > 1:  # where groups are joined, a sum may become shards
+                x = jax.lax.reduce(x, x.dtype.type(0), jax.lax.add, (at[v],))
+                x = shard(x, *[OPEN] * x.ndim)
+            env[v] = self._scaled(v, x, False).astype(self.step.avals[v][0].dtype)
+        env.update(zip(self.kept, last, strict=True))
+        for v, x in zip(self.stacked, stacks, strict=True):
+            (d,) = self.step.scaled(v)
+            whole = compat.aval_shape(self.step.avals[v][0])
+            env[v] = self._scaled(v, self.shares.joined(x, whole, d, self.examples), True)
+
+    def _scaled(self, value: int, made: Any, stacked: bool) -> Any:
+        """What all microbatches made, as the whole batch has it."""
+        factor = 1.0 if self.own is None else self.own.factor(value, stacked)
+        return made if factor == 1.0 else made * jnp.asarray(factor, made.dtype)
+
+    def group_axes(self) -> dict[int, int]:
+        """Per sum, the dimension of its groups: behind that of the turns of a scan, which stays the
+        first, so that layers that are scanned can be parted between stages."""
+        makers = {o: n for n, _ in self.body for o in n.outs}
+        found: dict[int, int] = {}
+        for v in self.summed:
+            n = makers.get(v)
+            while n is not None and n.name in ("convert_element_type", "mul") and n.values:
+                n = makers.get(n.values[0])
+            found[v] = 0
+            if n is not None and n.name == "scan" and v not in n.outs[: loop_of(n.whole).carries]:
+                found[v] = 1 if self.step.avals[v][1].shape else 0
+        return found
+
+    def _shared(
+        self, env: Mapping[int, Any], outer: list[int], held: list[Any], number: Any
+    ) -> Any:
+        """One turn: sums, what is kept and what is stacked, the first and the last with a dimension
+        of replicas in front if there are more than one."""
+
+        def share(slices: list[Any], others: list[Any], group: Any = None) -> Any:
+            inner = dict(env)
+            inner.update(zip((*outer, *self.sliced), (*others, *slices), strict=True))
+            own = [x for x in (number, group) if x is not None]
+            small = self.own is not None
+            for k, (n, eqn) in enumerate(self.body):
+                if k in self.drawing:
+                    made = self.drawing[k]([_read(i, inner, small) for i in n.ins], own)
+                    inner.update(zip(n.outs, made, strict=True))
+                else:
+                    inner.update(_run(n, eqn, inner, small))
+            return [[inner[v] for v in vs] for vs in (self.summed, self.kept, self.stacked)]
+
+        others, slices = held[: len(outer)], held[len(outer) :]
+        if self.shares.replicas == 1:
+            return share(slices, others)
+        try:
+            at = self.group_axes()
+            out_axes = [[at[v] for v in self.summed], 0, 0]
+            groups = jnp.arange(self.shares.replicas) if self.drawing else None
+            mapped = jax.vmap(
+                share,
+                (0, None, 0 if self.drawing else None),
+                out_axes,
+                axis_size=self.shares.replicas,
+            )
+            sums, kept, stacks = mapped(slices, others, groups)
+        except NotImplementedError as error:  # an operation without a batching rule
+            raise NotExactError(
+                f"replicas={self.shares.replicas}: the step can't be computed for several groups "
+                f"of examples at once: {error}; plan with replicas=1, which reduces gradients in "
+                "every microbatch"
+            ) from error
+        return sums, [x[0] for x in kept], stacks
+
+
+def _waiting(inside: Sequence[Node], read_after: set[int], of: Mapping[int, Class]) -> list[Node]:
+    """Equations of the loop that can as well run behind it, on sums that are read there anyway:
+    of a gradient and a tenth of it, one is added up."""
+    derived: dict[int, Node] = {}
+    for n in inside:
+        sums = [v for v in n.values if of[v] is SUM]
+        alone = {of[o] for o in n.outs} == {SUM} and MAP not in {of[v] for v in n.values}
+        if n.name in STRUCTURED or not alone:
+            continue
+        if all(v in derived or v in read_after for v in sums):
+            derived.update(dict.fromkeys(n.outs, n))
+    found: dict[int, Node] = {}
+    wanted = [v for v in read_after if v in derived]
+    while wanted:
+        n = derived[wanted.pop()]
+        if id(n) not in found:
+            found[id(n)] = n
+            wanted += [v for v in n.values if v in derived]
+    return list(found.values())
+
+
+def _alone(value: Any) -> Any:
+    """A value that is whole before it is read."""
+    return jax.lax.optimization_barrier(value)
+
+
+def _read(operand: Operand, env: dict[int, Any], small: bool = False) -> Any:
+    if isinstance(operand, Number):
+        return operand.small if small else operand.whole
+    return env[operand]
+
+
+def _run(node: Node, eqn: Any, env: dict[int, Any], small: bool = False) -> dict[int, Any]:
+    ins = [_read(i, env, small) for i in node.ins]
+    return dict(zip(node.outs, compat.evaluate_equation(eqn, ins, node.origin), strict=True))

@@ -1,0 +1,245 @@
+"""How every value of a step grows with the number of examples: as its d-th power.
+
+If all examples of a batch came twice, a sum over them would double (d = 1), a mean would stay
+(d = 0), the cotangent of one example of a mean would be halved (d = -1). So the degree of a value
+that each microbatch has of its own says what it is for the whole batch: a sum of sums, a mean of
+means.
+
+Degrees follow from those of the operands; sums over examples, and numbers that differ between the
+two traces, such as the 1/B of a mean, bring new ones in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planner import compat
+from planner.graph.jaxpr.walk import (
+    BARRIER,
+    STRUCTURED,
+    branches_of,
+    called,
+    loop_of,
+    stays_whole,
+)
+from planner.microbatch.algebra import are_zeros
+from planner.microbatch.pairs import Node, Number, Operand, Pair, pair
+
+Degree = float
+"""A power; ``ANY`` of zeros, which stay zeros; ``UNKNOWN``."""
+ANY, UNKNOWN = math.inf, math.nan
+
+ALIKE = frozenset(
+    "add sub add_any max min select_n clamp concatenate pad dynamic_update_slice rem "
+    "reduce_max reduce_min reduce_sum cumsum cummax cummin sort neg abs reshape transpose squeeze "
+    "expand_dims broadcast_in_dim copy copy_p slice dynamic_slice gather rev split "
+    "convert_element_type reduce_precision real imag sharding_constraint reduce_window_sum "
+    "reduce_window_max reduce_window_min reduce_window select_and_scatter_add "
+    "select_and_gather_add scatter scatter-add scatter_add top_k complex conj psum".split()
+)
+"""Operations whose results grow as their floating operands do, all of which grow alike."""
+PRODUCTS = frozenset("mul dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
+POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1.0 / 3.0, "square": 2.0}
+SUMS = frozenset(
+    "reduce_sum dot_general conv_general_dilated ragged_dot ragged_dot_general scatter-add "
+    "scatter_add".split()
+)
+"""Operations that add up over the dimensions that they lose."""
+TINY = 1e-3
+"""What a literal is at most that is added so that nothing is divided by zero."""
+NEAR = 0.42
+"""A number that differs between the traces may be this far from a whole power, as the 15 and the 3
+of an unbiased variance of 16 and of 4 examples are."""
+
+
+def same(degrees: Iterable[Degree]) -> Degree:
+    """The degree that all have, but for zeros; UNKNOWN if they differ."""
+    found = {d for d in degrees if not math.isinf(d)}
+    if any(math.isnan(d) for d in found) or len(found) > 1:
+        return UNKNOWN
+    return found.pop() if found else ANY
+
+
+class Degrees:
+    """Finds degrees, given by how many times a microbatch has fewer examples."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def of(self, step: Pair, ins: Sequence[Degree], zeros: set[int]) -> dict[int, Degree]:
+        """The degree of each value of a pair, from those of its inputs."""
+        known = dict(zip(step.inputs, ins, strict=True))
+        for v, x in step.consts.items():
+            known[v] = ANY if v in zeros or are_zeros(x) else 0.0
+        numbers: dict[int, Number] = {}
+        for node, live in zip(step.nodes, step.live(), strict=True):
+            if not live:
+                known.update(dict.fromkeys(node.outs, UNKNOWN))
+            elif made := _folded(node, numbers):
+                numbers[node.outs[0]] = made
+                known[node.outs[0]] = self.number(made)
+            else:
+                found = self.node(step, node, [self.read(i, known) for i in node.ins])
+                known.update(zip(node.outs, found, strict=True))
+        return known
+
+    def read(self, operand: Operand, known: dict[int, Degree]) -> Degree:
+        """The degree of an operand."""
+        return self.number(operand) if isinstance(operand, Number) else known[operand]
+
+    def number(self, number: Number) -> Degree:
+        """The degree of a literal, from its values in the two traces."""
+        if not jnp.issubdtype(jnp.result_type(number.whole), jnp.number):
+            return 0.0
+        whole, small = (np.asarray(x) for x in (number.whole, number.small))
+        if not np.any(whole) and not np.any(small):
+            return ANY
+        if equal(whole, small):
+            return 0.0
+        if whole.size != 1:
+            return UNKNOWN
+        ratio = float(whole.item()) / float(small.item() or math.nan)
+        if not 0.0 < ratio < math.inf:
+            return UNKNOWN
+        power = math.log(ratio) / math.log(self.count)
+        return float(round(power)) if abs(power - round(power)) <= NEAR else UNKNOWN
+
+    def node(self, step: Pair, node: Node, ins: list[Degree]) -> list[Degree]:
+        """The degrees of the results of an equation."""
+        name, count = node.name, len(node.outs)
+        if name == BARRIER and len(ins) == count:
+            return ins
+        if name == "scan":
+            return self.scan(node, ins)
+        if name == "cond":
+            return self.cond(node, ins)
+        if stays_whole(node.whole):
+            whole, small = called(node.whole), called(node.small)
+            if whole is not None and small is not None:
+                return self.body(whole.jaxpr, small.jaxpr, ins)
+        if name in PRODUCTS:
+            made = self.product(step, node, ins)
+        elif name == "div":
+            made = ANY if math.isinf(ins[0]) else ins[0] - ins[1]
+        elif name in POWERS or name == "integer_pow":
+            power = POWERS.get(name) or float(node.small.params["y"])
+            made = ins[0] if math.isinf(ins[0]) else power * ins[0]
+        elif name in ("scatter-add", "scatter_add"):
+            made = same([ins[0], ins[2] + self.lost(step, node)])
+        elif name in ALIKE:
+            made = same(self.floating(node, ins)) + self.lost(step, node)
+        else:  # any other function keeps what does not grow
+            made = 0.0 if same(ins) in (0.0, ANY) and not self.lost(step, node) else UNKNOWN
+        return [self.typed(v, made) for v in node.whole.outvars]
+
+    @staticmethod
+    def typed(var: Any, degree: Degree) -> Degree:
+        """Truth values do not grow, whatever they compare."""
+        return degree if jnp.issubdtype(dtype_of(var), jnp.number) else 0.0
+
+    @staticmethod
+    def floating(node: Node, ins: list[Degree]) -> list[Degree]:
+        """Those of the operands that are of the results' kind: no indices, no conditions."""
+        kinds = [jnp.issubdtype(dtype_of(v), jnp.inexact) for v in node.whole.outvars]
+        if not any(kinds):
+            return ins[:1] if node.name in ("gather", "dynamic_slice") else ins
+        if node.name == "convert_element_type":
+            return ins
+        return [
+            degree
+            for degree, operand, var in zip(ins, node.ins, node.whole.invars, strict=True)
+            if jnp.issubdtype(dtype_of(var), jnp.inexact) and not _guards(node.name, operand)
+        ] or ins
+
+    @staticmethod
+    def lost(step: Pair, node: Node) -> float:
+        """How many dimensions of examples an operation adds up over."""
+        if node.name in ("cumsum", "cumprod", "cumlogsumexp"):
+            (v,) = node.values or (None,)
+            return UNKNOWN if v is not None and node.whole.params["axis"] in step.scaled(v) else 0.0
+        if node.name not in SUMS:
+            return 0.0
+        if node.name == "reduce_sum":
+            return float(len(set(step.scaled(node.values[0])) & set(node.whole.params["axes"])))
+        if node.name == "dot_general":
+            (left, _), _ = node.whole.params["dimension_numbers"]
+            shapes = [compat.aval_shape(e.invars[0].aval) for e in (node.whole, node.small)]
+            return float(sum(shapes[0][d] != shapes[1][d] for d in left))
+        grows = [step.scaled(v) for v in node.values]
+        return float(any(grows) and not any(step.scaled(o) for o in node.outs))
+
+    def product(self, step: Pair, node: Node, ins: list[Degree]) -> Degree:
+        """Of a product: the sum of the degrees."""
+        floats = ins[:2]
+        return ANY if any(map(math.isinf, floats)) else sum(floats) + self.lost(step, node)
+
+    def body(self, whole: Any, small: Any, ins: Sequence[Degree]) -> list[Degree]:
+        """The degrees of the results of a body."""
+        inner = pair(whole, small)
+        known = self.of(inner, ins, set())
+        return [self.read(o, known) for o in inner.outputs]
+
+    def scan(self, node: Node, ins: list[Degree]) -> list[Degree]:
+        """Of a loop: carries grow as they enter and as each turn leaves them."""
+        loop, twin = loop_of(node.whole), loop_of(node.small)
+        (whole,), (small,) = loop.bodies, twin.bodies
+        begin, end = loop.consts, loop.consts + loop.carries
+        now = list(ins)
+        for _ in range(2 * loop.carries + 2):
+            outs = self.body(whole.jaxpr, small.jaxpr, now)
+            new = [same(both) for both in zip(now[begin:end], outs[: loop.carries], strict=True)]
+            if all(
+                a == b or (math.isnan(a) and math.isnan(b))
+                for a, b in zip(new, now[begin:end], strict=True)
+            ):
+                return [*new, *outs[loop.carries :]]
+            now[begin:end] = new
+        return [UNKNOWN] * len(node.outs)
+
+    def cond(self, node: Node, ins: list[Degree]) -> list[Degree]:
+        """Of a conditional: what all branches have in common."""
+        pairs = zip(branches_of(node.whole), branches_of(node.small), strict=True)
+        made = [self.body(a.jaxpr, b.jaxpr, ins[1:]) for a, b in pairs]
+        return [same(each) for each in zip(*made, strict=True)]
+
+
+def dtype_of(var: Any) -> Any:
+    """The type of the elements of a variable; of what is no array, that of a truth value."""
+    return getattr(var.aval, "dtype", np.dtype(bool))
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two numbers, or arrays of such, are the same; keys of random numbers are."""
+    if jnp.issubdtype(jnp.result_type(a), jax.dtypes.prng_key):
+        return True
+    a, b = np.asarray(a), np.asarray(b)
+    return np.array_equal(a, b, equal_nan=bool(jnp.issubdtype(a.dtype, jnp.inexact)))
+
+
+def _folded(node: Node, numbers: dict[int, Number]) -> Number | None:
+    """The result of an equation of numbers in both traces; None of any other."""
+    ins = [i if isinstance(i, Number) else numbers.get(i) for i in node.ins]
+    plain = node.name not in STRUCTURED and len(node.outs) == 1 and not node.whole.effects
+    if not ins or None in ins or not plain or compat.aval_shape(node.whole.outvars[0].aval):
+        return None
+    with jax.ensure_compile_time_eval():
+        (whole,) = compat.evaluate_equation(node.whole, [i.whole for i in ins if i is not None])
+        (small,) = compat.evaluate_equation(node.small, [i.small for i in ins if i is not None])
+    return Number(whole, small)
+
+
+def _guards(name: str, operand: Operand) -> bool:
+    """Whether a literal only keeps a value off zero or within bounds: it need not grow."""
+    if not isinstance(operand, Number) or np.size(operand.whole) != 1:
+        return False
+    value = np.asarray(operand.whole).item()
+    small = abs(value) <= TINY
+    if name == "select_n":
+        return not math.isfinite(value)
+    return name in ("max", "min", "clamp") or (name in ("add", "sub") and small)

@@ -1,0 +1,259 @@
+"""Steps whose examples depend on each other: each microbatch has its own statistics.
+
+BatchNorm, a balance loss of experts, a contrastive loss: cut into microbatches, such a step can't
+equal the whole batch. Where that is allowed (``statistics="per-microbatch"``), the loop runs the
+step as it is for a microbatch, up to its loss and its gradients. These, and statistics that the
+state keeps, are put together by their degree (``degrees``): sums are added up, means averaged. The
+rest of the step, such as clipping and the update, runs once. Still exact: sums of the batch alone,
+such as the number of tokens that a mask leaves, which every microbatch gets its even share of;
+random numbers, which are drawn for the whole batch and sliced; whatever no statistic has a part in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planner import compat
+from planner.graph.ir import Graph, Role
+from planner.graph.jaxpr.walk import STRUCTURED
+from planner.graph.labels.phases import named_phase
+from planner.microbatch.algebra import FREE, MAP, POST, SUM, Class
+from planner.microbatch.classes import Classes
+from planner.microbatch.errors import NotExactError
+from planner.microbatch.pairs import Node, Number, Operand, Pair
+from planner.microbatch.statistics.degrees import Degree, Degrees, equal
+
+REFUSED = "this step can't be cut into microbatches with statistics of their own"
+LEAVE = "leave microbatches= out"
+TRAINED = frozenset({Role.PARAMETER, Role.MOMENT})
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A step whose microbatches have statistics of their own.
+
+    Attributes:
+        step: the pair, with equations that make the share of a microbatch of what all have in
+            common.
+        found: its classes; SUM is whatever leaves the loop to be put together.
+        inside: what the loop runs in place of an equation, by its ``id``.
+        degrees: of values, see ``degrees``.
+        count: parts that the batch is cut into.
+    """
+
+    step: Pair
+    found: Classes
+    inside: Mapping[int, Node]
+    degrees: Mapping[int, Degree]
+    count: int
+
+    def factor(self, value: int, stacked: bool) -> float:
+        """What the sum (or the stack) of all microbatches' is to be multiplied by.
+
+        Raises:
+            NotExactError: how the value grows is not known.
+        """
+        degree = self.degrees.get(value, 0.0)
+        degree = float(not stacked) if math.isinf(degree) else degree
+        power = degree - (not stacked)
+        floating = jnp.issubdtype(self.step.avals[value][0].dtype, jnp.inexact)
+        if math.isnan(power) or (power and not floating):
+            maker = next((n for n in self.step.nodes if value in n.outs), None)
+            where = f"{maker.line}: {maker.name}" if maker is not None else "a value"
+            raise NotExactError(
+                f"{REFUSED}: {where} of shape {compat.aval_shape(self.step.avals[value][0])} is "
+                f"neither a sum nor a mean over examples; {LEAVE}"
+            )
+        return float(self.count**power)
+
+
+def own_statistics(step: Pair, found: Classes, graph: Graph, count: int) -> Own:
+    """The step with statistics of each microbatch.
+
+    Args:
+        step: the step, for the whole batch and a microbatch.
+        found: its classes, found with couplings allowed.
+        graph: of the whole step.
+        count: parts that the batch is cut into.
+
+    Raises:
+        NotExactError: a microbatch would need parameters that the step has updated, or its share of
+            what can't be shared.
+    """
+    return _Owner(step, found, count).made(graph)
+
+
+@dataclass(eq=False)
+class _Owner:
+    """``own_statistics`` in progress.
+
+    Attributes:
+        of: the classes.
+        nodes: the equations, copies among them.
+        inside: see ``Own``.
+        copies: what a microbatch reads in place of a value that no example has a part in: by value,
+            and by whether a statistic reads it.
+        varies: such values that would be others in the small trace.
+        sums: those of them that sums of the batch alone have a part in.
+    """
+
+    step: Pair
+    found: Classes
+    count: int
+    of: dict[int, Class] = field(init=False)
+    degrees: dict[int, Degree] = field(init=False)
+    makers: dict[int, Node] = field(init=False)
+    nodes: list[Node] = field(default_factory=list)
+    inside: dict[int, Node] = field(default_factory=dict)
+    copies: dict[tuple[int, bool], int] = field(default_factory=dict)
+    varies: set[int] = field(default_factory=set)
+    sums: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.of = dict(self.found.of)
+        ins = [0.0] * len(self.step.inputs)
+        self.degrees = Degrees(self.count).of(self.step, ins, self.found.zeros)
+        self.makers = {o: n for n in self.step.nodes for o in n.outs}
+
+    def made(self, graph: Graph) -> Own:
+        """The result."""
+        live = [n for n, x in zip(self.step.nodes, self.step.live(), strict=True) if x]
+        for n in live:
+            self.note(n)
+        examples = [n for n in live if self.of_examples(n)]
+        statistics = self.read_by(examples)
+        own = {id(n) for n in statistics}
+        self.check(graph, examples, statistics)
+        for n in statistics:
+            self.of.update(dict.fromkeys(n.outs, SUM))
+        loop = own | {id(n) for n in examples}
+        for n in live:
+            if self.of_losses(n):
+                self.of.update(dict.fromkeys(n.outs, SUM))
+            if SUM in {self.of[o] for o in n.outs}:
+                loop.add(id(n))
+        for n in live:
+            if id(n) in loop:
+                ins = tuple(self.shared(i, id(n) in own) for i in n.ins)
+                self.inside[id(n)] = replace(n, ins=ins)
+            self.nodes.append(n)
+        step = replace(self.step, nodes=self.nodes)
+        return Own(step, replace(self.found, of=self.of), self.inside, self.degrees, self.count)
+
+    def of_examples(self, n: Node) -> bool:
+        """Whether an equation reads examples or makes some."""
+        classes = {self.of[o] for o in n.outs}
+        if self.found.drawn.intersection(n.outs) or classes <= {FREE}:
+            return False
+        return MAP in classes or MAP in {self.of[v] for v in n.values}
+
+    def of_losses(self, n: Node) -> bool:
+        """Whether an equation makes the loss or a gradient of what the loop has: each microbatch
+        has a loss of its own, and gradients are those of their mean."""
+        classes = {self.of[v] for v in n.values}
+        if {self.of[o] for o in n.outs} != {POST} or POST in classes or n.whole.effects:
+            return False
+        known = not any(math.isnan(self.degrees[o]) for o in n.outs)
+        return known and named_phase(n.names) is not None
+
+    def note(self, n: Node) -> None:
+        """Write down whether what no example has a part in would be another in the small trace."""
+        if {self.of[o] for o in n.outs} != {FREE} or any(self.step.scaled(o) for o in n.outs):
+            return
+        summed = MAP in {self.of[v] for v in n.values} or not self.sums.isdisjoint(n.values)
+        numbers = [i for i in n.ins if isinstance(i, Number)]
+        changed = bool(n.changed) or any(_differs(i) for i in numbers)
+        if summed or changed or not self.varies.isdisjoint(n.values):
+            self.varies.update(n.outs)
+        if summed:
+            self.sums.update(n.outs)
+
+    def read_by(self, examples: Sequence[Node]) -> list[Node]:
+        """The equations besides these without which they can't go on, in order."""
+        taken = {id(n) for n in examples}
+        wanted = [v for n in examples for v in n.values]
+        found: dict[int, Node] = {}
+        while wanted:
+            n = self.makers.get(v := wanted.pop())
+            if n is None or self.of[v] in (FREE, MAP) or id(n) in taken:
+                continue
+            taken.add(id(n))
+            found[id(n)] = n
+            wanted += n.values
+        return [n for n in self.step.nodes if id(n) in found]
+
+    def check(self, graph: Graph, examples: Sequence[Node], statistics: Sequence[Node]) -> None:
+        """Raise NotExactError if the loop would need, or make, the new value of a trained array."""
+        early = {o for n in statistics for o in n.outs}
+        for i, o in graph.ties:
+            known, value = graph.values[graph.inputs[i]], self.step.outputs[o]
+            looped = any(
+                value in n.outs and self.step.inputs[i] in n.values
+                for n in examples
+                if n.name in STRUCTURED
+            )
+            if known.role in TRAINED and (value in early or looped):
+                raise NotExactError(
+                    f"{REFUSED}: the step goes on with {known.name} after its update, which needs "
+                    f"the gradients of all microbatches; {LEAVE}"
+                )
+
+    def shared(self, operand: Operand, own: bool) -> Operand:
+        """What a microbatch reads in place of an operand; ``own``: for a statistic."""
+        if isinstance(operand, Number) or operand not in self.varies:
+            return operand
+        key = operand, own
+        if key not in self.copies:
+            n = self.makers[operand]
+            if operand in self.sums and not own:
+                self.share(operand)
+            else:
+                self.copy(n, own)
+        return self.copies[key]
+
+    def copy(self, n: Node, own: bool) -> None:
+        """The equation once more, with the numbers of the small trace."""
+        ins = tuple(
+            Number(i.small, i.small) if isinstance(i, Number) else self.shared(i, own)
+            for i in n.ins
+        )
+        summed = not self.sums.isdisjoint(n.outs)
+        outs = tuple(self.new(o, SUM if summed else FREE) for o in n.outs)
+        self.copies.update(zip(((o, own) for o in n.outs), outs, strict=True))
+        self.nodes.append(replace(n, whole=n.small, ins=ins, outs=outs))
+        if summed:
+            self.inside[id(self.nodes[-1])] = self.nodes[-1]
+
+    def share(self, value: int) -> None:
+        """The even share of a microbatch of what sums of the whole batch have a part in."""
+        aval, degree = self.step.avals[value][0], self.degrees[value]
+        if math.isnan(degree) or not jnp.issubdtype(aval.dtype, jnp.inexact):
+            n = self.makers[value]
+            raise NotExactError(
+                f"{REFUSED}: {n.line}: {n.name} of what is summed over the whole batch has no even "
+                f"share for a microbatch; {LEAVE}"
+            )
+        power = 0.0 if math.isinf(degree) else -degree
+        factor = np.asarray(self.count**power, aval.dtype)
+        closed = jax.make_jaxpr(lambda x: x * factor)(compat.as_struct(aval))
+        (eqn,) = closed.jaxpr.eqns
+        made = self.copies[value, False] = self.new(value, FREE)
+        ins = tuple(Number(v.val, v.val) if compat.is_literal(v) else value for v in eqn.invars)
+        self.nodes.append(Node(eqn, eqn, ins, (made,)))
+
+    def new(self, like: int, kind: Class) -> int:
+        """The number of another value of the same type."""
+        self.step.avals.append(self.step.avals[like])
+        number = len(self.step.avals) - 1
+        self.of[number], self.degrees[number] = kind, self.degrees[like]
+        return number
+
+
+def _differs(number: Number) -> bool:
+    return not equal(number.whole, number.small)

@@ -1,0 +1,422 @@
+"""Steps whose examples depend on each other, cut into microbatches with statistics of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+from planner import RequestError, make_plan
+from planner.graph.trace import trace
+from planner.microbatch.classes import classify
+from planner.microbatch.cut import Cut
+from planner.microbatch.errors import CoupledError, NotExactError
+from planner.microbatch.pairs import pair
+from planner.microbatch.rewrite import microbatched
+from planner.microbatch.shares import Shares
+from planner.microbatch.statistics.own import own_statistics
+from planner.plan.plan import plan_from_json
+from planner.report.table import plan_text
+from tests.planner.test_microbatch import EXACT
+
+ROWS, WIDTH = 16, 8
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+OWN = "per-microbatch"
+Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
+
+
+def params() -> dict[str, jax.Array]:
+    draw = np.random.default_rng(0)
+    shapes = {"a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH), "scale": (WIDTH,)}
+    return {n: jnp.asarray(draw.normal(size=s) / 3, jnp.float32) for n, s in shapes.items()}
+
+
+def examples() -> dict[str, jax.Array]:
+    draw = np.random.default_rng(1)
+    mask = draw.integers(0, 2, ROWS)
+    mask[:4] = 1  # every microbatch has some
+    return {
+        "x": jnp.asarray(draw.normal(size=(ROWS, WIDTH)), jnp.float32),
+        "z": jnp.asarray(draw.normal(size=(ROWS, WIDTH)), jnp.float32),
+        "y": jnp.asarray(draw.integers(0, WIDTH, ROWS), jnp.int32),
+        "mask": jnp.asarray(mask, jnp.float32),
+        "some": jnp.asarray(mask, jnp.int32),
+    }
+
+
+def norm(h: jax.Array, scale: Any) -> Any:
+    mean, var = h.mean(0), h.var(0)
+    return (h - mean) * jax.lax.rsqrt(var + 1e-5) * scale, {"mean": mean, "var": var}
+
+
+def entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def normed(p: Any, b: Any) -> Any:
+    h, seen = norm(jnp.tanh(b["x"] @ p["a"]), p["scale"])
+    return entropy(h @ p["b"], b["y"]), seen
+
+
+def batch_norm(p: Any, b: Any) -> Any:
+    each, seen = normed(p, b)
+    return each.mean(), seen
+
+
+def summed(p: Any, b: Any) -> Any:
+    each, seen = normed(p, b)
+    return each.sum(), seen
+
+
+def counted(p: Any, b: Any) -> Any:
+    each, seen = normed(p, b)
+    return each.sum() / b["x"].shape[0], {**seen, "hits": (each < 2.0).sum()}
+
+
+def masked_norm(p: Any, b: Any) -> Any:
+    h, w = jnp.tanh(b["x"] @ p["a"]), b["mask"][:, None]
+    n = jnp.maximum(b["mask"].sum(), 1.0)
+    mean = (h * w).sum(0) / n
+    var = ((h - mean) ** 2 * w).sum(0) / n
+    h = (h - mean) * jax.lax.rsqrt(var + 1e-5) * p["scale"]
+    return entropy(h @ p["b"], b["y"]).mean(), {"mean": mean}
+
+
+def unbiased(p: Any, b: Any) -> Any:
+    h = b["x"] @ p["a"]
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0, ddof=1) + 1e-3) * p["scale"]
+    return entropy(h @ p["b"], b["y"]).mean(), {}
+
+
+def experts(p: Any, b: Any) -> Any:
+    gates = jax.nn.softmax(b["x"] @ p["a"])
+    share = jax.nn.one_hot(gates.argmax(-1), WIDTH).mean(0)
+    balance = WIDTH * (share * gates.mean(0)).sum()
+    each = entropy((b["x"] * gates * p["scale"]) @ p["b"], b["y"])
+    return each.mean() + 0.1 * balance, {"balance": balance}
+
+
+def capacity(p: Any, b: Any) -> Any:
+    gates = jax.nn.softmax(b["x"] @ p["a"])
+    picks = jax.nn.one_hot(gates.argmax(-1), WIDTH, dtype=jnp.int32)
+    place = (jnp.cumsum(picks, axis=0) - 1) * picks
+    fits = (place < 2 * b["x"].shape[0] // WIDTH) * picks
+    each = entropy((b["x"] * gates * fits * p["scale"]) @ p["b"], b["y"])
+    return each.mean(), {}
+
+
+def layers(p: Any, b: Any) -> Any:
+    def layer(h: jax.Array, w: jax.Array) -> Any:
+        return norm(jnp.tanh(h @ w), p["scale"])
+
+    h, seen = jax.lax.scan(layer, b["x"], jnp.stack([p["a"], p["b"]]))
+    return entropy(h, b["y"]).mean(), seen
+
+
+def again(p: Any, b: Any) -> Any:
+    return jax.checkpoint(batch_norm)(p, b)
+
+
+def twins(p: Any, b: Any) -> Any:
+    u, v = (norm(b[name] @ p["a"], p["scale"])[0] for name in ("x", "z"))
+    c = u.T @ v / u.shape[0]
+    return ((c - jnp.eye(WIDTH)) ** 2).sum() + 0.1 * (p["b"] ** 2).sum(), {}
+
+
+def largest(p: Any, b: Any) -> Any:
+    h = b["x"] @ p["a"]
+    return entropy(h / jnp.abs(h).max() @ p["b"] * p["scale"], b["y"]).mean(), {}
+
+
+def root(p: Any, b: Any) -> Any:
+    h = jnp.tanh(b["x"] @ p["a"]) @ p["b"] * p["scale"]
+    return jnp.sqrt(((h - b["z"]) ** 2).mean()), {}
+
+
+def perturbed(p: Any, b: Any) -> Any:
+    """Sharpness-aware: the loss where the gradient of a microbatch leads to."""
+
+    def plain(p: Any) -> jax.Array:
+        return entropy(jnp.tanh(b["x"] @ p["a"]) @ p["b"] * p["scale"], b["y"]).mean()
+
+    g = jax.grad(plain)(p)
+    size = 0.05 / optax.global_norm(g)
+    return plain(jax.tree.map(lambda w, g: w + jax.lax.stop_gradient(size * g), p, g)), {}
+
+
+COUPLED: dict[str, Loss] = {
+    f.__name__: f
+    for f in (
+        batch_norm,
+        summed,
+        counted,
+        masked_norm,
+        unbiased,
+        experts,
+        capacity,
+        layers,
+        again,
+        twins,
+        largest,
+        root,
+        perturbed,
+    )
+}
+
+
+def updated(state: Any, value: Any, grads: Any, seen: Any) -> Any:
+    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+    kept = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["kept"], seen)
+    new = {"params": optax.apply_updates(state["params"], updates), "opt": opt, "kept": kept}
+    return new, {"loss": value, "norm": optax.global_norm(grads)}
+
+
+def train(loss: Loss) -> Callable[..., Any]:
+    def step(state: Any, batch: Any) -> Any:
+        made, grads = jax.value_and_grad(loss, has_aux=True)(state["params"], batch)
+        return updated(state, made[0], grads, made[1])
+
+    return step
+
+
+def accumulated(loss: Loss, parts: int, adds: bool = False) -> Callable[..., Any]:
+    """The loop that people write: losses, gradients and statistics of strided microbatches, their
+    mean (``adds``: of the losses and gradients, the sum)."""
+
+    def step(state: Any, batch: Any) -> Any:
+        made = []
+        for j in range(parts):
+            rows = jax.tree.map(lambda x, j=j: x[j::parts], batch)
+            made.append(jax.value_and_grad(loss, has_aux=True)(state["params"], rows))
+        whole = jax.tree.map(lambda *xs: sum(xs), *made)
+        (value, seen), grads = whole
+        if not adds:
+            value, grads = jax.tree.map(lambda x: x / parts, (value, grads))
+        seen = jax.tree.map(
+            lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else x / parts, seen
+        )
+        return updated(state, value, grads, seen)
+
+    return step
+
+
+def started(loss: Loss) -> Any:
+    seen = jax.eval_shape(loss, params(), examples())[1]
+    kept = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), seen)
+    return {"params": params(), "opt": OPTIMIZER.init(params()), "kept": kept}
+
+
+def close(found: Any, expected: Any, rtol: float = 2e-5, atol: float = 1e-6) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("name", COUPLED)
+def test_equal_to_the_loop_that_people_write(name: str, parts: int) -> None:
+    loss = COUPLED[name]
+    args = (started(loss), examples())
+    with pytest.raises(CoupledError, match="per-microbatch"):
+        microbatched(train(loss), args, parts)
+    cut = microbatched(train(loss), args, parts, statistics=OWN)
+    assert cut.coupled and all(__name__.rpartition(".")[2] in line for line in cut.coupled)
+    expected = jax.jit(accumulated(loss, parts, adds=name == "summed"))(*args)
+    close(jax.jit(cut)(*args), expected)
+
+
+@pytest.mark.parametrize("count", ["mask", "some"])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_mask_counts_in_the_whole_batch(count: str, parts: int) -> None:
+    """Statistics are the microbatch's, but each token weighs the same in the loss."""
+
+    def loss(p: Any, b: Any) -> Any:
+        each, seen = normed(p, b)
+        return (each * b[count]).sum() / b[count].sum(), seen
+
+    total = examples()[count].sum()
+
+    def part(p: Any, b: Any) -> Any:
+        each, seen = normed(p, b)
+        return (each * b[count]).sum() / total, seen
+
+    args = (started(loss), examples())
+    cut = microbatched(train(loss), args, parts, statistics=OWN)
+    close(jax.jit(cut)(*args), jax.jit(accumulated(part, parts, adds=True))(*args))
+
+
+def test_random_numbers_are_those_of_the_whole_batch() -> None:
+    """Drawn once and sliced: every microbatch has its own."""
+    for key in (jax.random.key(3), None):
+
+        def drawn(shape: Any, key: Any = key) -> jax.Array:
+            return jax.random.bernoulli(jax.random.key(3) if key is None else key, 0.7, shape)
+
+        def loss(p: Any, b: Any) -> Any:
+            h = jnp.where(drawn((b["x"].shape[0], WIDTH)), b["x"], 0.0)  # noqa: B023
+            return batch_norm(p, {**b, "x": h})
+
+        kept = drawn((ROWS, WIDTH))
+        args = (started(loss), examples())
+        dropped = {**examples(), "x": jnp.where(kept, examples()["x"], 0.0)}
+        cut = microbatched(train(loss), args, 4, statistics=OWN)
+        close(jax.jit(cut)(*args), jax.jit(accumulated(batch_norm, 4))(args[0], dropped))
+
+
+def test_a_permutation_is_one_of_the_microbatch() -> None:
+    """Mixup: partners come from the same microbatch, and none from outside of it."""
+
+    def step(w: jax.Array, b: Any) -> Any:
+        order = jax.random.permutation(jax.random.key(5), b["x"].shape[0])
+        return w + 0.1, {"own": b["x"], "other": b["x"][order]}
+
+    args = (jnp.zeros(3), examples())
+    found = jax.jit(microbatched(step, args, 4, statistics=OWN))(*args)[1]
+    for j in range(4):
+        own, other = (np.sort(found[name][j::4], axis=0) for name in ("own", "other"))
+        np.testing.assert_array_equal(own, other)
+
+
+class Net(linen.Module):
+    """A layer, Flax's BatchNorm, another layer."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = linen.BatchNorm(use_running_average=False)(linen.Dense(WIDTH)(x))
+        return linen.Dense(WIDTH)(linen.relu(x))
+
+
+def test_flax_batch_norm() -> None:
+    net = Net()
+    variables = net.init(jax.random.key(0), examples()["x"])
+
+    def loss(p: Any, stats: Any, b: Any) -> Any:
+        out, new = net.apply({"params": p, "batch_stats": stats}, b["x"], mutable=["batch_stats"])
+        return entropy(out, b["y"]).mean(), new["batch_stats"]
+
+    def step(state: Any, b: Any) -> Any:
+        make = jax.value_and_grad(loss, has_aux=True)
+        (value, stats), g = make(state["params"], state["stats"], b)
+        return {
+            "params": jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], g),
+            "stats": stats,
+        }, value
+
+    def manual(state: Any, b: Any) -> Any:
+        rows = [jax.tree.map(lambda x, j=j: x[j::4], b) for j in range(4)]
+        made = [step(state, r) for r in rows]
+        return jax.tree.map(lambda *xs: sum(xs) / 4, *made)  # SGD: means of all
+
+    args = ({"params": variables["params"], "stats": variables["batch_stats"]}, examples())
+    close(jax.jit(microbatched(step, args, 4, statistics=OWN))(*args), jax.jit(manual)(*args))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_where_nothing_couples_examples_the_whole_batch_comes_out(name: str) -> None:
+    """The same parts, put together by their degrees, are the whole batch's sums and means."""
+
+    def step(state: Any, batch: Any) -> Any:
+        value, g = jax.value_and_grad(EXACT[name])(state, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, g), value
+
+    from tests.planner.test_microbatch import examples, params
+
+    args, shares = (params(), examples()), Shares(4, 1)
+    whole = trace(step, args)
+    small = trace(step, (args[0], jax.tree.map(lambda x: x[:4], args[1])))
+    step_pair = pair(whole.jaxpr, small.jaxpr)
+    batch = list(range(len(args[0]), len(args[0]) + len(args[1])))
+    found = classify(step_pair, batch, whole.jaxpr, exact=False)
+    assert not found.coupled
+    try:
+        own = own_statistics(step_pair, found, whole.graph, 4)
+        cut = Cut.of(whole, own.step, own.found, batch, shares, False, frozenset(), own)
+    except NotExactError:
+        assert name in ("positioned",)
+        return
+    loose = name == "bfloat16"
+    if name == "positioned":  # each microbatch counts from 0
+        return
+    close(jax.jit(cut)(*args), jax.jit(step)(*args), *((1e-2, 1e-3) if loose else ()))
+
+
+def contrastive(p: Any, b: Any) -> Any:
+    scores = (b["x"] @ p["a"]) @ (b["z"] @ p["b"]).T
+    return entropy(scores, jnp.arange(scores.shape[0])).mean(), {}
+
+
+def mixed(p: Any, b: Any) -> Any:
+    loss, seen = experts(p, b)
+    return loss + normed(p, b)[0].sum(), seen
+
+
+@pytest.mark.parametrize("loss", [contrastive, mixed])
+def test_neither_sum_nor_mean(loss: Loss) -> None:
+    args = (started(loss), examples())
+    with pytest.raises(NotExactError, match=r"test_microbatch_statistics\.py:\d+.*neither a sum"):
+        microbatched(train(loss), args, 4, statistics=OWN)
+
+
+def test_an_update_needs_all_microbatches() -> None:
+    def step(state: Any, b: Any) -> Any:
+        def first(w: jax.Array) -> jax.Array:
+            return ((b["x"] @ w) ** 2).mean()
+
+        def second(w: jax.Array, judge: jax.Array) -> jax.Array:
+            return jnp.tanh(b["z"] @ w @ judge).mean()
+
+        judge = state["judge"] - 0.1 * jax.grad(first)(state["judge"])
+        maker = state["maker"] - 0.1 * jax.grad(second)(state["maker"], judge)
+        return {"judge": judge, "maker": maker}
+
+    args = ({"judge": params()["a"], "maker": params()["b"]}, examples())
+    with pytest.raises(NotExactError, match=r"judge.*after its update"):
+        microbatched(step, args, 4, statistics=OWN)
+
+
+def test_steps_in_a_loop_need_all_microbatches() -> None:
+    def step(w: jax.Array, b: Any) -> Any:
+        def turn(w: jax.Array, _: Any) -> Any:
+            return w - 0.1 * jax.grad(lambda w: ((b["x"] @ w) ** 2).mean())(w), None
+
+        return jax.lax.scan(turn, w, None, length=3)[0]
+
+    args = (params()["a"], examples())
+    with pytest.raises(NotExactError, match="after its update"):
+        microbatched(step, args, 4, statistics=OWN)
+
+
+def test_groups_of_examples_stay_refused() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        pairs = normed(p, b)[0].reshape(-1, 2)
+        return jax.nn.relu(pairs[:, 0] - pairs[:, 1]).mean(), {}
+
+    args = (started(loss), examples())
+    with pytest.raises(NotExactError, match="groups of several examples"):
+        microbatched(train(loss), args, 4, statistics=OWN)
+
+
+def test_what_it_does_not_go_with() -> None:
+    args = (started(batch_norm), examples())
+    step = train(batch_norm)
+    for also in ({"replicas": 2}, {"stages": 2}):
+        with pytest.raises(RequestError, match="microbatches alone"):
+            make_plan(step, *args, cluster="cpu:8", microbatches=2, statistics=OWN, **also)
+    with pytest.raises(RequestError, match="expected 'batch' or 'per-microbatch'"):
+        make_plan(step, *args, cluster="cpu:8", microbatches=2, statistics="own")
+
+
+def test_the_plan_says_whose_statistics() -> None:
+    args = (started(batch_norm), examples())
+    plan = make_plan(train(batch_norm), *args, cluster="cpu:8", microbatches=2, statistics=OWN)
+    assert plan.statistics == OWN and plan.coupled and plan.replicas == 1
+    assert plan.coupled[0] in plan_text(plan) and "not of the whole batch" in plan_text(plan)
+    assert plan_from_json(plan.to_json()).recipe == plan.recipe
+    exact = make_plan(train(batch_norm), *args, cluster="cpu:8")
+    assert '"statistics":' not in exact.to_json() and '"coupled":' not in exact.to_json()
