@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from executor.run.interpret import ConstrainedStep, Decided, Kept
 from executor.run.local.kernels import OnShards, kernels_on_shards
-from executor.run.local.products import LOCAL, Scatter, scattered
+from executor.run.local.products import LOCAL, TABLE, Scatter, scattered
 from executor.run.local.specs import Spec, partition_spec, spec_of
 from executor.run.local.turned import Turned, multiplied, permuted, turned_products
 from planner import compat
@@ -80,7 +80,8 @@ def lower_plan(
     how = plan.lowering
     known = {(c.op, c.slot, c.position): c for c in plan.constraints}
     speller = _Speller({name: tuple(x for x, _ in parts) for name, parts in axes.items()})
-    scatters = _scatters(traced, known, speller) if how.scattered else {}
+    tables = not how.dimensions
+    scatters = _scatters(traced, known, speller, tables) if how.scattered else {}
     done = {*scatters, *(s.transpose for s in scatters.values())}
     apart = frozenset(plan.apart)
     fixed = {*done, *apart, *(row.op for row in plan.decisions)}
@@ -122,15 +123,20 @@ class _Speller:
 
 
 def _scatters(
-    traced: Traced, known: Mapping[Place, Constraint], speller: _Speller
+    traced: Traced, known: Mapping[Place, Constraint], speller: _Speller, tables: bool
 ) -> dict[int, Scatter]:
-    """Products whose partial sums the plan reduce-scatters."""
+    """Products whose partial sums the plan reduce-scatters; ``tables``: gradients of tables as
+    well. XLA:GPU reduces those whole where shards lie along two mesh axes, XLA:TPU has layouts of
+    its own for them (``table_gradients``)."""
     found = {}
     transposes = read_by_transposes(traced.graph)
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
-        left, right = (known.get((op.index, "in", k)) for k in (0, 1))
+        begin = int(op.kind == TABLE)
+        left, right = (known.get((op.index, "in", k)) for k in (begin, begin + 1))
         if op.kind not in LOCAL or left is None or right is None or eqn is None:
+            continue
+        if begin and not tables:
             continue
         rank = len(eqn.out_avals[0].shape)
         transpose, order = -1, tuple(range(rank))
@@ -147,7 +153,7 @@ def _scatters(
             continue
         a, b = (
             speller.spec(c, len(aval.shape))
-            for c, aval in zip((left, right), eqn.in_avals[:2], strict=True)
+            for c, aval in zip((left, right), eqn.in_avals[begin : begin + 2], strict=True)
         )
         out, made = speller.spec(want, rank), speller.spec(whole, rank)
         local, sums = LOCAL[op.kind](eqn.params, a, b)
@@ -158,7 +164,7 @@ def _scatters(
             continue
         whole_sums = sums.difference(*own)
         summed = tuple(x for entry in a for x in entry if x in whole_sums)
-        rest: tuple[Spec, ...] = ((),) * (len(eqn.in_avals) - 2)
+        rest: tuple[Spec, ...] = ((),) * (len(eqn.in_avals) - 2 - begin)
         found[op.index] = Scatter(transpose, order, (a, b, *rest), out, own, summed)
     return found
 

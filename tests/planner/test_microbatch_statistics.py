@@ -259,7 +259,7 @@ def test_random_numbers_are_those_of_the_whole_batch() -> None:
             return jax.random.bernoulli(jax.random.key(3) if key is None else key, 0.7, shape)
 
         def loss(p: Any, b: Any) -> Any:
-            h = jnp.where(drawn((b["x"].shape[0], WIDTH)), b["x"], 0.0)  # noqa: B023
+            h = jnp.where(drawn((b["x"].shape[0], WIDTH)), b["x"], 0.0)
             return batch_norm(p, {**b, "x": h})
 
         kept = drawn((ROWS, WIDTH))

@@ -1,4 +1,5 @@
-"""Products on shards whose partial sums are scattered by explicit reduce-scatters."""
+"""Products on shards whose partial sums are scattered by explicit reduce-scatters; gradients of
+tables, which add up rows, likewise."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from executor.run.local.specs import Spec, partition_spec
 from planner import compat
@@ -18,7 +20,8 @@ class Scatter:
 
     Attributes:
         transpose: that operation, -1 for none; ``order`` is its permutation.
-        ins: the shardings of the operands; sizes of groups are whole.
+        ins: the shardings of the operands on shards; sizes of groups are whole. A table is none of
+            them: what is scattered is added to it as the result lies.
         out: that of the transposed result.
         sums: per dimension of it, the axes along which partial sums are scattered.
         summed: the axes whose sums stay whole.
@@ -88,12 +91,30 @@ def _convolution(params: Mapping[str, Any], a: Spec, b: Spec) -> Local:
     return (tuple(out) if fits else None), sums
 
 
+def _table(params: Mapping[str, Any], rows: Spec, updates: Spec) -> Local:
+    """Of a ``scatter-add`` of whole rows: their numbers, one each, and what is added to them."""
+    numbers = params["dimension_numbers"]
+    window, inserted = numbers.update_window_dims, numbers.inserted_window_dims
+    plain = not numbers.operand_batching_dims and len(inserted) == 1
+    plain = plain and tuple(numbers.scatter_dims_to_operand_dims) == tuple(inserted)
+    counted = [e for d, e in enumerate(updates) if d not in window]
+    kept = iter([updates[d] for d in window])
+    spec = tuple(() if d in inserted else next(kept) for d in range(len(window) + len(inserted)))
+    sums = frozenset(x for e in counted for x in e)
+    used = [x for entry in spec for x in entry]
+    fits = plain and tuple(rows) == (*counted, ()) and not sums & set(used)
+    return (spec if fits else None), sums
+
+
 LOCAL: Mapping[str, Callable[[Mapping[str, Any], Spec, Spec], Local]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged,
+    "scatter-add": _table,
 }
 """By kind of operation whose partial sums are scattered."""
+TABLE = "scatter-add"
+"""The kind whose first operand is a table."""
 
 
 def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
@@ -103,8 +124,11 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
     All mesh axes are manual. With automatic axes the compiler forgets the operands' shardings along
     them at the border of the ``shard_map`` and gathers them."""
 
+    table = eqn.primitive.name == TABLE
+
     def local(*shards: Any) -> Any:
-        (x,) = compat.evaluate_equation(eqn, shards)
+        first = [_no_table(eqn, shards[1])] if table else []
+        (x,) = compat.evaluate_equation(eqn, [*first, *shards])
         x = compat.row_major(jax.lax.transpose(x, how.order))
         for d, entry in enumerate(how.sums):
             for axis in entry:
@@ -114,4 +138,14 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
     specs = tuple(partition_spec(s) for s in how.ins)
     out = partition_spec(how.out)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-    return run(*ins)
+    return run(*ins[1:]) + ins[0] if table else run(*ins)
+
+
+def _no_table(eqn: Any, updates: Any) -> Any:
+    """Zeros for what a shard adds to a table."""
+    numbers = eqn.params["dimension_numbers"]
+    widths = iter([updates.shape[d] for d in numbers.update_window_dims])
+    (out,) = eqn.outvars
+    sizes = enumerate(compat.aval_shape(out.aval))
+    inserted = numbers.inserted_window_dims
+    return jnp.zeros([n if d in inserted else next(widths) for d, n in sizes], out.aval.dtype)
