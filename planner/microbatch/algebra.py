@@ -44,8 +44,9 @@ def are_zeros(content: Any) -> bool:
 
 
 def algebra(node: Node, ins: Sequence[Class], zero: Sequence[bool], inside: bool) -> Class:
-    """The class of an operation in which nothing counts examples. ``inside`` of a loop a sum may be rounded
-    before it is complete, as the results of products in that dtype are; outside it can wait."""
+    """The class of an operation in which nothing counts examples. ``inside`` of a loop a sum may be
+    rounded before it is complete, as the results of products in that dtype are; outside it can
+    wait."""
     if set(ins) <= {FREE}:
         return FREE
     if POST in ins:
