@@ -15,6 +15,8 @@ from executor.run.compile import compile_plan
 from executor.verify.hlo.collectives import text_counts
 from planner.arguments.calls import bind
 from planner.plan.plan import Plan
+from planner.recipes import rewritten
+from planner.spec import WHOLE, Recipe
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class CheckReport:
 
 
 def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
-    """Run one step under ``plan`` and unsharded on one device, and compare.
+    """Run one step under ``plan`` and unsharded on one device, and compare. Under a plan with
+    statistics of each microbatch, what runs on one device is the step in the same microbatches.
 
     Args:
         function: the step.
@@ -46,6 +49,9 @@ def check(function: Callable[..., Any], plan: Plan, *args: Any) -> CheckReport:
     placed = compiled.place(*args)
     module = compiled.jitted.lower(*placed).compile()
     sharded = jax.device_get(module(*placed))
+    if plan.statistics != WHOLE:
+        parts = Recipe(microbatches=plan.microbatches, statistics=plan.statistics)
+        function = rewritten(function, args, parts)
     alone = jax.device_get(jax.jit(function)(*jax.device_put(args, jax.devices()[0])))
     worst_abs = worst_rel = 0.0
     for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(alone), strict=True):

@@ -87,12 +87,14 @@ def _simplicity(tried: Tried) -> tuple[int, list[int]]:
 class Led:
     """What is known of every mesh before the longest search, which runs on one of them.
 
-    ``settled``: the meshes on which a search ran; ``done``: no longer search follows.
+    ``settled``: the meshes on which a search ran; ``done``: no longer search follows; ``deep``:
+    what more messages told of some meshes.
     """
 
     tried: tuple[Tried, ...]
     settled: frozenset[MeshSpec]
     done: bool = False
+    deep: Mapping[MeshSpec, Tried] = dataclasses.field(default_factory=dict)
 
 
 def lead_meshes(
@@ -121,13 +123,14 @@ def lead_meshes(
             request, search=request.search if few else FAST, effort_s=AUTO_S
         )
     settled: set[MeshSpec] = set()
+    deep: dict[MeshSpec, Tried] = {}
     failed = 0
     while len(settled) - failed < LEADERS and (pick := _next(tried, settled)) is not None:
         settled.add(pick[0].mesh)
-        found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few), pick)
+        found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few, deep=deep), pick)
         failed += not found[1].feasible and failed < FAILURES
         tried[tried.index(pick)] = found
-    return Led(tuple(tried), frozenset(settled))
+    return Led(tuple(tried), frozenset(settled), deep=deep)
 
 
 def _lead_one(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Led:
@@ -161,7 +164,9 @@ def search_meshes(
     if best[1].feasible and best[1].gap <= enough:
         better = best
         if not request.spreads and request.search in QUICK and best[1].gap > CLOSED:
-            better = _better(best, _deeper(quotient, pins, request, best[0].mesh))
+            mesh = best[0].mesh
+            deep = led.deep[mesh] if mesh in led.deep else _deeper(quotient, pins, request, mesh)
+            better = _better(best, deep)
         if best[0].mesh not in led.settled:
             better = _with_moment(better)
         tried[tried.index(best)] = _named(better, request)
@@ -304,16 +309,21 @@ def _settle(
     mesh: MeshSpec,
     *,
     whole: bool = True,
+    deep: dict[MeshSpec, Tried] | None = None,
 ) -> Tried:
     """Run the requested search on one mesh: on the quotient, and, if ``whole``, on the whole step
-    where that leaves a gap to an exact search, or does not fit: equal layers may have to differ."""
+    where that leaves a gap to an exact search, or does not fit: equal layers may have to differ.
+    ``deep`` keeps what more messages tell."""
     name = FAST if request.search == PROPAGATION else request.search
     if name in WHOLE:
         return attempt(quotient, pins, request, mesh, name, whole=True)
     found = attempt(quotient, pins, request, mesh, FAST)
     enough = SAME - 1 if name == FAST else CLOSED
     if not request.spreads and found[1].gap > enough and found[1].choice:
-        found = _better(found, _deeper(quotient, pins, request, mesh))
+        told = _deeper(quotient, pins, request, mesh)
+        found = _better(found, told)
+        if deep is not None:
+            deep[mesh] = told
     if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
         return _named(found, request)
     if name != FAST:

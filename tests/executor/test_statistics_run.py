@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from executor import parallelize
+from executor import check, parallelize
+from planner import make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PARTS = 4
@@ -37,3 +38,20 @@ def test_batch_norm_and_balance(remat: str, monkeypatch: pytest.MonkeyPatch) -> 
         found = step(state, batch)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.devices
+def test_check_compares_with_the_same_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    sys.modules.pop("resnet", None)
+    module = __import__("resnet")
+    args = module.make_state(), next(module.batches())
+    plan = make_plan(
+        module.train_step,
+        *args,
+        cluster="cpu:8",
+        mode="dp",
+        microbatches=PARTS,
+        statistics="per-microbatch",
+    )
+    assert check(module.train_step, plan, *args).max_rel_difference < 1e-4
