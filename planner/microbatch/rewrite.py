@@ -123,6 +123,11 @@ def _rewritten(
             raise error from None
     classes = classify(step, batch, whole.jaxpr, exact=exact)
     axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()
+    if classes.coupled and one is not small.jaxpr:
+        raise NotExactError(
+            "this step can't be cut into microbatches of one example with statistics of their own "
+            f"({classes.coupled[0]}): take fewer microbatches"
+        )
     own = own_statistics(step, classes, graph, shares.count) if classes.coupled else None
     if own is not None:
         step, classes = own.step, own.found

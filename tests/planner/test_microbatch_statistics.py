@@ -269,6 +269,39 @@ def test_random_numbers_are_those_of_the_whole_batch() -> None:
         close(jax.jit(cut)(*args), jax.jit(accumulated(batch_norm, 4))(args[0], dropped))
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_random_numbers_of_scanned_layers(recomputed: bool) -> None:
+    keys = jax.random.split(jax.random.key(2), 2)
+
+    def loss(p: Any, b: Any, kept: Any = None) -> Any:
+        def layer(h: jax.Array, own: Any) -> Any:
+            w, key, keep = own
+            if kept is None:
+                keep = jax.random.bernoulli(key, 0.7, h.shape)
+            return norm(jnp.where(keep, jnp.tanh(h @ w), 0.0), p["scale"])
+
+        layer = jax.checkpoint(layer) if recomputed else layer
+        rows = jnp.stack([p["a"], p["b"]]), keys, jnp.zeros(2) if kept is None else kept
+        h, seen = jax.lax.scan(layer, b["x"], rows)
+        return entropy(h, b["y"]).mean(), seen
+
+    args = (started(loss), examples())
+    cut = microbatched(train(loss), args, 4, statistics=OWN)
+    whole = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (ROWS, WIDTH)))(keys)
+
+    def given(p: Any, b: Any) -> Any:
+        return loss(p, b, jnp.moveaxis(b["kept"], 1, 0))
+
+    rows = {**examples(), "kept": jnp.moveaxis(whole, 0, 1)}
+    close(jax.jit(cut)(*args), jax.jit(accumulated(given, 4))(args[0], rows))
+
+
+def test_one_example_has_no_statistics() -> None:
+    args = (started(batch_norm), examples())
+    with pytest.raises(NotExactError, match=r"one example.*fewer microbatches"):
+        microbatched(train(batch_norm), args, ROWS, statistics=OWN)
+
+
 def test_a_permutation_is_one_of_the_microbatch() -> None:
     """Mixup: partners come from the same microbatch, and none from outside of it."""
 
