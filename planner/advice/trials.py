@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,7 @@ from costmodels import AnalyticCostModel, Cluster
 from planner.annotate import Pin
 from planner.choose.attempts import Tried
 from planner.choose.floors import perfect_floor
-from planner.choose.meshes import choose, search_meshes
+from planner.choose.meshes import choose, lead_meshes, search_meshes
 from planner.errors import PinError
 from planner.report.shortage import Relief
 from planner.request.options import Request
@@ -19,9 +20,10 @@ from planner.space.decisions.host_memory import OFFLOAD, Offload
 from planner.step.analysis import Analysis
 from planner.step.classes import Quotient
 
+AT_LEAST = "at least, were every array split over all devices"
 TRIAL_S = 3.0
 """Seconds for one search of a trial."""
-DEVICES_S = 20.0
+DEVICES_S = 10.0
 """Seconds after which no larger cluster is tried."""
 MOST_DEVICES = 1 << 14
 
@@ -30,7 +32,8 @@ def tried_out(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Trie
     """The best plan of the fast search, or None when the pins can't hold."""
     fast = dataclasses.replace(request, search=FAST, time_limit_s=TRIAL_S)
     try:
-        return choose(search_meshes(quotient, pins, fast))
+        led = lead_meshes(quotient, pins, fast, failures=0)
+        return choose(search_meshes(quotient, pins, fast, led))
     except PinError:
         return None
 
@@ -82,12 +85,14 @@ def host_memory(
         return None
     auto = dataclasses.replace(request, decided={**request.decided, OFFLOAD: Offload(auto=True)})
     quotient = offloaded(auto)
-    found = tried_out(quotient, pins, auto)
-    if found is None or not any(
-        name == OFFLOAD for g in quotient.part.groups.groups for name, _ in g.decisions
-    ):
+    if not any(name == OFFLOAD for g in quotient.part.groups.groups for name, _ in g.decisions):
         return None
-    return relief('offload="auto" (state in host memory)', quotient.whole, found)
+    what = 'offload="auto" (state in host memory)'
+    least = perfect_floor(quotient.whole, request.cluster.num_devices).peak_bytes
+    if least > request.limit_bytes:
+        return Relief(what, least, math.inf, False, AT_LEAST)
+    found = tried_out(quotient, pins, auto)
+    return None if found is None else relief(what, quotient.whole, found)
 
 
 def grown(cluster: Cluster, times: int) -> Cluster:

@@ -98,11 +98,16 @@ class Led:
 
 
 def lead_meshes(
-    quotient: Quotient, pins: Sequence[Pin], request: Request, *, whole: bool = True
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    *,
+    whole: bool = True,
+    failures: int = FAILURES,
 ) -> Led:
     """Try meshes: all of them at once for a bound and a first choice each (``scouted``), then one
     by one, quickly, where a bound leaves hope for more. ``whole``: on a single mesh also with equal
-    layers apart, where that may help."""
+    layers apart, where that may help. ``failures``: see ``FAILURES``."""
     meshes = candidate_meshes(request, pins)
     few = len(quotient.whole.groups.groups) <= FEW
     if len(meshes) == 1 and request.search in QUICK and not few:
@@ -110,13 +115,7 @@ def lead_meshes(
     if len(meshes) == 1 or not quotient.part.groups.groups:
         only = _settle(quotient, pins, request, meshes[0], whole=whole)
         return Led((only,), frozenset((only[0].mesh,)), done=True)
-    allowed = allowed_meshes(quotient, pins, request, meshes)
-    if not request.spreads:
-        ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
-        field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal)
-        tried = [of_scout(s, request) for s in scouted(field)]
-    else:
-        tried = [attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
+    tried = first_tries(quotient, pins, request)
     quick = request
     if request.search in QUICK:
         quick = dataclasses.replace(
@@ -128,9 +127,29 @@ def lead_meshes(
     while len(settled) - failed < LEADERS and (pick := _next(tried, settled)) is not None:
         settled.add(pick[0].mesh)
         found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few, deep=deep), pick)
-        failed += not found[1].feasible and failed < FAILURES
+        failed += not found[1].feasible and failed < failures
         tried[tried.index(pick)] = found
     return Led(tuple(tried), frozenset(settled), deep=deep)
+
+
+def first_tries(quotient: Quotient, pins: Sequence[Pin], request: Request) -> list[Tried]:
+    """All meshes with a bound and a first choice each."""
+    meshes = candidate_meshes(request, pins)
+    allowed = allowed_meshes(quotient, pins, request, meshes)
+    if request.spreads or len(meshes) == 1 or not quotient.part.groups.groups:
+        return [attempt(quotient, pins, request, mesh, FAST) for mesh, _ in allowed]
+    ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
+    field = Field(quotient.part, request.model, allowed, request.limit_bytes, SAME, ideal)
+    return [of_scout(s, request) for s in scouted(field)]
+
+
+def tried_in_vain(quotient: Quotient, pins: Sequence[Pin], request: Request) -> tuple[Tried, ...]:
+    """All meshes as ``search_meshes`` has them, where no plan fits, however long one searches."""
+    tried = first_tries(quotient, pins, request)
+    best = choose(tried)
+    if best[1].choice and not request.spreads:
+        tried[tried.index(best)] = _with_moment(best)
+    return tuple(tried)
 
 
 def _lead_one(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Led:

@@ -21,6 +21,7 @@ from planner.choose.meshes import (
     lead_meshes,
     runners_up,
     search_meshes,
+    tried_in_vain,
     unfold,
 )
 from planner.choose.thrift import thrifty
@@ -114,7 +115,10 @@ class Row:
     def searched(self) -> tuple[tuple[Tried, ...], Least | None]:
         """What was found on all meshes; and the plan of the least peak, where it came to that."""
         quotient, request = self.step.quotient, self.request
-        tried = search_meshes(quotient, self.step.pins, request, self.led)
+        if self.floor.peak_bytes > request.limit_bytes:
+            tried = tried_in_vain(quotient, self.step.pins, request)
+        else:
+            tried = search_meshes(quotient, self.step.pins, request, self.led)
         if choose(tried)[1].feasible:
             return tried, None
         least = least_plan(quotient, tried, request)

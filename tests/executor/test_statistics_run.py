@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from executor import check, parallelize
@@ -18,26 +19,25 @@ PARTS = 4
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_batch_norm_and_balance(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "remat"), [("resnet", "none"), ("moe", "full")])
+def test_batch_norm_and_balance(name: str, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with BatchNorm and one with a balance loss, under plain gradient descent: then the
     state after a step is the mean of the states after a step on each microbatch."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import optax
-
-    for name in ("resnet", "moe"):
-        sys.modules.pop(name, None)
-        module = __import__(name)
-        monkeypatch.setattr(module, "OPTIMIZER", optax.sgd(0.1))
-        state, batch = module.make_state(), next(module.batches())
-        options: dict[str, Any] = {"microbatches": PARTS, "statistics": "per-microbatch"}
-        step = parallelize(module.train_step, mode="fsdp", remat=remat, **options)
-        parts = [jax.tree.map(lambda x, j=j: x[j::PARTS], batch) for j in range(PARTS)]
-        made = [jax.jit(module.train_step)(state, part) for part in parts]
-        expected = jax.tree.map(lambda *xs: np.mean(np.stack(xs), axis=0), *made)
-        found = step(state, batch)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    sys.modules.pop(name, None)
+    module = __import__(name)
+    monkeypatch.setattr(module, "OPTIMIZER", optax.sgd(0.1))
+    state, batch = module.make_state(), next(module.batches())
+    options: dict[str, Any] = {"microbatches": PARTS, "statistics": "per-microbatch"}
+    step = parallelize(module.train_step, mode="fsdp", remat=remat, **options)
+    parts = [jax.tree.map(lambda x, j=j: x[j::PARTS], batch) for j in range(PARTS)]
+    one = jax.jit(module.train_step)
+    expected = jax.tree.map(
+        lambda *xs: np.mean(np.stack(xs), axis=0), *(one(state, part) for part in parts)
+    )
+    found = step(state, batch)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.devices
