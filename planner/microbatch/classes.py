@@ -83,7 +83,8 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
     rules = rules_for([EqnKey.of(eqn) for eqn in keys])
     examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
     known = {id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}
-    found = _Classifier(known, examples, exact)
+    fewer = compat.aval_shape(step.avals[step.inputs[batch[0]]][1])[0]
+    found = _Classifier(known, examples, exact, examples // fewer)
     ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
     own = [k in set(batch) for k in range(len(step.inputs))]
     out = found.walk(step, ins, own, [False] * len(ins))
@@ -93,8 +94,10 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
 class _Classifier:
     """``classify`` in progress."""
 
-    def __init__(self, rules: Mapping[int, FactorRule], examples: int, exact: bool) -> None:
-        self.rules, self.examples, self.exact = rules, examples, exact
+    def __init__(
+        self, rules: Mapping[int, FactorRule], examples: int, exact: bool, parts: int
+    ) -> None:
+        self.rules, self.examples, self.exact, self.parts = rules, examples, exact, parts
         self.inside = 0  # how many loops and recomputed blocks are around
         self.draws: set[int] = set()
         self.coupled: list[str] = []
@@ -143,6 +146,8 @@ class _Classifier:
                 # positions in a microbatch are its own, and so are numbers that follow from its
                 # size: no part of those of the whole batch
                 return [MAP if x else FREE for x in scaled]
+            if free and any(scaled):
+                self.check_share(pair, node)
         try:
             return self.node(pair, node, known, own, zeros)
         except CoupledError as error:
@@ -150,6 +155,13 @@ class _Classifier:
                 raise
             self.coupled.append(error.place)
             return [MAP if pair.scaled(o) else SUM for o in node.outs]
+
+    def check_share(self, pair: Pair, node: Node) -> None:
+        """Raise NotExactError if a value that is made for the whole batch can't be sliced."""
+        for o in node.outs:
+            whole, small = (compat.aval_shape(a) for a in pair.avals[o])
+            if any(whole[d] != self.parts * small[d] for d in pair.scaled(o)):
+                raise _refused(node, "takes the rows that the number of examples leaves")
 
     def node(
         self, pair: Pair, node: Node, known: Classes, own: bool, zeros: set[int]

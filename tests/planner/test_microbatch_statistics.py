@@ -396,6 +396,76 @@ def test_neither_sum_nor_mean(loss: Loss) -> None:
         microbatched(train(loss), args, 4, statistics=OWN)
 
 
+UNEVEN: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "a fixed number of the largest": lambda e: jax.lax.top_k(e, 2)[0].mean(),
+    "the median": jnp.median,
+    "one by its rank": lambda e: jnp.sort(e)[2],
+    "one by its value": lambda e: e[jnp.argmax(e)],
+    "the first": lambda e: e[0],
+    "a logarithm of a sum": jax.nn.logsumexp,
+    "the diagonal": lambda e: jnp.trace(jnp.outer(e, e)) / e.shape[0],
+    "all but the diagonal": lambda e: (jnp.outer(e, e) * (1 - jnp.eye(e.shape[0]))).mean(),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_examples_that_count_unlike_others(name: str) -> None:
+    """What they are for the whole batch does not follow from how many examples there are."""
+
+    def loss(p: Any, b: Any) -> Any:
+        return UNEVEN[name](normed(p, b)[0]), {}
+
+    args = (started(loss), examples())
+    with pytest.raises(NotExactError, match="neither a sum nor a mean"):
+        microbatched(train(loss), args, 4, statistics=OWN)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda t, e, b: t.at[b["y"]].set(e),
+        lambda t, e, b: t.at[b["y"]].max(e),
+        lambda t, e, b: jax.lax.dynamic_update_slice(t, e, (3,)),
+        lambda t, e, b: jnp.concatenate([e, t[: -e.shape[0]]]),
+    ],
+)
+def test_rows_that_examples_write_over_are_no_statistics(written: Any) -> None:
+    def step(state: Any, b: Any) -> Any:
+        each, _ = normed(state["params"], b)
+        return {**state, "table": written(state["table"], each, b)}
+
+    args = ({"params": params(), "table": jnp.zeros(60)}, examples())
+    with pytest.raises(NotExactError):
+        microbatched(step, args, 4, statistics=OWN)
+
+
+def test_an_unbiased_variance_of_two_examples() -> None:
+    def step(w: jax.Array, b: Any) -> Any:
+        h = b["x"] @ w
+        return w + 0.1, (h - h.mean(0)).var(0, ddof=1)
+
+    w, rows = params()["a"], {"x": examples()["x"][:4]}
+    found = jax.jit(microbatched(step, (w, rows), 2, statistics=OWN))(w, rows)
+    parts = [step(w, {"x": rows["x"][j::2]})[1] for j in range(2)]
+    close(found[1], sum(parts) / 2)
+
+
+def test_figures_outside_of_the_loss() -> None:
+    """Those of each microbatch, averaged, as the loss is."""
+
+    def step(state: Any, b: Any) -> Any:
+        (value, seen), g = jax.value_and_grad(batch_norm, has_aux=True)(state["params"], b)
+        made = {"spread": normed(state["params"], b)[0].std(), "hits": (b["y"] > 3).sum()}
+        return updated(state, value, g, seen)[0], made
+
+    args = (started(batch_norm), examples())
+    found = jax.jit(microbatched(step, args, 4, statistics=OWN))(*args)[1]
+    rows = [jax.tree.map(lambda x, j=j: x[j::4], args[1]) for j in range(4)]
+    spread = [normed(args[0]["params"], r)[0].std() for r in rows]
+    np.testing.assert_allclose(found["spread"], sum(spread) / 4, rtol=1e-5)
+    assert found["hits"] == (args[1]["y"] > 3).sum()
+
+
 def test_an_update_needs_all_microbatches() -> None:
     def step(state: Any, b: Any) -> Any:
         def first(w: jax.Array) -> jax.Array:

@@ -40,8 +40,8 @@ ALIKE = frozenset(
     "reduce_max reduce_min reduce_sum cumsum cummax cummin sort neg abs reshape transpose squeeze "
     "expand_dims broadcast_in_dim copy copy_p slice dynamic_slice gather rev split "
     "convert_element_type reduce_precision real imag sharding_constraint reduce_window_sum "
-    "reduce_window_max reduce_window_min reduce_window select_and_scatter_add "
-    "select_and_gather_add scatter scatter-add scatter_add top_k complex conj psum".split()
+    "reduce_window_max reduce_window_min reduce_window "
+    "scatter scatter-add scatter_add top_k complex conj psum".split()
 )
 """Operations whose results grow as their floating operands do, all of which grow alike."""
 PRODUCTS = frozenset("mul dot_general conv_general_dilated ragged_dot ragged_dot_general".split())
@@ -53,9 +53,13 @@ SUMS = frozenset(
 """Operations that add up over the dimensions that they lose."""
 TINY = 1e-3
 """What a literal is at most that is added so that nothing is divided by zero."""
-NEAR = 0.42
-"""A number that differs between the traces may be this far from a whole power, as the 15 and the 3
-of an unbiased variance of 16 and of 4 examples are."""
+EXACT = 1e-3
+"""How far the power of a number that differs between the traces may be from a half."""
+PICKS = frozenset("gather slice dynamic_slice split squeeze top_k sort".split())
+"""Operations that take some of the examples, and add nothing up."""
+PLACES = frozenset("pad dynamic_update_slice concatenate".split())
+"""Operations, besides scatters, that put values among others."""
+COMPARES = frozenset("eq ne lt le gt ge".split())
 
 
 def same(degrees: Iterable[Degree]) -> Degree:
@@ -78,16 +82,42 @@ class Degrees:
         for v, x in step.consts.items():
             known[v] = ANY if v in zeros or are_zeros(x) else 0.0
         numbers: dict[int, Number] = {}
+        places = set(step.consts)  # what follows from positions and constants alone
         for node, live in zip(step.nodes, step.live(), strict=True):
+            placed = places.issuperset(node.values)
+            if placed:
+                places.update(node.outs)
             if not live:
                 known.update(dict.fromkeys(node.outs, UNKNOWN))
             elif made := _folded(node, numbers):
                 numbers[node.outs[0]] = made
                 known[node.outs[0]] = self.number(made)
+            elif self.uneven(step, node, placed):
+                known.update(dict.fromkeys(node.outs, UNKNOWN))
             else:
                 found = self.node(step, node, [self.read(i, known) for i in node.ins])
                 known.update(zip(node.outs, found, strict=True))
         return known
+
+    @staticmethod
+    def uneven(step: Pair, node: Node, placed: bool) -> bool:
+        """Whether an operation treats some examples unlike others: it takes a fixed number of them,
+        or writes over some rows, or tells pairs of examples apart by their places."""
+        before = max((len(step.scaled(v)) for v in node.values), default=0)
+        after = max((len(step.scaled(o)) for o in node.outs), default=0)
+        adds = node.name.startswith(("scatter-add", "scatter_add"))
+        if node.name in COMPARES and placed:
+            return after > 1
+        if node.name in PICKS:
+            return after < before
+        if adds:  # the transpose of taking a fixed number
+            return bool(after and not step.scaled(node.values[-1]))
+        if node.name in PLACES or node.name.startswith("scatter"):
+            grows = [bool(step.scaled(v)) for v in node.values]
+            return (any(grows) and not all(grows[:1] if node.name == "pad" else grows)) or (
+                bool(after) and not any(grows)
+            )
+        return False
 
     def read(self, operand: Operand, known: dict[int, Degree]) -> Degree:
         """The degree of an operand."""
@@ -104,11 +134,17 @@ class Degrees:
             return 0.0
         if whole.size != 1:
             return UNKNOWN
-        ratio = float(whole.item()) / float(small.item() or math.nan)
-        if not 0.0 < ratio < math.inf:
+        large, less = float(whole.item()), float(small.item() or math.nan)
+        if not 0.0 < large / less < math.inf:
             return UNKNOWN
-        power = math.log(ratio) / math.log(self.count)
-        return float(round(power)) if abs(power - round(power)) <= NEAR else UNKNOWN
+        power = math.log(large / less) / math.log(self.count)
+        if abs(2 * power - round(2 * power)) <= EXACT:
+            return round(2 * power) / 2
+        for sign, a, b in ((1.0, large, less), (-1.0, 1 / large, 1 / less)):
+            rest = (a - self.count * b) / (self.count - 1)
+            if abs(abs(rest) - 1.0) <= EXACT:  # the 15 of 16 examples and the 3 of 4
+                return sign
+        return UNKNOWN
 
     def node(self, step: Pair, node: Node, ins: list[Degree]) -> list[Degree]:
         """The degrees of the results of an equation."""
@@ -130,6 +166,12 @@ class Degrees:
         elif name in POWERS or name == "integer_pow":
             power = POWERS.get(name) or float(node.small.params["y"])
             made = ins[0] if math.isinf(ins[0]) else power * ins[0]
+        elif name == "sign":
+            made = 0.0
+        elif name in ("select_and_scatter_add", "select_and_gather_add"):
+            made = ins[0]  # of what goes to where the maxima are
+        elif name == "select_n" and math.isnan(ins[0]):
+            made = UNKNOWN
         elif name in ("scatter-add", "scatter_add"):
             made = same([ins[0], ins[2] + self.lost(step, node)])
         elif name in ALIKE:
@@ -238,8 +280,5 @@ def _guards(name: str, operand: Operand) -> bool:
     """Whether a literal only keeps a value off zero or within bounds: it need not grow."""
     if not isinstance(operand, Number) or np.size(operand.whole) != 1:
         return False
-    value = np.asarray(operand.whole).item()
-    small = abs(value) <= TINY
-    if name == "select_n":
-        return not math.isfinite(value)
-    return name in ("max", "min", "clamp") or (name in ("add", "sub") and small)
+    small = abs(np.asarray(operand.whole).item()) <= TINY
+    return name in ("max", "min", "clamp", "select_n") or (name in ("add", "sub") and small)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner import compat
-from planner.graph.ir import Graph, Role
+from planner.graph.ir import Graph, Phase, Role
 from planner.graph.jaxpr.walk import STRUCTURED
 from planner.graph.labels.phases import named_phase
 from planner.microbatch.algebra import FREE, MAP, POST, SUM, Class
@@ -31,6 +31,7 @@ from planner.microbatch.statistics.degrees import Degree, Degrees, equal
 
 REFUSED = "this step can't be cut into microbatches with statistics of their own"
 LEAVE = "leave microbatches= out"
+LINEAR = frozenset({"add", "sub", "add_any", "neg", "concatenate"})
 TRAINED = frozenset({Role.PARAMETER, Role.MOMENT})
 
 
@@ -101,6 +102,9 @@ class _Owner:
             and by whether a statistic reads it.
         varies: such values that would be others in the small trace.
         sums: those of them that sums of the batch alone have a part in.
+        behind: values that depend on gradients.
+        differentiates: whether the step has a backward pass.
+        updates: the equations, by ``id``, that new values of the state need.
     """
 
     step: Pair
@@ -114,6 +118,9 @@ class _Owner:
     copies: dict[tuple[int, bool], int] = field(default_factory=dict)
     varies: set[int] = field(default_factory=set)
     sums: set[int] = field(default_factory=set)
+    behind: set[int] = field(default_factory=set)
+    differentiates: bool = False
+    updates: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.of = dict(self.found.of)
@@ -124,6 +131,12 @@ class _Owner:
     def made(self, graph: Graph) -> Own:
         """The result."""
         live = [n for n, x in zip(self.step.nodes, self.step.live(), strict=True) if x]
+        self.differentiates = any(named_phase(n.names) is Phase.BACKWARD for n in live)
+        state = {self.step.outputs[o] for _, o in graph.ties}
+        for n in reversed(live):
+            if not state.isdisjoint(n.outs):
+                self.updates.add(id(n))
+                state.update(n.values)
         for n in live:
             self.note(n)
         examples = [n for n in live if self.of_examples(n)]
@@ -136,6 +149,7 @@ class _Owner:
         for n in live:
             if self.of_losses(n):
                 self.of.update(dict.fromkeys(n.outs, SUM))
+            self.follow(n)
             if SUM in {self.of[o] for o in n.outs}:
                 loop.add(id(n))
         for n in live:
@@ -154,13 +168,31 @@ class _Owner:
         return MAP in classes or MAP in {self.of[v] for v in n.values}
 
     def of_losses(self, n: Node) -> bool:
-        """Whether an equation makes the loss or a gradient of what the loop has: each microbatch
-        has a loss of its own, and gradients are those of their mean."""
+        """Whether an equation makes a loss, a gradient or a figure of what the loop has: each
+        microbatch has a loss of its own, and gradients are those of their mean.
+
+        Raises:
+            NotExactError: it does, and how its result grows is not known.
+        """
         classes = {self.of[v] for v in n.values}
         if {self.of[o] for o in n.outs} != {POST} or POST in classes or n.whole.effects:
             return False
-        known = not any(math.isnan(self.degrees[o]) for o in n.outs)
-        return known and named_phase(n.names) is not None
+        named = named_phase(n.names) is not None
+        if not named and not self.behind.isdisjoint(n.values):
+            return False
+        unknown = any(math.isnan(self.degrees[o]) for o in n.outs)
+        if unknown and not named and n.name in LINEAR:
+            return False  # of what is put together by then
+        if unknown:
+            raise NotExactError(
+                f"{REFUSED}: {n.line}: {n.name} is neither a sum nor a mean over examples; {LEAVE}"
+            )
+        return named or self.differentiates or id(n) not in self.updates
+
+    def follow(self, n: Node) -> None:
+        """Write down what depends on gradients."""
+        if named_phase(n.names) is Phase.BACKWARD or not self.behind.isdisjoint(n.values):
+            self.behind.update(n.outs)
 
     def note(self, n: Node) -> None:
         """Write down whether what no example has a part in would be another in the small trace."""
