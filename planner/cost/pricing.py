@@ -206,7 +206,7 @@ class Pricer:
 def pool_limits(analysis: Analysis, model: CostModel, limit_bytes: float) -> dict[Memory, float]:
     """What each pool of memory has for arrays that are not scalars, in bytes per device."""
     return {
-        Memory.DEVICE: limit_bytes - analysis.scalar_bytes,
+        Memory.DEVICE: max(limit_bytes - analysis.scalar_bytes, 0.0),
         Memory.HOST: model.host_memory_limit_bytes,
     }
 
