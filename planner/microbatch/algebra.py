@@ -76,3 +76,8 @@ def _floats(node: Node) -> bool:
     """Whether a conversion is from one floating type to another."""
     ends = (node.whole.invars[0].aval.dtype, node.whole.outvars[0].aval.dtype)
     return all(jnp.issubdtype(d, jnp.floating) for d in ends)
+
+
+def draws(name: str) -> bool:
+    """Whether an operation makes random numbers, or keys for such."""
+    return name.startswith(("random_", "rng_", "threefry"))

@@ -25,7 +25,17 @@ import numpy as np
 
 from planner import compat
 from planner.graph.jaxpr.walk import BARRIER, LOOPS, called, is_fused, loop_of, stays_whole
-from planner.microbatch.algebra import FREE, MAP, POST, SUM, Class, algebra, are_zeros, is_zero
+from planner.microbatch.algebra import (
+    FREE,
+    MAP,
+    POST,
+    SUM,
+    Class,
+    algebra,
+    are_zeros,
+    draws,
+    is_zero,
+)
 from planner.microbatch.errors import CoupledError, NotExactError
 from planner.microbatch.pairs import Node, Number, Pair, equations, equations_in, pair
 from planner.rules.factor import FactorRule
@@ -121,7 +131,7 @@ class _Classifier:
                 continue
             own = all(v in out.alone for v in node.values)
             placed = places.issuperset(node.values) and not node.whole.effects
-            placed = placed and not _draws(node.name)
+            placed = placed and not draws(node.name)
             if placed:
                 places.update(node.outs)
             classes = self.any_node(pair, node, out, own, zeros, placed)
@@ -235,7 +245,7 @@ class _Classifier:
             assert body is not None and twin is not None
             return self.within(pair(body.jaxpr, twin.jaxpr), ins, zero, node)
         if node.name != "scan":
-            if not self.exact and any(_draws(e.primitive.name) for e in equations_in(node.whole)):
+            if not self.exact and any(draws(e.primitive.name) for e in equations_in(node.whole)):
                 raise _refused(node, "draws random numbers in a loop that depends on examples")
             raise _coupled(node, f"runs a {node.name} whose course depends on examples")
         loop, twin_loop = loop_of(node.whole), loop_of(node.small)
@@ -295,11 +305,6 @@ class _Classifier:
                 raise
             self.coupled.append(error.place)
             return MAP if counts else SUM
-
-
-def _draws(name: str) -> bool:
-    """Whether an operation makes random numbers, or keys for such."""
-    return name.startswith(("random_", "rng_", "threefry"))
 
 
 def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:

@@ -28,7 +28,7 @@ from planner.graph.jaxpr.walk import (
     loop_of,
     stays_whole,
 )
-from planner.microbatch.algebra import are_zeros
+from planner.microbatch.algebra import are_zeros, draws
 from planner.microbatch.pairs import Node, Number, Operand, Pair, pair
 
 Degree = float
@@ -52,7 +52,7 @@ SUMS = frozenset(
 )
 """Operations that add up over the dimensions that they lose."""
 TINY = 1e-3
-"""What a literal is at most that is added so that nothing is divided by zero."""
+"""What a literal is at most that is added so that nothing is divided by zero; of integers, 1."""
 EXACT = 1e-3
 """How far the power of a number that differs between the traces may be from a half."""
 PICKS = frozenset("gather slice dynamic_slice split squeeze top_k sort".split())
@@ -84,7 +84,7 @@ class Degrees:
         numbers: dict[int, Number] = {}
         places = set(step.consts)  # what follows from positions and constants alone
         for node, live in zip(step.nodes, step.live(), strict=True):
-            placed = places.issuperset(node.values)
+            placed = places.issuperset(node.values) and not draws(node.name)
             if placed:
                 places.update(node.outs)
             if not live:
@@ -102,12 +102,12 @@ class Degrees:
     @staticmethod
     def uneven(step: Pair, node: Node, placed: bool) -> bool:
         """Whether an operation treats some examples unlike others: it takes a fixed number of them,
-        or writes over some rows, or tells pairs of examples apart by their places."""
+        or writes over some rows, or tells examples, or pairs of them, apart by their places."""
         before = max((len(step.scaled(v)) for v in node.values), default=0)
         after = max((len(step.scaled(o)) for o in node.outs), default=0)
         adds = node.name.startswith(("scatter-add", "scatter_add"))
         if node.name in COMPARES and placed:
-            return after > 1
+            return after > 0
         if node.name in PICKS:
             return after < before
         if adds:  # the transpose of taking a fixed number
@@ -176,35 +176,43 @@ class Degrees:
             made = same([ins[0], ins[2] + self.lost(step, node)])
         elif name in ALIKE:
             made = same(self.floating(node, ins)) + self.lost(step, node)
-        else:  # any other function keeps what does not grow
-            made = 0.0 if same(ins) in (0.0, ANY) and not self.lost(step, node) else UNKNOWN
+        elif name in COMPARES:  # with what grows alike, such as an expert's capacity
+            made = UNKNOWN if math.isnan(same(ins)) else 0.0
+        else:  # any other function keeps what does not grow, but where it joins examples
+            joins = self.joins(step, node)
+            made = 0.0 if same(ins) in (0.0, ANY) and not joins else UNKNOWN
         return [self.typed(v, made) for v in node.whole.outvars]
 
     @staticmethod
+    def joins(step: Pair, node: Node) -> bool:
+        """Whether a result has fewer dimensions of examples than an operand."""
+        before = max((len(step.scaled(v)) for v in node.values), default=0)
+        return any(len(step.scaled(o)) < before for o in node.outs)
+
+    @staticmethod
     def typed(var: Any, degree: Degree) -> Degree:
-        """Truth values do not grow, whatever they compare."""
-        return degree if jnp.issubdtype(dtype_of(var), jnp.number) else 0.0
+        """Truth values do not grow."""
+        number = jnp.issubdtype(dtype_of(var), jnp.number)
+        return degree if number or math.isnan(degree) else 0.0
 
     @staticmethod
     def floating(node: Node, ins: list[Degree]) -> list[Degree]:
         """Those of the operands that are of the results' kind: no indices, no conditions."""
         kinds = [jnp.issubdtype(dtype_of(v), jnp.inexact) for v in node.whole.outvars]
-        if not any(kinds):
-            return ins[:1] if node.name in ("gather", "dynamic_slice") else ins
-        if node.name == "convert_element_type":
-            return ins
+        if node.name in ("gather", "dynamic_slice"):
+            return ins[:1]
+        kind = jnp.inexact if any(kinds) and node.name != "convert_element_type" else jnp.generic
         return [
             degree
             for degree, operand, var in zip(ins, node.ins, node.whole.invars, strict=True)
-            if jnp.issubdtype(dtype_of(var), jnp.inexact) and not _guards(node.name, operand)
+            if jnp.issubdtype(dtype_of(var), kind) and not _guards(node.name, operand)
         ] or ins
 
     @staticmethod
     def lost(step: Pair, node: Node) -> float:
         """How many dimensions of examples an operation adds up over."""
-        if node.name in ("cumsum", "cumprod", "cumlogsumexp"):
-            (v,) = node.values or (None,)
-            return UNKNOWN if v is not None and node.whole.params["axis"] in step.scaled(v) else 0.0
+        if node.name == "cumsum":  # places among all examples
+            return float(any(node.whole.params["axis"] in step.scaled(v) for v in node.values))
         if node.name not in SUMS:
             return 0.0
         if node.name == "reduce_sum":
@@ -280,5 +288,6 @@ def _guards(name: str, operand: Operand) -> bool:
     """Whether a literal only keeps a value off zero or within bounds: it need not grow."""
     if not isinstance(operand, Number) or np.size(operand.whole) != 1:
         return False
-    small = abs(np.asarray(operand.whole).item()) <= TINY
+    least = 1 if jnp.issubdtype(jnp.result_type(operand.whole), jnp.integer) else TINY
+    small = abs(np.asarray(operand.whole).item()) <= least
     return name in ("max", "min", "clamp", "select_n") or (name in ("add", "sub") and small)

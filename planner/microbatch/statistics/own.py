@@ -31,7 +31,7 @@ from planner.microbatch.statistics.degrees import Degree, Degrees, equal
 
 REFUSED = "this step can't be cut into microbatches with statistics of their own"
 LEAVE = "leave microbatches= out"
-LINEAR = frozenset({"add", "sub", "add_any", "neg", "concatenate"})
+ADDITIONS = frozenset({"add", "sub", "add_any", "neg", "concatenate"})
 TRAINED = frozenset({Role.PARAMETER, Role.MOMENT})
 
 
@@ -181,7 +181,7 @@ class _Owner:
         if not named and not self.behind.isdisjoint(n.values):
             return False
         unknown = any(math.isnan(self.degrees[o]) for o in n.outs)
-        if unknown and not named and n.name in LINEAR:
+        if unknown and not named and n.name in ADDITIONS:
             return False  # of what is put together by then
         if unknown:
             raise NotExactError(
@@ -200,7 +200,7 @@ class _Owner:
             return
         summed = MAP in {self.of[v] for v in n.values} or not self.sums.isdisjoint(n.values)
         numbers = [i for i in n.ins if isinstance(i, Number)]
-        changed = bool(n.changed) or any(_differs(i) for i in numbers)
+        changed = bool(n.changed) or not all(equal(i.whole, i.small) for i in numbers)
         if summed or changed or not self.varies.isdisjoint(n.values):
             self.varies.update(n.outs)
         if summed:
@@ -285,7 +285,3 @@ class _Owner:
         number = len(self.step.avals) - 1
         self.of[number], self.degrees[number] = kind, self.degrees[like]
         return number
-
-
-def _differs(number: Number) -> bool:
-    return not equal(number.whole, number.small)
