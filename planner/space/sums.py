@@ -15,24 +15,25 @@ from planner.graph.ir import PRODUCTS, SCALAR, Graph
 from planner.space.groups import GroupLink
 
 ADDITIONS = frozenset({"add", "add_any"})
+TABLES = frozenset({"scatter-add"})
 TURNS = frozenset({"transpose", "reshape"})
 """Operations that a reduction can be put off behind, besides additions."""
 
 
 def with_joined_sums(
-    graph: Graph, links: Sequence[GroupLink], live: Sequence[bool]
+    graph: Graph, links: Sequence[GroupLink], live: Sequence[bool], tables: bool = False
 ) -> tuple[GroupLink, ...]:
     """The links, those of one sum marked as such, each with its share of one reduction.
 
     A sum consists of results of products that only additions with each other read, directly or
-    transposed, and that flow into one group the same number of times. Gradients of lookups are
-    reduced by themselves: compilers join their all-reduces (not on TPUs), not their
-    reduce-scatters. Linear in operations.
+    transposed, and that flow into one group the same number of times. ``tables``: gradients of
+    lookups likewise; XLA:TPU reduces these by themselves. Linear in operations.
     """
+    kinds = PRODUCTS | TABLES if tables else PRODUCTS
     partial = {
         x.value: k
         for k, x in enumerate(links)
-        if x.partial and x.operand <= -2 and graph.ops[x.op].kind in PRODUCTS
+        if x.partial and x.operand <= -2 and graph.ops[x.op].kind in kinds
     }
     readers = [0] * len(graph.values)
     for op in graph.ops:

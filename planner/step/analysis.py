@@ -150,7 +150,7 @@ def analyse(
     chosen = chosen or {}
     live = graph.live_ops()
     if device is not None and device.kind != "cpu":  # XLA:CPU reduces addends one by one
-        links = with_joined_sums(graph, groups.links, live)
+        links = with_joined_sums(graph, groups.links, live, tables=not device.fuses_operands)
         groups = dataclasses.replace(groups, links=links)
     groups = with_sent_bytes(graph, groups, live, device)
     workload = empty_workload(graph, rules, groups, device)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from costmodels import parse_cluster
 from executor.run.compile import CompiledStep
+from executor.run.local.products import LOCAL, TABLE
 from executor.run.lowered import stages, table_gradients
 from executor.run.mesh import physical_axes
 from planner import make_plan
@@ -123,7 +124,6 @@ def test_gradients_of_convolutions_are_scattered() -> None:
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.devices
 def looked_up(state: Any, batch: Any) -> Any:
     def loss(params: Any) -> jax.Array:
         x = params["table"][batch["tokens"]]
@@ -133,6 +133,7 @@ def looked_up(state: Any, batch: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2", "data=2,fsdp=2,model=2"])
 def test_gradients_of_tables_are_scattered(mesh: str) -> None:
     """Rows that are looked up add up on each device, then become shards: XLA:GPU would reduce the
@@ -158,6 +159,15 @@ def test_gradients_of_tables_are_scattered(mesh: str) -> None:
     kept = plan.as_partition_specs()["[0]['table']"]
     assert counts[PLAIN] == 0
     assert counts[STEP_BY_STEP] >= sum(len(e) if isinstance(e, tuple) else 1 for e in kept if e)
+
+
+@pytest.mark.parametrize("batching", [(), (0,)])
+def test_scatters_of_each_example_are_left_to_constraints(batching: tuple[int, ...]) -> None:
+    """Lookups of examples each in its own table have no table that is added up."""
+    width = () if batching else (1,)
+    numbers = jax.lax.ScatterDimensionNumbers(width, (1,) if batching else (0,), (0,), batching)
+    spec, _ = LOCAL[TABLE]({"dimension_numbers": numbers}, (("data",), ()), (("data",), ())[:2])
+    assert (spec is None) == bool(batching)
 
 
 def test_emitted_collectives() -> None:

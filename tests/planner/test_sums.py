@@ -76,6 +76,26 @@ def test_an_addend_that_is_not_reduced_leaves_the_others_their_sum() -> None:
     assert reductions(plan) == [("all_reduce", 1.0, ROWS * WIDTH * 4.0)]
 
 
+def tied(table: Any, tokens: Any) -> Any:
+    """A table that is looked up at the beginning and multiplied by at the end."""
+
+    def loss(table: Any) -> jax.Array:
+        return jnp.mean(jnp.sin(jnp.tanh(table[tokens]) @ table.T))
+
+    return table - jax.grad(loss)(table)
+
+
+@pytest.mark.parametrize(("cluster", "times"), [("h100:8", 1), ("v5e:8", 2), ("cpu:8", 2)])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_gradients_of_a_tied_table_are_added_before_they_are_reduced(
+    cluster: str, times: int, zero: int
+) -> None:
+    table = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((WIDTH,), jnp.int32)
+    plan = make_plan(tied, table, tokens, cluster=cluster, mode="DATA_PARALLEL", zero=zero)
+    assert len(reductions(plan)) == times  # XLA:TPU reduces gradients of lookups by themselves
+
+
 def test_the_searched_cost_is_the_predicted_one_where_the_addends_are_reduced_alike() -> None:
     plan = tensor_parallel("h100:8", {})
     p = plan.prediction

@@ -98,11 +98,13 @@ def _table(params: Mapping[str, Any], rows: Spec, updates: Spec) -> Local:
     plain = not numbers.operand_batching_dims and len(inserted) == 1
     plain = plain and tuple(numbers.scatter_dims_to_operand_dims) == tuple(inserted)
     counted = [e for d, e in enumerate(updates) if d not in window]
+    sums = frozenset(x for e in counted for x in e)
+    if not plain:
+        return None, sums
     kept = iter([updates[d] for d in window])
     spec = tuple(() if d in inserted else next(kept) for d in range(len(window) + len(inserted)))
-    sums = frozenset(x for e in counted for x in e)
     used = [x for entry in spec for x in entry]
-    fits = plain and tuple(rows) == (*counted, ()) and not sums & set(used)
+    fits = tuple(rows) == (*counted, ()) and not sums & set(used)
     return (spec if fits else None), sums
 
 
