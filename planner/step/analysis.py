@@ -51,6 +51,12 @@ class Scheduled:
         return self.device is not None and self.device.fuses_operands
 
     @property
+    def normalizes(self) -> bool:
+        """See ``Written``."""
+        device = self.device
+        return device is not None and device.kind != "cpu" and not device.fuses_operands
+
+    @property
     def tile(self) -> tuple[int, int]:
         """Rows and lanes that arrays are padded to."""
         return (1, 1) if self.device is None else (self.device.tile_rows, self.device.tile_lanes)
@@ -66,7 +72,7 @@ class Scheduled:
         ``find_buffers``."""
         live = graph.live_ops()
         late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
-        found = written(graph, groups.fusable, live, self.fused_operands, late)
+        found = written(graph, groups.fusable, live, self.fused_operands, late, self.normalizes)
         return find_buffers(
             graph,
             groups,
@@ -188,7 +194,9 @@ def analyse(
                     Reduction(over, kept_factors, out, weight, op.index, gradient)
                 )
     scheduled = Scheduled(tuple(donated), device, fused.inside, chosen)
-    found = written(graph, groups.fusable, live, scheduled.fused_operands).without(fused.inside)
+    found = written(
+        graph, groups.fusable, live, scheduled.fused_operands, normalizes=scheduled.normalizes
+    ).without(fused.inside)
     held = find_buffers(graph, groups, found, live, donated, scheduled.tile, chosen=chosen)
     facts = map(
         Facts.of,

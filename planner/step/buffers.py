@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, Graph
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
 from planner.rules.kernels.regions import REGION
 from planner.space.buffer import Buffer, Memory, Port, When
 from planner.space.decisions import DECISIONS, Chosen
@@ -26,7 +26,7 @@ from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
-from planner.step.memory.materialized import Written, extents
+from planner.step.memory.materialized import OVERWRITES, Written, extents
 from planner.step.memory.workspace import workspaces
 
 EMPTY: Chosen = {}
@@ -319,6 +319,7 @@ class _Finding:
         """
         out: dict[int, int] = {}
         scattered = self.moved()
+        filled = self.filled()
         for op in self.graph.ops:
             entry = self.groups.op_layouts[op.index]
             if entry is None or not self.live[op.index]:
@@ -330,5 +331,23 @@ class _Finding:
                 made = self.found.kept[value] or value in self.found.passed
                 if made and (self.moves is None or value in scattered):
                     out[value] = at
-                    self.add(entry[0], at, at + 1, value, layout, Port.USE)
+                    self.add(entry[0], filled.get(value, at), at + 1, value, layout, Port.USE)
         return out
+
+    def filled(self) -> dict[int, int]:
+        """Tables of zeros that rows are added to: per result, from when on XLA:GPU holds it. It
+        fills them as soon as the backward pass of their loop begins, as nothing is waited for."""
+        graph, found = self.graph, self.found
+        begun: dict[int, int] = {}
+        for op in graph.ops:
+            if op.phase is Phase.BACKWARD:
+                at = found.time[op.index]
+                begun[op.region] = min(at, begun.get(op.region, at))
+        return {
+            op.outputs[0]: begun[op.region]
+            for op in graph.ops
+            if found.normalizes
+            and op.kind in OVERWRITES
+            and op.phase is Phase.BACKWARD
+            and (op.inputs[0] == SCALAR or not found.sources[op.inputs[0]])
+        }

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.graph.fetches import fetches
-from planner.graph.ir import PRODUCTS, SCALAR, Graph
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.space.buffer import Memory
 from planner.step.memory.copies import on_device
-from planner.step.memory.materialized import Written, extents, writes
+from planner.step.memory.materialized import OVERWRITES, Written, extents, writes
 
 PASSES = frozenset({"planner_shard", "region_edge", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
@@ -134,12 +134,51 @@ def _overwritten(graph: Graph, found: Written, last: Sequence[int]) -> set[int]:
             continue
         if v.host or graph.changes_memory(op):
             continue
+        if found.normalizes and _normalizes(graph, found, op, v.index):
+            continue
         for o in op.outputs:
             if found.kept[o] and o not in taken and graph.values[o].nbytes == v.nbytes:
                 taken.add(o)
                 out.add(v.index)
                 break
     return out
+
+
+def _normalizes(graph: Graph, found: Written, op: Op, value: int) -> bool:
+    """Whether an operation's kernel reads a value and what its rows are reduced to: XLA:GPU
+    computes both in one Triton kernel, which does not write over what it reads
+    (https://openxla.org/xla/gpu_architecture, softmax and norms)."""
+    rows = {s for i in op.inputs if i != SCALAR for s in found.sources[i]}
+    for s in rows:  # such a kernel reads no slice of a stack, and nothing that was scattered
+        made = graph.values[s].op
+        outside = made < 0 or graph.ops[made].region != op.region
+        if outside and graph.values[s].nbytes >= graph.values[value].nbytes:
+            return False
+        if made >= 0 and graph.ops[made].kind in OVERWRITES:
+            return False
+    waiting = list(rows)
+    while waiting:
+        made = graph.values[waiting.pop()].op
+        if made < 0 or graph.ops[made].region != op.region:
+            continue
+        sums = graph.ops[made]
+        of = sums.inputs[0] if sums.kind.startswith("reduce_") else SCALAR
+        if of == SCALAR or not _by_rows(
+            graph.values[of].shape, graph.values[sums.outputs[0]].shape
+        ):
+            continue
+        if value in found.sources[of]:
+            return True
+        waiting += found.sources[of].keys() - rows
+        rows.update(found.sources[of])
+    return False
+
+
+def _by_rows(shape: Sequence[int], out: Sequence[int]) -> bool:
+    """Whether a reduction to ``out`` is along the last dimension, or along none, but for dimensions
+    of size 1."""
+    long, short = ([n for n in sizes if n != 1] for sizes in (shape, out))
+    return short in (long, long[:-1])
 
 
 def _stretch_over_loops(graph: Graph, found: Written, last: list[int]) -> dict[int, int]:

@@ -65,6 +65,8 @@ class Written:
         passed: values that a product's kernel hands on to an elementwise operation in it.
         time: per operation, its place in ``order``.
         merges: whether kernels that read nothing in common are made one, as for GPUs.
+        normalizes: whether a kernel reduces the rows of an array and reads them again, as those of
+            softmax and norms on GPUs; it does not write over them.
     """
 
     kept: tuple[bool, ...]
@@ -76,6 +78,7 @@ class Written:
     time: tuple[int, ...]
     passed: frozenset[int]
     merges: bool
+    normalizes: bool = False
 
     def without(self, inside: Sequence[bool]) -> Written:
         """The same, but for values that never leave a hand-written kernel."""
@@ -92,6 +95,7 @@ def written(
     live: Sequence[bool],
     fused_operands: bool = False,
     late: bool = False,
+    normalizes: bool = False,
 ) -> Written:
     """Tell written values from those that their readers compute again.
 
@@ -101,10 +105,12 @@ def written(
         live: per operation, whether its results are used.
         fused_operands: whether a product computes its elementwise operands itself, as on TPUs.
         late: whether what only the update needs comes last (``schedule``).
+        normalizes: see ``Written``.
 
     Complexity: O(operands * MAX_SOURCES).
     """
-    return _Writing(graph, fusable, live, fused_operands, late).run()
+    found = _Writing(graph, fusable, live, fused_operands, late).run()
+    return dataclasses.replace(found, normalizes=True) if normalizes else found
 
 
 class _Writing:

@@ -16,6 +16,9 @@ from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
 GRADIENTS = frozenset("dot_general conv_general_dilated ragged_dot scatter-add scatter_add".split())
 """Operations that make a parameter's gradient out of activations."""
 
+ENTERS = frozenset({"loop_const", "loop_carry", "loop_xs"})
+"""Borders at which values enter a loop; its body reads them."""
+
 
 def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple[int, ...]:
     """Operation indices in the order in which they run; a loop's body stays in one piece.
@@ -28,6 +31,7 @@ def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple
     Complexity: O(operations).
     """
     late = _late(graph, heavy, live)
+    levels = _levels(graph, live, late)
     items: dict[int, list[tuple[bool, int, int]]] = {r.index: [] for r in graph.regions}
     seen: set[int] = set()
     for op in graph.ops:
@@ -40,7 +44,7 @@ def schedule(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> tuple
     out: list[int] = []
 
     def place(region: int) -> None:
-        for _, index, body in sorted(items[region]):
+        for _, index, body in _by_level(sorted(items[region]), levels):
             if body < 0:
                 out.append(index)
             else:
@@ -58,13 +62,18 @@ def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[boo
         if not live[op.index]:
             continue
         stop = heavy[op.index] or any(waited[o] for o in op.outputs)
+        if op.kind in ENTERS:
+            stop = True
         if op.kind == "loop_back":  # the next iteration may read it
             stop = waited[op.inputs[1]]
+        if op.kind == "loop_out":  # waits for the end of the last iteration
+            continue
         for i in op.inputs:
             if i != SCALAR:
                 home = graph.values[i].op
-                stacks = op.kind == "loop_ys"  # a stack waits for the end of the loop's body
-                crosses = home >= 0 and graph.ops[home].region != op.region and not stacks
+                own = op.kind == "loop_ys"  # a stack waits for the end of the loop's body
+                own = own or (home >= 0 and graph.ops[home].kind in ENTERS)
+                crosses = home >= 0 and graph.ops[home].region != op.region and not own
                 waited[i] = waited[i] or stop or crosses
     late = [False] * len(graph.ops)
     for op in graph.ops:
@@ -73,6 +82,50 @@ def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[boo
         made = [graph.values[i].op for i in op.inputs if i != SCALAR]
         late[op.index] = op.kind in GRADIENTS or any(m >= 0 and late[m] for m in made)
     return late
+
+
+def _by_level(
+    items: Sequence[tuple[bool, int, int]], levels: Sequence[float]
+) -> list[tuple[bool, int, int]]:
+    """Runs of operations of the backward pass, between loops and others, by their level."""
+    out: list[tuple[bool, int, int]] = []
+    run: list[tuple[bool, int, int]] = []
+    for item in (*items, None):
+        if item is not None and not item[0] and item[2] < 0 and levels[item[1]]:
+            run.append(item)
+            continue
+        out += sorted(run, key=lambda x: (-levels[x[1]], x[1]))
+        run = []
+        if item is not None:
+            out.append(item)
+    return out
+
+
+def _levels(graph: Graph, live: Sequence[bool], late: Sequence[bool]) -> list[float]:
+    """Per operation of the backward pass, how many products are still to come on the longest way
+    from it, itself among them; half a one more where it is none. 0 for others.
+
+    The larger come first. So of an attention's two products with the cotangent, that of the values
+    runs behind the softmax: two more follow on the other way. The probabilities stay until then.
+    """
+    behind = [0.0] * len(graph.values)
+    levels = [0.0] * len(graph.ops)
+    for op in reversed(graph.ops):
+        if not live[op.index] or late[op.index]:
+            continue
+        level = max([behind[o] for o in op.outputs], default=0.0)
+        level += op.kind in PRODUCTS
+        for i in op.inputs:
+            if i != SCALAR:
+                behind[i] = max(behind[i], level)
+        if op.phase is Phase.BACKWARD:
+            levels[op.index] = level if op.kind in PRODUCTS else level + 0.5
+    for op in graph.ops:  # sums for the update are made with what they add up
+        if levels[op.index] == 0.5:
+            made = [graph.values[i].op for i in op.inputs if i != SCALAR]
+            found = [levels[m] for m in made if m >= 0 and levels[m]]
+            levels[op.index] = min(found, default=0.5)
+    return levels
 
 
 NEAR = 12
