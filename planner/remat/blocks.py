@@ -94,7 +94,8 @@ def _block(
     calls = flat.calls[part.start : part.stop]
     maxima = compared_maxima(calls)
     wanted |= {v for v in maxima & held if any(flat.calls[r].backward for r in readers[v])}
-    never = (never | maxima) & (wanted | maxima)
+    inside = frozenset(v for call in calls for v in call.outs)
+    never = (never & inside) | maxima
     return Block(calls, frozenset(wanted), {}, frozenset(held - maxima), never)
 
 
