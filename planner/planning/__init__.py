@@ -2,7 +2,7 @@
 
 from planner.planning.door import make_plan, plan_step, plan_traced, plan_tried
 from planner.planning.open_recipes import MOST_PARTS
-from planner.planning.pipelines import of_stage
+from planner.planning.outer.pipelines import of_stage
 from planner.planning.row import Planned, write_problem
 
 __all__ = [

@@ -16,9 +16,9 @@ from planner.errors import RequestError
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.planning.open_recipes import Door
-from planner.planning.padding import with_padding
-from planner.planning.pipelines import of_stage, over_stages, with_stages
-from planner.planning.replicas import with_recipe
+from planner.planning.outer.padding import with_padding
+from planner.planning.outer.pipelines import of_stage, over_stages, with_stages
+from planner.planning.outer.replicas import with_recipe
 from planner.planning.row import Planned, Row
 from planner.recipes import AUTO, Rewriter, Wish, parse_wish
 from planner.request.marks import placed_mesh

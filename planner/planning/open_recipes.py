@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner.choose.quick import free_bounds, scout_meshes
@@ -40,11 +40,15 @@ class Door:
     request: Request
     donate_argnums: int | Sequence[int] | None
     begun: float
+    rows: dict[Recipe, Row] = field(default_factory=dict, init=False)
 
     def row_of(self, recipe: Recipe) -> Row:
-        """The step under a recipe."""
-        made, traced = self.rewriter(recipe)
-        return Row(traced, self.args, self.request, self.donate_argnums, made)
+        """The step under a recipe; made once."""
+        if recipe not in self.rows:
+            made, traced = self.rewriter(recipe)
+            row = Row(traced, self.args, self.request, self.donate_argnums, made)
+            self.rows[recipe] = row
+        return self.rows[recipe]
 
     def look(
         self, recipe: Recipe, known_s: float, bounds_s: Mapping[MeshSpec, float]

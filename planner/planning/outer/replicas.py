@@ -11,6 +11,7 @@ import time
 from planner.errors import MemoryLimitError
 from planner.graph.ir import Role
 from planner.planning.open_recipes import Door, best_planned, searched
+from planner.planning.outer.unrolled import over_loops
 from planner.planning.row import Planned, Row
 from planner.recipes import WORTH, Outcome, Recipe, Wish
 from planner.report.units import time_text
@@ -20,6 +21,12 @@ SUMS = frozenset({"all_reduce", "reduce_scatter"})
 
 def with_recipe(wish: Wish, door: Door) -> Planned:
     """The plan under the best recipe of those that a wish leaves open, but for stages."""
+    planned = over_loops(wish, door, _each)
+    return _each(wish, door) if planned is None else planned
+
+
+def _each(wish: Wish, door: Door) -> Planned:
+    """The same, every recipe looked at as it is."""
     planned = searched(wish, door)
     return with_replicas(planned, wish, door) if "replicas" in wish.open else planned
 

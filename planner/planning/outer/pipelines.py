@@ -11,7 +11,7 @@ from costmodels import ClusterError, part_of
 from planner.errors import MemoryLimitError, RequestError
 from planner.microbatch.rewrite import batch_size
 from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned
-from planner.planning.replicas import with_recipe, with_replicas
+from planner.planning.outer.replicas import with_recipe, with_replicas
 from planner.planning.row import Planned, Row
 from planner.recipes import SCHEDULES, WORTH, Outcome, Recipe, Wish
 from planner.remat.policy import FULL, NONE

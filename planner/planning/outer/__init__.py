@@ -1,0 +1,1 @@
+"""Around the recipes of a step: replicas, stages, a padded batch, loops to compare recipes on."""

@@ -1,0 +1,82 @@
+"""Recipes of a large unrolled step, compared on the step with its equal blocks in loops.
+
+Each recipe is another program, and one of tens of thousands of operations takes seconds to trace
+and to analyze. With loops it takes a tenth of that, and recipes compare alike. The best is then
+planned for the step as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from planner.errors import MemoryLimitError, RequestError
+from planner.planning.open_recipes import Door
+from planner.planning.row import Planned
+from planner.recipes import Recipe, Rewriter, Wish
+from planner.request.options import Request
+from planner.request.state import StateRequest
+from planner.rolled import rolled
+from planner.space.decisions import parsed
+from planner.spec import WHOLE
+
+ROOM = (1.0, 0.9, 0.8)
+"""Shares of the memory that the step with loops is planned for, until the step as it is fits."""
+
+Search = Callable[[Wish, Door], Planned]
+
+
+def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
+    """The plan under the recipe that is the best of the step with loops.
+
+    None where every recipe is to be looked at as it is: the step has no such blocks, or few
+    operations; what was asked for names its arguments; or no plan fits.
+    """
+    request = door.request
+    plain = Recipe(statistics=wish.recipe.statistics)
+    closed = dataclasses.replace(
+        wish.recipe, microbatches=1, remat=plain.remat, chunks=1, replicas=1
+    )
+    if not wish.open - {"replicas"} or closed != plain or plain.statistics != WHOLE:
+        return None
+    if request.spreads or request.shardings or request.state != StateRequest():
+        return None
+    if dict(request.decided) != parsed({}):
+        return None
+    first = door.row_of(wish.recipe)
+    if first.step.pins or (not wish.always and first.fits):
+        return None
+    if first.floor.start_bytes > request.limit_bytes:
+        return None
+    step = rolled(door.rewriter.function, door.rewriter.cut(1)[1], door.args)
+    if step is None:
+        return None
+    rewriter = Rewriter(step.function, step.args)
+    for share in ROOM:
+        asked = _with_room(request, share)
+        inner = Door(rewriter, step.args, asked, door.donate_argnums, door.begun)
+        try:
+            found = search(wish, inner)
+            row = door.row_of(found.plan.recipe)
+            if not row.fits:
+                continue
+            planned = row.planned(door.begun)
+        except (MemoryLimitError, RequestError):
+            return None
+        note = f"recipes compared on the step with its {step.repeats} in loops"
+        compared = (*found.compared, note)
+        plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *compared))
+        return dataclasses.replace(planned, plan=plan, compared=compared)
+    return None
+
+
+def _with_room(request: Request, share: float) -> Request:
+    """The same request with a share of the memory, for a plan that nobody sees."""
+    return dataclasses.replace(
+        request,
+        limit_bytes=share * request.limit_bytes,
+        advice=False,
+        confirm="",
+        candidates=1,
+        dump_problem=None,
+    )

@@ -1,0 +1,190 @@
+"""Which values of a program become the rows of which stacks, if its runs become loops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from planner.graph.flat import FlatJaxpr, nbytes
+from planner.rolled.runs import Run, makers_of, runs_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows ``first`` to ``last`` of stack ``stack``."""
+
+    stack: int
+    first: int
+    last: int
+
+
+Source = Part | tuple[int, ...]
+"""Where a loop's rows come from: a stack, or values that are stacked for it."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A run as a loop.
+
+    Attributes:
+        run: its blocks.
+        order: per row, its block.
+        reverse: whether the loop begins with the last row.
+        sources: per stack that it reads, where the rows come from.
+        results: the calls and results of a block that others read, each a stack.
+        stacks: the numbers of these stacks.
+    """
+
+    run: Run
+    order: tuple[int, ...]
+    reverse: bool
+    sources: tuple[Source, ...]
+    results: tuple[tuple[int, int], ...]
+    stacks: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Layout:
+    """The loops of a program.
+
+    Attributes:
+        loops: in order.
+        rows: per stack, its values.
+        place: per value that is a row, its stack and which row.
+        given: stacks that are arguments.
+        moved_bytes: of values that are stacked, or taken out of stacks, by themselves.
+    """
+
+    flat: FlatJaxpr
+    paths: Sequence[tuple[Any, ...]]
+    loops: list[Loop] = field(default_factory=list)
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    place: dict[int, tuple[int, int]] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
+    moved_bytes: float = 0.0
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """Which argument each value is."""
+        return {v: k for k, v in enumerate(self.flat.inputs)}
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each value that is read or made."""
+        out = {}
+        for call in self.flat.calls:
+            for v, var in zip(
+                (*call.ins, *call.outs), (*call.eqn.invars, *call.eqn.outvars), strict=True
+            ):
+                if isinstance(v, int):
+                    out[v] = nbytes(var.aval)
+        return out
+
+    @property
+    def covered(self) -> float:
+        """The share of the program's operations that stand in loops."""
+        inside = sum(x.run.length * x.run.count for x in self.loops)
+        return inside / max(1, len(self.flat.calls))
+
+    @property
+    def repeats(self) -> str:
+        """The largest loops, in words."""
+        counts = Counter[int]()
+        for x in self.loops:
+            counts[x.run.count] += x.run.length * x.run.count
+        return f"{max(counts, key=lambda n: counts[n])} equal blocks"
+
+
+def layout_of(flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]]) -> Layout:
+    """Make loops of the runs of a program; ``paths``: of its arguments.
+
+    Rows are in the order in which the first loop that reads them goes through them. A later loop
+    (the backward pass, the update) follows, if it can.
+    """
+    makers, out = makers_of(flat), Layout(flat, paths)
+    for run in runs_of(flat, makers):
+        _add(out, run)
+    inside = {k for x in out.loops for k in range(x.run.start, x.run.end)}
+    for at, call in enumerate(flat.calls):
+        for value in call.ins if at not in inside else ():
+            if isinstance(value, int) and value in out.place:
+                out.moved_bytes += _bytes(out, value)
+    return out
+
+
+def _add(out: Layout, run: Run) -> None:
+    """Add a run as a loop, unless its carries go through the rows in no order."""
+    order = _order(out, run)
+    reverse = bool(run.carries) and order == tuple(reversed(range(run.count)))
+    if run.carries and not reverse and order != tuple(range(run.count)):
+        return
+    sources = tuple(_source(out, tuple(values[b] for b in order)) for values in run.stacks)
+    outputs = {v for v in out.flat.outputs if isinstance(v, int)}
+    carried = {(call, o) for call, o, _ in run.carries}
+    results, stacks = [], []
+    for call in range(run.length):
+        for o in range(len(out.flat.calls[run.start + call].outs)):
+            made = [out.flat.calls[run.start + b * run.length + call].outs[o] for b in order]
+            read = [
+                v
+                for v in made
+                if v in outputs or any(not run.start <= r < run.end for r in out.flat.readers[v])
+            ]
+            last = out.flat.calls[run.end - run.length + call].outs[o]
+            if read and not (read == [last] and (call, o) in carried):
+                results.append((call, o))
+                stacks.append(_stack(out, made))
+    out.loops.append(Loop(run, order, reverse, sources, tuple(results), tuple(stacks)))
+
+
+def _order(out: Layout, run: Run) -> tuple[int, ...]:
+    """The block of each row: as most of the stacks have it that are there already."""
+    votes: Counter[tuple[int, ...]] = Counter()
+    for values in run.stacks:
+        places = [out.place.get(v) for v in values]
+        known = [p for p in places if p is not None]
+        if len(known) == run.count and len({stack for stack, _ in known}) == 1:
+            votes[tuple(sorted(range(run.count), key=lambda b: known[b][1]))] += 1
+    return votes.most_common(1)[0][0] if votes else tuple(range(run.count))
+
+
+def _source(out: Layout, values: tuple[int, ...]) -> Source:
+    """Where the rows of a loop come from."""
+    places = [out.place.get(v) for v in values]
+    known = [p for p in places if p is not None]
+    if not known and len(set(values)) == len(values) and _one_argument(out, values):
+        stack = _stack(out, values)
+        out.given.add(stack)
+        return Part(stack, 0, len(values))
+    if len(known) == len(values):
+        stack, first = known[0]
+        if known == [(stack, first + k) for k in range(len(values))]:
+            if len(values) < len(out.rows[stack]):
+                out.moved_bytes += sum(_bytes(out, v) for v in values)
+            return Part(stack, first, first + len(values))
+    out.moved_bytes += sum(_bytes(out, v) for v in values)
+    return values
+
+
+def _one_argument(out: Layout, values: Sequence[int]) -> bool:
+    """Whether values are leaves of one argument of the step."""
+    number = out.numbers
+    return all(v in number for v in values) and (
+        len({out.paths[number[v]][:1] for v in values}) == 1
+    )
+
+
+def _stack(out: Layout, values: Sequence[int]) -> int:
+    """A new stack."""
+    number = len(out.rows)
+    out.rows.append(tuple(values))
+    out.place.update({v: (number, row) for row, v in enumerate(values)})
+    return number
+
+
+def _bytes(out: Layout, value: int) -> int:
+    """Bytes of a value."""
+    return out.sizes.get(value, 0)

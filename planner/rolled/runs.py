@@ -1,0 +1,225 @@
+"""Runs of equal blocks: what each operand of a block is, from one block to the next.
+
+A block reads its own values, those of the block before (a carry of a loop), values that all blocks
+read (a constant of the loop) and values that each has its own of (a row of a stack: parameters,
+residuals). A run that does not follow this is left unrolled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner import compat
+from planner.graph.flat import FlatJaxpr, nbytes
+from planner.graph.labels.blocks import blocks_of
+
+LEAST_COUNT = 4
+"""Blocks that are worth a loop."""
+PHASES = 4
+"""Places to cut blocks at that are tried, those where least crosses first."""
+DROPPED = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2))
+"""Blocks at both ends that are left out, as the first and the last layer may read other things."""
+
+Maker = Mapping[int, tuple[int, int]]
+"""Per value, the call that makes it and which of its results it is."""
+
+
+@dataclass(frozen=True)
+class Literal:
+    """An operand that is a literal, that of the first block."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Result ``out`` of call ``call`` of the same block."""
+
+    call: int
+    out: int
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Carry ``number``: a result of the block before."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Const:
+    """A value that all blocks read."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of stack ``number``."""
+
+    number: int
+
+
+Operand = Literal | Own | Carry | Const | Row
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks of ``length`` calls from ``start`` on, ``count`` times.
+
+    Attributes:
+        operands: per call of a block, what its operands are.
+        carries: per carry, the call and the result of a block, and what the first block reads.
+        stacks: per stack, the value that each block reads.
+    """
+
+    start: int
+    length: int
+    count: int
+    operands: tuple[tuple[Operand, ...], ...]
+    carries: tuple[tuple[int, int, Any], ...]
+    stacks: tuple[tuple[int, ...], ...]
+
+    @property
+    def end(self) -> int:
+        """The call behind the last block."""
+        return self.start + self.length * self.count
+
+
+def makers_of(flat: FlatJaxpr) -> Maker:
+    """Who makes each value."""
+    return {v: (at, o) for at, call in enumerate(flat.calls) for o, v in enumerate(call.outs)}
+
+
+def runs_of(flat: FlatJaxpr, makers: Maker) -> Iterator[Run]:
+    """The runs of a program, in order; near-linear in operations."""
+    codes = _codes(flat)
+    spans: list[tuple[int, int, int]] = []
+    for b in blocks_of(codes):
+        if b.count >= LEAST_COUNT:
+            start = max(b.start, spans[-1][1] if spans else 0)
+            end = b.start + b.length * b.count
+            while start > (spans[-1][1] if spans else 0) and same(codes, start - 1, b.length):
+                start -= 1
+            while end < len(codes) and codes[end] == codes[end - b.length]:
+                end += 1
+            spans.append((start, end, b.length))
+    for span in spans:
+        run = _best(flat, makers, *span)
+        if run is not None:
+            yield run
+
+
+def same(codes: np.ndarray[Any, Any], at: int, length: int) -> bool:
+    """Whether a call is equal to the one a block later."""
+    return bool(codes[at] == codes[at + length])
+
+
+def _codes(flat: FlatJaxpr) -> np.ndarray[Any, Any]:
+    """Per call, a number that is equal where kinds, types and dimensions are."""
+    known: dict[Any, int] = {}
+    out = []
+    for call in flat.calls:
+        params = call.eqn.params
+        dims = [str(params[n]) for n in ("dimension_numbers", "permutation", "axes") if n in params]
+        types = tuple(
+            (compat.aval_shape(v.aval), compat.dtype_name(v.aval))
+            for v in (*call.eqn.invars, *call.eqn.outvars)
+        )
+        key = (call.kind, call.backward, types, *dims)
+        out.append(known.setdefault(key, len(known)))
+    return np.asarray(out, np.int64)
+
+
+def _best(flat: FlatJaxpr, makers: Maker, start: int, end: int, length: int) -> Run | None:
+    """The most blocks of a span, cut where least crosses, that make a run."""
+    crossing = _crossing(flat, start, end)
+    places = []
+    for phase in range(min(length, end - start - LEAST_COUNT * length + 1)):
+        count = (end - start - phase) // length
+        inner = crossing[phase + length : phase + length * count : length]
+        places.append((float(inner.max(initial=0.0)), -count, phase))
+    for _, least, phase in sorted(places)[:PHASES]:
+        for first, last in DROPPED:
+            count = -least - first - last
+            if count >= LEAST_COUNT:
+                run = _run(flat, makers, start + phase + first * length, length, count)
+                if run is not None:
+                    return run
+    return None
+
+
+def _crossing(flat: FlatJaxpr, start: int, end: int) -> np.ndarray[Any, Any]:
+    """Bytes that are made before each call of a span and read behind it, within the span."""
+    rises = np.zeros(end - start + 1)
+    for at in range(start, end):
+        call = flat.calls[at]
+        for value, var in zip(call.outs, call.eqn.outvars, strict=True):
+            last = max((r for r in flat.readers[value] if r < end), default=at)
+            rises[at + 1 - start] += nbytes(var.aval)
+            rises[last + 1 - start] -= nbytes(var.aval)
+    return np.cumsum(rises)[:-1]
+
+
+def _run(flat: FlatJaxpr, makers: Maker, start: int, length: int, count: int) -> Run | None:
+    """The run of some blocks; None where their operands do not follow one pattern."""
+    operands: list[tuple[Operand, ...]] = []
+    carries: dict[Any, tuple[int, Any]] = {}
+    stacks: dict[tuple[int, ...], int] = {}
+    end = start + length * count
+    for k in range(length):
+        row: list[Operand] = []
+        blocks = [flat.calls[start + b * length + k].ins for b in range(count)]
+        for atoms in zip(*blocks, strict=True):
+            made = _pattern(atoms, makers, start, length, end)
+            if made is None:
+                return None
+            back, call, out = made
+            if back == 1:
+                known = carries.setdefault((call, out, _key(atoms[0])), (len(carries), atoms[0]))
+                row.append(Carry(known[0]))
+            elif back == 0:
+                row.append(Own(call, out))
+            elif not isinstance(atoms[0], int):
+                row.append(Literal())
+            elif len(set(atoms)) == 1:
+                row.append(Const(atoms[0]))
+            else:
+                row.append(Row(stacks.setdefault(tuple(atoms), len(stacks))))
+        operands.append(tuple(row))
+    ends = tuple((call, out, first) for (call, out, _), (_, first) in carries.items())
+    return Run(start, length, count, tuple(operands), ends, tuple(stacks))
+
+
+def _key(atom: Any) -> Any:
+    """Equal for the same value; a literal is equal to itself alone."""
+    return atom if isinstance(atom, int) else ("literal", id(atom))
+
+
+OUTSIDE = (-1, 0, 0)
+
+
+def _pattern(
+    atoms: tuple[Any, ...], makers: Maker, start: int, length: int, end: int
+) -> tuple[int, int, int] | None:
+    """How many blocks back an operand is made, by which call and as which result: the same for all
+    blocks, but for the first of a carry."""
+
+    def one(block: int, atom: Any) -> tuple[int, int, int]:
+        at, out = makers.get(atom, (-1, 0)) if isinstance(atom, int) else (-1, 0)
+        if not start <= at < end:
+            return OUTSIDE
+        where, call = divmod(at - start, length)
+        return block - where, call, out
+
+    first, *rest = (one(b, atom) for b, atom in enumerate(atoms))
+    literals = sum(not isinstance(atom, int) for atom in atoms)
+    alike = len(set(rest)) == 1
+    back = rest[0][0]
+    if not alike or back > 1 or (back == 1 and first != OUTSIDE) or (back < 1 and first != rest[0]):
+        return None
+    if literals not in (0, len(atoms)) and not (back == 1 and literals == 1):
+        return None
+    return rest[0]
