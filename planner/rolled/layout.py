@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from planner import compat
 from planner.graph.flat import FlatJaxpr, nbytes
+from planner.rolled.batches import Batch, batches_of
 from planner.rolled.runs import Run, makers_of, runs_of
 
 
@@ -55,6 +58,8 @@ class Layout:
         rows: per stack, its values.
         place: per value that is a row, its stack and which row.
         given: stacks that are arguments.
+        batches: operations on whole stacks, with the stacks that they make.
+        same, dropped: see ``Batches``.
         moved_bytes: of values that are stacked, or taken out of stacks, by themselves.
     """
 
@@ -64,6 +69,9 @@ class Layout:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     place: dict[int, tuple[int, int]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
+    batches: list[tuple[Batch, tuple[int, ...]]] = field(default_factory=list)
+    same: Mapping[int, int] = field(default_factory=dict)
+    dropped: frozenset[int] = frozenset()
     moved_bytes: float = 0.0
 
     @cached_property
@@ -85,8 +93,9 @@ class Layout:
 
     @property
     def covered(self) -> float:
-        """The share of the program's operations that stand in loops."""
-        inside = sum(x.run.length * x.run.count for x in self.loops)
+        """The share of the program's operations that stand in loops, or are on stacks."""
+        inside = sum(x.run.length * x.run.count for x in self.loops) + len(self.dropped)
+        inside += sum(len(batch.calls) for batch, _ in self.batches)
         return inside / max(1, len(self.flat.calls))
 
     @property
@@ -104,15 +113,36 @@ def layout_of(flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]]) -> Layout:
     Rows are in the order in which the first loop that reads them goes through them. A later loop
     (the backward pass, the update) follows, if it can.
     """
-    makers, out = makers_of(flat), Layout(flat, paths)
-    for run in runs_of(flat, makers):
-        _add(out, run)
+    out = Layout(flat, paths)
+    runs = [run for run in runs_of(flat, makers_of(flat)) if run.carries]
+    scalars = [run for run in runs if _of_scalars(out, run)]  # sums over gradients, such as a norm
+    for run in runs:
+        if run not in scalars:
+            _add(out, run)
+    _add_moments(out)
     inside = {k for x in out.loops for k in range(x.run.start, x.run.end)}
+    found = batches_of(flat, out.place, lambda stack: len(out.rows[stack]), inside)
+    out.same, out.dropped = found.same, found.dropped
+    for batch in found.batches:
+        results = zip(*(flat.calls[at].outs for at in batch.calls), strict=True)
+        out.batches.append((batch, tuple(_stack(out, values) for values in results)))
+        inside.update(batch.calls)
+    inside |= out.dropped
+    for run in scalars:
+        if inside.isdisjoint(range(run.start, run.end)):
+            _add(out, run)
+            inside.update(range(run.start, run.end))
     for at, call in enumerate(flat.calls):
         for value in call.ins if at not in inside else ():
             if isinstance(value, int) and value in out.place:
                 out.moved_bytes += _bytes(out, value)
     return out
+
+
+def _of_scalars(out: Layout, run: Run) -> bool:
+    """Whether a block of a run makes nothing but scalars."""
+    calls = out.flat.calls[run.start : run.start + run.length]
+    return all(math.prod(compat.aval_shape(v.aval)) == 1 for c in calls for v in c.eqn.outvars)
 
 
 def _add(out: Layout, run: Run) -> None:
@@ -138,6 +168,34 @@ def _add(out: Layout, run: Run) -> None:
                 results.append((call, o))
                 stacks.append(_stack(out, made))
     out.loops.append(Loop(run, order, reverse, sources, tuple(results), tuple(stacks)))
+
+
+def _add_moments(out: Layout) -> None:
+    """Make stacks of arguments whose paths end as those of a stack do, and that have the same
+    shapes: moments of parameters."""
+    by_end: dict[tuple[str, ...], list[int]] = {}
+    ends = {k: tuple(map(str, path)) for k, path in enumerate(out.paths)}
+    known = {end: k for k, end in ends.items()}
+    for k, end in ends.items():
+        for first in range(len(end)):
+            by_end.setdefault(end[first:], []).append(k)
+    for stack in sorted(out.given):
+        rows = _unlike([ends[out.numbers[v]] for v in out.rows[stack]])
+        sizes = {out.sizes.get(v, 0) for v in out.rows[stack]}
+        for other in by_end.get(rows[0], ()) if rows[0] else ():
+            before = ends[other][: -len(rows[0])]
+            values = [out.flat.inputs[known[before + r]] for r in rows if before + r in known]
+            free = len(values) == len(rows) and out.place.keys().isdisjoint(values)
+            if free and {out.sizes.get(v, 0) for v in values} == sizes and len(sizes) == 1:
+                out.given.add(_stack(out, values))
+
+
+def _unlike(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Paths from the first place on where they differ."""
+    same = 0
+    while all(len(p) > same + 1 and p[same] == paths[0][same] for p in paths):
+        same += 1
+    return [p[same:] for p in paths]
 
 
 def _order(out: Layout, run: Run) -> tuple[int, ...]:

@@ -1,0 +1,160 @@
+"""Operations of their own on each row of a stack, such as an optimizer's: one on the stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner import compat
+from planner.graph.flat import Call, FlatJaxpr, runs_once
+
+ROUNDS = 24
+"""How often operations are put together, those left out that turn out to lack a row."""
+
+Place = tuple[Any, int]
+"""A stack and a row of it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The same operation on every row.
+
+    Attributes:
+        calls: per row.
+        by_row: per operand, whether it is a row, or the same for all.
+    """
+
+    calls: tuple[int, ...]
+    by_row: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """What was put together.
+
+    Attributes:
+        batches: in the order of their first calls.
+        same: values that are made as another one is, which stands for them.
+        dropped: calls that make nothing but such values.
+    """
+
+    batches: tuple[Batch, ...]
+    same: Mapping[int, int]
+    dropped: frozenset[int]
+
+
+def batches_of(
+    flat: FlatJaxpr, place: Mapping[int, Place], length: Callable[[Any], int], taken: set[int]
+) -> Batches:
+    """Put operations together.
+
+    Args:
+        flat: the program.
+        place: values that are rows.
+        length: how many rows such a stack has.
+        taken: calls that stand in loops.
+    """
+    kinds: dict[Any, int] = {}
+    known = [kinds.setdefault(_kind(call), len(kinds)) for call in flat.calls]
+    alone: set[int] = set()
+    for _ in range(ROUNDS):
+        found = _round(flat, place, length, taken, alone, known)
+        if isinstance(found, Batches):
+            return found
+        alone |= found
+    return Batches((), {}, frozenset())
+
+
+def _round(
+    flat: FlatJaxpr,
+    place: Mapping[int, Place],
+    length: Callable[[Any], int],
+    taken: set[int],
+    alone: set[int],
+    kinds: Sequence[int],
+) -> Batches | set[int]:
+    """The batches without some calls; or more calls that must be left out."""
+    where: dict[int, Place] = dict(place)
+    same: dict[int, int] = {}
+    dropped: set[int] = set()
+    groups: dict[Any, dict[int, int]] = {}
+    rows_of: dict[Any, int] = {}
+    first: dict[Any, int] = {}
+
+    def size(stack: Any) -> int:
+        return rows_of[stack[0]] if isinstance(stack, tuple) else length(stack)
+
+    for at, call in enumerate(flat.calls):
+        if at in taken:
+            continue
+        parts: list[Any] = []
+        rows: set[int] = set()
+        sizes: set[int] = set()
+        for atom in call.ins:
+            if not isinstance(atom, int):
+                parts.append(("literal", str(atom.val)))
+                continue
+            value = same.get(atom, atom)
+            if value in where:
+                stack, row = where[value]
+                parts.append(("row", stack))
+                rows.add(row)
+                sizes.add(size(stack))
+            else:
+                parts.append(("value", value))
+        if len(rows) > 1 or len(sizes) > 1 or runs_once(call.eqn) or _adds_scalars(call):
+            continue
+        key = (kinds[at], tuple(parts))
+        twin = groups[key].get(min(rows), -1) if rows and key in groups else first.get(key, -1)
+        if twin >= 0:  # made once already
+            same.update(zip(call.outs, flat.calls[twin].outs, strict=True))
+            dropped.add(at)
+            continue
+        if not rows:
+            first[key] = at
+            continue
+        if at in alone:
+            continue
+        (row,) = rows
+        groups.setdefault(key, {})[row] = at
+        rows_of[key] = sizes.pop()
+        where.update({v: ((key, o), row) for o, v in enumerate(call.outs)})
+    lacking = {key for key, calls in groups.items() if len(calls) < rows_of[key]}
+    if lacking:  # what only reads the results of such may still find others
+        first_of = [
+            key
+            for key in lacking
+            if not any(
+                kind == "row" and isinstance(what, tuple) and what[0] in lacking
+                for kind, what in key[1]
+            )
+        ]
+        return {at for key in first_of for at in groups[key].values()}
+    batches = [
+        Batch(
+            tuple(calls[row] for row in range(rows_of[key])),
+            tuple(part[0] == "row" for part in key[1]),
+        )
+        for key, calls in groups.items()
+    ]
+    return Batches(tuple(batches), same, frozenset(dropped))
+
+
+def _adds_scalars(call: Call) -> bool:
+    """Whether a call may be a link of a sum over gradients, such as a norm's."""
+    return call.kind in ("add", "add_any") and not any(
+        compat.aval_shape(v.aval) for v in call.eqn.outvars
+    )
+
+
+def _kind(call: Call) -> Any:
+    """Equal for operations of the same types and parameters."""
+    params = tuple((name, _plain(value)) for name, value in sorted(call.eqn.params.items()))
+    avals = tuple(str(v.aval) for v in (*call.eqn.invars, *call.eqn.outvars))
+    return call.kind, call.backward, call.made, params, avals
+
+
+def _plain(value: Any) -> Any:
+    """A parameter to compare; programs are equal to themselves alone."""
+    return id(value) if hasattr(value, "jaxpr") or callable(value) else str(value)
