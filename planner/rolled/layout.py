@@ -60,6 +60,8 @@ class Layout:
         given: stacks that are arguments.
         batches: operations on whole stacks, with the stacks that they make.
         same, dropped: see ``Batches``.
+        entries: what the blocks of a loop read of a carry, per row: the loop and the carry.
+        entering: per loop, the carries that are stacked as they enter, with their stacks.
         moved_bytes: of values that are stacked, or taken out of stacks, by themselves.
     """
 
@@ -72,6 +74,8 @@ class Layout:
     batches: list[tuple[Batch, tuple[int, ...]]] = field(default_factory=list)
     same: Mapping[int, int] = field(default_factory=dict)
     dropped: frozenset[int] = frozenset()
+    entries: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
+    entering: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     moved_bytes: float = 0.0
 
     @cached_property
@@ -107,8 +111,11 @@ class Layout:
         return f"{max(counts, key=lambda n: counts[n])} equal blocks"
 
 
-def layout_of(flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]]) -> Layout:
-    """Make loops of the runs of a program; ``paths``: of its arguments.
+def layout_of(
+    flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]], most_moved: float = math.inf
+) -> Layout:
+    """Make loops of the runs of a program; ``paths``: of its arguments; ``most_moved``: bytes from
+    which on the rest is left undone.
 
     Rows are in the order in which the first loop that reads them goes through them. A later loop
     (the backward pass, the update) follows, if it can.
@@ -119,6 +126,8 @@ def layout_of(flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]]) -> Layout:
     for run in runs:
         if run not in scalars:
             _add(out, run)
+    if out.moved_bytes > most_moved:
+        return out
     _add_moments(out)
     inside = {k for x in out.loops for k in range(x.run.start, x.run.end)}
     found = batches_of(flat, out.place, lambda stack: len(out.rows[stack]), inside)
@@ -132,10 +141,16 @@ def layout_of(flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]]) -> Layout:
         if inside.isdisjoint(range(run.start, run.end)):
             _add(out, run)
             inside.update(range(run.start, run.end))
+    ends = {
+        flat.calls[x.run.end - x.run.length + k].outs[o]
+        for x in out.loops
+        for k, o, _ in x.run.carries
+    }
+    taken: set[int] = set()
     for at, call in enumerate(flat.calls):
-        for value in call.ins if at not in inside else ():
-            if isinstance(value, int) and value in out.place:
-                out.moved_bytes += _bytes(out, value)
+        if at not in inside:
+            taken.update(v for v in call.ins if isinstance(v, int) and v in out.place)
+    out.moved_bytes += sum(_bytes(out, v) for v in taken - ends)
     return out
 
 
@@ -167,6 +182,10 @@ def _add(out: Layout, run: Run) -> None:
             if read and not (read == [last] and (call, o) in carried):
                 results.append((call, o))
                 stacks.append(_stack(out, made))
+    for number, (call, o, first) in enumerate(run.carries):
+        made = [out.flat.calls[run.start + b * run.length + call].outs[o] for b in range(run.count)]
+        entered = (first, *made[:-1])
+        out.entries[entered[::-1] if reverse else entered] = len(out.loops), number
     out.loops.append(Loop(run, order, reverse, sources, tuple(results), tuple(stacks)))
 
 
@@ -223,6 +242,12 @@ def _source(out: Layout, values: tuple[int, ...]) -> Source:
             if len(values) < len(out.rows[stack]):
                 out.moved_bytes += sum(_bytes(out, v) for v in values)
             return Part(stack, first, first + len(values))
+    if values in out.entries:
+        loop, carry = out.entries[values]
+        stack = len(out.rows)
+        out.rows.append(values)
+        out.entering.setdefault(loop, []).append((carry, stack))
+        return Part(stack, 0, len(values))
     out.moved_bytes += sum(_bytes(out, v) for v in values)
     return values
 

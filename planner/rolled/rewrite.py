@@ -14,6 +14,7 @@ import jax
 
 from planner import compat
 from planner.errors import RequestError
+from planner.graph.flat import nbytes
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
 from planner.rolled.form import Form
@@ -54,9 +55,9 @@ def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) ->
     flat = traced.flat
     if len(flat.calls) < LEAST_CALLS:
         return None
-    layout = layout_of(flat, traced.in_paths)
-    given = sum(layout.sizes.get(v, 0) for v in flat.inputs)
-    if layout.covered < COVERED or layout.moved_bytes > MOVED * given:
+    most = MOVED * sum(nbytes(aval) for aval in traced.jaxpr.in_avals)
+    layout = layout_of(flat, traced.in_paths, most)
+    if layout.covered < COVERED or layout.moved_bytes > most:
         return None
     form = Form(layout, traced)
     structs = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]

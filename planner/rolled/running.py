@@ -68,6 +68,8 @@ class Values:
             x.value: self.read(x.value) for row in run.operands for x in row if isinstance(x, Const)
         }
 
+        entering = self.layout.entering.get(self.layout.loops.index(loop), [])
+
         def once(carry: Any, rows: Any) -> Any:
             made: dict[tuple[int, int], Any] = {}
 
@@ -84,7 +86,7 @@ class Values:
                 ins = [operand(x, v) for x, v in zip(run.operands[k], call.ins, strict=True)]
                 made.update({(k, o): x for o, x in enumerate(call.run(ins))})
             ends = tuple(made[call, out] for call, out, _ in run.carries)
-            return ends, tuple(made[key] for key in loop.results)
+            return ends, (*(made[key] for key in loop.results), *(carry[k] for k, _ in entering))
 
         first = tuple(
             _typed(self.read(atom), body[call].eqn.outvars[out].aval)
@@ -96,7 +98,8 @@ class Values:
         last = run.end - run.length
         for (call, out, _), value in zip(run.carries, ends, strict=True):
             self.env[self.flat.calls[last + call].outs[out]] = value
-        self.stacks.update(zip(loop.stacks, made, strict=True))
+        stacks = (*loop.stacks, *(stack for _, stack in entering))
+        self.stacks.update(zip(stacks, made, strict=True))
 
     def rows(self, source: Part | tuple[int, ...]) -> Any:
         """The rows that a loop reads."""
