@@ -15,6 +15,7 @@ from planner.chunks.rewrite import chunks_worth, scores
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
+from planner.plan.plan import Plan
 from planner.planning.row import Planned, Row
 from planner.recipes import CLOSE, FULL, WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
 from planner.remat.policy import NONE, OFFLOAD
@@ -146,7 +147,15 @@ def searched(wish: Wish, door: Door) -> Planned:
         planned = nearest.planned(begun, tried)
     note = tried if wish.always else f"the step does not fit as written; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
-    return dataclasses.replace(planned, plan=plan, compared=(note,))
+    hopeful = _hopeful(seen, plan) if best is not None else ()
+    return dataclasses.replace(planned, plan=plan, compared=(note,), hopeful=hopeful)
+
+
+def _hopeful(seen: Mapping[Recipe, Outcome[Row | None]], plan: Plan) -> tuple[Recipe, ...]:
+    """Recipes that a longer search may find faster than a plan, the most promising first."""
+    known_s = plan.search.cost_s / WORTH
+    some = [r for r, o in seen.items() if o.bound_s < known_s and r != plan.recipe]
+    return tuple(sorted(some, key=lambda r: seen[r].bound_s))
 
 
 @dataclass(eq=False)

@@ -72,6 +72,8 @@ class Planned:
     """The best plans of other meshes: ``request.candidates`` - 1."""
     compared: tuple[str, ...] = ()
     """Of the plan's notes, those on the recipes that it was compared with."""
+    hopeful: tuple[Recipe, ...] = ()
+    """Of these recipes, those of which the looks left open whether they are faster."""
 
 
 class Row:

@@ -68,6 +68,7 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
         best,
         plan=dataclasses.replace(best.plan, notes=(*notes, note), planning_s=seconds),
         compared=(*planned.compared, note),
+        hopeful=planned.hopeful,
     )
 
 

@@ -7,6 +7,7 @@ planned for the step as it is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -20,8 +21,13 @@ from planner.rolled import rolled
 from planner.space.decisions import parsed
 from planner.spec import WHOLE
 
-ROOM = (1.0, 0.9, 0.8)
-"""Shares of the memory that the step with loops is planned for, until the step as it is fits."""
+TRIES = ((1.0, True), (1.0, False), (0.9, False), (0.8, False))
+"""Shares of the memory that the step with loops is planned for, and whether in chunks, until the
+step as it is fits. XLA:GPU fills the stacks of all chunked layers at once, of those in a loop
+layer by layer."""
+
+MOST_HOPEFUL = 2
+"""Recipes that are looked at besides the best."""
 
 Search = Callable[[Wish, Door], Planned]
 
@@ -52,22 +58,38 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
     if step is None:
         return None
     rewriter = Rewriter(step.function, step.args)
-    for share in ROOM:
+    for share, chunks in TRIES:
         asked = _with_room(request, share)
         inner = Door(rewriter, step.args, asked, door.donate_argnums, door.begun)
+        mine = wish if chunks else dataclasses.replace(wish, open=wish.open - {"chunks"})
         try:
-            found = search(wish, inner)
-            row = door.row_of(found.plan.recipe)
-            if not row.fits:
-                continue
-            planned = row.planned(door.begun)
+            found = search(mine, inner)
         except (MemoryLimitError, RequestError):
-            return None
+            continue
+        recipe = _best(found, door)
+        if recipe is None:
+            continue
+        # what was found of replicas holds for the recipe that it was found for
+        left = wish.open & {"replicas"} if recipe != found.plan.recipe else frozenset()
+        planned = search(dataclasses.replace(wish, recipe=recipe, open=left), door)
         note = f"recipes compared on the step with its {step.repeats} in loops"
-        compared = (*found.compared, note)
-        plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *compared))
+        compared = (*found.compared, *planned.compared, note)
+        notes = (*planned.plan.notes, *found.compared, note)
+        plan = dataclasses.replace(planned.plan, notes=notes)
         return dataclasses.replace(planned, plan=plan, compared=compared)
     return None
+
+
+def _best(found: Planned, door: Door) -> Recipe | None:
+    """Of the recipe that was found for the step with loops and those that may be faster, the best
+    for the step as it is; None where none fits."""
+    seconds: dict[Recipe, float] = {}
+    for recipe in (found.plan.recipe, *found.hopeful[:MOST_HOPEFUL]):
+        with contextlib.suppress(RequestError):
+            row = door.row_of(recipe)
+            if row.fits:
+                seconds[recipe] = row.near_s
+    return min(seconds, key=lambda r: seconds[r], default=None)
 
 
 def _with_room(request: Request, share: float) -> Request:
