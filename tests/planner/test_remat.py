@@ -390,3 +390,32 @@ def test_a_maximum_is_never_kept_beside_scores_that_are_made_again(
         maxima = compared_maxima(site.block.calls)
         assert maxima and not maxima & (site.cut.kept | site.block.held)
     np.testing.assert_allclose(made.function(*args)[1], jax.jit(step)(*args)[1], atol=1e-7)
+
+
+def test_unrolled_blocks_keep_nothing_that_chunks_would_not_hold() -> None:
+    """Scores that are made in chunks are made again, not kept: those that only the forward pass
+    reads among them."""
+
+    def layer(w: Any, x: Any) -> Any:
+        q, k, v = (jnp.einsum("btd,dhe->bhte", x, w[name]) for name in "qkv")
+        scores = jnp.einsum("bhte,bhse->bhts", q, k).astype(jnp.float32)
+        weights = jax.nn.softmax(scores).astype(x.dtype)
+        return x + jnp.einsum("bhts,bhse,hed->btd", weights, v, w["o"])
+
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = layer(w, jnp.tanh(x))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(ws: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))
+
+    kind = jnp.bfloat16
+    w = {name: jax.ShapeDtypeStruct((512, 4, 128), kind) for name in "qkv"}
+    w["o"] = jax.ShapeDtypeStruct((4, 128, 512), kind)
+    x = jax.ShapeDtypeStruct((8, 4096, 512), kind)
+    options: dict[str, Any] = {"cluster": "v5e:8", "mesh": "data=8", "remat": "128"}
+    whole, parts = (make_plan(step, [w] * 4, x, chunks=n, **options) for n in (1, 8))
+    score_bytes = 4 * 4096 * 4096 * 2
+    assert parts.chunked and any("products" in line for line in parts.recomputed)
+    assert parts.prediction.peak_bytes < 4 * score_bytes < whole.prediction.peak_bytes
