@@ -152,10 +152,13 @@ def searched(wish: Wish, door: Door) -> Planned:
 
 
 def _hopeful(seen: Mapping[Recipe, Outcome[Row | None]], plan: Plan) -> tuple[Recipe, ...]:
-    """Recipes that a longer search may find faster than a plan, the most promising first."""
+    """Recipes that a longer search may find faster than a plan, the most promising first; then the
+    others that fit, the fastest first."""
     known_s = plan.search.cost_s / WORTH
-    some = [r for r, o in seen.items() if o.bound_s < known_s and r != plan.recipe]
-    return tuple(sorted(some, key=lambda r: seen[r].bound_s))
+    others = {r: o for r, o in seen.items() if r != plan.recipe}
+    some = sorted((o.bound_s, str(r), r) for r, o in others.items() if o.bound_s < known_s)
+    rest = sorted((o.cost_s, str(r), r) for r, o in others.items() if o.cost_s < math.inf)
+    return tuple(dict.fromkeys(r for *_, r in (*some, *rest)))
 
 
 @dataclass(eq=False)

@@ -73,7 +73,8 @@ class Planned:
     compared: tuple[str, ...] = ()
     """Of the plan's notes, those on the recipes that it was compared with."""
     hopeful: tuple[Recipe, ...] = ()
-    """Of these recipes, those of which the looks left open whether they are faster."""
+    """Of these recipes, those of which looks left open whether they are faster, then those that
+    fit."""
 
 
 class Row:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from planner import compat
-from planner.errors import RequestError
+from planner.errors import MeshwrightError, RequestError
 from planner.graph.flat import nbytes
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
@@ -53,7 +53,7 @@ def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) ->
         args: its arguments, or ShapeDtypeStructs.
     """
     flat = traced.flat
-    if len(flat.calls) < LEAST_CALLS:
+    if len(flat.calls) < LEAST_CALLS or not traced.in_paths:
         return None
     most = MOVED * sum(nbytes(aval) for aval in traced.jaxpr.in_avals)
     layout = layout_of(flat, traced.in_paths, most)
@@ -75,4 +75,8 @@ def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) ->
 
     first = form.program(flat)
     step = by_shapes(first, mine, first, other)
+    try:
+        trace(step, mine)
+    except MeshwrightError:  # a carry whose type changes, for one
+        return None
     return Rolled(step, mine, layout.repeats)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from planner.errors import MemoryLimitError, RequestError
+from planner.errors import MeshwrightError, RequestError
 from planner.planning.open_recipes import Door
 from planner.planning.row import Planned
 from planner.recipes import Recipe, Rewriter, Wish
@@ -19,7 +19,7 @@ from planner.request.options import Request
 from planner.request.state import StateRequest
 from planner.rolled import rolled
 from planner.space.decisions import parsed
-from planner.spec import WHOLE
+from planner.spec import PER_MICROBATCH, WHOLE
 
 TRIES = ((1.0, True), (1.0, False), (0.9, False), (0.8, False))
 """Shares of the memory that the step with loops is planned for, and whether in chunks, until the
@@ -27,7 +27,9 @@ step as it is fits. XLA:GPU fills the stacks of all chunked layers at once, of t
 layer by layer."""
 
 MOST_HOPEFUL = 2
-"""Recipes that are looked at besides the best."""
+"""Recipes that are planned besides the best."""
+MOST_OTHERS = 5
+"""Recipes that are planned until one fits."""
 
 Search = Callable[[Wish, Door], Planned]
 
@@ -58,19 +60,26 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
     if step is None:
         return None
     rewriter = Rewriter(step.function, step.args)
+    looked = wish
+    if "microbatches" in wish.open and not _cuts(rewriter) and _cuts(door.rewriter):
+        if not _cuts(rewriter, PER_MICROBATCH):
+            return None
+        own = dataclasses.replace(wish.recipe, statistics=PER_MICROBATCH)
+        looked = dataclasses.replace(wish, recipe=own, open=wish.open - {"replicas"})
     for share, chunks in TRIES:
         asked = _with_room(request, share)
         inner = Door(rewriter, step.args, asked, door.donate_argnums, door.begun)
-        mine = wish if chunks else dataclasses.replace(wish, open=wish.open - {"chunks"})
+        mine = looked if chunks else dataclasses.replace(looked, open=looked.open - {"chunks"})
         try:
             found = search(mine, inner)
-        except (MemoryLimitError, RequestError):
+        except MeshwrightError:
             continue
         recipe = _best(found, door)
         if recipe is None:
             continue
         # what was found of replicas holds for the recipe that it was found for
-        left = wish.open & {"replicas"} if recipe != found.plan.recipe else frozenset()
+        known = recipe == found.plan.recipe and "replicas" in looked.open
+        left = frozenset() if known else wish.open & {"replicas"}
         planned = search(dataclasses.replace(wish, recipe=recipe, open=left), door)
         note = f"recipes compared on the step with its {step.repeats} in loops"
         compared = (*found.compared, *planned.compared, note)
@@ -80,11 +89,24 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
     return None
 
 
+def _cuts(rewriter: Rewriter, statistics: str = WHOLE) -> bool:
+    """Whether a step can be cut into two microbatches. Random numbers inside of loops are not
+    those of the whole batch then, which is all the same where only prices are asked for."""
+    try:
+        rewriter.cut(2, statistics=statistics)
+    except MeshwrightError:
+        return False
+    return True
+
+
 def _best(found: Planned, door: Door) -> Recipe | None:
     """Of the recipe that was found for the step with loops and those that may be faster, the best
     for the step as it is; None where none fits."""
     seconds: dict[Recipe, float] = {}
-    for recipe in (found.plan.recipe, *found.hopeful[:MOST_HOPEFUL]):
+    for k, made in enumerate((found.plan.recipe, *found.hopeful[:MOST_OTHERS])):
+        if k > MOST_HOPEFUL and seconds:
+            break
+        recipe = dataclasses.replace(made, statistics=WHOLE)
         with contextlib.suppress(RequestError):
             row = door.row_of(recipe)
             if row.fits:
