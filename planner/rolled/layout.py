@@ -185,7 +185,8 @@ def _add(out: Layout, run: Run) -> None:
     for number, (call, o, first) in enumerate(run.carries):
         made = [out.flat.calls[run.start + b * run.length + call].outs[o] for b in range(run.count)]
         entered = (first, *made[:-1])
-        out.entries[entered[::-1] if reverse else entered] = len(out.loops), number
+        if isinstance(first, int):
+            out.entries[entered[::-1] if reverse else entered] = len(out.loops), number
     out.loops.append(Loop(run, order, reverse, sources, tuple(results), tuple(stacks)))
 
 

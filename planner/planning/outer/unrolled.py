@@ -17,7 +17,7 @@ from planner.planning.row import Planned
 from planner.recipes import Recipe, Rewriter, Wish
 from planner.request.options import Request
 from planner.request.state import StateRequest
-from planner.rolled import rolled
+from planner.rolled import Rolled, rolled
 from planner.space.decisions import parsed
 from planner.spec import PER_MICROBATCH, WHOLE
 
@@ -56,7 +56,7 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
         return None
     if first.floor.start_bytes > request.limit_bytes:
         return None
-    step = rolled(door.rewriter.function, door.rewriter.cut(1)[1], door.args)
+    step = _with_loops(door)
     if step is None:
         return None
     rewriter = Rewriter(step.function, step.args)
@@ -87,6 +87,14 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
         plan = dataclasses.replace(planned.plan, notes=notes)
         return dataclasses.replace(planned, plan=plan, compared=compared)
     return None
+
+
+def _with_loops(door: Door) -> Rolled | None:
+    """The step with loops. It only saves time: what goes wrong here must not keep a plan away."""
+    try:
+        return rolled(door.rewriter.function, door.rewriter.cut(1)[1], door.args)
+    except Exception:
+        return None
 
 
 def _cuts(rewriter: Rewriter, statistics: str = WHOLE) -> bool:
