@@ -123,12 +123,7 @@ def searched(wish: Wish, door: Door) -> Planned:
         away = [(n, (OFFLOAD,)) for n in kept]
         best, more = search_recipes(counts, away, look, wish.recipe)
         total, seen = total + len(counts) * len(kept), seen | more
-    names = dict.fromkeys(p for mine in kept.values() for p in mine)
-    tried = (
-        f"{len(seen)} of {total} recipes planned: {' or '.join(map(str, counts))} microbatches, "
-        f"remat {', '.join([*names, *[OFFLOAD] * on_host])}"
-        + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
-    )
+    tried = _tried_text(len(seen), total, counts, kept, on_host)
     least_s = least_of(wish.recipe)
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
         percent = 100 * (seen[best].cost_s / least_s - 1)
@@ -151,14 +146,34 @@ def searched(wish: Wish, door: Door) -> Planned:
     return dataclasses.replace(planned, plan=plan, compared=(note,), hopeful=hopeful)
 
 
+def _tried_text(
+    seen: int,
+    total: int,
+    counts: Sequence[int],
+    kept: Mapping[int, tuple[str, ...]],
+    on_host: bool,
+) -> str:
+    """What was tried; ``kept``: policies by number of chunks."""
+    names = dict.fromkeys(p for mine in kept.values() for p in mine)
+    return (
+        f"{seen} of {total} recipes planned: {' or '.join(map(str, counts))} microbatches, "
+        f"remat {', '.join([*names, *[OFFLOAD] * on_host])}"
+        + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
+    )
+
+
 def _hopeful(seen: Mapping[Recipe, Outcome[Row | None]], plan: Plan) -> tuple[Recipe, ...]:
     """Recipes that a longer search may find faster than a plan, the most promising first; then the
     others that fit, the fastest first."""
     known_s = plan.search.cost_s / WORTH
     others = {r: o for r, o in seen.items() if r != plan.recipe}
-    some = sorted((o.bound_s, str(r), r) for r, o in others.items() if o.bound_s < known_s)
-    rest = sorted((o.cost_s, str(r), r) for r, o in others.items() if o.cost_s < math.inf)
-    return tuple(dict.fromkeys(r for *_, r in (*some, *rest)))
+    some = sorted(
+        (r for r, o in others.items() if o.bound_s < known_s), key=lambda r: seen[r].bound_s
+    )
+    rest = sorted(
+        (r for r, o in others.items() if o.cost_s < math.inf), key=lambda r: seen[r].cost_s
+    )
+    return tuple(dict.fromkeys((*some, *rest)))
 
 
 @dataclass(eq=False)

@@ -34,7 +34,6 @@ class Loop:
 
     Attributes:
         run: its blocks.
-        order: per row, its block.
         reverse: whether the loop begins with the last row.
         sources: per stack that it reads, where the rows come from.
         results: the calls and results of a block that others read, each a stack.
@@ -42,7 +41,6 @@ class Loop:
     """
 
     run: Run
-    order: tuple[int, ...]
     reverse: bool
     sources: tuple[Source, ...]
     results: tuple[tuple[int, int], ...]
@@ -187,7 +185,7 @@ def _add(out: Layout, run: Run) -> None:
         entered = (first, *made[:-1])
         if isinstance(first, int):
             out.entries[entered[::-1] if reverse else entered] = len(out.loops), number
-    out.loops.append(Loop(run, order, reverse, sources, tuple(results), tuple(stacks)))
+    out.loops.append(Loop(run, reverse, sources, tuple(results), tuple(stacks)))
 
 
 def _add_moments(out: Layout) -> None:

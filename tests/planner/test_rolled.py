@@ -215,10 +215,11 @@ def test_recipes_are_compared_on_loops_where_a_large_step_does_not_fit(
 def test_marks_and_pins_keep_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "LEAST_CALLS", 500)
     step, args = wide(12)
-    plan = make_plan(
-        step, *args, cluster="h100:8", memory="6GB", shardings={"first": P("data")}, mesh="data=8"
-    )
-    assert not any("in loops" in note for note in plan.notes)
+    options: dict[str, Any] = {"cluster": "h100:8", "memory": "2GB", "microbatches": 1, "chunks": 1}
+    for asked in ({"shardings": {r"\['first'\]": P()}}, {"whole_below": "1KB"}):
+        plan = make_plan(step, *args, **options, **asked)
+        assert any("recipes planned" in note for note in plan.notes)  # it does not fit as written
+        assert not any("in loops" in note for note in plan.notes)
 
 
 def test_a_fault_of_the_loops_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,5 +228,6 @@ def test_a_fault_of_the_loops_costs_time_alone(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(unrolled, "rolled", broken)
     step, args = wide(12)
-    plan = make_plan(step, *args, cluster="h100:8", memory="2GB", microbatches=1, chunks=1)
+    with pytest.warns(UserWarning, match=r"loops \(TypeError: a fault\)"):
+        plan = make_plan(step, *args, cluster="h100:8", memory="2GB", microbatches=1, chunks=1)
     assert plan.remat != "none" and not any("in loops" in note for note in plan.notes)

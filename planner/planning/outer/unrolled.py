@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 from planner.errors import MeshwrightError, RequestError
@@ -93,7 +94,12 @@ def _with_loops(door: Door) -> Rolled | None:
     """The step with loops. It only saves time: what goes wrong here must not keep a plan away."""
     try:
         return rolled(door.rewriter.function, door.rewriter.cut(1)[1], door.args)
-    except Exception:
+    except Exception as error:
+        warnings.warn(
+            f"equal blocks could not be put into loops ({type(error).__name__}: {error}); recipes "
+            "are looked at one by one, which takes longer",
+            stacklevel=2,
+        )
         return None
 
 
