@@ -17,7 +17,7 @@ from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.planning.open_recipes import Door
 from planner.planning.outer.padding import with_padding
-from planner.planning.outer.pipelines import of_stage, over_stages, with_stages
+from planner.planning.outer.pipelines import of_stage, over_stages, where_hopeful, with_stages
 from planner.planning.outer.replicas import with_recipe
 from planner.planning.row import Planned, Row
 from planner.recipes import AUTO, Rewriter, Wish, parse_wish
@@ -113,12 +113,15 @@ def _asked(
     request = dataclasses.replace(parse_request(cluster, **asked), advice=advice)
     if request.staged:
         rewriting["stages"] = _staged(rewriting["stages"])
+    unsaid = rewriting["stages"] is None
     wish = parse_wish(rewriting, function, request.mode != "STAND_ALONE")
     with paused():
         rewriter = ({} if made is None else made).setdefault("rewriter", Rewriter(function, args))
         door = Door(rewriter, args, request, donate_argnums, begun)
         plain = dataclasses.replace(wish, open=wish.open - {"pad_batch"})
         planned = _under(plain, door)
+        if unsaid:
+            planned = where_hopeful(planned, plain, door)
         return with_padding(planned, plain, door) if "pad_batch" in wish.open else planned
 
 

@@ -68,7 +68,7 @@ def searched(wish: Wish, door: Door) -> Planned:
     replicas."""
     rewriter, request, begun = door.rewriter, door.request, door.begun
     first = door.row_of(wish.recipe)
-    if not wish.open - {"replicas"} or (not wish.always and first.fits):
+    if not wish.open - {"replicas"} or (not wish.always and first.suffices):
         return first.planned(begun)
     if first.floor.start_bytes > request.limit_bytes:
         return first.planned(begun)  # no recipe can help
@@ -115,10 +115,12 @@ def searched(wish: Wish, door: Door) -> Planned:
         counts, why = (1,), cuts.refused
         seen = {recipe: o for recipe, o in seen.items() if recipe.microbatches == 1}
     total = len(counts) * sum(map(len, kept.values()))
+    tight = not wish.always and first.fits
+    gains = tight and best is not None and seen[best].cost_s * WORTH < first.near_s
     if total == 1:  # nothing but the step as it is
         return first.planned(begun)
     on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
-    on_host = on_host and not wish.recipe.schedule
+    on_host = on_host and not wish.recipe.schedule and not tight
     if on_host:
         away = [(n, (OFFLOAD,)) for n in kept]
         best, more = search_recipes(counts, away, look, wish.recipe)
@@ -133,17 +135,29 @@ def searched(wish: Wish, door: Door) -> Planned:
         )
     if why:
         tried += f"; no microbatches: {why}"
-    if best is not None:
+    if tight and not gains:
+        tried += "; none is faster"
+        planned = first.planned(begun)
+    elif best is not None:
         planned = best_planned(seen, begun, tried)
+        if tight and planned.plan.search.cost_s > first.near_s:
+            planned = first.planned(begun)
     else:
         nearest = _nearest(seen) or first
         floor = nearest.floor.peak_bytes
         tried += f"; the least of them needs {bytes_text(floor)} or more"
         planned = nearest.planned(begun, tried)
-    note = tried if wish.always else f"the step does not fit as written; {tried}"
+    note = tried if wish.always else f"{_cause(first, tight)}; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     hopeful = _hopeful(seen, plan) if best is not None else ()
     return dataclasses.replace(planned, plan=plan, compared=(note,), hopeful=hopeful)
+
+
+def _cause(first: Row, tight: bool) -> str:
+    """Why recipes were compared that nobody asked for."""
+    if not tight:
+        return "the step does not fit as written"
+    return f"for lack of memory the step as written takes up to {first.squeeze:.2g} times as long"
 
 
 def _tried_text(

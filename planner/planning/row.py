@@ -59,6 +59,13 @@ from planner.spec import Recipe
 from planner.step.classes import Quotient
 
 
+MUCH = 0.5
+"""Of the memory; a plan that takes less was hardly chosen for it."""
+SQUEEZED = 1.1
+"""A plan that costs this many times its bound for want of memory is compared with others that
+recompute or run in microbatches."""
+
+
 @dataclass(frozen=True, eq=False)
 class Planned:
     """A plan, and the prices and choices that it was made from (for reports)."""
@@ -132,6 +139,22 @@ class Row:
         """Whether the search finds a plan that fits."""
         near = self.floor.peak_bytes <= self.request.limit_bytes
         return near and choose(self.searched[0])[1].feasible
+
+    @functools.cached_property
+    def squeeze(self) -> float:
+        """How many times what any plan takes at least the best plan takes where it uses much of the
+        memory: what memory may cost. 1 where something else decides."""
+        best = choose(self.searched[0])[1]
+        little = best.peak_bytes < MUCH * self.request.limit_bytes
+        if little or self.request.spreads or not best.feasible:
+            return 1.0
+        least_s = min(solution.lower_bound_s for _, solution in self.searched[0])
+        return best.cost_s / least_s if least_s > 0 else 1.0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the search finds a plan that fits, and memory costs that plan little."""
+        return self.fits and self.squeeze <= SQUEEZED
 
     def prepare(self, traced: Traced, request: Request | None = None) -> Prepared:
         """Rules, groups and analysis of a trace."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -10,13 +11,15 @@ from collections.abc import Mapping
 from costmodels import ClusterError, part_of
 from planner.errors import MemoryLimitError, RequestError
 from planner.microbatch.rewrite import batch_size
+from planner.plan.contents.kinds import IDLE
 from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned
-from planner.planning.outer.replicas import with_recipe, with_replicas
+from planner.planning.outer.replicas import nodes_of, with_recipe, with_replicas
 from planner.planning.row import Planned, Row
-from planner.recipes import SCHEDULES, WORTH, Outcome, Recipe, Wish
+from planner.recipes import AUTO, SCHEDULES, WORTH, Outcome, Recipe, Wish
 from planner.remat.policy import FULL, NONE
 from planner.report.units import time_text
 from planner.request.options import Request
+from planner.request.state import StateRequest
 from planner.spec import STAGE, MeshSpec
 
 MOST_STAGES = 16
@@ -31,8 +34,7 @@ def over_stages(wish: Wish, door: Door) -> Planned:
         RequestError: the mode wants stages, and the step or the devices can't be cut.
     """
     schedule = wish.recipe.schedule
-    recipe = dataclasses.replace(wish.recipe, schedule="")
-    inner = dataclasses.replace(wish, recipe=recipe, open=wish.open - {"stages"})
+    inner = _inner(wish)
     found: Planned | None = None
     error: RequestError | None = None
     if not door.request.staged:
@@ -40,6 +42,62 @@ def over_stages(wish: Wish, door: Door) -> Planned:
             found = with_recipe(inner, door)
         except MemoryLimitError as failed:
             error = failed
+    found, seen, tried = _over_counts(inner, door, found)
+    if not seen and door.request.staged:  # stages need not be alike as programs of their own
+        schedule = schedule or SCHEDULES[0]
+    if schedule:
+        found, more = _over_schedules(inner, schedule, door, found)
+        tried = f"{tried}; {more}"
+    if found is None:
+        raise error or _no_pipeline(inner, door, seen, tried)
+    return _noted(found, tried, door)
+
+
+def where_hopeful(planned: Planned, wish: Wish, door: Door) -> Planned:
+    """The plan, or a faster one with stages in one program, where nothing was said of stages.
+
+    They are tried on several nodes where all else is left to the planner as well, and what a plan
+    spends on communication and on work that devices repeat, less the bubble of two stages, is more
+    than ``HOPE`` of its step.
+    """
+    request, prediction = door.request, planned.plan.prediction
+    bound = request.mesh or request.shardings or request.tensor or request.sequence
+    bound = bound or request.confirm or request.spreads or request.search != AUTO
+    open_to = not bound and request.state == StateRequest() and not wish.recipe.schedule
+    open_to = open_to and ("microbatches" in wish.open or wish.recipe.microbatches > 1)
+    if not open_to or nodes_of(planned) < 2 or planned.plan.stages > 1:
+        return planned
+    mesh = planned.plan.mesh
+    again = math.prod(k for n, k in zip(mesh.names, mesh.sizes, strict=True) if n.startswith(IDLE))
+    piped_s = prediction.compute_s / again * (1 + 1 / (2 * PER_STAGE))
+    if piped_s > (1 - HOPE) * prediction.step_s:
+        return planned
+    found, seen, tried = _over_counts(_inner(wish), door, planned)
+    return planned if found is None or not seen else _noted(found, tried, door)
+
+
+HOPE = 0.1
+"""Of a step, what stages must be able to save before they are tried unasked."""
+
+
+def _inner(wish: Wish) -> Wish:
+    """The wish without stages and their schedule."""
+    recipe = dataclasses.replace(wish.recipe, schedule="")
+    return dataclasses.replace(wish, recipe=recipe, open=wish.open - {"stages"})
+
+
+def _noted(found: Planned, tried: str, door: Door) -> Planned:
+    """The same plan, which says what was tried."""
+    planning_s = time.perf_counter() - door.begun
+    notes = (*found.plan.notes, tried)
+    plan = dataclasses.replace(found.plan, notes=notes, planning_s=planning_s)
+    return dataclasses.replace(found, plan=plan)
+
+
+def _over_counts(
+    inner: Wish, door: Door, found: Planned | None
+) -> tuple[Planned | None, Mapping[Recipe, Outcome[Row | None]], str]:
+    """The faster of a plan and of the best with stages in one program; what was seen, in words."""
     known_s = math.inf if found is None else found.plan.search.cost_s
     seen: dict[Recipe, Outcome[Row | None]] = {}
     refused = ""
@@ -55,7 +113,7 @@ def over_stages(wish: Wish, door: Door) -> Planned:
         except RequestError as failed:
             refused = refused or str(failed)
             break
-        for remat in (FULL, NONE) if "remat" in wish.open else (wish.recipe.remat,):
+        for remat in (FULL, NONE) if "remat" in inner.open else (inner.recipe.remat,):
             recipe = dataclasses.replace(one.recipe, remat=remat)
             seen[recipe] = door.look(recipe, known_s / WORTH, {})
             known_s = min(known_s, seen[recipe].cost_s)
@@ -64,20 +122,11 @@ def over_stages(wish: Wish, door: Door) -> Planned:
     if refused:
         tried = f"{tried}; {refused}" if seen else f"no stages: {refused}"
     if any(o.cost_s < math.inf for o in seen.values()):
-        piped = best_planned(seen, door.begun, tried)
-        if found is None or piped.plan.search.cost_s * WORTH < found.plan.search.cost_s:
-            found = piped
-    if not seen and door.request.staged:  # stages need not be alike as programs of their own
-        schedule = schedule or SCHEDULES[0]
-    if schedule:
-        found, more = _over_schedules(inner, schedule, door, found)
-        tried = f"{tried}; {more}"
-    if found is None:
-        raise error or _no_pipeline(inner, door, seen, tried)
-    planning_s = time.perf_counter() - door.begun
-    notes = (*found.plan.notes, tried)
-    plan = dataclasses.replace(found.plan, notes=notes, planning_s=planning_s)
-    return dataclasses.replace(found, plan=plan)
+        with contextlib.suppress(MemoryLimitError):  # a quick look may take too little for enough
+            piped = best_planned(seen, door.begun, tried)
+            if found is None or piped.plan.search.cost_s * WORTH < found.plan.search.cost_s:
+                found = piped
+    return found, seen, tried
 
 
 def _no_pipeline(

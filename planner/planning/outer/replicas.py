@@ -72,7 +72,7 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
     )
 
 
-def _nodes(planned: Planned) -> int:
+def nodes_of(planned: Planned) -> int:
     """The nodes, or slices, of the cluster."""
     cluster = planned.request.cluster
     return cluster.num_devices // cluster.devices_per_node
@@ -117,7 +117,7 @@ def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
         itertools.combinations(sizes, n) for n in range(1, len(sizes) + 1)
     )
     counts = {math.prod(some) for some in chosen}
-    nodes = _nodes(planned)
+    nodes = nodes_of(planned)
     if nodes > 1 and math.prod(sizes) % nodes == 0:
         counts.add(nodes)
     return tuple(sorted(counts - {1})), gain_s

@@ -53,7 +53,7 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
     if dict(request.decided) != parsed({}):
         return None
     first = door.row_of(wish.recipe)
-    if first.step.pins or (not wish.always and first.fits):
+    if first.step.pins or (not wish.always and first.suffices):
         return None
     if first.floor.start_bytes > request.limit_bytes:
         return None
