@@ -133,6 +133,8 @@ def shard(x: jax.Array, *entries: Any) -> jax.Array:
 
 LOGICAL = "planner_logical"
 """A mesh axis that marks the mesh of logical axis rules: its sizes say nothing."""
+FLAX = "Flax metadata"
+"""The rule of pins that come from partitioning metadata."""
 
 
 def mark_entries(primitive: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:

@@ -24,10 +24,12 @@ AXIS_NAME = r"[^\W\d][\w.-]{0,99}"
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """A logical mesh: axis names and sizes, slowest axis first."""
+    """A logical mesh: axis names and sizes, slowest axis first; ``ones`` are names of axes of one
+    device that were left out."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    ones: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
@@ -51,9 +53,26 @@ class MeshSpec:
 
     def size(self, name: str) -> int:
         """Size of the axis called ``name``; raises RequestError when there is none."""
+        if name in self.ones:
+            return 1
         if name not in self.names:
             raise RequestError(f"mesh ({self}) has no axis {name!r}; its axes are {self.names}")
         return self.sizes[self.names.index(name)]
+
+    def slim(self) -> MeshSpec:
+        """The same mesh without its axes of one device, where it has more than three axes: what
+        each axis may do is enumerated."""
+        axes = list(zip(self.names, self.sizes, strict=True))
+        if len(axes) <= MOST_AXES:
+            return self
+        kept = [(n, k) for n, k in axes if k > 1] or axes[:1]
+        names, sizes = zip(*kept, strict=True)
+        left_out = tuple(n for n in self.names if n not in names)
+        return MeshSpec(names, sizes, (*self.ones, *left_out))
+
+
+MOST_AXES = 3
+"""Mesh axes that a search uses."""
 
 
 def parse_mesh(text: str) -> MeshSpec:

@@ -7,15 +7,17 @@ the mesh axes it lies on, in order of precedence: Flax's form, and MaxText's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from planner.annotate import LOGICAL, Pin
+from planner import compat
+from planner.annotate import FLAX, LOGICAL, Pin
 from planner.errors import RequestError
-from planner.spec import Entry
+from planner.spec import MOST_AXES, Entry, MeshSpec
 
 Rules = tuple[tuple[str, Any], ...]
 """Logical axis rules: (logical name, mesh axis or a tuple of them or None)."""
@@ -86,14 +88,49 @@ def with_logical_axis_rules(
         from flax.core import spmd
 
         around = jax.sharding.get_abstract_mesh()  # the user's, under jax.set_mesh
-        with (
-            spmd.logical_axis_rules(checked),
-            jax.sharding.use_abstract_mesh(mesh if around.empty else around),
-        ):
-            return function(*args, **keywords)
+        if not around.empty:
+            with spmd.logical_axis_rules(checked):
+                return function(*args, **keywords)
+
+        def under(ambient: AbstractMesh) -> Any:
+            with spmd.logical_axis_rules(checked), jax.sharding.use_abstract_mesh(ambient):
+                return function(*args, **keywords)
+
+        try:
+            return under(mesh)
+        except ValueError:  # such as a region on a mesh of the user's
+            with spmd.logical_axis_rules(checked):
+                own = _only_mesh(function, args, keywords)
+            if own is None:
+                raise
+        return under(own)
 
     traced.logical_axis_rules = checked  # type: ignore[attr-defined]
     return traced
+
+
+def _only_mesh(
+    function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]
+) -> AbstractMesh | None:
+    """The mesh of a function's ``shard_map`` regions, traced under no mesh; None where there is not
+    exactly one, or the function does not trace."""
+    try:
+        traced = jax.make_jaxpr(function)(*args, **keywords)
+    except Exception:  # then what it said first is to be said
+        return None
+    found = {getattr(m, "abstract_mesh", m) for m in _meshes_in(compat.body(traced))}
+    return found.pop() if len(found) == 1 else None
+
+
+def _meshes_in(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            bodies = value if isinstance(value, tuple) else (value,)
+            for body in (compat.body(b) for b in bodies):
+                if hasattr(body, "eqns"):
+                    yield from _meshes_in(body)
+        if eqn.primitive.name == "shard_map":
+            yield eqn.params["mesh"]
 
 
 def _is_boxed(x: Any) -> bool:
@@ -103,10 +140,21 @@ def _is_boxed(x: Any) -> bool:
     return hasattr(x, "get_metadata") and hasattr(x, "get_value")
 
 
-def _box_entries(box: Any, rules: Rules) -> tuple[Entry, ...] | None:
-    """PartitionSpec entries of a box; logical names without rules say nothing."""
+@dataclass(frozen=True)
+class _Names:
+    """What a box says of its array: names by dimension, with the box's own rules, and whether
+    they are logical names for certain (Linen's ``LogicallyPartitioned``)."""
+
+    names: tuple[Any, ...]
+    rules: Rules
+    logical: bool
+
+
+def _names(box: Any) -> _Names | None:
+    """The names of a box; None where it has none, or its array already lies on a mesh: that is
+    what they say, too."""
     names, own = getattr(box, "names", None), None
-    logical = hasattr(box, "rules")  # Linen's LogicallyPartitioned
+    logical = hasattr(box, "rules")
     if names is None:
         meta = box.get_metadata()
         names = meta.get("out_sharding", meta.get("sharding_names", meta.get("sharding")))
@@ -115,21 +163,83 @@ def _box_entries(box: Any, rules: Rules) -> tuple[Entry, ...] | None:
         own = box.rules
     if names is None or not isinstance(names, tuple) or not any(names):
         return None
-    known = (*(own or ()), *rules)
-    if not known:
-        return None if logical else tuple(names)
-    from flax.linen import spmd
+    (array,) = jax.tree_util.tree_leaves(box)
+    placed = getattr(array, "sharding", None)
+    if isinstance(placed, NamedSharding) and placed.mesh.size > 1:
+        return None
+    return _Names(names, tuple(own or ()), logical)
 
+
+def _boxes(args: Sequence[Any]) -> Iterator[tuple[int, _Names]]:
+    """The boxes of one array each that say something, with the array's place among the leaves."""
+    position = 0
+    for node in jax.tree_util.tree_leaves(tuple(args), is_leaf=_is_boxed):
+        count = len(jax.tree_util.tree_leaves(node)) if _is_boxed(node) else 1
+        found = _names(node) if _is_boxed(node) and count == 1 else None
+        if found is not None:
+            yield position, found
+        position += count
+
+
+def names_without_axes(
+    args: Sequence[Any], rules: Rules = (), mesh: MeshSpec | None = None
+) -> tuple[str, ...]:
+    """Names in Flax metadata that have no rule and are no mesh axes: their dimensions are left
+    whole.
+
+    Flax takes a name without a rule for a mesh axis. It is none if other names have rules, and
+    neither they nor the mesh that is given name it; or if there are no rules and no mesh, and more
+    such names than a mesh may have axes.
+    """
+    boxes = [box for _, box in _boxes(args)]
+    known = [*rules, *(rule for box in boxes for rule in box.rules)]
     ruled = {name for name, _ in known}
-    axes = spmd.logical_to_mesh_axes(tuple(n if n in ruled else None for n in names), known)
+    named = [n for box in boxes if not box.logical for n in box.names if isinstance(n, str)]
+    left = tuple(dict.fromkeys(n for n in named if n not in ruled))
+    if not known:
+        return left if mesh is None and len(left) > MOST_AXES else ()
+    if mesh is not None:
+        axes = {*mesh.names, *mesh.ones}
+    else:
+        axes = {a for _, to in known if to for a in (to if isinstance(to, tuple) else (to,))}
+    return tuple(n for n in left if n not in axes)
+
+
+def metadata_notes(
+    args: Sequence[Any], rules: Rules = (), mesh: MeshSpec | None = None
+) -> tuple[str, ...]:
+    """A line on names in Flax metadata that are ignored."""
+    names = names_without_axes(args, rules, mesh)
+    if not names:
+        return ()
+    some = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    hint = "" if rules else "; if they are logical names, pass logical_axis_rules"
+    return (f"Flax metadata: {some}: no rule and no mesh axis of that name, left open{hint}",)
+
+
+def _entries(box: _Names, rules: Rules, ignored: Collection[str]) -> tuple[Entry, ...] | None:
+    """PartitionSpec entries of a box; logical names without rules say nothing."""
+    known = (*box.rules, *rules)
+    ruled = {name for name, _ in known}
+    axes: Sequence[Entry] = (None,) * len(box.names)
+    if known:
+        from flax.linen import spmd
+
+        axes = spmd.logical_to_mesh_axes(tuple(n if n in ruled else None for n in box.names), known)
     entries = tuple(axes)
-    if not logical:  # a name without a rule is a mesh axis
-        entries = tuple(e if n in ruled else n for n, e in zip(names, axes, strict=True))
+    if not box.logical:  # a name without a rule is a mesh axis
+        entries = tuple(
+            e if n in ruled or n in ignored else n for n, e in zip(box.names, axes, strict=True)
+        )
     return entries if any(entries) else None
 
 
 def metadata_pins(
-    args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str], rules: Rules = ()
+    args: Sequence[Any],
+    inputs: Sequence[int],
+    paths: Sequence[str],
+    rules: Rules = (),
+    mesh: MeshSpec | None = None,
 ) -> tuple[Pin, ...]:
     """Pins from Flax's own partitioning metadata found in the arguments.
 
@@ -138,14 +248,13 @@ def metadata_pins(
         inputs: the graph value of every leaf.
         paths: and its path.
         rules: logical axis rules; a box's own come first.
+        mesh: the mesh that is given, if any.
     """
+    ignored = frozenset(names_without_axes(args, rules, mesh))
     pins: list[Pin] = []
-    position = 0
-    for node in jax.tree_util.tree_leaves(tuple(args), is_leaf=_is_boxed):
-        count = len(jax.tree_util.tree_leaves(node)) if _is_boxed(node) else 1
-        entries = _box_entries(node, rules) if _is_boxed(node) and count == 1 else None
+    for position, box in _boxes(args):
+        entries = _entries(box, rules, ignored)
         if entries is not None:
             origin = f"Flax metadata at {paths[position]}"
-            pins.append(Pin(inputs[position], entries, origin, rule="Flax metadata"))
-        position += count
+            pins.append(Pin(inputs[position], entries, origin, rule=FLAX))
     return tuple(pins)

@@ -9,7 +9,14 @@ from typing import Any
 from planner.annotate import Pin
 from planner.errors import PinError
 from planner.request.options import Request
-from planner.request.pins import Mask, axis_names, mode_pins, pin_masks, soft_masks
+from planner.request.pins import (
+    Mask,
+    axis_names,
+    in_pinned_order,
+    mode_pins,
+    pin_masks,
+    soft_masks,
+)
 from planner.request.sequence_parallel import along_the_sequence
 from planner.request.state import StateRequest, data_axes, find_state, state_masks
 from planner.request.tensor_parallel import along_parameters
@@ -42,10 +49,11 @@ def candidate_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, .
         return enumerate_meshes(n)
     if "data" not in names and len(names) < 3:
         names = ("data", *names)
+    names = in_pinned_order(names, pins)
     splits = {sizes for k in range(1, len(names) + 1) for sizes in _spread(n, len(names), k)}
     pinned = [names.index(name) for name in axis_names(pins)]
     real = {s for s in splits if all(s[k] > 1 for k in pinned)}
-    return tuple(MeshSpec(names, s) for s in sorted(real or splits, reverse=True))
+    return tuple(MeshSpec(names, s).slim() for s in sorted(real or splits, reverse=True))
 
 
 def _tensor_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...]:
@@ -54,11 +62,11 @@ def _tensor_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...
     n = request.cluster.num_devices // request.stages
     stage = ((STAGE, request.stages),) if request.stages > 1 else ()
     own = ("data", request.tensor)
-    more = tuple((name, 1) for name in axis_names(pins) if name not in (*own, STAGE))
+    more = tuple(name for name in axis_names(pins) if name not in (*own, STAGE))
     out = []
     for t in (t for t in range(1, n + 1) if n % t == 0 and (t > 1 or n == 1)):
-        names, sizes = zip(*stage, *zip(own, (n // t, t), strict=True), *more, strict=True)
-        out.append(MeshSpec(names, sizes))
+        names, sizes = zip(*stage, *zip(own, (n // t, t), strict=True), strict=True)
+        out.append(MeshSpec(names, sizes, more))
     return tuple(out)
 
 

@@ -91,7 +91,7 @@ def with_marked(mesh: MeshSpec | None, traced: Traced) -> MeshSpec | None:
     if mesh is None:
         return None
     more = [name for name in axis_names(marks(traced, set())) if name not in mesh.names]
-    return MeshSpec((*mesh.names, *more), (*mesh.sizes, *[1] * len(more)))
+    return MeshSpec((*mesh.names, *more), (*mesh.sizes, *[1] * len(more))).slim()
 
 
 def note(graph: Graph, kind: Kind, plan: Plan | None) -> str:

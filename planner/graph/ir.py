@@ -117,7 +117,7 @@ class Op:
     a kernel or a region of the user's does in one run, as (kind of kernel, flop, bytes): of a
     kernel the whole, with bytes by its operands (0), of a ``shard_map`` one device's part;
     ``sends`` is what a ``shard_map`` sends (``planner.rules.kernels.inside``), ``held`` the bytes
-    that it allocates inside.
+    that it allocates inside, with and without compilers that mask ragged products.
     """
 
     index: int
@@ -134,7 +134,7 @@ class Op:
     passes: int = 1
     work: tuple[tuple[str, float, float], ...] = ()
     sends: tuple[tuple[str, tuple[int, ...], float, float], ...] = ()
-    held: float = 0.0
+    held: tuple[float, float] = (0.0, 0.0)
 
     @property
     def kernel(self) -> str:

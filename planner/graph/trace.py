@@ -201,7 +201,7 @@ class _Builder(PlacedWalk[int]):
         effect: bool = False,
         work: Work = (),
         sends: Sends = (),
-        held: float = 0.0,
+        held: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[int, ...]:
         index = len(self.ops)
         outs = tuple(self.value(a, index) for a in out_avals)
@@ -284,7 +284,8 @@ class _Builder(PlacedWalk[int]):
             for v, atom, entries in zip(ins, eqn.invars, before, strict=True)
         ]
         work, sends = inside(eqn.params["jaxpr"], region_axes(eqn))
-        held = held_inside(eqn.params["jaxpr"])
+        body = eqn.params["jaxpr"]
+        held = held_inside(body), held_inside(body, masked=True)
         region, avals, effect = self.current, record.out_avals, bool(eqn.effects)
         made = self.op(REGION, entered, avals, region, source, record, effect, work, sends, held)
         return [edge(*each) for each in zip(made, avals, after, strict=True)]

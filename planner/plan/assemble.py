@@ -17,7 +17,7 @@ from planner.cost.apart import kept_apart
 from planner.cost.op_seconds import op_seconds
 from planner.cost.pricing import Priced
 from planner.frontend.inert import inert_notes
-from planner.graph.ir import RAGGED, Graph
+from planner.graph.ir import RAGGED, Graph, Op
 from planner.plan.compiled.lowering import Lowering, default_lowering, on_named_axes
 from planner.plan.contents.compute import compute_rows
 from planner.plan.contents.constraints import constraints_of
@@ -29,6 +29,7 @@ from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_nam
 from planner.request.options import Request
 from planner.request.pins import axis_names
 from planner.request.state import StateRequest, data_axes, find_state
+from planner.rules.kernels.inside import MASKED, MASKED_GRADIENT
 from planner.rules.kernels.regions import REGION
 from planner.search.pools import pool_peaks
 from planner.search.problem import Solution
@@ -93,7 +94,7 @@ def _plan(
     plan = Plan(
         mode=request.mode,
         cluster=request.cluster.text,
-        mesh=priced.mesh,
+        mesh=dataclasses.replace(priced.mesh, ones=()),
         inputs=inputs,
         outputs=outputs,
         constraints=constraints_of(extraction),
@@ -106,6 +107,7 @@ def _plan(
             *_tensor_notes(extraction, inputs, request),
             *_notes(graph),
             *untried(priced.analysis, tried, request),
+            *_left_out(priced.mesh),
         ),
         meshes=tuple(
             _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
@@ -161,6 +163,12 @@ def _mesh_row(
         peak if math.isfinite(peak) else -1.0,
         verdict,
     )
+
+
+def _left_out(mesh: MeshSpec) -> tuple[str, ...]:
+    """A line on axes that the user's mesh has and the plan's has not."""
+    axes = ", ".join(mesh.ones)
+    return (f"mesh axes of one device are left out: {axes}",) if axes else ()
 
 
 def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
@@ -226,18 +234,31 @@ def _tensor_notes(
     )
 
 
+def _flops_once(op: Op) -> float:
+    return sum(flops for kind, flops, _ in op.work if kind not in (MASKED, MASKED_GRADIENT))
+
+
 def _ragged_notes(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
     """What compilers make of products of groups of rows (docs/explanation/compute.md)."""
     tpu = cluster.device.fuses_operands
+    what = "gradients of ragged_dot" if tpu else "ragged_dot"
     rows = [op for op in graph.ops if op.kind in RAGGED]
     rows = [op for op in rows if not tpu or masked_operands(graph, op) > 1]
-    if not rows:
-        return ()
-    times = ragged_groups(graph, rows[0])
-    what = "gradients of ragged_dot" if tpu else "ragged_dot"
-    return (
-        f"{what} ({rows[0].source or 'no line'}): the compiler multiplies all rows by the matrices "
-        f"of all {times} groups, {times} times the flop; grouped products in Pallas do not",
+    kinds = {MASKED_GRADIENT} if tpu else {MASKED, MASKED_GRADIENT}
+    inside = [op for op in graph.ops if kinds.intersection(kind for kind, _, _ in op.work)]
+    notes = []
+    if rows:
+        times = ragged_groups(graph, rows[0])
+        where = f"({rows[0].source or 'no line'})"
+        notes.append((f"{what} {where}", f"all {times} groups, {times} times the flop"))
+    if inside:
+        more = sum(flops for _, flops, _ in inside[0].work) / _flops_once(inside[0])
+        where = f"in shard_map ({inside[0].source or 'no line'})"
+        notes.append((f"{what} {where}", f"all groups, there {more:.3g} times the flop"))
+    return tuple(
+        f"{which}: the compiler multiplies all rows by the matrices of {groups}; grouped products "
+        "in Pallas do not"
+        for which, groups in notes
     )
 
 

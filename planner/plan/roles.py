@@ -90,7 +90,7 @@ def renamed(mesh: MeshSpec, roles: Roles, named: frozenset[str]) -> MeshSpec:
             name = next(n for n in (role, *(f"{role}{i}" for i in range(2, 9))) if n not in taken)
             taken.add(name)
         names.append(name)
-    return MeshSpec(tuple(names), mesh.sizes)
+    return MeshSpec(tuple(names), mesh.sizes, mesh.ones)
 
 
 def strategy_text(sizes: Sequence[int], roles: Roles) -> str:

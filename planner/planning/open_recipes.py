@@ -129,10 +129,8 @@ def searched(wish: Wish, door: Door) -> Planned:
     least_s = least_of(wish.recipe)
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
         percent = 100 * (seen[best].cost_s / least_s - 1)
-        tried += (
-            f"; not more, as the step as written is at most {percent:.2g} % faster on devices with "
-            "unlimited memory"
-        )
+        faster = f"at most {percent:.2g} % faster" if percent > 0 else "no faster"
+        tried += f"; not more, as the step as written is {faster} on devices with unlimited memory"
     if why:
         tried += f"; no microbatches: {why}"
     if tight and not gains:

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.advice import Again, Case, Least, Shapes, advise, least_plan, rescued
 from planner.annotate import Pin
-from planner.arguments.metadata import rules_of
+from planner.arguments.metadata import metadata_notes, rules_of
 from planner.choose.attempts import Tried
 from planner.choose.floors import Floor, floor_of
 from planner.choose.meshes import (
@@ -47,7 +47,7 @@ from planner.remat.policy import FULL, OFFLOAD, parse_policy
 from planner.remat.rewrite import recomputed
 from planner.report.shortage import host_text, shortage_text
 from planner.report.units import bytes_text
-from planner.request.marks import all_pins, on_region_mesh
+from planner.request.marks import WITHOUT_PINS, all_pins, on_region_mesh
 from planner.request.options import (
     Request,
 )
@@ -57,7 +57,6 @@ from planner.search.problem import fits
 from planner.space.buffer import Memory
 from planner.spec import Recipe
 from planner.step.classes import Quotient
-
 
 MUCH = 0.5
 """Of the memory; a plan that takes less was hardly chosen for it."""
@@ -160,7 +159,7 @@ class Row:
         """Rules, groups and analysis of a trace."""
         request = self.request if request is None else request
         rules = rules_of(self.function)
-        pins = all_pins(traced, self.args, request.shardings, rules, request.mode)
+        pins = all_pins(traced, self.args, request.shardings, rules, request.mode, request.mesh)
         return prepared(traced, pins, request, self.donate_argnums)
 
     def planned(self, begun: float, also: str = "") -> Planned:
@@ -170,8 +169,11 @@ class Row:
         )
         made = recipe_of(self.function)
         planned = _planned(self.step, *self.searched, self.request, begun, again, made, also)
+        told = metadata_notes(self.args, rules_of(self.function), self.request.mesh)
+        told = () if self.request.mode in WITHOUT_PINS else told
         plan = dataclasses.replace(
             planned.plan,
+            notes=(*told, *planned.plan.notes),
             microbatches=made.microbatches,
             replicas=made.replicas,
             pad_batch=made.pad_batch,

@@ -33,6 +33,7 @@ def all_pins(
     shardings: Mapping[str, Any],
     rules: Rules,
     mode: str,
+    mesh: MeshSpec | None = None,
 ) -> tuple[Pin, ...]:
     """The pins of a step under a mode.
 
@@ -42,6 +43,7 @@ def all_pins(
         shardings: rules over argument paths.
         rules: logical axis rules.
         mode: STAND_ALONE and DATA_PARALLEL say everything themselves; marks wait for another mode.
+        mesh: the mesh that is given, if any.
 
     Raises:
         PinError: as ``rule_pins``.
@@ -53,7 +55,7 @@ def all_pins(
     taken = {pin.value for pin in ruled}
     stored = {pin.value for pin in ruled if pin.storage}
     placed = [pin for pin in placed_pins(args, inputs, paths) if pin.value not in taken]
-    boxed = metadata_pins(args, inputs, paths, rules)
+    boxed = metadata_pins(args, inputs, paths, rules, mesh)
     boxed = tuple(dataclasses.replace(pin, storage=pin.value in stored) for pin in boxed)
     named = (*ruled, *placed, *boxed)
     pins = (*marks(traced, {pin.value for pin in named}), *named)

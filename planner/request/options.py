@@ -92,7 +92,7 @@ class Options(TypedDict, total=False):
     time_limit_s: for the search, per mesh; 60 by default.
     microbatches: into how many parts the batch is cut, one after the other; their gradients are
         added up. Equal to the whole batch, or refused with the line that couples examples. None:
-        1, or more where nothing else fits; ``"auto"``: the search decides.
+        1, or more where memory is short; ``"auto"``: the search decides.
     replicas: number of groups that the examples of each microbatch are split into. Each group
         accumulates its gradients over all microbatches, and they are summed once per step. If each
         group has its own devices, gradients are reduced once instead of in every microbatch, or in
@@ -113,7 +113,7 @@ class Options(TypedDict, total=False):
         else fits; ``"auto"``: the search decides.
     chunks: into how many parts the rows of products are cut whose result is much larger than what
         they multiply (scores of attention, logits): the scores of some rows live at a time. None:
-        1, or more where nothing else fits; ``"auto"``: the search decides.
+        1, or more where memory is short; ``"auto"``: the search decides.
     stages: into how many pipeline stages the repeated layers are cut, each on devices of its own
         (the mesh axis ``stage``); microbatches pass through them (1F1B), four for each stage where
         ``microbatches`` says nothing. Equal to the plain step, or refused with the line. Manual:
@@ -190,7 +190,7 @@ class Options(TypedDict, total=False):
         int | str | None,
         Flag(
             "cut the batch into so many parts, added up; 'auto' lets the search decide "
-            "(default: 1, more where nothing else fits)",
+            "(default: 1, more where memory is short)",
             metavar="N",
         ),
     ]
@@ -223,7 +223,7 @@ class Options(TypedDict, total=False):
         str | float | None,
         Flag(
             "what the backward pass computes again: auto, none, full, dots, offload, or flop per "
-            "byte that it frees (default: none, more where nothing else fits)",
+            "byte that it frees (default: none, more where memory is short)",
             metavar="POLICY",
         ),
     ]
@@ -231,7 +231,7 @@ class Options(TypedDict, total=False):
         int | str | None,
         Flag(
             "compute the rows of attention scores and logits in so many parts, one after the "
-            "other; 'auto' lets the search decide (default: 1, more where nothing else fits)",
+            "other; 'auto' lets the search decide (default: 1, more where memory is short)",
             metavar="N",
         ),
     ]
@@ -240,7 +240,7 @@ class Options(TypedDict, total=False):
         Flag(
             "cut the layers into so many pipeline stages, on the devices of a mesh axis 'stage'; "
             "'auto' compares some; 'encoder=0,decoder=1' says by patterns over paths or lines "
-            "where stages begin (default: 1)",
+            "where stages begin (default: 1, more where a network between nodes makes that faster)",
             metavar="N",
         ),
     ]
@@ -449,7 +449,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         model,
         chosen.mode,
         chosen.search,
-        mesh,
+        None if mesh is None else mesh.slim(),
         float(model.memory_limit_bytes if limit is None else limit),
         asked.get("time_limit_s", 60.0),
         state=check_state_request(

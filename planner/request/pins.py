@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.annotate import Pin
+from planner.annotate import FLAX, Pin
 from planner.errors import PinError, RequestError
 from planner.graph.ir import Graph
 from planner.request.state import data_axes
@@ -29,6 +31,19 @@ def axis_names(pins: Sequence[Pin]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def in_pinned_order(names: Sequence[str], pins: Sequence[Pin]) -> tuple[str, ...]:
+    """Mesh axes in an order in which all dimensions name theirs, where there is one: a sharding
+    lists the axes of a dimension in mesh order. Otherwise as they are."""
+    dims = [axes for pin in pins for axes in Sharding.of(pin.fixed).dims if len(axes) > 1]
+    behind = nx.DiGraph(pair for axes in dims for pair in itertools.pairwise(axes))
+    behind.add_nodes_from(names)
+    place = {name: k for k, name in enumerate(names)}
+    try:
+        return tuple(nx.lexicographical_topological_sort(behind, key=lambda n: place.get(n, 0)))
+    except nx.NetworkXUnfeasible:
+        return tuple(names)
+
+
 def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec) -> dict[int, Mask]:
     """Which strategies honour every pin.
 
@@ -45,7 +60,8 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
             spec = Sharding.of(pin.fixed, len(value.shape))
             spec.check(value.shape, mesh)
         except RequestError as error:
-            raise PinError(f"{pin.origin}: {value}: {error}") from error
+            hint = "; a logical name needs logical_axis_rules" if pin.rule == FLAX else ""
+            raise PinError(f"{pin.origin}: {value}: {error}{hint}") from error
         home = groups.home[pin.value]
         if home is None:
             continue
@@ -59,7 +75,8 @@ def pin_masks(pins: Sequence[Pin], graph: Graph, groups: Groups, mesh: MeshSpec)
             whole = [
                 d
                 for d, f in enumerate(layout)
-                if spec.dims[d] and (f < 0 or not groups.groups[group].shardable[f])
+                if any(mesh.size(a) > 1 for a in spec.dims[d])
+                and (f < 0 or not groups.groups[group].shardable[f])
             ]
             raise PinError(
                 f"{pin.origin}: {value} can't be sharded as {pin.text} on mesh ({mesh}): "
@@ -89,14 +106,13 @@ def _strategies(groups: Groups, group: int, mesh: MeshSpec) -> StrategySet:
 def _digits(spec: Sharding, mesh: MeshSpec, origin: str) -> list[int]:
     out = [0] * len(mesh.names)
     for d, axes in enumerate(spec.dims):
-        order = [mesh.names.index(a) for a in axes]
+        order = [mesh.names.index(a) for a in axes if mesh.size(a) > 1]
         if order != sorted(order):
             raise PinError(
                 f"{origin}: axes {axes} of dimension {d} must stand in mesh order ({mesh})"
             )
         for k in order:
-            if mesh.sizes[k] > 1:
-                out[k] = d + 1
+            out[k] = d + 1
     return out
 
 

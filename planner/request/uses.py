@@ -231,7 +231,7 @@ def use_masks(
             mesh.names.index(axis): d
             for d, axes in enumerate(spec.dims)
             for axis in axes
-            if axis not in storage and not uses.storage(use.pin, axis)
+            if axis in mesh.names and axis not in storage and not uses.storage(use.pin, axis)
         }
         for reader in use.readers if at else ():
             wanted = tuple((k, f) for k, d in at.items() if (f := reader.factors[d]) >= 0)

@@ -56,7 +56,7 @@ def batches_of(
         taken: calls that stand in loops.
     """
     kinds: dict[Any, int] = {}
-    known = [kinds.setdefault(_kind(call), len(kinds)) for call in flat.calls]
+    known = [kinds.setdefault(kind_of(call), len(kinds)) for call in flat.calls]
     alone: set[int] = set()
     for _ in range(ROUNDS):
         found = _round(flat, place, length, taken, alone, known)
@@ -78,9 +78,13 @@ def _round(
     where: dict[int, Place] = dict(place)
     same: dict[int, int] = {}
     dropped: set[int] = set()
-    groups: dict[Any, dict[int, int]] = {}
-    rows_of: dict[Any, int] = {}
-    first: dict[Any, int] = {}
+    groups: dict[int, dict[int, int]] = {}
+    rows_of: dict[int, int] = {}
+    first: dict[int, int] = {}
+    # a number per kind of call and what it reads: with what those calls read in turn, such a key
+    # would be as large as all paths to it
+    numbers: dict[Any, int] = {}
+    parts_of: list[tuple[Any, ...]] = []
 
     def size(stack: Any) -> int:
         return rows_of[stack[0]] if isinstance(stack, tuple) else length(stack)
@@ -93,7 +97,7 @@ def _round(
         sizes: set[int] = set()
         for atom in call.ins:
             if not isinstance(atom, int):
-                parts.append(("literal", str(atom.val)))
+                parts.append(literal_of(atom))
                 continue
             value = same.get(atom, atom)
             if value in where:
@@ -105,7 +109,9 @@ def _round(
                 parts.append(("value", value))
         if len(rows) > 1 or len(sizes) > 1 or runs_once(call.eqn) or _adds_scalars(call):
             continue
-        key = (kinds[at], tuple(parts))
+        key = numbers.setdefault((kinds[at], tuple(parts)), len(numbers))
+        if key == len(parts_of):
+            parts_of.append(tuple(parts))
         twin = groups[key].get(min(rows), -1) if rows and key in groups else first.get(key, -1)
         if twin >= 0:  # made once already
             same.update(zip(call.outs, flat.calls[twin].outs, strict=True))
@@ -127,14 +133,14 @@ def _round(
             for key in lacking
             if not any(
                 kind == "row" and isinstance(what, tuple) and what[0] in lacking
-                for kind, what in key[1]
+                for kind, what in parts_of[key]
             )
         ]
         return {at for key in first_of for at in groups[key].values()}
     batches = [
         Batch(
             tuple(calls[row] for row in range(rows_of[key])),
-            tuple(part[0] == "row" for part in key[1]),
+            tuple(part[0] == "row" for part in parts_of[key]),
         )
         for key, calls in groups.items()
     ]
@@ -148,7 +154,12 @@ def _adds_scalars(call: Call) -> bool:
     )
 
 
-def _kind(call: Call) -> Any:
+def literal_of(atom: Any) -> tuple[str, str]:
+    """Equal for literals of the same value."""
+    return "literal", str(atom.val)
+
+
+def kind_of(call: Call) -> Any:
     """Equal for operations of the same types and parameters."""
     params = tuple((name, _plain(value)) for name, value in sorted(call.eqn.params.items()))
     avals = tuple(str(v.aval) for v in (*call.eqn.invars, *call.eqn.outvars))

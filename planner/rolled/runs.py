@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from planner import compat
-from planner.graph.flat import FlatJaxpr, nbytes
+from planner.graph.flat import FlatJaxpr, nbytes, runs_once
 from planner.graph.labels.blocks import blocks_of
+from planner.rolled.batches import kind_of, literal_of
 
 LEAST_COUNT = 4
 """Blocks that are worth a loop."""
@@ -106,8 +107,9 @@ def runs_of(flat: FlatJaxpr, makers: Maker) -> Iterator[Run]:
             while end < len(codes) and codes[end] == codes[end - b.length]:
                 end += 1
             spans.append((start, end, b.length))
+    twins = _twins(flat)
     for span in spans:
-        run = _best(flat, makers, *span)
+        run = _best(flat, makers, twins, *span)
         if run is not None:
             yield run
 
@@ -133,7 +135,21 @@ def _codes(flat: FlatJaxpr) -> np.ndarray[Any, Any]:
     return np.asarray(out, np.int64)
 
 
-def _best(flat: FlatJaxpr, makers: Maker, start: int, end: int, length: int) -> Run | None:
+def _twins(flat: FlatJaxpr) -> Mapping[int, int]:
+    """Values that are made of literals alone, as zeros are: the first that is made alike."""
+    first: dict[Any, tuple[int, ...]] = {}
+    twins: dict[int, int] = {}
+    for call in flat.calls:
+        if all(v in twins for v in call.ins if isinstance(v, int)) and not runs_once(call.eqn):
+            ins = (twins[v] if isinstance(v, int) else literal_of(v) for v in call.ins)
+            outs = first.setdefault((kind_of(call), tuple(ins)), tuple(call.outs))
+            twins.update(zip(call.outs, outs, strict=True))
+    return twins
+
+
+def _best(
+    flat: FlatJaxpr, makers: Maker, twins: Mapping[int, int], start: int, end: int, length: int
+) -> Run | None:
     """The most blocks of a span, cut where least crosses, that make a run."""
     crossing = _crossing(flat, start, end)
     places = []
@@ -145,7 +161,8 @@ def _best(flat: FlatJaxpr, makers: Maker, start: int, end: int, length: int) -> 
         for first, last in DROPPED:
             count = -least - first - last
             if count >= LEAST_COUNT:
-                run = _run(flat, makers, start + phase + first * length, length, count)
+                at = start + phase + first * length
+                run = _run(flat, makers, twins, at, length, count)
                 if run is not None:
                     return run
     return None
@@ -163,7 +180,9 @@ def _crossing(flat: FlatJaxpr, start: int, end: int) -> np.ndarray[Any, Any]:
     return np.cumsum(rises)[:-1]
 
 
-def _run(flat: FlatJaxpr, makers: Maker, start: int, length: int, count: int) -> Run | None:
+def _run(
+    flat: FlatJaxpr, makers: Maker, twins: Mapping[int, int], start: int, length: int, count: int
+) -> Run | None:
     """The run of some blocks; None where their operands do not follow one pattern."""
     operands: list[tuple[Operand, ...]] = []
     carries: dict[Any, tuple[int, Any]] = {}
@@ -184,10 +203,12 @@ def _run(flat: FlatJaxpr, makers: Maker, start: int, length: int, count: int) ->
                 row.append(Own(call, out))
             elif not isinstance(atoms[0], int):
                 row.append(Literal())
-            elif len(set(atoms)) == 1:
-                row.append(Const(atoms[0]))
             else:
-                row.append(Row(stacks.setdefault(tuple(atoms), len(stacks))))
+                values = tuple(twins.get(v, v) for v in atoms)
+                if len(set(values)) == 1 and not start <= makers.get(values[0], OUTSIDE)[0] < end:
+                    row.append(Const(values[0]))
+                else:
+                    row.append(Row(stacks.setdefault(tuple(atoms), len(stacks))))
         operands.append(tuple(row))
     ends = tuple((call, out, first) for (call, out, _), (_, first) in carries.items())
     return Run(start, length, count, tuple(operands), ends, tuple(stacks))

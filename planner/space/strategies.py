@@ -68,10 +68,12 @@ class StrategySet:
 def usable_factors(
     sizes: tuple[int, ...], shardable: tuple[bool, ...], mesh: tuple[int, ...], kind: str
 ) -> tuple[int, ...]:
-    """The factors that strategies may split, the smallest left out where that makes too many."""
-    usable = [f for f, ok in enumerate(shardable) if ok and any(sizes[f] % n == 0 for n in mesh)]
+    """The factors that strategies may split, the smallest left out where that makes too many.
+    Mesh axes of one device split nothing."""
+    axes = [n for n in mesh if n > 1]
+    usable = [f for f, ok in enumerate(shardable) if ok and any(sizes[f] % n == 0 for n in axes)]
     usable.sort(key=lambda f: (-sizes[f], f))
-    while usable and len(_options(usable, kind)[0]) ** len(mesh) > MAX_STRATEGIES * 2:
+    while usable and len(_options(usable, kind)[0]) ** len(axes) > MAX_STRATEGIES * 2:
         usable.pop()
     return tuple(sorted(usable))
 
@@ -84,10 +86,11 @@ def _options(usable: Sequence[int], kind: str) -> tuple[IntArray, IntArray]:
     return np.asarray(store, np.int64), np.asarray(use, np.int64)
 
 
-def _combined(usable: Sequence[int], num_axes: int, kind: str) -> StrategySet:
-    """Every combination of the axes' options; row 0 is "replicated"."""
+def _combined(usable: Sequence[int], split: Sequence[bool], kind: str) -> StrategySet:
+    """Every combination of the options of the axes that may split something; row 0 is
+    "replicated"."""
     store, use = _options(usable, kind)
-    rows = np.indices((len(store),) * num_axes).reshape(num_axes, -1).T
+    rows = np.indices([len(store) if ok else 1 for ok in split]).reshape(len(split), -1).T
     return StrategySet(use[rows], store[rows], np.zeros((len(rows), 0), np.int64))
 
 
@@ -119,7 +122,8 @@ def enumerate_strategies(
     if decisions:
         *others, (name, count) = decisions
         return enumerate_strategies(sizes, shardable, mesh, kind, tuple(others)).times(name, count)
-    found = _combined(usable_factors(sizes, shardable, mesh, kind), len(mesh), kind)
+    usable = usable_factors(sizes, shardable, mesh, kind)
+    found = _combined(usable, [n > 1 for n in mesh], kind)
     good = _dividing(found.store, sizes, np.asarray([mesh], np.int64))[0]
     return found.take(good)
 
@@ -146,9 +150,9 @@ def joint_strategies(
         *others, (name, count) = decisions
         found, has = joint_strategies(sizes, shardable, meshes, kind, tuple(others))
         return found.times(name, count), np.concatenate([has] * count, axis=1)
-    num_axes = len(meshes[0])
     usable = [usable_factors(sizes, shardable, mesh, kind) for mesh in meshes]
-    sets = [_combined(one, num_axes, kind) for one in dict.fromkeys(usable)]
+    split = [tuple(n > 1 for n in mesh) for mesh in meshes]
+    sets = [_combined(*one, kind) for one in dict.fromkeys(zip(usable, split, strict=True))]
     count = len(sizes)
     # in the order of _options: not split, split in store and use, split in the store only
     rows = [np.where(s.use == s.store, s.store, s.store + count) for s in sets]
@@ -156,6 +160,7 @@ def joint_strategies(
     store = np.where(option >= count, option - count, option)
     use = np.where(option >= count, -1, option)
     good = _dividing(store, sizes, np.asarray(meshes, np.int64))
+    good &= ~((store >= 0)[None] & ~np.asarray(split)[:, None]).any(axis=2)
     for f in range(len(sizes)):
         lacking = np.array([f not in one for one in usable])
         if lacking.any():

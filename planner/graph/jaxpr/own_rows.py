@@ -116,7 +116,7 @@ def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
         dim, made = int(eqn.params["dimension"]), eqn.outvars[0].aval
         return _Count(dim) if _holds(made.dtype, compat.aval_shape(made)[dim]) else None
     known = [None if compat.is_literal(v) else facts.get(v) for v in eqn.invars]
-    if not known or known == [None] * len(known):
+    if not eqn.outvars or known == [None] * len(known):
         return None
     first, out = known[0], eqn.outvars[0].aval
     if name == "lt" and isinstance(first, _Count) and _is_zero(eqn.invars[1]):

@@ -61,9 +61,10 @@ def where_hopeful(planned: Planned, wish: Wish, door: Door) -> Planned:
     than ``HOPE`` of its step.
     """
     request, prediction = door.request, planned.plan.prediction
-    bound = request.mesh or request.shardings or request.tensor or request.sequence
-    bound = bound or request.confirm or request.spreads or request.search != AUTO
-    open_to = not bound and request.state == StateRequest() and not wish.recipe.schedule
+    asked = (request.shardings, request.tensor, request.sequence, request.confirm)
+    open_to = not any(asked) and request.mesh is None and not request.spreads
+    open_to = open_to and request.search == AUTO and request.state == StateRequest()
+    open_to = open_to and not wish.recipe.schedule
     open_to = open_to and ("microbatches" in wish.open or wish.recipe.microbatches > 1)
     if not open_to or nodes_of(planned) < 2 or planned.plan.stages > 1:
         return planned

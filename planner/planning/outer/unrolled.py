@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 
+from planner.chunks.rewrite import chunks_worth
 from planner.errors import MeshwrightError, RequestError
 from planner.planning.open_recipes import Door
 from planner.planning.row import Planned
-from planner.recipes import Recipe, Rewriter, Wish
+from planner.recipes import CLOSE, Recipe, Rewriter, Wish
 from planner.request.options import Request
 from planner.request.state import StateRequest
 from planner.rolled import Rolled, rolled
@@ -75,7 +77,7 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
             found = search(mine, inner)
         except MeshwrightError:
             continue
-        recipe = _best(found, door)
+        recipe = _best(found, door, wish)
         if recipe is None:
             continue
         # what was found of replicas holds for the recipe that it was found for
@@ -113,9 +115,13 @@ def _cuts(rewriter: Rewriter, statistics: str = WHOLE) -> bool:
     return True
 
 
-def _best(found: Planned, door: Door) -> Recipe | None:
+def _best(found: Planned, door: Door, wish: Wish) -> Recipe | None:
     """Of the recipe that was found for the step with loops and those that may be faster, the best
-    for the step as it is; None where none fits."""
+    for the step as it is; None where none fits.
+
+    Where the step as it is takes clearly longer than with loops, loops misjudged it: XLA keeps
+    what loops leave behind in stacks. Then chunks, which free most, are tried as well.
+    """
     seconds: dict[Recipe, float] = {}
     for k, made in enumerate((found.plan.recipe, *found.hopeful[:MOST_OTHERS])):
         if k > MOST_HOPEFUL and seconds:
@@ -125,6 +131,16 @@ def _best(found: Planned, door: Door) -> Recipe | None:
             row = door.row_of(recipe)
             if row.fits:
                 seconds[recipe] = row.near_s
+    least_s = min(seconds.values(), default=math.inf)
+    if CLOSE * found.plan.search.cost_s < least_s < math.inf and "chunks" in wish.open:
+        best = min(seconds, key=lambda r: seconds[r])
+        parts = chunks_worth(door.rewriter.cut(1)[1])
+        for remat in dict.fromkeys((wish.recipe.remat, best.remat)):
+            recipe = dataclasses.replace(wish.recipe, remat=remat, chunks=parts)
+            with contextlib.suppress(RequestError):
+                row = door.row_of(recipe)
+                if parts > 1 and row.fits:
+                    seconds[recipe] = row.near_s
     return min(seconds, key=lambda r: seconds[r], default=None)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner import compat
 from planner.rules.kernels.pallas.work import Work, kernel_work
@@ -22,7 +22,8 @@ _FREE = frozenset(
     "reshape squeeze expand_dims broadcast_in_dim iota pvary convert_element_type transpose copy "
     "sharding_constraint stop_gradient axis_index".split()
 )
-_PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general"})
+RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
+_PRODUCTS = frozenset({"dot_general", *RAGGED})
 _SENDS = {
     **dict.fromkeys("psum psum_invariant psum2 pmax pmin".split(), "all_reduce"),
     **dict.fromkeys("all_gather all_gather_invariant".split(), "all_gather"),
@@ -32,6 +33,9 @@ _SENDS = {
     "ppermute": "permute",
 }
 """The kind of a collective primitive."""
+MASKED, MASKED_GRADIENT = "masked", "masked gradient"
+"""What ragged products take besides where a compiler multiplies all rows by the matrices of all
+groups: as XLA:GPU and XLA:CPU do, XLA:TPU for the gradients of matrices alone."""
 
 
 def inside(jaxpr: Any, axes: Mapping[str, int]) -> tuple[Work, Sends]:
@@ -44,16 +48,21 @@ def inside(jaxpr: Any, axes: Mapping[str, int]) -> tuple[Work, Sends]:
     names = [name for name, size in axes.items() if size > 1]
     found = _Inside(names)
     found.add(jaxpr, 1.0)
-    rows = (("matmul", *found.products), ("vector", *found.rest))
+    rows = (
+        ("matmul", *found.products),
+        ("vector", *found.rest),
+        *((kind, *more) for kind, more in found.masked.items()),
+    )
     work = tuple((kind, flops, moved) for kind, flops, moved in rows if flops or moved)
     return work, tuple((*key, times) for key, times in found.sends.items())
 
 
-def held_inside(jaxpr: Any) -> float:
+def held_inside(jaxpr: Any, masked: bool = False) -> float:
     """Bytes that a body allocates at its worst moment, without its operands and results.
 
     What products, collectives, kernels, and operations of several shapes make is written, and lives
-    until the last operation that reads it; elementwise results are not.
+    until the last operation that reads it; elementwise results are not. ``masked``: ragged products
+    hold copies of what they mask (XLA:GPU, XLA:CPU).
     """
     inner = compat.body(jaxpr)
     last: dict[Any, int] = {}
@@ -63,7 +72,9 @@ def held_inside(jaxpr: Any) -> float:
     live = peak = 0.0
     ends: dict[int, float] = {}
     for k, eqn in enumerate(inner.eqns):
-        deeper = max((held_inside(b) for b in _bodies(eqn)), default=0.0)
+        deeper = max((held_inside(b, masked) for b in _bodies(eqn)), default=0.0)
+        if masked and eqn.primitive.name in RAGGED:
+            deeper += _ragged(eqn).copied
         made = 0.0
         for v in eqn.outvars if _is_written(eqn) else ():
             if v not in results and v in last:
@@ -104,6 +115,7 @@ class _Inside:
     names: list[str]
     products: tuple[float, float] = (0.0, 0.0)
     rest: tuple[float, float] = (0.0, 0.0)
+    masked: dict[str, tuple[float, float]] = field(default_factory=dict)
     sends: dict[tuple[str, tuple[int, ...], float], float] = field(default_factory=dict)
 
     def add(self, jaxpr: Any, times: float) -> None:
@@ -124,6 +136,11 @@ class _Inside:
             elif name in _PRODUCTS:
                 moved = _bytes(*eqn.invars, *eqn.outvars)
                 self.products = _sum(self.products, times, _flops(eqn), moved)
+                if name in RAGGED:
+                    more = _ragged(eqn)
+                    before = self.masked.get(more.kind, (0.0, 0.0))
+                    flops = (more.groups - 1) * _flops(eqn)
+                    self.masked[more.kind] = _sum(before, times, flops, 2.0 * more.copied)
             elif name not in _FREE:
                 self.other(eqn, times)
 
@@ -158,14 +175,38 @@ def _sum(
     return before[0] + times * flops, before[1] + times * moved
 
 
+class _Ragged(NamedTuple):
+    """A ragged product where it is masked.
+
+    Attributes:
+        kind: ``MASKED``, or ``MASKED_GRADIENT`` where the rows are summed over.
+        groups: how many it has.
+        copied: bytes of the masked copies: of the rows, of a gradient of both operands.
+    """
+
+    kind: str
+    groups: int
+    copied: float
+
+
+def _ragged(eqn: Any) -> _Ragged:
+    rows, made = (len(compat.aval_shape(v.aval)) for v in (eqn.invars[0], eqn.outvars[0]))
+    gradient = made > rows
+    groups = compat.aval_shape(eqn.invars[2].aval)[-1]
+    copied = groups * _bytes(*eqn.invars[: 2 if gradient else 1])
+    return _Ragged(MASKED_GRADIENT if gradient else MASKED, groups, copied)
+
+
 def _flops(eqn: Any) -> float:
     """Of a product; each row of a ragged one meets one group."""
     left = compat.aval_shape(eqn.invars[0].aval)
-    depth = left[-1]
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(left[d] for d in contracted)
-    return 2.0 * depth * math.prod(compat.aval_shape(eqn.outvars[0].aval))
+    made = compat.aval_shape(eqn.outvars[0].aval)
+    if eqn.primitive.name in RAGGED:  # rows x columns of the operands that are not summed over
+        if len(made) > len(left):  # groups x both, the rows summed over
+            return 2.0 * float(math.prod(made[1:]) * left[0])
+        return 2.0 * float(math.prod(made) * left[-1])
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2.0 * float(math.prod(left[d] for d in contracted) * math.prod(made))
 
 
 def _bytes(*atoms: Any) -> float:

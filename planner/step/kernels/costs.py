@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from costmodels import Device, Kernel
 from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
+from planner.rules.kernels.inside import MASKED, MASKED_GRADIENT
 from planner.rules.kernels.regions import REGION
 from planner.space.factors import Layout
 from planner.space.groups import Groups
@@ -111,8 +112,12 @@ class Workload:
         weight = self.graph.regions[op.region].weight
         dtype = next((self.graph.values[v].dtype for v in op.inputs if v != SCALAR), "float32")
         for kind, flops, moved in op.work:
+            if kind in (MASKED, MASKED_GRADIENT):
+                if self.device is None or (kind == MASKED and self.device.fuses_operands):
+                    continue
+                moved = 0.0 if self.device.fuses_operands else moved
             traffic = ((weight * moved, ()),)
-            how: Kernel = "matmul" if kind == "matmul" else "vector"
+            how: Kernel = "vector" if kind == "vector" else "matmul"
             self.products[entry[0]].append(
                 Work((frozenset(),), weight * flops, traffic, dtype, how, weight)
             )

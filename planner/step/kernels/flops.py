@@ -6,6 +6,7 @@ import math
 
 from planner.graph.ir import RAGGED, Graph, Op
 from planner.rules.factor import FactorRule
+from planner.rules.kernels.inside import MASKED, MASKED_GRADIENT
 
 MOVES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
@@ -34,7 +35,7 @@ def masked_operands(graph: Graph, op: Op) -> int:
 def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
     """Flop of one run of an operation, unsharded."""
     if op.work:
-        return sum(flops for _, flops, _ in op.work)
+        return sum(flops for kind, flops, _ in op.work if kind not in (MASKED, MASKED_GRADIENT))
     values = graph.values
     return _flops(
         op.kind,

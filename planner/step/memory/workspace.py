@@ -42,12 +42,13 @@ def _regions(graph: Graph, groups: Groups, found: Written, live: Sequence[bool])
     """What a ``shard_map`` holds inside, of one device already."""
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        if op.kind != REGION or entry is None or not live[op.index] or not op.held:
+        held = op.held[found.merges]
+        if op.kind != REGION or entry is None or not live[op.index] or not held:
             continue
         at, sized = found.time[op.index], [v for v in op.outputs if found.nbytes[v]]
         if sized:
             layout = entry[2][op.outputs.index(sized[0])]
-            yield Extra(entry[0], at, at + 1, sized[0], layout, op.held / found.nbytes[sized[0]])
+            yield Extra(entry[0], at, at + 1, sized[0], layout, held / found.nbytes[sized[0]])
 
 
 def _narrowed(

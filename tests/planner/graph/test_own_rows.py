@@ -153,3 +153,13 @@ def test_such_a_step_runs(options: dict[str, Any]) -> None:
     found = mw.parallelize(step, **options)(params, x, y)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_an_operation_without_results_may_read_such_numbers() -> None:
+    def printed(w: jax.Array, x: jax.Array) -> jax.Array:
+        rows = jnp.arange(x.shape[0])
+        jax.debug.print("rows {}", rows)
+        return w - 0.1 * x.T @ (rows[:, None] * (x @ w))
+
+    args = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
+    assert mw.make_plan(printed, *args, cluster="h100:8").fallbacks
