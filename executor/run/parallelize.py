@@ -150,12 +150,17 @@ class Parallelized:
     def _news(self, bound: Bound, key: _Key) -> str:
         """What is new about a call, in words."""
         if self._current is None or self._current.key == bound.key:
-            strong = [(*k[:2], tuple(x[:2] for x in k[2])) for k in (key, *self._entries)]
-            if strong[0] in strong[1:]:
-                return (
-                    "the same shapes with other weak types, as of jnp.log(10.0) (give such arrays "
-                    "a dtype)"
-                )
+            for other in reversed(self._entries):
+                pairs = list(zip(key[2], other[2], strict=False))
+                if key[:2] == other[:2] and all(a[:2] == b[:2] for a, b in pairs):
+                    paths = jax.tree_util.tree_flatten_with_path(bound.args)[0]
+                    changed = [k for k, (a, b) in enumerate(pairs) if a != b]
+                    first = jax.tree_util.keystr(paths[changed[0]][0])
+                    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+                    return (
+                        f"the same shapes with other weak types, as of jnp.log(10.0), at {first}"
+                        f"{more} (give such arrays a dtype)"
+                    )
             return "new shapes"
         return "new static values or structure" + bound.difference(self._current.key)
 

@@ -148,7 +148,9 @@ def _votes(plan: Extraction) -> list[dict[str, float]]:
                 rows = [f for f in acts if f >= 0 and f not in weights]
                 role = DATA if rows[:1] == [factor] else SEQ
             else:
-                role = EXPERT if factor in acts and factor in outs[0] else MODEL
+                apart = factor in acts and factor in outs[0]  # each has weights of its own
+                channels = op.kind == "conv_general_dilated"  # of a depthwise convolution
+                role = EXPERT if apart and not channels else MODEL
             votes[k][role] = votes[k].get(role, 0.0) + flops
     return votes
 

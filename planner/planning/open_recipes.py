@@ -16,7 +16,7 @@ from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
 from planner.plan.plan import Plan
-from planner.planning.row import Planned, Row
+from planner.planning.row import SQUEEZED, Planned, Row
 from planner.recipes import CLOSE, FULL, WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
 from planner.remat.policy import NONE, OFFLOAD
 from planner.remat.rewrite import policies
@@ -28,6 +28,8 @@ MOST_PARTS = 64
 """Microbatches that are tried at most."""
 MOST_PLANNED = 2
 """Recipes that are planned whole, at most."""
+MOST_OPEN = 2
+"""Recipes that are planned besides for what their bounds leave open, at most."""
 NEAR = 1.01
 """A quick look this close to a plan may have missed the better one."""
 
@@ -231,8 +233,9 @@ def _nearest(seen: Mapping[Recipe, Outcome[Row | None]]) -> Row | None:
 
 def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried: str) -> Planned:
     """The fastest of the plans of recipes that a quick look found to fit: the most promising is
-    searched first, and others while the look found something faster for them (up to ``NEAR``). The
-    longest search runs for the best of them alone. Of recipes that differ by no more than
+    searched first, and others while the look found something faster for them (up to ``NEAR``), or
+    if their bounds leave them much faster: where memory is tight, looks may be far off. The longest
+    search runs for the best of them alone. Of recipes that differ by no more than
     ``CLOSE``, those that fill the memory come last: predictions are not that exact."""
     rows = [(o.found, o) for o in seen.values() if o.found is not None and o.cost_s < math.inf]
     least_s = min((look.cost_s for _, look in rows), default=math.inf)
@@ -250,6 +253,11 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
         if look.cost_s > NEAR * known_s or look.bound_s * worth > known_s:
             continue
         near.insert(0 if row.near_s * worth < known_s else len(near), row)
+    open_rows = [one for one in rows[MOST_PLANNED:] if one[0] not in near]
+    for row, look in sorted(open_rows, key=lambda one: one[1].bound_s)[:MOST_OPEN]:
+        known_s = near[0].near_s if near else math.inf
+        if look.bound_s * SQUEEZED < known_s and row.near_s * CLOSE < known_s:
+            near.insert(0, row)
     for row in near:
         with contextlib.suppress(MemoryLimitError):
             return row.planned(begun, tried)

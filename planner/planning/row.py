@@ -24,6 +24,7 @@ from planner.choose.meshes import (
     tried_in_vain,
     unfold,
 )
+from planner.choose.quick import free_bounds
 from planner.choose.thrift import thrifty
 from planner.cost.pricing import Priced
 from planner.debug.stage import Stage
@@ -141,13 +142,14 @@ class Row:
 
     @functools.cached_property
     def squeeze(self) -> float:
-        """How many times what any plan takes at least the best plan takes where it uses much of the
-        memory: what memory may cost. 1 where something else decides."""
+        """How many times what any plan takes at least, whatever memory it takes, the best plan
+        takes where it uses much of the memory. 1 where something else decides."""
         best = choose(self.searched[0])[1]
         little = best.peak_bytes < MUCH * self.request.limit_bytes
         if little or self.request.spreads or not best.feasible:
             return 1.0
-        least_s = min(solution.lower_bound_s for _, solution in self.searched[0])
+        bounds = free_bounds(self.step.quotient, self.step.pins, self.request)
+        least_s = min(bounds.values(), default=0.0)
         return best.cost_s / least_s if least_s > 0 else 1.0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from costmodels import parse_cluster
 from executor import parallelize
 from planner import make_plan
 from planner.errors import MemoryLimitError, RequestError
@@ -154,6 +156,25 @@ def test_a_step_that_does_not_fit_is_rewritten_and_the_plan_says_so() -> None:
     assert plan.prediction.step_s <= 1.02 * min(costs.values())
     with pytest.raises(MemoryLimitError):
         make_plan(layered, *LAYERS, microbatches=1, remat="none", **options)
+
+
+SLOW = parse_cluster("h100:4x2")
+SLOW = dataclasses.replace(
+    SLOW, network=dataclasses.replace(SLOW.network, bytes_per_s=SLOW.network.bytes_per_s / 16)
+)
+WIDE = (struct(16, 4096, 16384), struct(16, 16384, 4096))
+
+
+@pytest.mark.long
+def test_a_step_that_memory_makes_slow_is_compared_with_recipes() -> None:
+    options: dict[str, Any] = {"cluster": SLOW, "memory": "12GB", "stages": 1}
+    plan = make_plan(layered, WIDE, struct(16384, 4096), **options)
+    plain = make_plan(
+        layered, WIDE, struct(16384, 4096), **options, microbatches=1, remat="none", chunks=1
+    )
+    assert plan.recipe != PLAIN and plain.recipe == PLAIN  # it fits, too
+    assert plan.prediction.step_s < 0.5 * plain.prediction.step_s
+    assert any("for lack of memory the step as written takes up to" in n for n in plan.notes)
 
 
 def test_what_is_given_is_kept_and_the_rest_searched() -> None:

@@ -78,6 +78,25 @@ def test_the_strategy_is_read_off_the_plan(program, options, names, said):
     assert {a for row in plan.collectives for a in row.axes} <= set(plan.mesh.names)
 
 
+def test_channels_of_a_depthwise_convolution_are_no_experts():
+    def loss(p, batch):
+        for kernel in p:
+            batch = jax.lax.conv_general_dilated(
+                batch,
+                kernel,
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                feature_group_count=512,
+            )
+        return jnp.mean(batch**2)
+
+    step, args = train(loss, [of(3, 3, 1, 512)] * 3, of(2, 64, 64, 512))
+    rules = {r"\['p'\]": jax.P(None, None, None, "c")}
+    plan = make_plan(step, *args, cluster="h100:8", shardings=rules)
+    assert "tensor parallel over 8" in plan.strategy and "expert" not in plan.strategy
+
+
 @pytest.mark.parametrize("axis", ["rows", "fsdp"])
 def test_axes_that_the_user_named_stay(axis):
     step, args = deep(1024, 65536)
