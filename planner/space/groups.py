@@ -158,7 +158,7 @@ class _Grouping:
         sums = _open_sums(graph)
         self.fusable = tuple(
             [
-                known[op.kind, id(rules[op.index])]
+                (known[op.kind, id(rules[op.index])] or self.says_nothing(op))
                 and not (op.kind == "reduce_sum" and op.outputs[0] in sums)
                 for op in graph.ops
             ]
@@ -174,6 +174,11 @@ class _Grouping:
             graph.ops
         )
         self.copies: dict[int, tuple[int, Layout]] = {}
+
+    def says_nothing(self, op: Op) -> bool:
+        """Whether an operation is a constraint that asks for nothing, as one on a mesh of one
+        device does: its value has no reason to change its sharding there."""
+        return op.kind == "sharding_constraint" and op.outputs[0] not in self.pinned
 
     def anchors_of(self, value: int) -> int:
         """How many operations that mix dimensions read a value."""
@@ -331,7 +336,7 @@ class _Grouping:
         """Place one operation."""
         if op.kind == "loop_test":
             return
-        if op.kind in IDENTITY_BORDERS:
+        if op.kind in IDENTITY_BORDERS and not self.fusable[op.index]:
             self.border(op)
         elif op.kind == "loop_back":
             result, carry = op.inputs

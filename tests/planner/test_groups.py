@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
@@ -274,3 +275,15 @@ def test_stacks_of_loops_are_sent_in_every_iteration() -> None:
     graph, groups = grouped(scanned, struct(64, 64), struct(64, 64))
     sent = [x for x in groups.links if graph.ops[x.op].kind == "loop_ys"]
     assert all(x.weight == 6 for x in sent) and sent
+
+
+def test_a_constraint_that_says_nothing_does_not_part_a_group() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    said = jax.sharding.NamedSharding(mesh, jax.P("x"))
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return jnp.sin(jax.lax.with_sharding_constraint(jnp.cos(x), said))
+
+    graph, groups = grouped(constrained, struct(8, 8))
+    assert len(groups.groups) == 1 and not groups.links
+    assert "sharding_constraint" in {op.kind for op in graph.ops}

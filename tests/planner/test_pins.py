@@ -242,7 +242,7 @@ def test_a_constraint_on_a_mesh_of_one_device_is_no_mark(entries: Any) -> None:
     bare = make_plan(sequence_parallel(None, (free,) * 3), NORMED, x, **options)
     assert marked.mesh == bare.mesh and not marked.pins
     seconds = bare.prediction.step_s
-    assert marked.prediction.step_s == pytest.approx(seconds, rel=1e-8)  # sums in another order
+    assert marked.prediction.step_s == pytest.approx(seconds, rel=1e-6)  # sums in another order
     assert dataclasses.replace(marked.prediction, step_s=seconds) == bare.prediction
 
 
