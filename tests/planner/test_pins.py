@@ -241,9 +241,10 @@ def test_a_constraint_on_a_mesh_of_one_device_is_no_mark(entries: Any) -> None:
     free = (P.UNCONSTRAINED,) * 3
     bare = make_plan(sequence_parallel(None, (free,) * 3), NORMED, x, **options)
     assert marked.mesh == bare.mesh and not marked.pins
-    seconds = bare.prediction.step_s
-    assert marked.prediction.step_s == pytest.approx(seconds, rel=1e-6)  # sums in another order
-    assert dataclasses.replace(marked.prediction, step_s=seconds) == bare.prediction
+    found, expected = marked.prediction, bare.prediction  # groups are not cut at the same places
+    assert found.step_s == pytest.approx(expected.step_s, rel=1e-6)
+    assert found.communication_s == pytest.approx(expected.communication_s, rel=1e-6)
+    assert found.peak_bytes == expected.peak_bytes
 
 
 def test_an_axis_of_size_one_leaves_its_dimension_free() -> None:
