@@ -94,6 +94,12 @@ class Layout:
         return out
 
     @property
+    def moved_share(self) -> float:
+        """What is moved, relative to the bytes of all arguments and of all that loops stack."""
+        known = set(self.flat.inputs).union(*(self.rows[s] for x in self.loops for s in x.stacks))
+        return self.moved_bytes / max(1, sum(self.sizes.get(v, 0) for v in known))
+
+    @property
     def covered(self) -> float:
         """The share of the program's operations that stand in loops, or are on stacks."""
         inside = sum(x.run.length * x.run.count for x in self.loops) + len(self.dropped)
@@ -112,8 +118,8 @@ class Layout:
 def layout_of(
     flat: FlatJaxpr, paths: Sequence[tuple[Any, ...]], most_moved: float = math.inf
 ) -> Layout:
-    """Make loops of the runs of a program; ``paths``: of its arguments; ``most_moved``: bytes from
-    which on the rest is left undone.
+    """Make loops of the runs of a program; ``paths``: of its arguments; ``most_moved``: share of
+    the bytes of arguments and stacks (``moved_share``) from which on the rest is left undone.
 
     Rows are in the order in which the first loop that reads them goes through them. A later loop
     (the backward pass, the update) follows, if it can.
@@ -124,7 +130,7 @@ def layout_of(
     for run in runs:
         if run not in scalars:
             _add(out, run)
-    if out.moved_bytes > most_moved:
+    if out.moved_share > most_moved:
         return out
     _add_moments(out)
     inside = {k for x in out.loops for k in range(x.run.start, x.run.end)}

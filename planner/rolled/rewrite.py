@@ -14,7 +14,6 @@ import jax
 
 from planner import compat
 from planner.errors import MeshwrightError, RequestError
-from planner.graph.flat import nbytes
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
 from planner.rolled.form import Form
@@ -25,7 +24,7 @@ LEAST_CALLS = 1500
 COVERED = 0.8
 """Share of them that has to stand in loops."""
 MOVED = 0.02
-"""Bytes that may be moved in and out of stacks, relative to those of the arguments."""
+"""Bytes that may be moved in and out of stacks, relative to those of arguments and stacks."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,8 @@ def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) ->
     flat = traced.flat
     if len(flat.calls) < LEAST_CALLS or not traced.in_paths:
         return None
-    most = MOVED * sum(nbytes(aval) for aval in traced.jaxpr.in_avals)
-    layout = layout_of(flat, traced.in_paths, most)
-    if layout.covered < COVERED or layout.moved_bytes > most:
+    layout = layout_of(flat, traced.in_paths, MOVED)
+    if layout.covered < COVERED or layout.moved_share > MOVED:
         return None
     form = Form(layout, traced)
     structs = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]
