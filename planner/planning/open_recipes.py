@@ -118,7 +118,6 @@ def searched(wish: Wish, door: Door) -> Planned:
         seen = {recipe: o for recipe, o in seen.items() if recipe.microbatches == 1}
     total = len(counts) * sum(map(len, kept.values()))
     tight = not wish.always and first.fits
-    gains = tight and best is not None and seen[best].cost_s * WORTH < first.near_s
     if total == 1:  # nothing but the step as it is
         return first.planned(begun)
     on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
@@ -135,22 +134,34 @@ def searched(wish: Wish, door: Door) -> Planned:
         tried += f"; not more, as the step as written is {faster} on devices with unlimited memory"
     if why:
         tried += f"; no microbatches: {why}"
-    if tight and not gains:
-        tried += "; none is faster"
-        planned = first.planned(begun)
-    elif best is not None:
-        planned = best_planned(seen, begun, tried)
-        if tight and planned.plan.search.cost_s > first.near_s:
-            planned = first.planned(begun)
-    else:
-        nearest = _nearest(seen) or first
-        floor = nearest.floor.peak_bytes
-        tried += f"; the least of them needs {bytes_text(floor)} or more"
-        planned = nearest.planned(begun, tried)
+    planned, rest = _best_of(seen, first, tight, begun, tried)
+    tried += rest
     note = tried if wish.always else f"{_cause(first, tight)}; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     hopeful = _hopeful(seen, plan) if best is not None else ()
     return dataclasses.replace(planned, plan=plan, compared=(note,), hopeful=hopeful)
+
+
+def _best_of(
+    seen: Mapping[Recipe, Outcome[Row | None]], first: Row, tight: bool, begun: float, tried: str
+) -> tuple[Planned, str]:
+    """The best plan of what was looked at, or of the step as written, and what to say besides.
+
+    Raises:
+        MemoryLimitError: none fits.
+    """
+    some = any(o.found is not None and o.cost_s < math.inf for o in seen.values())
+    if tight:
+        with contextlib.suppress(MemoryLimitError):
+            planned = best_planned(seen, begun, tried) if some else None
+            if planned is not None and planned.plan.search.cost_s * WORTH < first.near_s:
+                return planned, ""
+        return first.planned(begun), "; none is faster"
+    if some:
+        return best_planned(seen, begun, tried), ""
+    nearest = _nearest(seen) or first
+    more = f"; the least of them needs {bytes_text(nearest.floor.peak_bytes)} or more"
+    return nearest.planned(begun, tried + more), more
 
 
 def _cause(first: Row, tight: bool) -> str:
