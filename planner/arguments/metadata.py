@@ -151,10 +151,10 @@ class _Names:
 
 
 def _names(box: Any) -> _Names | None:
-    """The names of a box; None where it has none, or its array already lies on a mesh: that is
-    what they say, too."""
+    """The names of a box; None where it has none, or its array is split over a mesh already: that
+    is what they say, too."""
     names, own = getattr(box, "names", None), None
-    logical = hasattr(box, "rules")
+    logical = hasattr(box, "rules")  # Linen's LogicallyPartitioned
     if names is None:
         meta = box.get_metadata()
         names = meta.get("out_sharding", meta.get("sharding_names", meta.get("sharding")))
@@ -165,7 +165,7 @@ def _names(box: Any) -> _Names | None:
         return None
     (array,) = jax.tree_util.tree_leaves(box)
     placed = getattr(array, "sharding", None)
-    if isinstance(placed, NamedSharding) and placed.mesh.size > 1:
+    if isinstance(placed, NamedSharding) and placed.mesh.size > 1 and any(placed.spec):
         return None
     return _Names(names, tuple(own or ()), logical)
 
@@ -184,8 +184,7 @@ def _boxes(args: Sequence[Any]) -> Iterator[tuple[int, _Names]]:
 def names_without_axes(
     args: Sequence[Any], rules: Rules = (), mesh: MeshSpec | None = None
 ) -> tuple[str, ...]:
-    """Names in Flax metadata that have no rule and are no mesh axes: their dimensions are left
-    whole.
+    """Names in Flax metadata that have no rule and are no mesh axes: they count as None.
 
     Flax takes a name without a rule for a mesh axis. It is none if other names have rules, and
     neither they nor the mesh that is given name it; or if there are no rules and no mesh, and more
@@ -214,7 +213,7 @@ def metadata_notes(
         return ()
     some = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     hint = "" if rules else "; if they are logical names, pass logical_axis_rules"
-    return (f"Flax metadata: {some}: no rule and no mesh axis of that name, left open{hint}",)
+    return (f"Flax metadata: {some}: no rule and no mesh axis of that name, ignored{hint}",)
 
 
 def _entries(box: _Names, rules: Rules, ignored: Collection[str]) -> tuple[Entry, ...] | None:

@@ -117,7 +117,8 @@ class Op:
     a kernel or a region of the user's does in one run, as (kind of kernel, flop, bytes): of a
     kernel the whole, with bytes by its operands (0), of a ``shard_map`` one device's part;
     ``sends`` is what a ``shard_map`` sends (``planner.rules.kernels.inside``), ``held`` the bytes
-    that it allocates inside, with and without compilers that mask ragged products.
+    that it allocates inside: where compilers multiply ragged products by group, and where they
+    mask them.
     """
 
     index: int

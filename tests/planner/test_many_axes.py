@@ -98,7 +98,7 @@ def planned(rules: Any, mesh: str | None, up: Any, down: Any, **options: Any) ->
 
 
 EMBED = (("embed", "mlp"), ("mlp", "embed"))
-IGNORED = "Flax metadata: embed: no rule and no mesh axis of that name, left open"
+IGNORED = "Flax metadata: embed: no rule and no mesh axis of that name, ignored"
 
 
 @pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
@@ -107,6 +107,21 @@ def test_a_name_without_a_rule_beside_others_with_one(mesh: str | None) -> None:
     assert "embed" not in plan.mesh.names and plan.notes[0] == IGNORED
     specs = plan.as_partition_specs()
     assert tuple(specs["[0]['up']['kernel'].value"])[1] == "model"
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=["whole", "split"])
+def test_metadata_of_an_array_on_a_mesh_holds_unless_the_array_is_split(spec: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+    value = struct(64, 256, sharding=NamedSharding(mesh, spec))
+    boxed = nn.Partitioned(value, names=(None, "model"))
+
+    def step(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(x @ w.value)
+
+    plan = make_plan(step, boxed, struct(128, 64), cluster="cpu:8", mesh="data=4,model=2")
+    stored = next(leaf.spec.dims for leaf in plan.inputs if leaf.path.startswith("[0]"))
+    assert stored == (((), ("model",)) if spec == P() else (("data",), ()))
 
 
 def test_names_that_are_mesh_axes_are_kept_beside_rules() -> None:
@@ -119,7 +134,7 @@ def test_more_names_than_a_mesh_has_axes() -> None:
     plan = planned((), None, ("embed", "mlp"), ("heads", "norm"))
     said, _, rest = plan.notes[0].removeprefix("Flax metadata: ").partition(": ")
     assert set(said.split(", ")) == {"embed", "mlp", "heads", "norm"}
-    assert rest.endswith("left open; if they are logical names, pass logical_axis_rules")
+    assert rest.endswith("ignored; if they are logical names, pass logical_axis_rules")
 
 
 def test_a_given_mesh_without_the_axis_and_no_rules() -> None:
