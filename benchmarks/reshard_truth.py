@@ -37,8 +37,8 @@ from planner.spec import MeshSpec
 
 TARGETS = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2x2", "h100:8x2", "b200:8x2")
 MESHES = {1: (16,), 2: (4, 4), 3: (2, 2, 4)}
-LENGTHS = {1: 2**24, 2: 2**12, 3: 2**8, 4: 2**6}
-"""By rank, the length of each dimension of an array of 32 MiB."""
+LENGTHS = {1: 2**24, 2: 2**12, 3: 2**8, 4: 2**6, 5: 2**5, 6: 2**4}
+"""By rank, the length of each dimension of an array of 32 MiB (five dimensions: 64 MiB)."""
 WITHIN = 0.05
 """The relative difference that counts as equal."""
 

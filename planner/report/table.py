@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from costmodels.orders import Simulated, Work, drawn, in_ticks, named_order, simulate
 from planner.plan.compiled.option_sets import COUNTED, OFFLOADED
-from planner.plan.plan import LARGE, MeshVerdict, Plan
+from planner.plan.plan import LARGE, MeshRow, MeshVerdict, Plan
 from planner.report.fold import (
     LeafRow,
     common_start,
@@ -44,6 +45,7 @@ from planner.report.verdict import (
     devices_text,
     likely_text,
     mesh_text,
+    meshes_text,
     proof_text,
 )
 
@@ -54,6 +56,9 @@ _PLACES_NAMED = 6
 """Lines that couple examples that are named."""
 _STAGES_DRAWN = 8
 _LINES_SHOWN = 8
+_MESHES_SHOWN = 3
+"""Meshes of one verdict of ``_FOLDED`` that have a row; the plan's JSON has all."""
+_FOLDED = (MeshVerdict.UNFIT, MeshVerdict.PRUNED)
 SCHEDULE_TITLE = (
     "schedule (a row per stage; digits: forward pass of that microbatch, letters: backward pass, "
     "drawn at twice the time; dots: idle)"
@@ -258,7 +263,14 @@ def _meshes(plan: Plan) -> Table:
             m.lower_bound_s,
         ),
     )
+    every, shown = Counter(m.verdict for m in order), Counter[MeshVerdict]()
+    folded: dict[MeshVerdict, list[MeshRow]] = {}
     for m in order:
+        shown[m.verdict] += 1
+        many = m.verdict in _FOLDED and every[m.verdict] > _MESHES_SHOWN + 1
+        if many and shown[m.verdict] > _MESHES_SHOWN:
+            folded.setdefault(m.verdict, []).append(m)
+            continue
         add_row(
             table,
             m.mesh,
@@ -267,6 +279,16 @@ def _meshes(plan: Plan) -> Table:
             bytes_text(m.peak_bytes) if m.peak_bytes >= 0 else "-",
             mesh_text(m, plan),
             style="green" if m.verdict is MeshVerdict.CHOSEN else "",
+        )
+    for rows in folded.values():
+        least = min(rows, key=lambda m: m.lower_bound_s)
+        add_row(
+            table,
+            f"{len(rows)} more",
+            "-",
+            f"{time_text(least.lower_bound_s)} or more",
+            "-",
+            meshes_text(rows, plan),
         )
     return table
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from costmodels import ClusterError, origins
 from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
@@ -24,6 +26,14 @@ def mesh_text(row: MeshRow, plan: Plan) -> str:
             return f"{ratio} the chosen one's time"
         case MeshVerdict.CHOSEN:
             return "chosen"
+
+
+def meshes_text(rows: Sequence[MeshRow], plan: Plan) -> str:
+    """What became of meshes that have one verdict, in words."""
+    if rows[0].verdict is MeshVerdict.UNFIT:
+        least = min((row.peak_bytes for row in rows if row.peak_bytes >= 0), default=-1)
+        return f"does not fit: needs {bytes_text(least)} or more" if least >= 0 else "does not fit"
+    return _pruned_text(min(row.lower_bound_s for row in rows), plan.search.cost_s)
 
 
 def _pruned_text(bound_s: float, best_s: float) -> str:

@@ -193,6 +193,27 @@ def test_meshes_that_tie_are_said_to() -> None:
     assert "tied" not in plan_text(unknown)  # no published run says how close is close
 
 
+def test_meshes_that_do_not_fit_are_counted_after_the_third() -> None:
+    """Four have a row each; of more, the rest share one that holds their least bound."""
+
+    def report(unfit: int) -> str:
+        rows = [MeshRow("data=4,model=2", 0.0123, 0.0121, 3.1e10, MeshVerdict.CHOSEN)]
+        rows += [
+            MeshRow(f"2x{k}", -1.0, 0.020 + k / 1000, 9e10 - k * 1e9, MeshVerdict.UNFIT)
+            for k in range(unfit)
+        ]
+        return plan_text(dataclasses.replace(small_plan(), meshes=tuple(rows)), 160)
+
+    assert "2x3 " in report(4)
+    assert " more " not in report(4).split("meshes tried")[1].split("parameters")[0]
+    text = report(7)
+    assert "2x2 " in text
+    assert "2x3 " not in text
+    line = next(line for line in text.splitlines() if line.strip().startswith("4 more"))
+    assert "23.0 ms or more" in line
+    assert "needs 84.0 GB or more" in line
+
+
 def test_one_device_says_nothing_of_replication() -> None:
     inputs = (Leaf("[0]['w']", (4,), "float32", Sharding(((),)), 16, None, True),)
     plan = dataclasses.replace(
