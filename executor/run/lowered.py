@@ -348,16 +348,23 @@ class LoweredStep(ConstrainedStep):
             if op in self.lowered.apart:
                 return [jax.lax.optimization_barrier(x) for x in results]
             if op in self.lowered.plain_layout:
-                return [
-                    super(LoweredStep, self).constrained(compat.row_major(x), self.held[id(x)][1])
-                    for x in results
-                ]
+                return [self.plain(x) for x in results]
             return results
         self.step(name)
         ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
         made = scattered(eqn, ins, how, self.lowered.mesh)
         out = NamedSharding(self.lowered.mesh, partition_spec(how.out))
         return [super().constrained(made, out)]
+
+    def plain(self, x: Any) -> Any:
+        """``x`` in the default layout, said of each shard: of the whole array the compiler gathers
+        what is split along two dimensions before it holds it to a layout."""
+        sharding = self.held[id(x)][1]
+        spec = sharding.spec
+        made = jax.shard_map(
+            compat.row_major, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )(x)
+        return super().constrained(made, sharding)
 
     def turned(self, eqn: Any, op: int, ins: list[Any], how: Turned) -> Any:
         """The result of a product, computed without the transpose beside it."""

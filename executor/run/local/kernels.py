@@ -1,7 +1,8 @@
 """Kernels of the user's on shards: ``shard_map`` of the same kernel with a shorter grid.
 
 XLA knows nothing of a kernel and would gather its operands. Where the plan splits one, each device
-runs it on its own shard.
+runs it on its own shard. So it does with transforms, selections and decompositions (``ALONE``),
+whose batches compilers gather.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from planner.plan.plan import Constraint
 from planner.rules.kernels.known import on_shards
 from planner.rules.kernels.regions import REGION
 from planner.rules.kernels.registered import registered
+from planner.rules.key import EqnKey
+from planner.rules.sources.fallback import ALONE
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,19 @@ def _local(shape: Sequence[int], spec: Spec, mesh: Any) -> tuple[int, ...]:
     return tuple(out)
 
 
+def _alone(eqn: EqnKey, split: Spec) -> OnShards | None:
+    """How an operation of ``ALONE`` is split whose first operand is; None where it is whole, or
+    another operand or a result lacks the dimension."""
+    wanted = {d for d, entry in enumerate(split) if entry}
+    first = eqn.in_shapes[0]
+    shapes = (*eqn.in_shapes, *eqn.out_shapes)
+    if not wanted or any(s[d : d + 1] != first[d : d + 1] for s in shapes for d in wanted):
+        return None
+    specs = [tuple(split[d] for d in range(len(shape))) for shape in shapes]
+    count = len(eqn.in_shapes)
+    return OnShards(tuple(specs[:count]), tuple(specs[count:]), frozenset())
+
+
 def kernels_on_shards(
     traced: Traced,
     known: Mapping[tuple[int, str, int], Constraint],
@@ -76,6 +92,12 @@ def kernels_on_shards(
     found = {}
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
+        if op.kind in ALONE and eqn is not None:
+            split = known.get((op.index, "in", 0))
+            alone = split and _alone(eqn, spell(split, len(eqn.in_shapes[0])))
+            if alone:
+                found[op.index] = alone
+            continue
         if not op.kernel or op.kind == REGION or eqn is None:
             continue
 

@@ -238,6 +238,11 @@ LINALG: frozenset[str] = frozenset(
 )
 """Primitives that treat each matrix of a batch alone; library calls on most devices."""
 
+ALONE: frozenset[str] = LINALG | {"fft", "top_k", "lu_pivots_to_permutation"}
+"""Primitives that treat each row or matrix of a batch alone, and that some compiler gathers the
+operands of although the batch is split (XLA:CPU transforms and selections, XLA:TPU
+decompositions). Dimensions of operands and results that a plan splits have the same number."""
+
 _FAMILIES: dict[str, _Family] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose,
