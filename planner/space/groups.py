@@ -239,6 +239,9 @@ class _Grouping:
         home = region = graph.ops[at].region
         if graph.ops[at].kind in ENTRIES:
             region = reader.region
+            if reader.kind == "loop_ys":  # read by the body, whose last operation comes before
+                between = reversed(graph.ops[at + 1 : reader.index])
+                region = next((op.region for op in between if op.region != home), region)
             while graph.regions[region].parent not in (home, -1):
                 region = graph.regions[region].parent
         return graph.regions[region].weight
