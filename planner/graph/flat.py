@@ -261,10 +261,14 @@ def nbytes(aval: Any) -> int:
 
 def runs_once(eqn: Any) -> bool:
     """Whether an equation must not be computed twice, or elsewhere: it calls out, writes to a
-    reference, or draws random numbers that would be others under another sharding."""
+    reference, or draws random numbers that would be others under another sharding, or in a part."""
     if eqn.effects or any(compat.is_ref(v.aval) for v in eqn.invars):
         return True
     if eqn.primitive.name.startswith("rng_"):
         return True
+    if eqn.primitive.name == "random_gamma":  # one key is split by the number of elements
+        key, made = (compat.aval_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+        if key != made:
+            return True
     drawn = eqn.primitive.name == "random_bits"
     return drawn and not compat.draws_alike(compat.dtype_name(eqn.invars[0].aval))

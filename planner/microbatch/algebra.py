@@ -78,6 +78,10 @@ def _floats(node: Node) -> bool:
     return all(jnp.issubdtype(d, jnp.floating) for d in ends)
 
 
+GAMMA = "random_gamma"
+"""Draws whose one key is split by the number of elements: others in a part of the array."""
+
+
 def draws(name: str) -> bool:
     """Whether an operation makes random numbers, or keys for such."""
     return name.startswith(("random_", "rng_", "threefry"))

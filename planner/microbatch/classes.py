@@ -27,6 +27,7 @@ from planner import compat
 from planner.graph.jaxpr.walk import BARRIER, LOOPS, called, is_fused, loop_of, stays_whole
 from planner.microbatch.algebra import (
     FREE,
+    GAMMA,
     MAP,
     POST,
     SUM,
@@ -60,6 +61,7 @@ class Classes:
     Attributes:
         of: the class of each value.
         drawn: values that are made for the whole batch and sliced.
+        alike: values that are the same for all examples, and made anew in each microbatch.
         alone: values of the batch and constants alone, no state; those that are FREE are made from
             the whole batch.
         inside: equations (of the whole trace, by ``id``) in loops and recomputed blocks that make a
@@ -71,6 +73,7 @@ class Classes:
     of: dict[int, Class]
     drawn: set[int]
     alone: set[int]
+    alike: set[int] = field(default_factory=set)
     inside: set[int] = field(default_factory=set)
     coupled: tuple[str, ...] = ()
     zeros: set[int] = field(default_factory=set)
@@ -198,6 +201,17 @@ class _Classifier:
         if not grows:
             zero = [is_zero(i, zeros) for i in node.ins]
             return [algebra(node, ins, zero, self.inside > 0)] * len(node.outs)
+        if node.name == GAMMA and FREE is ins[0]:  # its key is split by the number of elements
+            alike = [i for i, c in zip(node.ins, ins, strict=True) if c is not FREE]
+            if not known.alike.issuperset(alike):
+                raise _refused(
+                    node,
+                    "draws from one key by parameters of each example; give each example its key",
+                )
+            known.drawn.update(i for i in alike if isinstance(i, int))
+            ins = [FREE] * len(ins)
+        elif node.name == GAMMA and pair.scaled(node.values[0]) == pair.scaled(node.outs[0]):
+            return [MAP]  # a key for each example
         if set(ins) <= {FREE}:
             # what is alike for all examples is made anew in each microbatch; random numbers,
             # positions, rows of a table are made for the whole batch, and sliced
@@ -207,6 +221,8 @@ class _Classifier:
                         node, "draws or counts along a batch that is not the first dimension"
                     )
                 known.drawn.update(o for o in node.outs if pair.scaled(o))
+            else:
+                known.alike.update(node.outs)
             return [MAP if pair.scaled(o) else FREE for o in node.outs]
         if {SUM, POST} & set(ins):
             raise _coupled(

@@ -116,8 +116,23 @@ def positioned(p: Params, b: Any) -> jax.Array:
     return jnp.mean(hidden(p, b["x"]) * rows * jnp.arange(b["x"].shape[0])[:, None] / 64)
 
 
+def waited(p: Params, b: Any) -> jax.Array:
+    """One key, which is split by the number of elements."""
+    noise = jax.random.gamma(jax.random.key(3), 2.0, (b["x"].shape[0], WIDTH))
+    return jnp.mean((hidden(p, b["x"]) * noise) ** 2)
+
+
+def waited_apart(p: Params, b: Any) -> jax.Array:
+    keys = jax.random.split(jax.random.key(3), b["x"].shape[0])
+    rates = 1.0 + b["x"] ** 2
+    noise = jax.vmap(lambda key, rate: jax.random.gamma(key, rate))(keys, rates)
+    return jnp.mean((hidden(p, b["x"])) ** 2) + jnp.mean(noise * jnp.sum(p["b"]))
+
+
 EXACT: dict[str, Loss] = {
     "keyed": keyed,
+    "waited": waited,
+    "waited apart": waited_apart,
     "positioned": positioned,
     "mean": lambda p, b: jnp.mean(per_example(p, b)),
     "sum": lambda p, b: jnp.sum(per_example(p, b)),
@@ -235,6 +250,12 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     ),
     "batch statistics": (normalized, "sub of .* reads a value that is summed over the batch"),
     "sorted": (ranked, "mixes examples"),
+    "one key by examples": (
+        lambda p, b: jnp.mean(
+            jax.random.gamma(jax.random.key(3), 1.0 + b["x"] ** 2) * jnp.sum(p["b"])
+        ),
+        "random_gamma .* draws from one key by parameters of each example",
+    ),
     "contrastive": (
         lambda p, b: jnp.mean(jax.nn.logsumexp((b["x"] @ p["a"]) @ (b["x"] @ p["b"]).T, axis=1)),
         "dot_general of .* mixes examples",
