@@ -27,6 +27,7 @@ from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.flat import FlatJaxpr, execute, flatten
 from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Role, Value
+from planner.graph.jaxpr.counts import counted
 from planner.graph.jaxpr.own_rows import takes_indices, with_own_rows
 from planner.graph.jaxpr.places import PlacedWalk
 from planner.graph.jaxpr.walk import BARRIER, FUSED, REMAT, Body, Loop
@@ -306,8 +307,9 @@ class _Builder(PlacedWalk[int]):
 
     def loop(self, eqn: Any, ins: list[int], loop: Loop) -> Sequence[int]:
         region, source = self.current, self.place.line
-        trips = 1 if loop.trips is None else loop.trips
-        inner = self.region(loop.kind, region, trips, trips, known=loop.trips is not None)
+        known = counted(eqn) if loop.trips is None else loop.trips
+        trips = 1 if known is None else known
+        inner = self.region(loop.kind, region, trips, trips, known=known is not None)
         args: list[int] = []
         for kind, value, aval in zip(loop.entering, ins, loop.avals, strict=True):
             args += self.op(kind, (value,), (aval,), region, source)

@@ -281,8 +281,14 @@ def _notes(graph: Graph) -> tuple[str, ...]:
         mesh
         + blocks
         + tuple(
-            f"region {r.index} ({r.kind}): trip count unknown, priced as one"
+            f"{r.kind} ({_line_of(graph, r.index)}): trip count unknown, priced as one"
             for r in graph.regions
             if not r.known
         )
     )
+
+
+def _line_of(graph: Graph, region: int) -> str:
+    """The first line of a region's operations."""
+    lines = (op.source for op in graph.ops if op.region == region and op.source)
+    return next(lines, f"region {region}, no line")

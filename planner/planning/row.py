@@ -48,7 +48,7 @@ from planner.remat.policy import FULL, OFFLOAD, parse_policy
 from planner.remat.rewrite import recomputed
 from planner.report.shortage import host_text, shortage_text
 from planner.report.units import bytes_text
-from planner.request.marks import WITHOUT_PINS, all_pins, on_region_mesh
+from planner.request.marks import WITHOUT_PINS, all_pins, ignored_marks, on_region_mesh
 from planner.request.options import (
     Request,
 )
@@ -172,7 +172,8 @@ class Row:
         made = recipe_of(self.function)
         planned = _planned(self.step, *self.searched, self.request, begun, again, made, also)
         told = metadata_notes(self.args, rules_of(self.function), self.request.mesh)
-        told = () if self.request.mode in WITHOUT_PINS else told
+        if self.request.mode in WITHOUT_PINS:
+            told = ignored_marks(self.traced, self.request.mode)
         plan = dataclasses.replace(
             planned.plan,
             notes=(*told, *planned.plan.notes),

@@ -63,6 +63,24 @@ def all_pins(
     return tuple(p for p in (without_axes(pin, unit) for pin in pins) if p) if unit else pins
 
 
+def ignored_marks(traced: Traced, mode: str) -> tuple[str, ...]:
+    """The note on marks that a mode of ``WITHOUT_PINS`` does not follow; none on one device."""
+    if mode not in WITHOUT_PINS or mode == "STAND_ALONE":
+        return ()
+    origins = dict.fromkeys(
+        pin.origin
+        for pin in marks(traced, set())
+        if any(entry is not None and entry is not FREE for entry in pin.entries)
+    )
+    if not origins:
+        return ()
+    count = "1 mark" if len(origins) == 1 else f"{len(origins)} marks"
+    return (
+        f"mode {mode} sets all shardings: {count} of the model ignored, the first is "
+        f"{next(iter(origins))}; AUTO_PARALLEL and SEMI_AUTO_PARALLEL follow marks",
+    )
+
+
 def without_axes(pin: Pin, names: Collection[str]) -> Pin | None:
     """A pin without mesh axes of one device, which leave their dimension free; None where nothing
     is left of it."""

@@ -183,3 +183,22 @@ def test_a_batch_that_the_devices_do_not_divide_is_named(mode: str) -> None:
     assert note.endswith("96 or 104 examples would be, or pad_batch='auto' fills them up")
     fine = make_plan(_step, *_layers(2, rows=104), **options)
     assert not any("are not split" in n for n in fine.notes)
+
+
+def test_marks_that_a_mode_does_not_follow_are_counted() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    split = jax.sharding.NamedSharding(mesh, jax.P(None, "data"))
+
+    def marked(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(w: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.tanh(jax.lax.with_sharding_constraint(x @ w, split)) ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return w - 0.1 * g, value
+
+    args = jnp.ones((16, 16)), jnp.ones((64, 16))
+    plan = make_plan(marked, *args, cluster="cpu:8", mode="fsdp")
+    (note,) = [note for note in plan.notes if "ignored" in note]
+    assert "of the model ignored, the first is test_modes.py:" in note
+    plan = make_plan(marked, *args, cluster="cpu:8", mesh="data=8")
+    assert not [note for note in plan.notes if "ignored" in note]

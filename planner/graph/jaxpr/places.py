@@ -21,7 +21,8 @@ _OURS = tuple(f"{_HERE / room}{os.sep}" for room in ("meshwright", "planner", "e
 
 FRAMEWORKS = frozenset(
     "jax jaxlib flax optax orbax haiku equinox chex numpy scipy einops jaxtyping beartype qwix aqt "
-    "drjax distrax pytest _pytest pluggy xdist hypothesis IPython ipykernel absl fire".split()
+    "drjax distrax haliax eformer pytest _pytest pluggy xdist hypothesis IPython ipykernel absl "
+    "fire".split()
 )
 """Installed packages whose lines say nothing about a model. All others may hold one."""
 
