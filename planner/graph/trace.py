@@ -355,11 +355,18 @@ def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def reshaped(args: Sequence[Any], shapes: Mapping[int, tuple[int, ...]]) -> tuple[Any, ...]:
-    """Arguments with other shapes for some of their leaves, by position."""
+    """Arguments with other shapes for some of their leaves, by position.
+
+    Raises:
+        ModelError: a type of the arguments refuses them, as one that holds its sizes does.
+    """
     leaves, tree = jax.tree_util.tree_flatten(abstract(args))
     for k, shape in shapes.items():
         leaves[k] = jax.ShapeDtypeStruct(shape, leaves[k].dtype, weak_type=leaves[k].weak_type)
-    return tuple(jax.tree_util.tree_unflatten(tree, leaves))
+    try:
+        return tuple(jax.tree_util.tree_unflatten(tree, leaves))
+    except Exception as error:
+        raise ModelError(f"arguments of other shapes: {type(error).__name__}: {error}") from error
 
 
 def trace(

@@ -391,3 +391,27 @@ def test_groups_in_a_dimension_of_their_own_are_equal() -> None:
     args = (params()["a"], batch)
     for got, want in zip(jax.jit(microbatched(step, args, 4))(*args), step(*args), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
+def test_an_array_type_that_holds_its_sizes_is_refused_by_name() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Named:
+        def __init__(self, array: Any, sizes: tuple[int, ...]) -> None:
+            self.array, self.sizes = array, sizes
+            if getattr(array, "shape", sizes) != sizes:
+                raise ValueError(f"{array.shape} does not match {sizes}")
+
+        def tree_flatten(self) -> Any:
+            return (self.array,), self.sizes
+
+        @classmethod
+        def tree_unflatten(cls, sizes: Any, children: Any) -> Any:
+            return cls(children[0], sizes)
+
+    def step(w: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
+        value, g = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x.array @ w) ** 2))(w)
+        return w - 0.1 * g, value
+
+    args = (jnp.ones((8, 8)), Named(jnp.ones((16, 8)), (16, 8)))
+    with pytest.raises(NotExactError, match=r"8 examples in place of 16.*does not match \(16, 8\)"):
+        microbatched(step, args, 2)
