@@ -350,7 +350,7 @@ def test_flax_batch_norm() -> None:
     close(jax.jit(microbatched(step, args, 4, statistics=OWN))(*args), jax.jit(manual)(*args))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [n for n in EXACT if n != "waited"])  # refused: one key for all
 def test_where_nothing_couples_examples_the_whole_batch_comes_out(name: str) -> None:
     """The same parts, put together by their degrees, are the whole batch's sums and means."""
 
