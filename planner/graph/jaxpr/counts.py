@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from planner import compat
 
 _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
@@ -65,7 +67,5 @@ def _place(variables: Sequence[Any], atom: Any) -> int | None:
 
 def _number(atom: Any) -> int | None:
     """The value of an integer literal."""
-    value = getattr(atom, "val", None)
-    if value is None or getattr(value, "shape", ()) != ():
-        return None
-    return int(value) if int(value) == value else None
+    value = np.asarray(getattr(atom, "val", None))
+    return int(value) if value.shape == () and value.dtype.kind in "iu" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,8 @@ COUNTS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "endless": (loop(lambda i: i < 5, 3, lambda i: i - 1), None),
     "doubles": (loop(lambda i: i < 16, 1, lambda i: i * 2), None),
     "not equal": (loop(lambda i: i != 16, 0, lambda i: i + 1), None),
+    "until it is small": (loop(lambda e: e > 1e-3, math.inf, lambda e: e * 0.5), None),
+    "in fractions": (loop(lambda t: t < 1.0, 0.0, lambda t: t + 0.1), None),
     "both": (loop(lambda i: (i < 16) & (i > -1), 0, lambda i: i + 1), None),
 }
 
