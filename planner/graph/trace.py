@@ -1,49 +1,25 @@
-"""jaxpr -> Graph. Calls are flattened; loops and branches become regions.
-
-Border operations of ours: ``loop_const`` and ``branch_in`` (a value enters a region),
-``loop_xs`` (a slice per iteration), ``loop_carry`` (its first operand starts it),
-``loop_back`` (closes the carry), ``loop_test`` (decides whether a while loop goes on),
-``loop_ys`` (stacks a slice per iteration), ``loop_out`` (a carry leaves), ``branch_out``
-(branches meet). A barrier over several values is one operation for each.
-``planner.graph.jaxpr.walk`` has their order, which is the executor's too, so an operation's index
-names a place in the program for both.
-"""
+"""A step -> its jaxpr and its Graph, without a backend."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from planner import compat
-from planner.annotate import EDGE, EDGE_MARK
 from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.flat import FlatJaxpr, execute, flatten
-from planner.graph.ir import SCALAR, Graph, Op, Phase, Region, Role, Value
-from planner.graph.jaxpr.counts import counted
+from planner.graph.ir import Graph, Role
+from planner.graph.jaxpr.build import Builder, graph_of
 from planner.graph.jaxpr.own_rows import takes_indices, with_own_rows
-from planner.graph.jaxpr.places import PlacedWalk
-from planner.graph.jaxpr.walk import BARRIER, FUSED, REMAT, Body, Loop
 from planner.graph.labels.examples import frozen_inputs, is_ambiguous, with_frozen
-from planner.graph.labels.label import labelled
-from planner.graph.labels.phases import named_phase
-from planner.graph.labels.ties import ties
 from planner.graph.op_rules import op_rules
 from planner.rules.factor import FactorRule
-from planner.rules.kernels.inside import Sends, held_inside, inside
-from planner.rules.kernels.known import is_kernel, work_of
-from planner.rules.kernels.pallas.grid import NAME as KERNEL
-from planner.rules.kernels.pallas.text import kernel_text, program_text
-from planner.rules.kernels.pallas.work import Work
-from planner.rules.kernels.regions import REGION, edge_entries, is_region, region_axes
-from planner.rules.kernels.registered import registered
 from planner.rules.key import EqnKey
 
 _HINTS = {
@@ -111,233 +87,19 @@ class Traced:
         return op_rules(self.graph, self.eqns)
 
     @functools.cached_property
-    def _made(self) -> tuple[Graph, _Builder]:
-        graph, builder = _graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
+    def _made(self) -> tuple[Graph, Builder]:
+        graph, builder = graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
         if is_ambiguous(graph):
             graph = with_frozen(graph, self._frozen(graph, builder))
         return graph, builder
 
-    def _frozen(self, graph: Graph, builder: _Builder) -> frozenset[int]:
+    def _frozen(self, graph: Graph, builder: Builder) -> frozenset[int]:
         """The inputs that are frozen weights."""
         if self.origin is None:
             return frozen_inputs(graph, op_rules(graph, builder.eqns))
         known = self.origin.graph
         pairs = zip(graph.inputs, known.inputs, strict=True)
         return frozenset(v for v, w in pairs if known.values[w].role is Role.FROZEN)
-
-
-def _attrs(eqn: EqnKey) -> str:
-    """A short stable digest of an equation's parameters (none when it has none)."""
-    params = eqn.params
-    if eqn.name == KERNEL or eqn.name == REGION:
-        body = kernel_text(params) if eqn.name == KERNEL else program_text(params["jaxpr"])
-        rest = {k: str(v) for k, v in params.items() if k not in ("jaxpr", "grid_mapping")}
-        text = f"{body} {sorted(rest.items())} {sorted(eqn.unused)}"
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
-    plain = {k: v for k, v in params.items() if "jaxpr" not in k and not callable(v)}
-    text = ",".join(f"{k}={plain[k]}" for k in sorted(plain) if plain[k] is not None)
-    if not text or "0x" in text:
-        return ""
-    return text if len(text) <= 24 else hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-_PASSES = {
-    "HIGH": 3,
-    "HIGHEST": 6,
-    "BF16_BF16_F32_X3": 3,
-    "BF16_BF16_F32_X6": 6,
-    "BF16_BF16_F32_X9": 9,
-    "F32_F32_F32": 6,
-}
-"""Of ``jax.lax.Precision`` and ``DotAlgorithmPreset``: bfloat16 products in a float32 product on a
-TPU (jax.lax.Precision's documentation)."""
-
-
-def _passes(precision: Any) -> int:
-    """``Op.passes`` of a primitive's ``precision``: None, a member of an enum or one an operand."""
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    return max((_PASSES.get(getattr(p, "name", ""), 1) for p in asked), default=1)
-
-
-@dataclass(eq=False)
-class _Builder(PlacedWalk[int]):
-    """Writes down what it walks through; ``current`` is the region at hand."""
-
-    values: list[Value] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
-    eqns: list[EqnKey | None] = field(default_factory=list)
-    regions: list[Region] = field(default_factory=lambda: [Region(0, "main", -1, 1, 1.0)])
-    attrs_cache: dict[int, tuple[Any, str]] = field(default_factory=dict)
-    current: int = 0
-    named: list[Phase | None] = field(default_factory=list)
-    fused: str = ""
-    calls: int = 0
-    bodies: list[tuple[int, int]] = field(default_factory=list)
-    remat: int = 0
-    remats: int = 0
-
-    def value(self, aval: Any, op: int, name: str = "") -> int:
-        index = len(self.values)
-        self.values.append(
-            Value(
-                index,
-                compat.aval_shape(aval),
-                compat.dtype_name(aval),
-                compat.itemsize(aval),
-                op,
-                name,
-                compat.in_host_memory(aval),
-            )
-        )
-        return index
-
-    def op(
-        self,
-        kind: str,
-        inputs: Sequence[int],
-        out_avals: Sequence[Any],
-        region: int,
-        source: str = "",
-        eqn: EqnKey | None = None,
-        effect: bool = False,
-        work: Work = (),
-        sends: Sends = (),
-        held: tuple[float, float] = (0.0, 0.0),
-    ) -> tuple[int, ...]:
-        index = len(self.ops)
-        outs = tuple(self.value(a, index) for a in out_avals)
-        attrs = ""
-        if eqn is not None and eqn.params:
-            cached = self.attrs_cache.get(id(eqn.params))
-            if cached is None:
-                cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn))
-            attrs = cached[1]
-        own = None if eqn is None else registered(eqn)
-        if own is not None:  # so that a process without the rule refuses the plan
-            attrs = f"{attrs} rule {own.text}".strip()
-        passes = 1 if eqn is None else _passes(eqn.params.get("precision"))
-        self.ops.append(
-            Op(
-                index,
-                kind,
-                tuple(inputs),
-                outs,
-                region,
-                attrs,
-                source,
-                self.fused,
-                effect,
-                passes=passes,
-                work=work,
-                sends=sends,
-                held=held,
-            )
-        )
-        self.eqns.append(eqn)
-        self.bodies.append((region, self.remat))
-        self.named.append(named_phase(self.place.names))
-        return outs
-
-    def region(self, kind: str, parent: int, trips: int, weight: float, known: bool = True) -> int:
-        index = len(self.regions)
-        total = self.regions[parent].weight * weight
-        self.regions.append(Region(index, kind, parent, trips, total, known))
-        return index
-
-    def inside(self, region: int, body: Body, args: Sequence[int]) -> list[int]:
-        """Walk through a body that makes up a region."""
-        outer, self.current = self.current, region
-        results = self.run(body.jaxpr, args)
-        self.current = outer
-        return results
-
-    def const(self, var: Any, value: Any) -> int:
-        return self.value(var.aval, -1, "const")
-
-    def literal(self, atom: Any) -> int:
-        return SCALAR
-
-    def operation(self, eqn: Any, ins: list[int]) -> Sequence[int]:
-        avals = tuple([v.aval for v in eqn.outvars])
-        name, source, effect = eqn.primitive.name, self.place.line, bool(eqn.effects)
-        if name == BARRIER:  # nothing is computed: each operand passes on its own
-            passed: list[int] = []
-            for value, aval in zip(ins, avals, strict=True):
-                record = EqnKey(eqn.primitive, eqn.params, (aval,), (aval,))
-                passed += self.op(name, (value,), (aval,), self.current, source, record, effect)
-            return passed
-        record = EqnKey(eqn.primitive, eqn.params, tuple([v.aval for v in eqn.invars]), avals)
-        if is_region(eqn):
-            return self.region_of_shards(eqn, ins, record)
-        work = work_of(record) if is_kernel(record) else ()
-        return self.op(name, ins, avals, self.current, source, record, effect, work)
-
-    def region_of_shards(self, eqn: Any, ins: list[int], record: EqnKey) -> list[int]:
-        """A ``shard_map`` between the marks of its operands and results."""
-        source, (before, after) = self.place.line, edge_entries(eqn)
-
-        def edge(value: int, aval: Any, entries: tuple[Any, ...]) -> int:
-            mark = EqnKey(EDGE_MARK, {"entries": entries}, (aval,), (aval,))
-            return self.op(EDGE, (value,), (aval,), self.current, source, mark)[0]
-
-        entered = [
-            v if compat.is_literal(atom) else edge(v, atom.aval, entries)
-            for v, atom, entries in zip(ins, eqn.invars, before, strict=True)
-        ]
-        work, sends = inside(eqn.params["jaxpr"], region_axes(eqn))
-        body = eqn.params["jaxpr"]
-        held = held_inside(body), held_inside(body, masked=True)
-        region, avals, effect = self.current, record.out_avals, bool(eqn.effects)
-        made = self.op(REGION, entered, avals, region, source, record, effect, work, sends, held)
-        return [edge(*each) for each in zip(made, avals, after, strict=True)]
-
-    def call(self, eqn: Any, ins: list[int], body: Body) -> Sequence[int]:
-        outer = self.fused
-        label = str(eqn.params.get("name", ""))
-        if label.startswith(FUSED) and not outer:
-            self.calls += 1
-            self.fused = f"{label}#{self.calls}"
-        around = self.remat
-        if eqn.primitive.name in REMAT:
-            self.remats += 1
-            self.remat = self.remats
-        results = super().call(eqn, ins, body)
-        self.fused, self.remat = outer, around
-        return results
-
-    def loop(self, eqn: Any, ins: list[int], loop: Loop) -> Sequence[int]:
-        region, source = self.current, self.place.line
-        known = counted(eqn) if loop.trips is None else loop.trips
-        trips = 1 if known is None else known
-        inner = self.region(loop.kind, region, trips, trips, known=known is not None)
-        args: list[int] = []
-        for kind, value, aval in zip(loop.entering, ins, loop.avals, strict=True):
-            args += self.op(kind, (value,), (aval,), region, source)
-        carries = loop.split(args)[1]
-        for body in loop.bodies:
-            results = self.inside(inner, body, body.args(args))
-            for k, kind in enumerate(body.closing):
-                read = carries if kind == "loop_test" else carries[k : k + 1]
-                self.op(kind, (results[k], *read), (), inner, source)
-        made = [*carries, *results[loop.carries :]]
-        outs: list[int] = []
-        for kind, value, var in zip(loop.leaving, made, eqn.outvars, strict=True):
-            outs += self.op(kind, (value,), (var.aval,), region, source)
-        return outs
-
-    def cond(self, eqn: Any, ins: list[int], branches: tuple[Body, ...]) -> Sequence[int]:
-        region, source = self.current, self.place.line
-        results = []
-        for body in branches:
-            inner = self.region("branch", region, 1, 1.0 / len(branches))
-            args: list[int] = []
-            for kind, k in zip(body.entering, body.operands, strict=True):
-                args += self.op(kind, (ins[k],), (eqn.invars[k].aval,), region, source)
-            results.append(self.inside(inner, body, args))
-        outs: list[int] = []
-        for k, var in enumerate(eqn.outvars):
-            outs += self.op("branch_out", [r[k] for r in results], (var.aval,), region, source)
-        return outs
 
 
 def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -412,50 +174,3 @@ def _with_own_rows(closed: Any, args: Sequence[Any]) -> Any:
     flat = flatten(closed)
     leaves = jax.tree_util.tree_leaves(tuple(args))
     return with_own_rows(compat.make_jaxpr(lambda *leaves: execute(flat, leaves), leaves)[0])
-
-
-def _note_unused(builder: _Builder, outputs: Sequence[int]) -> None:
-    """Write down which results of kernels nobody reads."""
-    kernels = [op for op in builder.ops if op.kind == KERNEL]
-    if not kernels:
-        return
-    read = {v for op in builder.ops for v in op.inputs}.union(outputs)
-    for op in kernels:
-        unused = frozenset(k for k, v in enumerate(op.outputs) if v not in read)
-        eqn = builder.eqns[op.index]
-        if eqn is not None and unused:
-            record = builder.eqns[op.index] = dataclasses.replace(eqn, unused=unused)
-            builder.ops[op.index] = dataclasses.replace(op, attrs=_attrs(record))
-
-
-def _graph_of(
-    closed: Any,
-    in_paths: list[tuple[Any, ...]],
-    out_paths: list[tuple[Any, ...]],
-    updated: int,
-) -> tuple[Graph, _Builder]:
-    """See ``Traced``."""
-    builder = _Builder()
-    inner = compat.body(closed)
-    names = [jax.tree_util.keystr(p) for p in in_paths]
-    inputs = [builder.value(v.aval, -1, n) for v, n in zip(inner.invars, names, strict=True)]
-    outputs = builder.run(closed, inputs)
-    _note_unused(builder, outputs)
-    found = ties(
-        in_paths,
-        out_paths,
-        [v.aval for v in inner.invars],
-        [v.aval for v in inner.outvars],
-        updated,
-    )
-    graph = Graph(
-        values=tuple(builder.values),
-        ops=tuple(builder.ops),
-        regions=tuple(builder.regions),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        input_paths=tuple(names),
-        output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths),
-        ties=found,
-    )
-    return labelled(graph, builder.named), builder

@@ -1,4 +1,4 @@
-"""Factor rules of the borders that loops and branches have (kinds: see graph/trace.py)."""
+"""Factor rules of the borders that loops and branches have (kinds: see graph/jaxpr/build.py)."""
 
 from __future__ import annotations
 
