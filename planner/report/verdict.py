@@ -10,6 +10,10 @@ from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.units import bytes_text, range_text, time_text
 
 
+SAME = 0.01
+"""Share up to which two counts of the chosen plan are shown as one."""
+
+
 def mesh_text(row: MeshRow, plan: Plan) -> str:
     """What became of a mesh of a plan, in words."""
     best_s = plan.search.cost_s
@@ -25,7 +29,7 @@ def mesh_text(row: MeshRow, plan: Plan) -> str:
                 return f"tied with the chosen one ({ratio})"
             return f"{ratio} the chosen one's time"
         case MeshVerdict.CHOSEN:
-            return "chosen"
+            return _chosen_text(row, plan)
 
 
 def meshes_text(rows: Sequence[MeshRow], plan: Plan) -> str:
@@ -34,6 +38,15 @@ def meshes_text(rows: Sequence[MeshRow], plan: Plan) -> str:
         least = min((row.peak_bytes for row in rows if row.peak_bytes >= 0), default=-1)
         return f"does not fit: needs {bytes_text(least)} or more" if least >= 0 else "does not fit"
     return _pruned_text(min(row.lower_bound_s for row in rows), plan.search.cost_s)
+
+
+def _chosen_text(row: MeshRow, plan: Plan) -> str:
+    """The search counts memory in the order of the trace, and leaves out the start of a step: where
+    the plan as it runs has another time or peak, it is said."""
+    ran = plan.prediction
+    pairs = ((row.cost_s, ran.step_s, time_text), (row.peak_bytes, ran.peak_bytes, bytes_text))
+    other = [text(b) for a, b, text in pairs if abs(a - b) > SAME * b]
+    return "chosen" + (f"; as it runs: {', '.join(other)}" if other else "")
 
 
 def _pruned_text(bound_s: float, best_s: float) -> str:

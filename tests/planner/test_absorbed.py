@@ -146,3 +146,37 @@ def test_repeats_are_written() -> None:
 
     found = works(repeats, shape(M, K // 8, 8), shape(2 * K, N))["vector"]
     assert sum(x.nbytes for x in found) == pytest.approx((1 + 2) * 4 * M * K, rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "device"), [(1, True), (8, True), (8, False)])
+def test_rows_of_a_table_are_written_on_tpu(rows: int, device: bool) -> None:
+    """XLA:TPU looks rows up in a kernel of its own, and the table is in memory for it; XLA:GPU
+    does so in whatever reads them. One row is a slice."""
+
+    def step(table: Any, ids: Any) -> Any:
+        return jnp.tanh((table * 3.0).at[ids].get(mode="promise_in_bounds"))
+
+    found = analysed(step, shape(4096, 128), shape(rows, dtype=jnp.int32))
+    graph = found.graph
+    kept = written(graph, found.groups.fusable, graph.live_ops(), device).kept
+    made = {op.kind: kept[op.outputs[0]] for op in graph.ops}
+    assert made["gather"] == made["mul"] == (device and rows > 1)
+
+
+def test_rows_that_products_read_are_narrow() -> None:
+    """Also where they are joined first."""
+
+    def step(table: Any, ids: Any, w: Any) -> Any:
+        return jnp.concatenate([table[ids], table[ids + 1]], 1) @ w
+
+    wide = jnp.float32
+    found = analysed(
+        step,
+        shape(4096, 128, dtype=wide),
+        shape(512, dtype=jnp.int32),
+        shape(256, 8, dtype=wide),
+    )
+    graph = found.graph
+    result = written(graph, found.groups.fusable, graph.live_ops(), True)
+    rows = [op.outputs[0] for op in graph.ops if op.kind == "gather"]
+    assert [result.nbytes[v] for v in rows] == [512 * 128 * 2] * 2

@@ -129,7 +129,7 @@ class _Writing:
         narrow = self._narrow() if fused_operands else [False] * len(graph.values)
         self.nbytes = [v.nbytes // (1 + n) for v, n in zip(graph.values, narrow, strict=True)]
         self.light = [
-            op.kind in _LIGHT
+            (op.kind in _LIGHT and not (fused_operands and _looks_up(graph, op)))
             or (fusable[op.index] and not writes(op) and not graph.changes_memory(op))
             or (fused_operands and _selects(graph, op))
             for op in graph.ops
@@ -240,7 +240,7 @@ class _Writing:
         for op in reversed(graph.ops):
             if not self.live[op.index]:
                 continue
-            passes = op.kind in FOLDED and not wide[op.outputs[0]]
+            passes = op.kind in FOLDED | JOINED and not wide[op.outputs[0]]
             for i in op.inputs:
                 if i != SCALAR:
                     read[i] = True
@@ -352,6 +352,14 @@ def _selects(graph: Graph, op: Op) -> bool:
     shape = graph.values[updates].shape
     single = graph.values[indices].shape[:-1] == shape  # no windows
     return filled and single and len(out.shape) > 1 and math.prod(shape) == rows
+
+
+def _looks_up(graph: Graph, op: Op) -> bool:
+    """Whether an operation reads many rows of a table, which XLA:TPU does in a kernel of its own: the
+    table and the rows are written. One row is a slice."""
+    if op.kind != "gather" or op.inputs[1] == SCALAR:
+        return False
+    return math.prod(graph.values[op.inputs[1]].shape[:-1]) > 1
 
 
 def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:
