@@ -53,7 +53,7 @@ def train_step(w, x):
 
 def example_args():
     s = lambda *n: jax.ShapeDtypeStruct(n, jnp.float32)
-    return {"a": s(64, 128), "b": s(128, 64)}, s(32, 64)
+    return {"a": s(64, 1024), "b": s(1024, 64)}, s(8192, 64)
 """
 CLUSTERS = (
     b'[cluster]\ndevice = "h100"\ndevices_per_node = 4\nnodes = 2\n\n[device]\n'

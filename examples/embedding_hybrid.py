@@ -27,7 +27,7 @@ import optax
 Params = dict[str, Any]
 Arrays = tuple[np.ndarray, np.ndarray]
 
-ROWS, WIDTH, HIDDEN, CLASSES, BATCH, CONTEXT = 2**16, 64, 256, 512, 256, 4
+ROWS, WIDTH, HIDDEN, CLASSES, BATCH, CONTEXT = 2**18, 64, 256, 512, 256, 4
 optimizer = optax.adagrad(0.1)
 
 

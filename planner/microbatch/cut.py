@@ -128,8 +128,12 @@ class Cut:
         if axes:
             run = [(n, without_axes(eqn, axes)) for n, eqn in run]
         examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
+
+        def part(x: Any, share: Sequence[Any]) -> Any:
+            return shares.part(x, examples, share)
+
         drawing = {
-            k: draws_of(n.whole, eqn, found.inside, shares.part)
+            k: draws_of(n.whole, eqn, found.inside, part)
             for k, (n, eqn) in enumerate(run)
             if n.name in STRUCTURED and has_draws(n.whole, found.inside)
         }
@@ -200,7 +204,7 @@ class Cut:
 
         if self.shares.turns > 1:
             start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
-            slices = [self.shares.cut(env[v]) for v in self.sliced]
+            slices = [self.shares.cut(env[v], self.examples) for v in self.sliced]
             numbers = jnp.arange(self.shares.turns) if self.drawing else None
             rows = slices, numbers
             (sums, last), stacks = jax.lax.scan(turn, start, rows, length=self.shares.turns)

@@ -26,24 +26,24 @@ class Shares:
         """Of the shares."""
         return self.turns * self.replicas
 
-    def cut(self, x: Any) -> Any:
+    def cut(self, x: Any, examples: int) -> Any:
         """[examples, ...] -> [turns, examples / turns, ...]; with more than one group [turns,
-        replicas, examples / (turns replicas), ...]."""
-        rest = x.shape[1:]
-        if self.replicas == 1:
-            x = x.reshape(x.shape[0] // self.turns, self.turns, *rest)
-            return jnp.moveaxis(x, 1, 0)
-        x = x.reshape(self.replicas, x.shape[0] // self.count, self.turns, *rest)
-        return jnp.moveaxis(x, 2, 0)
+        replicas, examples / (turns replicas), ...]. Rows of one example stay together where there
+        are more rows than examples, as flattened tokens."""
+        rows, groups = _rows(x, examples), () if self.replicas == 1 else (self.replicas,)
+        share, n = examples // self.count, len(groups)
+        parts = x.reshape(*groups, share, self.turns, *rows, *x.shape[1:])
+        parts = jnp.moveaxis(parts, n + 1, 0)
+        return parts.reshape(self.turns, *groups, -1, *x.shape[1:]) if rows else parts
 
     def only(self, x: Any) -> Any:
         """What the only turn takes of [examples, ...]: [replicas, examples / replicas, ...]."""
         return x.reshape(self.replicas, x.shape[0] // self.replicas, *x.shape[1:])
 
-    def part(self, x: Any, share: Sequence[Any]) -> Any:
+    def part(self, x: Any, examples: int, share: Sequence[Any]) -> Any:
         """What a share takes of [examples, ...]: ``share`` is the number of its turn, with more
         than one group also that of its group."""
-        out = self.cut(x)
+        out = self.cut(x, examples)
         for number in share:
             out = jax.lax.dynamic_index_in_dim(out, number, 0, keepdims=False)
         return out
@@ -59,3 +59,9 @@ class Shares:
         if n:
             stack = jnp.moveaxis(stack, 1, d + 1)
         return jnp.moveaxis(stack, 0, d + 1 + n).reshape(whole)
+
+
+def _rows(x: Any, examples: int) -> tuple[int, ...]:
+    """A dimension for the rows of each example, where it has several: they follow each other."""
+    each = x.shape[0] // examples
+    return () if each == 1 else (each,)

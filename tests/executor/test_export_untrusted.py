@@ -64,7 +64,7 @@ def step(w: Any, x: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    args = {"a": struct(64, 128), "b": struct(128, 64)}, struct(32, 64)
+    args = {"a": struct(64, 1024), "b": struct(1024, 64)}, struct(8192, 64)
     made = make_plan(step, *args, cluster="cpu:8", mesh="data=4,model=2", offload=r"\['a'\]")
     assert made.constraints and made.collectives and made.activations
     return made
@@ -192,7 +192,7 @@ class Elements(HTMLParser):
 
 
 def test_no_text_of_a_plan_becomes_markup_or_script(plan: Plan) -> None:
-    args = {"a": struct(64, 128), "b": struct(128, 64)}, struct(32, 64)
+    args = {"a": struct(64, 1024), "b": struct(1024, 64)}, struct(8192, 64)
     data = report_data(
         plan_step(step, *args, cluster="cpu:8", mesh="data=4,model=2"), "title", None
     )

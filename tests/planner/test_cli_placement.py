@@ -132,7 +132,7 @@ def test_text_has_the_prices_and_the_plan_of_the_rest(capsys: pytest.CaptureFixt
     assert first.startswith("placement: 1 of 3 parameters on parameter servers\n")
     row = next(line for line in first.splitlines() if "['embed']" in line)
     assert re.search(
-        r"16\.8 MB  servers, by rows  1792  459 kB +\S+ ms +\S+ ms +\S+ ms a step", row
+        r"67\.1 MB  servers, by rows  1792  459 kB +\S+ ms +\S+ ms +\S+ ms a step", row
     )
     assert "the other 2 (590 kB) under SPMD" in first
     assert "['hidden']" in plan and "[1][\"['embed']\"]  f32[1792,64]" in plan
