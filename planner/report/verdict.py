@@ -9,7 +9,6 @@ from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.units import bytes_text, range_text, time_text
 
-
 SAME = 0.01
 """Share up to which two counts of the chosen plan are shown as one."""
 

@@ -355,8 +355,8 @@ def _selects(graph: Graph, op: Op) -> bool:
 
 
 def _looks_up(graph: Graph, op: Op) -> bool:
-    """Whether an operation reads many rows of a table, which XLA:TPU does in a kernel of its own: the
-    table and the rows are written. One row is a slice."""
+    """Whether an operation reads many rows of a table: XLA:TPU does so in a kernel of its own, and
+    both the table and the rows are written. One row is a slice."""
     if op.kind != "gather" or op.inputs[1] == SCALAR:
         return False
     return math.prod(graph.values[op.inputs[1]].shape[:-1]) > 1
