@@ -137,7 +137,9 @@ class _Classifier:
             placed = placed and not draws(node.name)
             if placed:
                 places.update(node.outs)
+            before = len(self.coupled)
             classes = self.any_node(pair, node, out, own, zeros, placed)
+            own = own and len(self.coupled) == before  # a statistic is each microbatch's
             for o, c in zip(node.outs, classes, strict=True):
                 out.of[o] = c
                 if own:

@@ -396,6 +396,33 @@ def test_neither_sum_nor_mean(loss: Loss) -> None:
         microbatched(train(loss), args, 4, statistics=OWN)
 
 
+def stepped(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """One step of gradient descent on a loss."""
+
+    def step(w: Any, *batch: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(w, *batch)
+        return w - 0.1 * gradient, value
+
+    return step
+
+
+def test_weights_of_a_batch_are_those_of_the_microbatch() -> None:
+    """A softmax over values that no parameter has a part in: all of it is a statistic."""
+    step = stepped(lambda w, x, score: jnp.sum(jax.nn.softmax(score) * jnp.tanh(x @ w)))
+    draw = np.random.default_rng(0)
+    w, x, score = (jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((8,), (16, 8), (16,)))
+    cut = microbatched(step, (w, x, score), 2, statistics=OWN)
+    parts = [step(w, x[k::2], score[k::2]) for k in range(2)]
+    close(jax.jit(cut)(w, x, score), jax.tree.map(lambda *v: sum(v) / 2, *parts))
+
+
+def test_a_square_of_a_sum_is_refused() -> None:
+    step = stepped(lambda w, x, ids: jnp.mean(jax.ops.segment_sum(x @ w, ids, 4) ** 2))
+    args = jnp.ones(8), jnp.ones((16, 8)), jnp.arange(16) % 4
+    with pytest.raises(NotExactError, match="neither a sum nor a mean"):
+        microbatched(step, args, 2, statistics=OWN)
+
+
 UNEVEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "a fixed number of the largest": lambda e: jax.lax.top_k(e, 2)[0].mean(),
     "the median": jnp.median,

@@ -64,7 +64,8 @@ class Own:
         degree = float(not stacked) if math.isinf(degree) else degree
         power = degree - (not stacked)
         floating = jnp.issubdtype(self.step.avals[value][0].dtype, jnp.inexact)
-        if math.isnan(power) or (power and not floating):
+        neither = not stacked and degree not in (0.0, 1.0)  # as the square of a sum
+        if math.isnan(power) or neither or (power and not floating):
             maker = next((n for n in self.step.nodes if value in n.outs), None)
             where = f"{maker.line}: {maker.name}" if maker is not None else "a value"
             raise NotExactError(
