@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,17 @@ class Shares:
 
     def cut(self, x: Any, examples: int) -> Any:
         """[examples, ...] -> [turns, examples / turns, ...]; with more than one group [turns,
-        replicas, examples / (turns replicas), ...]. Rows of one example stay together where there
-        are more rows than examples, as flattened tokens."""
-        rows, groups = _rows(x, examples), () if self.replicas == 1 else (self.replicas,)
-        share, n = examples // self.count, len(groups)
-        parts = x.reshape(*groups, share, self.turns, *rows, *x.shape[1:])
-        parts = jnp.moveaxis(parts, n + 1, 0)
-        return parts.reshape(self.turns, *groups, -1, *x.shape[1:]) if rows else parts
+        replicas, examples / (turns replicas), ...].
+
+        Where each example has several rows, as flattened tokens, they stay together. Rows that
+        belong to no example, half as many for one, are dealt out one by one.
+        """
+        count, *tail = x.shape
+        rows = () if count % examples or count == examples else (count // examples,)
+        groups = () if self.replicas == 1 else (self.replicas,)
+        x = x.reshape(*groups, count // math.prod((self.count, *rows)), self.turns, *rows, *tail)
+        x = jnp.moveaxis(x, len(groups) + 1, 0)
+        return x.reshape(self.turns, *groups, -1, *tail) if rows else x
 
     def only(self, x: Any) -> Any:
         """What the only turn takes of [examples, ...]: [replicas, examples / replicas, ...]."""
@@ -59,9 +64,3 @@ class Shares:
         if n:
             stack = jnp.moveaxis(stack, 1, d + 1)
         return jnp.moveaxis(stack, 0, d + 1 + n).reshape(whole)
-
-
-def _rows(x: Any, examples: int) -> tuple[int, ...]:
-    """A dimension for the rows of each example, where it has several: they follow each other."""
-    each = x.shape[0] // examples
-    return () if each == 1 else (each,)

@@ -91,3 +91,29 @@ def test_rows_of_an_example_stay_together(loss: Loss, parts: int, replicas: int)
 def test_rows_in_another_order_are_refused() -> None:
     with pytest.raises(NotExactError, match="mixes examples"):
         microbatched(step_of(in_another_order), arguments(), 2)
+
+
+@pytest.mark.parametrize("rows", [EXAMPLES // 2, EXAMPLES * 3 // 2])
+def test_draws_that_belong_to_no_example_are_dealt_out(rows: int) -> None:
+    """Beside statistics of a microbatch; of the whole batch, they are refused."""
+
+    def spread(w: Any, x: Any) -> Any:
+        return jnp.mean(((y := x @ w) - y.mean(0)) ** 2)
+
+    def loss(w: Any, x: Any, key: Any) -> Any:
+        drawn = jax.random.normal(key, (rows * x.shape[0] // EXAMPLES,))
+        return spread(w, x) + jnp.mean(jnp.tanh(drawn * w[0, 0]))
+
+    step, (w, x, key) = step_of(loss), arguments()
+    cut = microbatched(step, (w, x, key), 2, statistics="per-microbatch")
+    drawn = jax.random.normal(key, (rows,))
+
+    def part(w: Any, k: int) -> Any:
+        return spread(w, x[k::2]) + jnp.mean(jnp.tanh(drawn[k::2] * w[0, 0]))
+
+    value, gradient = jax.value_and_grad(lambda w: (part(w, 0) + part(w, 1)) / 2)(w)
+    got = cut(w, x, key)
+    np.testing.assert_allclose(got[0], w - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[1], value, rtol=1e-5)
+    with pytest.raises(NotExactError):
+        microbatched(step, (w, x, key), 2)
