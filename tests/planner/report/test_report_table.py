@@ -193,6 +193,26 @@ def test_meshes_that_tie_are_said_to() -> None:
     assert "tied" not in plan_text(unknown)  # no published run says how close is close
 
 
+@pytest.mark.parametrize(
+    ("time", "peak", "said"),
+    [
+        (1.0, 1.0, "chosen"),
+        (1.005, 0.995, "chosen"),
+        (1.0, 0.9, "chosen; as it runs: 30.0 GB"),
+        (0.9, 1.0, "chosen; as it runs: 10.0 ms"),
+        (0.9, 0.9, "chosen; as it runs: 10.0 ms, 30.0 GB"),
+    ],
+)
+def test_a_search_that_counts_otherwise_is_said_to(time: float, peak: float, said: str) -> None:
+    """In the chosen mesh's row, where the search's count is more than 1 % from the plan's."""
+    plan = small_plan()
+    ran = dataclasses.replace(plan.prediction, step_s=0.010, peak_bytes=3.0e10)
+    row = MeshRow("data=4,model=2", time * 0.010, 0.009, peak * 3.0e10, MeshVerdict.CHOSEN)
+    text = plan_text(dataclasses.replace(plan, meshes=(row,), prediction=ran), 160)
+    line = next(line for line in text.splitlines() if line.startswith("  data=4,model=2 "))
+    assert line.endswith(f"GB  {said}")
+
+
 def test_meshes_that_do_not_fit_are_counted_after_the_third() -> None:
     """Four have a row each; of more, the rest share one that holds their least bound."""
 
