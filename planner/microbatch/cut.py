@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,24 +72,10 @@ class Cut:
         """Sort the equations; marks of the loop leave out ``axes``."""
         of, live = found.of, step.live() if own is None else [True] * len(step.nodes)
         nodes = [n for n, x in zip(step.nodes, live, strict=True) if x]
-        inside, after = [], []
-        within = {} if own is None else own.inside
-        made: set[int] = set()
-        late: set[int] = set()  # what is FREE and comes out of a loop with examples
-        for n in nodes:
-            classes = {of[o] for o in n.outs}
-            here = classes & {MAP, SUM} and not found.drawn.intersection(n.outs)
-            if apart and classes == {SUM} and MAP not in {of[v] for v in n.values}:
-                after.append(n)  # sums of sums can wait
-                continue
-            if n.whole.effects and any(of[v] > MAP or v in late for v in n.values):
-                after.append(n)
-            elif here or (POST not in classes and late.intersection(n.values)):
-                inside.append(within.get(id(n), n))
-                made.update(n.outs)
-                late.update(o for o in n.outs if of[o] is FREE)
-            elif POST in classes:
-                after.append(n)
+        inside, after = _sorted(nodes, found, apart)
+        made = {o for n in inside for o in n.outs}
+        if own is not None:
+            inside = [own.inside.get(id(n), n) for n in inside]
         ends = {o for o in step.outputs if not isinstance(o, Number)}
         read_after = {v for n in after for v in n.values} | ends
         waiting = _waiting(inside, read_after, of) if own is None else []
@@ -128,10 +115,7 @@ class Cut:
         if axes:
             run = [(n, without_axes(eqn, axes)) for n, eqn in run]
         examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
-
-        def part(x: Any, share: Sequence[Any]) -> Any:
-            return shares.part(x, examples, share)
-
+        part = functools.partial(shares.part, examples=examples)
         drawing = {
             k: draws_of(n.whole, eqn, found.inside, part)
             for k, (n, eqn) in enumerate(run)
@@ -281,6 +265,26 @@ class Cut:
                 "every microbatch"
             ) from error
         return sums, [x[0] for x in kept], stacks
+
+
+def _sorted(nodes: Sequence[Node], found: Classes, apart: bool) -> tuple[list[Node], list[Node]]:
+    """The equations that the loop runs, and those behind it; others can run before it."""
+    of = found.of
+    inside, after = [], []
+    late: set[int] = set()  # what is FREE and comes out of a loop with examples
+    for n in nodes:
+        classes = {of[o] for o in n.outs}
+        here = classes & {MAP, SUM} and not found.drawn.intersection(n.outs)
+        if apart and classes == {SUM} and MAP not in {of[v] for v in n.values}:
+            after.append(n)  # sums of sums can wait
+        elif n.whole.effects and any(of[v] > MAP or v in late for v in n.values):
+            after.append(n)
+        elif here or (POST not in classes and late.intersection(n.values)):
+            inside.append(n)
+            late.update(o for o in n.outs if of[o] is FREE)
+        elif POST in classes:
+            after.append(n)
+    return inside, after
 
 
 def _waiting(inside: Sequence[Node], read_after: set[int], of: Mapping[int, Class]) -> list[Node]:

@@ -45,7 +45,7 @@ class Shares:
         """What the only turn takes of [examples, ...]: [replicas, examples / replicas, ...]."""
         return x.reshape(self.replicas, x.shape[0] // self.replicas, *x.shape[1:])
 
-    def part(self, x: Any, examples: int, share: Sequence[Any]) -> Any:
+    def part(self, x: Any, share: Sequence[Any], examples: int) -> Any:
         """What a share takes of [examples, ...]: ``share`` is the number of its turn, with more
         than one group also that of its group."""
         out = self.cut(x, examples)
