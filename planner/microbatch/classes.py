@@ -366,13 +366,8 @@ def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
 
 def _coupled(node: Node, why: str) -> CoupledError:
     mixes = why.startswith(("mixes", "may mix", "reduces"))
-    helps = "write the loss as a sum or mean over examples, " if mixes else ""
-    return CoupledError(
-        node.line or node.name,
-        f"this step can't be cut into microbatches: {_place(node, why)}; {helps}let each "
-        "microbatch have its own (statistics='per-microbatch': other numbers than the whole "
-        "batch's), or leave microbatches= out",
-    )
+    helps = "write the loss as a sum or mean over examples" if mixes else ""
+    return CoupledError(node.line or node.name, _place(node, why), helps)
 
 
 def _refused(node: Node, why: str) -> NotExactError:

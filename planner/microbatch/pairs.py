@@ -22,7 +22,10 @@ from planner.microbatch.errors import NotExactError
 from planner.rules.kernels.pallas.grid import NAME as KERNEL
 from planner.rules.kernels.pallas.local import same_body
 
-FEWER = "if that holds one example, which JAX traces in another way, take fewer microbatches"
+SIZED = (
+    "as of operations whose course follows from the number of examples (a product over them, an "
+    "associative scan, a random choice); compute them for each example, or leave microbatches= out"
+)
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def _inline(
             raise NotExactError(
                 "this step can't be cut into microbatches: "
                 f"{user_line(origin_of(a or b, around).line)}: {names[0]} for the whole batch "
-                f"is {names[1]} for a microbatch; {FEWER}"
+                f"is {names[1]} for a microbatch, {SIZED}"
             )
         ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
         name = a.primitive.name
@@ -191,7 +194,7 @@ def _inline(
         except NotExactError as error:
             line = user_line(origin_of(a, around).line)
             raise NotExactError(
-                f"this step can't be cut into microbatches: {line}: {name}: {error}; {FEWER}"
+                f"this step can't be cut into microbatches: {line}: {name}: {error}, {SIZED}"
             ) from None
         out.nodes.append(Node(a, b, tuple(ins), outs, around))
         env.update(zip(a.outvars, outs, strict=True))

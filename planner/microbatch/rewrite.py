@@ -11,18 +11,22 @@ from typing import Any
 
 from planner.errors import ModelError, RequestError
 from planner.graph.ir import Graph, Role
+from planner.graph.jaxpr.places import raised_at
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.bodies.groups import example_axes
 from planner.microbatch.bodies.single import of_one
 from planner.microbatch.classes import classify
 from planner.microbatch.cut import Cut
-from planner.microbatch.errors import NotExactError
-from planner.microbatch.pairs import pair
+from planner.microbatch.errors import CoupledError, NotExactError
+from planner.microbatch.pairs import Pair, pair
 from planner.microbatch.shares import Shares
 from planner.microbatch.statistics.own import own_statistics
 from planner.spec import WHOLE
 
+ONE = (
+    "a microbatch holds one example here, which JAX traces in another way: fewer microbatches may do"
+)
 MOST_NAMED = 3
 """Arrays of the state that a refusal names."""
 
@@ -104,7 +108,7 @@ def _rewritten(
             "this step can't be cut into microbatches: it can't be traced with "
             f"{less[batch[0]][0]} examples in place of {shapes[batch[0]][0]}, as if that number "
             f"were written in it{_in_state(graph, shapes[batch[0]][0])}: "
-            f"{error.__cause__ or error}"
+            f"{_raised(error.__cause__ or error)}"
         ) from error
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
         raise NotExactError("the results of a microbatch have another structure")
@@ -120,8 +124,13 @@ def _rewritten(
             one = of_one(whole.jaxpr, double, shapes[batch[0]][0])
             step = pair(whole.jaxpr, one)
         except (ModelError, NotExactError):
-            raise error from None
-    classes = classify(step, batch, whole.jaxpr, exact=exact)
+            raise NotExactError(f"{error}; {ONE}") from None
+    try:
+        classes = classify(step, batch, whole.jaxpr, exact=exact)
+    except CoupledError as error:
+        if shares.replicas > 1 or apart or _takes_own(whole, step, batch, shares):
+            raise
+        raise error.without_own() from None
     axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()
     if classes.coupled and one is not small.jaxpr:
         raise NotExactError(
@@ -134,6 +143,23 @@ def _rewritten(
     elif not exact:  # nothing couples examples
         classes = classify(step, batch, whole.jaxpr)
     return Cut.of(whole, step, classes, batch, shares, apart, axes, own)
+
+
+def _raised(error: BaseException) -> str:
+    """What the user's code raised, and in which line."""
+    line = raised_at(error)
+    return f"{line}: {error}" if line else str(error)
+
+
+def _takes_own(whole: Traced, step: Pair, batch: Sequence[int], shares: Shares) -> bool:
+    """Whether microbatches of a step that couples examples can have statistics of their own."""
+    try:
+        classes = classify(step, batch, whole.jaxpr, exact=False)
+        own = own_statistics(step, classes, whole.graph, shares.count)
+        Cut.of(whole, own.step, own.found, batch, shares, False, frozenset(), own)
+    except NotExactError:
+        return False
+    return True
 
 
 def _in_state(graph: Graph, size: int) -> str:

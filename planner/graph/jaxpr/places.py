@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sysconfig
+import traceback as tracebacks
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,16 @@ def user_lines(eqn: Any) -> list[str]:
     return [] if traceback is None else list(_user_frames(traceback))[::-1]
 
 
+def raised_at(error: BaseException) -> str:
+    """``file.py:line`` of the innermost frame of the user's own code that an exception passed, or
+    ``""``."""
+    found = ""
+    for frame, line in tracebacks.walk_tb(error.__traceback__):
+        if _is_users(frame.f_code):
+            found = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    return found
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _innermost(traceback: Any) -> str:
     return next(_user_frames(traceback), "")
@@ -76,15 +87,20 @@ def _user_frames(traceback: Any) -> Iterator[str]:
     """Frames of the user's own code and of installed models, innermost first."""
     codes, offsets = traceback.raw_frames()
     for code, offset in zip(codes, offsets, strict=True):
-        known = _user_code.get(code)
-        if known is None:
-            name = code.co_filename
-            real = os.path.realpath(name)
-            library = _is_library(real) or name.startswith("<")
-            known = _user_code[code] = not library and not real.startswith(_OURS)
-        if known:
+        if _is_users(code):
             line = type(traceback).code_addr2line(code, offset)
             yield f"{os.path.basename(code.co_filename)}:{line}"
+
+
+def _is_users(code: Any) -> bool:
+    """Whether code is the user's own or an installed model's."""
+    known = _user_code.get(code)
+    if known is None:
+        name = code.co_filename
+        real = os.path.realpath(name)
+        library = _is_library(real) or name.startswith("<")
+        known = _user_code[code] = not library and not real.startswith(_OURS)
+    return known
 
 
 def origin_of(eqn: Any, around: Sequence[Any]) -> compat.Origin:
