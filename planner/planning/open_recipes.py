@@ -31,7 +31,8 @@ MOST_PLANNED = 2
 MOST_OPEN = 2
 """Recipes that are planned besides for what their bounds leave open, at most."""
 NEAR = 1.01
-"""A quick look this close to a plan may have missed the better one."""
+"""A quick look this close to a plan, or to what would be taken in place of one, may have missed the
+better one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +262,7 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
     for row, look in rows[:MOST_PLANNED]:
         known_s = near[0].near_s if near else math.inf
         worth = CLOSE if look.fill > FULL else WORTH
-        if look.cost_s > NEAR * known_s or look.bound_s * worth > known_s:
+        if look.cost_s * worth > NEAR * WORTH * known_s or look.bound_s * worth > known_s:
             continue
         near.insert(0 if row.near_s * worth < known_s else len(near), row)
     open_rows = [one for one in rows[MOST_PLANNED:] if one[0] not in near]
