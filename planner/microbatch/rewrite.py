@@ -25,7 +25,8 @@ from planner.microbatch.statistics.own import own_statistics
 from planner.spec import WHOLE
 
 ONE = (
-    "a microbatch holds one example here, which JAX traces in another way: fewer microbatches may do"
+    "a microbatch holds one example here, which JAX traces in another way: fewer microbatches may "
+    "do"
 )
 MOST_NAMED = 3
 """Arrays of the state that a refusal names."""

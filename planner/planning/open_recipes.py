@@ -135,12 +135,23 @@ def searched(wish: Wish, door: Door) -> Planned:
         tried += f"; not more, as the step as written is {faster} on devices with unlimited memory"
     if why:
         tried += f"; no microbatches: {why}"
-    planned, rest = _best_of(seen, first, tight, begun, tried)
+    plain_look = None
+    if wish.always and best not in (None, recipe) and recipe not in seen:
+        plain_look = look(recipe, seen[best].cost_s * WORTH)
+    if plain_look is not None and _as_good(plain_look, seen[best]):
+        planned, rest = first.planned(begun), "; none is faster than the step as written"
+    else:
+        planned, rest = _best_of(seen, first, tight, begun, tried)
     tried += rest
     note = tried if wish.always else f"{_cause(first, tight)}; {tried}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     hopeful = _hopeful(seen, plan) if best is not None else ()
     return dataclasses.replace(planned, plan=plan, compared=(note,), hopeful=hopeful)
+
+
+def _as_good(plain: Outcome[Row | None], best: Outcome[Row | None]) -> bool:
+    """Whether a look at the step as written found it to be within ``WORTH`` of another recipe."""
+    return plain.cost_s <= best.cost_s * WORTH and not plain.fill > FULL >= best.fill
 
 
 def _best_of(

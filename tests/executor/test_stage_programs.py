@@ -335,10 +335,13 @@ def test_a_plan_with_cuts_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert difference(compile_plan(step, plan)(state, batch), jax.jit(step)(state, batch)) < 1e-5
 
 
-def test_manual_stages() -> None:
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_manual_stages(remat: str) -> None:
+    """What a pattern names lives where it was said, also if blocks that are computed again reach
+    across the border of two stages."""
     step, state, batch = two_towers()
     stages = {"encoder": 0, r"decoder'\]\[0\]": 1, r"decoder'\]\[2\]": 2, r"decoder'\]\[3\]": 3}
-    made = parallelize(step, stages=stages, microbatches=8, cluster="cpu:8")
+    made = parallelize(step, stages=stages, microbatches=8, remat=remat, cluster="cpu:8")
     got, want = made(state, batch), jax.jit(step)(state, batch)
     assert difference(got, want) < 1e-5
     assert made.plan.stages == 4 and made.plan.schedule == "1f1b"

