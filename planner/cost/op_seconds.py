@@ -11,7 +11,6 @@ import numpy as np
 
 from planner.cost.apart import Chosen
 from planner.cost.pricing import Pricer
-from planner.step.analysis import does_nothing, empty_workload
 from planner.step.kernels.costs import Work
 
 
@@ -24,26 +23,25 @@ def op_seconds(plan: Chosen) -> tuple[float, ...]:
     analysis = priced.analysis
     groups = analysis.groups
     pricer = Pricer(analysis, priced.mesh, priced.model)
-    workload, live = (
-        empty_workload(graph, analysis.rules, groups, analysis.scheduled.device),
-        graph.live_ops(),
-    )
     known: dict[tuple[Work, tuple[int, ...]], float] = {}
     seconds, home = [0.0] * len(graph.ops), [-1] * len(graph.ops)
     alone = [0.0] * len(groups.groups)
-    for op in graph.ops:
-        found = None
-        if live[op.index] and not does_nothing(op):
-            found = workload.part(op, analysis.rules[op.index])
-        if found is None:
+    assigned = [
+        tuple(chosen.use[row].tolist())
+        for chosen, row in zip(priced.sets, plan.choice, strict=True)
+    ]
+    for index, works in enumerate(analysis.parts):
+        entry = groups.op_layouts[index]
+        if entry is None:
             continue
-        group, work = found
-        assign = priced.sets[group].use[plan.choice[group]]
-        key = (work, tuple(assign.tolist()))
-        if key not in known:
-            known[key] = float(pricer.rates.compute_s(work, np.asarray([assign]))[0, 0])
-        seconds[op.index], home[op.index] = known[key], group
-        alone[group] += known[key]
+        group = home[index] = entry[0]
+        for work in works:
+            key = (work, assigned[group])
+            if key not in known:
+                assign = np.asarray([assigned[group]])
+                known[key] = float(pricer.rates.compute_s(work, assign)[0, 0])
+            seconds[index] += known[key]
+        alone[group] += seconds[index]
     share = [
         pricer.parts_of(group, chosen, row)[0] / own if own else 0.0
         for group, chosen, row, own in zip(

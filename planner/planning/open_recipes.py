@@ -136,9 +136,9 @@ def searched(wish: Wish, door: Door) -> Planned:
     if why:
         tried += f"; no microbatches: {why}"
     plain_look = None
-    if wish.always and best not in (None, recipe) and recipe not in seen:
+    if wish.always and best is not None and recipe not in seen:
         plain_look = look(recipe, seen[best].cost_s * WORTH)
-    if plain_look is not None and _as_good(plain_look, seen[best]):
+    if plain_look and best is not None and _as_good(plain_look, seen[best]):
         planned, rest = first.planned(begun), "; none is faster than the step as written"
     else:
         planned, rest = _best_of(seen, first, tight, begun, tried)

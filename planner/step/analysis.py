@@ -104,6 +104,8 @@ class Analysis:
     """Equal groups that each group stands for: 1, but for a quotient (see ``quotient``)."""
     bundles: tuple[int, ...]
     """Per link, its edge: parallel links make one. Numbered in order of first appearance."""
+    parts: tuple[tuple[Work, ...], ...] = ()
+    """Per operation of the step, its part of its group's work."""
 
 
 def empty_workload(
@@ -163,13 +165,14 @@ def analyse(
     fused = workload.fused
     reductions: list[list[Reduction]] = [[] for _ in groups.groups]
     said: list[list[Said]] = [[] for _ in groups.groups]
+    parts: list[tuple[Work, ...]] = [()] * len(graph.ops)
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or does_nothing(op):
             continue
         if graph.changes_memory(op):
             continue  # priced as a copy over the host link
-        workload.add(op, rules[op.index])
+        parts[op.index] = workload.add(op, rules[op.index])
         group, ins, outs = entry
         if rules[op.index].origin == "region":
             weight = graph.regions[op.region].weight
@@ -219,6 +222,7 @@ def analyse(
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         (1,) * len(groups.groups),
         _bundles(groups.links),
+        tuple(parts),
     )
 
 

@@ -25,7 +25,7 @@ def labelled(graph: Graph, named: Sequence[Phase | None]) -> Graph:
             start = block.start + copy * block.length
             segments[start : start + block.length] = [(number, copy)] * block.length
     ops = tuple(
-        dataclasses.replace(op, phase=phase, segment=segment)
+        op.labelled(phase, segment)
         for op, phase, segment in zip(graph.ops, phases, segments, strict=True)
     )
     return dataclasses.replace(graph, values=roles_of(graph, phases), ops=ops, blocks=blocks)

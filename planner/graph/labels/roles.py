@@ -13,7 +13,6 @@ views and sums of equal dimensions, to the products and reductions that they are
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -71,7 +70,7 @@ def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
             role = inputs.get(value.index, Role.CONSTANT)
             carried = value.index in graph.next_values
             of = owner.get(value.index, -1) if role is Role.MOMENT else -1
-            out.append(dataclasses.replace(value, role=role, of=of, carried=carried))
+            out.append(value.labelled(role, of, carried))
             continue
         phase, of = phases[value.op], -1
         if value.index in made:
@@ -83,7 +82,7 @@ def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
         else:
             role = Role.ACTIVATION if phase is Phase.FORWARD else Role.UPDATE
         plain = role is Role.ACTIVATION
-        out.append(value if plain else dataclasses.replace(value, role=role, of=of))
+        out.append(value if plain else value.labelled(role, of, value.carried))
     return tuple(out)
 
 

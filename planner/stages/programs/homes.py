@@ -86,9 +86,9 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     first: list[set[int]] = [set() for _ in range(count)]  # those of the forward pass
     for (kind, stage), task in split.tasks.items():
         own = (outer.get(v) for v in (*task.fixed, *task.rows))
-        found = {v for v in own if isinstance(v, int) and v not in sliced}
-        needs[stage] |= found
-        first[stage] |= found if kind == FORWARD else set()
+        read_here = {v for v in own if isinstance(v, int) and v not in sliced}
+        needs[stage] |= read_here
+        first[stage] |= read_here if kind == FORWARD else set()
     ahead = tuple(tuple(closure(early, sorted(need))) for need in needs)
     leaves = set(flat.inputs)
     readers: dict[int, int] = {}

@@ -87,28 +87,29 @@ class Workload:
         self.sums = [{} for _ in self.groups.groups]
         self.products = [[] for _ in self.groups.groups]
 
-    def add(self, op: Op, rule: FactorRule) -> None:
-        """Count one operation that stands in a group."""
+    def add(self, op: Op, rule: FactorRule) -> tuple[Work, ...]:
+        """Count one operation that stands in a group; what it does."""
         if op.kind == REGION and rule.origin == "region":
-            self.region(op)
-            return
+            return self.region(op)
         found = self.part(op, rule)
         if found is None:
-            return
+            return ()
         group, work = found
         if op.kind in PRODUCTS or op.kernel in KERNELS:
             self.products[group].append(work)
-            return
+            return (work,)
         total = self.sums[group].setdefault((work.classes[0], work.dtype), [0.0, 0.0, 0.0])
         total[0] += work.flops
         total[1] += work.nbytes
         total[2] += work.kernels
+        return (work,)
 
-    def region(self, op: Op) -> None:
+    def region(self, op: Op) -> tuple[Work, ...]:
         """Count what each device does in a ``shard_map``, which nothing splits further."""
         entry = self.groups.op_layouts[op.index]
         if entry is None:
-            return
+            return ()
+        before = len(self.products[entry[0]])
         weight = self.graph.regions[op.region].weight
         dtype = next((self.graph.values[v].dtype for v in op.inputs if v != SCALAR), "float32")
         for kind, flops, moved in op.work:
@@ -121,6 +122,7 @@ class Workload:
             self.products[entry[0]].append(
                 Work((frozenset(),), weight * flops, traffic, dtype, how, weight)
             )
+        return tuple(self.products[entry[0]][before:])
 
     def part(self, op: Op, rule: FactorRule) -> tuple[int, Work] | None:
         """The group of one operation and its share of the group's work. Ask in program order:

@@ -20,6 +20,8 @@ def on_device(
     A copy is read by the kernels that compute from it, which may stand behind the operations that
     read it in the trace. What a loop reads is there until the loop ends.
     """
+    if not copies:
+        return {}
     begin, stop = extents(graph, found.time)
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 from planner.arguments.calls import bind
-from planner.graph.ir import SCALAR, Graph, Phase, Role
+from planner.graph.ir import SCALAR, Graph, Op, Phase, Role, Value
 from planner.graph.trace import trace
 from tests.zoo.fast import FAST
 from tests.zoo.running import load
@@ -231,3 +232,18 @@ def test_in_the_zoo_every_parameter_has_its_gradient_and_its_update(name: str) -
 def _built(name: str) -> tuple[Any, ...]:
     step, args = load()[name].build()
     return (step, *args)
+
+
+def test_labels_keep_all_else() -> None:
+    """Every field that is no label comes through, those that are added later too."""
+
+    def other(field: dataclasses.Field[Any], k: int) -> Any:
+        return {"inputs": (k,), "outputs": (k,), "shape": (k,)}.get(field.name, f"{field.name} {k}")
+
+    op = Op(*(other(f, k) for k, f in enumerate(dataclasses.fields(Op))))
+    phase, segment = Phase.UPDATE, (3, 1)
+    assert op.labelled(phase, segment) == dataclasses.replace(op, phase=phase, segment=segment)
+    value = Value(*(other(f, k) for k, f in enumerate(dataclasses.fields(Value))))
+    assert value.labelled(Role.KEY, 5, True) == dataclasses.replace(
+        value, role=Role.KEY, of=5, carried=True
+    )
