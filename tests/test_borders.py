@@ -41,6 +41,7 @@ def test_the_borders_hold(tree: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "line", "named"),
     [

@@ -84,6 +84,7 @@ def test_api_lists_every_public_name_and_no_other(package: str) -> None:
     assert set(entries(package)) == set(importlib.import_module(package).__all__)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", PACKAGES)
 def test_api_names_every_parameter(package: str) -> None:
     module, listed = importlib.import_module(package), entries(package)

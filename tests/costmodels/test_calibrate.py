@@ -144,6 +144,7 @@ def test_times_must_be_positive(seconds: float) -> None:
         fit("cpu:8", [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["cpu:8", "h100:8", "v5p:2x2x2", "v5e:2x4+2"])
 def test_a_profile_is_a_cluster_with_the_fitted_constants(text: str, tmp_path: Path) -> None:
     samples = timed(truth_of("cpu:8", tmp_path), programs(8), 0.02)

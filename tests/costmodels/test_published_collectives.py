@@ -48,6 +48,7 @@ BANDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "band"), BANDS.items(), ids=lambda value: " ".join(map(str, value))
 )

@@ -107,6 +107,7 @@ def limited(problem: Problem, limit: float) -> Problem:
     return dataclasses.replace(problem, limit_bytes=limit)
 
 
+@pytest.mark.long
 def test_the_integer_program_agrees_about_the_least_peak(
     dense_problem: tuple[Problem, float],
 ) -> None:
@@ -152,6 +153,7 @@ def test_plans_near_the_least_peak(mesh: str | None, search: str, share: float) 
         unadvised(dense_step, dense_args(), memory=limit * 0.9999, **options)
 
 
+@pytest.mark.long
 def test_a_search_that_gives_up_is_rescued(monkeypatch: pytest.MonkeyPatch) -> None:
     def helpless(problem: Problem, *, time_limit_s: float) -> Solution:
         return make_solution(problem, [0] * len(problem.names), 0.0, "helpless", "gave up", 0.0)
@@ -365,12 +367,14 @@ def test_operations_without_a_rule_are_named_first() -> None:
     assert plan.fallbacks and all("MB of operands and results" in f for f in plan.fallbacks)
 
 
+@pytest.mark.long
 def test_advice_says_what_it_had_no_time_to_try() -> None:
     text = str(unadvised(tanh_step, tanh_args(), cluster="h100:8", memory=20e6))
     assert "a smaller batch: not tried (out of time)" in text
     assert "peak 0" not in text and "does not suffice" not in text
 
 
+@pytest.mark.long
 def test_a_step_that_knows_its_batch_gives_an_estimate() -> None:
     def step(params: Any, x: Any, y: Any) -> Any:
         assert x.shape[0] == 16384

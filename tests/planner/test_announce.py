@@ -21,6 +21,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, terminal: bool, seconds: float) -> st
     return file.getvalue()
 
 
+@pytest.mark.long
 def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "planning for h100:8" in shown(monkeypatch, True, 0.6)
 

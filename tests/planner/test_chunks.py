@@ -107,6 +107,7 @@ def largest(function: Callable[..., Any], args: Any) -> int:
     return of(jax.make_jaxpr(function)(*args))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=lambda f: f.__name__)
 def test_attention_is_equal_and_its_scores_are_never_whole(attention: Any) -> None:
     args = tuple(normal(B, T, H, D) + k for k in range(3))
@@ -126,6 +127,7 @@ def one_hot_loss(h: Any, w: Any, labels: Any) -> Any:
     return -jnp.mean(jax.nn.log_softmax(h @ w) * jax.nn.one_hot(labels, 256))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [cross_entropy, one_hot_loss])
 def test_logits_are_equal_and_never_whole(loss: Any) -> None:
     args = normal(512, 8), normal(8, 256), jnp.arange(512) % 256
@@ -153,6 +155,7 @@ def squared(a: Any, b: Any) -> Any:
     return jnp.mean((logits @ logits) ** 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [contrastive, running, squared])
 def test_rows_that_need_each_other_are_left_whole(loss: Any) -> None:
     args = normal(64, 4), normal(64, 4) + 1
@@ -190,6 +193,7 @@ def counted(a: Any, b: Any) -> Any:
     return jnp.mean(jnp.sin((near / (1.0 + mean[:, None] ** 2)) @ b))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [normalized, counted])
 def test_a_vector_of_columns_is_none_of_rows(loss: Any) -> None:
     with jax.enable_x64(True):
@@ -200,6 +204,7 @@ def test_a_vector_of_columns_is_none_of_rows(loss: Any) -> None:
         assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 1e-12
 
 
+@pytest.mark.long
 def test_a_jitted_attention_is_in_chunks_wherever_it_is_called() -> None:
     """All calls share their equations."""
     args = tuple(normal(B, T, H, D) + k for k in range(3))
@@ -213,6 +218,7 @@ def test_a_jitted_attention_is_in_chunks_wherever_it_is_called() -> None:
     assert largest(made, args) < largest(step, args) / 2
 
 
+@pytest.mark.long
 def test_a_deep_program_in_front_of_a_scan() -> None:
     args = normal(64, 4), normal(64, 4) + 1
 
@@ -226,6 +232,7 @@ def test_a_deep_program_in_front_of_a_scan() -> None:
     assert lines and difference(made(*args), step(*args)) <= 5e-6
 
 
+@pytest.mark.long
 def test_positions_of_rows_are_rounded_as_those_of_columns() -> None:
     """bfloat16 can't count to 700."""
     args = normal(700, 4), normal(700, 4) + 1
@@ -238,6 +245,7 @@ def test_positions_of_rows_are_rounded_as_those_of_columns() -> None:
     assert lines and difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 5e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16])
 def test_short_types_are_added_up_in_a_wide_one(dtype: Any) -> None:
     args = normal(64, 4), normal(64, 4) + 1
@@ -252,6 +260,7 @@ def test_short_types_are_added_up_in_a_wide_one(dtype: Any) -> None:
     assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 0.07
 
 
+@pytest.mark.long
 def test_effects_stay_in_order() -> None:
     """What is added to a reference depends on a loop; what reads it later does not."""
     args = normal(64, 4), normal(64, 4) + 1
@@ -331,6 +340,7 @@ def random_case(seed: int) -> bool:
     return bool(lines)
 
 
+@pytest.mark.long
 def test_random_steps() -> None:
     assert 5 <= sum(random_case(seed) for seed in range(25)) <= 23
 
@@ -357,6 +367,7 @@ def layered(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "full", "64"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_scan_with_chunks_computes_its_scores_again(remat: str, parts: int) -> None:
@@ -367,6 +378,7 @@ def test_a_scan_with_chunks_computes_its_scores_again(remat: str, parts: int) ->
     assert largest(step, args) < largest(layered, args) / 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
 def test_layers_that_the_program_rematerializes(policy: Any) -> None:
     """Scores are made chunk by chunk in bodies of ``jax.checkpoint``, too, masks with them."""
@@ -391,6 +403,7 @@ def test_layers_that_the_program_rematerializes(policy: Any) -> None:
     assert policy is not None or largest(made, args) < largest(step, args) / 4
 
 
+@pytest.mark.long
 def test_the_search_takes_chunks_where_scores_do_not_fit() -> None:
     shapes = (
         jax.ShapeDtypeStruct((LAYERS, 3, H * D, H, D), jnp.float32),

@@ -157,6 +157,7 @@ class Model(nn.Module):
 X = "jax.ShapeDtypeStruct((64, 16), jnp.float32)"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "kernel"),
     [
@@ -375,6 +376,7 @@ def test_the_command_line_is_checked_before_the_script_runs(
     assert told in said and "the script ran" not in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["inspect", "explain", "compare", "verify", "debug"])
 def test_words_after_two_dashes_are_the_scripts(
     command: str, write: Writer, capsys: pytest.CaptureFixture[str]

@@ -123,6 +123,7 @@ def test_json_is_what_the_function_says(write: Writer, capsys: pytest.CaptureFix
     assert [i["path"] for i in found["plan"]["inputs"]] == [x.path for x in expected.plan.inputs]
 
 
+@pytest.mark.long
 def test_text_has_the_prices_and_the_plan_of_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     (leaf,) = placed(capsys, EXAMPLE, "--placement", "auto")["placement"]
     assert leaf["place"] == "spmd" and leaf["served_s"] > leaf["spmd_s"]
@@ -151,6 +152,7 @@ def test_all_under_spmd_is_the_plan_of_the_whole_step(
     assert len(mine) == 10  # three parameters, their two moments, the count
 
 
+@pytest.mark.long
 def test_a_table_that_does_not_fit_has_no_price_under_spmd(
     write: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +260,7 @@ def test_refused(case: str, write: Writer, capsys: pytest.CaptureFixture[str]) -
     assert re.search(message, err), err
 
 
+@pytest.mark.long
 def test_a_table_on_servers_can_not_be_in_host_memory(
     write: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def test_text_and_choice(problem: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(out.read_text()) == [0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("search", sorted(SEARCHES))
 def test_json_says_what_the_evaluator_says(
     search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -205,6 +206,7 @@ def test_interrupted_search_gives_the_best_so_far(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.long
 def test_limit_asks_to_stop_and_lines_come_now_and_then(
     patient: threading.Event,
     problem: Path,
@@ -257,6 +259,7 @@ def test_second_interrupt_ends_at_once_and_writes_nothing(problem: Path, tmp_pat
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_the_limit_counts_reading(
     patient: threading.Event,
     problem: Path,
@@ -374,6 +377,7 @@ def example_args():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", ["80GB", "9kB"])
 def test_dumped_problem_has_the_plans_cost_and_peak(
     memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -109,6 +109,7 @@ def test_every_kind_stands_there_once_and_in_order(found: Comparison) -> None:
     assert limits == {found.limit_bytes}
 
 
+@pytest.mark.long
 def test_the_chosen_plan_is_no_slower_than_any_by_hand(found: Comparison) -> None:
     best = min(c.plan.prediction.step_s for c in found.candidates if c.plan and c.fits)
     assert found.chosen.plan is not None
@@ -182,6 +183,7 @@ def test_what_does_not_fit_is_shown_with_the_memory_it_needs(found: Comparison) 
     assert plan.prediction.limit_bytes == limit and math.isfinite(limit)
 
 
+@pytest.mark.long
 def test_marks_hold_in_every_kind_or_are_its_refusal() -> None:
     def marked(w: Any, x: Any) -> Any:
         return jnp.mean(shard(x @ w, "expert", "model") ** 2)
@@ -238,6 +240,7 @@ def test_sequences_are_tokens_or_three_dimensions() -> None:
     assert [found.values[v].shape for v in sequences(found)] == [(8, 16), (8, 4, 2)]
 
 
+@pytest.mark.long
 def test_what_is_not_quite_what_it_is_called_has_a_note(found: Comparison) -> None:
     assert [c.note for c in found.candidates] == [""] * len(found.candidates)
 
@@ -279,6 +282,7 @@ def test_what_ties_with_the_fastest_is_marked(found: Comparison) -> None:
     assert (best["low_s"], best["high_s"]) == pytest.approx((0.96, 1.21))
 
 
+@pytest.mark.long
 def test_without_published_runs_there_is_no_range() -> None:
     (one, *_) = comparison_json(compare(step, *ARGS, cluster="cpu:1"))["candidates"]
     assert one["low_s"] is None and one["high_s"] is None
@@ -321,6 +325,7 @@ def example_args():
 """
 
 
+@pytest.mark.long
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "user_compare.py"
     path.write_text(MODEL)
@@ -342,6 +347,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.startswith("planner: error: ")
 
 
+@pytest.mark.long
 def test_stages_have_rows_on_two_nodes() -> None:
     found = compare(step, *example(), cluster="h100:8x2")
     rows = {row.name: row for row in found.candidates if " stages" in row.name}
@@ -354,6 +360,7 @@ def test_stages_have_rows_on_two_nodes() -> None:
     assert not any(" stages" in row.name for row in none.candidates)
 
 
+@pytest.mark.long
 def test_a_chosen_plan_with_a_schedule_is_on_its_devices() -> None:
     options: Any = {"stages": 2, "microbatches": 4, "schedule": "1f1b", "remat": "none"}
     found = compare(step, *example(), cluster="h100:8", **options)

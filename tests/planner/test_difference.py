@@ -50,6 +50,7 @@ def both() -> tuple[Plan, Plan]:
     return plan("data=8"), plan("data=2,model=4", **tensor)
 
 
+@pytest.mark.long
 def test_a_plan_does_not_differ_from_itself(both: tuple[Plan, Plan]) -> None:
     for one in both:
         found = difference(one, one)

@@ -98,6 +98,7 @@ def test_scalars_have_nothing_to_split(planned: Planned) -> None:
 # ---- prices ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["['up']", "tanh", "[1]"])
 def test_prices_against_the_integer_program(planned: Planned, target: str) -> None:
     """Alone: one strategy exchanged. With others: no better than the proved optimum, which these
@@ -242,6 +243,7 @@ def test_where_equal_parts_have_different_plans_each_is_a_decision() -> None:
 # ---- text and command --------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_text_fits_80_columns_and_json_is_plain(planned: Planned) -> None:
     for target in ("['up']", "dot_general"):
         found = explain_planned(planned, target)
@@ -268,6 +270,7 @@ def example_args():
 """
 
 
+@pytest.mark.long
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "user_explain.py"
     path.write_text(MODEL)

@@ -39,6 +39,7 @@ def whole(state: Any) -> Any:
     return {rf"\[.{k}.\]": PartitionSpec() for k in state}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "model": 2}, None])
 @pytest.mark.parametrize("shardings", [None, {r"\['up'\]": PartitionSpec()}])
 @pytest.mark.parametrize("batch", [64, 8192])
@@ -70,6 +71,7 @@ def test_what_is_pinned_whole_counts_whole() -> None:
     assert row.floor.start_bytes < STATE_BYTES / 4
 
 
+@pytest.mark.long
 def test_where_the_arguments_alone_are_too_large_no_recipe_is_looked_at() -> None:
     args = arguments(64)
     with pytest.raises(MemoryLimitError) as error:

@@ -42,6 +42,7 @@ def blocks(draw: st.DrawFn) -> list[Any]:
     return out
 
 
+@pytest.mark.long
 @given(blocks())
 def test_what_is_folded_unfolds(rows: list[Any]) -> None:
     found = json.loads(json.dumps(fold(rows)))

@@ -30,6 +30,7 @@ def found(graph: Graph, normalizes: bool = True) -> Written:
     return written(graph, fusable, graph.live_ops(), late=True, normalizes=normalizes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(FAST))
 def test_every_operation_runs_behind_those_that_it_reads(name: str) -> None:
     step, args = ZOO[name].build()

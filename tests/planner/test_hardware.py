@@ -85,6 +85,7 @@ def test_without_batches_the_arguments_are_as_they_are() -> None:
     assert found.offers[0].pareto and found.cheapest is None
 
 
+@pytest.mark.long
 def test_larger_batches_take_the_recipe_of_the_smaller() -> None:
     """As many more of the same microbatches; nothing is looked for again."""
     cluster = parse_cluster("h100:8")
@@ -150,6 +151,7 @@ def offer(kind: str, per_second: float, dollars: float | None) -> Offer:
     return Offer(kind, kind, 1, 10, 1000, dataclasses.replace(plan, prediction=timed), 0.5, price)
 
 
+@pytest.mark.long
 def test_what_none_beats_is_marked() -> None:
     rows = [
         offer("a", 100, 1.0),
@@ -270,6 +272,7 @@ def test_texts() -> None:
     assert [dollars_text(x) for x in (0.1869, 12345.6, math.nan)] == ["$0.187", "$12,346", "-"]
 
 
+@pytest.mark.long
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "user_hardware.py"
     path.write_text(MODEL)
@@ -303,6 +306,7 @@ def test_a_page_without_a_plan_or_with_one_offer() -> None:
     assert "<circle" not in offers_html(Offers("tokens", ()))
 
 
+@pytest.mark.long
 def test_the_smallest_cluster_of_each_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,6 +150,7 @@ EXACT: dict[str, Loss] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parts", "replicas"), [(2, 1), (8, 1), (2, 4)])
 @pytest.mark.parametrize("name", EXACT)
 def test_equal_to_the_whole_batch(name: str, parts: int, replicas: int) -> None:
@@ -163,6 +164,7 @@ def test_equal_to_the_whole_batch(name: str, parts: int, replicas: int) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-2 if loose else 2e-5, atol=1e-3 if loose else 1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parts", "replicas"), [(4, 1), (2, 2), (4, 2)])
 def test_results_of_examples_come_back_in_their_order(parts: int, replicas: int) -> None:
     def step(w: jax.Array, b: Any) -> Any:
@@ -179,6 +181,7 @@ def test_results_of_examples_come_back_in_their_order(parts: int, replicas: int)
     )
 
 
+@pytest.mark.long
 def test_integers_that_follow_from_the_size_are_the_whole_batchs() -> None:
     def step(w: jax.Array, b: Any) -> Any:
         return w - 0.1, jnp.sum((b["x"] @ w > 0).astype(jnp.int32)) * b["x"].shape[0]
@@ -352,6 +355,7 @@ def test_a_plan_says_its_microbatches_and_needs_less_memory() -> None:
     assert str(cut.inputs[-1].spec) == str(whole.inputs[-1].spec)  # the batch stays split
 
 
+@pytest.mark.long
 @pytest.mark.devices
 @pytest.mark.parametrize("name", ["masked", "tied", "scanned", "dropped"])
 def test_sharded_microbatches_train_as_the_unsharded_whole(name: str) -> None:
@@ -378,6 +382,7 @@ def test_an_exported_module_has_no_microbatches() -> None:
         python_text(plan)
 
 
+@pytest.mark.long
 def test_groups_in_a_dimension_of_their_own_are_equal() -> None:
     def loss(w: jax.Array, b: Any) -> jax.Array:
         rewards = jnp.sum(jnp.tanh(b["x"] @ w), axis=-1)  # questions, answers

@@ -86,6 +86,7 @@ def same(a: Any, b: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("raw", [False, True], ids=["key", "raw key"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 @pytest.mark.parametrize(("parts", "replicas"), [(2, 1), (4, 2), (16, 1)])
@@ -97,6 +98,7 @@ def test_they_are_those_of_the_whole_batch(
     same(jax.jit(made)(*args), jax.jit(step)(*args))
 
 
+@pytest.mark.long
 @pytest.mark.devices
 @pytest.mark.parametrize("model", [scanned, both], ids=lambda m: m.__name__)
 @pytest.mark.parametrize(

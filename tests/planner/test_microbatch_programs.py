@@ -53,6 +53,7 @@ product.defvjp(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", [False, True])
 def test_marks_on_gradients_inside_a_scan(remat: bool) -> None:
     def body(x: Any, w: Any) -> Any:
@@ -69,6 +70,7 @@ def test_marks_on_gradients_inside_a_scan(remat: bool) -> None:
     check(step, state(), tokens(), parts=4)
 
 
+@pytest.mark.long
 def test_a_barrier_hands_each_operand_on() -> None:
     def loss(p: Any, t: Any) -> Any:
         x = p["embed"][t]
@@ -99,6 +101,7 @@ def flash_attention(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bst,btd->bsd", jax.nn.softmax(scores), v)
 
 
+@pytest.mark.long
 def test_one_kernel_stays_one_in_a_microbatch() -> None:
     """Outside a scan too; its scores are in no memory (Dao et al. 2022)."""
 
@@ -118,6 +121,7 @@ def test_one_kernel_stays_one_in_a_microbatch() -> None:
     check(step, *args, parts=4)
 
 
+@pytest.mark.long
 def test_adam_adds_up_one_gradient_for_each_parameter() -> None:
     """Its first moment takes a tenth of the gradient, its second the square: one sum is enough."""
 
@@ -152,6 +156,7 @@ def next_token_loss(p: Any, t: Any) -> Any:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, t))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [2, ROWS])
 def test_microbatches_of_one_example(rows: int) -> None:
     """JAX traces ``take_along_axis`` and sums over broadcast dimensions of one in another way."""
@@ -162,6 +167,7 @@ def test_microbatches_of_one_example(rows: int) -> None:
     check(step, state(), tokens(rows), parts=rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [2, ROWS])
 def test_rules_of_users_are_no_sizes(rows: int) -> None:
     """A ``jax.custom_vjp`` that is not differentiated stays in the step, with its functions."""
@@ -195,6 +201,7 @@ def test_an_operation_made_for_the_batch_is_not_taken_for_one_example() -> None:
         _Scaled(8).param("grid of 8", "grid of 16")
 
 
+@pytest.mark.long
 def test_a_recomputed_loss_with_a_scan_is_walked_through() -> None:
     """Newer JAX puts the forward pass of such a loss into a call of its own (``eval_jaxpr``)."""
 

@@ -69,6 +69,7 @@ def arguments() -> tuple[Any, Any, Any]:
     return jnp.full((WIDTH, 2), 0.3), jnp.asarray(x), jax.random.key(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parts", "replicas"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(
     "loss",
@@ -93,6 +94,7 @@ def test_rows_in_another_order_are_refused() -> None:
         microbatched(step_of(in_another_order), arguments(), 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [EXAMPLES // 2, EXAMPLES * 3 // 2])
 def test_draws_that_belong_to_no_example_are_dealt_out(rows: int) -> None:
     """Beside statistics of a microbatch; of the whole batch, they are refused."""

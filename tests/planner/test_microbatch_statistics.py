@@ -218,6 +218,7 @@ def close(found: Any, expected: Any, rtol: float = 2e-5, atol: float = 1e-6) -> 
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("name", COUPLED)
 def test_equal_to_the_loop_that_people_write(name: str, parts: int) -> None:
@@ -231,6 +232,7 @@ def test_equal_to_the_loop_that_people_write(name: str, parts: int) -> None:
     close(jax.jit(cut)(*args), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", ["mask", "some"])
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_mask_counts_in_the_whole_batch(count: str, parts: int) -> None:
@@ -251,6 +253,7 @@ def test_a_mask_counts_in_the_whole_batch(count: str, parts: int) -> None:
     close(jax.jit(cut)(*args), jax.jit(accumulated(part, parts, adds=True))(*args))
 
 
+@pytest.mark.long
 def test_random_numbers_are_those_of_the_whole_batch() -> None:
     """Drawn once and sliced: every microbatch has its own."""
     for key in (jax.random.key(3), None):
@@ -269,6 +272,7 @@ def test_random_numbers_are_those_of_the_whole_batch() -> None:
         close(jax.jit(cut)(*args), jax.jit(accumulated(batch_norm, 4))(args[0], dropped))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_random_numbers_of_scanned_layers(recomputed: bool) -> None:
     keys = jax.random.split(jax.random.key(2), 2)
@@ -302,6 +306,7 @@ def test_one_example_has_no_statistics() -> None:
         microbatched(train(batch_norm), args, ROWS, statistics=OWN)
 
 
+@pytest.mark.long
 def test_a_permutation_is_one_of_the_microbatch() -> None:
     """Mixup: partners come from the same microbatch, and none from outside of it."""
 
@@ -325,6 +330,7 @@ class Net(linen.Module):
         return linen.Dense(WIDTH)(linen.relu(x))
 
 
+@pytest.mark.long
 def test_flax_batch_norm() -> None:
     net = Net()
     variables = net.init(jax.random.key(0), examples()["x"])
@@ -350,6 +356,7 @@ def test_flax_batch_norm() -> None:
     close(jax.jit(microbatched(step, args, 4, statistics=OWN))(*args), jax.jit(manual)(*args))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n for n in EXACT if n != "waited"])  # refused: one key for all
 def test_where_nothing_couples_examples_the_whole_batch_comes_out(name: str) -> None:
     """The same parts, put together by their degrees, are the whole batch's sums and means."""
@@ -406,6 +413,7 @@ def stepped(loss: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.long
 def test_weights_of_a_batch_are_those_of_the_microbatch() -> None:
     """A softmax over values that no parameter has a part in: all of it is a statistic."""
     step = stepped(lambda w, x, score: jnp.sum(jax.nn.softmax(score) * jnp.tanh(x @ w)))
@@ -470,6 +478,7 @@ def test_rows_that_examples_write_over_are_no_statistics(written: Any) -> None:
         microbatched(step, args, 4, statistics=OWN)
 
 
+@pytest.mark.long
 def test_an_unbiased_variance_of_two_examples() -> None:
     def step(w: jax.Array, b: Any) -> Any:
         h = b["x"] @ w
@@ -481,6 +490,7 @@ def test_an_unbiased_variance_of_two_examples() -> None:
     close(found[1], sum(parts) / 2)
 
 
+@pytest.mark.long
 def test_figures_outside_of_the_loss() -> None:
     """Those of each microbatch, averaged, as the loss is."""
 
@@ -546,6 +556,7 @@ def test_what_it_does_not_go_with() -> None:
         make_plan(step, *args, cluster="cpu:8", microbatches=2, statistics="own")
 
 
+@pytest.mark.long
 def test_the_plan_says_whose_statistics() -> None:
     args = (started(batch_norm), examples())
     plan = make_plan(train(batch_norm), *args, cluster="cpu:8", microbatches=2, statistics=OWN)

@@ -64,6 +64,7 @@ def test_modes_by_the_names_of_jax_users() -> None:
         make_plan(wide, *shapes, cluster="h100:8", mode="fdsp")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["dp", "fsdp"])
 def test_a_step_is_split_again_behind_a_change_that_cannot_be_avoided(mode):
     """Parts of the batch, one after the other, cut the batch across the devices: once gathered, it
@@ -133,6 +134,7 @@ def test_a_mesh_without_the_axis_of_the_mode() -> None:
         make_plan(_step, *_layers(2), cluster="h100:8", mode="tp", mesh="data=8")
 
 
+@pytest.mark.long
 def test_pipelines_by_name() -> None:
     plan = make_plan(_step, *_layers(8), cluster="h100:8", mode="pp")
     assert plan.stages > 1 and plan.microbatches > 1 and plan.schedule == "1f1b"
@@ -172,6 +174,7 @@ def test_the_mode_in_force_is_set_again_whole() -> None:
         set_parallel_mode(before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["dp", "fsdp", "SEMI_AUTO_PARALLEL", "tp"])
 def test_a_batch_that_the_devices_do_not_divide_is_named(mode: str) -> None:
     options: dict[str, Any] = {"cluster": "h100:8", "mode": mode}

@@ -96,6 +96,7 @@ def test_a_parameter_is_copied_for_each_of_its_uses() -> None:
             assert kinds == ["dot_general", "sub"]
 
 
+@pytest.mark.long
 def test_parameters_used_piece_by_piece_take_less_than_parameters_in_place() -> None:
     layers = [jax.ShapeDtypeStruct((D, D), jnp.float32)] * 12
 
@@ -136,6 +137,7 @@ def test_the_mark_holds_in_every_mode(mode: str) -> None:
     ]
 
 
+@pytest.mark.long
 def test_reports_name_the_host() -> None:
     before, after = planned(), planned(offload="opt")
     text = str(after)

@@ -46,6 +46,7 @@ def least_and_most() -> tuple[float, float]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
 def test_what_is_moved_is_the_cheapest_that_fits(share: float) -> None:
     least, most = least_and_most()
@@ -78,6 +79,7 @@ def test_nothing_is_moved_where_everything_fits() -> None:
     assert free.inputs == plain.inputs
 
 
+@pytest.mark.long
 def test_a_plan_that_was_not_possible_becomes_possible_and_the_refusal_says_so() -> None:
     least, most = least_and_most()
     limit = (least + most) / 2
@@ -94,6 +96,7 @@ def test_a_plan_that_was_not_possible_becomes_possible_and_the_refusal_says_so()
     assert any("remat none, offload," in line for line in relief), relief
 
 
+@pytest.mark.long
 def test_sharding_further_is_taken_where_it_is_cheaper_than_the_host() -> None:
     """On eight devices the state can be split for little; then nothing moves."""
     _, most = least_and_most()
@@ -102,6 +105,7 @@ def test_sharding_further_is_taken_where_it_is_cheaper_than_the_host() -> None:
     assert any(leaf.spec.axes for leaf in plan.inputs if leaf.tied)
 
 
+@pytest.mark.long
 def test_equal_layers_may_differ_where_some_must_move() -> None:
     """Folded layers are told apart if moving all of them costs more than moving a few."""
     w = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 6

@@ -35,6 +35,7 @@ def planned(mesh: str) -> Planned:
     return plan_step(step, *args(), cluster="h100:8", mesh=mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
 def test_operations_add_up_to_the_predicted_compute(mesh: str) -> None:
     found = planned(mesh)
@@ -47,6 +48,7 @@ def test_operations_add_up_to_the_predicted_compute(mesh: str) -> None:
     assert all(s > 0 for s in products)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
 def test_collectives_add_up_to_the_predicted_communication(mesh: str) -> None:
     found = planned(mesh)

@@ -98,6 +98,7 @@ def test_none_is_the_default() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", [{"memory": 1e3}, {"offload": r"\[0\]", "host_memory": 1e3}])
 def test_doors_pass_limits_on(option: dict[str, Any]) -> None:
     with pytest.raises(MemoryLimitError):
@@ -106,6 +107,7 @@ def test_doors_pass_limits_on(option: dict[str, Any]) -> None:
         executor.parallelize(step, cluster="h100:1", **option).prepare(*SHAPES)
 
 
+@pytest.mark.long
 def test_an_unconfirmed_step_time_says_what_it_counts_on() -> None:
     def text(cluster: str, mode: str = "DATA_PARALLEL") -> str:
         return " ".join(

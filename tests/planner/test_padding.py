@@ -51,6 +51,7 @@ def next_token_loss(p: Any, t: Any) -> Any:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, t))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_decoder_with_a_scan(remat: bool) -> None:
     loss = jax.checkpoint(next_token_loss) if remat else next_token_loss
@@ -62,6 +63,7 @@ def test_a_decoder_with_a_scan(remat: bool) -> None:
     check(step, state(), tokens())
 
 
+@pytest.mark.long
 def test_results_of_examples_lose_the_copies() -> None:
     def step(p: Any, t: Any) -> Any:
         x = jnp.tanh(p["embed"][t])
@@ -70,6 +72,7 @@ def test_results_of_examples_lose_the_copies() -> None:
     check(step, state(), tokens())
 
 
+@pytest.mark.long
 def test_masks_and_several_arguments() -> None:
     """The denominator is a sum over the batch alone."""
 
@@ -85,6 +88,7 @@ def test_masks_and_several_arguments() -> None:
     check(step, state(), tokens(), mask)
 
 
+@pytest.mark.long
 def test_random_numbers_are_those_of_the_batch_as_it_is() -> None:
     def step(p: Any, t: Any) -> Any:
         keep = jax.random.bernoulli(jax.random.key(0), 0.5, (ROWS, SEQ, WIDTH))
@@ -107,6 +111,7 @@ def test_random_numbers_are_those_of_the_batch_as_it_is() -> None:
     check(by_shape, state(), tokens())
 
 
+@pytest.mark.long
 def test_labels_by_position() -> None:
     def step(p: Any, t: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -118,6 +123,7 @@ def test_labels_by_position() -> None:
     check(step, state(), tokens())
 
 
+@pytest.mark.long
 def test_a_convolution() -> None:
     images = jnp.asarray(np.random.default_rng(3).normal(size=(6, 8, 8, 3)), jnp.float32)
     kernel = jnp.asarray(np.random.default_rng(4).normal(size=(3, 3, 3, 5)), jnp.float32)
@@ -145,6 +151,7 @@ def test_statistics_of_the_batch_are_refused() -> None:
         padded(step, (state(), tokens()), MORE)
 
 
+@pytest.mark.long
 def test_requests_that_cannot_be_met() -> None:
     def step(p: Any, t: Any) -> Any:
         return p, jnp.sum(p["embed"][t])

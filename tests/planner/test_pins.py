@@ -230,6 +230,7 @@ def one_device(names: tuple[str, ...]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(names)), names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "entries", [SEQUENCE, ((),) * 3, (("rows",), (None, "rows"), ("columns",))]
 )
@@ -534,6 +535,7 @@ def test_mode_names() -> None:
 # ---- the numbers of a mark do not change -------------------------------------------------
 
 
+@pytest.mark.long
 def test_marks_pass_through_jit_grad_and_vmap() -> None:
     x = jnp.arange(12.0).reshape(3, 4)
 

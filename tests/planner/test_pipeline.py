@@ -259,6 +259,7 @@ def test_more_work_than_latency_is_split_over_every_device() -> None:
     assert plan.prediction.step_s < alone.prediction.step_s / 6
 
 
+@pytest.mark.long
 def test_examples_mlp_on_four_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     mlp = importlib.import_module("mlp")
@@ -323,6 +324,7 @@ def test_tight_memory_shards_the_parameters() -> None:
     assert plan.search.cost_s >= loose.search.lower_bound_s * (1 - 1e-9)
 
 
+@pytest.mark.long
 def test_less_memory_never_makes_a_proved_plan_faster() -> None:
     args = adam_args(2, 256, 512)
     before = 0.0
@@ -338,6 +340,7 @@ def test_less_memory_never_makes_a_proved_plan_faster() -> None:
         before = plan.search.lower_bound_s
 
 
+@pytest.mark.long
 def test_the_memory_limit_is_the_devices_unless_given() -> None:
     default = make_plan(step, W, X, cluster="h100:8").prediction.limit_bytes
     assert default == 60e9  # 80 GB less a reserve of 25 %

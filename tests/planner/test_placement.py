@@ -117,6 +117,7 @@ def test_what_the_optimizer_looks_at_stays_and_may_not_be_served() -> None:
         place(clipped, {"table": "ps"})
 
 
+@pytest.mark.long
 def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not() -> None:
     found = placed({"large": 100_000_000, "small": 8_192}, rows={"large": 2_000, "small": 8_192})
     large, small = found.leaves
@@ -130,6 +131,7 @@ def test_a_large_table_of_few_rows_is_served_and_one_that_is_read_whole_is_not()
     assert not any("'large'" in path for path in paths if path.startswith("[0]"))
 
 
+@pytest.mark.long
 def test_the_price_under_spmd_is_what_the_plan_costs_more() -> None:
     tables = {"large": 100_000_000}
     chosen = placed(tables, rows={"large": 2_000})
@@ -140,6 +142,7 @@ def test_the_price_under_spmd_is_what_the_plan_costs_more() -> None:
     assert chosen.leaves[0].spmd_s == pytest.approx(within - without)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_served() -> None:
     found = placed({"large": 100_000_000}, rows={"large": 200_000}, memory="2GB")
     (large,) = found.leaves

@@ -185,6 +185,7 @@ def test_the_text_is_json_when_memory_is_unlimited() -> None:
 # ---- the same everywhere -----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_host_computes_the_same_plan_without_a_backend() -> None:
     running = []
     for seed in ("1", "2"):

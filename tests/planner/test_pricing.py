@@ -130,6 +130,7 @@ def assert_consistent(plan: Plan) -> None:
     assert p.peak_bytes <= p.limit_bytes * (1 + 1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("cluster", "mesh"), PLACES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_prediction_is_the_searched_cost(program: str, cluster: str, mesh: str) -> None:
@@ -186,6 +187,7 @@ def test_searches_agree_on_two_matmuls(cluster: str, mesh: str) -> None:
     assert yardstick.cost_s < 0.6 * replicated  # starting kernels is not split
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.6, 0.35])
 def test_searches_agree_on_two_matmuls_in_little_memory(share: float) -> None:
     found = analysis_of(two_matmuls, *SMALL)

@@ -68,6 +68,7 @@ def quotient_of(name: str) -> Quotient:
     return fold_analysis(analysis, (), inputs_differ=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["data=8", "data=2,model=4", "data=2,fsdp=2,model=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_choice_costs_the_same_and_peaks_alike(name: str, mesh: str) -> None:
@@ -99,6 +100,7 @@ def test_the_folding_of_prices_finds_hardly_more(name: str) -> None:
     assert len(quotient.part.groups.groups) <= 1.2 * len(by_price.problem.cost_s) + 2
 
 
+@pytest.mark.long
 def test_layers_do_not_count() -> None:
     import decoders
 
@@ -118,6 +120,7 @@ def test_layers_do_not_count() -> None:
     assert size(8) == size(12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp", "moe", "lstm", "llama"])
 def test_bounds_of_the_quotient_hold_for_the_whole(name: str) -> None:
     quotient, model = quotient_of(name), AnalyticCostModel(parse_cluster("h100:4"))
@@ -184,6 +187,7 @@ def test_no_mesh_that_was_pruned_holds_a_better_plan() -> None:
         assert plan.search.cost_s <= 1.03 * one.search.cost_s * (1 + 1e-9)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3), st.integers(2, 12), st.randoms(use_true_random=False))
 def test_worst_moments_hold_the_peak(kinds: int, layers: int, random) -> None:  # type: ignore[no-untyped-def]
@@ -205,6 +209,7 @@ def test_worst_moments_hold_the_peak(kinds: int, layers: int, random) -> None:  
         assert max(kept) == max(whole)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
@@ -372,6 +377,7 @@ def test_whole_below_tells_arrays_of_one_shape_by_their_bytes() -> None:
     assert [bool(leaf.spec.axes) for leaf in plan.inputs[:2]] == [True, False]
 
 
+@pytest.mark.long
 def test_equal_layers_differ_where_memory_asks_for_it() -> None:
     """Neither weight fits whole beside the other; the plan may not be called the best before one
     of them was tried whole."""

@@ -138,6 +138,7 @@ def test_a_step_that_fits_is_left_as_it_is() -> None:
     assert plan.recipe == PLAIN and not plan.recomputed
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_fit_is_rewritten_and_the_plan_says_so() -> None:
     plain = make_plan(layered, *LAYERS, cluster="h100:8", mesh="data=8")
     limit = 0.4 * plain.prediction.peak_bytes
@@ -178,6 +179,7 @@ def test_a_step_that_memory_makes_slow_is_compared_with_recipes() -> None:
     assert any("for lack of memory the step as written takes up to" in n for n in plan.notes)
 
 
+@pytest.mark.long
 def test_what_is_given_is_kept_and_the_rest_searched() -> None:
     options: dict[str, Any] = {"cluster": "h100:8", "mesh": "data=8", "memory": 60e6}
     assert make_plan(layered, *LAYERS, microbatches=16, **options).microbatches == 16
@@ -185,6 +187,7 @@ def test_what_is_given_is_kept_and_the_rest_searched() -> None:
     assert plan.remat == "full" and plan.microbatches > 1
 
 
+@pytest.mark.long
 def test_auto_looks_also_where_the_step_fits() -> None:
     plain = make_plan(layered, *LAYERS, cluster="h100:8")
     plan = make_plan(layered, *LAYERS, cluster="h100:8", microbatches="auto", remat="auto")
@@ -194,6 +197,7 @@ def test_auto_looks_also_where_the_step_fits() -> None:
         assert plan.prediction.step_s <= plain.prediction.step_s / 1.01
 
 
+@pytest.mark.long
 def test_when_nothing_fits_the_error_says_what_was_tried() -> None:
     said = (
         r"least peak found is .* with 64 microbatches, remat \w+, (?s:.*)also tried: .* "
@@ -256,6 +260,7 @@ def test_a_recipe_in_words() -> None:
     assert str(PLAIN) == ""
 
 
+@pytest.mark.long
 def test_a_number_of_microbatches_that_traces_to_another_program_is_left_out() -> None:
     """Of single examples this loss makes no mean; that is refused, and does not end the search."""
 
@@ -276,6 +281,7 @@ def test_a_number_of_microbatches_that_traces_to_another_program_is_left_out() -
         make_plan(step, *args, cluster="h100:8", memory=2.5e6)
 
 
+@pytest.mark.long
 def test_a_coupled_step_is_rematerialized_and_not_cut() -> None:
     def coupled(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -297,6 +303,7 @@ def test_bad_numbers(value: Any) -> None:
         make_plan(layered, *LAYERS, cluster="h100:8", microbatches=value)
 
 
+@pytest.mark.long
 @pytest.mark.devices
 def test_a_choice_beside_an_option_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:
     """Microbatches are given, remat is not: the search adds it, and a warning says so."""
@@ -306,6 +313,7 @@ def test_a_choice_beside_an_option_is_not_silent(caplog: pytest.LogCaptureFixtur
     assert any("remat='" in r.message and "microbatches" not in r.message for r in caplog.records)
 
 
+@pytest.mark.long
 @pytest.mark.devices
 def test_parallelize_says_that_it_rewrote_the_step(caplog: pytest.LogCaptureFixture) -> None:
     draw = np.random.default_rng(0).normal

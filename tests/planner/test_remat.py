@@ -108,6 +108,7 @@ def products(graph: Graph) -> float:
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("name", STEPS)
@@ -165,6 +166,7 @@ def test_a_step_without_loops_or_equal_blocks_is_left_alone() -> None:
 # ---- policies -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("policy", ["dots", "20", "60", "4096"])
 @pytest.mark.parametrize("name", ["scanned", "unrolled", "with_skips", "micro_step"])
@@ -193,6 +195,7 @@ def test_policies_free_more_and_do_more_again() -> None:
     assert flop == sorted(flop)
 
 
+@pytest.mark.long
 def test_a_minimum_cut_is_the_best_of_all_choices() -> None:
     """Against every set of operations that could be done again, on random blocks."""
     draw = random.Random(0)
@@ -302,6 +305,7 @@ def test_a_print_is_not_done_twice() -> None:
     ).count("debug_")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "again"), [("threefry2x32", True), ("rbg", False)])
 def test_random_numbers_are_drawn_again_only_if_they_are_the_same(kind: str, again: bool) -> None:
     """Numbers of XLA's own generator depend on how they are sharded."""
@@ -346,6 +350,7 @@ def test_a_plan_tells_what_is_done_again() -> None:
         python_text(plan)
 
 
+@pytest.mark.long
 @pytest.mark.devices
 @pytest.mark.parametrize("policy", ["full", "dots", "60", "offload"])
 @pytest.mark.parametrize("name", ["scanned", "unrolled", "micro_step"])
@@ -364,6 +369,7 @@ def test_sharded_rematerialized_steps_train_as_the_unsharded(name: str, policy: 
     np.testing.assert_allclose(found, jax.jit(step)(params, x)[1], rtol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scanned", [True, False])
 @pytest.mark.parametrize("policy", ["full", "dots", "20", "50", "100", "1000"])
 def test_a_maximum_is_never_kept_beside_scores_that_are_made_again(
@@ -392,6 +398,7 @@ def test_a_maximum_is_never_kept_beside_scores_that_are_made_again(
     np.testing.assert_allclose(made.function(*args)[1], jax.jit(step)(*args)[1], atol=1e-7)
 
 
+@pytest.mark.long
 def test_unrolled_blocks_keep_nothing_that_chunks_would_not_hold() -> None:
     """Scores that are made in chunks are made again, not kept: those that only the forward pass
     reads among them."""

@@ -60,6 +60,7 @@ def summed_in_each_microbatch(plan: Any) -> set[str]:
     return {axis for r in rows if r.payload_bytes > 1e5 for axis in r.axes}
 
 
+@pytest.mark.long
 def test_chosen_where_the_network_is_slow() -> None:
     each = make_plan(step, *arguments(), cluster=slow(), microbatches=8, replicas=1)
     once = make_plan(step, *arguments(), cluster=slow(), microbatches=8)
@@ -112,6 +113,7 @@ def test_an_operation_that_has_no_batches() -> None:
         make_plan(mapped, *args, replicas=2, **options)
 
 
+@pytest.mark.long
 def test_notes_are_those_of_the_plan_that_was_chosen() -> None:
     """What it was compared with stays; what another plan says of itself does not."""
     options: dict[str, Any] = {"cluster": slow(), "microbatches": "auto", "memory": "1GB"}
@@ -145,6 +147,7 @@ def over_time(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
 
+@pytest.mark.long
 def test_gradients_of_a_loop_over_time_are_reduced_once() -> None:
     """Over a slow network, a reduction in every turn of the step's loop costs more."""
     weights = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
@@ -164,6 +167,7 @@ def test_gradients_of_a_loop_over_time_are_reduced_once() -> None:
     assert "gradients    of 32 groups of devices" in plan_text(once)
 
 
+@pytest.mark.long
 def test_rivals_with_stages_reduce_once_too() -> None:
     """`compare` flatters no plan: manual layouts with data parallelism inside of stages get it."""
     rows = compare(step, *arguments(), cluster="h100:8x2").candidates

@@ -41,6 +41,7 @@ def cases(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     return sizes, model, rank, src, dst, draw(st.floats(0, 1e10))
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(cases(), st.booleans())
 def test_table_is_the_sum_of_the_steps(case, combined: bool) -> None:  # type: ignore[no-untyped-def]

@@ -151,6 +151,7 @@ def test_strategy_and_idle_devices_come_first_and_are_stored():
     assert plan_from_json(plan.to_json()) == plan
 
 
+@pytest.mark.long
 def test_plans_of_older_versions_load():
     step, args = deep(64, 64)
     text = make_plan(step, *args, cluster="cpu:8").to_json()

@@ -146,6 +146,7 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
@@ -211,6 +212,7 @@ def wide(layers: int) -> Case:
     return step, (*grown, jax.ShapeDtypeStruct((1 << 16, 64 * 12), jnp.float32))
 
 
+@pytest.mark.long
 def test_recipes_are_compared_on_loops_where_a_large_step_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -236,6 +238,7 @@ def test_recipes_are_compared_on_loops_where_a_large_step_does_not_fit(
     assert any("recipes planned" in note for note in plan.notes)
 
 
+@pytest.mark.long
 def test_marks_and_pins_keep_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "LEAST_CALLS", 500)
     step, args = wide(12)
@@ -246,6 +249,7 @@ def test_marks_and_pins_keep_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         assert not any("in loops" in note for note in plan.notes)
 
 
+@pytest.mark.long
 def test_a_fault_of_the_loops_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise TypeError("a fault")

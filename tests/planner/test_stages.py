@@ -154,6 +154,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("stages", "parts"), [(2, 4), (4, 2)])
 def test_equal_numbers(name: str, stages: int, parts: int) -> None:
@@ -161,12 +162,14 @@ def test_equal_numbers(name: str, stages: int, parts: int) -> None:
     assert f"{stages} stages, each " in made.staged[0]  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["scanned, all at once", "written out, all at once"])
 @pytest.mark.parametrize("remat", ["full", "dots", "64"])
 def test_with_rematerialization(name: str, remat: str) -> None:
     check(MODELS[name], recipe(2, 4, remat))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["scanned", "written out"])
 def test_blocks_of_several_layers(name: str) -> None:
     made = check(dataclasses.replace(MODELS[name], layers=6), recipe(3, 8))
@@ -201,6 +204,7 @@ def encoded(scanned: bool) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scanned", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_what_every_layer_attends_to_goes_along(scanned: bool, remat: str) -> None:
@@ -213,6 +217,7 @@ def test_what_every_layer_attends_to_goes_along(scanned: bool, remat: str) -> No
     assert difference(got, expected) <= 2e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("scanned", [True, False])
 def test_layers_that_are_left_over_stay_behind_the_stages(scanned: bool, remat: str) -> None:

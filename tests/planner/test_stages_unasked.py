@@ -45,6 +45,7 @@ def test_a_slow_network_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.prediction.step_s < 0.8 * without.prediction.step_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cluster", "options"),
     [

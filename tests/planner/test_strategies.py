@@ -43,6 +43,7 @@ def cases(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     return sizes, shardable, draw(st.sampled_from(MESHES)), kind
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_every_row_is_legal(case) -> None:  # type: ignore[no-untyped-def]

@@ -46,6 +46,7 @@ def dominated(planned):
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "cluster", "search"),
     [

@@ -73,6 +73,7 @@ def how(plan: Plan) -> set[str]:
     return {row.how for row in plan.pins}
 
 
+@pytest.mark.long
 def test_parameters_pinned_over_model_run_as_tensor_parallelism() -> None:
     plan = make_plan(train, STATE, X, shardings=MEGATRON, **OPTIONS)
     assert how(plan) == {
@@ -87,6 +88,7 @@ def test_parameters_pinned_over_model_run_as_tensor_parallelism() -> None:
     assert plan_from_json(plan.to_json()) == plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["AUTO_PARALLEL", "SEMI_AUTO_PARALLEL", "HYBRID_PARALLEL"])
 @pytest.mark.parametrize("mesh", [{"data": 2, "model": 4}, None])
 def test_every_mode_and_mesh_uses_them_so(mode: str, mesh: Any) -> None:
@@ -105,6 +107,7 @@ def test_through_casts_scans_and_remat() -> None:
     assert not [row for row in plan.collectives if row.kind == "all_gather"]
 
 
+@pytest.mark.long
 def test_stored_as_is_for_storage_only() -> None:
     free = make_plan(train, STATE, X, **OPTIONS)
     rules = {n: StoredAs(spec) for n, spec in MEGATRON.items()}

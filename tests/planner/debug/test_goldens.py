@@ -22,6 +22,7 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("published_runs")
 @pytest.mark.parametrize("name", STEPS)
 def test_stages_are_those_of_the_golden_file(name: str) -> None:

@@ -65,6 +65,7 @@ def test_the_problem_of_the_classes_is_smaller_and_costs_the_same(stage: Stage) 
         assert folded[1].split(" at moment")[0] == whole[1].split(" at moment")[0]
 
 
+@pytest.mark.long
 def test_a_stage_ends_the_planning_before_memory_runs_out() -> None:
     def plan() -> object:
         return plan_step(mlp_step, *mlp_arguments(), cluster="h100:8", memory="1MB")

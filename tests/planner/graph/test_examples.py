@@ -144,6 +144,7 @@ def test_what_is_frozen(name: str) -> None:
     assert all(graph.values[v].role is not Role.PARAMETER for v in graph.batch)
 
 
+@pytest.mark.long
 def test_every_mode_treats_frozen_weights_as_weights() -> None:
     loss, args, _ = CASES["adapters"]
     step = trained(loss)
@@ -161,6 +162,7 @@ def test_every_mode_treats_frozen_weights_as_weights() -> None:
     assert "frozen weights: " in text and "batch split 8 ways" in text
 
 
+@pytest.mark.long
 @pytest.mark.devices
 @pytest.mark.parametrize("options", [{"mode": "dp"}, {"mode": "fsdp"}, {"mesh": "data=8"}])
 def test_microbatches_leave_frozen_weights(options: dict[str, Any]) -> None:

@@ -157,6 +157,7 @@ def test_layers_are_segments() -> None:
     assert len(set(segments)) >= LAYERS - 1
 
 
+@pytest.mark.long
 def test_running_statistics_keys_and_frozen_arrays() -> None:
     class Net(nn.Module):
         @nn.compact

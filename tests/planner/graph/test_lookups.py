@@ -165,6 +165,7 @@ def same(got: Any, expected: Any, tolerance: float = 0.0) -> None:
     jax.tree.map(equal, got, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function", GOOD, ids=lambda f: f.__name__)
 def test_gradients_are_those_of_the_whole_table(function: Any) -> None:
     got, expected, _ = rows_and_whole(function, PARAMS, IDS, Y, leaf="['embed']")
@@ -227,6 +228,7 @@ def test_a_table_that_is_not_read() -> None:
     assert "['embed']" not in {t.path for t in find_lookups(tied, PARAMS, (IDS, Y)).unused}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "function", [plain, taken, twice, bfloat, scanned], ids=lambda f: f.__name__
 )
@@ -256,6 +258,7 @@ def test_flax_linen(dtype: Any) -> None:
     assert [t.path for t in found.tables] == [leaf] and len(found.refused) == 4
 
 
+@pytest.mark.long
 def test_flax_nnx() -> None:
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -314,6 +317,7 @@ def test_narrow_indices(dtype: Any) -> None:
     same(got, expected, 1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [(), (2, 3)])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_rows_of_any_shape(width: tuple[int, ...], dtype: Any) -> None:

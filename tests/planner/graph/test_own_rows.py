@@ -86,6 +86,7 @@ def kinds(jaxpr: Any) -> list[bool]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_the_same(name: str) -> None:
     function, shape, changes = CASES[name]
@@ -139,6 +140,7 @@ def test_data_parallelism_reduces_no_logits() -> None:
     assert plan.collectives and max(c.payload_bytes for c in plan.collectives) < logits / 8
 
 
+@pytest.mark.long
 @pytest.mark.devices
 @pytest.mark.parametrize("options", [{"mesh": "data=8"}, {"microbatches": 4}, {"mode": "fsdp"}])
 def test_such_a_step_runs(options: dict[str, Any]) -> None:

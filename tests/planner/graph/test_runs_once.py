@@ -34,6 +34,7 @@ def each(rates: jax.Array) -> jax.Array:
     return jax.vmap(jax.vmap(lambda k, a: jax.random.gamma(k, a)))(keys, rates)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("draw", "once"),
     [

@@ -84,6 +84,7 @@ def called(x: jax.Array, w: jax.Array) -> Any:
     return jax.grad(lambda a: inner(a * w).sum())(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function", [scanned, whiled, chosen, solved, called])
 def test_bodies_take_the_right_operands(function: Any) -> None:
     x = jnp.linspace(-1, 1, 24).reshape(6, 4)
@@ -165,6 +166,7 @@ def new_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield apply
 
 
+@pytest.mark.long
 @pytest.mark.devices
 def test_a_new_call_is_entered_in_one_place(new_call: Any) -> None:
     def step(table: jax.Array, ids: jax.Array) -> Any:

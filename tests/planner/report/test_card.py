@@ -38,6 +38,7 @@ class Parsed(HTMLParser):
         self.words += data
 
 
+@pytest.mark.long
 def test_repr_is_one_line() -> None:
     plan = small().plan
     line = repr(plan)
@@ -65,6 +66,7 @@ def test_the_card_stands_alone() -> None:
     assert NASTY in parsed.words and "1 more in the report" in parsed.words
 
 
+@pytest.mark.long
 def test_many_inputs_are_folded_and_the_rest_counted() -> None:
     plan = deep(24).plan
     html = plan._repr_html_()

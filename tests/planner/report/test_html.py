@@ -183,6 +183,7 @@ def test_layers_are_folded_into_a_small_file(layers: int) -> None:
     assert len(Page(text).data["collectives"]["folded"]) == len(planned.plan.collectives)
 
 
+@pytest.mark.long
 def test_plans_by_hand_stand_beside_the_chosen_one(data: ReportData) -> None:
     assert data.rivals == ()
     planned, comparison = compared()
@@ -230,6 +231,7 @@ def test_a_file_that_cannot_be_written(
         write_report(planned, tmp_path)
 
 
+@pytest.mark.long
 def test_with_json_and_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report, saved = tmp_path / "r.html", tmp_path / "p.json"
     model = str(ROOT / "examples" / "mlp.py")

@@ -108,6 +108,7 @@ def head(browser: Any, table: str, label: str) -> Any:
     return next(h for h in heads if h.text.split("\n")[0].strip().startswith(label))
 
 
+@pytest.mark.long
 def test_everything_is_drawn(browser: Any, report: Path) -> None:
     load(browser, report)
     assert [
@@ -128,6 +129,7 @@ def test_everything_is_drawn(browser: Any, report: Path) -> None:
     silent(browser, report)
 
 
+@pytest.mark.long
 def test_tables_sort(browser: Any, report: Path) -> None:
     load(browser, report)
     times = [seconds(t) for t in column(browser, "collectives", 6)]
@@ -145,6 +147,7 @@ def test_tables_sort(browser: Any, report: Path) -> None:
     silent(browser, report)
 
 
+@pytest.mark.long
 def test_tables_filter(browser: Any, report: Path) -> None:
     load(browser, report)
     everything = column(browser, "collectives", 1)
@@ -169,6 +172,7 @@ def test_tables_filter(browser: Any, report: Path) -> None:
     silent(browser, report)
 
 
+@pytest.mark.long
 def test_pictures_answer_to_the_keyboard(browser: Any, report: Path) -> None:
     load(browser, report)
     figure = browser.find_element(By.CSS_SELECTOR, ".figure")
@@ -193,6 +197,7 @@ def test_pictures_answer_to_the_keyboard(browser: Any, report: Path) -> None:
     silent(browser, report)
 
 
+@pytest.mark.long
 def test_a_click_lists_what_memory_holds(browser: Any, report: Path) -> None:
     load(browser, report)
     figure = browser.find_element(By.CSS_SELECTOR, ".figure")
@@ -227,6 +232,7 @@ def test_dark_follows_the_system(browser: Any, report: Path) -> None:
     assert min(shades[0]) > 200 and max(shades[1]) < 60
 
 
+@pytest.mark.long
 def test_plans_by_hand_stand_beside_the_chosen_one(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "compared.html"
     planned, comparison = compared()
@@ -266,6 +272,7 @@ def test_96_layers_open_and_answer(
     silent(browser, path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [420, 900, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_notebook_card_fits_its_page(
@@ -290,6 +297,7 @@ def test_the_notebook_card_fits_its_page(
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [420, 900, 1400])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_page_of_clusters(browser: Any, tmp_path: Path, width: int, theme: str) -> None:

@@ -247,6 +247,7 @@ def a_squeeze(draw: Draw) -> Any:
 CASES = [value for name, value in sorted(globals().items()) if name.startswith(("a_", "an_"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

@@ -296,6 +296,7 @@ def test_grouped_products_are_split_along_their_columns() -> None:
     assert splits(run, *args) == [[(0, 4)]]
 
 
+@pytest.mark.long
 def test_a_kernel_on_a_shard_has_a_shorter_grid() -> None:
     (eqn,) = kernels(call(double, plain), *X)
     local = local_params(eqn.params, [(8, WIDTH)], [(8, WIDTH)], frozenset())
@@ -307,6 +308,7 @@ def test_a_kernel_on_a_shard_has_a_shorter_grid() -> None:
         local_params(eqn.params, [(4, WIDTH)], [(4, WIDTH)], frozenset())
 
 
+@pytest.mark.long
 def test_the_rule_holds_for_random_shards() -> None:
     """Of every kernel here that is split: the parts, one after the other, are the whole."""
 

@@ -149,6 +149,7 @@ def parts_equal_the_whole(seed: int) -> int:
     return count
 
 
+@pytest.mark.long
 def test_random_kernels() -> None:
     assert sum(map(parts_equal_the_whole, range(30))) >= 8
 

@@ -68,6 +68,7 @@ def test_elimination_is_exact_and_keeps_what_is_held(count: int) -> None:
             assert value == pytest.approx(best), seed
 
 
+@pytest.mark.long
 def test_a_capped_elimination_never_loses() -> None:
     problem = layered_problem(6, 5, 8)
     flat = flatten(reduce_problem(problem, keep_memory=True).problem)
@@ -79,6 +80,7 @@ def test_a_capped_elimination_never_loses() -> None:
         choice = found
 
 
+@pytest.mark.long
 def test_message_bounds_and_least_extra_costs_hold() -> None:
     for seed, _, flat in cases(60, tight=False):
         messages, everything = Messages(flat), choices(flat)
@@ -111,6 +113,7 @@ def test_settling_reaches_the_limit_or_leaves_a_choice(count: int) -> None:
     assert reached > count // 8
 
 
+@pytest.mark.long
 def test_integer_program_writes_the_rows_it_needs() -> None:
     for seed, reduction, flat in cases(60, tight=True):
         best, answer = brute(reduction.problem), solve_integer(flat, time.monotonic() + 30)
@@ -155,6 +158,7 @@ def binding(seed: int) -> Problem:
     return dataclasses.replace(free, limit_bytes=0.75 * peak)
 
 
+@pytest.mark.long
 def test_it_agrees_with_the_integer_program_where_memory_binds() -> None:
     problem = binding(3)
     exact = SEARCHES["ilp"](problem, time_limit_s=120.0)

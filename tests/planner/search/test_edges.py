@@ -82,6 +82,7 @@ def test_an_infeasible_choice_as_cheap_as_the_bound_is_no_proof() -> None:
     assert not found.feasible and found.lower_bound_s == math.inf
 
 
+@pytest.mark.long
 def test_the_ascent_goes_on_where_choices_are_forbidden() -> None:
     """A choice with an infinite cost is a point of the ascent like any other."""
     problem = problem_of([[0.0, 2.0]], {}, [[6.0, 1.0]], 3.0)

@@ -50,6 +50,7 @@ def aliased(first: Problem, again: Problem, choice: list[int]) -> list[int]:
     return longer
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([".json", ".json.gz"]))
 def test_round_trip_keeps_cost_peak_and_limit_of_every_choice(seed: int, suffix: str) -> None:

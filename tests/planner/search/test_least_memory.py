@@ -21,6 +21,7 @@ def tried(problem: Problem) -> float:
     return min((peak for cost, peak, _ in found if math.isfinite(cost)), default=math.inf)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forbidden", [0.0, 0.1])
 def test_least_memory_is_never_below_its_bound_nor_the_truth(forbidden: float) -> None:
     exact = 0

@@ -50,11 +50,13 @@ def test_a_looser_limit_is_no_costlier(search: str) -> None:
         check(random_problem(seed), search, 10.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(10))
 def test_a_looser_limit_is_no_costlier_for_the_fast_search(seed: int) -> None:
     check(medium_problem(seed, 24, 6), "recursive_programming", 30.0)
 
 
+@pytest.mark.long
 def test_an_effort_gives_the_same_answer_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dataclasses.replace(medium_problem(0, 60, 8), limit_bytes=900.0)
     options = {"time_limit_s": 300.0, "effort_s": 0.05}

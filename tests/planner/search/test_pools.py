@@ -93,6 +93,7 @@ def args() -> tuple[Any, jax.ShapeDtypeStruct]:
     return {"p": params, "m": params}, jax.ShapeDtypeStruct((256, 1024), jnp.float32)
 
 
+@pytest.mark.long
 def test_what_is_kept_on_hosts_must_fit_there() -> None:
     enough = make_plan(step, *args(), cluster="h100:1", offload="'m'", host_memory="10MB")
     assert enough.prediction.host_bytes == 2 * 4 * 1024**2

@@ -78,6 +78,7 @@ def test_roles_are_those_of_searches() -> None:
     assert check_mode("AUTO_PARALLEL", PROPAGATION).search == PROPAGATION
 
 
+@pytest.mark.long
 def test_nothing_else_names_a_search() -> None:
     """Besides the registry, only the file of a search has its name. "auto" means more than one
     thing, so it is left out."""

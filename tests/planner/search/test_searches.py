@@ -37,6 +37,7 @@ def close(left: float, right: float) -> bool:
     return left == pytest.approx(right, rel=1e-8, abs=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SEARCHES)
 def test_without_a_limit(name: str) -> None:
     for seed in range(SEEDS[name]):
@@ -97,6 +98,7 @@ def test_contradicting_forbidden_costs_are_reported(name: str) -> None:
     assert not found.feasible and math.isinf(found.cost_s) and "forbidden" in found.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SEARCHES)
 def test_runs_are_identical(name: str) -> None:
     problem = random_problem(11, tight=True)

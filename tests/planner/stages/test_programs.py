@@ -120,6 +120,7 @@ def test_backward_passes_wait_for_those_behind_them() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_plan_says_how_what_leaves_its_stage_is_split() -> None:
     plan = make_plan(step, *args(), cluster="cpu:8", stages=4, microbatches=4, schedule="1f1b")
     _, traced = Rewriter(step, args())(plan.recipe)
@@ -169,6 +170,7 @@ def test_nothing_that_a_stage_keeps_moves_to_be_added_up() -> None:
     assert {types[p] for parts in made.split.pieces for (p,) in parts} == {jnp.dtype("float32")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scanned_layers_take_as_long_as_unrolled_ones(dtype: Any) -> None:
     """Each stage has its own part of the array: it is not cut out in every microbatch."""
@@ -180,6 +182,7 @@ def test_scanned_layers_take_as_long_as_unrolled_ones(dtype: Any) -> None:
     assert scanned.prediction.step_s == pytest.approx(unrolled.prediction.step_s, rel=0.15)
 
 
+@pytest.mark.long
 def test_a_slow_network_is_worth_stages() -> None:
     def deep(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
