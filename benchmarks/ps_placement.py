@@ -30,7 +30,7 @@ from planner.frontend.loss import Loss
 from planner.graph.lookups.rows import unique_rows
 from planner.graph.lookups.tables import find_lookups
 from planner.placement.choice import Placed, place_and_plan
-from planner.request.options import parse_request
+from planner.request.parsed import parse_request
 
 DEVICES, SERVERS, WIDTH, HIDDEN, CLASSES = 8, 2, 64, 256, 512
 DRAWS, TURNS, BLOCK_S, BLOCK_STEPS = 8, 3, 2.5, 60

@@ -96,7 +96,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     from planner.graph.trace import trace
     from planner.planning import plan_traced
-    from planner.request.options import parse_request
+    from planner.request.parsed import parse_request
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from planner.graph.trace import Traced, trace
 from planner.planning import plan_traced
-from planner.request.options import parse_request
+from planner.request.parsed import parse_request
 from planner.search import SEARCHES, Problem, Solution
 
 

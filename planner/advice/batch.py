@@ -21,7 +21,7 @@ from planner.cost.pricing import Priced
 from planner.errors import MeshwrightError
 from planner.graph.ir import Graph
 from planner.report.shortage import Relief
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.rules.factor import FactorRule
 from planner.search.local.memory_limit import least_memory
 from planner.step.analysis import Analysis

@@ -17,7 +17,7 @@ from planner.choose.floors import floor_of
 from planner.errors import MeshwrightError
 from planner.plan.extract import Extraction
 from planner.report.shortage import Relief, Shortage
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.space.replicated import held_whole
 from planner.spec import PLAIN, Recipe
 from planner.step.classes import Quotient

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from planner.choose.attempts import Tried
 from planner.choose.meshes import choose, unfold
 from planner.cost.pricing import Priced, unfolded
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.search import lower_bound
 from planner.search.local.memory_limit import LeastMemory, least_memory, polished_at
 from planner.search.problem import evaluate, fits, make_solution

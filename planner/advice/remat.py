@@ -24,7 +24,7 @@ from planner.cost.pricing import Priced, Pricer
 from planner.graph.ir import PRODUCTS, SCALAR
 from planner.plan.extract import Extraction
 from planner.report.shortage import Relief
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.search.local.memory_limit import LeastMemory
 from planner.search.problem import evaluate, profile_of
 from planner.search.registry import FAST, SEARCHES

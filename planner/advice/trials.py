@@ -14,7 +14,7 @@ from planner.choose.floors import perfect_floor
 from planner.choose.meshes import choose, lead_meshes, search_meshes
 from planner.errors import PinError
 from planner.report.shortage import Relief
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.search.registry import FAST
 from planner.space.decisions.host_memory import OFFLOAD, Offload
 from planner.step.analysis import Analysis

@@ -13,7 +13,7 @@ from planner.cost.pricing import Priced, price, unfolded
 from planner.errors import RequestError
 from planner.graph.ir import Role
 from planner.modes import PROPAGATION
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.search.problem import Problem, Solution, evaluate
 from planner.search.registry import FAST, solve
 from planner.search.relax.bound import lower_bound

@@ -8,7 +8,10 @@ from typing import Any
 
 from planner.annotate import Pin
 from planner.errors import PinError
-from planner.request.options import Request
+from planner.request.axes.sequence import along_the_sequence
+from planner.request.axes.tensor import along_parameters
+from planner.request.axes.uses import use_masks
+from planner.request.parsed import Request
 from planner.request.pins import (
     Mask,
     axis_names,
@@ -17,10 +20,7 @@ from planner.request.pins import (
     pin_masks,
     soft_masks,
 )
-from planner.request.sequence_parallel import along_the_sequence
 from planner.request.state import StateRequest, data_axes, find_state, state_masks
-from planner.request.tensor_parallel import along_parameters
-from planner.request.uses import use_masks
 from planner.space.decisions import DECISIONS
 from planner.space.groups import Groups
 from planner.space.strategies import strategies_of

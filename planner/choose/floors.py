@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.annotate import Pin
 from planner.choose.candidates import allowed_masks, candidate_meshes
 from planner.cost.pricing import Priced, Pricer, price, unfolded
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.search.problem import profile_of
 from planner.space.buffer import Buffer, Port, in_pool
 from planner.step.analysis import Analysis

@@ -15,7 +15,7 @@ from planner.choose.devices import BUSY, devices_worth, idle_axes
 from planner.cost.pricing import unfolded
 from planner.errors import PinError
 from planner.modes import PROPAGATION
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.request.pins import Mask
 from planner.search.problem import Solution, evaluate, fits, make_solution
 from planner.search.registry import FAST, QUICK, WHOLE

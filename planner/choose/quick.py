@@ -20,7 +20,7 @@ from planner.choose.meshes import (
     of_scout,
     search_meshes,
 )
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.search.problem import Solution
 from planner.search.registry import FAST
 from planner.spec import MeshSpec

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from planner.choose.attempts import SPREAD, Tried
 from planner.cost.pricing import Priced, Pricer
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.search.local.ties import less_memory
 from planner.search.problem import evaluate
 from planner.space.buffer import Buffer, Port

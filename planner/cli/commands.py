@@ -22,7 +22,8 @@ from planner.errors import RequestError
 from planner.frontend.capture import CapturedCall
 from planner.frontend.loading import Target, find_step
 from planner.report.layout import plain_text, show
-from planner.request.options import flags, parse_request
+from planner.request.options import flags
+from planner.request.parsed import parse_request
 from planner.spec import parse_mesh
 
 DEFAULT_CLUSTER = "cpu:8"
@@ -117,7 +118,7 @@ def check_options(options: argparse.Namespace) -> None:
     """Refuse what the command line alone shows to be wrong, before the user's code runs.
 
     Raises:
-        RequestError: as ``planner.request.options.parse_request``.
+        RequestError: as ``planner.request.parsed.parse_request``.
     """
     given = asked_options(options)
     if options.cluster is None and options.profile is None and "mesh" in given:

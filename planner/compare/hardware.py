@@ -24,7 +24,7 @@ from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import Plan
 from planner.planning import MOST_PARTS, plan_tried
 from planner.recipes import AUTO
-from planner.request.sequence_parallel import sequences
+from planner.request.axes.sequence import sequences
 from planner.spec import PLAIN, REWRITINGS
 
 HOUR_S = 3600.0

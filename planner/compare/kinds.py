@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
+from planner.request.axes.sequence import batch_inputs, sequences
 from planner.request.marks import marks
 from planner.request.pins import axis_names
-from planner.request.sequence_parallel import batch_inputs, sequences
 from planner.request.state import StateRequest, find_state
 from planner.search.registry import FAST
 from planner.spec import MeshSpec

@@ -33,13 +33,8 @@ from planner.planning import of_stage, plan_step, plan_traced
 from planner.recipes import Rewriter, parse_wish
 from planner.remat.policy import DOTS, FULL, NONE
 from planner.request.marks import placed_mesh
-from planner.request.options import (
-    Options,
-    Request,
-    given_options,
-    parse_request,
-    takes_options,
-)
+from planner.request.options import Options, given_options, takes_options
+from planner.request.parsed import Request, parse_request
 from planner.search.registry import FAST
 from planner.spec import PLAIN, REWRITINGS, STAGE, MeshSpec, Recipe
 

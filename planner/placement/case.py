@@ -14,7 +14,7 @@ from costmodels import Cluster
 from planner.errors import ModelError, RequestError
 from planner.graph.lookups.tables import LookUps
 from planner.graph.trace import abstract
-from planner.request.options import Request
+from planner.request.parsed import Request
 
 SPMD, PS, WHOLE, AUTO = "spmd", "ps", "ps_whole", "auto"
 """Where a parameter lies: sharded over the devices; on servers, by rows; on servers, pulled and

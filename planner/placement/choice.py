@@ -33,13 +33,8 @@ from planner.placement.hybrid_step import (
 from planner.plan.plan import Plan
 from planner.planning import Planned, plan_traced
 from planner.report.units import time_text
-from planner.request.options import (
-    Options,
-    Request,
-    given_options,
-    parse_request,
-    takes_options,
-)
+from planner.request.options import Options, given_options, takes_options
+from planner.request.parsed import Request, parse_request
 from planner.space.decisions.host_memory import WORTH
 from planner.spec import REWRITINGS
 

@@ -26,7 +26,7 @@ from planner.plan.contents.json_text import rounded
 from planner.plan.extract import Extraction
 from planner.plan.plan import Leaf, MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.request.pins import axis_names
 from planner.request.state import StateRequest, data_axes, find_state
 from planner.rules.kernels.inside import MASKED, MASKED_GRADIENT

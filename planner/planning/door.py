@@ -22,13 +22,8 @@ from planner.planning.outer.replicas import with_recipe
 from planner.planning.row import Planned, Row
 from planner.recipes import AUTO, Rewriter, Wish, parse_wish
 from planner.request.marks import placed_mesh
-from planner.request.options import (
-    Options,
-    Request,
-    given_options,
-    parse_request,
-    takes_options,
-)
+from planner.request.options import Options, given_options, takes_options
+from planner.request.parsed import Request, parse_request
 from planner.spec import REWRITINGS
 
 _Asked = ParamSpec("_Asked")

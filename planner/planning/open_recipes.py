@@ -21,7 +21,7 @@ from planner.recipes import CLOSE, FULL, WORTH, Outcome, Recipe, Rewriter, Wish,
 from planner.remat.policy import NONE, OFFLOAD
 from planner.remat.rewrite import policies
 from planner.report.units import bytes_text
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.spec import MeshSpec
 
 MOST_PARTS = 64

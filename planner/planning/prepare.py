@@ -12,9 +12,7 @@ from planner.graph.trace import Traced
 from planner.plan.plan import LARGE
 from planner.report.units import bytes_text, percent_text
 from planner.request.marks import WITHOUT_PINS
-from planner.request.options import (
-    Request,
-)
+from planner.request.parsed import Request
 from planner.request.state import find_state
 from planner.rules.factor import FactorRule
 from planner.space.decisions import chosen_values, with_decisions

@@ -49,9 +49,7 @@ from planner.remat.rewrite import recomputed
 from planner.report.shortage import host_text, shortage_text
 from planner.report.units import bytes_text
 from planner.request.marks import WITHOUT_PINS, all_pins, ignored_marks, on_region_mesh
-from planner.request.options import (
-    Request,
-)
+from planner.request.parsed import Request
 from planner.search.iopddl import write_iopddl
 from planner.search.pools import pool_peaks
 from planner.search.problem import fits

@@ -19,7 +19,7 @@ from planner.annotate import EDGE, FREE, Pin, StoredAs, mark_entries, placed_ent
 from planner.arguments.metadata import Rules, metadata_pins
 from planner.errors import PinError, RequestError
 from planner.graph.trace import Traced
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.rules.kernels.regions import REGION, is_region, region_axes
 from planner.spec import MeshSpec, Sharding
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from planner.annotate import Pin
 from planner.graph.labels.examples import example_dims
+from planner.request.axes.uses import NO_USES, Uses, find_uses
 from planner.request.state import TrainingState
-from planner.request.uses import NO_USES, Uses, find_uses
 from planner.search.folding.colors import IntArray, numbered, stable_colors
 from planner.space.buffer import Buffer
 from planner.space.groups import GroupLink, Groups

@@ -20,7 +20,7 @@ from planner.compare.text import comparison_json, comparison_parts
 from planner.graph.trace import trace
 from planner.plan.plan import Plan
 from planner.report.layout import plain_text
-from planner.request.sequence_parallel import sequences
+from planner.request.axes.sequence import sequences
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

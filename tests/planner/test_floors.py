@@ -14,7 +14,7 @@ from planner.choose.floors import floor_of
 from planner.errors import MemoryLimitError
 from planner.graph.trace import trace
 from planner.planning.row import Row
-from planner.request.options import parse_request
+from planner.request.parsed import parse_request
 
 PARAMS = {"up": (512, 2048), "down": (2048, 512)}
 STATE_BYTES = 2 * 4 * 512 * 2048

@@ -18,7 +18,8 @@ from planner import MemoryLimitError, RequestError, make_placement, make_plan, p
 from planner.compare import compare
 from planner.plan.compiled.option_sets import OFFLOADED
 from planner.report.table import plan_text
-from planner.request.options import OPTIONS, flags, parse_request
+from planner.request.options import OPTIONS, flags
+from planner.request.parsed import parse_request
 
 
 def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:

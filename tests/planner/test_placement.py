@@ -21,7 +21,7 @@ from planner.placement.case import (
     served_seconds,
 )
 from planner.placement.choice import Placement, make_placement, place_and_plan
-from planner.request.options import parse_request
+from planner.request.parsed import parse_request
 
 
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -27,11 +27,8 @@ from planner.placement.case import AUTO, PS, WHOLE, parse_placement
 from planner.placement.choice import Placement, place_and_plan, placement_request, plan_hybrid
 from planner.placement.hybrid_step import Split, split_of
 from planner.plan.plan import Plan
-from planner.request.options import (
-    Options,
-    Request,
-    takes_options,
-)
+from planner.request.options import Options, takes_options
+from planner.request.parsed import Request
 
 _DEVICES = threading.Lock()
 """Held while the devices compute: programs of two workers that are threads of one process would

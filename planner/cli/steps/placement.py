@@ -23,7 +23,7 @@ from planner.graph.trace import abstract
 from planner.placement.case import AUTO, parse_placement
 from planner.placement.choice import Placement, place_and_plan
 from planner.planning import Planned
-from planner.request.options import parse_request
+from planner.request.parsed import parse_request
 from planner.spec import REWRITINGS
 
 _RULE = re.compile(r"(.*?)=(\w+)(?:,|$)", re.DOTALL)

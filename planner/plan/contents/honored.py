@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.annotate import Pin
 from planner.plan.extract import Extraction
 from planner.plan.plan import PinRow
-from planner.request.uses import ArgumentReader, Use, Uses
+from planner.request.axes.uses import ArgumentReader, Use, Uses
 from planner.spec import Sharding
 
 SHOWN = 3

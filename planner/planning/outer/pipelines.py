@@ -18,7 +18,7 @@ from planner.planning.row import Planned, Row
 from planner.recipes import AUTO, SCHEDULES, WORTH, Outcome, Recipe, Wish
 from planner.remat.policy import FULL, NONE
 from planner.report.units import time_text
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.request.state import StateRequest
 from planner.spec import STAGE, MeshSpec
 

@@ -18,7 +18,7 @@ from planner.errors import MeshwrightError, RequestError
 from planner.planning.open_recipes import Door
 from planner.planning.row import Planned
 from planner.recipes import CLOSE, Recipe, Rewriter, Wish
-from planner.request.options import Request
+from planner.request.parsed import Request
 from planner.request.state import StateRequest
 from planner.rolled import Rolled, rolled
 from planner.space.decisions import parsed

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from planner.annotate import MARKS, Pin
 from planner.graph.ir import SCALAR, Graph
-from planner.request.sequence_parallel import Place, batch_inputs, followed, reached
+from planner.request.axes.sequence import Place, batch_inputs, followed, reached
 from planner.request.state import DATA_AXES, StateRequest, find_state
 from planner.space.factors import Layout
 from planner.space.groups import Groups

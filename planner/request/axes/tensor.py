@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.ir import Graph
-from planner.request.sequence_parallel import Place, axis_masks
+from planner.request.axes.sequence import Place, axis_masks
 from planner.request.state import is_value_group
 from planner.space.groups import Groups
 from planner.spec import MeshSpec
