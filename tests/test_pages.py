@@ -21,11 +21,13 @@ SKIPPED = "not run"
 SLOW = (
     "checkpoints",
     "feed-data",
+    "guard-a-pull-request",
     "plan-without-the-cluster",
     "train-on-many-hosts",
     "use-host-memory",
     "use-nnx-and-equinox",
     "use-parameter-servers",
+    "use-pipeline-stages",
 )
 """Pages that start processes or train for long: ``make test`` only compiles their Python."""
 FIRST = ROOT / "docs" / "tutorial" / "first-plan.md"

@@ -154,9 +154,19 @@ MODELS = {
 }
 
 
+SHORT = "written out, all at once", "scanned"
+"""Models whose test with four stages is not slow."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("stages", "parts"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("name", "stages", "parts"),
+    [
+        *((name, 2, 4) for name in MODELS),
+        *((name, 4, 2) for name in SHORT),
+        *(pytest.param(n, 4, 2, marks=pytest.mark.slow) for n in MODELS if n not in SHORT),
+    ],
+)
 def test_equal_numbers(name: str, stages: int, parts: int) -> None:
     made = check(MODELS[name], recipe(stages, parts))
     assert f"{stages} stages, each " in made.staged[0]  # type: ignore[attr-defined]
@@ -218,8 +228,15 @@ def test_what_every_layer_attends_to_goes_along(scanned: bool, remat: str) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize(
+    ("scanned", "remat"),
+    [
+        (True, "full"),
+        (False, "none"),
+        pytest.param(True, "none", marks=pytest.mark.slow),
+        pytest.param(False, "full", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_that_are_left_over_stay_behind_the_stages(scanned: bool, remat: str) -> None:
     model = Model(layers=7, scanned=scanned, masked=True, tied=True, momentum=True)
     made = check(model, recipe(3, 4, remat))
