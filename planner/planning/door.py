@@ -104,8 +104,10 @@ def _asked(
     rewriting = {name: asked.pop(name, None) for name in REWRITINGS}
     rules = asked.pop("logical_axis_rules", None)
     function = with_logical_axis_rules(function, rules)
+    placed = "mesh" not in asked
     asked.setdefault("mesh", placed_mesh(args, cluster))
-    request = dataclasses.replace(parse_request(cluster, **asked), advice=advice)
+    request = parse_request(cluster, **asked)
+    request = dataclasses.replace(request, advice=advice, placed=placed)
     if request.staged:
         rewriting["stages"] = _staged(rewriting["stages"])
     unsaid = rewriting["stages"] is None

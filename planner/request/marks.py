@@ -19,6 +19,7 @@ from planner.annotate import EDGE, FREE, Pin, StoredAs, mark_entries, placed_ent
 from planner.arguments.metadata import Rules, metadata_pins
 from planner.errors import PinError, RequestError
 from planner.graph.trace import Traced
+from planner.request.axes.meshes import counterparts, on_mesh, region_mesh
 from planner.request.parsed import Request
 from planner.rules.kernels.regions import REGION, is_region, region_axes
 from planner.spec import MeshSpec, Sharding
@@ -54,7 +55,8 @@ def all_pins(
     ruled = rule_pins(shardings, paths, inputs)
     taken = {pin.value for pin in ruled}
     stored = {pin.value for pin in ruled if pin.storage}
-    placed = [pin for pin in placed_pins(args, inputs, paths) if pin.value not in taken]
+    ours = region_mesh(traced)
+    placed = [pin for pin in placed_pins(args, inputs, paths, ours) if pin.value not in taken]
     boxed = metadata_pins(args, inputs, paths, rules, mesh)
     boxed = tuple(dataclasses.replace(pin, storage=pin.value in stored) for pin in boxed)
     named = (*ruled, *placed, *boxed)
@@ -111,12 +113,16 @@ def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
     unless that was asked for otherwise (``taken``)."""
     pins = []
     arguments = set(traced.graph.inputs) - taken
+    ours = region_mesh(traced)
     for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
         entries = None if eqn is None else mark_entries(op.kind, eqn.params)
         if entries is None:
             continue
         what = "shard_map" if op.kind == EDGE else "mark"
         origin = f"{op.source or 'model'}: {what} {told(entries)}"
+        sharding = None if eqn is None else eqn.params.get("sharding")
+        if ours is not None and isinstance(sharding, jax.sharding.NamedSharding):
+            entries = on_mesh(entries, sharding.mesh, ours)
         pins.append(Pin(op.outputs[0], entries, origin))
         if op.kind != EDGE and op.inputs[0] in arguments:
             arguments.discard(op.inputs[0])
@@ -156,16 +162,19 @@ def rule_pins(
 
 
 def placed_pins(
-    args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str]
+    args: Sequence[Any], inputs: Sequence[int], paths: Sequence[str], ours: Any = None
 ) -> tuple[Pin, ...]:
     """Pins of arguments that carry a ``jax.sharding.NamedSharding`` over some axis of more than one
-    device, as arrays put on a mesh and ``ShapeDtypeStruct(..., sharding=...)`` do."""
+    device, as arrays put on a mesh and ``ShapeDtypeStruct(..., sharding=...)`` do. ``ours``: the
+    mesh of the step's regions, if it has some."""
     pins = []
     for k, x in enumerate(jax.tree_util.tree_leaves(tuple(args))):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
             entries = placed_entries(sharding)
             if entries is not None:
+                if ours is not None:
+                    entries = on_mesh(entries, sharding.mesh, ours)
                 origin = f"sharding of argument {paths[k]}"
                 rule = "sharding of the argument"
                 pins.append(Pin(inputs[k], entries, origin, rule=rule))
@@ -234,7 +243,8 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
         )
     if request.mesh is not None:
         given = {n: k for n, k in zip(request.mesh.names, request.mesh.sizes, strict=True) if k > 1}
-        if given != dict(axes):
+        alike = request.placed and counterparts(given, dict(axes)).keys() == given.keys()
+        if given != dict(axes) and not alike:
             raise RequestError(
                 f"{where} runs on a mesh of {_text(axes)}, mesh= says {request.mesh}: give the "
                 "same axes, or leave mesh= out"

@@ -67,6 +67,8 @@ class Request:
     """Pipeline stages: the size of the mesh axis ``stage``."""
     staged: bool = False
     """Whether two stages or more are asked for, however many."""
+    placed: bool = False
+    """Whether the mesh is that of the arguments' shardings, and nobody asked for it."""
     advice: bool = True
     """Whether to try what would help when no plan fits."""
 

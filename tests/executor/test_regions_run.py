@@ -16,7 +16,7 @@ from costmodels import parse_cluster
 from executor import compile_plan, parallelize
 from executor.verify.compiled import climb
 from executor.verify.shardy import lower_abstractly, shardy_collectives
-from planner import ModelError, RequestError, make_plan
+from planner import ModelError, PinError, RequestError, make_plan
 from planner.graph.trace import trace
 from planner.plan.plan import Plan
 from planner.rules.kernels.inside import inside
@@ -212,6 +212,48 @@ def test_regions_on_two_meshes_are_refused() -> None:
     args = arguments()
     with pytest.raises(RequestError, match="a step has one mesh"):
         make_plan(step_of(lambda x, w: first(x, w) + second(x, w)), *args, cluster="cpu:8")
+
+
+def on_two_meshes(model: Mesh, experts: Mesh) -> Any:
+    """A mark on the model's mesh, a region on that of the experts."""
+
+    def region(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.einsum("eij,bi->bj", w, x), "ep")
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(model, P("fsdp")))
+        f = jax.shard_map(region, mesh=experts, in_specs=(P("ep"), P()), out_specs=P())
+        return jnp.mean(f(w, x) ** 2)
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(w, x)
+        return w - 0.1 * grads, value
+
+    return step
+
+
+@pytest.mark.parametrize("axes", [{"ep": 8}, {"dp": 2, "ep": 4}])
+@pytest.mark.parametrize("placed", [False, True])
+def test_marks_on_another_mesh_over_the_same_devices(axes: dict[str, int], placed: bool) -> None:
+    model = mesh_of(fsdp=8)
+    step = on_two_meshes(model, mesh_of(**axes))
+    w, x = jnp.ones((8, 16, 16)), jnp.arange(512.0).reshape(32, 16) / 512
+    if placed:
+        x = jax.device_put(x, NamedSharding(model, P("fsdp")))
+    made = parallelize(step)
+    got, expected = made(w, x), jax.jit(step)(w, x)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
+    assert dict(zip(made.plan.mesh.names, made.plan.mesh.sizes, strict=True)) == axes
+    names = tuple(axes) if len(axes) > 1 else next(iter(axes))
+    assert any(f"P({names!r}, None)" in row.asked for row in made.plan.pins)
+
+
+def test_marks_on_a_mesh_that_cuts_the_devices_otherwise_are_named() -> None:
+    reordered = Mesh(np.array(jax.devices()[::-1]), ("fsdp",))
+    with pytest.raises(PinError, match="no axis 'fsdp'"):
+        parallelize(on_two_meshes(reordered, mesh_of(ep=8)))(
+            jnp.ones((8, 16, 16)), jnp.ones((32, 16))
+        )
 
 
 def test_microbatches_of_a_region_are_refused_by_name() -> None:

@@ -1,0 +1,92 @@
+"""Marks on another mesh than that of the step's ``shard_map`` regions, over the same devices.
+
+Libraries keep a mesh for the model (``fsdp=8``) and another one for its experts (``ep=8``). A plan
+has one mesh, that of the regions; an axis of the other one is those axes of it that cut the devices
+in the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from planner.annotate import FREE
+from planner.graph.trace import Traced
+from planner.rules.kernels.regions import REGION, is_region
+from planner.spec import Sharding
+
+
+def region_mesh(traced: Traced) -> Any:
+    """The mesh of a step's regions, as the step has it; None where there are none, or several."""
+    found = [
+        eqn.params["mesh"]
+        for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True)
+        if op.kind == REGION and eqn is not None and is_region(eqn)
+    ]
+    same = all(_sizes(mesh) == _sizes(found[0]) for mesh in found)
+    return found[0] if found and same else None
+
+
+def on_mesh(entries: Sequence[Any], theirs: Any, ours: Any) -> tuple[Any, ...]:
+    """Entries of a mark on the mesh ``theirs`` with the names of ``ours``; as they are where the
+    names are those of ``ours``, where the meshes order their devices in two ways, and where an axis
+    has no counterpart.
+
+    Args:
+        entries: per dimension.
+        theirs, ours: jax meshes, abstract or of devices.
+    """
+    same = set(_sizes(theirs).items()) <= set(_sizes(ours).items())
+    if same or _devices(theirs) != _devices(ours):
+        return tuple(entries)
+    axes = counterparts(_sizes(theirs), _sizes(ours))
+    named = {
+        a for e in entries if e is not None and e is not FREE for a in Sharding.of([e]).dims[0]
+    }
+    if not named <= axes.keys():
+        return tuple(entries)
+    out: list[Any] = []
+    for entry in entries:
+        if entry is None or entry is FREE:
+            out.append(entry)
+            continue
+        new = [b for a in Sharding.of([entry]).dims[0] for b in axes[a]]
+        out.append(tuple(new) if len(new) > 1 else new[0] if new else None)
+    return tuple(out)
+
+
+def counterparts(theirs: Mapping[str, int], ours: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Per axis of a mesh, the axes of another one of as many devices that cut them alike.
+
+    >>> counterparts({"fsdp": 8}, {"dp": 2, "ep": 4})
+    {'fsdp': ('dp', 'ep')}
+    >>> counterparts({"dp": 4, "tp": 2}, {"dp": 2, "ep": 4})
+    {}
+    """
+    if math.prod(theirs.values()) != math.prod(ours.values()):
+        return {}
+    ends = list(itertools.accumulate(ours.values(), initial=1, func=lambda a, b: a * b))
+    out: dict[str, tuple[str, ...]] = {}
+    begin = 1
+    for name, size in theirs.items():
+        end = begin * size
+        if begin in ends and end in ends:
+            out[name] = tuple(ours)[ends.index(begin) : ends.index(end)]
+        begin = end
+    return out
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    """Axes of more than one device."""
+    return {str(name): int(size) for name, size in mesh.shape.items() if size > 1}
+
+
+def _devices(mesh: Any) -> list[Any] | int:
+    """The devices in their order; of an abstract mesh, how many."""
+    if isinstance(mesh, jax.sharding.Mesh):
+        return [d.id for d in mesh.devices.flat]
+    return int(math.prod(mesh.shape.values()))
