@@ -74,7 +74,7 @@ def outcomes(seed: int, count: int) -> Counter[str]:
 
 
 def test_random_steps() -> None:
-    assert outcomes(0, 15)["again"] >= 5
+    assert outcomes(0, 10)["again"] >= 5
 
 
 @pytest.mark.slow

@@ -159,7 +159,9 @@ def equal_steps(made: Any, step: Any, state: Any, batch: Any) -> Any:
     return got
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", pytest.param("zb-h1", marks=pytest.mark.slow), "zb-h2"]
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equal_to_the_plain_step(name: str, schedule: str) -> None:
     step, state, batch = PROGRAMS[name]()
