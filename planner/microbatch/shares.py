@@ -31,8 +31,8 @@ class Shares:
         """[examples, ...] -> [turns, examples / turns, ...]; with more than one group [turns,
         replicas, examples / (turns replicas), ...].
 
-        Where each example has several rows, as flattened tokens, they stay together. Rows that
-        belong to no example, half as many for one, are dealt out one by one.
+        Where each example has several rows, as flattened tokens, they stay together. Rows
+        that do not come in a whole number for each example are dealt out one by one.
         """
         count, *tail = x.shape
         rows = () if count % examples or count == examples else (count // examples,)

@@ -17,7 +17,17 @@ from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
 from planner.plan.plan import Plan
 from planner.planning.row import SQUEEZED, Planned, Row
-from planner.recipes import CLOSE, FULL, WORTH, Outcome, Recipe, Rewriter, Wish, search_recipes
+from planner.recipes import (
+    CLOSE,
+    FULL,
+    WORTH,
+    Look,
+    Outcome,
+    Recipe,
+    Rewriter,
+    Wish,
+    search_recipes,
+)
 from planner.remat.policy import NONE, OFFLOAD
 from planner.remat.rewrite import policies
 from planner.report.units import bytes_text
@@ -135,10 +145,7 @@ def searched(wish: Wish, door: Door) -> Planned:
         tried += f"; not more, as the step as written is {faster} on devices with unlimited memory"
     if why:
         tried += f"; no microbatches: {why}"
-    plain_look = None
-    if wish.always and best is not None and recipe not in seen:
-        plain_look = look(recipe, seen[best].cost_s * WORTH)
-    if plain_look and best is not None and _as_good(plain_look, seen[best]):
+    if wish.always and _plain_is_as_good(recipe, best, seen, look):
         planned, rest = first.planned(begun), "; none is faster than the step as written"
     else:
         planned, rest = _best_of(seen, first, tight, begun, tried)
@@ -149,9 +156,19 @@ def searched(wish: Wish, door: Door) -> Planned:
     return dataclasses.replace(planned, plan=plan, compared=(note,), hopeful=hopeful)
 
 
-def _as_good(plain: Outcome[Row | None], best: Outcome[Row | None]) -> bool:
-    """Whether a look at the step as written found it to be within ``WORTH`` of another recipe."""
-    return plain.cost_s <= best.cost_s * WORTH and not plain.fill > FULL >= best.fill
+def _plain_is_as_good(
+    plain: Recipe,
+    best: Recipe | None,
+    seen: Mapping[Recipe, Outcome[Row | None]],
+    look: Look[Row | None],
+) -> bool:
+    """Whether the step as written, if nobody has looked at it yet, is within ``WORTH`` of the best
+    recipe."""
+    if best is None or plain in seen:
+        return False
+    worth_s = seen[best].cost_s * WORTH
+    found = look(plain, worth_s)
+    return found.cost_s <= worth_s and not found.fill > FULL >= seen[best].fill
 
 
 def _best_of(

@@ -122,7 +122,7 @@ def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
         origin = f"{op.source or 'model'}: {what} {told(entries)}"
         sharding = None if eqn is None else eqn.params.get("sharding")
         if ours is not None and isinstance(sharding, jax.sharding.NamedSharding):
-            entries = on_mesh(entries, sharding.mesh, ours)
+            entries = on_mesh(entries, sharding.mesh, ours, origin)
         pins.append(Pin(op.outputs[0], entries, origin))
         if op.kind != EDGE and op.inputs[0] in arguments:
             arguments.discard(op.inputs[0])
@@ -173,9 +173,9 @@ def placed_pins(
         if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
             entries = placed_entries(sharding)
             if entries is not None:
-                if ours is not None:
-                    entries = on_mesh(entries, sharding.mesh, ours)
                 origin = f"sharding of argument {paths[k]}"
+                if ours is not None:
+                    entries = on_mesh(entries, sharding.mesh, ours, origin)
                 rule = "sharding of the argument"
                 pins.append(Pin(inputs[k], entries, origin, rule=rule))
     return tuple(pins)

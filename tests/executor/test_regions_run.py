@@ -256,6 +256,15 @@ def test_marks_on_a_mesh_that_cuts_the_devices_otherwise_are_named() -> None:
         )
 
 
+def test_an_axis_of_another_size_than_the_regions_is_named() -> None:
+    """It was taken for the regions' axis of that name."""
+    model = mesh_of(fsdp=4, rest=2)
+    with pytest.raises(PinError, match=r"its mesh has fsdp=4, .* regions run on fsdp=2"):
+        parallelize(on_two_meshes(model, mesh_of(fsdp=2, ep=4)))(
+            jnp.ones((8, 16, 16)), jnp.ones((32, 16))
+        )
+
+
 def test_microbatches_of_a_region_are_refused_by_name() -> None:
     step, args = step_of(mixture(mesh_of(data=2, expert=4))), arguments()
     with pytest.raises(RequestError, match="shard_map"):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from planner.annotate import FREE
+from planner.errors import PinError
 from planner.graph.trace import Traced
 from planner.rules.kernels.regions import REGION, is_region
 from planner.spec import Sharding
@@ -31,7 +32,7 @@ def region_mesh(traced: Traced) -> Any:
     return found[0] if found and same else None
 
 
-def on_mesh(entries: Sequence[Any], theirs: Any, ours: Any) -> tuple[Any, ...]:
+def on_mesh(entries: Sequence[Any], theirs: Any, ours: Any, origin: str) -> tuple[Any, ...]:
     """Entries of a mark on the mesh ``theirs`` with the names of ``ours``; as they are where the
     names are those of ``ours``, where the meshes order their devices in two ways, and where an axis
     has no counterpart.
@@ -39,15 +40,26 @@ def on_mesh(entries: Sequence[Any], theirs: Any, ours: Any) -> tuple[Any, ...]:
     Args:
         entries: per dimension.
         theirs, ours: jax meshes, abstract or of devices.
+        origin: what marks it, for the error.
+
+    Raises:
+        PinError: an axis of the mark is one of ``ours`` with another size.
     """
-    same = set(_sizes(theirs).items()) <= set(_sizes(ours).items())
-    if same or _devices(theirs) != _devices(ours):
+    wanted, known = _sizes(theirs), _sizes(ours)
+    if set(wanted.items()) <= set(known.items()):
         return tuple(entries)
-    axes = counterparts(_sizes(theirs), _sizes(ours))
+    axes = counterparts(wanted, known) if _devices(theirs) == _devices(ours) else {}
     named = {
         a for e in entries if e is not None and e is not FREE for a in Sharding.of([e]).dims[0]
     }
     if not named <= axes.keys():
+        for axis in sorted(named & known.keys()):
+            if wanted.get(axis) != known[axis]:
+                raise PinError(
+                    f"{origin}: its mesh has {axis}={wanted.get(axis, 1)}, the step's shard_map "
+                    f"regions run on {axis}={known[axis]}: give both the same size, or the axes "
+                    "other names"
+                )
         return tuple(entries)
     out: list[Any] = []
     for entry in entries:
@@ -60,7 +72,8 @@ def on_mesh(entries: Sequence[Any], theirs: Any, ours: Any) -> tuple[Any, ...]:
 
 
 def counterparts(theirs: Mapping[str, int], ours: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Per axis of a mesh, the axes of another one of as many devices that cut them alike.
+    """For each axis of a mesh, the axes of another mesh that split the same devices alike; axes
+    without such are left out.
 
     >>> counterparts({"fsdp": 8}, {"dp": 2, "ep": 4})
     {'fsdp': ('dp', 'ep')}
