@@ -96,7 +96,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             "logical_axis_rules: not supported here; set them around the call with "
             "flax.linen.logical_axis_rules(...)"
         )
-    mode, mesh, memory = asked.get("mode"), asked.get("mesh"), asked.get("memory")
+    mode, memory = asked.get("mode"), asked.get("memory")
     whole_below, host = asked.get("whole_below", 0.0) or 0.0, asked.get("host_memory")
     current = get_parallel_mode()
     if mode is None and current.update != "sync":
@@ -124,24 +124,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         if not host > 0:
             raise RequestError(f"host_memory {host!r}: expected a positive number of bytes")
         described = dataclasses.replace(described, host_memory_bytes=host / (1.0 - HOST_RESERVE))
-    if isinstance(mesh, str):
-        mesh = parse_mesh(mesh)
-    elif isinstance(mesh, Mapping):
-        if not mesh or not all(isinstance(n, int) for n in mesh.values()):
-            raise RequestError(f"mesh {dict(mesh)!r}: expected axis names with whole sizes")
-        mesh = MeshSpec(tuple(mesh), tuple(mesh.values()))
-    if chosen.mode == "STAND_ALONE":
-        mesh = MeshSpec(("data",), (1,))
-    elif chosen.tensor and mesh is not None and chosen.tensor not in mesh.names:
-        raise RequestError(
-            f"the mode {mode or 'in force'} splits matrices over the mesh axis {chosen.tensor}, "
-            f"and mesh ({mesh}) has none; name it so, or leave mesh= out"
-        )
-    elif mesh is not None and mesh.num_devices != described.num_devices:
-        raise RequestError(
-            f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {described.text} has "
-            f"{described.num_devices}; change one of them"
-        )
+    mesh = _parsed_mesh(asked.get("mesh"), chosen, mode, described)
     model = AnalyticCostModel(described)
     return Request(
         described,
@@ -163,6 +146,35 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         tensor=chosen.tensor,
         staged=chosen.staged,
     )
+
+
+def _parsed_mesh(
+    mesh: str | Mapping[str, int] | MeshSpec | None,
+    chosen: ParallelMode,
+    mode: str | None,
+    described: Cluster,
+) -> MeshSpec | None:
+    """The mesh that is asked for, with its axes of one device; raises RequestError where it is none
+    of the mode or of the cluster. ``mode``: the one given, for the error."""
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh)
+    elif isinstance(mesh, Mapping):
+        if not mesh or not all(isinstance(n, int) for n in mesh.values()):
+            raise RequestError(f"mesh {dict(mesh)!r}: expected axis names with whole sizes")
+        mesh = MeshSpec(tuple(mesh), tuple(mesh.values()))
+    if chosen.mode == "STAND_ALONE":
+        mesh = MeshSpec(("data",), (1,))
+    elif chosen.tensor and mesh is not None and chosen.tensor not in mesh.names:
+        raise RequestError(
+            f"the mode {mode or 'in force'} splits matrices over the mesh axis {chosen.tensor}, "
+            f"and mesh ({mesh}) has none; name it so, or leave mesh= out"
+        )
+    elif mesh is not None and mesh.num_devices != described.num_devices:
+        raise RequestError(
+            f"mesh ({mesh}) needs {mesh.num_devices} devices, cluster {described.text} has "
+            f"{described.num_devices}; change one of them"
+        )
+    return mesh
 
 
 def _check_short(chosen: ParallelMode, name: str, asked: Options) -> None:
