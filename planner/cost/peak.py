@@ -18,8 +18,9 @@ from planner.space.buffer import Buffer, Port, When, in_pool
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.groups import GroupLink
 from planner.step.analysis import Analysis
-from planner.step.buffers import Lifetimes, padding
+from planner.step.buffers import Lifetimes
 from planner.step.memory.lanes import image_lanes
+from planner.step.memory.tiles import padding
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every

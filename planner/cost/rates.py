@@ -125,15 +125,24 @@ class Rates:
     def compute_s(self, item: Work, assign: IntArray) -> Array:
         """[meshes, strategies] seconds of a share of the work, starts of its kernels included."""
         count = len(item.classes)
+
+        def pieces(which: tuple[int, ...]) -> Array:
+            if not item.most:
+                return self.split(count, which)
+            cut: Array = np.ones(1)
+            for c in which:
+                cut = cut * np.minimum(self.split(count, (c,)), item.most[c])
+            return cut
+
         moved: Array = np.zeros(1)
         for nbytes, which in item.traffic:
-            moved = moved + nbytes / self.split(count, which)
+            moved = moved + nbytes / pieces(which)
         seconds = item.kernels * self.model.op_overhead_s + self.model.compute_s(
-            item.flops / self.split(count, tuple(range(count))),
+            item.flops / pieces(tuple(range(count))),
             moved,
             item.dtype,
             item.kind,
-            item.result_bytes / self.split(count, item.result) if item.result_bytes else 0.0,
+            item.result_bytes / pieces(item.result) if item.result_bytes else 0.0,
         )
         return seconds[:, self.codes(assign, item.classes)]
 

@@ -21,11 +21,12 @@ from planner.space.sums import with_joined_sums
 from planner.step.buffers import Lifetimes, find_buffers
 from planner.step.facts import Facts, Reduction, Said
 from planner.step.feeding import fed_of
-from planner.step.kernels.absorbed import absorbing, product_kernels, seen_shares, vector_bytes
+from planner.step.kernels.absorbed import absorbing, product_kernels, seen_shares
 from planner.step.kernels.costs import Work, Workload
 from planner.step.kernels.fused import find_fused
 from planner.step.kernels.operands import with_sent_bytes
 from planner.step.kernels.starts import starts
+from planner.step.kernels.vector import vector_bytes
 from planner.step.memory.liveness import PASSES, materialised
 from planner.step.memory.materialized import written
 from planner.step.memory.updates import gradients_in_updates
@@ -132,7 +133,7 @@ def empty_workload(
         *begins,
         seen_shares(graph, rules, home, fused, device),
         product_kernels(graph, rules, groups, home, found, device, handed),
-        vector_bytes(graph, groups, home, found, device, handed),
+        vector_bytes(graph, rules, groups, home, found, device, handed),
         device,
     )
 

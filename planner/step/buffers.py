@@ -27,6 +27,7 @@ from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import OVERWRITES, Written, extents
+from planner.step.memory.tiles import padding
 from planner.step.memory.workspace import workspaces
 
 EMPTY: Chosen = {}
@@ -91,24 +92,6 @@ def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
 
 
 @lru_cache(maxsize=1 << 16)
-def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] = ()) -> float:
-    """Bytes that an array takes over those of its elements; ``tile``: rows and lanes.
-
-    The compiler lays the array out with those two dimensions minor that waste the least
-    (https://openxla.org/xla/tiled_layout); ``lying`` are those that may be the most minor one, if
-    not all may. Tiles of arrays with fewer rows have 1, 2 or 4 of them.
-    """
-    rows, lanes = tile
-    if tile == (1, 1) or len(shape) < 2 or not all(shape):
-        return 1.0
-    wide = [-(-n // lanes) * lanes / n for n in shape]
-    short = [min(rows, 1 << (n - 1).bit_length()) for n in shape]
-    high = [-(-n // few) * few / n for n, few in zip(shape, short, strict=True)]
-    return min(
-        wide[i] * h for i in lying or range(len(shape)) for j, h in enumerate(high) if i != j
-    )
-
-
 class _Finding:
     """``find_buffers`` in progress."""
 

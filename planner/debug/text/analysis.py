@@ -87,6 +87,8 @@ def _work(work: Work) -> str:
     parts += [f"{number(nbytes)} bytes by {by(which)}" for nbytes, which in work.traffic]
     if work.result_bytes:
         parts.append(f"result of {number(work.result_bytes)} bytes by {by(work.result)}")
+    if work.most:
+        parts.append(f"in at most {' x '.join(map(number, work.most))} pieces")
     return ", ".join(parts)
 
 

@@ -16,16 +16,11 @@ from costmodels import Device, op_time_s
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
 from planner.rules.factor import FactorRule
 from planner.space.groups import Groups
-from planner.step.buffers import padding
-from planner.step.kernels.flops import in_place, op_flops
+from planner.step.kernels.flops import op_flops
 from planner.step.kernels.fused import FusedCalls
-from planner.step.kernels.starts import BITCASTS
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.materialized import FOLDED, PASSES, Written
-
-REDUCING = 1.5
-"""How many times longer than an elementwise kernel a reduction takes to read an array, as XLA:TPU
-estimates it (v5e 1.51, v5p 1.53, v6e 1.58)."""
+from planner.step.memory.tiles import padding
 
 
 class ProductKernel(NamedTuple):
@@ -155,6 +150,7 @@ def product_kernels(
     """
     operands: dict[int, tuple[int, int]] = {}
     behind: dict[int, dict[int, int]] = {}
+    writes: dict[int, set[int]] = {}
     for op in graph.ops:
         if op.kind in PRODUCTS:
             first, second = (
@@ -164,8 +160,12 @@ def product_kernels(
             operands[op.index] = (first, second)
             stays = found.kept[result] and result not in handed
             behind[op.index] = {result: found.nbytes[result]} if stays else {}
+            writes[op.index] = {result} if stays else set()
         elif home[op.index] in behind:
             inside = behind[home[op.index]]
+            writes[home[op.index]].update(
+                o for o in op.outputs if found.kept[o] and found.base[o] not in handed
+            )
             for v in (*op.inputs, *op.outputs):
                 if v != SCALAR and found.kept[v] and found.base[v] not in handed:
                     inside[found.base[v]] = found.nbytes[v]
@@ -180,8 +180,10 @@ def product_kernels(
         if op.kind == "conv_general_dilated":
             features = _features(rules[index])
             idle = -(-features // device.tile_lanes) * device.tile_lanes / features
-        stored = math.prod(made.shape) * padded * device.lane_bytes
-        out[index] = ProductKernel(first, second, sum(behind[index].values()), stored, idle)
+        moved, lanes_s = sum(behind[index].values()), math.prod(made.shape) * device.lane_bytes
+        hidden = any(found.nbytes[o] >= lanes_s for o in writes[index])
+        stored = (moved + (0 if hidden else lanes_s)) * padded
+        out[index] = ProductKernel(first, second, moved, stored, idle)
     return out
 
 
@@ -189,63 +191,6 @@ def _features(rule: FactorRule) -> int:
     """Output features of a convolution: what its second operand and its result share."""
     second, result = ({f for dim in x for f in dim} for x in (rule.operands[1], rule.results[0]))
     return max(1, math.prod(rule.sizes[f] for f in second & result))
-
-
-def vector_bytes(
-    graph: Graph,
-    groups: Groups,
-    home: Sequence[int],
-    found: Written,
-    device: Device,
-    handed: frozenset[int],
-) -> list[float]:
-    """Per operation, the bytes that one run of its kernel moves, of elements no narrower than a
-    lane. Kernels of a group that read the same array in the same phase are one."""
-    out = [0.0] * len(graph.ops)
-    seen: set[tuple[int, Phase, int]] = set()
-    images = image_lanes(graph, groups.op_layouts, groups.fusable)
-    tile = (device.tile_rows, device.tile_lanes)
-
-    def lanes(value: int, nbytes: int) -> float:
-        known = graph.values[value]
-        wide = device.lane_bytes * math.prod(known.shape) / max(1, known.nbytes)
-        return nbytes * max(1.0, wide) * padding(known.shape, tile, images.get(value, ())[:1])
-
-    for op in graph.ops:
-        entry = groups.op_layouts[op.index]
-        if entry is None or op.kind in PRODUCTS or home[op.index] >= 0:
-            continue
-        repeats = op.kind == "broadcast_in_dim" and found.kept[op.outputs[0]]
-        if op.kind in BITCASTS and not repeats:
-            continue
-        reduces = op.kind.startswith(("reduce_", "arg"))
-        writes = [o for o in op.outputs if found.kept[o]]
-        if op.fused:  # its user's kernel writes it as it is
-            out[op.index] = float(sum(found.nbytes[o] for o in writes))
-            continue
-        if not (writes or reduces):
-            continue
-        written = sum(lanes(o, found.nbytes[o]) for o in writes)
-        if op.kind in ("gather", "dynamic_slice"):
-            out[op.index] = 2.0 * written
-            continue
-        if in_place(graph, op):
-            out[op.index] = 2.0 * lanes(op.inputs[1], found.nbytes[op.inputs[1]])
-            continue
-        read = 0.0
-        for i in op.inputs:
-            for s, nbytes in () if i == SCALAR else found.sources[i].items():
-                key = (entry[0], op.phase, s)
-                if op.phase is Phase.UPDATE and found.base[s] in handed:
-                    continue
-                if key not in seen:
-                    read += lanes(s, nbytes)
-                    if reduces or groups.fusable[op.index]:
-                        seen.add(key)
-        if op.phase is Phase.UPDATE:  # one kernel writes all that is made from a gradient
-            seen.update([(entry[0], op.phase, o) for o in writes])
-        out[op.index] = written + read * (REDUCING if reduces else 1.0)
-    return out
 
 
 def seen_shares(

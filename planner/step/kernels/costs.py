@@ -7,6 +7,7 @@ that stands for one, whatever it does inside (see ``fused``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from planner.step.kernels.flops import in_place, masked_operands, op_flops, ragg
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
 
+LOOKUPS = ("gather", "scatter")
 TF32_PASSES = 3
 """Precision that GPUs still reach with TF32: XLA:GPU uses it for ``Precision.HIGH``, not for
 ``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
@@ -38,6 +40,7 @@ class Work:
     ``classes`` are disjoint sets of the group's factors; ``traffic`` gives bytes moved with the
     indices of the classes that split them. All classes split the flop, those of ``result`` the
     ``result_bytes`` (of a product). Counts are those of the whole step: times the weight.
+    ``most`` says per class into how many pieces cutting it saves time; none is said: any number.
     """
 
     classes: tuple[frozenset[int], ...]
@@ -48,6 +51,7 @@ class Work:
     kernels: float
     result_bytes: float = 0.0
     result: tuple[int, ...] = ()
+    most: tuple[float, ...] = ()
 
     @property
     def one_part(self) -> bool:
@@ -95,7 +99,7 @@ class Workload:
         if found is None:
             return ()
         group, work = found
-        if op.kind in PRODUCTS or op.kernel in KERNELS:
+        if op.kind in PRODUCTS or op.kernel in KERNELS or work.most:
             self.products[group].append(work)
             return (work,)
         total = self.sums[group].setdefault((work.classes[0], work.dtype), [0.0, 0.0, 0.0])
@@ -170,7 +174,26 @@ class Workload:
         traffic = ((weight * nbytes, (0,)),)
         if op.kernel in KERNELS:
             return group, Work((factors,), flops, traffic, dtype, KERNELS[op.kernel], kernels)
+        row = self._row(op, ins, outs)
+        if row is not None:
+            classes, most = (factors - {row[0]}, frozenset({row[0]})), (math.inf, row[1])
+            moved = ((weight * nbytes, (0, 1)),)
+            return group, Work(classes, flops, moved, dtype, "vector", kernels, most=most)
         return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
+
+    def _row(
+        self, op: Op, ins: Sequence[Layout], outs: Sequence[Layout]
+    ) -> tuple[int, float] | None:
+        """The factor of the rows that an operation looks up or adds to, and into how many pieces
+        they may be cut: a TPU moves whole tiles of 128 lanes for a row of 16."""
+        if self.device is None or self.device.tile_lanes == 1 or not op.kind.startswith(LOOKUPS):
+            return None
+        value = op.outputs[0] if op.kind == "gather" else op.inputs[2]
+        layout = outs[0] if op.kind == "gather" else ins[2]
+        shape = () if value == SCALAR else self.graph.values[value].shape
+        if len(shape) < 2 or not layout or layout[-1] < 0:
+            return None
+        return layout[-1], max(1.0, shape[-1] / self.device.tile_lanes)
 
     def _passes(self, op: Op, dtype: str) -> float:
         """How many times longer a product takes for the precision that it asks for: bfloat16

@@ -66,3 +66,16 @@ def _flops(
         return 0.0
     size = max((math.prod(s) for s in (*outs, *ins)), default=0)
     return float(size)
+
+
+def extents(rule: FactorRule) -> tuple[int, int, int]:
+    """(m, n, k) of a product, without its batch dimensions."""
+    left, right, out = (
+        {f for dim in side for f in dim}
+        for side in (rule.operands[0], rule.operands[1], rule.results[0])
+    )
+
+    def size(factors: set[int]) -> int:
+        return math.prod(rule.sizes[f] for f in factors)
+
+    return size((left & out) - right), size((right & out) - left), size((left & right) - out)

@@ -9,13 +9,13 @@ inside too, since such a kernel makes them again (Dao et al. 2022, section 3.1).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costmodels import attention_drag
 from planner.graph.ir import SCALAR, Graph, Op
 from planner.rules.factor import FactorRule
+from planner.step.kernels.flops import extents
 from planner.step.memory.liveness import PASSES
 
 
@@ -80,23 +80,10 @@ def find_fused(graph: Graph, rules: Sequence[FactorRule]) -> FusedCalls:
 def _factor(name: str, products: Sequence[FactorRule], backward: bool) -> float:
     """See ``FusedCalls.factor``."""
     causal = "causal" in name
-    ends = sorted(s for rule in products[:1] for s in _extents(rule))
+    ends = sorted(s for rule in products[:1] for s in extents(rule))
     drag = attention_drag(ends[0], ends[-1], causal)
     again = (len(products) + 1) / len(products) if backward else 1.0
     return (0.5 if causal else 1.0) * again * drag
-
-
-def _extents(rule: FactorRule) -> tuple[int, int, int]:
-    """(m, n, k) of a product, without its batch dimensions."""
-    left, right, out = (
-        {f for dim in side for f in dim}
-        for side in (rule.operands[0], rule.operands[1], rule.results[0])
-    )
-
-    def size(factors: set[int]) -> int:
-        return math.prod(rule.sizes[f] for f in factors)
-
-    return size((left & out) - right), size((right & out) - left), size((left & right) - out)
 
 
 def _inside(graph: Graph, call: Sequence[int]) -> tuple[bool, ...]:

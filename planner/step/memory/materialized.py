@@ -299,6 +299,10 @@ class _Writing:
         small = max([self.nbytes[o] for o in op.outputs], default=0)
         if op.kind in PICKED:
             found = {s: min(n, small) for s, n in found.items()}
+        if op.kind == "pad" and self.fused_operands and op.inputs[0] != SCALAR:
+            # a kernel goes over the whole of what it pads
+            whole = small / max(1, self.nbytes[op.inputs[0]])
+            found = {s: int(n * max(1.0, whole)) for s, n in found.items()}
         write = not self.light[op.index] or len(found) > MAX_SOURCES
         if op.kind in SLICES and self.fused_operands:  # tiles are cut anew, once for all readers
             write = write or self.readers[op.outputs[0]] > 1

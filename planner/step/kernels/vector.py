@@ -1,0 +1,169 @@
+"""What kernels without a product move on a TPU, as XLA:TPU estimates them.
+
+A register holds 32-bit lanes (``Device.lane_bytes``), whatever the dtype. So a kernel takes the
+time to move what it reads and writes, in the bytes of its dtypes, and to pass over its elements
+once as 32-bit lanes. Writing the first full array of 32-bit elements hides that pass, as it is as
+long; a reduction and a kernel that writes narrower elements pay for it. Where rows of the registers
+are empty (4 heads of 128) the pass is longer and hides nothing. docs/explanation/compute.md has the
+figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from costmodels import Device
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op, Phase
+from planner.rules.factor import FactorRule
+from planner.space.groups import Groups
+from planner.step.kernels.flops import extents, in_place
+from planner.step.kernels.starts import BITCASTS
+from planner.step.memory.lanes import image_lanes
+from planner.step.memory.materialized import Written
+from planner.step.memory.tiles import padding, rows_used
+
+CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+SCANS = 4.0
+"""How many times a kernel's bytes a cumulative sum moves: XLA:TPU makes windows of 128 elements of
+it, in four to six kernels (3.2 to 4.6 times on v5e)."""
+
+
+def vector_bytes(
+    graph: Graph,
+    rules: Sequence[FactorRule],
+    groups: Groups,
+    home: Sequence[int],
+    found: Written,
+    device: Device,
+    handed: frozenset[int],
+) -> list[float]:
+    """Per operation, the bytes that one run of its kernel moves, and those of the pass over its
+    elements. Kernels of a group that read the same array in the same phase are one."""
+    laid = _laid_by_products(graph, rules, groups.fusable)
+    return _Vector(graph, groups, found, device, handed, laid).run(home)
+
+
+class _Vector:
+    """``vector_bytes`` in progress."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        groups: Groups,
+        found: Written,
+        device: Device,
+        handed: frozenset[int],
+        laid: Sequence[bool],
+    ) -> None:
+        self.graph, self.groups, self.found = graph, groups, found
+        self.device, self.handed, self.laid = device, handed, laid
+        self.images = image_lanes(graph, groups.op_layouts, groups.fusable)
+        self.tile = (device.tile_rows, device.tile_lanes)
+        self.seen: set[tuple[int, Phase, int]] = set()
+        """Arrays that a kernel reads or has made: the group, the phase, the value."""
+        self.padded: dict[int, float] = {}
+
+    def run(self, home: Sequence[int]) -> list[float]:
+        """The bytes of every operation; those in a product's kernel have none here."""
+        out = [0.0] * len(self.graph.ops)
+        for op in self.graph.ops:
+            entry = self.groups.op_layouts[op.index]
+            if entry is not None and op.kind not in PRODUCTS and home[op.index] < 0:
+                out[op.index] = self.moved(op, entry[0])
+        return out
+
+    def moved(self, op: Op, group: int) -> float:
+        """The bytes of one operation in a group."""
+        found = self.found
+        if op.kind in BITCASTS and not (
+            op.kind == "broadcast_in_dim" and found.kept[op.outputs[0]]
+        ):
+            return 0.0
+        writes = [o for o in op.outputs if found.kept[o]]
+        if op.fused:  # its user's kernel writes it as it is
+            return float(sum(found.nbytes[o] for o in writes))
+        reduces = op.kind.startswith(("reduce_", "arg"))
+        if not (writes or reduces):
+            return 0.0
+        written = sum(self.tiled(o, found.nbytes[o]) for o in writes)
+        if op.kind in ("gather", "dynamic_slice"):
+            return 2.0 * written
+        if in_place(self.graph, op):
+            return 2.0 * self.tiled(op.inputs[1], found.nbytes[op.inputs[1]])
+        read = self.read(op, group, reduces)
+        if op.phase is Phase.UPDATE:  # one kernel writes all that is made from a gradient
+            self.seen.update([(group, op.phase, o) for o in writes])
+        passed = self.passed(op, writes, reduces) if read else 0.0
+        return (written + read + passed) * (SCANS if op.kind in CUMULATIVE else 1.0)
+
+    def read(self, op: Op, group: int, reduces: bool) -> float:
+        """Bytes of the arrays that its kernel has not read before."""
+        read = 0.0
+        for i in op.inputs:
+            for s, nbytes in () if i == SCALAR else self.found.sources[i].items():
+                key = (group, op.phase, s)
+                if op.phase is Phase.UPDATE and self.found.base[s] in self.handed:
+                    continue
+                if key not in self.seen:
+                    read += self.tiled(s, nbytes)
+                    if reduces or self.groups.fusable[op.index]:
+                        self.seen.add(key)
+        return read
+
+    def passed(self, op: Op, writes: list[int], reduces: bool) -> float:
+        """Bytes that stand for the pass over a kernel's elements; 0 where a write hides it.
+
+        An update writes moments of 32 bits beside a narrower parameter.
+        """
+        values, lane = self.graph.values, self.device.lane_bytes
+        over = [i for i in op.inputs[:1] if i != SCALAR] if reduces else writes
+        most, hidden = 0.0, op.phase is Phase.UPDATE
+        for v in over:
+            elements = math.prod(values[v].shape)
+            used = 1.0 if self.laid[v] else rows_used(values[v].shape, self.tile)
+            most = max(most, lane * elements * self.padding(v) / used)
+            wide = self.found.nbytes[v] >= lane * elements and used == 1.0
+            hidden = hidden or (wide and not reduces)
+        return 0.0 if hidden else most
+
+    def tiled(self, value: int, nbytes: int) -> float:
+        """Bytes with what padding to tiles adds."""
+        return nbytes * self.padding(value)
+
+    def padding(self, value: int) -> float:
+        """What padding to tiles multiplies a value's bytes by."""
+        known = self.padded.get(value)
+        if known is None:
+            shape, lying = self.graph.values[value].shape, self.images.get(value, ())[:1]
+            known = self.padded[value] = padding(shape, self.tile, lying)
+        return known
+
+
+def _laid_by_products(
+    graph: Graph, rules: Sequence[FactorRule], fusable: Sequence[bool]
+) -> list[bool]:
+    """Per value, whether a product sets its layout: its operands, its result, and what elementwise
+    operations make of them. A sum of products that has rows or columns alone is none."""
+    parent = list(range(len(graph.values)))
+
+    def find(v: int) -> int:
+        while parent[v] != v:
+            parent[v] = parent[parent[v]]
+            v = parent[v]
+        return v
+
+    sizes = [math.prod(v.shape) for v in graph.values]
+    ends: list[int] = []
+    for op in graph.ops:
+        inputs = [i for i in op.inputs if i != SCALAR]
+        if op.kind in PRODUCTS:
+            if min(extents(rules[op.index])[:2]) > 1:
+                ends += [*inputs[:2], op.outputs[0]]
+        elif fusable[op.index] and op.outputs:
+            first = op.outputs[0]
+            for v in (*inputs, *op.outputs):
+                if sizes[v] == sizes[first]:
+                    parent[find(v)] = find(first)
+    roots = {find(v) for v in ends}
+    return [find(v) in roots for v in range(len(graph.values))]

@@ -1,0 +1,50 @@
+"""How arrays lie in the tiles of a TPU: what padding adds to their bytes, how full registers are.
+
+A register holds 8 rows of 128 lanes, and so does a tile in memory, or 1, 2 or 4 rows of arrays that
+have no more (https://openxla.org/xla/tiled_layout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] = ()) -> float:
+    """Bytes that an array takes over those of its elements; ``tile``: rows and lanes.
+
+    The compiler lays the array out with those two dimensions minor that waste the least
+    (https://openxla.org/xla/tiled_layout); ``lying`` are those that may be the most minor one, if
+    not all may. Tiles of arrays with fewer rows have 1, 2 or 4 of them.
+    """
+    rows, lanes = tile
+    if tile == (1, 1) or len(shape) < 2 or not all(shape):
+        return 1.0
+    wide = [-(-n // lanes) * lanes / n for n in shape]
+    short = [min(rows, 1 << (n - 1).bit_length()) for n in shape]
+    high = [-(-n // few) * few / n for n, few in zip(shape, short, strict=True)]
+    return min(
+        wide[i] * h for i in lying or range(len(shape)) for j, h in enumerate(high) if i != j
+    )
+
+
+def rows_used(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
+    """Which share of a register's rows an array of this shape fills, in (0, 1].
+
+    Of the layouts that waste the least (``padding``) the compiler takes the last two dimensions
+    where that is one of them: 4 heads of 128 fill half of the 8 rows, with no memory wasted.
+    Dimensions of one element don't count.
+    """
+    rows, lanes = tile
+    shape = tuple(n for n in shape if n != 1)
+    if tile == (1, 1) or len(shape) < 2 or not all(shape):
+        return 1.0
+    best: tuple[float, bool, float] | None = None
+    last = len(shape) - 2
+    for i, n in enumerate(shape):
+        for j, m in enumerate(shape):
+            if i != j:
+                short = min(rows, 1 << (m - 1).bit_length())
+                waste = -(-n // lanes) * lanes / n * (-(-m // short) * short / m)
+                key = (waste, i < last or j < last, -short / rows)
+                best = key if best is None or key < best else best
+    return 1.0 if best is None else -best[2]
