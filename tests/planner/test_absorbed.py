@@ -168,14 +168,30 @@ def test_products_set_layouts() -> None:
     assert sum(w.nbytes for w in found) == pytest.approx((2 + 2 + 4) * 4 * 128 * 512, rel=0.01)
 
 
-def test_a_kernel_goes_over_what_it_pads() -> None:
+def test_what_is_spread_out_is_written() -> None:
+    """An associative scan joins every other element so: two pads and their sum."""
+
     def interleave(x: jax.Array, y: jax.Array) -> jax.Array:
         left = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 1, 1), (0, 0, 0)])
         return left + jax.lax.pad(y, jnp.zeros((), x.dtype), [(1, 0, 1), (0, 0, 0)])
 
     half = shape(M // 2, N)
     found = works(interleave, half, half)["vector"]
-    assert sum(w.nbytes for w in found) == pytest.approx((2 + 2 + 2 + 4) * M * N, rel=0.01)
+    pads, joined = 2 * (1 + 2), 2 + 2 + 2 + 4
+    assert sum(w.nbytes for w in found) == pytest.approx((pads + joined) * M * N, rel=0.01)
+
+
+def test_arrays_are_written_before_they_are_stacked() -> None:
+    """Not where lanes meet, as in rotary embeddings."""
+
+    def joined(axis: int) -> float:
+        def run(x: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.concatenate([jnp.tanh(x) * 2, y + 1], axis)
+
+        return sum(w.nbytes for w in works(run, WIDE, WIDE)["vector"])
+
+    assert joined(1) == (2 + 2) * 4 * M * N
+    assert joined(0) == (2 * (1 + 1) + 2 + 2) * 4 * M * N
 
 
 def test_cumulative_sums_take_kernels() -> None:

@@ -94,7 +94,7 @@ class _Vector:
         read = self.read(op, group, reduces)
         if op.phase is Phase.UPDATE:  # one kernel writes all that is made from a gradient
             self.seen.update([(group, op.phase, o) for o in writes])
-        passed = self.passed(op, writes, reduces) if read else 0.0
+        passed = self.passed(op, writes, reduces) if read and op.kind != "pad" else 0.0
         return (written + read + passed) * (SCANS if op.kind in CUMULATIVE else 1.0)
 
     def read(self, op: Op, group: int, reduces: bool) -> float:

@@ -129,7 +129,7 @@ class _Writing:
         narrow = self._narrow() if fused_operands else [False] * len(graph.values)
         self.nbytes = [v.nbytes // (1 + n) for v, n in zip(graph.values, narrow, strict=True)]
         self.light = [
-            (op.kind in _LIGHT and not (fused_operands and _looks_up(graph, op)))
+            (op.kind in _LIGHT and not (fused_operands and _apart(graph, op)))
             or (fusable[op.index] and not writes(op) and not graph.changes_memory(op))
             or (fused_operands and _selects(graph, op))
             for op in graph.ops
@@ -170,7 +170,8 @@ class _Writing:
                     selected.update(op.outputs)
                 if fused_operands and op.kind == "reshape" and self._repeats(op.inputs[0]):
                     forced[op.inputs[0]] = True
-                continue
+                if not (fused_operands and _stacks(self.graph, op)):
+                    continue
             inputs: Iterable[int] = op.inputs
             if op.kind in PRODUCTS and fused_operands and not op.fused:
                 inputs = selected.intersection(inputs)
@@ -299,10 +300,6 @@ class _Writing:
         small = max([self.nbytes[o] for o in op.outputs], default=0)
         if op.kind in PICKED:
             found = {s: min(n, small) for s, n in found.items()}
-        if op.kind == "pad" and self.fused_operands and op.inputs[0] != SCALAR:
-            # a kernel goes over the whole of what it pads
-            whole = small / max(1, self.nbytes[op.inputs[0]])
-            found = {s: int(n * max(1.0, whole)) for s, n in found.items()}
         write = not self.light[op.index] or len(found) > MAX_SOURCES
         if op.kind in SLICES and self.fused_operands:  # tiles are cut anew, once for all readers
             write = write or self.readers[op.outputs[0]] > 1
@@ -366,6 +363,20 @@ def _looks_up(graph: Graph, op: Op) -> bool:
     return math.prod(graph.values[op.inputs[1]].shape[:-1]) > 1
 
 
+def _spreads(graph: Graph, op: Op) -> bool:
+    """Whether an operation puts elements between those of an array, as associative scans do to join
+    every other element: XLA:TPU writes the result by itself."""
+    if op.kind != "pad" or op.inputs[0] == SCALAR:
+        return False
+    part, whole = graph.values[op.inputs[0]].shape, graph.values[op.outputs[0]].shape
+    return any(m >= 2 * n - 1 > n for n, m in zip(part, whole, strict=True))
+
+
+def _apart(graph: Graph, op: Op) -> bool:
+    """Whether XLA:TPU runs a light operation in a kernel of its own."""
+    return _looks_up(graph, op) or _spreads(graph, op)
+
+
 def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:
     """Per region, when it begins and ends (-1: the main one, and empty ones)."""
     begin, stop = [-1] * len(graph.regions), [-1] * len(graph.regions)
@@ -376,3 +387,12 @@ def extents(graph: Graph, time: Sequence[int]) -> tuple[list[int], list[int]]:
             stop[region] = max(stop[region], at)
             region = graph.regions[region].parent
     return begin, stop
+
+
+def _stacks(graph: Graph, op: Op) -> bool:
+    """Whether an operation joins arrays along another dimension than the last: XLA:TPU writes
+    them first, and does not where lanes meet, as in rotary embeddings."""
+    if op.kind != "concatenate" or op.inputs[0] == SCALAR:
+        return False
+    part, whole = graph.values[op.inputs[0]].shape, graph.values[op.outputs[0]].shape
+    return part[:-1] != whole[:-1]
