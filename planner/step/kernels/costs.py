@@ -185,15 +185,20 @@ class Workload:
         self, op: Op, ins: Sequence[Layout], outs: Sequence[Layout]
     ) -> tuple[int, float] | None:
         """The factor of the rows that an operation looks up or adds to, and into how many pieces
-        they may be cut: a TPU moves whole tiles of 128 lanes for a row of 16."""
-        if self.device is None or self.device.tile_lanes == 1 or not op.kind.startswith(LOOKUPS):
+        they may be cut. A row of 16 numbers takes a tile's 128 lanes where a TPU has all rows in
+        memory; what fits beside the processor is laid out otherwise."""
+        device = self.device
+        if device is None or not device.fast_memory_bytes or not op.kind.startswith(LOOKUPS):
             return None
         value = op.outputs[0] if op.kind == "gather" else op.inputs[2]
         layout = outs[0] if op.kind == "gather" else ins[2]
         shape = () if value == SCALAR else self.graph.values[value].shape
         if len(shape) < 2 or not layout or layout[-1] < 0:
             return None
-        return layout[-1], max(1.0, shape[-1] / self.device.tile_lanes)
+        padded = math.prod(shape[:-1]) * device.tile_lanes * device.lane_bytes
+        if padded <= device.fast_memory_bytes:
+            return None
+        return layout[-1], max(1.0, shape[-1] / device.tile_lanes)
 
     def _passes(self, op: Op, dtype: str) -> float:
         """How many times longer a product takes for the precision that it asks for: bfloat16
