@@ -7,7 +7,7 @@ operations stand in program order; an operation reads values that stand before i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -365,14 +365,17 @@ class Graph:
         live = self.needed_for({*self.outputs, *wanted})[1]
         return tuple(op.effect or live[op.index] for op in self.ops)
 
-    def needed_for(self, values: Iterable[int]) -> tuple[set[int], list[bool]]:
+    def needed_for(
+        self, values: Iterable[int], once: Container[int] = ()
+    ) -> tuple[set[int], list[bool]]:
         """All values that some values depend on, through loop carries too, and per operation
-        whether it is on the way. O(operations)."""
+        whether it is on the way. Of the loops whose regions are in ``once`` one turn counts: what
+        it reads, and not what turns before it made of that. O(operations)."""
         live = [False] * len(self.ops)
         wanted = {v for v in values if v != SCALAR}
         backs: dict[int, list[Op]] = {}
         for op in self.ops:
-            if op.kind in ("loop_back", "loop_test"):
+            if op.kind in ("loop_back", "loop_test") and op.region not in once:
                 for carry in op.inputs[1:]:
                     backs.setdefault(carry, []).append(op)
         stack = list(wanted)

@@ -4,7 +4,8 @@ JAX names what differentiation makes: the name stack of an equation says ``jvp(.
 the loss and ``transpose(jvp(...))`` on the way back, outermost transformation first. What carries
 neither name is placed by what it depends on: behind the backward pass is the update, and so is what
 only the new state reads (a step count, a learning rate); all else is forward. What a backward pass
-computes again (``jax.checkpoint``) belongs to it. A step without a backward pass is all forward.
+computes again (``jax.checkpoint``) belongs to it. A step without a backward pass is all forward. In
+a loop over train steps each turn begins anew: what a turn reads of the one before is forward.
 """
 
 from __future__ import annotations
@@ -42,31 +43,48 @@ def phases_of(graph: Graph, named: Sequence[Phase | None]) -> tuple[Phase, ...]:
     """
     if Phase.BACKWARD not in named:
         return (Phase.FORWARD,) * len(graph.ops)
-    behind = _behind(graph, named)
+    loops = step_loops(graph, named)
+    behind = _behind(graph, named, loops)
     wanted = {i for op, phase in zip(graph.ops, named, strict=True) if phase for i in op.inputs}
-    _, before = graph.needed_for(wanted.union(graph.reports))
+    _, before = graph.needed_for(wanted.union(graph.reports), once=loops)
     return tuple(
         phase or (Phase.UPDATE if behind[op.index] or not before[op.index] else Phase.FORWARD)
         for op, phase in zip(graph.ops, named, strict=True)
     )
 
 
-def _behind(graph: Graph, named: Sequence[Phase | None]) -> list[bool]:
-    """Per operation, whether it depends on the backward pass."""
+def step_loops(graph: Graph, named: Sequence[Phase | None]) -> set[int]:
+    """The regions of loops that hold a backward pass: over steps, or over groups of examples."""
+    out: set[int] = set()
+    for op, phase in zip(graph.ops, named, strict=True):
+        region = op.region
+        while phase is Phase.BACKWARD and region > 0 and region not in out:
+            out.add(region)
+            region = graph.regions[region].parent
+    return out
+
+
+def _behind(graph: Graph, named: Sequence[Phase | None], loops: set[int]) -> list[bool]:
+    """Per operation, whether it depends on the backward pass, in the turn that it stands in."""
     after = [False] * len(graph.values)
     out = [False] * len(graph.ops)
+    left: set[int] = set()  # carries that leave a loop of ``loops`` behind a backward pass
     changed = True
     while changed:  # again where a loop carries it around
         changed = False
         for op, phase in zip(graph.ops, named, strict=True):
             back = phase is Phase.BACKWARD
-            out[op.index] = back or any(i != SCALAR and after[i] for i in op.inputs)
+            late = op.kind == "loop_out" and not left.isdisjoint(op.inputs)
+            out[op.index] = back or late or any(i != SCALAR and after[i] for i in op.inputs)
             if not out[op.index]:
                 continue
             for o in op.outputs:
                 after[o] = True
             if op.kind in ("loop_back", "loop_test") and op.inputs[0] != SCALAR:
-                for carry in op.inputs[1:]:
-                    if after[op.inputs[0]] and not after[carry]:
+                for carry in op.inputs[1:] if after[op.inputs[0]] else ():
+                    if op.region in loops:
+                        changed = changed or carry not in left
+                        left.add(carry)
+                    elif not after[carry]:
                         after[carry] = changed = True
     return out

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from planner.graph.ir import SCALAR, Graph, Op, Phase, Role, Value
+from planner.graph.labels.phases import step_loops
 
 KEY_READERS = frozenset({"random_wrap", "threefry2x32"})
 """Operations that read raw keys of random numbers."""
@@ -88,7 +89,8 @@ def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
 
 def _read(graph: Graph, phases: Sequence[Phase]) -> set[int]:
     """What the forward and the backward pass read, and what results besides the state depend on.
-    What the update reports (a norm of the moments, a learning rate) says nothing of this."""
+    What the update reports (a norm of the moments, a learning rate) says nothing of this. Of a loop
+    over whole train steps one step counts: the next reads what the moments made."""
     wanted = set()
     for v in graph.reports:
         made = graph.values[v].op
@@ -96,8 +98,9 @@ def _read(graph: Graph, phases: Sequence[Phase]) -> set[int]:
             wanted.add(v)
     if Phase.BACKWARD in phases:
         passes = [op for op in graph.ops if phases[op.index] is not Phase.UPDATE]
-        wanted.update(i for op in passes for i in op.inputs)
-    return graph.needed_for(wanted)[0]
+        borders = ("loop_", "branch_")
+        wanted.update(i for op in passes if not op.kind.startswith(borders) for i in op.inputs)
+    return graph.needed_for(wanted, once=step_loops(graph, phases))[0]
 
 
 def _inputs(graph: Graph, trained: set[int], read: set[int]) -> dict[int, Role]:

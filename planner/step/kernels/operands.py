@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from costmodels import Device
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Op
 from planner.space.groups import GroupLink, Groups
-from planner.step.memory.materialized import FOLDED
+from planner.step.memory.materialized import FOLDED, JOINED
 
 
 def with_sent_bytes(
@@ -65,7 +65,8 @@ def _multiplies(graph: Graph, op: Op, multiplied: Sequence[bool | None]) -> bool
         return op.passes == 1 and not op.fused
     if op.kind == "convert_element_type":
         return graph.values[op.outputs[0]].dtype == "bfloat16"
-    return op.kind in FOLDED and all(multiplied[o] for o in op.outputs)
+    passes = op.kind in FOLDED or op.kind in JOINED or op.kind == "gather"
+    return passes and all(multiplied[o] for o in op.outputs)
 
 
 def _only_multiplied(graph: Graph, live: Sequence[bool]) -> list[bool | None]:
