@@ -67,6 +67,38 @@ def test_what_treats_rows_alone_is_not_gathered(name: str, mesh: str) -> None:
     assert gathered(step, plan, W, X) <= sum(row.payload_bytes * row.count for row in planned)
 
 
+def columns(w: jax.Array, x: jax.Array) -> jax.Array:
+    """``vmap`` makes columns of the vectors that share a matrix, as for a Gaussian process."""
+    lower = jnp.tril(0.1 * w) + 3 * EYE
+    return jax.vmap(lambda v: jax.scipy.linalg.solve_triangular(lower, v, lower=True))(x)
+
+
+def rows(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A right operand."""
+    lower = jnp.tril(0.1 * w) + 3 * EYE
+    return jax.lax.linalg.triangular_solve(lower, x, left_side=False, lower=True)
+
+
+@pytest.mark.parametrize("solve", [columns, rows])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_is_solved_for_is_split(solve: Any, microbatches: int) -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, g = jax.value_and_grad(lambda w: jnp.mean(solve(w, x) ** 2))(w)
+        return w - 0.01 * g, value
+
+    options: dict[str, Any] = {"microbatches": microbatches} if microbatches > 1 else {}
+    many = RNG.normal(size=(16384, 16)).astype(np.float32)
+    plan = make_plan(step, W, many, cluster="cpu:8", mode="DATA_PARALLEL", **options)
+    planned = [row for row in plan.collectives if row.kind == "all_gather"]
+    assert sum(row.payload_bytes * row.count for row in planned) < many.nbytes / 8
+    if microbatches == 1:
+        assert gathered(step, plan, W, many) <= sum(
+            row.payload_bytes * row.count for row in planned
+        )
+    else:
+        assert_same(compile_plan(step, plan)(W, many), jax.jit(step)(W, many))
+
+
 def test_the_layout_of_a_table_split_twice_is_said_of_shards() -> None:
     """The gradient of a table, rows along one axis and columns along the other, as on TPUs."""
 

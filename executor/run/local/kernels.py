@@ -64,6 +64,14 @@ def _local(shape: Sequence[int], spec: Spec, mesh: Any) -> tuple[int, ...]:
     return tuple(out)
 
 
+def _solved(eqn: EqnKey, split: Spec) -> OnShards | None:
+    """How a triangular solve is split whose right-hand side is; the matrix has its batch alone."""
+    if not any(split):
+        return None
+    batch = len(split) - 2
+    return OnShards(((*split[:batch], (), ()), split), (split,), frozenset())
+
+
 def _alone(eqn: EqnKey, split: Spec) -> OnShards | None:
     """How an operation of ``ALONE`` is split whose first operand is; None where it is whole, or
     another operand or a result lacks the dimension."""
@@ -93,8 +101,10 @@ def kernels_on_shards(
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
         if op.kind in ALONE and eqn is not None:
-            split = known.get((op.index, "in", 0))
-            alone = split and _alone(eqn, spell(split, len(eqn.in_shapes[0])))
+            solves = op.kind == "triangular_solve"
+            split = known.get((op.index, "in", int(solves)))
+            how = _solved if solves else _alone
+            alone = split and how(eqn, spell(split, len(eqn.in_shapes[int(solves)])))
             if alone:
                 found[op.index] = alone
             continue

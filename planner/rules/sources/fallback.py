@@ -230,6 +230,17 @@ def _batched(core: int) -> _Family:
     return family
 
 
+def _triangular_solve(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
+    """Each column of the right-hand side is a solution alone, each row of a right operand."""
+    matrix, right = ins
+    batch, left = len(matrix) - 2, params["left_side"]
+    if matrix[:batch] != right[:batch]:
+        raise RuleError("the batch dimensions differ")
+    free: list[Label] = [None, len(right) - 1] if left else [len(right) - 2, None]
+    solved: list[Label] = [*range(batch), *free]
+    return build([[*range(batch), None, None], solved], [solved], ins, outs)
+
+
 LINALG: frozenset[str] = frozenset(
     """
     cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr geqrf geqp3 qr
@@ -241,7 +252,8 @@ LINALG: frozenset[str] = frozenset(
 ALONE: frozenset[str] = LINALG | {"fft", "top_k", "lu_pivots_to_permutation"}
 """Primitives that treat each row or matrix of a batch alone, and that some compiler gathers the
 operands of although the batch is split (XLA:CPU transforms and selections, XLA:TPU
-decompositions). Dimensions of operands and results that a plan splits have the same number."""
+decompositions). Dimensions of operands and results that a plan splits have the same number; a
+triangular matrix lacks those of the columns that are solved for."""
 
 _FAMILIES: dict[str, _Family] = {
     "broadcast_in_dim": _broadcast_in_dim,
@@ -272,6 +284,7 @@ _FAMILIES: dict[str, _Family] = {
     **{f"scatter{kind}": contract.scatter for kind in ("", "-mul", "-min", "-max")},
     **dict.fromkeys(("scatter-add", "scatter_add"), contract.scatter_add),
     **{name: _batched(2) for name in LINALG},
+    "triangular_solve": _triangular_solve,
     "lu_pivots_to_permutation": _batched(1),
 }
 

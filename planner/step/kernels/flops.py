@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 from planner.graph.ir import RAGGED, Graph, Op
 from planner.rules.factor import FactorRule
@@ -12,6 +13,28 @@ MOVES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims iota slice concatenate pad copy "
     "convert_element_type dynamic_slice dynamic_update_slice gather rev".split()
 )
+
+
+_CUBES: Mapping[str, Callable[[float, float], float]] = {
+    "cholesky": lambda m, n: n**3 / 3,
+    "cholesky_update": lambda m, n: 4 * n * n,
+    "lu": lambda m, n: min(m, n) ** 2 * (max(m, n) - min(m, n) / 3),
+    **dict.fromkeys(
+        ("qr", "geqrf", "geqp3", "householder_product"),
+        lambda m, n: 2 * min(m, n) ** 2 * (max(m, n) - min(m, n) / 3),
+    ),
+    "ormqr": lambda m, n: 4 * m * n * min(m, n),
+    "hessenberg": lambda m, n: 10 * n**3 / 3,
+    "tridiagonal": lambda m, n: 4 * n**3 / 3,
+    "eigh": lambda m, n: 9 * n**3,
+    "eig": lambda m, n: 25 * n**3,
+    "schur": lambda m, n: 25 * n**3,
+    "svd": lambda m, n: (
+        4 * max(m, n) ** 2 * min(m, n) + 8 * max(m, n) * min(m, n) ** 2 + 9 * min(m, n) ** 3
+    ),
+}
+"""Flop of a decomposition of an m by n matrix, vectors included: Golub and Van Loan, Matrix
+Computations, 4th edition (4.2.5, 3.2.6, 5.2.1, 7.4.3, 8.3.1, 8.3.3, 7.5.6, figure 8.6.1)."""
 
 
 def in_place(graph: Graph, op: Op) -> bool:
@@ -64,6 +87,12 @@ def _flops(
         return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / features
     if kind in MOVES:
         return 0.0
+    if kind in _CUBES and len(ins[0]) > 1:
+        return math.prod(ins[0][:-2]) * _CUBES[kind](*ins[0][-2:])
+    if kind == "triangular_solve":  # one multiply-add per element of half of a matrix
+        return float(math.prod(ins[1]) * ins[0][-1])
+    if kind == "fft":
+        return 5.0 * math.prod(ins[0]) * math.log2(max(2, ins[0][-1]))
     size = max((math.prod(s) for s in (*outs, *ins)), default=0)
     return float(size)
 

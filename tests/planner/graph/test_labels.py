@@ -158,6 +158,41 @@ def test_layers_are_segments() -> None:
 
 
 @pytest.mark.long
+def test_a_loop_over_steps_is_labelled_as_a_step() -> None:
+    """Adam's moments reach the next turn's loss through the parameters, and are moments all the
+    same; the state of an environment that is stepped beside is none."""
+    adam = optax.adam(1e-3)
+
+    def turn(carry: Any, k: jax.Array) -> Any:
+        params, opt_state, env = carry
+        cast = jax.tree.map(lambda p: p * 1.0, params)
+        seen = jnp.sin(env["at"])
+        loss, grads = jax.value_and_grad(unrolled)(cast, seen)
+        updates, opt_state = adam.update(grads, opt_state, params)
+        env = {"at": env["at"] + 0.1 * seen, "last": env["at"]}
+        return (optax.apply_updates(params, updates), opt_state, env), loss
+
+    def step(state: Any, keys: jax.Array) -> Any:
+        return jax.lax.scan(turn, state, keys)
+
+    params = {
+        "w": jnp.zeros((LAYERS, WIDTH, WIDTH)),
+        "b": jnp.zeros((LAYERS, WIDTH)),
+    }
+    env = {"at": jnp.zeros((8, WIDTH)), "last": jnp.zeros((8, WIDTH))}
+    graph = graph_of(step, (params, adam.init(params), env), jnp.zeros(3))
+    role = dict(zip(graph.input_paths, [graph.values[v].role for v in graph.inputs], strict=True))
+    paths = {kind: [p for p in role if role[p] is kind] for kind in Role}
+    assert paths[Role.PARAMETER] == ["[0][0]['b']", "[0][0]['w']"]
+    assert [p for p in role if ".mu" in p or ".nu" in p] == [
+        p for p in paths[Role.MOMENT] if "u[" in p
+    ]
+    assert paths[Role.STATISTIC] == ["[0][2]['at']"]
+    inside = [op for op in graph.ops if op.region > 0]
+    assert {op.phase for op in inside if op.kind == "sin"} == {Phase.FORWARD}
+    assert {op.phase for op in inside if op.kind == "sqrt"} == {Phase.UPDATE}
+
+
 def test_running_statistics_keys_and_frozen_arrays() -> None:
     class Net(nn.Module):
         @nn.compact
