@@ -50,7 +50,8 @@ def attempt(
     change of layout costs more than the whole step, so that the search only completes what was
     given. The gathers of parameters that ZeRO-3 stores in shards, and the scatters of their
     gradients, are given, too. A mode that splits the batch does not let devices repeat each other's
-    work behind a change that cannot be avoided (``AGAIN``).
+    work behind a change that cannot be avoided (``AGAIN``); where no argument holds a batch, as
+    where an environment is stepped inside, there is nothing to spread, and all else is searched.
     """
     analysis, model = quotient.part, request.model
     masks = allowed_masks(quotient, pins, request, mesh)
@@ -63,10 +64,14 @@ def attempt(
         solution = _solve(search, priced.problem, request)
         return priced, _bounded(priced.problem, solution, search)
     asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
-    found = _spread(priced, SPREAD * ideal_s(analysis, model, 1) + 1e-9, search, request)
-    how = "nothing else resharded"
+    splits = request.mode in SPLITS and request.search != PROPAGATION
+    graph = quotient.whole.graph
+    nothing = splits and not any(graph.values[v].fed for v in graph.inputs)
+    surcharge_s = 0.0 if nothing else SPREAD * ideal_s(analysis, model, 1) + 1e-9
+    found = _spread(priced, surcharge_s, search, request)
+    how = "no batch to split, all else searched" if nothing else "nothing else resharded"
     ideal = ideal_s(analysis, model, mesh.num_devices)
-    for share in AGAIN if request.mode in SPLITS and request.search != PROPAGATION else ():
+    for share in AGAIN if splits and not nothing else ():
         if devices_worth(priced, found.choice) >= BUSY * mesh.num_devices:
             break
         again = _spread(priced, share * ideal, search, request)

@@ -53,6 +53,10 @@ def choose(tried: Sequence[Tried]) -> Tried:
     return preferred([(t, t[1].cost_s) for t in level])
 
 
+MATTERS = 0.01
+"""Share of a device's memory that a second axis has to save."""
+
+
 def preferred(level: Sequence[tuple[Tried, float]]) -> Tried:
     """Of meshes whose seconds the cost model can't tell apart: one that puts its devices to work,
     that no other beats in time and clearly in memory, with the fewest axes and the longest first.
@@ -69,10 +73,8 @@ def preferred(level: Sequence[tuple[Tried, float]]) -> Tried:
     busy = [one for one, bad in zip(level, idle, strict=True) if not bad]
 
     def beaten(t: Tried, cost_s: float) -> bool:
-        return any(
-            other_s <= cost_s and other[1].peak_bytes <= LESS * t[1].peak_bytes
-            for other, other_s in busy
-        )
+        least = min(LESS * t[1].peak_bytes, t[1].peak_bytes - MATTERS * t[0].limit_bytes)
+        return any(other_s <= cost_s and other[1].peak_bytes <= least for other, other_s in busy)
 
     return min((t for t, cost_s in busy if not beaten(t, cost_s)), key=_simplicity)
 

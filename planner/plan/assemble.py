@@ -197,6 +197,11 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
         v.name: v.shape[dims.get(v.index, 0)] for v in fed if v.shape and max(v.shape) >= parts
     }
     wrong = {name: n for name, n in sizes.items() if n % parts}
+    if not fed and parts > 1:
+        return (
+            f"mode {request.mode}: no argument holds a batch (all come back as results, or stand "
+            "beside such); what the step makes is split where that pays",
+        )
     if not wrong:
         return ()
     name, size = next(iter(wrong.items()))

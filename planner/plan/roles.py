@@ -77,7 +77,7 @@ def roles_of(plan: Extraction) -> Roles:
         elif role == DATA and _share(plan, sorted(state.others), k) >= HALF:
             zero.add(k)
         roles.append(role)
-    return Roles(tuple(roles), frozenset(zero), *_pieces(plan, fed or graph.inputs))
+    return Roles(tuple(roles), frozenset(zero), *(_pieces(plan, fed) if fed else (0, 0, 0)))
 
 
 def renamed(mesh: MeshSpec, roles: Roles, named: frozenset[str]) -> MeshSpec:
@@ -109,7 +109,9 @@ def strategy_text(sizes: Sequence[int], roles: Roles) -> str:
         parts.append(f"{idle} groups that repeat the same work" if parts else "no parallelism")
     batch = f"batch split {roles.batch} ways" if roles.batch > 1 else "batch whole on every device"
     split = math.prod(n for n, role in zip(sizes, roles.of, strict=True) if role in (DATA, FSDP))
-    if roles.batch == 1 < split:
+    if not roles.batch:
+        batch = "no argument holds a batch"
+    elif roles.batch == 1 < split:
         batch = f"batch stored whole on every device, activations split {split} ways"
     if roles.examples < roles.batch:
         along = roles.batch // roles.examples

@@ -179,17 +179,22 @@ def test_the_cause_is_named_only_where_it_is_one():
 
 def test_a_mesh_that_another_beats_in_time_and_memory_is_not_taken():
     step, args = deep(64, 6)
-    planned = plan_step(step, *args, cluster="h100:8", mesh="data=8")
-    split = tuple(planned.extraction.choice)
+    one = plan_step(step, *args, cluster="h100:8", mesh="data=8").extraction
+    both = plan_step(step, *args, cluster="h100:8", mesh="data=2,model=4").extraction
 
     def tried(sizes, cost_s, peak):
-        names = ("data", "model")[: len(sizes)]
-        priced = dataclasses.replace(planned.extraction.priced, mesh=MeshSpec(names, sizes))
+        found, names = (one if len(sizes) == 1 else both), ("data", "model")[: len(sizes)]
+        priced = dataclasses.replace(found.priced, mesh=MeshSpec(names, sizes))
+        split = tuple(found.choice)
         return (priced, Solution(split, cost_s, cost_s, peak, 0, True, "", "", 0.0)), cost_s
 
-    simple, fast = tried((8,), 1.02, 2.0), tried((8,), 1.0, 1.0)
+    simple, fast = tried((8,), 1.02, 2e10), tried((8,), 1.0, 1e10)
     assert preferred([simple, fast]) is fast[0]
-    assert preferred([tried((8,), 1.02, 1.05), fast][::-1]) is fast[0]
+    assert preferred([tried((8,), 1.02, 1.05e10), fast][::-1]) is fast[0]
+    two = tried((2, 4), 1.0, 1e10)
+    assert preferred([two, simple]) is two[0]
+    little = tried((8,), 1.02, 1.05e10)  # a second axis for half a gigabyte of 60
+    assert preferred([two, little]) is little[0]
 
 
 def test_an_axis_along_which_nothing_is_split_is_found():
