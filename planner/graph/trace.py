@@ -16,6 +16,7 @@ from planner.errors import MeshwrightError, ModelError
 from planner.graph.flat import FlatJaxpr, execute, flatten
 from planner.graph.ir import Graph, Role
 from planner.graph.jaxpr.build import Builder, graph_of
+from planner.graph.jaxpr.inlined import with_inlined
 from planner.graph.jaxpr.own_rows import takes_indices, with_own_rows
 from planner.graph.labels.examples import frozen_inputs, is_ambiguous, with_frozen
 from planner.graph.op_rules import op_rules
@@ -147,7 +148,7 @@ def trace(
     args = abstract(args)
     try:
         closed, out_shape = compat.make_jaxpr(function, args)
-        closed = _with_own_rows(closed, args)
+        closed = _with_own_rows(with_inlined(closed), args)
     except MeshwrightError:
         raise
     except Exception as error:

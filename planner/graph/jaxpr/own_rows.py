@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner import compat
-from planner.graph.jaxpr.walk import CALLS, Body, called, stays_whole
+from planner.graph.jaxpr.walk import CALLS, Body, called, in_bodies, stays_whole
 
 SCATTERS = frozenset(
     "scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max".split()
@@ -94,19 +94,9 @@ def _rewritten(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) 
     name = eqn.primitive.name
     if name == "gather" or name in SCATTERS:
         return _batched(eqn, facts, makers)
-    params = {k: _body(v) for k, v in eqn.params.items()}
+    params = {k: in_bodies(v, with_own_rows) for k, v in eqn.params.items()}
     same = all(params[k] is v for k, v in eqn.params.items())
     return eqn if same else eqn.replace(params=params)
-
-
-def _body(value: Any) -> Any:
-    """A parameter of an equation with its bodies rewritten."""
-    if hasattr(compat.body(value), "eqns"):
-        return with_own_rows(value)
-    if isinstance(value, tuple) and value and all(hasattr(compat.body(v), "eqns") for v in value):
-        made = tuple(map(with_own_rows, value))
-        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
-    return value
 
 
 def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:

@@ -21,7 +21,7 @@ branch, ``branch_in`` for its operands, then its equations; ``branch_out`` for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from planner import compat
@@ -146,6 +146,17 @@ def called(eqn: Any) -> Body | None:
             fits = len(compat.body(params[name]).invars) == count
             return Body(name, params[name], range(count)) if fits else None
     return None
+
+
+def in_bodies(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A parameter of an equation with its jaxprs changed: one, several, or none. The same object
+    where nothing changes."""
+    if hasattr(compat.body(value), "eqns"):
+        return change(value)
+    if isinstance(value, tuple) and value and all(hasattr(compat.body(v), "eqns") for v in value):
+        made = tuple(map(change, value))
+        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
+    return value
 
 
 def loop_of(eqn: Any) -> Loop:

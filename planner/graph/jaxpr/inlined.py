@@ -1,0 +1,80 @@
+"""Primitives of libraries that are plain JAX inside, as jitted functions.
+
+Equinox, Lineax, Optimistix and Diffrax define primitives to give loops and linear solves rules of
+their own for derivatives and batches; what they run is Python on JAX arrays (``def_impl``), which
+is what they are lowered to. No rule is known for such a primitive. Once derivatives have been
+taken, its equation becomes a call of that function, whose operations are planned like any others.
+Primitives of jax, those whose implementation can't be traced, and those with a registered rule
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from planner import compat
+from planner.graph.jaxpr.walk import in_bodies
+from planner.rules.kernels.registered import registered
+
+OWN = frozenset({"jax", "jaxlib"})
+"""Packages whose primitives are lowered by themselves."""
+
+
+def with_inlined(jaxpr: Any) -> Any:
+    """The jaxpr, closed or open, with such equations as calls; also in the bodies of its
+    equations. The same object where there are none."""
+    inner = compat.body(jaxpr)
+    eqns = [_called(eqn) for eqn in inner.eqns]
+    if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
+        return jaxpr
+    made = inner.replace(eqns=eqns)
+    return made if inner is jaxpr else compat.with_consts(made, compat.consts(jaxpr))
+
+
+def _called(eqn: Any) -> Any:
+    """An equation as a call of what its primitive runs; with such calls in its bodies."""
+    call = _call(eqn) if _of_library(eqn.primitive) and registered(eqn) is None else eqn
+    params = {k: in_bodies(v, with_inlined) for k, v in call.params.items()}
+    same = all(params[k] is v for k, v in call.params.items())
+    return call if same else call.replace(params=params)
+
+
+@functools.lru_cache
+def _of_library(primitive: Any) -> bool:
+    """Whether Python code outside of jax says what a primitive computes."""
+    run = getattr(primitive, "impl", None)
+    while isinstance(run, functools.partial):
+        run = run.func
+    module = str(getattr(run, "__module__", None) or "")
+    return bool(module) and module.partition(".")[0] not in OWN
+
+
+def _call(eqn: Any) -> Any:
+    """The equation as a call; the same where its implementation can't be traced, or makes other
+    arrays than it says."""
+
+    def run(*operands: Any) -> list[Any]:
+        made = eqn.primitive.impl(*operands, **eqn.params)
+        results = made if eqn.primitive.multiple_results else [made]
+        return [
+            jax.lax.convert_element_type(x, v.aval.dtype) if getattr(x, "weak_type", False) else x
+            for x, v in zip(results, eqn.outvars, strict=True)
+        ]
+
+    structs = [compat.as_struct(v.aval) for v in eqn.invars]
+    try:
+        closed, _ = compat.make_jaxpr(jax.jit(run), structs)
+    except Exception:  # of the library's own: it needs the numbers
+        return eqn
+    inner = compat.body(closed)
+    if len(inner.eqns) != 1 or compat.consts(closed):
+        return eqn
+    (call,) = inner.eqns
+    plain = list(call.invars) == list(inner.invars) and list(call.outvars) == list(inner.outvars)
+    alike = [str(v.aval) for v in call.outvars] == [str(v.aval) for v in eqn.outvars]
+    if not (plain and alike):
+        return eqn
+    return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)
