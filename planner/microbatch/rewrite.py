@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.errors import ModelError, RequestError
 from planner.graph.ir import Graph, Role
-from planner.graph.jaxpr.places import raised_at
+from planner.graph.jaxpr.places import raised
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.bodies.groups import example_axes
@@ -109,7 +109,7 @@ def _rewritten(
             "this step can't be cut into microbatches: it can't be traced with "
             f"{less[batch[0]][0]} examples in place of {shapes[batch[0]][0]}, as if that number "
             f"were written in it{_in_state(graph, shapes[batch[0]][0])}: "
-            f"{_raised(error.__cause__ or error)}"
+            f"{raised(error.__cause__ or error)}"
         ) from error
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
         raise NotExactError("the results of a microbatch have another structure")
@@ -144,12 +144,6 @@ def _rewritten(
     elif not exact:  # nothing couples examples
         classes = classify(step, batch, whole.jaxpr)
     return Cut.of(whole, step, classes, batch, shares, apart, axes, own)
-
-
-def _raised(error: BaseException) -> str:
-    """What the user's code raised, and in which line."""
-    line = raised_at(error)
-    return f"{line}: {error}" if line else str(error)
 
 
 def _takes_own(whole: Traced, step: Pair, batch: Sequence[int], shares: Shares) -> bool:

@@ -67,7 +67,8 @@ def padded(
     try:
         long = trace(function, more)
     except ModelError as error:
-        raise NotExactError(f"this step can't be padded: {error.__cause__ or error}") from error
+        cause = raised(error.__cause__ or error)
+        raise NotExactError(f"this step can't be padded: {cause}") from error
     if long.out_tree != whole.out_tree or long.in_tree != whole.in_tree:
         raise NotExactError("this step can't be padded: its results have another structure")
     try:

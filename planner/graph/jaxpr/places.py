@@ -68,14 +68,14 @@ def user_lines(eqn: Any) -> list[str]:
     return [] if traceback is None else list(_user_frames(traceback))[::-1]
 
 
-def raised_at(error: BaseException) -> str:
-    """``file.py:line`` of the innermost frame of the user's own code that an exception passed, or
-    ``""``."""
+def raised(error: BaseException) -> str:
+    """What an exception says, behind the ``file.py:line`` of the innermost frame of the user's own
+    code that it passed."""
     found = ""
     for frame, line in tracebacks.walk_tb(error.__traceback__):
         if _is_users(frame.f_code):
-            found = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
-    return found
+            found = f"{os.path.basename(frame.f_code.co_filename)}:{line}: "
+    return f"{found}{error}"
 
 
 @functools.lru_cache(maxsize=1 << 16)
