@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from planner import compat
 from planner.errors import ModelError, RequestError
 from planner.graph.flat import Call, FlatJaxpr, Run, again, execute, flatten, looped
-from planner.graph.jaxpr.places import user_line
+from planner.graph.jaxpr.places import raised, user_line
 from planner.graph.jaxpr.walk import REMAT, called, stays_whole
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from planner import make_plan
 from planner.errors import RequestError
 from planner.microbatch.errors import NotExactError
 from planner.padding.rewrite import padded
@@ -164,3 +165,12 @@ def test_requests_that_cannot_be_met() -> None:
         padded(step, args, 8)
     with pytest.raises(RequestError, match="no argument of the step is a batch"):
         padded(lambda p: jax.tree.map(jnp.tanh, p), (state(),), 8)
+
+
+def test_a_size_in_the_step_is_told_with_its_line() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, g = jax.value_and_grad(lambda w: jnp.mean(x @ w - jnp.ones(12)))(w)
+        return w - 0.1 * g, value
+
+    with pytest.raises(NotExactError, match=r"can't be padded: test_padding.py:\d+: sub got"):
+        make_plan(step, jnp.ones(4), jnp.ones((12, 4)), cluster="cpu:8", pad_batch=16)

@@ -19,8 +19,8 @@ from planner import compat
 from planner.graph.jaxpr.walk import in_bodies
 from planner.rules.kernels.registered import registered
 
-OWN = frozenset({"jax", "jaxlib"})
-"""Packages whose primitives are lowered by themselves."""
+OWN = frozenset({"jax", "jaxlib", "planner", "executor"})
+"""Packages whose primitives are known by name: those of jax, and marks."""
 
 
 def with_inlined(jaxpr: Any) -> Any:
