@@ -42,6 +42,7 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         rules: per operation.
     """
     dims = _Dims(graph, rules)
+    dims.join_views()
     arguments: dict[str, list[int]] = {}
     for v in graph.batch:
         if graph.values[v].shape:
@@ -59,10 +60,10 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         if not total:
             continue
         (examples, many), *_ = total.most_common(1)
-        size = next(graph.values[v].shape[0] for v, d in first.items() if d == examples)
+        sizes = {graph.values[v].shape[0] for v, d in first.items() if d == examples}
         if any(examples in dims.all_of(v) for v in mine):
             continue
-        if all(graph.values[v].shape[0] == size for v in mine):  # an operation without a rule
+        if all(graph.values[v].shape[0] in sizes for v in mine):  # an operation without a rule
             continue
         if max(total[first[v]] for v in mine) < OWN * many:
             out.update(mine)
@@ -85,10 +86,7 @@ def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     if not loops:
         return {}
     dims = _Dims(graph, rules)
-    for op in graph.ops:
-        if op.kind in VIEWS and op.phase is Phase.FORWARD and op.inputs[0] != SCALAR:
-            for d in range(len(graph.values[op.outputs[0]].shape)):
-                dims.join(dims.of(op.inputs[0], d), dims.of(op.outputs[0], d))
+    dims.join_views()
     walked = {dims.of(v, 0) for v in loops}
     if not any(dims.of(v, 0) in walked for v in fed):
         return {}
@@ -189,6 +187,13 @@ class _Dims:
     def roots_of_contracted(self) -> set[int]:
         """The dimensions that a product sums over, by what is known of equal ones now."""
         return {self._root(place) for place in self._summed}
+
+    def join_views(self) -> None:
+        """Take a dimension and a part of it for one: all steps but the last are steps."""
+        for op in self.graph.ops:
+            if op.kind in VIEWS and op.phase is Phase.FORWARD and op.inputs[0] != SCALAR:
+                for d in range(len(self.graph.values[op.outputs[0]].shape)):
+                    self.join(self.of(op.inputs[0], d), self.of(op.outputs[0], d))
 
     def of(self, value: int, dim: int) -> int:
         """A dimension of a value."""

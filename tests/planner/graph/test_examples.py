@@ -76,6 +76,20 @@ def message_passing(weights: Any, nodes: Any, senders: Any, receivers: Any, want
     return jnp.mean((nodes.sum(-1) - wanted) ** 2)
 
 
+def returns(p: Any, seen: Any, taken: Any, gained: Any) -> Any:
+    """Time first, and one observation more than actions."""
+    made = seen @ p
+    value, chance = made[..., 0], jax.nn.log_softmax(made[:-1, ..., 1:])
+
+    def back(after: Any, now: Any) -> Any:
+        made = now[0] + 0.9 * after
+        return made, made - now[1]
+
+    _, error = jax.lax.scan(back, value[-1], (gained, value[:-1]), reverse=True)
+    said = jnp.take_along_axis(chance, taken[..., None], -1)[..., 0]
+    return jnp.mean(error**2) - jnp.mean(said * jax.lax.stop_gradient(error))
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[int]]] = {
     "class weights": (
         lambda p, x, y, w: jnp.mean(cross_entropy(network(p, x), y) * w[y]),
@@ -110,6 +124,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[int]]] = {
     "time first": (
         recurrent,
         ({"w": array(16, 16), "u": array(16, 16)}, array(20, N, 16), array(N)),
+        set(),
+    ),
+    "one observation more": (
+        returns,
+        (array(16, 8), array(21, N, 16), array(20, N, dtype=jnp.int32), array(20, N)),
         set(),
     ),
     "graph": (
