@@ -161,7 +161,12 @@ def _in_state(graph: Graph, size: int) -> str:
     """Names the arrays of the state that have as many rows as the batch has examples."""
     rows = [graph.values[v] for v in graph.state]
     names = [v.name for v in rows if v.shape[:1] == (size,)][:MOST_NAMED]
-    return f" (or as rows of the state: {', '.join(names)})" if names else ""
+    if not names:
+        return ""
+    return (
+        f" (or as rows of the state: {', '.join(names)}; what a result has the place, shape and "
+        "dtype of counts as state: put such a result elsewhere if it is none)"
+    )
 
 
 def batch_arguments(whole: Traced) -> list[int]:
