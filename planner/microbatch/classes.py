@@ -218,10 +218,8 @@ class _Classifier:
             # what is alike for all examples is made anew in each microbatch; random numbers,
             # positions, rows of a table are made for the whole batch, and sliced
             if node.name != "broadcast_in_dim":
-                if any(pair.scaled(o) not in ([], [0]) for o in node.outs):
-                    raise _refused(
-                        node, "draws or counts along a batch that is not the first dimension"
-                    )
+                if any(len(pair.scaled(o)) > 1 for o in node.outs):
+                    raise _refused(node, "draws or counts along the batch in several dimensions")
                 known.drawn.update(o for o in node.outs if pair.scaled(o))
             else:
                 known.alike.update(node.outs)

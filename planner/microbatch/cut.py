@@ -188,12 +188,13 @@ class Cut:
 
         if self.shares.turns > 1:
             start = [zeros(v, True) for v in self.summed], [zeros(v, False) for v in self.kept]
-            slices = [self.shares.cut(env[v], self.examples) for v in self.sliced]
+            slices = [self.shares.cut(self._front(v, env[v]), self.examples) for v in self.sliced]
             numbers = jnp.arange(self.shares.turns) if self.drawing else None
             rows = slices, numbers
             (sums, last), stacks = jax.lax.scan(turn, start, rows, length=self.shares.turns)
         else:
-            held = [*(env[v] for v in outer), *(self.shares.only(env[v]) for v in self.sliced)]
+            only = [self.shares.only(self._front(v, env[v])) for v in self.sliced]
+            held = [*(env[v] for v in outer), *only]
             sums, last, stacks = self._shared(env, outer, held, jnp.int32(0))
         for v, x in zip(self.summed, sums, strict=True):
             if self.shares.replicas > 1:  # where groups are joined, a sum may become shards
@@ -205,6 +206,16 @@ class Cut:
             (d,) = self.step.scaled(v)
             whole = compat.aval_shape(self.step.avals[v][0])
             env[v] = self._scaled(v, self.shares.joined(x, whole, d, self.examples), True)
+
+    def _front(self, value: int, made: Any) -> Any:
+        """A sliced value with its examples first: random numbers may have samples in front."""
+        (d,) = self.step.scaled(value)
+        return jnp.moveaxis(made, d, 0) if d else made
+
+    def _back(self, value: int, share: Any) -> Any:
+        """A share of it, with the examples where they are."""
+        (d,) = self.step.scaled(value)
+        return jnp.moveaxis(share, 0, d) if d else share
 
     def _scaled(self, value: int, made: Any, stacked: bool) -> Any:
         """What all microbatches made, as the whole batch has it."""
@@ -233,7 +244,8 @@ class Cut:
 
         def share(slices: list[Any], others: list[Any], group: Any = None) -> Any:
             inner = dict(env)
-            inner.update(zip((*outer, *self.sliced), (*others, *slices), strict=True))
+            inner.update(zip(outer, others, strict=True))
+            inner.update((v, self._back(v, x)) for v, x in zip(self.sliced, slices, strict=True))
             own = [x for x in (number, group) if x is not None]
             small = self.own is not None
             for k, (n, eqn) in enumerate(self.body):

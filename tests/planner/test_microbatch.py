@@ -129,7 +129,19 @@ def waited_apart(p: Params, b: Any) -> jax.Array:
     return jnp.mean((hidden(p, b["x"])) ** 2) + jnp.mean(noise * jnp.sum(p["b"]))
 
 
+def sampled(p: Params, b: Any) -> jax.Array:
+    """Several samples of each example, in front of it; also where it is computed again."""
+
+    def weight(x: jax.Array) -> jax.Array:
+        noise = jax.random.normal(jax.random.key(5), (3, x.shape[0], WIDTH))
+        return -jnp.sum((hidden(p, x) + noise) ** 2, -1)
+
+    again = jax.checkpoint(weight)(b["x"])
+    return -jnp.mean(jax.nn.logsumexp(weight(b["x"]) + 0.1 * again, 0))
+
+
 EXACT: dict[str, Loss] = {
+    "sampled": sampled,
     "keyed": keyed,
     "waited": waited,
     "waited apart": waited_apart,

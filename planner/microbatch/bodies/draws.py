@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+import jax.numpy as jnp
+
 from planner import compat
 from planner.graph.flat import Call, Run, again, execute, flatten, looped
 from planner.graph.jaxpr.walk import REMAT, called
@@ -86,9 +88,15 @@ def _part(whole: Call, small: Call, take: Take, share: Sequence[Any]) -> Run:
 
     def run(values: Sequence[Any]) -> list[Any]:
         made = zip(whole.run(values), shapes, strict=True)
-        return [x if x.shape == shape else take(x, share) for x, shape in made]
+        return [x if x.shape == shape else _taken(x, shape, take, share) for x, shape in made]
 
     return run
+
+
+def _taken(x: Any, shape: Sequence[int], take: Take, share: Sequence[Any]) -> Any:
+    """A share of an array whose examples may stand behind other dimensions."""
+    d = next(k for k, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b)
+    return jnp.moveaxis(take(jnp.moveaxis(x, d, 0), share), 0, d)
 
 
 def _nested(results: Results, share: Sequence[Any]) -> Run:
