@@ -101,7 +101,7 @@ def test_a_plan_is_refused_where_its_rule_is_not_registered() -> None:
     step, args = step_of(norm.bind), arguments()
     plan = planned(step, *args)
     registry._REGISTERED.clear()
-    with pytest.raises(PlanMismatchError, match=r"test_absent.*the plan has .*rule b d, d -> b d"):
+    with pytest.raises(PlanMismatchError, match=r"the plan has test_absent.*rule b d, d -> b d"):
         compile_plan(step, plan)(*args)
 
 
