@@ -50,6 +50,7 @@ class Traced:
         updated: how many of the outputs, the first ones, update arguments in place.
         origin: of a form of a step, the trace of the step as written, which tells what its
             arguments are.
+        inlined: names of the libraries' primitives that became calls (``graph.jaxpr.inlined``).
     """
 
     jaxpr: Any
@@ -60,6 +61,7 @@ class Traced:
     out_paths: list[tuple[Any, ...]]
     updated: int
     origin: Traced | None = None
+    inlined: tuple[str, ...] = ()
 
     @property
     def graph(self) -> Graph:
@@ -146,9 +148,10 @@ def trace(
         ModelError: the function raised; the user's exception is the cause.
     """
     args = abstract(args)
+    inlined: set[str] = set()
     try:
         closed, out_shape = compat.make_jaxpr(function, args)
-        closed = _with_own_rows(with_inlined(closed), args)
+        closed = _with_own_rows(with_inlined(closed, inlined), args)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -164,7 +167,8 @@ def trace(
     if isinstance(out_shape, StepOutcome) and not updated:
         paths = [p[1:] for p in paths]
     paths_in = [p for p, _ in ins]
-    return Traced(closed, in_tree, out_tree, out_shape, paths_in, paths, updated, origin)
+    made = (closed, in_tree, out_tree, out_shape, paths_in, paths, updated, origin)
+    return Traced(*made, tuple(sorted(inlined)))
 
 
 def _with_own_rows(closed: Any, args: Sequence[Any]) -> Any:

@@ -30,6 +30,7 @@ from planner.cost.pricing import Priced
 from planner.debug.stage import Stage
 from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
+from planner.graph.jaxpr.inlined import inlined_notes
 from planner.graph.trace import Traced, reshaped, trace
 from planner.plan.assemble import NOT_SPLIT, assembled
 from planner.plan.compiled.confirmed import confirmer
@@ -172,6 +173,7 @@ class Row:
         told = metadata_notes(self.args, rules_of(self.function), self.request.mesh)
         if self.request.mode in WITHOUT_PINS:
             told = ignored_marks(self.traced, self.request.mode)
+        told = (*told, *inlined_notes((self.traced.origin or self.traced).inlined))
         plan = dataclasses.replace(
             planned.plan,
             notes=(*told, *planned.plan.notes),

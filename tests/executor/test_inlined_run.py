@@ -52,37 +52,41 @@ NEEDS_NUMBERS = library_primitive("needs_numbers", lambda x: jnp.asarray(np.asar
 def test_what_a_primitive_runs_is_split(primitive: Any, scanned: bool) -> None:
     """Also one that binds another, and in the body of a loop."""
 
-    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        return jax.lax.stop_gradient(primitive.bind(x)) + x @ w, None
-
     def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, _: (primitive.bind(x), None), x, None, length=2)
+        else:
+            x = primitive.bind(x)
+
         def loss(w: jax.Array) -> jax.Array:
-            y = jax.lax.scan(layer, x, w[None])[0] if scanned else layer(x, w)[0]
-            return jnp.mean(y**2)
+            return jnp.mean((x @ w) ** 2)
 
         value, g = jax.value_and_grad(loss)(w)
         return w - 0.1 * g, value
 
     plan = make_plan(step, W, X, cluster="cpu:8", mode="DATA_PARALLEL")
     assert plan.fallbacks == ()
+    (note,) = [n for n in plan.notes if "Python implementation" in n]
+    assert str(primitive.name) in note and "settled" in note
     assert not any(row.kind == "all_gather" for row in plan.collectives)
     assert_same(compile_plan(step, plan)(W, X), jax.jit(step)(W, X))
 
 
 def test_what_can_not_be_traced_stays_one_operation() -> None:
     jaxpr = jax.make_jaxpr(lambda x: NEEDS_NUMBERS.bind(x))(X)
-    assert inlined.with_inlined(jaxpr) is jaxpr
+    assert inlined.with_inlined(jaxpr, set()) is jaxpr
     plan = make_plan(lambda x: NEEDS_NUMBERS.bind(x).sum(), X, cluster="cpu:8", mesh="data=8")
     assert any("needs_numbers" in text for text in plan.fallbacks)
+    assert not any("Python implementation" in n for n in plan.notes)
 
 
 def test_steps_without_such_primitives_are_left_alone() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, x))(X)
-    assert inlined.with_inlined(jaxpr) is jaxpr
+    assert inlined.with_inlined(jaxpr, set()) is jaxpr
 
 
 def test_a_registered_rule_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     jaxpr = jax.make_jaxpr(lambda x: SETTLED.bind(x))(X)
-    assert inlined.with_inlined(jaxpr) is not jaxpr
+    assert inlined.with_inlined(jaxpr, set()) is not jaxpr
     monkeypatch.setattr(inlined, "registered", lambda eqn: object())
-    assert inlined.with_inlined(jaxpr) is jaxpr
+    assert inlined.with_inlined(jaxpr, set()) is jaxpr

@@ -11,6 +11,7 @@ stay as they are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,21 +24,23 @@ OWN = frozenset({"jax", "jaxlib", "planner", "executor"})
 """Packages whose primitives are known by name: those of jax, and marks."""
 
 
-def with_inlined(jaxpr: Any) -> Any:
+def with_inlined(jaxpr: Any, names: set[str]) -> Any:
     """The jaxpr, closed or open, with such equations as calls; also in the bodies of its
-    equations. The same object where there are none."""
+    equations. The same object where there are none. The primitives' names go into ``names``."""
     inner = compat.body(jaxpr)
-    eqns = [_called(eqn) for eqn in inner.eqns]
+    eqns = [_called(eqn, names) for eqn in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
         return jaxpr
     made = inner.replace(eqns=eqns)
     return made if inner is jaxpr else compat.with_consts(made, compat.consts(jaxpr))
 
 
-def _called(eqn: Any) -> Any:
+def _called(eqn: Any, names: set[str]) -> Any:
     """An equation as a call of what its primitive runs; with such calls in its bodies."""
     call = _call(eqn) if _of_library(eqn.primitive) and registered(eqn) is None else eqn
-    params = {k: in_bodies(v, with_inlined) for k, v in call.params.items()}
+    if call is not eqn:
+        names.add(str(eqn.primitive.name))
+    params = {k: in_bodies(v, lambda x: with_inlined(x, names)) for k, v in call.params.items()}
     same = all(params[k] is v for k, v in call.params.items())
     return call if same else call.replace(params=params)
 
@@ -78,3 +81,13 @@ def _call(eqn: Any) -> Any:
     if not (plain and alike):
         return eqn
     return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)
+
+
+def inlined_notes(names: Sequence[str]) -> tuple[str, ...]:
+    """What a plan says of them."""
+    if not names:
+        return ()
+    return (
+        f"planned and run by the Python implementation of a library: {', '.join(names)}; register "
+        "a rule for a primitive that is lowered to something else",
+    )
