@@ -80,6 +80,15 @@ def test_what_can_not_be_traced_stays_one_operation() -> None:
     assert not any("Python implementation" in n for n in plan.notes)
 
 
+def test_a_primitive_that_is_compiled_by_itself_stays_one_operation() -> None:
+    made = library_primitive("by_itself", jnp.tanh)
+    made.def_impl(lambda x: jax.jit(made.bind)(x))
+    jaxpr = jax.make_jaxpr(lambda x: made.bind(x))(X)
+    assert inlined.with_inlined(jaxpr, set()) is jaxpr
+    plan = make_plan(lambda x: made.bind(x).sum(), X, cluster="cpu:8", mesh="data=8")
+    assert not any("Python implementation" in n for n in plan.notes)
+
+
 def test_steps_without_such_primitives_are_left_alone() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, x))(X)
     assert inlined.with_inlined(jaxpr, set()) is jaxpr

@@ -95,6 +95,7 @@ def _inside(where: str, facts: Facts) -> None:
         demand(len(used) == len(set(used)), part, "its classes of factors overlap")
         known = [c for _, classes in work.traffic for c in classes]
         within(part, "class", (*known, *work.result), len(work.classes))
+        demand(len(work.most) in (0, len(work.classes)), part, "pieces of some classes alone")
         counts = (work.flops, work.kernels, work.result_bytes, *(n for n, _ in work.traffic))
         demand(all(map(_is_count, counts)), part, f"{counts} are no counts")
     for reduction in facts.reductions:

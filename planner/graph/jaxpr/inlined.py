@@ -78,9 +78,22 @@ def _call(eqn: Any) -> Any:
     (call,) = inner.eqns
     plain = list(call.invars) == list(inner.invars) and list(call.outvars) == list(inner.outvars)
     alike = [str(v.aval) for v in call.outvars] == [str(v.aval) for v in eqn.outvars]
-    if not (plain and alike):
+    if not (plain and alike) or _runs_itself(eqn, call):
         return eqn
     return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)
+
+
+def _runs_itself(eqn: Any, call: Any) -> bool:
+    """Whether a call is of nothing but the equation, as where a library compiles its primitive by
+    itself (``apply_primitive``)."""
+    bodies = [compat.body(v) for v in call.params.values()]
+    for body in (b for b in bodies if hasattr(b, "eqns")):
+        for inner in body.eqns:
+            if inner.primitive is eqn.primitive and str(inner.params) == str(eqn.params):
+                return True
+            if _runs_itself(eqn, inner):
+                return True
+    return False
 
 
 def inlined_notes(names: Sequence[str]) -> tuple[str, ...]:
