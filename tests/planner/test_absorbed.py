@@ -17,6 +17,7 @@ from planner.space.groups import build_groups
 from planner.step.analysis import Analysis, analyse
 from planner.step.kernels.absorbed import absorbing
 from planner.step.kernels.costs import Work
+from planner.step.kernels.operands import with_sent_bytes
 from planner.step.memory.materialized import written
 
 V5E = parse_cluster("v5e:2x2").device
@@ -286,3 +287,27 @@ def test_rows_that_products_read_are_narrow() -> None:
     result = written(graph, found.groups.fusable, graph.live_ops(), True)
     rows = [op.outputs[0] for op in graph.ops if op.kind == "gather"]
     assert [result.nbytes[v] for v in rows] == [512 * 128 * 2] * 2
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_rows_that_only_products_read_are_sent_as_bfloat16(also: bool) -> None:
+    """Looked up and joined, and nothing else reads the table whole; ``also``: something does."""
+
+    def step(h: jax.Array, w: jax.Array, at: jax.Array) -> Any:
+        rows = jnp.concatenate([h[at], h[at + 1]], -1)
+        return rows @ w, rows.sum() if also else 0.0
+
+    device = V5E
+    traced = trace(
+        step, (shape(M, K, dtype=F), shape(2 * K, N, dtype=F), shape(M, dtype=jnp.int32))
+    )
+    plain = build_groups(traced.graph, traced.rules)
+    live = traced.graph.live_ops()
+    sent = with_sent_bytes(traced.graph, plain, live, device)
+    table = traced.graph.inputs[0]
+    halved = [
+        a.nbytes == 2 * b.nbytes
+        for a, b in zip(plain.links, sent.links, strict=True)
+        if a.value == table
+    ]
+    assert halved and all(h is not also for h in halved)
