@@ -1,8 +1,10 @@
 """Products on shards whose partial sums are scattered by explicit reduce-scatters; gradients of
-tables, which add up rows, likewise."""
+tables, which add up rows, likewise, and look-ups in tables that are split by rows: XLA:TPU
+all-reduces what each shard found."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,11 +110,29 @@ def _table(params: Mapping[str, Any], rows: Spec, updates: Spec) -> Local:
     return (spec if fits else None), sums
 
 
+def _lookup(params: Mapping[str, Any], table: Spec, indices: Spec) -> Local:
+    """Of a ``gather`` of whole rows from a table that is split by rows: a shard finds its own."""
+    numbers, window = params["dimension_numbers"], params["dimension_numbers"].offset_dims
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return None, frozenset()
+    (row,) = numbers.start_index_map
+    plain = params["slice_sizes"][row] == 1 and tuple(numbers.collapsed_slice_dims) == (row,)
+    sums = frozenset(table[row])
+    counted = iter(indices[:-1])
+    columns = iter([e for d, e in enumerate(table) if d != row])
+    rank = len(window) + len(indices) - 1
+    spec = tuple(next(columns) if d in window else next(counted) for d in range(rank))
+    used = [x for entry in spec for x in entry]
+    fits = plain and not indices[-1] and len(set(used)) == len(used) and not sums & set(used)
+    return (spec if fits else None), sums
+
+
 LOCAL: Mapping[str, Callable[[Mapping[str, Any], Spec, Spec], Local]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged,
     "scatter-add": _table,
+    "gather": _lookup,
 }
 """By kind of operation whose partial sums are scattered."""
 TABLE = "scatter-add"
@@ -126,11 +146,15 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
     All mesh axes are manual. With automatic axes the compiler forgets the operands' shardings along
     them at the border of the ``shard_map`` and gathers them."""
 
-    table = eqn.primitive.name == TABLE
+    table, lookup = eqn.primitive.name == TABLE, eqn.primitive.name == "gather"
 
     def local(*shards: Any) -> Any:
-        first = [_no_table(eqn, shards[1])] if table else []
-        (x,) = compat.evaluate_equation(eqn, [*first, *shards])
+        if lookup:
+            (row,) = eqn.params["dimension_numbers"].start_index_map
+            x = _own_rows(eqn, row, shards, how.ins[0][row])
+        else:
+            first = [_no_table(eqn, shards[1])] if table else []
+            (x,) = compat.evaluate_equation(eqn, [*first, *shards])
         x = compat.row_major(jax.lax.transpose(x, how.order))
         for d, entry in enumerate(how.sums):
             for axis in entry:
@@ -151,3 +175,64 @@ def _no_table(eqn: Any, updates: Any) -> Any:
     sizes = enumerate(compat.aval_shape(out.aval))
     inserted = numbers.inserted_window_dims
     return jnp.zeros([n if d in inserted else next(widths) for d, n in sizes], out.aval.dtype)
+
+
+def _own_rows(eqn: Any, row: int, shards: Sequence[Any], axes: Sequence[str]) -> Any:
+    """The rows that a shard of a table has, zeros where another shard has them.
+
+    Args:
+        eqn: the look-up, a ``gather``.
+        row: the dimension of rows.
+        shards: a shard of the table and the indices, [..., 1].
+        axes: that split the rows, major first.
+    """
+    table, indices = shards
+    mine = table.shape[row]
+    rows = mine * math.prod(map(jax.lax.axis_size, axes))
+    index = jnp.clip(indices, *_within(indices.dtype, rows)).astype(jnp.int32)
+    fills = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if not fills:  # a promise that is broken reads the nearest row, as in one XLA gather
+        index = jnp.clip(index, 0, rows - 1)
+    place = index - mine * jax.lax.axis_index(tuple(axes))
+    held = (place >= 0) & (place < mine)
+    widths = [1 if d == row else n for d, n in enumerate(table.shape)]
+    found = jax.lax.gather(
+        table,
+        jnp.where(held, place, 0),
+        eqn.params["dimension_numbers"],
+        tuple(widths),
+        mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    window = eqn.params["dimension_numbers"].offset_dims
+    along = [d for d in range(found.ndim) if d not in window]
+    found = jnp.where(_along(held, along, found.ndim), found, jnp.zeros((), found.dtype))
+    if not fills:
+        return found
+    outside = ((index < 0) | (index >= rows)) & (jax.lax.axis_index(tuple(axes)) == 0)
+    return jnp.where(_along(outside, along, found.ndim), _fill(eqn, found.dtype), found)
+
+
+def _along(flags: Any, dims: Sequence[int], rank: int) -> Any:
+    """[..., 1] flags of rows, over the result of a look-up."""
+    sizes = dict(zip(dims, flags.shape[:-1], strict=True))
+    return flags.reshape([sizes.get(d, 1) for d in range(rank)])
+
+
+def _within(dtype: Any, rows: int) -> tuple[Any, Any]:
+    """Bounds that hold the rows of a table and, where the integers go so far, one more per side."""
+    kind = jnp.iinfo(dtype)
+    return dtype.type(max(int(kind.min), -1)), dtype.type(min(int(kind.max), rows))
+
+
+def _fill(eqn: Any, dtype: Any) -> Any:
+    """What a look-up finds outside its table.
+
+    Source: the documentation of ``jax.lax.gather``, ``fill_value``.
+    """
+    given = eqn.params["fill_value"]
+    if given is not None:
+        return jnp.asarray(given, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, dtype)
+    kind = jnp.iinfo(dtype)
+    return jnp.asarray(kind.min if jnp.issubdtype(dtype, jnp.signedinteger) else kind.max, dtype)
