@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -134,10 +135,10 @@ def rule_pins(
     rules: Mapping[str, Any], paths: Sequence[str], inputs: Sequence[int]
 ) -> tuple[Pin, ...]:
     """Pins of ``{"regex over path": PartitionSpec(...) or NamedSharding}``, each of them bare or as
-    ``StoredAs``; the first matching rule wins.
+    ``StoredAs``; the first matching rule wins. A path as it is printed is taken literally.
 
     Raises:
-        PinError: a rule that matches no input (with the first paths), or is no regular expression.
+        PinError: a rule that matches no input (with the nearest paths), or is no regular expression.
     """
     pins: dict[int, Pin] = {}
     for pattern, spec in rules.items():
@@ -148,11 +149,13 @@ def rule_pins(
         storage = isinstance(spec, StoredAs)
         spec = spec.spec if storage else spec
         spec = spec.spec if isinstance(spec, jax.sharding.NamedSharding) else spec
+        wanted = re.compile(re.escape(pattern) + "$") if pattern in paths else wanted
         hits = [(p, v) for p, v in zip(paths, inputs, strict=True) if wanted.search(p)]
         if not hits:
+            near = get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
             raise PinError(
-                f"shardings: no argument path matches {pattern!r}; paths look like "
-                + ", ".join(repr(p) for p in paths[:3])
+                f"shardings: no argument path matches {pattern!r}; the nearest are "
+                + ", ".join(repr(p) for p in near)
             )
         rule = f"shardings[{pattern!r}]"
         for path, value in hits:

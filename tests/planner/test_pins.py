@@ -272,6 +272,14 @@ def test_a_rule_that_matches_nothing_is_refused() -> None:
     refused(r"no argument path matches 'dense'.*\[0\]\['a'\]", W, X, shardings={"dense": P("data")})
 
 
+def test_a_path_as_it_is_printed_is_a_rule() -> None:
+    plan = make_plan(
+        step, W, X, cluster="cpu:8", mesh=MESH, shardings={"[0]['a']": P("data", "model")}
+    )
+    assert plan.as_partition_specs()["[0]['a']"] == P("data", "model")
+    refused(r"no argument path matches '0/b'; the nearest are .*'b'", W, X, shardings={"0/b": P()})
+
+
 def test_a_dimension_that_an_operation_needs_whole_is_refused() -> None:
     def layers(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0].sum()
