@@ -138,7 +138,7 @@ def rule_pins(
     ``StoredAs``; the first matching rule wins. A path as it is printed is taken literally.
 
     Raises:
-        PinError: a rule that matches no input (with the nearest paths), or is no regular expression.
+        PinError: a rule that matches no input (the nearest are named), or is no regular expression.
     """
     pins: dict[int, Pin] = {}
     for pattern, spec in rules.items():
