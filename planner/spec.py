@@ -223,6 +223,8 @@ class Recipe:
         manual: (pattern, stage): which stages begin where; empty: where they take about equally
             long. A plan keeps the places (``Plan.cuts``), not the patterns.
         cuts: the places, of a plan; empty: to be chosen.
+        order: per group of devices, its passes in order, where ``schedule`` is the user's own
+            (``costmodels.orders.rows_of``).
     """
 
     microbatches: int = 1
@@ -235,6 +237,7 @@ class Recipe:
     statistics: str = WHOLE
     manual: tuple[tuple[str, int], ...] = ()
     cuts: tuple[int, ...] = ()
+    order: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [
@@ -255,5 +258,6 @@ PLAIN = Recipe()
 STAGE = "stage"
 """The mesh axis of pipeline stages."""
 
-REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("manual", "cuts"))
+_PLACES = ("manual", "cuts", "order")
+REWRITINGS = tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in _PLACES)
 """The options that a recipe is made of."""

@@ -2,7 +2,7 @@
 
 from costmodels.orders.deadlock import DeadlockError
 from costmodels.orders.draw import drawn
-from costmodels.orders.files import read_order, write_order
+from costmodels.orders.files import order_of_rows, read_order, rows_of, write_order
 from costmodels.orders.named import NAMES, chunks_of, named_order
 from costmodels.orders.order import Order, OrderError, Task
 from costmodels.orders.simulate import Simulated, Work, simulate
@@ -20,7 +20,9 @@ __all__ = [
     "drawn",
     "in_ticks",
     "named_order",
+    "order_of_rows",
     "read_order",
+    "rows_of",
     "simulate",
     "write_order",
 ]

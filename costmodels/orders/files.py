@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,36 @@ from costmodels.orders.order import Order, OrderError, Task
 _TASK = re.compile(r"([FBW])([0-9]{1,6})\.([0-9]{1,6})")
 
 
+def rows_of(order: Order) -> tuple[str, ...]:
+    """Per device, its tasks in a line.
+
+    >>> from costmodels.orders import named_order
+    >>> rows_of(named_order("1f1b", 2, 2))
+    ('F0.0 F0.1 B0.0 B0.1', 'F1.0 B1.0 F1.1 B1.1')
+    """
+    return tuple(
+        " ".join(f"{t.kind}{t.chunk}.{t.microbatch}" for t in tasks) for tasks in order.devices
+    )
+
+
+def order_of_rows(name: str, rows: Sequence[str]) -> Order:
+    """The order whose devices have these tasks; a chunk is on the device that has its tasks.
+
+    Raises:
+        OrderError: the rows are no schedule.
+    """
+    devices = tuple(tuple(_task(word, d) for word in row.split()) for d, row in enumerate(rows))
+    place = {t.chunk: d for d, tasks in enumerate(devices) for t in tasks}
+    counted = {t.microbatch for tasks in devices for t in tasks}
+    if sorted(place) != list(range(len(place))):
+        raise OrderError(f"schedule {name!r} has the chunks {sorted(place)}, which lack some")
+    chunks = tuple(place[c] for c in range(len(place)))
+    return Order(name, devices, chunks, max(counted, default=-1) + 1)
+
+
 def write_order(order: Order) -> str:
     """An order as JSON, a line for each device; ends with a newline."""
-    rows = [
-        json.dumps([f"{t.kind}{t.chunk}.{t.microbatch}" for t in tasks]) for tasks in order.devices
-    ]
+    rows = [json.dumps(row.split()) for row in rows_of(order)]
     head = (
         f'{{"schedule": {json.dumps(order.name)}, "microbatches": {order.microbatches}, '
         f'"place": {json.dumps(list(order.place))}'

@@ -9,6 +9,9 @@
 - ``zb-h1``, ``zb-h2``: gradients of weights apart, behind by as many microbatches as fill the
   ramp (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2). H1 holds what the first
   stage of 1F1B holds, on every stage; H2 almost twice that.
+- ``zb-v``: two chunks per device, laid out forth and back, so that the device that begins the
+  forward pass also ends it (the same paper, section 6). Every device holds what the first stage of
+  1F1B holds, and idles only while the first microbatch reaches it.
 """
 
 from __future__ import annotations
@@ -58,16 +61,18 @@ _PLAIN: Mapping[str, Callable[[int, int, int], _Tasks]] = MappingProxyType(
     {"gpipe": _gpipe, "1f1b": _one_each, "zb-h1": _h1, "zb-h2": _h2}
 )
 
-NAMES = (*_PLAIN, "interleaved")
+NAMES = (*_PLAIN, "interleaved", "zb-v")
 """The schedules that ``named_order`` knows."""
 
 
 def chunks_of(name: str) -> int:
     """Chunks of the model per device that a name asks for; 1 where it says nothing.
 
-    >>> chunks_of("interleaved-2"), chunks_of("1f1b")
-    (2, 1)
+    >>> chunks_of("interleaved-2"), chunks_of("zb-v"), chunks_of("1f1b")
+    (2, 2, 1)
     """
+    if name == "zb-v":
+        return 2
     base, _, count = name.partition("-")
     return int(count) if base == "interleaved" and count.isdecimal() else 1
 
@@ -79,7 +84,8 @@ def named_order(name: str, stages: int, microbatches: int, virtual: int = 1) -> 
         name: one of `NAMES`, or ``"interleaved-2"`` for two chunks per device.
         stages: devices, or groups of them.
         microbatches: parts of the batch.
-        virtual: chunks of the model per device; more than one for ``interleaved`` alone.
+        virtual: chunks of the model per device; more than one for ``interleaved`` alone, and two
+            for ``zb-v``.
 
     Raises:
         OrderError: the name is not known, or the schedule does not run such counts.
@@ -95,6 +101,8 @@ def named_order(name: str, stages: int, microbatches: int, virtual: int = 1) -> 
         )
     if name.partition("-")[0] == "interleaved":
         return dataclasses.replace(_interleaved(stages, microbatches, virtual), name=name)
+    if name == "zb-v" and virtual == 2:
+        return _forth_and_back(stages, microbatches)
     if name not in _PLAIN:
         raise OrderError(f"no schedule {name!r}: use one of {', '.join(NAMES)}")
     if virtual != 1:
@@ -126,3 +134,45 @@ def _interleaved(p: int, m: int, v: int) -> Order:
             tasks.append((BACKWARD, *turn(k, d, True)))
         devices.append(tasks_of(tasks))
     return Order("interleaved", tuple(devices), tuple(c % p for c in range(p * v)), m)
+
+
+def _forth_and_back(p: int, m: int) -> Order:
+    """ZB-V: device d has the chunks d and 2 p - 1 - d."""
+    devices = [_v(p, max(m, 2 * p - 1), d) for d in range(p)]
+    kept = (tasks_of(t for t in tasks if t[2] < m) for tasks in devices)
+    return Order("zb-v", tuple(kept), (*range(p), *reversed(range(p))), m)
+
+
+def _v(p: int, m: int, device: int) -> _Tasks:
+    """What a device does, with microbatches enough to fill the pipeline."""
+    chunks = (device, 2 * p - 1 - device)
+    out: _Tasks = []
+    done: dict[tuple[str, int], int] = {}
+
+    def run(side: int, *kinds: str) -> None:
+        for kind in kinds:
+            i = done.get((kind, side), 0)
+            out.append((kind, chunks[side], i))
+            done[kind, side] = i + 1
+
+    for _ in range(2 * (p - device) - 1):
+        run(0, FORWARD)
+    for _ in range(device):
+        run(1, FORWARD)
+        run(0, FORWARD)
+    for _ in range(p - device):
+        run(1, FORWARD, BACKWARD, WEIGHTS)
+    while done[FORWARD, 1] < m:
+        if done[FORWARD, 0] < m:
+            run(0, FORWARD)
+        run(0, BACKWARD, WEIGHTS)
+        run(1, FORWARD, BACKWARD, WEIGHTS)
+    for _ in range(device):
+        run(0, BACKWARD)
+        run(1, BACKWARD)
+    for _ in range(p - device):
+        run(0, BACKWARD, WEIGHTS)
+    for side in (1, 0):
+        while done.get((WEIGHTS, side), 0) < done[BACKWARD, side]:
+            run(side, WEIGHTS)
+    return out

@@ -221,7 +221,7 @@ class Parallelized:
         unasked = {k: chosen[k] for k in names if chosen[k] != plain[k]}
         named = options.get("mode")
         mode = check_mode(named, DEFAULT_SEARCH) if named else get_parallel_mode()
-        if mode.staged:  # pipelines are what was asked for, and they come with microbatches
+        if mode.staged or plan.order:  # pipelines were asked for, and they come with microbatches
             unasked = {k: v for k, v in unasked.items() if k not in ("stages", "microbatches")}
         replicas = unasked.pop("replicas", 1)
         if replicas > 1:

@@ -243,6 +243,8 @@ class Plan:
     are one program."""
     cuts: tuple[int, ...] = ()
     """Of such stages, the operation that each one's forward pass begins with."""
+    order: tuple[str, ...] = ()
+    """Where ``schedule`` is the user's own: per group of devices, its passes in order."""
     compute: tuple[ComputeRow, ...] = ()
     """The lines that take longest to compute; left out where stages are programs of their own."""
     planning_s: float = field(default=0.0, compare=False)
@@ -252,7 +254,8 @@ class Plan:
     @property
     def recipe(self) -> Recipe:
         """How the step is rewritten."""
-        return Recipe(**{name: getattr(self, name) for name in REWRITINGS}, cuts=self.cuts)
+        given = {name: getattr(self, name) for name in REWRITINGS}
+        return Recipe(**given, cuts=self.cuts, order=self.order)
 
     @property
     def digest(self) -> str:

@@ -240,6 +240,7 @@ _PLAN = record(
     staged=many(LINE),
     schedule=LINE,
     cuts=many(SIZE),
+    order=many(LINE),
     compute=many(_COMPUTE),
 )
 

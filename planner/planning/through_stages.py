@@ -10,23 +10,23 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from costmodels import ClusterError, parse_cluster
-from costmodels.orders import Order, Simulated, Work, chunks_of, simulate
+from costmodels.orders import Order, Simulated, Work, simulate
 from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
-from planner.errors import MemoryLimitError
+from planner.errors import MemoryLimitError, RequestError
 from planner.graph.flat import Call, nbytes
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced
 from planner.plan.extract import Extraction
 from planner.plan.plan import Constraint, Plan
 from planner.recipes import WORTH
-from planner.recipes.wish import AUTO, INTERLEAVED, SCHEDULES
+from planner.recipes.wish import AUTO, IN_CHUNKS, SCHEDULES
 from planner.report.units import bytes_text, time_text
 from planner.spec import STAGE, MeshSpec, Recipe, Sharding
 from planner.stages.errors import NoStagesError, refused
 from planner.stages.programs.handed import Place, handed_places, result_place
 from planner.stages.programs.homes import ALL
-from planner.stages.programs.layered import Apart, order_of, stage_lines, taken_apart
+from planner.stages.programs.layered import Apart, chunk_count, order_of, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
 
 
@@ -43,18 +43,21 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe
     Raises:
         MemoryLimitError: a stage needs more memory than a device has.
     """
-    names = SCHEDULES if recipe.schedule == AUTO else (recipe.schedule,)
+    names = SCHEDULES if recipe.schedule == AUTO and not recipe.order else (recipe.schedule,)
     spent = _spent(extraction)
-    cuts = _cuts(plan, traced, spent, recipe, chunks_of(names[0]))
+    cuts = _cuts(plan, traced, spent, dataclasses.replace(recipe, schedule=names[0]))
+    plan = dataclasses.replace(plan, order=recipe.order)
     plans = [
         _through(dataclasses.replace(plan, schedule=n), extraction, traced, spent, cuts)
         for n in names
     ]
-    if len(names) > 1 and not recipe.manual and plan.microbatches % plan.stages == 0:
+    if len(names) > 1 and not recipe.manual:
         with contextlib.suppress(NoStagesError):  # too few blocks, or the layers are one array
-            more = _cuts(plan, traced, spent, recipe, chunks_of(INTERLEAVED))
-            plan = dataclasses.replace(plan, schedule=INTERLEAVED)
-            plans.append(_through(plan, extraction, traced, spent, more))
+            more = _cuts(plan, traced, spent, dataclasses.replace(recipe, schedule=IN_CHUNKS[0]))
+            for name in IN_CHUNKS:
+                with contextlib.suppress(RequestError):  # not for so many microbatches
+                    plan = dataclasses.replace(plan, schedule=name)
+                    plans.append(_through(plan, extraction, traced, spent, more))
     limit = plan.prediction.limit_bytes / plan.stages
     fit = [p for p in plans if p.prediction.peak_bytes <= limit]
     if not fit:
@@ -81,13 +84,11 @@ def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe
     return dataclasses.replace(best, notes=(*best.notes, f"schedules compared: {seen}"))
 
 
-def _cuts(
-    plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe, chunks: int
-) -> tuple[int, ...]:
+def _cuts(plan: Plan, traced: Traced, spent: Sequence[float], recipe: Recipe) -> tuple[int, ...]:
     """Where chunks begin: at manual places, or by the seconds of operations."""
     if recipe.cuts:
         return recipe.cuts
-    manual, count = recipe.manual, chunks * plan.stages
+    manual, count = recipe.manual, chunk_count(recipe)
     first = taken_apart(traced, plan.microbatches, count, False, manual=manual)
     if manual:
         return first.cuts
@@ -107,7 +108,7 @@ def _through(
     cuts: tuple[int, ...],
 ) -> Plan:
     """The plan under one schedule."""
-    order = order_of(plan.schedule, plan.stages, plan.microbatches)
+    order = order_of(plan.recipe)
     apart = taken_apart(traced, plan.microbatches, len(order.place), order.splits_weights, cuts)
     if apart.homes.parted and len(order.place) > plan.stages:
         raise refused(

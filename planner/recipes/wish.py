@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.orders import chunks_of
+from costmodels.orders import Order, OrderError, Work, chunks_of, read_order, rows_of, simulate
 from planner.errors import RequestError
 from planner.recipes.recipe import recipe_of
 from planner.remat.policy import NONE, policy_text
@@ -47,6 +48,9 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
     if made != PLAIN:
         return Wish(made, frozenset(), False)
     manual = _manual(asked.get("stages"))
+    order = _order(asked.get("schedule"))
+    if order is not None:
+        asked = _by_order(order, asked, manual)
     if manual:
         _schedule(asked)
         count = max(stage for _, stage in manual) + 1
@@ -62,6 +66,7 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
         _rows(asked),
         _statistics(asked),
         manual,
+        order=() if order is None else rows_of(order),
     )
     values = {name: asked.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
@@ -118,8 +123,8 @@ def _rows(asked: Mapping[str, Any]) -> int:
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Schedules of stages that are programs of their own, the simplest first."""
-INTERLEAVED = "interleaved-2"
-"""Another: two chunks on each group of devices."""
+IN_CHUNKS = ("interleaved-2", "zb-v")
+"""More: two chunks on each group of devices."""
 
 
 def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,11 +163,14 @@ def _schedule(asked: Mapping[str, Any]) -> str:
     name = asked.get("schedule")
     if name is None:
         return ""
+    if isinstance(name, Order):
+        return name.name
+    name = name.lower() if isinstance(name, str) else name
     known = name in (*SCHEDULES, AUTO) or (isinstance(name, str) and chunks_of(name) > 1)
     if not known:
         raise RequestError(
-            f"schedule={name!r}: expected auto, one of {', '.join(SCHEDULES)}, or interleaved-2 "
-            "with the number of chunks per device"
+            f"schedule={name!r}: expected auto, one of {', '.join(SCHEDULES)}, zb-v, interleaved-2 "
+            "with the number of chunks per device, or a file of your own (schedule.json)"
         )
     if chunks_of(name) > 1 and _manual(asked.get("stages")):
         raise RequestError(f"schedule={name!r}: manual stages have one chunk per device")
@@ -172,6 +180,53 @@ def _schedule(asked: Mapping[str, Any]) -> str:
             "auto, too"
         )
     return str(name)
+
+
+def is_file(name: Any) -> bool:
+    """Whether a schedule is said by a file."""
+    return isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(".json"))
+
+
+def _order(schedule: Any) -> Order | None:
+    """A schedule of the user's own; None for one by name.
+
+    Raises:
+        RequestError: the file is none, or devices would wait for each other forever.
+    """
+    if not isinstance(schedule, Order) and not is_file(schedule):
+        return None
+    try:
+        order = schedule if isinstance(schedule, Order) else read_order(schedule)
+        simulate(order, [Work(1.0, 1.0, 1.0)] * len(order.place))
+    except OrderError as error:
+        raise RequestError(f"schedule: {error}") from None
+    if len(order.devices) < 2 or not all(order.devices):
+        raise RequestError(
+            f"schedule {order.name!r}: expected passes for two groups of devices or more"
+        )
+    return order
+
+
+def _by_order(
+    order: Order, asked: Mapping[str, Any], manual: tuple[tuple[str, int], ...]
+) -> dict[str, Any]:
+    """What is asked, with the numbers of stages and microbatches that an order has."""
+    stages, given = len(order.devices), asked.get("stages")
+    if manual:
+        given = max(stage for _, stage in manual) + 1
+        if len(order.place) > stages:
+            raise RequestError(
+                f"schedule {order.name!r} has {len(order.place)} chunks on {stages} groups of "
+                "devices; manual stages have one each"
+            )
+    for name, own, said in (
+        ("stages", stages, given),
+        ("microbatches", order.microbatches, asked.get("microbatches")),
+    ):
+        if said not in (None, AUTO, own, str(own)):
+            raise RequestError(f"{name}={said}: schedule {order.name!r} is one of {own} {name}")
+    here = asked.get("stages") if manual else stages
+    return {**asked, "schedule": order, "stages": here, "microbatches": order.microbatches}
 
 
 def _number(name: str, value: Any) -> int:

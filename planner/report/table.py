@@ -12,7 +12,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from costmodels.orders import Simulated, Work, drawn, in_ticks, named_order, simulate
+from costmodels.orders import (
+    Simulated,
+    Work,
+    drawn,
+    in_ticks,
+    named_order,
+    order_of_rows,
+    simulate,
+)
 from planner.plan.compiled.option_sets import COUNTED, OFFLOADED
 from planner.plan.plan import LARGE, MeshRow, MeshVerdict, Plan
 from planner.report.fold import (
@@ -193,7 +201,7 @@ def schedule_text(plan: Plan) -> str:
     are too many to draw."""
     if not 1 < plan.stages <= _STAGES_DRAWN:
         return ""
-    shown = min(plan.microbatches, 2 * plan.stages)
+    shown = plan.microbatches if plan.order else min(plan.microbatches, 2 * plan.stages)
     ticks = shown + plan.stages - 1
     left = plan.microbatches - shown
     drawing = drawn(_ran(plan, shown), columns=3 * ticks)
@@ -204,7 +212,10 @@ def _ran(plan: Plan, microbatches: int) -> Simulated:
     """The schedule of a plan with equal stages; a backward pass takes twice a forward pass."""
     if not plan.schedule:
         return in_ticks(plan.stages, microbatches, Work(1.0, 2.0))
-    order = named_order(plan.schedule, plan.stages, microbatches)
+    if plan.order:
+        order = order_of_rows(plan.schedule, plan.order)
+    else:
+        order = named_order(plan.schedule, plan.stages, microbatches)
     one = Work(1.0, 1.0, 1.0) if order.splits_weights else Work(1.0, 2.0)
     return simulate(order, [one] * len(order.place))
 

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
+from costmodels.orders import Order
 from planner.modes import (
     COMPILERS,
     DEFAULT_SEARCH,
@@ -102,8 +103,9 @@ class Options(TypedDict, total=False):
         begins where the forward pass first meets one; implies ``schedule="1f1b"``.
     schedule: makes each stage a program of its own, which need not be like the others, and says in
         which order the passes run: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, ``"zb-h2"``,
-        ``"interleaved-2"`` (chunks per device), or the fastest of them (``"auto"``). None: all
-        stages in one program, which takes equal ones.
+        ``"zb-v"``, ``"interleaved-2"`` (chunks per device), or the fastest of them (``"auto"``); a
+        file of your own (``costmodels.orders.write_order``), or an ``Order``, says how many stages
+        and microbatches there are, too. None: all stages in one program, which takes equal ones.
     confirm: ``"tpu"`` or ``"gpu"``: compile the best few plans ahead of time for the cluster, and
         choose the fastest that fits.
     candidates: plans of different meshes to compile; 3 by default.
@@ -226,12 +228,12 @@ class Options(TypedDict, total=False):
         ),
     ]
     schedule: Annotated[
-        str | None,
+        str | Path | Order | None,
         Flag(
             "make each stage a program of its own and run their passes in this order: 1f1b, gpipe, "
-            "zb-h1, zb-h2, interleaved-2 or auto (default: all stages in one program)",
+            "zb-h1, zb-h2, zb-v, interleaved-2, auto, or a JSON file of yours (default: all stages "
+            "in one program)",
             metavar="NAME",
-            type=str.lower,
         ),
     ]
     confirm: Annotated[

@@ -16,7 +16,9 @@ from costmodels.orders import (
     drawn,
     in_ticks,
     named_order,
+    order_of_rows,
     read_order,
+    rows_of,
     simulate,
     write_order,
 )
@@ -58,6 +60,43 @@ def test_zero_bubble_closed_forms(p: int, m: int) -> None:
     assert h1.order.in_flight() == (p,) * p
     assert h2.order.in_flight() == (min(2 * p - 1, m),) * p
     assert h1.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("more", [0, 1, 9])
+def test_forth_and_back_closed_forms(p: int, more: int) -> None:
+    """Qi et al. 2023, section 6: with F = B = W a device idles only while the first microbatch
+    reaches it, p - 1 passes of a chunk, from 2 p - 1 microbatches on; every device holds what the
+    first stage of 1F1B does. A device that has begun does not wait."""
+    m = 2 * p - 1 + more
+    done = simulate(named_order("zb-v", p, m), [Work(1.0, 1.0, 1.0, 6.0, 2.0)] * (2 * p))
+    assert done.step_s == 6 * m + p - 1
+    assert done.order.place == (*range(p), *reversed(range(p)))
+    assert max(done.order.in_flight()) <= 2 * p
+    whole = simulate(named_order("1f1b", p, m), [Work(2.0, 2.0, 2.0, 12.0, 4.0)] * p)
+    assert max(done.peak_bytes) <= max(whole.peak_bytes) == 12.0 * p
+    assert [ends[0] - 1.0 for ends in done.ends] == [float(d) for d in range(p)]
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_forth_and_back_with_few_microbatches(m: int) -> None:
+    """All passes, once, and no deadlock."""
+    done = simulate(named_order("zb-v", 4, m), [Work(1.0, 1.0, 1.0)] * 8)
+    assert sum(map(len, done.ends)) == 3 * 8 * m
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (("F0.0 B0.0", "F2.0 B2.0"), r"has the chunks \[0, 2\]"),
+        (("F0.0 B0.0", "F1.0"), "lacks B0 of chunk 1"),
+        (("F0.0 B0.0", "F1.0 X1.0"), "task 'X1.0'"),
+        (("", ""), "no chunks"),
+    ],
+)
+def test_rows_that_are_no_schedule(rows: tuple[str, ...], said: str) -> None:
+    with pytest.raises(OrderError, match=said):
+        order_of_rows("mine", rows)
 
 
 def test_the_second_has_no_waits_inside() -> None:
@@ -140,6 +179,7 @@ def test_orders_shuffled_at_random_end_or_are_refused() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_files_hold_what_was_written(name: str, tmp_path: Path) -> None:
     order = named_order(name, 4, 8, 2 if name == "interleaved" else 1)
+    assert order_of_rows(name, rows_of(order)) == order
     path = tmp_path / "order.json"
     path.write_text(write_order(order))
     assert read_order(path) == order

@@ -17,7 +17,7 @@ from tests.zoo.running import compiled_quickly, difference
 
 pytestmark = pytest.mark.devices
 ROWS, SEQ = 16, 4
-SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved-2", "auto")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved-2", "zb-v", "auto")
 
 Layer = tuple[str, dict[str, Any]]
 

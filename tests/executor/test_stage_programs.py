@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from costmodels.orders import Task
+from costmodels.orders import Order, Task, named_order, order_of_rows, write_order
 from executor import compile_plan, parallelize
 from executor.run.stages.compiled import StagedStep
 from executor.run.stages.places import Places
@@ -313,16 +315,79 @@ def test_not_inside_of_another_program() -> None:
         follower(state, batch)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-2", "zb-v"])
 @pytest.mark.parametrize("name", ["layers", "two_towers"])
-def test_several_chunks_on_a_group_of_devices(name: str) -> None:
+def test_several_chunks_on_a_group_of_devices(name: str, schedule: str) -> None:
     step, state, batch = PROGRAMS[name]()
-    options: Any = {"stages": 2, "microbatches": 8, "schedule": "interleaved-2"}
+    options: Any = {"stages": 2, "microbatches": 8, "schedule": schedule}
     made = parallelize(step, cluster="cpu:8", **options)
     got = equal_steps(made, step, state, batch)
     assert len(made.plan.cuts) == 4 and made.plan.mesh.size("stage") == 2
     held = [frozenset(d.id for d in x.devices()) for x in jax.tree.leaves(got[0])]
     assert len(set(held) - {frozenset(range(8))}) == 2
-    assert "interleaved-2" in str(made.plan)
+    assert schedule in str(made.plan)
+
+
+def own(order: Order, path: Path) -> Path:
+    """The file of an order under another name."""
+    path.write_text(write_order(dataclasses.replace(order, name="Mine")))
+    return path
+
+
+@pytest.mark.parametrize(("base", "chunks"), [("zb-h1", 2), ("zb-v", 4)])
+def test_a_schedule_of_ones_own(
+    base: str, chunks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file gives the numbers of stages and microbatches; the plan holds the passes."""
+    step, state, batch = PROGRAMS["layers"]()
+    path = own(named_order(base, 2, 4), tmp_path / "Order.json")
+    made = parallelize(step, cluster="cpu:8", schedule=path)
+    equal_steps(made, step, state, batch)
+    plan = made.plan
+    assert (plan.schedule, plan.stages, plan.microbatches) == ("Mine", 2, 4)
+    assert len(plan.cuts) == chunks and len(plan.order) == 2
+    assert "stages run by Mine" in str(plan)
+    path.unlink()
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == plan and again.digest == plan.digest
+    ran = compile_plan(step, again)(state, batch)
+    assert difference(ran, jax.jit(step)(state, batch)) < 1e-5
+    given = make_plan(
+        step,
+        state,
+        batch,
+        cluster="cpu:8",
+        schedule=str(own(order_of_rows("Mine", plan.order), path)),
+    )
+    assert (given.order, given.cuts) == (plan.order, plan.cuts)
+    assert "turns that off" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stages": 4}, "stages=4: schedule 'Mine' is one of 2 stages"),
+        ({"microbatches": 8}, "microbatches=8: schedule 'Mine' is one of 4 microbatches"),
+        ({"stages": {"encoder": 0, "decoder": 1}}, "has 4 chunks on 2 groups of devices"),
+        ({"schedule": "nowhere.json"}, "'nowhere.json' can't be read"),
+        ({"memory": "200kB"}, "2 stages run by Mine need|no plan fits"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_cannot_be(options: Any, said: str, tmp_path: Path) -> None:
+    step, state, batch = two_towers()
+    path = own(named_order("zb-v", 2, 4), tmp_path / "order.json")
+    with pytest.raises(RequestError, match=said):
+        make_plan(step, state, batch, **{"cluster": "cpu:8", "schedule": path, **options})
+
+
+def test_a_file_that_deadlocks_is_refused_with_the_cycle(tmp_path: Path) -> None:
+    step, state, batch = two_towers()
+    rows = ["B0.0 F0.0", "F1.0 B1.0"]
+    path = tmp_path / "order.json"
+    path.write_text(write_order(order_of_rows("stuck", rows)))
+    with pytest.raises(RequestError, match="schedule 'stuck' deadlocks: device 0 waits with B0"):
+        make_plan(step, state, batch, cluster="cpu:8", schedule=path)
 
 
 def test_a_plan_with_cuts_is_not_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class StagedStep(CompiledStep):
         if any(leaf.memory != DEVICE for leaf in plan.inputs):
             raise RequestError("a plan with schedule= can't keep its state in host memory")
         self.plan, self.traced = plan, traced
-        order = order_of(plan.schedule, plan.stages, plan.microbatches)
+        order = order_of(plan.recipe)
         donated = donated_leaves(traced, donate_argnums)
         back = tuple(k for k in kept_leaves(traced.out_shape) if k in frozenset(donated))
         self.runner = Runner(traced, plan, order, devices, sorted({*donated} - {*back}))

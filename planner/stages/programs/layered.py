@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.orders import Order, OrderError, chunks_of, named_order
+from costmodels.orders import Order, OrderError, chunks_of, named_order, order_of_rows
 from planner.errors import RequestError
 from planner.graph.flat import Call, FlatJaxpr, execute, flatten, looped
 from planner.graph.jaxpr.places import user_line
@@ -186,18 +186,34 @@ def layered(
         traced = trace(step, args)
     if recipe.cuts:
         return step, ()
-    count *= chunks_of(recipe.schedule)
+    count = chunk_count(recipe)
     return step, stage_lines(taken_apart(traced, parts, count, False, manual=recipe.manual))
 
 
-def order_of(schedule: str, stages: int, microbatches: int) -> Order:
+def chunk_count(recipe: Recipe) -> int:
+    """Into how many chunks the layers are cut."""
+    if recipe.order:
+        return len(order_of_rows(recipe.schedule, recipe.order).place)
+    return recipe.stages * chunks_of(recipe.schedule)
+
+
+def order_of(recipe: Recipe) -> Order:
     """The schedule of a plan.
 
     Raises:
         RequestError: it does not run such counts.
     """
+    name, stages, parts = recipe.schedule, recipe.stages, recipe.microbatches
     try:
-        return named_order(schedule, stages, microbatches)
+        if not recipe.order:
+            return named_order(name, stages, parts)
+        order = order_of_rows(name, recipe.order)
+        if (len(order.devices), order.microbatches) != (stages, parts):
+            raise OrderError(
+                f"schedule {name!r} is one of {len(order.devices)} stages and "
+                f"{order.microbatches} microbatches, not of {stages} and {parts}"
+            )
+        return order
     except OrderError as error:
         raise RequestError(str(error)) from None
 
