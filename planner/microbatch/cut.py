@@ -20,9 +20,10 @@ from planner.microbatch.algebra import FREE, MAP, POST, SUM, Class
 from planner.microbatch.bodies.draws import drawing as draws_of
 from planner.microbatch.bodies.draws import draws as has_draws
 from planner.microbatch.bodies.groups import without_axes
+from planner.microbatch.bodies.merged import merged
 from planner.microbatch.classes import Classes
 from planner.microbatch.errors import NotExactError
-from planner.microbatch.pairs import Node, Number, Operand, Pair, merged
+from planner.microbatch.pairs import Node, Number, Operand, Pair
 from planner.microbatch.shares import Shares
 from planner.microbatch.statistics.own import Own
 
@@ -105,10 +106,7 @@ class Cut:
         reads = {v for n in body for v in n.values}
         sliced = sorted((inputs | found.drawn) & (reads | set(stacked)))
         numbers = own is None  # those of the whole batch
-        run = [
-            (n, merged(n.whole, n.small) if n.name in STRUCTURED and numbers else n.small)
-            for n in body
-        ]
+        run = [(n, merged(n.whole, n.small) if numbers else n.small) for n in body]
         if own is not None:
             for v in (*summed, *stacked):
                 own.factor(v, v in set(stacked))

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from planner import compat
 from planner.graph.jaxpr.places import origin_of, user_line
@@ -208,7 +207,7 @@ def _kind(eqn: Any) -> tuple[str, int, int]:
 def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations without bodies of their own, at any depth."""
     for eqn in compat.body(jaxpr).eqns:
-        bodies = list(_bodies(eqn.params))
+        bodies = list(bodies_in(eqn.params))
         if eqn.primitive.name in STRUCTURED and bodies:
             for inner in bodies:
                 yield from equations(inner)
@@ -218,58 +217,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def equations_in(eqn: Any) -> Iterator[Any]:
     """All equations in the bodies of an equation, at any depth."""
-    for inner in _bodies(eqn.params):
+    for inner in bodies_in(eqn.params):
         yield from equations(inner)
 
 
-def _bodies(params: Any) -> Iterator[Any]:
+def bodies_in(params: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
     for value in params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns"):
                 yield x
-
-
-def merged(whole: Any, small: Any) -> Any:
-    """The equation of the small trace with the numbers of the whole one in its bodies."""
-    if whole.primitive.name == "integer_pow":  # the power is a number, no shape
-        return small.replace(params=whole.params)
-    params = {
-        name: _merged_param(value, small.params[name]) for name, value in whole.params.items()
-    }
-    return small.replace(params=params)
-
-
-def _merged_param(whole: Any, small: Any) -> Any:
-    if isinstance(whole, tuple) and whole and all(hasattr(x, "jaxpr") for x in whole):
-        return tuple(merged_jaxpr(a, b) for a, b in zip(whole, small, strict=True))
-    if hasattr(whole, "eqns") or hasattr(getattr(whole, "jaxpr", None), "eqns"):
-        return merged_jaxpr(whole, small)
-    return small
-
-
-def merged_jaxpr(whole: Any, small: Any) -> Any:
-    """The small trace with the numbers of the whole one.
-
-    Raises:
-        NotExactError: they differ in more than shapes and numbers.
-    """
-    inner, other = compat.body(whole), compat.body(small)
-    contents = compat.consts(whole)
-    for x, y in zip(contents, compat.consts(small), strict=True):
-        if np.shape(x) != np.shape(y):
-            raise NotExactError("a constant inside a loop depends on the batch size")
-    eqns = []
-    for a, b in zip(inner.eqns, other.eqns, strict=True):
-        if a.primitive is not b.primitive:
-            raise NotExactError(f"{user_line(a)}: another operation in a microbatch")
-        eqns.append(merged(a, b).replace(invars=_inside(a.invars, b.invars)))
-    made = other.replace(eqns=eqns, outvars=_inside(inner.outvars, other.outvars))
-    return made if small is other and not contents else compat.with_consts(made, contents)
-
-
-def _inside(whole: Sequence[Any], small: Sequence[Any]) -> list[Any]:
-    """Operands of the small trace, literals with the numbers of the whole one."""
-    return [
-        jex_core.Literal(x.val, y.aval) if compat.is_literal(x) else y
-        for x, y in zip(whole, small, strict=True)
-    ]

@@ -129,7 +129,8 @@ def _rewritten(
     try:
         classes = classify(step, batch, whole.jaxpr, exact=exact)
     except CoupledError as error:
-        if shares.replicas > 1 or apart or _takes_own(whole, step, batch, shares):
+        alone = shares.replicas == 1 and not apart
+        if alone and _takes_own(whole, step, batch, shares):
             raise
         raise error.without_own() from None
     axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,9 +23,10 @@ from planner.graph.jaxpr.places import raised, user_line
 from planner.graph.jaxpr.walk import REMAT, called, stays_whole
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
+from planner.microbatch.bodies.merged import merged_jaxpr
 from planner.microbatch.classes import classify
-from planner.microbatch.errors import NotExactError
-from planner.microbatch.pairs import merged_jaxpr, pair
+from planner.microbatch.errors import CoupledError, NotExactError
+from planner.microbatch.pairs import equations, pair
 from planner.microbatch.rewrite import batch_arguments
 
 SUMMED = {
@@ -73,16 +74,12 @@ def padded(
         raise NotExactError("this step can't be padded: its results have another structure")
     try:
         found = classify(pair(whole.jaxpr, long.jaxpr), batch, whole.jaxpr)
+        made = merged_jaxpr(whole.jaxpr, long.jaxpr)
     except NotExactError as error:
-        text = str(error).replace("cut into microbatches", "padded")
-        text = text.replace("leave microbatches= out", "leave pad_batch= out")
-        raise NotExactError(text) from None
+        error = error.without_own() if isinstance(error, CoupledError) else error
+        raise NotExactError(_of_padding(str(error))) from None
     if found.inside:
-        raise NotExactError(
-            "this step can't be padded: it draws random numbers for the batch inside a loop or a "
-            "recomputed block"
-        )
-    made = merged_jaxpr(whole.jaxpr, long.jaxpr)
+        raise _drawn_inside(whole.jaxpr, found.inside)
     program = _masked(whole.jaxpr, made)
     shorter = [compat.aval_shape(v.aval) for v in compat.body(whole.jaxpr).outvars]
 
@@ -96,10 +93,33 @@ def padded(
     return by_shapes(function, args, run, lambda _: function)
 
 
-def filled(x: Any, rows: int) -> Any:
-    """[examples, ...] -> [rows, ...]: copies of the last example behind all."""
-    last = x.shape[0] - 1
-    return x.at[jnp.minimum(jnp.arange(rows), last)].get(mode="promise_in_bounds")
+def _of_padding(text: str) -> str:
+    """What is said of microbatches, of a padded batch."""
+    for microbatches, padding in (
+        ("cut into microbatches", "padded"),
+        ("leave microbatches= out", "leave pad_batch= out"),
+        ("in a microbatch", "in the padded batch"),
+        ("for a microbatch", "for the padded batch"),
+    ):
+        text = text.replace(microbatches, padding)
+    return text
+
+
+def _drawn_inside(jaxpr: Any, inside: Set[int]) -> NotExactError:
+    """Why what a body makes for the batch can't be padded."""
+    drawn = [eqn for eqn in equations(jaxpr) if id(eqn) in inside]
+    where = f"{user_line(drawn[0])}: {drawn[0].primitive.name}" if drawn else "it"
+    return NotExactError(
+        f"this step can't be padded: {where} draws random numbers or counts positions for the "
+        "batch inside a loop or a recomputed block; do that in front of it"
+    )
+
+
+def filled(x: Any, rows: int, d: int = 0) -> Any:
+    """[..., examples, ...] -> [..., rows, ...] along a dimension: copies of the last example behind
+    all."""
+    places = jnp.minimum(jnp.arange(rows), x.shape[d] - 1)
+    return x.at[(slice(None),) * d + (places,)].get(mode="promise_in_bounds")
 
 
 def _cut(x: Any, shape: Sequence[int]) -> Any:
@@ -204,10 +224,10 @@ def _longer(short: Call, outs: Sequence[tuple[int, ...] | None], long: Call) -> 
     shapes = [compat.aval_shape(v.aval) for v in long.eqn.outvars]
 
     def run(values: Sequence[Any]) -> list[Any]:
-        made = short.run(values)
-        return [
-            x if lengths is None else filled(x, shape[0])
-            for x, lengths, shape in zip(made, outs, shapes, strict=True)
-        ]
+        made = list(short.run(values))
+        for k, (lengths, shape) in enumerate(zip(outs, shapes, strict=True)):
+            for d, (a, b) in enumerate(zip(lengths or shape, shape, strict=True)):
+                made[k] = made[k] if a == b else filled(made[k], b, d)
+        return made
 
     return run
