@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental.compute_on import compute_on
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
@@ -182,9 +183,24 @@ def evaluate_equation(eqn: Any, values: Sequence[Any], origin: Origin | None = N
     comes from, if not from itself."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
+    given = [_of_no_mesh(x) if isinstance(x, np.ndarray) else x for x in values]
     with provenance(origin or eqn), computed_on(eqn):
-        result = eqn.primitive.bind(*functions, *values, **params)
+        result = eqn.primitive.bind(*functions, *given, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def _of_no_mesh(x: Any) -> Any:
+    """A literal without the mesh under which it was traced: some operations compare it with the
+    mesh under which they run."""
+    aval = getattr(x, "aval", None)
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if aval is None or mesh is None or mesh.empty:
+        return x
+    plain = np.asarray(x)
+    usual = (
+        plain.dtype == jax.dtypes.canonicalize_dtype(type(plain.item())) if x.size == 1 else False
+    )
+    return plain.item() if aval.weak_type and usual else plain
 
 
 def expanded(eqn: Any) -> Any:

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from executor.run.interpret import ConstrainedStep, Decided, Kept
+from executor.run.local.fronts import LANES, in_front
 from executor.run.local.kernels import OnShards, kernels_on_shards
 from executor.run.local.products import LOCAL, TABLE, Scatter, scattered
 from executor.run.local.specs import Spec, partition_spec, spec_of
@@ -81,7 +82,7 @@ def lower_plan(
     known = {(c.op, c.slot, c.position): c for c in plan.constraints}
     speller = _Speller({name: tuple(x for x, _ in parts) for name, parts in axes.items()})
     tables = not how.dimensions
-    scatters = _scatters(traced, known, speller, tables) if how.scattered else {}
+    scatters = _scatters(traced, known, speller, tables, dict(mesh.shape)) if how.scattered else {}
     done = {*scatters, *(s.transpose for s in scatters.values())}
     apart = frozenset(plan.apart)
     fixed = {*done, *apart, *(row.op for row in plan.decisions)}
@@ -123,7 +124,11 @@ class _Speller:
 
 
 def _scatters(
-    traced: Traced, known: Mapping[Place, Constraint], speller: _Speller, tables: bool
+    traced: Traced,
+    known: Mapping[Place, Constraint],
+    speller: _Speller,
+    tables: bool,
+    sizes: Mapping[str, int],
 ) -> dict[int, Scatter]:
     """Products whose partial sums the plan reduce-scatters; ``tables``: gradients of tables as
     well. XLA:GPU reduces those whole where shards lie along two mesh axes, XLA:TPU has layouts of
@@ -165,12 +170,13 @@ def _scatters(
         whole_sums = sums.difference(*own)
         summed = tuple(x for entry in a for x in entry if x in whole_sums)
         rest: tuple[Spec, ...] = ((),) * (len(eqn.in_avals) - 2 - begin)
-        found[op.index] = Scatter(transpose, order, (a, b, *rest), out, own, summed)
+        front: frozenset[str] = frozenset()
+        if not tables:
+            aval = eqn.out_avals[0]
+            shape = [aval.shape[d] for d in order]
+            front = in_front(shape, out, own, aval.dtype.itemsize, sizes)
+        found[op.index] = Scatter(transpose, order, (a, b, *rest), out, own, summed, front)
     return found
-
-
-LANES = 128
-"""Elements of a row in a tile of TPU memory (https://openxla.org/xla/tiled_layout)."""
 
 
 def table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:

@@ -8,6 +8,8 @@ Which dimension of which operand is which is what factor rules say.
 
 from __future__ import annotations
 
+import functools
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +61,20 @@ class Program:
         makers = {v: k for k, c in enumerate(flat.calls) for v in c.outs}
         reads = [tuple(v for v in c.ins if isinstance(v, int)) for c in flat.calls]
         return Program(flat, rules, makers, flat.readers, reads)
+
+    @functools.cached_property
+    def _constants(self) -> dict[int, int]:
+        """Per value that follows from nothing, the first call that it takes to make it."""
+        found: dict[int, int] = {}
+        for at, call in enumerate(self.flat.calls):
+            if all(v in found for v in self.reads[at]):
+                start = min([at, *(found[v] for v in self.reads[at])])
+                found.update(dict.fromkeys(call.outs, start))
+        return found
+
+    def constant_from(self, value: int) -> int:
+        """The first call that it takes to make a value that follows from nothing; -1 for others."""
+        return self._constants.get(value, -1)
 
     def sides(self, at: int) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
         """The operands and results of a call, those that are values, with their factors."""
@@ -212,25 +228,31 @@ def _closed(
     """With the operations of rows between them: those that read only what they make, and constants
     (sums of rows on their way back)."""
     flat = program.flat
+    first, last = min(touched), max(touched)
     made = {v for at in touched for v in flat.calls[at].outs}
     whole = {v for at in touched for v, _ in program.sides(at)}.difference(row)
-    fixed: set[int] = set()
     rows = dict(row)
     between: dict[int, dict[int, int]] = {}
-    for at in range(min(touched), max(touched)):
-        call = flat.calls[at]
-        read = {v for v in call.ins if isinstance(v, int)}
-        if at in touched:
+    open_ = [at for v in made for at in program.readers[v]]
+    heapq.heapify(open_)
+    before = first
+    while open_:  # in the order of the program
+        at = heapq.heappop(open_)
+        if not before < at < last or at in touched:
             continue
-        if read <= fixed:
-            fixed.update(call.outs)
-        elif read <= made | fixed and (mine := _by_rows(program, at, rows)) is not None:
-            if whole.intersection(mine):
-                continue  # a vector of columns, where there are equal numbers of rows and columns
-            between[at] = mine
-            rows.update(mine)
-            whole.update(read.difference(mine))
-            made.update(call.outs)
+        before = at
+        read = set(program.reads[at])
+        known = all(v in made or program.constant_from(v) >= first for v in read)
+        mine = _by_rows(program, at, rows) if known else None
+        if mine is None or whole.intersection(mine):
+            continue  # or a vector of columns, where there are equal numbers of rows and columns
+        between[at] = mine
+        rows.update(mine)
+        whole.update(read.difference(mine))
+        for v in flat.calls[at].outs:
+            made.add(v)
+            for k in program.readers[v]:
+                heapq.heappush(open_, k)
     wanted = {v for at in touched for v in flat.calls[at].ins if isinstance(v, int)}
     inside = set(touched)
     rows = dict(row)

@@ -187,6 +187,8 @@ def _batch(whole: Traced, shares: Shares) -> list[int]:
     graph = whole.graph
     found = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
     found = [k for k in found if graph.values[graph.inputs[k]].shape]
+    read = {v for op in graph.ops for v in op.inputs} | set(graph.outputs)
+    found = [k for k in found if graph.inputs[k] in read] or found
     if not found:
         raise RequestError(
             "microbatches: no argument of the step is a batch: each comes back as a result or is a "

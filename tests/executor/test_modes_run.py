@@ -185,6 +185,23 @@ def test_logical_axis_rules_reach_the_compiled_step():
     assert ambient.plan == run.plan
 
 
+def test_random_keys_under_logical_axis_rules():
+    """A number folded into a key was of the mesh of the names."""
+
+    def step(w, x, key):
+        def loss(w):
+            noise = jax.random.normal(jax.random.fold_in(key, 3), x.shape)
+            return jnp.mean((x @ w + noise) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grads, value
+
+    args = (jnp.ones((8, 8)), jnp.ones((16, 8)), jax.random.key(2))
+    run = parallelize(step, mesh="data=2,model=4", logical_axis_rules=(("embed", "model"),))
+    for got, want in zip(run(*args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_where_arrays_lie_is_a_mark():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
     state = plain_state()

@@ -328,6 +328,16 @@ def test_arguments_of_different_numbers_of_examples_are_named() -> None:
         microbatched(step, args, 2)
 
 
+def test_what_the_step_does_not_read_is_no_batch() -> None:
+    def step(w: jax.Array, x: jax.Array, rng: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - grads, value
+
+    args = (params()["a"], jnp.ones((16, WIDTH)), jnp.zeros((2,), jnp.uint32))
+    for got, want in zip(jax.jit(microbatched(step, args, 4))(*args), step(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
 def test_a_step_without_a_batch() -> None:
     with pytest.raises(RequestError, match="no argument of the step is a batch"):
         microbatched(lambda w: w * 0.5, (params()["a"],), 2)

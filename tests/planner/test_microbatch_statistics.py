@@ -565,3 +565,22 @@ def test_the_plan_says_whose_statistics() -> None:
     assert plan_from_json(plan.to_json()).recipe == plan.recipe
     exact = make_plan(train(batch_norm), *args, cluster="cpu:8")
     assert '"statistics":' not in exact.to_json() and '"coupled":' not in exact.to_json()
+
+
+def test_a_share_that_is_weakly_typed() -> None:
+    """A ratio of whole numbers beside a maximum over examples."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> Any:
+            h = x @ w
+            mask = x[:, 0] > 0
+            share = (mask & (h[:, 0] > 0)).sum() / (mask.sum() + 1e-8)
+            return h.mean(), (share, jnp.max(h))
+
+        (value, seen), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - grads, (value, seen)
+
+    args = (jnp.ones((8, 8)), jnp.asarray(np.random.default_rng(0).normal(size=(16, 8))))
+    with pytest.raises(CoupledError, match="reduce_max"):
+        microbatched(step, args, 2)
+    microbatched(step, args, 2, statistics=OWN)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from costmodels.schedule import Place
 from planner.cost.op_seconds import op_seconds
@@ -33,6 +34,36 @@ def args(layers=3, width=512, batch=256):
 
 def planned(mesh: str) -> Planned:
     return plan_step(step, *args(), cluster="h100:8", mesh=mesh)
+
+
+@pytest.mark.parametrize("cluster", ["h100:8", "v5e:2x4"])
+def test_a_table_split_by_rows_is_looked_up_at_all_places(cluster: str) -> None:
+    """Each device looks up every index and leaves out what it does not have; in a table that is
+    split by columns, or whole for a part of the indices, it takes an eighth of that."""
+
+    def looked_up(table, at):
+        return jnp.tanh(table[at])
+
+    table = jax.ShapeDtypeStruct((1 << 20, 1024), jnp.float32)
+    at = jax.ShapeDtypeStruct((1 << 16,), jnp.int32)
+    seconds = {}
+    for name, spec in {
+        "rows": P("data"),
+        "columns": P(None, "data"),
+        "whole": P(),
+    }.items():
+        found = plan_step(
+            looked_up,
+            table,
+            at,
+            cluster=cluster,
+            mesh="data=8",
+            shardings={r"^\[0\]": spec, r"^\[1\]": P()},
+        )
+        (op,) = (o.index for o in found.extraction.graph.ops if o.kind == "gather")
+        seconds[name] = op_seconds(found.extraction)[op]
+    assert seconds["rows"] == pytest.approx(8 * seconds["whole"], rel=0.1)
+    assert seconds["rows"] == pytest.approx(8 * seconds["columns"], rel=0.1)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ all-reduces what each shard found."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Scatter:
         out: that of the transposed result.
         sums: per dimension of it, the axes along which partial sums are scattered.
         summed: the axes whose sums stay whole.
+        front: the axes whose shards are put in front of the array to be scattered.
     """
 
     transpose: int
@@ -35,6 +37,7 @@ class Scatter:
     out: Spec
     sums: Spec
     summed: tuple[str, ...]
+    front: frozenset[str] = frozenset()
 
 
 Local = tuple[Spec | None, frozenset[str]]
@@ -157,14 +160,32 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
             (x,) = compat.evaluate_equation(eqn, [*first, *shards])
         x = compat.row_major(jax.lax.transpose(x, how.order))
         for d, entry in enumerate(how.sums):
-            for axis in entry:
-                x = jax.lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
+            for front, axes in itertools.groupby(entry, how.front.__contains__):
+                x = (_in_front if front else _in_place)(x, d, tuple(axes))
         return jax.lax.psum(x, how.summed) if how.summed else x
 
     specs = tuple(partition_spec(s) for s in how.ins)
     out = partition_spec(how.out)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     return run(*ins[1:]) + ins[0] if table else run(*ins)
+
+
+def _in_place(x: Any, d: int, axes: Sequence[str]) -> Any:
+    """Scatter a dimension along axes, major first."""
+    for axis in axes:
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
+    return x
+
+
+def _in_front(x: Any, d: int, axes: Sequence[str]) -> Any:
+    """The same by a dimension of each axis in front of all others."""
+    sizes = [jax.lax.axis_size(axis) for axis in axes]
+    parts, count = (*sizes, x.shape[d] // math.prod(sizes)), len(sizes)
+    x = x.reshape(*x.shape[:d], *parts, *x.shape[d + 1 :])
+    x = jnp.moveaxis(x, range(d, d + count), range(count))
+    for axis in axes:
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=False)
+    return x
 
 
 def _no_table(eqn: Any, updates: Any) -> Any:

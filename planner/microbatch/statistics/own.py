@@ -274,7 +274,8 @@ class _Owner:
             )
         power = 0.0 if math.isinf(degree) else -degree
         factor = np.asarray(self.count**power, aval.dtype)
-        closed = jax.make_jaxpr(lambda x: x * factor)(compat.as_struct(aval))
+        struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # not weakly typed: one product
+        closed = jax.make_jaxpr(lambda x: x * factor)(struct)
         (eqn,) = closed.jaxpr.eqns
         made = self.copies[value, False] = self.new(value, FREE)
         ins = tuple(Number(v.val, v.val) if compat.is_literal(v) else value for v in eqn.invars)

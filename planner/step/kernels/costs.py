@@ -151,6 +151,9 @@ class Workload:
         if factors is None:
             factors = frozenset(f for layout in (*ins, *outs) for f in layout if f >= 0)
             self.spans[ins, outs] = factors
+        if op.kind.startswith(LOOKUPS):  # a device with some of the rows is given all indices
+            moved_by = (*ins[1:], *outs) if op.kind == "gather" else ins[1:]
+            factors = frozenset(f for layout in moved_by for f in layout if f >= 0)
         depth, seen = self.depth[op.index], self.seen
         reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, depth, v) not in seen}
         writes = [v for v in op.outputs if kept[v]]
