@@ -62,8 +62,8 @@ def test_a_table_split_by_rows_is_looked_up_at_all_places(cluster: str) -> None:
         )
         (op,) = (o.index for o in found.extraction.graph.ops if o.kind == "gather")
         seconds[name] = op_seconds(found.extraction)[op]
-    assert seconds["rows"] == pytest.approx(8 * seconds["whole"], rel=0.1)
-    assert seconds["rows"] == pytest.approx(8 * seconds["columns"], rel=0.1)
+    assert seconds["rows"] == pytest.approx(8 * seconds["whole"], rel=0.2)
+    assert seconds["rows"] == pytest.approx(8 * seconds["columns"], rel=0.2)
 
 
 @pytest.mark.long

@@ -32,14 +32,16 @@ def in_front(
         sizes: of the axes.
     """
     found: set[str] = set()
-    rank, wide = len(shape), itemsize > NARROW
+    wide = itemsize > NARROW
     split = [tuple(x for x in e if x not in s) for e, s in zip(out, own, strict=True)]
     now = [n // math.prod(sizes[x] for x in e) for n, e in zip(shape, split, strict=True)]
     for d, entry in enumerate(own):
         for axis in entry:
             now[d] //= sizes[axis]
-            tiled = d != rank - 1 or now[rank - 2] % ROWS == 0
-            if rank > 1 and tiled and not _stays(now, d, wide):
+            kept = [k for k, n in enumerate(now) if n > 1 or k == d]
+            shard, at = [now[k] for k in kept], kept.index(d)
+            tiled = at != len(kept) - 1 or shard[at - 1] % ROWS == 0
+            if len(kept) > 1 and tiled and not _stays(shard, at, wide):
                 found.add(axis)
     return frozenset(found)
 

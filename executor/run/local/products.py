@@ -161,13 +161,22 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
         x = compat.row_major(jax.lax.transpose(x, how.order))
         for d, entry in enumerate(how.sums):
             for front, axes in itertools.groupby(entry, how.front.__contains__):
-                x = (_in_front if front else _in_place)(x, d, tuple(axes))
+                x = _scattered(x, d, tuple(axes), front=front)
         return jax.lax.psum(x, how.summed) if how.summed else x
 
     specs = tuple(partition_spec(s) for s in how.ins)
     out = partition_spec(how.out)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     return run(*ins[1:]) + ins[0] if table else run(*ins)
+
+
+def _scattered(x: Any, d: int, axes: Sequence[str], *, front: bool) -> Any:
+    """A sum scattered along axes, as an array without dimensions of one element: XLA:TPU
+    all-reduces the rows of [1, rows, columns]."""
+    kept = [k for k, n in enumerate(x.shape) if n > 1 or k == d]
+    whole, at = x.shape, kept.index(d)
+    x = (_in_front if front else _in_place)(x.reshape([whole[k] for k in kept]), at, axes)
+    return x.reshape([x.shape[at] if k == d else n for k, n in enumerate(whole)])
 
 
 def _in_place(x: Any, d: int, axes: Sequence[str]) -> Any:

@@ -38,6 +38,7 @@ _LEFT_OUT = {
     "chunked": [],
     "staged": [],
     "cuts": [],
+    "order": [],
     "compute": [],
 }
 """Fields that the JSON has only where they are not these."""
