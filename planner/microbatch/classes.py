@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 
 from planner import compat
-from planner.graph.jaxpr.walk import BARRIER, LOOPS, called, is_fused, loop_of, stays_whole
+from planner.graph.jaxpr.walk import (
+    BARRIER,
+    LOOPS,
+    branches_of,
+    called,
+    is_fused,
+    loop_of,
+    stays_whole,
+)
 from planner.microbatch.algebra import (
     FREE,
     GAMMA,
@@ -260,6 +268,8 @@ class _Classifier:
             body, twin = called(node.whole), called(node.small)
             assert body is not None and twin is not None
             return self.within(pair(body.jaxpr, twin.jaxpr), ins, zero, node)
+        if node.name == "cond" and ins[0] is FREE:
+            return self.branches(outer, node, ins, zero)
         if node.name != "scan":
             if not self.exact and any(draws(e.primitive.name) for e in equations_in(node.whole)):
                 raise _refused(node, "draws random numbers in a loop that depends on examples")
@@ -287,13 +297,45 @@ class _Classifier:
             node, "carries examples from turn to turn in a way that could not be followed"
         )
 
-    def within(
-        self, inner: Pair, ins: Sequence[Class], zero: Sequence[bool], node: Node
+    def branches(
+        self, outer: Pair, node: Node, ins: Sequence[Class], zero: Sequence[bool]
     ) -> list[Class]:
-        """The results of a body; none may need complete sums, or the batch's random numbers."""
+        """Of a conditional that goes the same way for all examples, as every other step."""
+        each = []
+        for a, b in zip(branches_of(node.whole), branches_of(node.small), strict=True):
+            inner, zeros, before = pair(a.jaxpr, b.jaxpr), set[int](), len(self.draws)
+            classes = self.within(inner, ins[1:], zero[1:], node, zeros)
+            if len(self.draws) > before:
+                raise _refused(node, "draws random numbers or counts positions in a branch")
+            each.append(
+                [(c, is_zero(o, zeros)) for c, o in zip(classes, inner.outputs, strict=True)]
+            )
+        out = []
+        for o, made in zip(node.outs, zip(*each, strict=True), strict=True):
+            kinds = {c for c, _ in made}
+            if outer.scaled(o):
+                out.append(MAP)
+            elif SUM in kinds and not all(c is SUM or nothing for c, nothing in made):
+                raise _coupled(node, "adds examples up in some of its branches")
+            else:
+                out.append(max(kinds))
+        return out
+
+    def within(
+        self,
+        inner: Pair,
+        ins: Sequence[Class],
+        zero: Sequence[bool],
+        node: Node,
+        zeros: set[int] | None = None,
+    ) -> list[Class]:
+        """The results of a body; none may need complete sums, or the batch's random numbers.
+        ``zeros`` takes the values that are zeros."""
         self.inside += 1
         known = self.walk(inner, ins, [False] * len(ins), zero)
         self.inside -= 1
+        if zeros is not None:
+            zeros.update(known.zeros)
         for n in inner.nodes:
             if known.drawn.intersection(n.outs):
                 if is_fused(node.whole):

@@ -96,15 +96,20 @@ def _rewritten(
     apart: bool,
     exact: bool,
     whole: Traced | None,
+    given: Sequence[int] = (),
 ) -> Cut:
+    """``given``: inputs that hold examples besides those that are labeled so."""
     whole = trace(function, args) if whole is None else whole
-    batch = _batch(whole, shares)
+    batch = sorted({*_batch(whole, shares), *given})
     graph = whole.graph
     shapes = {k: graph.values[graph.inputs[k]].shape for k in batch}
     less = {k: (s[0] // shares.count, *s[1:]) for k, s in shapes.items()}
     try:
         small = trace(function, reshaped(args, less))
     except ModelError as error:
+        keyed = keys_of_examples(whole, batch)
+        if keyed and not set(keyed) <= set(given):
+            return _rewritten(function, args, shares, apart, exact, whole, keyed)
         raise NotExactError(
             "this step can't be cut into microbatches: it can't be traced with "
             f"{less[batch[0]][0]} examples in place of {shapes[batch[0]][0]}, as if that number "
@@ -180,6 +185,21 @@ def batch_size(whole: Traced) -> int:
     it."""
     first = batch_arguments(whole)[0]
     return whole.graph.values[whole.graph.inputs[first]].shape[0]
+
+
+def keys_of_examples(whole: Traced, batch: Sequence[int]) -> list[int]:
+    """The arguments that are random keys, as many as there are examples, by position."""
+    graph = whole.graph
+    values = [graph.values[v] for v in graph.inputs]
+    examples = values[batch[0]].shape[0]
+    return [
+        k
+        for k, v in enumerate(values)
+        if v.role is Role.KEY
+        and v.shape[:1] == (examples,)
+        and len(v.shape) > v.dtype.startswith("uint")  # a raw key is a row of numbers
+        and graph.inputs[k] not in graph.next_values
+    ]
 
 
 def _batch(whole: Traced, shares: Shares) -> list[int]:

@@ -150,6 +150,8 @@ def _call(short: Call, long: Call) -> Call | None:
     if not any(x is not None for x in ins):
         return None if long.kind == "broadcast_in_dim" else long.running(_longer(short, outs, long))
     if any(x is not None for x in outs):
+        if long.kind == "cond" and any(x is None for x in outs):
+            raise _refused(long, "may add examples up in a branch")
         return None
     where = SUMMED.get(long.kind, ())
     some = [k for k in where if k < len(ins) and ins[k] is not None]

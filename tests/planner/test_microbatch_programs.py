@@ -15,7 +15,7 @@ from planner.graph.jaxpr.walk import loop_of
 from planner.microbatch.bodies.single import _Scaled
 from planner.microbatch.errors import NotExactError
 from planner.microbatch.rewrite import microbatched
-from planner.recipes import Recipe, Rewriter
+from planner.recipes import Recipe, Rewriter, rewritten
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 8, 4, 16
 
@@ -211,3 +211,78 @@ def test_a_recomputed_loss_with_a_scan_is_walked_through() -> None:
 
     assert make_plan(step, state(), tokens(), cluster="h100:2").fallbacks == ()
     check(step, state(), tokens(), parts=2)
+
+
+def every_other(auxiliary: Any) -> Any:
+    """A step whose loss has another term in every other step."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        w, count = state
+
+        def loss(w: jax.Array) -> jax.Array:
+            h = jnp.tanh(x @ w)
+            more = jax.lax.cond(count % 2 == 0, auxiliary, lambda h: 0.0 * h, h)
+            return jnp.mean(h**2) + jnp.mean(more)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        seen = jax.lax.cond(count % 2 == 0, lambda x: jnp.sum(x), lambda x: 0.0, x)
+        return (w - 0.1 * grads, count + 1), (value, seen)
+
+    return step
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("recipe", [Recipe(microbatches=4), Recipe(microbatches=2, replicas=2)])
+def test_a_conditional_that_goes_one_way_for_all_examples(recipe: Recipe, count: int) -> None:
+    draw = np.random.default_rng(0)
+    w, x = (jnp.asarray(draw.normal(size=(n, 8)), jnp.float32) for n in (8, 16))
+    step, args = every_other(lambda h: jnp.sin(3.0 * h)), ((w, jnp.int32(count)), x)
+    got, want = (jax.jit(f)(*args) for f in (rewritten(step, args, recipe), step))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_conditionals_that_cannot_be_cut() -> None:
+    w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
+
+    def refused(step: Any, text: str, *args: Any, padding: int = 0) -> None:
+        recipe = Recipe(pad_batch=padding) if padding else Recipe(microbatches=4)
+        with pytest.raises(NotExactError, match=text):
+            rewritten(step, args, recipe)
+
+    state = (w, jnp.int32(0))
+    noise = every_other(lambda h: h * jax.random.normal(jax.random.key(0), h.shape))
+    refused(noise, r"cond of .* draws random numbers", state, x)
+    refused(
+        every_other(jnp.sin), r"cond may add examples up", state, x, recipe=Recipe(pad_batch=20)
+    )
+
+    def one_branch(w: jax.Array, x: jax.Array) -> Any:
+        value = jnp.mean(x @ w)
+        return w - 0.1, value + jax.lax.cond(w[0, 0] > 0, jnp.sum, lambda x: 1.0, x)
+
+    refused(one_branch, "adds examples up in some of its branches", w, x)
+
+    def by_example(w: jax.Array, x: jax.Array) -> Any:
+        return w - 0.1, jax.lax.cond(jnp.sum(x) > 0, jnp.sum, lambda x: 0.0, x @ w)
+
+    refused(by_example, "whose course depends on examples", w, x)
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("recipe", [Recipe(microbatches=4), Recipe(microbatches=2, replicas=2)])
+def test_a_random_key_for_each_example(recipe: Recipe, typed: bool) -> None:
+    def step(w: jax.Array, x: jax.Array, keys: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            kept = jax.vmap(lambda k: jax.random.bernoulli(k, 0.6, (8,)))(keys)
+            return jnp.mean(jnp.tanh((x * kept) @ w) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - grads, value
+
+    draw = np.random.default_rng(0)
+    w, x = (jnp.asarray(draw.normal(size=(n, 8)), jnp.float32) for n in (8, 16))
+    keys = jax.random.split(jax.random.key(0) if typed else jax.random.PRNGKey(0), 16)
+    got, want = (jax.jit(f)(w, x, keys) for f in (rewritten(step, (w, x, keys), recipe), step))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
