@@ -36,7 +36,7 @@ from planner.step.feeding import fed_inputs
 
 HALF = 0.5
 """Share of the bytes of parameters, or of optimizer state, from which an axis splits them."""
-SMALL = 0.01
+SMALL = 0.03
 """Share of the bytes of the batch's largest array under which another one is small."""
 
 

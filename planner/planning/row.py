@@ -191,7 +191,8 @@ class Row:
         )
         if made.pad_batch:  # then the batch is split inside the step
             notes = tuple(n for n in plan.notes if NOT_SPLIT not in n)
-            plan = dataclasses.replace(plan, notes=notes)
+            idle = plan.idle and f"{plan.idle.partition(';')[0]}; splitting more of it takes longer"
+            plan = dataclasses.replace(plan, notes=notes, idle=idle)
         if made.schedule:
             plan = scheduled(plan, planned.extraction, self.traced, made)
         planned = dataclasses.replace(planned, plan=plan)

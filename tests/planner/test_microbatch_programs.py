@@ -253,9 +253,7 @@ def test_conditionals_that_cannot_be_cut() -> None:
     state = (w, jnp.int32(0))
     noise = every_other(lambda h: h * jax.random.normal(jax.random.key(0), h.shape))
     refused(noise, r"cond of .* draws random numbers", state, x)
-    refused(
-        every_other(jnp.sin), r"cond may add examples up", state, x, recipe=Recipe(pad_batch=20)
-    )
+    refused(every_other(jnp.sin), "cond .*adds? examples up", state, x, padding=20)
 
     def one_branch(w: jax.Array, x: jax.Array) -> Any:
         value = jnp.mean(x @ w)
@@ -264,7 +262,7 @@ def test_conditionals_that_cannot_be_cut() -> None:
     refused(one_branch, "adds examples up in some of its branches", w, x)
 
     def by_example(w: jax.Array, x: jax.Array) -> Any:
-        return w - 0.1, jax.lax.cond(jnp.sum(x) > 0, jnp.sum, lambda x: 0.0, x @ w)
+        return w - 0.1, jax.lax.cond(jnp.sum(x @ w) > 0, jnp.sum, lambda h: 0.0, x @ w)
 
     refused(by_example, "whose course depends on examples", w, x)
 

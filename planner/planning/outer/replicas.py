@@ -90,6 +90,7 @@ def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
     state = {tuple(sorted(v.shape)) for v in inputs if v.shape}
     split = _splitting_examples(planned)
     axes: set[int] = set()
+    once = sum(v.nbytes for v in inputs if v.role is Role.PARAMETER)
     seconds = nbytes = 0.0
     for sent in planned.extraction.sent():
         if sent.step.kind not in SUMS:
@@ -100,13 +101,13 @@ def reduced_over(planned: Planned) -> tuple[tuple[int, ...], float]:
         )
         if plan.microbatches > 1:
             again = sent.count >= plan.microbatches
-        else:
+        else:  # the gradient of several parameters in one array has no parameter's shape
             again = sent.count > 1 and split.issuperset(sent.step.axes)
+            gradient = gradient or (known.role is Role.COTANGENT and known.nbytes <= once)
         if gradient and again:
             axes.update(sent.step.axes)
             seconds += sent.time_s
             nbytes += sent.count * sent.step.payload_bytes
-    once = sum(v.nbytes for v in inputs if v.role is Role.PARAMETER)
     gain_s = seconds * (
         1.0 - 1.0 / plan.microbatches
         if plan.microbatches > 1
