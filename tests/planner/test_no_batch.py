@@ -64,3 +64,29 @@ def test_modes_split_what_the_step_makes(options: dict[str, Any]) -> None:
     moments = {leaf.path: leaf.spec.axes for leaf in plan.inputs if "u[" in leaf.path}
     assert len(moments) == 4
     assert all(bool(axes) == (options.get("mode") != "dp") for axes in moments.values())
+
+
+def test_environments_in_the_state_are_no_parameters() -> None:
+    """Large worlds that are split, and weights that all devices have, are data parallel."""
+
+    def advance(s: Any) -> Any:
+        def loss(p: Any) -> Any:
+            def turn(world: jax.Array, key: jax.Array) -> Any:
+                scores = policy(p, world)
+                act = jax.random.categorical(key, scores)
+                chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), act[:, None], 1)
+                return 0.9 * world + jax.nn.one_hot(act, WIDTH), (chosen[:, 0], world.sum(-1))
+
+            world, (chosen, gain) = jax.lax.scan(turn, s["env"], jax.random.split(s["key"], TURNS))
+            return -jnp.mean(chosen * jax.lax.stop_gradient(gain)), world
+
+        (value, world), grads = jax.value_and_grad(loss, has_aux=True)(s["p"])
+        updates, o = ADAM.update(grads, s["o"], s["p"])
+        p = optax.apply_updates(s["p"], updates)
+        return {"p": p, "o": o, "env": world, "key": jax.random.fold_in(s["key"], 1)}, value
+
+    (p, o), _, key = jax.eval_shape(arguments)
+    env = jax.ShapeDtypeStruct((1 << 16, WIDTH), jnp.float32)
+    plan = make_plan(advance, {"p": p, "o": o, "env": env, "key": key}, cluster="h100:8")
+    assert plan.strategy.startswith("data parallel over 8")
+    assert plan.mesh.names == ("data",)
