@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -46,6 +46,16 @@ def body(jaxpr: Any) -> Any:
 def consts(jaxpr: Any) -> tuple[Any, ...]:
     """The constants that a closed jaxpr carries; none for an open one."""
     return tuple(getattr(jaxpr, "consts", ()) or ())
+
+
+def all_consts(jaxpr: Any) -> Iterator[Any]:
+    """The constants of a jaxpr and of all bodies in it."""
+    yield from consts(jaxpr)
+    for eqn in body(jaxpr).eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(body(inner), "eqns"):
+                    yield from all_consts(inner)
 
 
 def with_consts(jaxpr: Any, contents: Sequence[Any]) -> Any:

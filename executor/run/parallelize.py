@@ -17,6 +17,7 @@ from executor.processes.bootstrap import agree
 from executor.run.compile import CompiledStep, ShapesChangedError, compiled_step, is_inside
 from executor.run.follow import follow
 from executor.run.mesh import detect_cluster, detected_memory
+from planner import compat
 from planner.announce import announced
 from planner.arguments.calls import Bound, Calls, Indices, Names, captured_objects, name_of
 from planner.arguments.metadata import check_rules, with_logical_axis_rules
@@ -125,11 +126,18 @@ class Parallelized:
                     news = self._news(bound, key)
                     log.warning("%s: arguments of %s, planning again", self.__name__, news)
                 step = self._built(bound, shapes)
+            self._check_passed(bound, step)
             self._entries[key] = _Entry(step, bound.key, bound.is_plain)
             self._evict()
         self._entries.move_to_end(key)
         self._current = self._entries[key]
         return self._current
+
+    def _check_passed(self, bound: Bound, step: CompiledStep) -> None:
+        """Compare all arrays of static objects from now on if the step took one for a constant."""
+        passed = {id(x) for _, fixed in bound.function.partition.statics for x in fixed.passed}
+        if passed and any(id(x) in passed for x in compat.all_consts(step.traced.jaxpr)):
+            self.calls.trusting = False
 
     def _retraced(self, bound: Bound, shapes: tuple[Any, ...]) -> CompiledStep | None:
         """The step under the plan of a call that differs in weak types only, if that fits."""

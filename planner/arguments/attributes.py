@@ -76,8 +76,13 @@ def attributes(
         yield name, x
         if root in names and depth > 1 and hasattr(x, "__dict__"):
             for inner, y in attributes(x, names, depth - 1):
-                if inner[1:].partition("[")[0].partition(".")[0] in names:
+                if root_of(inner) in names:
                     yield name + inner, y
+
+
+def root_of(path: str) -> str:
+    """The attribute of the object itself that a path begins with."""
+    return path[1:].partition("[")[0].partition(".")[0]
 
 
 def numbers(value: Any, names: frozenset[str]) -> tuple[tuple[str, type, Any], ...]:
@@ -85,5 +90,5 @@ def numbers(value: Any, names: frozenset[str]) -> tuple[tuple[str, type, Any], .
     return tuple(
         (path, type(x), x)
         for path, x in attributes(value, names)
-        if isinstance(x, _PLAIN) and path[1:].partition("[")[0].partition(".")[0] in names
+        if isinstance(x, _PLAIN) and root_of(path) in names
     )

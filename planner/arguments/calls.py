@@ -172,6 +172,9 @@ class Calls:
         function: the step.
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jax.jit``.
 
+    Attributes:
+        trusting: see ``parted``; false where a trace took such an array for a constant.
+
     Raises:
         RequestError: a name or number that the function does not have, or one that is both
             static and donated; or a ``functools.partial`` that holds NNX objects.
@@ -186,6 +189,7 @@ class Calls:
         donate_argnums: Indices = (),
         donate_argnames: Names = (),
     ) -> None:
+        self.trusting = True
         self.function = function = _as_method(function)
         _check_partial(function)
         self.names, self.is_open = _positions(function)
@@ -214,7 +218,9 @@ class Calls:
         donated = self._numbers(self.donated, names, count)
         is_cached = nnx_graph.take_cache()
         pure, graph, objects = nnx_graph.split(given)
-        arrays, partition = parted(pure, _is_filtered(self.function), self.function)
+        arrays, partition = parted(
+            pure, _is_filtered(self.function), self.function, trusting=self.trusting
+        )
         form = Form(count, names, statics)
         step = PureStep(self.function, form, partition, graph)
         plain = graph is None and not partition.statics and not statics and not names

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from planner.arguments.attributes import attributes, names_read, numbers
+from planner.arguments.attributes import attributes, names_read, numbers, root_of
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _SCALARS = (bool, int, float, complex)
@@ -22,11 +22,13 @@ _SCALARS = (bool, int, float, complex)
 class Static:
     """A static value, compared by ``==``, an object without ``==`` by identity; and by what of its
     attributes a trace would read as constants: the arrays by identity, the numbers and strings by
-    ``==``."""
+    ``==``. ``passed``: arrays that are not compared, as the call has them for arguments, and no
+    name that the function reads leads to them."""
 
     value: Any
     arrays: tuple[tuple[str, Any], ...] = ()
     numbers: tuple[tuple[str, type, Any], ...] = ()
+    passed: tuple[Any, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or len(self.arrays) != len(other.arrays):
@@ -69,12 +71,17 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-def static(value: Any, function: Any = None) -> Static:
-    """The value as a static one, with what of its attributes a function may read."""
+def static(value: Any, function: Any = None, given: Set[int] = frozenset()) -> Static:
+    """The value as a static one, with what of its attributes a function may read; ``given``: the
+    arrays among the arguments, by ``id``."""
     names = names_read(function, type(value))
     held = attributes(value, names) if _is_by_identity(type(value)) or names else ()
-    arrays = tuple((path, x) for path, x in held if isinstance(x, _ARRAYS))
-    return Static(value, arrays, numbers(value, names))
+    arrays = [(path, x) for path, x in held if isinstance(x, _ARRAYS)]
+    passed = [
+        (path, x) for path, x in arrays if id(x) in given and names and root_of(path) not in names
+    ]
+    others = tuple(pair for pair in arrays if pair not in passed) if passed else tuple(arrays)
+    return Static(value, others, numbers(value, names), tuple(x for _, x in passed))
 
 
 def _is_by_identity(kind: Any) -> bool:
@@ -129,18 +136,23 @@ class Partition:
         return jax.tree_util.tree_unflatten(self.tree, full)
 
 
-def parted(tree: Any, numbers_static: bool = False, function: Any = None) -> tuple[Any, Partition]:
+def parted(
+    tree: Any, numbers_static: bool = False, function: Any = None, *, trusting: bool = False
+) -> tuple[Any, Partition]:
     """A pytree with None for its static leaves, and what puts them back.
 
     Args:
         tree: any pytree.
         numbers_static: Python numbers are static everywhere, not only in Equinox modules.
         function: what reads the attributes of static leaves.
+        trusting: arrays that are arguments as well are not looked for in these attributes, where
+            the function reads no name that leads to them.
     """
     leaves, structure = jax.tree_util.tree_flatten(tree)
     fixed = _numbers_static(tree, numbers_static)
+    given = frozenset(id(x) for x in leaves if trusting and isinstance(x, jax.Array))
     statics = tuple(
-        (k, static(x, function))
+        (k, static(x, function, given))
         for k, (x, number) in enumerate(zip(leaves, fixed, strict=True))
         if not is_traced(x, not number)
     )

@@ -358,3 +358,36 @@ def test_a_callable_object_is_an_argument_of_its_call():
     for k in (1, 2, 3):
         np.testing.assert_array_equal(run(X), X * k)
     assert float(layer.count[...]) == 3
+
+
+class Trainer:
+    """Holds the model that its step takes as an argument."""
+
+    def __init__(self, reads: bool) -> None:
+        self.model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.scale, self.name = 2.0, "model" if reads else ""
+
+    def step(self, model: nnx.Linear, x: jax.Array) -> jax.Array:
+        own = getattr(self, self.name).bias.get_value().sum() if self.name else 0.0
+
+        def loss(m: nnx.Linear) -> jax.Array:
+            return self.scale * jnp.mean(m(x) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model), grads))
+        return value + own
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_trainer_that_holds_the_model(reads: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its arrays are new at every call; they matter where a step reads them from the object, by
+    whatever name."""
+    mine, plain = Trainer(reads), Trainer(reads)
+    run = parallelize(mine.step)
+    for turn in range(4):
+        x = jnp.full((16, 8), 1.0 + turn)
+        want = plain.step(plain.model, x)
+        np.testing.assert_allclose(run(mine.model, x), want, rtol=1e-5)
+    assert ("planning again" in caplog.text) == reads
+    mine.scale = plain.scale = 3.0
+    np.testing.assert_allclose(run(mine.model, x), plain.step(plain.model, x), rtol=1e-5)
