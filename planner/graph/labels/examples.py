@@ -35,7 +35,8 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
     What may be examples are first dimensions of the batch's arrays which no product sums over and
     no array of the state has. An argument holds frozen weights if one of these, of another
     argument, is in most of what the forward pass computes from it, it has no array with that
-    dimension, and its own first dimensions are lost soon.
+    dimension, and its own first dimensions are lost soon. So does one whose arrays meet nothing
+    but arrays of the state, dimension by dimension: the weights that a penalty holds to.
 
     Args:
         graph: a step with phases and roles.
@@ -58,6 +59,8 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
             if mask >> number & 1:
                 total.update(found)
         if not total:
+            if eligible and _beside_state(dims, graph, mine):
+                out.update(mine)
             continue
         (examples, many), *_ = total.most_common(1)
         sizes = {graph.values[v].shape[0] for v, d in first.items() if d == examples}
@@ -68,6 +71,17 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         if max(total[first[v]] for v in mine) < OWN * many:
             out.update(mine)
     return frozenset(out)
+
+
+def _beside_state(dims: _Dims, graph: Graph, values: Sequence[int]) -> bool:
+    """Whether arrays, some of them matrices, have the dimensions of arrays of the state."""
+
+    def all_dims(value: int) -> tuple[int, ...]:
+        return tuple(dims.of(value, d) for d in range(len(graph.values[value].shape)))
+
+    known = set(map(all_dims, graph.state))
+    matrices = any(len(graph.values[v].shape) > 1 for v in values)
+    return matrices and known.issuperset(map(all_dims, values))
 
 
 VIEWS = frozenset("slice dynamic_slice pad rev".split())

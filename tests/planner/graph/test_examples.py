@@ -101,6 +101,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[int]]] = {
         (LAYERS, INPUTS, LAYERS),
         {2},
     ),
+    "anchor": (
+        lambda p, x, y, a: (
+            jnp.mean(cross_entropy(network(p, x), y))
+            + sum(jnp.sum((w - b) ** 2) for w, b in zip(*map(jax.tree.leaves, (p, a)), strict=True))
+        ),
+        (LAYERS, INPUTS, LABELS, LAYERS),
+        {3},
+    ),
     "scanned teacher": (
         lambda p, x, t: jnp.mean((x @ p - scanned(t, x)) ** 2),
         (array(16, 16), INPUTS, array(12, 16, 16)),
