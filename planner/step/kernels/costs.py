@@ -23,6 +23,8 @@ from planner.step.kernels.flops import in_place, masked_operands, op_flops, ragg
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
 
+APART = 0.25
+"""Of the vector rate, what a convolution of one channel in each group reaches on a TPU."""
 LOOKUPS = ("gather", "scatter")
 TF32_PASSES = 3
 """Precision that GPUs still reach with TF32: XLA:GPU uses it for ``Precision.HIGH``, not for
@@ -145,7 +147,7 @@ class Workload:
         first = next((v for v in op.inputs if v >= 0), op.outputs[0] if op.outputs else -1)
         dtype = values[first].dtype if first >= 0 else "float32"
         if op.kind in PRODUCTS:
-            flops *= self._passes(op, dtype) * self._dense(op)
+            flops *= self._passes(op, dtype) * self._dense(op) * self._grouped(op, dtype)
             return group, self._product(op, flops, dtype, weight)
         factors = self.spans.get((ins, outs))
         if factors is None:
@@ -222,6 +224,29 @@ class Workload:
         if self.device.fuses_operands and masked_operands(self.graph, op) == 1:
             return 1.0
         return float(ragged_groups(self.graph, op))
+
+    def _grouped(self, op: Op, dtype: str) -> float:
+        """How many times longer a convolution of groups of channels takes than its flop do in one
+        without groups. XLA:TPU computes one of few channels in each outside of the matrix units,
+        500 products a cycle and core (a quarter of the vector rate), four times as many for the
+        gradient of its kernel; or it multiplies all channels, most of them by zeros
+        (docs/explanation/compute.md)."""
+        device = self.device
+        if op.kind != "conv_general_dilated" or device is None or not device.fuses_operands:
+            return 1.0
+        entry = self.groups.op_layouts[op.index]
+        assert entry is not None
+        group, ins, outs = entry
+        shared = {f for f in ins[0] if f >= 0}.intersection(ins[1], outs[0])
+        groups = math.prod(self.groups.groups[group].sizes[f] for f in shared)
+        if groups == 1:
+            return 1.0
+        *operands, result = (
+            math.prod(self.graph.values[v].shape) for v in (*op.inputs[:2], op.outputs[0])
+        )
+        vector = device.vector_flops_per_s * (1.0 if result < min(operands) else APART)
+        rate = device.matmul_flops_per_s(dtype) * device.convolution_efficiency
+        return max(1.0, min(float(groups), rate / vector))
 
     def _product(self, op: Op, flops: float, dtype: str, weight: float) -> Work:
         """A product: its factors in classes by which of the two operands and the result have
