@@ -31,6 +31,7 @@ _COMPAT = (
     *("make_jaxpr", "body", "consts", "is_literal", "aval_shape", "rebuild", "as_struct"),
     *("Origin", "provenance", "evaluate_equation", "scan_counts", "is_ref", "to_memory"),
     *("in_host_memory", "placed_struct", "marks_places", "computed_on", "row_major"),
+    "_of_no_mesh",
     "expanded",
 )
 _PARTS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
