@@ -89,7 +89,7 @@ def proof_text(plan: Plan) -> str:
         else (f"lower bound on this mesh {time_text(s.lower_bound_s)}")
     )
     if s.lower_bound_s > plan.prediction.step_s * (1.0 + 1e-9):
-        here += ", for work that devices repeat; spread over them, it takes less"
+        here += " as the search counts; as it runs, the plan takes less"
     if least >= s.lower_bound_s * (1.0 - 1e-9):
         return here
     return f"{here}; lower bound over all meshes {time_text(least)}"
