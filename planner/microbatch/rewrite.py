@@ -188,7 +188,7 @@ def batch_size(whole: Traced) -> int:
 
 
 def keys_of_examples(whole: Traced, batch: Sequence[int]) -> list[int]:
-    """The arguments that are random keys, as many as there are examples, by position."""
+    """The positions of arguments that hold one random key per example."""
     graph = whole.graph
     values = [graph.values[v] for v in graph.inputs]
     examples = values[batch[0]].shape[0]

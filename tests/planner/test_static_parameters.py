@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from planner.microbatch.bodies.merged import merged
 from planner.microbatch.errors import NotExactError
 from planner.recipes import rewritten
 from planner.spec import Recipe
@@ -109,3 +110,14 @@ def test_a_callback_that_holds_the_size_is_refused(recipe: Recipe) -> None:
 
     with pytest.raises(NotExactError, match=r"test_static_parameters.py:.* holds the batch's size"):
         rewritten(step_of(scaled, True), arguments(), recipe)
+
+
+def test_the_sizes_of_pieces_are_no_dimensions() -> None:
+    """Two pieces of a matrix: one size for each piece."""
+
+    def split(x: jax.Array) -> list[jax.Array]:
+        return jnp.split(x, 2)
+
+    whole, small = (jax.make_jaxpr(split)(jnp.ones((n, 8))).jaxpr.eqns[-1] for n in (12, 6))
+    assert whole.params["sizes"] == (6, 6)
+    assert merged(whole, small).params["sizes"] == (3, 3)

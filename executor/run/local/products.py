@@ -243,7 +243,7 @@ def _own_rows(eqn: Any, row: int, shards: Sequence[Any], axes: Sequence[str]) ->
 
 
 def _along(flags: Any, dims: Sequence[int], rank: int) -> Any:
-    """[..., 1] flags of rows, over the result of a look-up."""
+    """Flags of rows, [..., 1], in the shape of the result of a lookup."""
     sizes = dict(zip(dims, flags.shape[:-1], strict=True))
     return flags.reshape([sizes.get(d, 1) for d in range(rank)])
 
@@ -255,7 +255,7 @@ def _within(dtype: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _fill(eqn: Any, dtype: Any) -> Any:
-    """What a look-up finds outside its table.
+    """The value of a lookup outside the table.
 
     Source: the documentation of ``jax.lax.gather``, ``fill_value``.
     """

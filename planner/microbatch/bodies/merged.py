@@ -28,6 +28,8 @@ GROUPS = frozenset({"feature_group_count", "batch_group_count"})
 """What counts groups of channels or examples, and divides a shape."""
 SIZES = frozenset("k permutation_size fft_lengths sizes shape new_sizes axis_size".split())
 """What is a length where it is as long as a dimension of examples."""
+PIECES = frozenset({"sizes", "fft_lengths"})
+"""Of these, what has one entry for each piece and none for each dimension."""
 DIMENSIONS = frozenset("permutation dimensions axes axis dimension broadcast_dimensions".split())
 """What names dimensions, and counts none."""
 CALLBACKS = frozenset({"pure_callback", "io_callback"})
@@ -117,7 +119,7 @@ def _param(name: str, whole: Any, small: Any, lengths: _Lengths) -> Any:
     if name in DIMENSIONS or len(whole) != len(small) or type(whole) not in (tuple, list):
         return whole
     entries, count = list(zip(whole, small, strict=True)), len(whole)
-    if lengths.has_rank(count):
+    if lengths.has_rank(count) and name not in PIECES:
         return type(whole)(b if lengths.along(count, d) else a for d, (a, b) in enumerate(entries))
     sized = lengths.pairs if name in SIZES else set()
     return type(whole)(b if (a, b) in sized else a for a, b in entries)

@@ -228,7 +228,7 @@ class Workload:
     def _grouped(self, op: Op, dtype: str) -> float:
         """How many times longer a convolution of groups of channels takes than its flop do in one
         without groups. XLA:TPU computes one of few channels in each outside of the matrix units,
-        500 products a cycle and core (a quarter of the vector rate), four times as many for the
+        500 products per cycle and core (a quarter of the vector rate), and 2,000 for the
         gradient of its kernel; or it multiplies all channels, most of them by zeros
         (docs/explanation/compute.md)."""
         device = self.device
