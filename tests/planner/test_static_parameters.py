@@ -59,6 +59,9 @@ BODIES: dict[str, Body] = {
     "axis of what is no example": lambda h, n: (
         h * jnp.sum(jnp.arange(64.0).reshape(8, 8), axis=0 if n == EXAMPLES else 1)
     ),
+    "bodies with names": lambda h, n: jnp.linalg.solve(
+        n / 4.0 * jnp.eye(8) + h[:, :, None] * h[:, None, :], h[..., None]
+    )[..., 0],
     "turns": turns,
     "turns of what is alike": powers,
 }

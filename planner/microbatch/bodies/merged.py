@@ -102,7 +102,8 @@ class _Lengths:
 def _param(name: str, whole: Any, small: Any, lengths: _Lengths) -> Any:
     """A parameter of an equation."""
     if isinstance(whole, tuple) and whole and all(hasattr(x, "jaxpr") for x in whole):
-        return tuple(merged_jaxpr(a, b) for a, b in zip(whole, small, strict=True))
+        bodies = [merged_jaxpr(a, b) for a, b in zip(whole, small, strict=True)]
+        return type(small)(*bodies) if hasattr(small, "_fields") else tuple(bodies)
     if hasattr(whole, "eqns") or hasattr(getattr(whole, "jaxpr", None), "eqns"):
         return merged_jaxpr(whole, small)
     kind = lengths.whole.primitive.name
