@@ -3,9 +3,10 @@
 JAX names what differentiation makes: the name stack of an equation says ``jvp(...)`` on the way to
 the loss and ``transpose(jvp(...))`` on the way back, outermost transformation first. What carries
 neither name is placed by what it depends on: behind the backward pass is the update, and so is what
-only the new state reads (a step count, a learning rate); all else is forward. What a backward pass
-computes again (``jax.checkpoint``) belongs to it. A step without a backward pass is all forward. In
-a loop over train steps each turn begins anew: what a turn reads of the one before is forward.
+only that or the new state reads (a step count, a decayed moment); all else is forward. What a
+backward pass computes again (``jax.checkpoint``) belongs to it. A step without a backward pass is
+all forward. In a loop over train steps each turn begins anew: what a turn reads of the one before
+is forward.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def phases_of(graph: Graph, named: Sequence[Phase | None]) -> tuple[Phase, ...]:
     loops = step_loops(graph, named)
     behind = _behind(graph, named, loops)
     wanted = {i for op, phase in zip(graph.ops, named, strict=True) if phase for i in op.inputs}
-    _, before = graph.needed_for(wanted.union(graph.reports), once=loops)
+    made = ((v, graph.values[v].op) for v in graph.reports)
+    reports = {v for v, op in made if op < 0 or not behind[op]}
+    _, before = graph.needed_for(wanted | reports, once=loops)
     return tuple(
         phase or (Phase.UPDATE if behind[op.index] or not before[op.index] else Phase.FORWARD)
         for op, phase in zip(graph.ops, named, strict=True)

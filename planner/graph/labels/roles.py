@@ -27,6 +27,9 @@ KEY_BORDERS = frozenset("loop_const loop_carry loop_xs branch_in reshape squeeze
 SLICES = frozenset({"loop_xs", "loop_ys"})
 """Borders at which a value loses or gains the dimension of a loop."""
 
+VIEWS = frozenset({"reshape"})
+"""Operations that leave the elements what they are: layers are dealt out to pipeline stages."""
+
 SUMS = frozenset({"reduce_sum", "reduce_max"})
 """Reductions in an update: means of gradients per example, and what moments keep of a gradient."""
 
@@ -218,9 +221,10 @@ class _Gradients:
         yield from self.backs.get(value, ())
 
     def _alike(self, op: Op, operand: int, result: int) -> bool:
-        """Whether an operand has the dimensions of the result, but for a loop's and summed ones."""
+        """Whether an operand has the dimensions of the result, but for a loop's, those of another
+        view, and summed ones."""
         a, b = self.dims[operand], self.dims[result]
-        return a == b or op.kind in SLICES or op.kind in SUMS
+        return a == b or op.kind in SLICES | VIEWS | SUMS
 
     def made(self, found: dict[int, int]) -> dict[int, int]:
         """Per gradient its parameter: those found, and what they are views and sums of, back to

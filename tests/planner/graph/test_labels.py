@@ -193,6 +193,31 @@ def test_a_loop_over_steps_is_labelled_as_a_step() -> None:
     assert {op.phase for op in inside if op.kind == "sqrt"} == {Phase.UPDATE}
 
 
+@pytest.mark.parametrize("dealt", [False, True], ids=["as stored", "dealt out to stages"])
+def test_moments_whose_norm_is_reported_are_no_parameters(dealt: bool) -> None:
+    """A decayed moment is nearer to the gradient than the parameter, and the passes read neither
+    it nor what is computed from it; the gradient may have another view of the layers."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            layers = w.reshape(2, LAYERS // 2, WIDTH, WIDTH) if dealt else w
+            y = x
+            for k in range(LAYERS):
+                y = jnp.tanh(y @ (layers[k // 2, k % 2] if dealt else layers[k]))
+            return jnp.mean(y**2)
+
+        value, grad = jax.value_and_grad(loss)(state["w"])
+        m = 0.9 * state["m"] + grad
+        return {"m": m, "w": state["w"] - 0.1 * m}, (value, optax.tree.norm(m))
+
+    w = jnp.ones((LAYERS, WIDTH, WIDTH))
+    graph = graph_of(step, {"m": w, "w": w}, jnp.ones((8, WIDTH)))
+    roles = {p: graph.values[v].role for p, v in zip(graph.input_paths, graph.inputs, strict=True)}
+    assert roles == {"[0]['m']": Role.MOMENT, "[0]['w']": Role.PARAMETER, "[1]": Role.BATCH}
+    decay = next(op for op in graph.ops if graph.inputs[0] in op.inputs)
+    assert decay.phase is Phase.UPDATE
+
+
 def test_running_statistics_keys_and_frozen_arrays() -> None:
     class Net(nn.Module):
         @nn.compact
