@@ -10,7 +10,8 @@ from html import escape
 
 from planner.plan.plan import Plan
 from planner.report.fold import LeafRow, fold_leaves
-from planner.report.table import plan_text, recipe_lines
+from planner.report.sections.recipe import recipe_lines
+from planner.report.table import plan_text
 from planner.report.units import array_text, bytes_text, limit_text, percent_text, time_text
 from planner.report.verdict import likely_text
 

@@ -16,7 +16,7 @@ from planner.html.time import StepInTime, reach, step_in_time
 from planner.plan.plan import Leaf, Plan
 from planner.planning import Planned
 from planner.report.fold import common_path, is_optimizer_state, pattern
-from planner.report.table import recipe_lines, schedule_text
+from planner.report.sections.recipe import recipe_lines, schedule_text
 from planner.report.units import array_text
 from planner.report.verdict import (
     choice_text,

@@ -22,7 +22,7 @@ from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 from planner.planning import plan_step
 from planner.recipes import Recipe, rewritten
-from planner.report.table import recipe_lines
+from planner.report.sections.recipe import recipe_lines
 from tests.zoo.running import compiled_quickly, difference
 
 B, T, H, D = 4, 64, 2, 4

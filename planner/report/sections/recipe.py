@@ -1,0 +1,85 @@
+"""How a step was rewritten, in lines: stages and their schedule, microbatches, recomputation."""
+
+from __future__ import annotations
+
+from costmodels.orders import (
+    Simulated,
+    Work,
+    drawn,
+    in_ticks,
+    named_order,
+    order_of_rows,
+    simulate,
+)
+from planner.plan.plan import Plan
+from planner.report.units import percent_text
+
+_PLACES_NAMED = 6
+"""Lines that couple examples that are named."""
+_STAGES_DRAWN = 8
+SCHEDULE_TITLE = (
+    "schedule (a row per stage; digits: forward pass of that microbatch, letters: backward pass, "
+    "drawn at twice the time; dots: idle)"
+)
+"""Above the drawing of ``schedule_text``."""
+
+
+def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
+    """How the step was rewritten: its stages, its microbatches, what it computes again, and what is
+    computed in chunks."""
+    lines = [("stages", line) for line in plan.staged]
+    if plan.microbatches > 1:
+        text = f"{plan.microbatches}, one after the other; their gradients are added up"
+        if plan.replicas > 1:
+            text += f" in {plan.replicas} groups of devices, and reduced once per step"
+        if plan.stages > 1:
+            name, idle = (plan.schedule or "1F1B").upper(), ran(plan, plan.microbatches).bubble
+            text = f"{plan.microbatches}, {name} through the stages"
+            text += f", bubble {percent_text(idle)} where they are equal"
+        lines.append(("microbatches", text))
+        if plan.coupled:
+            text = "of each microbatch, not of the whole batch: "
+            text += ", ".join(plan.coupled[:_PLACES_NAMED])
+            left = len(plan.coupled) - _PLACES_NAMED
+            lines.append(("statistics", text + (f" and {left} more" if left > 0 else "")))
+    elif plan.replicas > 1:
+        text = f"of {plan.replicas} groups of devices, each added up over the step's loops, and "
+        lines.append(("gradients", f"{text}reduced once per step"))
+    if plan.pad_batch:
+        fed = (x for x in plan.inputs if not (x.tied or x.frozen) and x.shape)
+        examples = min((x.shape[0] for x in fed), default=0)
+        more = percent_text(plan.pad_batch / max(examples, 1) - 1.0)
+        lines.append(
+            ("batch", f"padded to {plan.pad_batch} examples, {more} more; sums leave these out")
+        )
+    if plan.remat != "none":
+        again = plan.recomputed or ("nothing to compute again",)
+        lines += [("remat", f"{plan.remat}: {line}") for line in again]
+    if plan.chunks > 1:
+        none = ("none: no product is that large, or its rows need each other",)
+        lines += [("chunks", line) for line in plan.chunked or none]
+    return lines
+
+
+def schedule_text(plan: Plan) -> str:
+    """The order of the passes of a plan with stages, drawn; empty without stages, or where there
+    are too many to draw."""
+    if not 1 < plan.stages <= _STAGES_DRAWN:
+        return ""
+    shown = plan.microbatches if plan.order else min(plan.microbatches, 2 * plan.stages)
+    ticks = shown + plan.stages - 1
+    left = plan.microbatches - shown
+    drawing = drawn(ran(plan, shown), columns=3 * ticks)
+    return drawing + (f"\n{left} more microbatches run the same way between these" if left else "")
+
+
+def ran(plan: Plan, microbatches: int) -> Simulated:
+    """The schedule of a plan with equal stages; a backward pass takes twice a forward pass."""
+    if not plan.schedule:
+        return in_ticks(plan.stages, microbatches, Work(1.0, 2.0))
+    if plan.order:
+        order = order_of_rows(plan.schedule, plan.order)
+    else:
+        order = named_order(plan.schedule, plan.stages, microbatches)
+    one = Work(1.0, 1.0, 1.0) if order.splits_weights else Work(1.0, 2.0)
+    return simulate(order, [one] * len(order.place))
