@@ -43,7 +43,7 @@ def batch_leaves(graph: Graph) -> tuple[int, ...]:
     loose = [
         (k, graph.values[v])
         for k, v in enumerate(graph.inputs)
-        if graph.values[v].fed and graph.values[v].shape
+        if graph.values[v].has_examples and graph.values[v].shape
     ]
     if not loose:
         return ()
@@ -59,9 +59,11 @@ def growing(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) ->
 def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> Mapping[int, int]:
     """How many dimensions of each value grow with the first one of some arguments; those that grow.
 
-    A dimension that shares a factor with one that grows does so, too.  Carried arguments never do.
+    A dimension that shares a factor with one that grows does so, too.  Other arguments of
+    the state never do.
     """
-    fixed = {*graph.state, *graph.next_values.values()}
+    own = {graph.inputs[k] for k in leaves}
+    fixed = {v for pair in graph.next_values.items() if pair[0] not in own for v in pair}
     grows: dict[int, set[int]] = {graph.inputs[k]: {0} for k in leaves}
     while True:
         before = sum(map(len, grows.values()))

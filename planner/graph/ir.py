@@ -38,12 +38,14 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What a value is to a train step (``planner.graph.labels.roles``). The first four are state:
-    arguments that come back as results."""
+    """What a value is to a train step (``planner.graph.labels.roles``). The first five are state:
+    arguments that come back as results; ``EXAMPLES`` has a row per example, as hidden states of
+    truncated backpropagation, caches and environments."""
 
     PARAMETER = "parameter"
     MOMENT = "moment"
     STATISTIC = "statistic"
+    EXAMPLES = "examples"
     KEY = "key"
     BATCH = "batch"
     ARGUMENT = "argument"
@@ -97,8 +99,13 @@ class Value:
 
     @property
     def fed(self) -> bool:
-        """Of an input: whether it may hold examples; no state, frozen weights or keys."""
+        """Of an input: whether the host may feed it; no state, frozen weights or keys."""
         return not self.carried and self.role not in (Role.FROZEN, Role.KEY)
+
+    @property
+    def has_examples(self) -> bool:
+        """Of an input: whether it may have a row per example; what is fed, and some state."""
+        return self.fed or self.role is Role.EXAMPLES
 
     def labelled(self, role: Role, of: int, carried: bool) -> Value:
         """The same with a role."""

@@ -18,7 +18,14 @@ from planner.graph.ir import Graph, Role
 from planner.graph.jaxpr.build import Builder, graph_of
 from planner.graph.jaxpr.inlined import with_inlined
 from planner.graph.jaxpr.own_rows import takes_indices, with_own_rows
-from planner.graph.labels.examples import frozen_inputs, is_ambiguous, with_frozen
+from planner.graph.labels.examples import (
+    BY_DIMENSIONS,
+    frozen_inputs,
+    is_ambiguous,
+    maybe_examples,
+    state_examples,
+    with_roles,
+)
 from planner.graph.op_rules import op_rules
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
@@ -92,17 +99,23 @@ class Traced:
     @functools.cached_property
     def _made(self) -> tuple[Graph, Builder]:
         graph, builder = graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
-        if is_ambiguous(graph):
-            graph = with_frozen(graph, self._frozen(graph, builder))
-        return graph, builder
-
-    def _frozen(self, graph: Graph, builder: Builder) -> frozenset[int]:
-        """The inputs that are frozen weights."""
         if self.origin is None:
-            return frozen_inputs(graph, op_rules(graph, builder.eqns))
+            return _with_examples(graph, builder), builder
         known = self.origin.graph
         pairs = zip(graph.inputs, known.inputs, strict=True)
-        return frozenset(v for v, w in pairs if known.values[w].role is Role.FROZEN)
+        roles = {v: known.values[w].role for v, w in pairs}
+        return with_roles(graph, {v: r for v, r in roles.items() if r in BY_DIMENSIONS}), builder
+
+
+def _with_examples(graph: Graph, builder: Builder) -> Graph:
+    """The graph with the roles that follow from where the examples are."""
+    ambiguous, rows = is_ambiguous(graph), maybe_examples(graph)
+    if not ambiguous and not rows:
+        return graph
+    rules = op_rules(graph, builder.eqns)
+    if ambiguous:
+        graph = with_roles(graph, dict.fromkeys(frozen_inputs(graph, rules), Role.FROZEN))
+    return with_roles(graph, dict.fromkeys(state_examples(graph, rules), Role.EXAMPLES))
 
 
 def abstract(args: Sequence[Any]) -> tuple[Any, ...]:

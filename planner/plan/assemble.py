@@ -192,9 +192,10 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
     axes = data_axes(mesh)
     parts = math.prod(mesh.size(name) for name in axes)
     graph, dims = quotient.whole.graph, quotient.example_dims
-    fed = [graph.values[v] for v in graph.inputs if graph.values[v].fed]
+    fed = any(graph.values[v].fed for v in graph.inputs)
+    rows = [graph.values[v] for v in graph.inputs if graph.values[v].has_examples]
     sizes = {
-        v.name: v.shape[dims.get(v.index, 0)] for v in fed if v.shape and max(v.shape) >= parts
+        v.name: v.shape[dims.get(v.index, 0)] for v in rows if v.shape and max(v.shape) >= parts
     }
     wrong = {name: n for name, n in sizes.items() if n % parts}
     if not fed and parts > 1:

@@ -63,8 +63,7 @@ def roles_of(plan: Extraction) -> Roles:
     fed = _batch(graph)
     roles, zero = [], set[int]()
     for k in range(len(sizes)):
-        weights = state.parameters.difference(fed, _carried(graph))
-        parameters = _share(plan, sorted(weights), k) >= HALF
+        parameters = _share(plan, sorted(state.parameters.difference(fed)), k) >= HALF
         if sizes[k] == 1 or (k in idle and not parameters):
             roles.append(IDLE)
             continue
@@ -168,17 +167,9 @@ def _batch(graph: Graph) -> tuple[int, ...]:
     return tuple(v for v in graph.inputs if v in left) or fed
 
 
-def _carried(graph: Graph) -> frozenset[int]:
-    """Of a step that trains something, the state that it reads and does not train: environments of
-    reinforcement learning, running means."""
-    roles = {v: graph.values[v].role for v in graph.inputs}
-    trains = Role.PARAMETER in roles.values()
-    return frozenset(v for v, r in roles.items() if trains and r is Role.STATISTIC)
-
-
 def _weights(graph: Graph) -> list[bool]:
     """Per value, whether it is made of parameters alone."""
-    fed = {*_batch(graph), *_carried(graph)}
+    fed = {*_batch(graph), *(v for v in graph.state if graph.values[v].role is Role.EXAMPLES)}
     out = [False] * len(graph.values)
     for value in graph.inputs:
         out[value] = value not in fed

@@ -136,8 +136,9 @@ def mode_pins(
 ) -> tuple[Pin, ...]:
     """What a mode says about the inputs that the user did not pin.
 
-    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the dimension of examples of the batch over the data
-    axes: the first, or that of ``examples``. Every other input is replicated.
+    DATA_PARALLEL and SEMI_AUTO_PARALLEL split the dimension of examples of the batch, and of state
+    that has such, over the data axes: the first, or that of ``examples``. Every other input is
+    replicated.
     """
     if mode == "AUTO_PARALLEL":
         return ()
@@ -152,7 +153,7 @@ def mode_pins(
         dim = examples.get(index, 0)
         batch = (
             mode in ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL")
-            and value.fed
+            and value.has_examples
             and value.shape[dim] % parts == 0
             and parts > 1
         )

@@ -1,8 +1,8 @@
 """What may be asked of the training state as a whole: ZeRO levels, opt-outs, a size threshold.
 
 The *state* is what a step carries on: inputs that come back as results. Its moments
-(``planner.graph.labels.roles``) are *optimizer state*, all else and frozen weights, which do not
-come back, count as *parameters*. ZeRO
+(``planner.graph.labels.roles``) are *optimizer state*; all else and frozen weights, which do not
+come back, count as *parameters*, but for what has a row per example: it goes with the batch. ZeRO
 (Rajbhandari et al. 2020) splits over the data axes: level 1 the optimizer state, level 2 the
 gradients as well, level 3 the parameters, too. As gradients are always reduced straight into the
 shards of what they update, levels 1 and 2 are one plan here.
@@ -115,8 +115,11 @@ def find_state(graph: Graph, request: StateRequest) -> TrainingState:
             )
         bound.update(hits)
     others = frozenset(v for v in graph.state if graph.values[v].role is Role.MOMENT)
+    rows = {v for v in graph.state if graph.values[v].role is Role.EXAMPLES}
     frozen = {v for v in graph.inputs if graph.values[v].role is Role.FROZEN}
-    parameters = frozenset(graph.state) - others | {v for v in frozen if graph.values[v].splits}
+    parameters = frozenset(graph.state) - others - rows | {
+        v for v in frozen if graph.values[v].splits
+    }
     return TrainingState(parameters, others, frozenset(bound))
 
 

@@ -97,7 +97,7 @@ def test_golden_scan_with_carry_xs_ys_and_a_constant() -> None:
         graph_of(scan, struct(4, 8), struct(5, 4, 8), struct(8, 8)),
         """
     graph: 10 operations, 12 values
-      %0 = input [0]: float32[4,8] statistic
+      %0 = input [0]: float32[4,8] examples
       %1 = input [1]: float32[5,4,8] batch
       %2 = input [2]: float32[8,8] batch
       forward:
@@ -155,7 +155,7 @@ def test_golden_cond() -> None:
         """
     graph: 8 operations, 11 values
       %0 = input [0]: bool[] batch
-      %1 = input [1]: float32[4,8] statistic
+      %1 = input [1]: float32[4,8] examples
       %2 = input [2]: float32[4,8] batch
       forward:
         %3: int32[] = convert_element_type(%0)

@@ -11,7 +11,7 @@ then, or parts of the batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase, Role
@@ -33,7 +33,7 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
     """The inputs of the batch that are frozen weights.
 
     What may be examples are first dimensions of the batch's arrays which no product sums over and
-    no array of the state has. An argument holds frozen weights if one of these, of another
+    no trained array of the state has. An argument holds frozen weights if one of these, of another
     argument, is in most of what the forward pass computes from it, it has no array with that
     dimension, and its own first dimensions are lost soon. So does one whose arrays meet nothing
     but arrays of the state, dimension by dimension: the weights that a penalty holds to.
@@ -49,7 +49,7 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         if graph.values[v].shape:
             arguments.setdefault(_argument(graph, v), []).append(v)
     first = {v: dims.of(v, 0) for mine in arguments.values() for v in mine}
-    kept = map(dims.all_of, graph.state)
+    kept = map(dims.all_of, set(graph.state).difference(maybe_examples(graph)))
     eligible = set(first.values()).difference(dims.contracted, *kept)
     counts = _counts(graph, list(arguments.values()), dims, eligible)
     out: set[int] = set()
@@ -89,12 +89,21 @@ VIEWS = frozenset("slice dynamic_slice pad rev".split())
 
 
 def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
-    """Per array of the batch, its dimension of examples where that is not the first.
+    """Per array of the batch, and of the state that has a row per example, its dimension of
+    examples where that is not the first.
 
     Args:
         graph: a step with phases and roles.
         rules: per operation.
     """
+    out = _fed_dims(graph, rules)
+    if any(graph.values[v].role is Role.EXAMPLES for v in graph.state):
+        out.update((v, d) for v, d in state_examples(graph, rules).items() if d)
+    return out
+
+
+def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
+    """Of the batch alone."""
     fed = [v for v in graph.inputs if graph.values[v].fed and len(graph.values[v].shape) > 1]
     loops = _loops_over(graph, fed)
     if not loops:
@@ -104,7 +113,8 @@ def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     walked = {dims.of(v, 0) for v in loops}
     if not any(dims.of(v, 0) in walked for v in fed):
         return {}
-    no_examples = walked.union(dims.roots_of_contracted(), *map(dims.all_of, graph.state))
+    others = set(graph.state).difference(maybe_examples(graph))
+    no_examples = walked.union(dims.roots_of_contracted(), *map(dims.all_of, others))
     many: Counter[int] = Counter()
     for op in graph.ops:
         if op.phase is Phase.FORWARD:
@@ -136,10 +146,65 @@ def _loops_over(graph: Graph, fed: Sequence[int]) -> list[int]:
     return out
 
 
-def with_frozen(graph: Graph, frozen: frozenset[int]) -> Graph:
-    """The graph with the role of some inputs as frozen weights."""
-    values = [replace(v, role=Role.FROZEN) if v.index in frozen else v for v in graph.values]
-    return replace(graph, values=tuple(values)) if frozen else graph
+BY_DIMENSIONS = frozenset({Role.FROZEN, Role.EXAMPLES})
+"""Roles that follow from dimensions, not from what comes back or is differentiated."""
+
+
+def maybe_examples(graph: Graph) -> list[int]:
+    """The state that is not trained and may have a row per example, in a step that trains or is
+    fed: some dimension is one of the batch's, or there is no batch."""
+    roles = {graph.values[v].role for v in graph.inputs}
+    sizes = {n for v in graph.batch for n in graph.values[v].shape if n > 1}
+    if not sizes and Role.PARAMETER not in roles:
+        return []
+    return [
+        v
+        for v in graph.state
+        if graph.values[v].role in (Role.STATISTIC, Role.EXAMPLES)
+        and any(n > 1 and (n in sizes or not sizes) for n in graph.values[v].shape)
+    ]
+
+
+def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
+    """The state with a row per example, and which dimension that is: hidden states of truncated
+    backpropagation, caches, environments.
+
+    The dimension is that of the batch's examples. Without a batch it is the one, of those that no
+    product sums over and nothing trained has, that most of the forward pass has.
+
+    Args:
+        graph: a step with phases and roles.
+        rules: per operation.
+    """
+    maybe = maybe_examples(graph)
+    if not maybe:
+        return {}
+    dims = _Dims(graph, rules)
+    dims.join_views()
+    others = (v for v in graph.inputs if graph.values[v].role in (Role.PARAMETER, Role.FROZEN))
+    none = dims.roots_of_contracted().union(*map(dims.all_of, others))
+    fed = [v for v in graph.batch if graph.values[v].shape]
+    first = _fed_dims(graph, rules) if fed else {}
+    rows = {dims.of(v, first.get(v, 0)) for v in fed} - none
+    if not fed:
+        many: Counter[int] = Counter()
+        mine = set[int]().union(*map(dims.all_of, maybe)) - none
+        for op in graph.ops:
+            if op.phase is Phase.FORWARD:
+                for o in op.outputs:
+                    many.update(dims.all_of(o) & mine)
+        rows = {d for d, _ in many.most_common(1)}
+    shapes = {v: graph.values[v].shape for v in maybe}
+    found = (
+        (v, d) for v in maybe for d, n in enumerate(shapes[v]) if n > 1 and dims.of(v, d) in rows
+    )
+    return dict(reversed(list(found)))
+
+
+def with_roles(graph: Graph, roles: Mapping[int, Role]) -> Graph:
+    """The graph with other roles for some inputs."""
+    values = [replace(v, role=roles.get(v.index, v.role)) for v in graph.values]
+    return replace(graph, values=tuple(values)) if roles else graph
 
 
 def _argument(graph: Graph, value: int) -> str:

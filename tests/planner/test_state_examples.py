@@ -1,0 +1,113 @@
+"""State with a row per example: hidden states, caches and environments go with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from executor import parallelize
+from planner import make_plan
+from planner.graph.ir import Role
+from planner.graph.trace import trace
+from tests.zoo.running import difference
+
+B, T, H, LAYERS = 64, 5, 32, 3
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def recurrent(state: Any, x: jax.Array) -> Any:
+    """Truncated backpropagation: hidden states of stacked layers go on in the next step."""
+
+    def loss(p: Any) -> Any:
+        def turn(h: jax.Array, x_t: jax.Array) -> Any:
+            new = []
+            for k in range(LAYERS):
+                x_t = jnp.tanh(x_t @ p["in"][k] + h[k] @ p["up"][k])
+                new.append(x_t)
+            return jnp.stack(new), x_t
+
+        h, out = jax.lax.scan(turn, jax.lax.stop_gradient(state["h"]), x)
+        return jnp.mean(out**2), h
+
+    (value, h), grads = jax.value_and_grad(loss, has_aux=True)(state["p"])
+    p = jax.tree.map(lambda p, g: p - 0.1 * g, state["p"], grads)
+    return {"h": h, "p": p}, value
+
+
+def recurrent_args() -> Any:
+    weights = struct(LAYERS, H, H)
+    return {"h": struct(LAYERS, B, H), "p": {"in": weights, "up": weights}}, struct(T, B, H)
+
+
+def decode(cache: jax.Array, weights: Any, token: jax.Array, at: jax.Array) -> Any:
+    """One token of a decoder, with a cache of the keys before."""
+    x = weights["table"][token]
+    cache = jax.lax.dynamic_update_slice(cache, x[:, None] @ weights["k"], (0, at, 0))
+    scores = jax.nn.softmax(jnp.einsum("bd,btd->bt", x @ weights["q"], cache))
+    return cache, jnp.einsum("bt,btd->bd", scores, cache) @ weights["table"].T
+
+
+def decode_args() -> Any:
+    square = struct(H, H)
+    weights = {"table": struct(1000, H), "k": square, "q": square}
+    return struct(B, 128, H), weights, struct(B, dtype=jnp.int32), struct(dtype=jnp.int32)
+
+
+def statistics(state: Any, x: jax.Array) -> Any:
+    """A running mean of as many features as there are examples is none of them."""
+
+    def loss(w: jax.Array) -> Any:
+        h = x @ w
+        return jnp.mean((h - state["mean"]) ** 2), h.mean(0)
+
+    (value, mean), grad = jax.value_and_grad(loss, has_aux=True)(state["w"])
+    return {"mean": 0.9 * state["mean"] + 0.1 * mean, "w": state["w"] - grad}, value
+
+
+def roles(step: Callable[..., Any], args: Any) -> dict[str, Role]:
+    graph = trace(step, args).graph
+    return {p: graph.values[v].role for p, v in zip(graph.input_paths, graph.inputs, strict=True)}
+
+
+def test_hidden_states_and_caches_are_examples() -> None:
+    assert roles(recurrent, recurrent_args())["[0]['h']"] is Role.EXAMPLES
+    assert roles(decode, decode_args())["[0]"] is Role.EXAMPLES
+    mean = {"mean": struct(B), "w": struct(B, B)}
+    assert roles(statistics, (mean, struct(B, B)))["[0]['mean']"] is Role.STATISTIC
+
+
+@pytest.mark.parametrize("mode", ["dp", "fsdp"])
+def test_modes_split_hidden_states_as_the_batch(mode: str) -> None:
+    plan = make_plan(recurrent, *recurrent_args(), cluster="h100:8", mode=mode)
+    leaves = {leaf.path: leaf.spec for leaf in plan.inputs}
+    assert str(leaves["[0]['h']"]) == str(leaves["[1]"]) == f"P(None, '{plan.mesh.names[0]}')"
+    assert bool(leaves["[0]['p']['in']"].axes) is (mode == "fsdp")
+    assert "batch split 8 ways" in plan.strategy
+
+
+def test_modes_split_caches_as_the_batch() -> None:
+    plan = make_plan(decode, *decode_args(), cluster="h100:8", mode="dp")
+    leaves = {leaf.path: str(leaf.spec) for leaf in plan.inputs}
+    assert leaves["[0]"] == leaves["[2]"] == "P('data')"
+    assert leaves["[1]['table']"] == "P()"
+
+
+@pytest.mark.devices
+def test_numbers_are_those_of_the_step() -> None:
+    args = jax.tree.map(
+        lambda s: 0.1 * jax.random.normal(jax.random.key(1), s.shape), recurrent_args()
+    )
+    run = parallelize(recurrent, mode="dp")
+    (state, x), (want, _) = args, args
+    for _ in range(3):
+        state, value = run(state, x)
+        want, expected = jax.jit(recurrent)(want, x)
+    assert difference((state, value), (want, expected)) <= 2e-6
+    assert "batch split 8 ways" in run.plan.strategy
