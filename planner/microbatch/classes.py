@@ -102,9 +102,8 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
     """
     keys = list(equations(whole))
     rules = rules_for([EqnKey.of(eqn) for eqn in keys])
-    examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
+    examples, fewer = step.counts(step.inputs[batch[0]])
     known = {id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}
-    fewer = compat.aval_shape(step.avals[step.inputs[batch[0]]][1])[0]
     found = _Classifier(known, examples, exact, examples // fewer)
     ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
     own = [k in set(batch) for k in range(len(step.inputs))]

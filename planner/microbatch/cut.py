@@ -112,7 +112,7 @@ class Cut:
                 own.factor(v, v in set(stacked))
         if axes:
             run = [(n, without_axes(eqn, axes)) for n, eqn in run]
-        examples = compat.aval_shape(step.avals[step.inputs[batch[0]]][0])[0]
+        examples, _ = step.counts(step.inputs[batch[0]])
         part = functools.partial(shares.part, examples=examples)
         drawing = {
             k: draws_of(n.whole, eqn, found.inside, part)

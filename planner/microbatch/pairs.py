@@ -120,6 +120,12 @@ class Pair:
         whole, small = (compat.aval_shape(a) for a in self.avals[value])
         return [d for d, (m, n) in enumerate(zip(whole, small, strict=True)) if m != n]
 
+    def counts(self, value: int) -> tuple[int, int]:
+        """How many examples a value of one dimension of them has, whole and of a microbatch."""
+        (d,) = self.scaled(value)
+        whole, small = (compat.aval_shape(a)[d] for a in self.avals[value])
+        return whole, small
+
     def live(self) -> list[bool]:
         """Per equation, whether a result needs it, or it has an effect."""
         needed = {o for o in self.outputs if not isinstance(o, Number)}

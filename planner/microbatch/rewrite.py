@@ -6,12 +6,14 @@ where contiguous microbatches would make XLA gather the batch. Sums are kept in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.errors import ModelError, RequestError
 from planner.graph.ir import Graph, Role
 from planner.graph.jaxpr.places import raised
+from planner.graph.labels.examples import example_dims
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.bodies.groups import example_axes
@@ -81,7 +83,17 @@ def microbatched(
     shares = Shares(parts, replicas)
 
     def cut(args: Sequence[Any], whole: Traced | None = None) -> Cut:
-        return _rewritten(function, args, shares, apart, exact, whole)
+        whole = trace(function, args) if whole is None else whole
+        places = example_places(whole)
+        try:
+            return _rewritten(function, args, shares, apart, exact, whole, places)
+        except (NotExactError, RequestError) as error:
+            if not any(places.values()):
+                raise
+            with contextlib.suppress(NotExactError, RequestError):
+                first = dict.fromkeys(places, 0)
+                return _rewritten(function, args, shares, apart, exact, whole, first)
+            raise error from None
 
     first = cut(abstract(args), whole)
     made = by_shapes(function, args, first, cut)
@@ -95,25 +107,31 @@ def _rewritten(
     shares: Shares,
     apart: bool,
     exact: bool,
-    whole: Traced | None,
-    given: Sequence[int] = (),
+    whole: Traced,
+    places: Mapping[int, int],
 ) -> Cut:
-    """``given``: inputs that hold examples besides those that are labeled so."""
-    whole = trace(function, args) if whole is None else whole
-    batch = sorted({*_batch(whole, shares), *given})
-    graph = whole.graph
-    shapes = {k: graph.values[graph.inputs[k]].shape for k in batch}
-    less = {k: (s[0] // shares.count, *s[1:]) for k, s in shapes.items()}
+    """``places``: the inputs that hold examples, by position, and in which dimension."""
+    size = _examples(whole, places)
+    if size % shares.count:
+        times = f" times replicas={shares.replicas}" if shares.replicas > 1 else ""
+        raise RequestError(
+            f"microbatches={shares.turns}{times} does not divide the batch: "
+            f"{whole.graph.input_paths[min(places)]} holds {size} examples; choose a divisor of "
+            f"{size}"
+        )
+    batch, graph = sorted(places), whole.graph
+    less = with_examples(graph, places, size // shares.count)
     try:
         small = trace(function, reshaped(args, less))
     except ModelError as error:
-        keyed = keys_of_examples(whole, batch)
-        if keyed and not set(keyed) <= set(given):
-            return _rewritten(function, args, shares, apart, exact, whole, keyed)
+        keyed = keys_of_examples(whole, size)
+        if keyed and not places.keys() >= set(keyed):
+            places = {**places, **dict.fromkeys(keyed, 0)}
+            return _rewritten(function, args, shares, apart, exact, whole, places)
         raise NotExactError(
             "this step can't be cut into microbatches: it can't be traced with "
-            f"{less[batch[0]][0]} examples in place of {shapes[batch[0]][0]}, as if that number "
-            f"were written in it{_in_state(graph, shapes[batch[0]][0])}: "
+            f"{size // shares.count} examples in place of {size}, as if that number "
+            f"were written in it{_in_state(graph, size)}: "
             f"{raised(error.__cause__ or error)}"
         ) from error
     if small.out_tree != whole.out_tree or small.in_tree != whole.in_tree:
@@ -122,12 +140,11 @@ def _rewritten(
     try:
         step = pair(whole.jaxpr, one)
     except NotExactError as error:
-        if less[batch[0]][0] != 1:
+        if size != shares.count:
             raise
-        more = {k: (2 * s[0], *s[1:]) for k, s in shapes.items()}
         try:
-            double = trace(function, reshaped(args, more)).jaxpr
-            one = of_one(whole.jaxpr, double, shapes[batch[0]][0])
+            double = trace(function, reshaped(args, with_examples(graph, places, 2 * size))).jaxpr
+            one = of_one(whole.jaxpr, double, size)
             step = pair(whole.jaxpr, one)
         except (ModelError, NotExactError):
             raise NotExactError(f"{error}; {ONE}") from None
@@ -150,6 +167,13 @@ def _rewritten(
     elif not exact:  # nothing couples examples
         classes = classify(step, batch, whole.jaxpr)
     return Cut.of(whole, step, classes, batch, shares, apart, axes, own)
+
+
+def with_examples(graph: Graph, places: Mapping[int, int], size: int) -> dict[int, tuple[int, ...]]:
+    """Shapes of arguments, by position, with another number of examples; ``places``: see
+    ``example_places``."""
+    shapes = {k: graph.values[graph.inputs[k]].shape for k in places}
+    return {k: (*shapes[k][:d], size, *shapes[k][d + 1 :]) for k, d in places.items()}
 
 
 def _takes_own(whole: Traced, step: Pair, batch: Sequence[int], shares: Shares) -> bool:
@@ -175,35 +199,9 @@ def _in_state(graph: Graph, size: int) -> str:
     )
 
 
-def batch_arguments(whole: Traced) -> list[int]:
-    """The arguments that hold examples, by position; raises RequestError where there are none."""
-    return _batch(whole, Shares(1, 1))
-
-
-def batch_size(whole: Traced) -> int:
-    """How many examples a step takes; raises RequestError where no argument, or none alone, says
-    it."""
-    first = batch_arguments(whole)[0]
-    return whole.graph.values[whole.graph.inputs[first]].shape[0]
-
-
-def keys_of_examples(whole: Traced, batch: Sequence[int]) -> list[int]:
-    """The positions of arguments that hold one random key per example."""
-    graph = whole.graph
-    values = [graph.values[v] for v in graph.inputs]
-    examples = values[batch[0]].shape[0]
-    return [
-        k
-        for k, v in enumerate(values)
-        if v.role is Role.KEY
-        and v.shape[:1] == (examples,)
-        and len(v.shape) > v.dtype.startswith("uint")  # a raw key is a row of numbers
-        and graph.inputs[k] not in graph.next_values
-    ]
-
-
-def _batch(whole: Traced, shares: Shares) -> list[int]:
-    """The arguments that hold examples, by position."""
+def example_places(whole: Traced) -> dict[int, int]:
+    """The arguments that have a row per example, by position, and in which dimension: what is fed,
+    and such state; raises RequestError where nothing is fed."""
     graph = whole.graph
     found = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
     found = [k for k in found if graph.values[graph.inputs[k]].shape]
@@ -214,7 +212,23 @@ def _batch(whole: Traced, shares: Shares) -> list[int]:
             "microbatches: no argument of the step is a batch: each comes back as a result or is a "
             "number; pass the examples as an argument of their own"
         )
-    sizes = {graph.input_paths[k]: graph.values[graph.inputs[k]].shape[0] for k in found}
+    rows = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.EXAMPLES]
+    inner = example_dims(graph, whole.rules)
+    return {k: inner.get(graph.inputs[k], 0) for k in sorted({*found, *rows})}
+
+
+def batch_size(whole: Traced) -> int:
+    """How many examples a step takes; raises RequestError where no argument, or none alone, says
+    it."""
+    return _examples(whole, example_places(whole))
+
+
+def _examples(whole: Traced, places: Mapping[int, int]) -> int:
+    """How many examples arguments have; raises RequestError where they differ."""
+    graph = whole.graph
+    sizes = {
+        graph.input_paths[k]: graph.values[graph.inputs[k]].shape[d] for k, d in places.items()
+    }
     if len(set(sizes.values())) > 1:
         text = ", ".join(f"{path} has {n}" for path, n in sizes.items())
         raise RequestError(
@@ -222,11 +236,18 @@ def _batch(whole: Traced, shares: Shares) -> list[int]:
             "belongs to one example in the same row of all of them, and what is no batch into the "
             "state or out of the arguments"
         )
-    (size,) = set(sizes.values())
-    if size % shares.count:
-        times = f" times replicas={shares.replicas}" if shares.replicas > 1 else ""
-        raise RequestError(
-            f"microbatches={shares.turns}{times} does not divide the batch: "
-            f"{next(iter(sizes))} holds {size} examples; choose a divisor of {size}"
-        )
-    return found
+    return next(iter(sizes.values()))
+
+
+def keys_of_examples(whole: Traced, examples: int) -> list[int]:
+    """The positions of arguments that hold one random key per example."""
+    graph = whole.graph
+    values = [graph.values[v] for v in graph.inputs]
+    return [
+        k
+        for k, v in enumerate(values)
+        if v.role is Role.KEY
+        and v.shape[:1] == (examples,)
+        and len(v.shape) > v.dtype.startswith("uint")  # a raw key is a row of numbers
+        and graph.inputs[k] not in graph.next_values
+    ]

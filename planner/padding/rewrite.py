@@ -27,7 +27,7 @@ from planner.microbatch.bodies.merged import merged_jaxpr
 from planner.microbatch.classes import classify
 from planner.microbatch.errors import CoupledError, NotExactError
 from planner.microbatch.pairs import equations, pair
-from planner.microbatch.rewrite import batch_arguments
+from planner.microbatch.rewrite import batch_size, example_places, with_examples
 
 SUMMED = {
     "reduce_sum": (0,),
@@ -47,7 +47,7 @@ def padded(
 
     Args:
         function: a train step.
-        args: its arguments, arrays or shapes; those that are no state hold examples in dimension 0.
+        args: its arguments, arrays or shapes; the batch and some state hold examples.
         rows: examples, no fewer than the batch has.
         whole: the step's trace for ``args``, where it is known.
 
@@ -56,15 +56,13 @@ def padded(
         RequestError: no argument is a batch, or it has more examples.
     """
     whole = trace(function, abstract(args)) if whole is None else whole
-    batch = batch_arguments(whole)
-    graph = whole.graph
-    shapes = {k: graph.values[graph.inputs[k]].shape for k in batch}
-    examples = shapes[batch[0]][0]
+    places = example_places(whole)
+    batch, examples = sorted(places), batch_size(whole)
     if rows < examples:
         raise RequestError(f"a batch of {examples} examples can't be padded to {rows}")
     if rows == examples:
         return function
-    more = reshaped(abstract(args), {k: (rows, *s[1:]) for k, s in shapes.items()})
+    more = reshaped(abstract(args), with_examples(whole.graph, places, rows))
     try:
         long = trace(function, more)
     except ModelError as error:
@@ -85,8 +83,8 @@ def padded(
 
     def run(*given: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(given)
-        for k in batch:
-            leaves[k] = filled(leaves[k], rows)
+        for k, d in places.items():
+            leaves[k] = filled(leaves[k], rows, d)
         out = [_cut(x, shape) for x, shape in zip(execute(program, leaves), shorter, strict=True)]
         return jax.tree_util.tree_unflatten(whole.out_tree, out)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from executor import parallelize
-from planner import make_plan
+from planner import RequestError, make_plan
 from planner.graph.ir import Role
 from planner.graph.trace import trace
 from tests.zoo.running import difference
@@ -99,15 +99,74 @@ def test_modes_split_caches_as_the_batch() -> None:
     assert leaves["[1]['table']"] == "P()"
 
 
+def deep(state: Any, x: jax.Array) -> Any:
+    """Layers of equal shape beside a memory of what each example was."""
+
+    def loss(w: Any) -> Any:
+        h = jnp.tanh(x @ w["in"] + 0.1 * state["memory"])
+        for layer in w["layers"]:
+            h = h + jnp.tanh(h @ layer)
+        return jnp.mean((h @ w["out"]) ** 2), jax.lax.stop_gradient(h)
+
+    (value, h), grads = jax.value_and_grad(loss, has_aux=True)(state["w"])
+    w = jax.tree.map(lambda w, g: w - 0.1 * g, state["w"], grads)
+    return {"w": w, "memory": 0.9 * state["memory"] + 0.1 * h}, value
+
+
+def deep_args() -> Any:
+    square = struct(H, H)
+    w = {"in": square, "layers": [square] * 4, "out": square}
+    return {"w": w, "memory": struct(B, H)}, struct(B, H)
+
+
 @pytest.mark.devices
-def test_numbers_are_those_of_the_step() -> None:
-    args = jax.tree.map(
-        lambda s: 0.1 * jax.random.normal(jax.random.key(1), s.shape), recurrent_args()
-    )
-    run = parallelize(recurrent, mode="dp")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "dp"},
+        {"microbatches": 4},
+        {"microbatches": B},
+        {"replicas": 4},
+        {"microbatches": 4, "statistics": "per-microbatch"},
+        {"microbatches": 2, "remat": "full"},
+        {"pad_batch": 72},
+        {"stages": 2, "microbatches": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("step", [recurrent, deep])
+def test_numbers_are_those_of_the_step(step: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Also where the examples are the second dimension of the batch, and of the state."""
+    if step is recurrent and "stages" in options:
+        pytest.skip("layers inside a loop over time are not cut into stages")
+    structs = recurrent_args() if step is recurrent else deep_args()
+    leaves, tree = jax.tree.flatten(structs)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    made = [0.1 * jax.random.normal(k, s.shape) for k, s in zip(keys, leaves, strict=True)]
+    args = jax.tree.unflatten(tree, made)
+    run = parallelize(step, **options)
     (state, x), (want, _) = args, args
     for _ in range(3):
         state, value = run(state, x)
-        want, expected = jax.jit(recurrent)(want, x)
-    assert difference((state, value), (want, expected)) <= 2e-6
-    assert "batch split 8 ways" in run.plan.strategy
+        want, expected = jax.jit(step)(want, x)
+    assert difference(jax.device_get((state, value)), jax.device_get((want, expected))) <= 2e-6
+    for name in ("microbatches", "replicas", "pad_batch", "stages"):
+        assert getattr(run.plan, name) == options.get(name, getattr(run.plan, name))
+
+
+def test_a_time_major_batch_is_reduced_once_per_step() -> None:
+    big = jax.tree.map(
+        lambda s: struct(
+            *(dict(zip((B, T, H), (4096, 16, 1024), strict=True)).get(n, n) for n in s.shape)
+        ),
+        recurrent_args(),
+    )
+    plan = make_plan(recurrent, *big, cluster="h100:8")
+    assert plan.replicas == 8
+    sums = [row for row in plan.collectives if row.kind == "all_reduce"]
+    assert sums and all(row.count == 1 for row in sums)
+
+
+def test_a_number_that_does_not_divide_the_examples_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"does not divide the batch: .* holds 64 examples"):
+        make_plan(recurrent, *recurrent_args(), cluster="h100:8", microbatches=5)

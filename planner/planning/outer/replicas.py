@@ -128,6 +128,7 @@ def _splitting_examples(planned: Planned) -> set[int]:
     """The mesh axes that split examples as they are fed, by position."""
     graph, mesh = planned.extraction.graph, planned.extraction.priced.mesh
     fed = [v for v in graph.inputs if graph.values[v].role is Role.BATCH]
-    rows = [planned.extraction.value_sharding(v).dims[:1] for v in fed]
-    names = {name for row in rows for names in row for name in names}
+    inner = planned.quotient.example_dims
+    rows = [(*planned.extraction.value_sharding(v).dims, ())[inner.get(v, 0)] for v in fed]
+    names = {name for row in rows for name in row}
     return {k for k, name in enumerate(mesh.names) if name in names}
