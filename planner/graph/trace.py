@@ -70,11 +70,22 @@ class Traced:
     origin: Traced | None = None
     inlined: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def graph(self) -> Graph:
         """Its graph, made when it is first asked for: forms of a step that are only rewritten
         further need none."""
-        return self._made[0]
+        graph, _ = self._built
+        if self.origin is not None:
+            known = self.origin.graph
+            pairs = zip(graph.inputs, known.inputs, strict=True)
+            roles = {v: known.values[w].role for v, w in pairs}
+            return with_roles(graph, {v: r for v, r in roles.items() if r in BY_DIMENSIONS})
+        if is_ambiguous(graph):
+            graph = with_roles(graph, dict.fromkeys(frozen_inputs(graph, self.rules), Role.FROZEN))
+        if maybe_examples(graph):
+            rows = state_examples(graph, self.rules)
+            graph = with_roles(graph, dict.fromkeys(rows, Role.EXAMPLES))
+        return graph
 
     @functools.cached_property
     def flat(self) -> FlatJaxpr:
@@ -84,38 +95,22 @@ class Traced:
     @functools.cached_property
     def eqns(self) -> tuple[EqnKey | None, ...]:
         """One key per operation, None for borders."""
-        return tuple(self._made[1].eqns)
+        return tuple(self._built[1].eqns)
 
     @functools.cached_property
     def bodies(self) -> tuple[tuple[int, int], ...]:
         """Per operation, the region and the rematerialized body that contain it (0: none)."""
-        return tuple(self._made[1].bodies)
+        return tuple(self._built[1].bodies)
 
     @functools.cached_property
     def rules(self) -> tuple[FactorRule, ...]:
         """One factor rule per operation."""
-        return op_rules(self.graph, self.eqns)
+        return op_rules(self._built[0], self.eqns)
 
     @functools.cached_property
-    def _made(self) -> tuple[Graph, Builder]:
-        graph, builder = graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
-        if self.origin is None:
-            return _with_examples(graph, builder), builder
-        known = self.origin.graph
-        pairs = zip(graph.inputs, known.inputs, strict=True)
-        roles = {v: known.values[w].role for v, w in pairs}
-        return with_roles(graph, {v: r for v, r in roles.items() if r in BY_DIMENSIONS}), builder
-
-
-def _with_examples(graph: Graph, builder: Builder) -> Graph:
-    """The graph with the roles that follow from where the examples are."""
-    ambiguous, rows = is_ambiguous(graph), maybe_examples(graph)
-    if not ambiguous and not rows:
-        return graph
-    rules = op_rules(graph, builder.eqns)
-    if ambiguous:
-        graph = with_roles(graph, dict.fromkeys(frozen_inputs(graph, rules), Role.FROZEN))
-    return with_roles(graph, dict.fromkeys(state_examples(graph, rules), Role.EXAMPLES))
+    def _built(self) -> tuple[Graph, Builder]:
+        """The graph without roles that follow from dimensions."""
+        return graph_of(self.jaxpr, self.in_paths, self.out_paths, self.updated)
 
 
 def abstract(args: Sequence[Any]) -> tuple[Any, ...]:
