@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from planner.cost.pricing import Priced
 from planner.graph.ir import Graph
@@ -68,14 +69,16 @@ def devices_worth(priced: Priced, choice: Sequence[int]) -> float:
     return whole / local if local else float(priced.mesh.num_devices)
 
 
-def idle_text(graph: Graph, devices: int, worth: float) -> str:
-    """Says that devices repeat each other's work, and why; empty where they do not."""
+def idle_text(
+    graph: Graph, devices: int, worth: float, examples: Mapping[int, int] = MappingProxyType({})
+) -> str:
+    """Says that devices repeat each other's work, and why; empty where they do not. ``examples``:
+    see ``planner.graph.labels.examples.example_dims``."""
     if worth >= BUSY * devices:
         return ""
     count = f"{worth:.0f}" if abs(worth - round(worth)) < 0.05 else f"{worth:.1f}"
     text = f"uses {count} of {devices} devices' worth of work"
-    shapes = [graph.values[v].shape for v in fed_inputs(graph)]
-    leading = {shape[0] for shape in shapes}
+    leading = {graph.values[v].shape[examples.get(v, 0)] for v in fed_inputs(graph)}
     if len(leading) == 1 and (batch := leading.pop()) % devices:
         return (
             f"{text}; batch {batch} does not divide by {devices} (pad_batch='auto' may help), and "

@@ -20,8 +20,10 @@ from planner.graph.jaxpr.inlined import with_inlined
 from planner.graph.jaxpr.own_rows import takes_indices, with_own_rows
 from planner.graph.labels.examples import (
     BY_DIMENSIONS,
+    fed_beside_state,
     frozen_inputs,
     is_ambiguous,
+    may_be_fed,
     maybe_examples,
     state_examples,
     with_roles,
@@ -80,6 +82,8 @@ class Traced:
             pairs = zip(graph.inputs, known.inputs, strict=True)
             roles = {v: known.values[w].role for v, w in pairs}
             return with_roles(graph, {v: r for v, r in roles.items() if r in BY_DIMENSIONS})
+        if beside := fed_beside_state(graph, self.rules) if may_be_fed(graph) else []:
+            graph = with_roles(graph, dict.fromkeys(beside, Role.BATCH))
         if is_ambiguous(graph):
             graph = with_roles(graph, dict.fromkeys(frozen_inputs(graph, self.rules), Role.FROZEN))
         if maybe_examples(graph):

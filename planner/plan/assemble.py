@@ -69,8 +69,11 @@ def assembled(
         mesh = renamed(priced.mesh, roles, frozenset(axis_names(pins)))
         extraction = with_names(extraction, mesh)
     plan = _plan(extraction, roles, solution, best, tried, request, fallbacks, begun)
+    worth, dims = devices_worth(priced, solution.choice), quotient.example_dims
+    idle = idle_text(extraction.graph, priced.mesh.num_devices, worth, dims)
     kept = honored(extraction, pins, quotient.uses, batch_axes(request, priced.mesh))
-    return dataclasses.replace(plan, notes=(*first, *plan.notes, *notes), pins=kept), extraction
+    notes = (*first, *plan.notes, *notes)
+    return dataclasses.replace(plan, notes=notes, pins=kept, idle=idle), extraction
 
 
 def _names_are_ours(request: Request) -> bool:
@@ -90,7 +93,7 @@ def _plan(
 ) -> Plan:
     priced, graph = extraction.priced, extraction.graph
     inputs, outputs = extraction.leaves()
-    devices, names = priced.mesh.num_devices, not _names_are_ours(request)
+    names = not _names_are_ours(request)
     plan = Plan(
         mode=request.mode,
         cluster=request.cluster.text,
@@ -123,7 +126,6 @@ def _plan(
         op_index=graph.codes,
         op_inputs=tuple(op.inputs for op in graph.ops),
         strategy=strategy_text(priced.mesh.sizes, roles),
-        idle=idle_text(graph, devices, devices_worth(priced, extraction.choice)),
         lowering=_lowering(graph, request.cluster),
         compiler_options=request.compiler_options,
         decisions=extraction.decisions(),

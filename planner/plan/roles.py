@@ -168,16 +168,18 @@ def _batch(graph: Graph) -> tuple[int, ...]:
 
 
 def _weights(graph: Graph) -> list[bool]:
-    """Per value, whether it is made of parameters alone."""
+    """Per value, whether it is made of parameters, and besides of nothing but constants, positions
+    and random numbers."""
     fed = {*_batch(graph), *(v for v in graph.state if graph.values[v].role is Role.EXAMPLES)}
-    out = [False] * len(graph.values)
+    out, plain = [False] * len(graph.values), [True] * len(graph.values)
     for value in graph.inputs:
         out[value] = value not in fed
+        plain[value] = False
     for op in graph.ops:
         made = [v for v in op.inputs if v != SCALAR and graph.values[v].shape]
-        light = bool(made) and all(out[v] for v in made)
+        light = any(out[v] for v in made) and all(out[v] or plain[v] for v in made)
         for v in op.outputs:
-            out[v] = light
+            out[v], plain[v] = light, all(plain[v] for v in made)
     return out
 
 

@@ -11,7 +11,7 @@ then, or parts of the batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase, Role
@@ -20,6 +20,10 @@ from planner.rules.factor import FactorRule
 OWN = 0.3
 """Of what is computed from frozen weights, the share that keeps one of their first dimensions,
 against what has the dimension of examples, is below this."""
+
+MOST = 0.5
+"""In a step without a batch of its own, the share of what the forward pass computes that has the
+dimension of examples."""
 
 
 def is_ambiguous(graph: Graph) -> bool:
@@ -49,8 +53,10 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         if graph.values[v].shape:
             arguments.setdefault(_argument(graph, v), []).append(v)
     first = {v: dims.of(v, 0) for mine in arguments.values() for v in mine}
-    kept = map(dims.all_of, set(graph.state).difference(maybe_examples(graph)))
-    eligible = set(first.values()).difference(dims.contracted, *kept)
+    state = set(graph.state).difference(maybe_examples(graph))
+    kept = set[int]().union(*map(dims.all_of, state))
+    others = set[int]().union(*map(dims.all_of, first)) - kept
+    eligible = set(first.values()) - kept - dims.contracted(others)
     counts = _counts(graph, list(arguments.values()), dims, eligible)
     out: set[int] = set()
     for number, mine in enumerate(arguments.values()):
@@ -114,7 +120,7 @@ def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     if not any(dims.of(v, 0) in walked for v in fed):
         return {}
     others = set(graph.state).difference(maybe_examples(graph))
-    no_examples = walked.union(dims.roots_of_contracted(), *map(dims.all_of, others))
+    no_examples = walked.union(dims.contracted(), *map(dims.all_of, others))
     many: Counter[int] = Counter()
     for op in graph.ops:
         if op.phase is Phase.FORWARD:
@@ -146,7 +152,43 @@ def _loops_over(graph: Graph, fed: Sequence[int]) -> list[int]:
     return out
 
 
-BY_DIMENSIONS = frozenset({Role.FROZEN, Role.EXAMPLES})
+def may_be_fed(graph: Graph) -> list[int]:
+    """The arrays beside state in one argument that may be fed all the same: a result that has the
+    name of one array of the batch makes it state, and what stands beside it frozen."""
+    loose = [v for v in graph.inputs if graph.values[v].role is Role.FROZEN]
+    sizes = {graph.values[v].shape[0] for v in graph.batch if graph.values[v].shape}
+    shapes = {v: graph.values[v].shape for v in loose}
+    return [v for v in loose if shapes[v] and (not sizes or shapes[v][0] in sizes)]
+
+
+def fed_beside_state(graph: Graph, rules: Sequence[FactorRule]) -> list[int]:
+    """The arrays beside state in one argument that have a row per example, so that they are fed.
+
+    Args:
+        graph: a step with phases and roles.
+        rules: per operation.
+    """
+    maybe = may_be_fed(graph)
+    if not maybe or Role.PARAMETER not in {graph.values[v].role for v in graph.inputs}:
+        return []
+    dims = _Dims(graph, rules)
+    dims.join_views()
+    trained = (v for v in graph.state if graph.values[v].role in (Role.PARAMETER, Role.MOMENT))
+    none = set[int]().union(*map(dims.all_of, trained))
+    fed = [v for v in graph.batch if graph.values[v].shape]
+    if fed:
+        rows = {dims.of(v, 0) for v in fed} - none
+    else:
+        others = set[int]().union(*map(dims.all_of, maybe)) - none
+        first = {dims.of(v, 0) for v in maybe} - none - dims.contracted(others)
+        made = [o for op in graph.ops if op.phase is Phase.FORWARD for o in op.outputs]
+        made = [o for o in made if graph.values[o].shape]
+        many = Counter(d for o in made for d in dims.all_of(o) & first)
+        rows = {d for d, n in many.most_common(1) if n >= MOST * len(made)}
+    return [v for v in maybe if dims.of(v, 0) in rows]
+
+
+BY_DIMENSIONS = frozenset({Role.FROZEN, Role.EXAMPLES, Role.BATCH})
 """Roles that follow from dimensions, not from what comes back or is differentiated."""
 
 
@@ -182,7 +224,7 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     dims = _Dims(graph, rules)
     dims.join_views()
     others = (v for v in graph.inputs if graph.values[v].role in (Role.PARAMETER, Role.FROZEN))
-    none = dims.roots_of_contracted().union(*map(dims.all_of, others))
+    none = dims.contracted().union(*map(dims.all_of, others))
     fed = [v for v in graph.batch if graph.values[v].shape]
     first = _fed_dims(graph, rules) if fed else {}
     rows = {dims.of(v, first.get(v, 0)) for v in fed} - none
@@ -237,8 +279,6 @@ class _Dims:
     """The dimensions of all values of the forward pass, equal where a factor goes through both. Of
     a dimension of several factors the outermost counts.
 
-    Attributes:
-        contracted: dimensions that a product sums over.
     """
 
     def __init__(self, graph: Graph, rules: Sequence[FactorRule]) -> None:
@@ -247,7 +287,7 @@ class _Dims:
         for value in graph.values:
             self.start.append(self.start[-1] + len(value.shape))
         self.parent = list(range(self.start[-1]))
-        summed: list[int] = []
+        self._summed: list[tuple[int, int]] = []  # of products, a dimension and the result
         for op, rule in zip(graph.ops, rules, strict=True):
             if op.phase is not Phase.FORWARD:
                 continue
@@ -259,17 +299,30 @@ class _Dims:
                         place = self.start[v] + d
                         self.join(seen.setdefault(factors[0], place), place)
             if op.kind in PRODUCTS:
-                summed += [seen[f] for f in rule.reduction if f in seen]
-        self._summed = summed
-        self.contracted = self.roots_of_contracted()
+                result = op.outputs[0]
+                self._summed += [(seen[f], result) for f in rule.reduction if f in seen]
 
-    def roots_of_contracted(self) -> set[int]:
-        """The dimensions that a product sums over, by what is known of equal ones now."""
-        return {self._root(place) for place in self._summed}
+    def contracted(self, others: Set[int] | None = None) -> set[int]:
+        """The dimensions that a product sums over, by what is known of equal ones now; with
+        ``others`` by a product whose result has another one of these. (A gradient inside of the
+        loss sums over the examples, and its result has none.)"""
+        out = set()
+        for place, result in self._summed:
+            root = self._root(place)
+            if others is None or not self.all_of(result).isdisjoint(others - {root}):
+                out.add(root)
+        return out
 
     def join_views(self) -> None:
-        """Take a dimension and a part of it for one: all steps but the last are steps."""
+        """Take a dimension and a part of it for one: all steps but the last are steps. Arrays that
+        are put behind each other are parts."""
         for op in self.graph.ops:
+            if op.kind == "concatenate" and op.phase is Phase.FORWARD:
+                whole = self.graph.values[op.outputs[0]].shape
+                for v in op.inputs:
+                    for d, n in enumerate(self.graph.values[v].shape if v != SCALAR else ()):
+                        if n != whole[d]:
+                            self.join(self.of(v, d), self.of(op.outputs[0], d))
             if op.kind in VIEWS and op.phase is Phase.FORWARD and op.inputs[0] != SCALAR:
                 for d in range(len(self.graph.values[op.outputs[0]].shape)):
                     self.join(self.of(op.inputs[0], d), self.of(op.outputs[0], d))

@@ -133,7 +133,8 @@ class _Owner:
         """The result."""
         live = [n for n, x in zip(self.step.nodes, self.step.live(), strict=True) if x]
         self.differentiates = any(named_phase(n.names) is Phase.BACKWARD for n in live)
-        state = {self.step.outputs[o] for _, o in graph.ties}
+        new = (self.step.outputs[o] for _, o in graph.ties)
+        state = {v for v in new if not isinstance(v, Number)}
         for n in reversed(live):
             if not state.isdisjoint(n.outs):
                 self.updates.add(id(n))
@@ -226,6 +227,8 @@ class _Owner:
         early = {o for n in statistics for o in n.outs}
         for i, o in graph.ties:
             known, value = graph.values[graph.inputs[i]], self.step.outputs[o]
+            if isinstance(value, Number):
+                continue
             looped = any(
                 value in n.outs and self.step.inputs[i] in n.values
                 for n in examples
