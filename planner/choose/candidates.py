@@ -8,8 +8,9 @@ from typing import Any
 
 from planner.annotate import Pin
 from planner.errors import PinError
+from planner.modes import PROPAGATION
 from planner.request.axes.sequence import along_the_sequence
-from planner.request.axes.tensor import along_parameters
+from planner.request.axes.tensor import along_parameters, off_parameters
 from planner.request.axes.uses import use_masks
 from planner.request.parsed import Request
 from planner.request.pins import (
@@ -118,9 +119,11 @@ def allowed_masks(
     batch = batch_axes(request, mesh)
     hard = use_masks(quotient.uses, quotient.color, groups, mesh, batch, hard)
     hard = decision_masks(request.decided, groups, mesh, hard)
+    parameters = find_state(graph, StateRequest()).parameters
     if request.tensor in mesh.names:
-        parameters = find_state(graph, StateRequest()).parameters
         hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)
+    elif request.mode == "DATA_PARALLEL" and not pins and request.search != PROPAGATION:
+        hard = off_parameters(data_axes(mesh), parameters, graph, groups, mesh, hard)
     if request.sequence in mesh.names:
         hard = along_the_sequence(request.sequence, graph, groups, mesh, hard)
     mode = "SEMI_AUTO_PARALLEL" if request.tensor in mesh.names else request.mode

@@ -28,7 +28,7 @@ from planner.plan.plan import Leaf, MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.parsed import Request
 from planner.request.pins import axis_names
-from planner.request.state import StateRequest, data_axes, find_state
+from planner.request.state import LEVELS, StateRequest, data_axes, find_state
 from planner.rules.kernels.inside import MASKED, MASKED_GRADIENT
 from planner.rules.kernels.regions import REGION
 from planner.search.pools import pool_peaks
@@ -72,7 +72,8 @@ def assembled(
     worth, dims = devices_worth(priced, solution.choice), quotient.example_dims
     idle = idle_text(extraction.graph, priced.mesh.num_devices, worth, dims)
     kept = honored(extraction, pins, quotient.uses, batch_axes(request, priced.mesh))
-    notes = (*first, *plan.notes, *notes)
+    pinned = frozenset(pin.value for pin in pins)
+    notes = (*first, *_state_notes(extraction, plan.inputs, request, pinned), *plan.notes, *notes)
     return dataclasses.replace(plan, notes=notes, pins=kept, idle=idle), extraction
 
 
@@ -219,6 +220,34 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
 
 MOST = 0.9
 """Share of the parameters' bytes below which a mode that splits them says how many are split."""
+
+
+def _state_notes(
+    extraction: Extraction, inputs: Sequence[Leaf], request: Request, pinned: frozenset[int]
+) -> tuple[str, ...]:
+    """What is not as FSDP or ZeRO say: state that every device holds whole."""
+    graph, mesh = extraction.graph, extraction.priced.mesh
+    level, axes = request.state.zero, set(data_axes(mesh))
+    if not level or math.prod(mesh.size(name) for name in axes) == 1:
+        return ()
+    state = find_state(graph, request.state)
+    asked = (state.parameters | state.others if level == LEVELS[-1] else state.others) - state.bound
+    least = max(request.state.whole_below, 1.0)
+    asked = frozenset(v for v in asked - pinned if graph.values[v].nbytes >= least)
+    leaves = dict(zip(graph.inputs, inputs, strict=True))
+    whole = sum(graph.values[v].nbytes for v in asked)
+    split = sum(graph.values[v].nbytes for v in asked if axes.intersection(leaves[v].spec.axes))
+    if split >= MOST * whole:
+        return ()
+    held = [v for v in sorted(asked) if axes.isdisjoint(leaves[v].spec.axes)]
+    named = leaves[max(held, key=lambda v: graph.values[v].nbytes)].path
+    name = "FSDP" if level == LEVELS[-1] else f"ZeRO-{level}"
+    return (
+        f"{name}: {100 * split / whole:.0f} % of the bytes of the state are split over "
+        f"{', '.join(sorted(axes))}; others, such as {named}, share their sharding with "
+        "activations, or have no dimension that the devices divide, and every device holds them "
+        "whole",
+    )
 
 
 def _tensor_notes(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from planner.annotate import EDGE, MARK, Pin
 from planner.graph.equal import equal_values
-from planner.graph.ir import SCALAR, Graph, Op
+from planner.graph.ir import SCALAR, Graph, Op, Phase, Role
 from planner.graph.labels.roles import sums_gradient
 from planner.rules.factor import FactorRule
 from planner.space.factors import LAYOUT_NONE, Fusion, Layout
@@ -92,7 +92,10 @@ class Groups:
     home: tuple[tuple[int, Layout] | None, ...]
     op_layouts: tuple[tuple[int, tuple[Layout, ...], tuple[Layout, ...]] | None, ...]
     fusable: tuple[bool, ...]
-    """Per operation, whether it only passes dimensions along (``is_fusable``)."""
+    """Per operation, whether it only passes dimensions along (``is_fusable``), and all that it
+    touches shares one decision."""
+    fuses: tuple[bool, ...]
+    """Per operation, whether compilers fuse it: a sum that may become shards too."""
 
 
 def build_groups(graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin] = ()) -> Groups:
@@ -122,9 +125,21 @@ def _does_something(graph: Graph, op: Op) -> bool:
 
 
 def _open_sums(graph: Graph) -> set[int]:
-    """Sums of gradients, and of what a loop leaves, that a mark alone reads: they may stay parts,
-    which become shards where the mark says so (gradients of groups of examples,
-    ``planner.microbatch.rewrite``)."""
+    """Sums that may stay parts, which become shards: of gradients, and of what a loop leaves, where
+    a mark alone reads them (gradients of groups of examples, ``planner.microbatch.rewrite``); and
+    those that make the gradient of a matrix from one per example, or per task."""
+    shapes = {
+        v.shape
+        for v in map(graph.values.__getitem__, graph.state)
+        if v.role is Role.PARAMETER and len(v.shape) > 1
+    }
+    matrices = {
+        op.outputs[0]
+        for op in graph.ops
+        if op.kind == "reduce_sum"
+        and op.phase is not Phase.FORWARD
+        and graph.values[op.outputs[0]].shape in shapes
+    }
     found = {
         op.outputs[0]
         for op in graph.ops
@@ -133,10 +148,10 @@ def _open_sums(graph: Graph) -> set[int]:
         and (graph.ops[made].kind == "loop_out" or sums_gradient(graph, op.outputs[0]))
     }
     if not found:
-        return found
+        return matrices
     marks = {v for op in graph.ops if op.kind == MARK for v in op.inputs}
     others = {v for op in graph.ops if op.kind != MARK for v in op.inputs}
-    return found & (marks - others - set(graph.outputs))
+    return matrices | found & (marks - others - set(graph.outputs))
 
 
 _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
@@ -156,11 +171,13 @@ class _Grouping:
             if key not in known:
                 known[key] = is_fusable(op, rules[op.index])
         sums = _open_sums(graph)
+        self.fuses = tuple(
+            [known[op.kind, id(rules[op.index])] or self.says_nothing(op) for op in graph.ops]
+        )
         self.fusable = tuple(
             [
-                (known[op.kind, id(rules[op.index])] or self.says_nothing(op))
-                and not (op.kind == "reduce_sum" and op.outputs[0] in sums)
-                for op in graph.ops
+                fuses and not (op.kind == "reduce_sum" and op.outputs[0] in sums)
+                for op, fuses in zip(graph.ops, self.fuses, strict=True)
             ]
         )
         self.same = equal_values(graph, self.live, self.pinned)
@@ -439,4 +456,4 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
         else (at(entry[0]), tuple(map(done, entry[1])), tuple(map(done, entry[2])))
         for entry in grouping.op_layouts
     )
-    return Groups(tuple(groups), tuple(links), home, layouts, grouping.fusable)
+    return Groups(tuple(groups), tuple(links), home, layouts, grouping.fusable, grouping.fuses)

@@ -73,7 +73,7 @@ class Scheduled:
         ``find_buffers``."""
         live = graph.live_ops()
         late = not self.fused_operands  # XLA:TPU keeps to the order of the trace
-        found = written(graph, groups.fusable, live, self.fused_operands, late, self.normalizes)
+        found = written(graph, groups.fuses, live, self.fused_operands, late, self.normalizes)
         return find_buffers(
             graph,
             groups,
@@ -116,14 +116,14 @@ def empty_workload(
     live = graph.live_ops()
     fused = find_fused(graph, rules)
     if device is None or not device.fuses_operands:
-        kept = materialised(graph, groups.fusable, live)
+        kept = materialised(graph, groups.fuses, live)
         kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
-        begins = starts(graph, groups.fusable, kept, live)
+        begins = starts(graph, groups.fuses, kept, live)
         shares = [1.0] * len(live)
         return Workload(graph, groups, kept, fused, *begins, shares, device=device)
-    found = written(graph, groups.fusable, live, True).without(fused.inside)
-    begins = starts(graph, groups.fusable, found.kept, live)
-    home = absorbing(graph, groups.fusable, found.kept, live)
+    found = written(graph, groups.fuses, live, True).without(fused.inside)
+    begins = starts(graph, groups.fuses, found.kept, live)
+    home = absorbing(graph, groups.fuses, found.kept, live)
     handed = gradients_in_updates(graph, groups, live, lambda _: False)
     return Workload(
         graph,
@@ -199,7 +199,7 @@ def analyse(
                 )
     scheduled = Scheduled(tuple(donated), device, fused.inside, chosen)
     found = written(
-        graph, groups.fusable, live, scheduled.fused_operands, normalizes=scheduled.normalizes
+        graph, groups.fuses, live, scheduled.fused_operands, normalizes=scheduled.normalizes
     ).without(fused.inside)
     held = find_buffers(graph, groups, found, live, donated, scheduled.tile, chosen=chosen)
     facts = map(

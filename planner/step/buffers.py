@@ -107,7 +107,7 @@ class _Finding:
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
         self.tile, self.moves, self.inside = tile, moves, inside
-        self.lanes = {} if tile == (1, 1) else image_lanes(graph, groups.op_layouts, groups.fusable)
+        self.lanes = {} if tile == (1, 1) else image_lanes(graph, groups.op_layouts, groups.fuses)
         self.begin, self.stop = extents(graph, found.time)
         self.entered = loops_entered(graph, live)
         self.buffers: list[Buffer] = []
@@ -274,7 +274,7 @@ class _Finding:
                 turns = base in moved if found.merges else op.region > 0
                 if turns and made >= 0 and graph.ops[made].kind in PRODUCTS:
                     root[out.index] = out.index
-            elif self.groups.fusable[op.index] or op.kind in MARKS:
+            elif self.groups.fuses[op.index] or op.kind in MARKS:
                 roots = [
                     root[i] for i in op.inputs if i >= 0 and graph.values[i].shape == out.shape
                 ]

@@ -226,6 +226,7 @@ def _quotient(
             ),
             (),
             (),
+            (),
         ),
         facts=tuple(analysis.facts[g] for g in one),
         buffers=buffers,

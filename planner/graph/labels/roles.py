@@ -161,8 +161,26 @@ def sums_gradient(graph: Graph, value: int) -> bool:
     op = graph.ops[known.op]
     if op.kind != "reduce_sum" or op.phase is not Phase.UPDATE:
         return False
-    group = graph.values[op.inputs[0]]
+    group = _unscaled(graph, op.inputs[0])
     return group.role is Role.GRADIENT and not graph.ops[group.op].kind.startswith("loop_")
+
+
+SCALED = 8
+"""Operations of equal shape between a gradient per example and the sum over the examples."""
+
+
+def _unscaled(graph: Graph, value: int) -> Value:
+    """The gradient that a value of the update is made of, scaled or clipped, or the value."""
+    first = at = graph.values[value]
+    for _ in range(SCALED):
+        if at.role is Role.GRADIENT or at.op < 0 or graph.ops[at.op].phase is not Phase.UPDATE:
+            break
+        same = [graph.values[v] for v in graph.ops[at.op].inputs if v != SCALAR]
+        same = [v for v in same if v.shape == at.shape]
+        if not same:
+            break
+        at = max(same, key=lambda v: v.role is Role.GRADIENT)
+    return at if at.role is Role.GRADIENT else first
 
 
 class _Gradients:

@@ -1,4 +1,4 @@
-"""Tensor parallelism as a mask: every product splits what it reads of a parameter.
+"""Tensor parallelism as a mask: every product splits what it reads of a parameter, or must not.
 
 Parameters of two dimensions and more are followed, through casts and transposes, to the operations
 that mix their dimensions. Of those, and of the parameters, only strategies are left that split a
@@ -17,6 +17,7 @@ from planner.graph.ir import Graph
 from planner.request.axes.sequence import Place, axis_masks
 from planner.request.state import is_value_group
 from planner.space.groups import Groups
+from planner.space.strategies import strategies_of
 from planner.spec import MeshSpec
 
 Mask = NDArray[np.bool_]
@@ -38,6 +39,62 @@ def along_parameters(
         graph, groups, mesh: as for ``pins.pin_masks``.
         hard: masks so far.
     """
+    return axis_masks(axis, _places(parameters, graph, groups), groups, mesh, hard)
+
+
+def off_parameters(
+    axes: Iterable[str],
+    parameters: Iterable[int],
+    graph: Graph,
+    groups: Groups,
+    mesh: MeshSpec,
+    hard: Mapping[int, Mask],
+) -> dict[int, Mask]:
+    """Masks that hold axes off the parameters' dimensions in what reads them, where these axes
+    may split another dimension: data parallelism splits examples alone. A dimension that the
+    operands share and that the result keeps, of matrices apart, stays open.
+
+    Args:
+        axes: of the mesh.
+        parameters: graph values.
+        graph, groups, mesh: as for ``pins.pin_masks``.
+        hard: masks so far.
+    """
+    read: dict[int, set[int]] = {}
+    for group, factor in _places(parameters, graph, groups):
+        if groups.groups[group].kind == "anchor":
+            read.setdefault(group, set()).add(factor)
+    for group, shared in _shared(groups, read).items():
+        read[group] -= shared - groups.groups[group].reduction
+    masks = dict(hard)
+    for group, factors in read.items():
+        g = groups.groups[group]
+        use = strategies_of(g, mesh.sizes).use[:, [mesh.names.index(axis) for axis in axes]]
+        barred = np.isin(use, sorted(factors))
+        others = ((use >= 0) & ~barred).any(axis=0)
+        both: Mask = np.asarray(~(barred & others).any(axis=1))
+        if group in masks:
+            both = both & masks[group]
+        if both.any():
+            masks[group] = both
+    return masks
+
+
+def _shared(groups: Groups, read: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    """Per group, the factors of more than one operand."""
+    seen: dict[int, dict[int, set[int]]] = {}
+    for link in groups.links:
+        if link.b in read and link.operand >= 0:
+            factors = seen.setdefault(link.b, {}).setdefault(link.operand, set())
+            factors.update(f for f in link.dst if f >= 0)
+    return {
+        group: {f for f in set().union(*found.values()) if sum(f in x for x in found.values()) > 1}
+        for group, found in seen.items()
+    }
+
+
+def _places(parameters: Iterable[int], graph: Graph, groups: Groups) -> set[Place]:
+    """The dimensions of matrices among the parameters, where they are kept, passed on and read."""
     near: dict[int, list[tuple[dict[int, int], int]]] = {}
     for link in groups.links:
         if link.operand != -1:
@@ -48,7 +105,7 @@ def along_parameters(
         home = groups.home[value]
         if home is not None and len(graph.values[value].shape) > 1:
             places |= _reached(groups, near, home[0], home[1])
-    return axis_masks(axis, places, groups, mesh, hard)
+    return places
 
 
 def _reached(

@@ -169,7 +169,7 @@ def product_kernels(
             for v in (*op.inputs, *op.outputs):
                 if v != SCALAR and found.kept[v] and found.base[v] not in handed:
                     inside[found.base[v]] = found.nbytes[v]
-    lanes = image_lanes(graph, groups.op_layouts, groups.fusable)
+    lanes = image_lanes(graph, groups.op_layouts, groups.fuses)
     tile = (device.tile_rows, device.tile_lanes)
     out: dict[int, ProductKernel] = {}
     for index, (first, second) in operands.items():

@@ -159,7 +159,7 @@ class Workload:
         depth, seen = self.depth[op.index], self.seen
         reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, depth, v) not in seen}
         writes = [v for v in op.outputs if kept[v]]
-        fuses = self.groups.fusable[op.index]
+        fuses = self.groups.fuses[op.index]
         if fuses or op.kind.startswith(("reduce_", "arg")):
             seen.update([(group, depth, v) for v in (*reads, *(writes if fuses else ()))])
         nbytes = float(sum([values[v].nbytes for v in (*reads, *writes)]))

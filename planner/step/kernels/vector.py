@@ -40,7 +40,7 @@ def vector_bytes(
 ) -> list[float]:
     """Per operation, the bytes that one run of its kernel moves, and those of the pass over its
     elements. Kernels of a group that read the same array in the same phase are one."""
-    laid = _laid_by_products(graph, rules, groups.fusable)
+    laid = _laid_by_products(graph, rules, groups.fuses)
     return _Vector(graph, groups, found, device, handed, laid).run(home)
 
 
@@ -58,7 +58,7 @@ class _Vector:
     ) -> None:
         self.graph, self.groups, self.found = graph, groups, found
         self.device, self.handed, self.laid = device, handed, laid
-        self.images = image_lanes(graph, groups.op_layouts, groups.fusable)
+        self.images = image_lanes(graph, groups.op_layouts, groups.fuses)
         self.tile = (device.tile_rows, device.tile_lanes)
         self.seen: set[tuple[int, Phase, int]] = set()
         """Arrays that a kernel reads or has made: the group, the phase, the value."""
@@ -107,7 +107,7 @@ class _Vector:
                     continue
                 if key not in self.seen:
                     read += self.tiled(s, nbytes)
-                    if reduces or self.groups.fusable[op.index]:
+                    if reduces or self.groups.fuses[op.index]:
                         self.seen.add(key)
         return read
 
