@@ -111,6 +111,10 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
     return replace(out, inside=found.draws, coupled=tuple(dict.fromkeys(found.coupled)))
 
 
+WRITES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
+"""Operations that write rows to an array."""
+
+
 class _Classifier:
     """``classify`` in progress."""
 
@@ -406,6 +410,10 @@ def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
 def _coupled(node: Node, why: str) -> CoupledError:
     mixes = why.startswith(("mixes", "may mix", "reduces"))
     helps = "write the loss as a sum or mean over examples" if mixes else ""
+    if node.name in WRITES:
+        helps = "write what examples make to a table or queue behind the step, from its results"
+    elif node.name == "sort":
+        helps = "order or shuffle the examples before the step"
     return CoupledError(node.line or node.name, _place(node, why), helps)
 
 
