@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from executor.run.interpret import ConstrainedStep, Decided, Kept
 from executor.run.local.fronts import LANES, in_front
 from executor.run.local.kernels import OnShards, kernels_on_shards
-from executor.run.local.products import LOCAL, TABLE, Scatter, scattered
+from executor.run.local.products import LOCAL, SUM, TABLE, Scatter, scattered
 from executor.run.local.specs import Spec, partition_spec, spec_of
 from executor.run.local.turned import Turned, multiplied, permuted, turned_products
 from planner import compat
@@ -138,8 +138,9 @@ def _scatters(
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
         begin = int(op.kind == TABLE)
-        left, right = (known.get((op.index, "in", k)) for k in (begin, begin + 1))
-        if op.kind not in LOCAL or left is None or right is None or eqn is None:
+        end = begin + 2 - int(op.kind == SUM)
+        given = [known.get((op.index, "in", k)) for k in range(begin, end)]
+        if op.kind not in LOCAL or eqn is None:
             continue
         if begin and not tables:
             continue
@@ -156,26 +157,29 @@ def _scatters(
         moved = (at, "after", 0) in known or (transpose >= 0 and (at, "in", 0) in known)
         if want is None or whole is None or moved:
             continue
-        a, b = (
+        ins = [
             speller.spec(c, len(aval.shape))
-            for c, aval in zip((left, right), eqn.in_avals[begin : begin + 2], strict=True)
-        )
+            for c, aval in zip(given, eqn.in_avals[begin:end], strict=True)
+            if c is not None
+        ]
+        if len(ins) < len(given):
+            continue
         out, made = speller.spec(want, rank), speller.spec(whole, rank)
-        local, sums = LOCAL[op.kind](eqn.params, a, b)
+        local, sums = LOCAL[op.kind](eqn.params, *ins)
         own = tuple(tuple(x for x in e if x in sums) for e in out)
         # what splits the operands splits the result, and partial sums are scattered inside that
         inside = all(e == m + s for e, m, s in zip(out, made, own, strict=True))
         if local is None or tuple(local[d] for d in order) != made or not any(own) or not inside:
             continue
         whole_sums = sums.difference(*own)
-        summed = tuple(x for entry in a for x in entry if x in whole_sums)
-        rest: tuple[Spec, ...] = ((),) * (len(eqn.in_avals) - 2 - begin)
+        summed = tuple(x for entry in ins[0] for x in entry if x in whole_sums)
+        rest: tuple[Spec, ...] = ((),) * (len(eqn.in_avals) - end)
         front: frozenset[str] = frozenset()
         if not tables:
             aval = eqn.out_avals[0]
             shape = [aval.shape[d] for d in order]
             front = in_front(shape, out, own, aval.dtype.itemsize, sizes)
-        found[op.index] = Scatter(transpose, order, (a, b, *rest), out, own, summed, front)
+        found[op.index] = Scatter(transpose, order, (*ins, *rest), out, own, summed, front)
     return found
 
 

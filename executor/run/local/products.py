@@ -130,14 +130,23 @@ def _lookup(params: Mapping[str, Any], table: Spec, indices: Spec) -> Local:
     return (spec if fits else None), sums
 
 
-LOCAL: Mapping[str, Callable[[Mapping[str, Any], Spec, Spec], Local]] = {
+def _sum(params: Mapping[str, Any], a: Spec) -> Local:
+    """Of a ``reduce_sum``."""
+    sums = frozenset(x for d in params["axes"] for x in a[d])
+    return tuple(e for d, e in enumerate(a) if d not in params["axes"]), sums
+
+
+LOCAL: Mapping[str, Callable[..., Local]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged,
     "scatter-add": _table,
     "gather": _lookup,
+    "reduce_sum": _sum,
 }
 """By kind of operation whose partial sums are scattered."""
+SUM = "reduce_sum"
+"""The kind with one operand: gradients of examples or tasks are added up."""
 TABLE = "scatter-add"
 """The kind whose first operand is a table."""
 
