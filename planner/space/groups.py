@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.annotate import EDGE, MARK, Pin
+from planner.annotate import EDGE, Pin
 from planner.graph.equal import equal_values
-from planner.graph.ir import SCALAR, Graph, Op, Phase, Role
+from planner.graph.ir import SCALAR, Graph, Op
 from planner.graph.labels.roles import sums_gradient
 from planner.rules.factor import FactorRule
 from planner.space.factors import LAYOUT_NONE, Fusion, Layout
 from planner.space.fusable import IDENTITY_BORDERS, is_fusable
+from planner.space.open_sums import open_sums
 
 ENTRIES = frozenset({"loop_const", "loop_carry", "loop_xs", "branch_in"})
 """Operations outside a region whose results are values inside it."""
@@ -124,36 +125,6 @@ def _does_something(graph: Graph, op: Op) -> bool:
     return any(v != SCALAR and graph.values[v].splits for v in (*op.inputs, *op.outputs))
 
 
-def _open_sums(graph: Graph) -> set[int]:
-    """Sums that may stay parts, which become shards: of gradients, and of what a loop leaves, where
-    a mark alone reads them (gradients of groups of examples, ``planner.microbatch.rewrite``); and
-    those that make the gradient of a matrix from one per example, or per task."""
-    shapes = {
-        v.shape
-        for v in map(graph.values.__getitem__, graph.state)
-        if v.role is Role.PARAMETER and len(v.shape) > 1
-    }
-    matrices = {
-        op.outputs[0]
-        for op in graph.ops
-        if op.kind == "reduce_sum"
-        and op.phase is not Phase.FORWARD
-        and graph.values[op.outputs[0]].shape in shapes
-    }
-    found = {
-        op.outputs[0]
-        for op in graph.ops
-        if op.kind == "reduce_sum"
-        and (made := graph.values[op.inputs[0]].op) >= 0
-        and (graph.ops[made].kind == "loop_out" or sums_gradient(graph, op.outputs[0]))
-    }
-    if not found:
-        return matrices
-    marks = {v for op in graph.ops if op.kind == MARK for v in op.inputs}
-    others = {v for op in graph.ops if op.kind != MARK for v in op.inputs}
-    return matrices | found & (marks - others - set(graph.outputs))
-
-
 _NO_ANCHORS = IDENTITY_BORDERS | {"loop_back", "loop_test"}
 
 
@@ -170,7 +141,7 @@ class _Grouping:
             key = (op.kind, id(rules[op.index]))
             if key not in known:
                 known[key] = is_fusable(op, rules[op.index])
-        sums = _open_sums(graph)
+        sums = open_sums(graph, rules)
         self.fuses = tuple(
             [known[op.kind, id(rules[op.index])] or self.says_nothing(op) for op in graph.ops]
         )
