@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.annotate import Pin
-from planner.choose.candidates import SPLITS, allowed_masks
+from planner.choose.candidates import SPLITS, allowed_masks, examples_alone
 from planner.choose.devices import BUSY, devices_worth
 from planner.cost.pricing import Priced, price, unfolded
 from planner.errors import RequestError
 from planner.graph.ir import Role
 from planner.modes import PROPAGATION
 from planner.request.parsed import Request
+from planner.request.pins import Mask
 from planner.search.problem import Problem, Solution, evaluate
 from planner.search.registry import FAST, solve
 from planner.search.relax.bound import lower_bound
@@ -23,7 +24,7 @@ from planner.step.classes import Quotient
 
 SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
-AGAIN = (1.0, 0.1)
+AGAIN = (1.0, 0.1, 0.0)
 """Surcharges to try, in ideal steps on all devices, where the other leaves devices idle."""
 LESS = 0.9
 """Cost or memory, relative to another's, from which on one is clearly less."""
@@ -52,9 +53,31 @@ def attempt(
     gradients, are given, too. A mode that splits the batch does not let devices repeat each other's
     work behind a change that cannot be avoided (``AGAIN``); where no argument holds a batch, as
     where an environment is stepped inside, there is nothing to spread, and all else is searched.
+    Data parallelism splits no weights in what reads them, unless that is clearly faster, as it is
+    where the devices do not divide the examples.
     """
+    open_masks = allowed_masks(quotient, pins, request, mesh)
+    held = examples_alone(quotient, pins, request, mesh, open_masks)
+    if held is None:
+        return _attempt(quotient, request, mesh, search, open_masks, whole)
+    found = _attempt(quotient, request, mesh, search, held, whole)
+    if found[1].feasible and devices_worth(found[0], found[1].choice) >= BUSY * mesh.num_devices:
+        return found
+    other = _attempt(quotient, request, mesh, search, open_masks, whole)
+    better = other[1].feasible and not found[1].feasible
+    return other if better or other[1].cost_s < LESS * found[1].cost_s else found
+
+
+def _attempt(
+    quotient: Quotient,
+    request: Request,
+    mesh: MeshSpec,
+    search: str,
+    masks: Mapping[int, Mask],
+    whole: bool,
+) -> Tried:
+    """The same with some masks."""
     analysis, model = quotient.part, request.model
-    masks = allowed_masks(quotient, pins, request, mesh)
     priced = price(analysis, mesh, model, request.limit_bytes, masks)
     if request.spreads and request.state.zero == 3:
         priced = dataclasses.replace(priced, free=_of_parameters(quotient))

@@ -102,6 +102,24 @@ def decision_masks(
     return masks
 
 
+def examples_alone(
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+    mesh: MeshSpec,
+    masks: Mapping[int, Mask],
+) -> Mapping[int, Mask] | None:
+    """Masks that also hold the data axes of DATA_PARALLEL off the weights' dimensions; None in
+    other modes, and where the user gives shardings."""
+    if request.mode != "DATA_PARALLEL" or pins or request.search == PROPAGATION:
+        return None
+    if request.tensor in mesh.names:
+        return None
+    graph, groups = quotient.part.graph, quotient.part.groups
+    parameters = find_state(graph, StateRequest()).parameters
+    return off_parameters(data_axes(mesh), parameters, graph, groups, mesh, masks)
+
+
 def allowed_masks(
     quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec
 ) -> Mapping[int, Mask]:
@@ -119,11 +137,9 @@ def allowed_masks(
     batch = batch_axes(request, mesh)
     hard = use_masks(quotient.uses, quotient.color, groups, mesh, batch, hard)
     hard = decision_masks(request.decided, groups, mesh, hard)
-    parameters = find_state(graph, StateRequest()).parameters
     if request.tensor in mesh.names:
+        parameters = find_state(graph, StateRequest()).parameters
         hard = along_parameters(request.tensor, parameters, graph, groups, mesh, hard)
-    elif request.mode == "DATA_PARALLEL" and not pins and request.search != PROPAGATION:
-        hard = off_parameters(data_axes(mesh), parameters, graph, groups, mesh, hard)
     if request.sequence in mesh.names:
         hard = along_the_sequence(request.sequence, graph, groups, mesh, hard)
     mode = "SEMI_AUTO_PARALLEL" if request.tensor in mesh.names else request.mode

@@ -17,7 +17,7 @@ results are taken for MAP where they count examples, for SUM where they do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,6 +115,10 @@ WRITES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split(
 """Operations that write rows to an array."""
 
 
+INDEXED = WRITES | {"gather", "dynamic_slice"}
+"""Operations that find rows by their numbers."""
+
+
 class _Classifier:
     """``classify`` in progress."""
 
@@ -131,6 +135,7 @@ class _Classifier:
     ) -> Classes:
         out = Classes(dict(zip(pair.inputs, ins, strict=True)), set(), set())
         places: set[int] = set()  # what follows from positions and constants alone
+        fed = {v for v, c in zip(pair.inputs, ins, strict=True) if c is MAP}
         out.alone.update(v for v, x in zip(pair.inputs, alone, strict=True) if x)
         zeros = {v for v, x in zip(pair.inputs, zero, strict=True) if x}
         for value, content in pair.consts.items():
@@ -149,7 +154,11 @@ class _Classifier:
             if placed:
                 places.update(node.outs)
             before = len(self.coupled)
+            if not fed.isdisjoint(node.values):
+                fed.update(node.outs)
             classes = self.any_node(pair, node, out, own, zeros, placed)
+            if len(self.coupled) > before and _by_number(pair, node, fed):
+                raise _refused(node, "reads or writes examples by their numbers in the batch")
             own = own and len(self.coupled) == before  # a statistic is each microbatch's
             for o, c in zip(node.outs, classes, strict=True):
                 out.of[o] = c
@@ -405,6 +414,19 @@ def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
     # a minor factor may count them only where those major to it have one element
     fits = all(dim[0] == factor for dim in scaled) and not any(factor in dim for dim in still)
     return factor if fits else None
+
+
+def _by_number(pair: Pair, node: Node, fed: Set[int]) -> bool:
+    """Whether an operation finds examples by numbers that are fed, or fixed: a microbatch has
+    others under them. Permutations are those of the microbatch."""
+    if node.name not in INDEXED or isinstance(node.ins[0], Number):
+        return False
+    if not pair.scaled(node.ins[0]):
+        return False
+    at = 1 if node.name in ("gather", "dynamic_slice") or node.name.startswith("scatter") else 2
+    numbers = [i for i in node.ins[at:] if isinstance(i, int)]
+    rows = not node.name.startswith("dynamic")
+    return not fed.isdisjoint(numbers[:1] if rows else numbers) or not rows
 
 
 def _coupled(node: Node, why: str) -> CoupledError:

@@ -228,6 +228,7 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     fed = [v for v in graph.batch if graph.values[v].shape]
     first = _fed_dims(graph, rules) if fed else {}
     rows = {dims.of(v, first.get(v, 0)) for v in fed} - none
+    sizes = {graph.values[v].shape[first.get(v, 0)] for v in fed}
     if not fed:
         many: Counter[int] = Counter()
         mine = set[int]().union(*map(dims.all_of, maybe)) - none
@@ -237,10 +238,9 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
                     many.update(dims.all_of(o) & mine)
         rows = {d for d, _ in many.most_common(1)}
     shapes = {v: graph.values[v].shape for v in maybe}
-    found = (
-        (v, d) for v in maybe for d, n in enumerate(shapes[v]) if n > 1 and dims.of(v, d) in rows
-    )
-    return dict(reversed(list(found)))
+    found = [(v, d, n) for v in maybe for d, n in enumerate(shapes[v]) if n > 1]
+    found = [(v, d, n) for v, d, n in found if dims.of(v, d) in rows and (n in sizes or not fed)]
+    return {v: d for v, d, _ in reversed(found)}
 
 
 def with_roles(graph: Graph, roles: Mapping[int, Role]) -> Graph:
@@ -316,6 +316,7 @@ class _Dims:
     def join_views(self) -> None:
         """Take a dimension and a part of it for one: all steps but the last are steps. Arrays that
         are put behind each other are parts."""
+        self._join_turns()
         for op in self.graph.ops:
             if op.kind == "concatenate" and op.phase is Phase.FORWARD:
                 whole = self.graph.values[op.outputs[0]].shape
@@ -326,6 +327,25 @@ class _Dims:
             if op.kind in VIEWS and op.phase is Phase.FORWARD and op.inputs[0] != SCALAR:
                 for d in range(len(self.graph.values[op.outputs[0]].shape)):
                     self.join(self.of(op.inputs[0], d), self.of(op.outputs[0], d))
+
+    def _join_turns(self) -> None:
+        """Take what a loop goes along and what it stacks for one dimension."""
+        ops, waiting = self.graph.ops, dict[int, list[int]]()
+        along: dict[int, list[int]] = {}  # per region of a loop
+        for op in ops:
+            if op.kind in ("loop_out", "loop_ys"):
+                waiting.pop(op.region, None)
+            if op.kind == "loop_xs":
+                waiting.setdefault(op.region, []).append(op.inputs[0])
+            elif op.kind == "loop_ys" and op.inputs[0] != SCALAR and op.phase is Phase.FORWARD:
+                made = self.graph.values[op.inputs[0]].op
+                for v in along.get(ops[made].region, ())[:1] if made >= 0 else ():
+                    self.join(self.of(v, 0), self.of(op.outputs[0], 0))
+            elif op.region not in along and op.region > 0:
+                found = waiting.pop(self.graph.regions[op.region].parent, [])
+                along[op.region] = [v for v in found if v != SCALAR]
+                for v in along[op.region][1:]:
+                    self.join(self.of(along[op.region][0], 0), self.of(v, 0))
 
     def of(self, value: int, dim: int) -> int:
         """A dimension of a value."""
