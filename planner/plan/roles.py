@@ -30,6 +30,7 @@ from planner.graph.ir import PRODUCTS, SCALAR, Graph, Role
 from planner.graph.labels.examples import example_dims
 from planner.plan.contents.kinds import DATA, EXPERT, FSDP, IDLE, MODEL, SEQ, WORDS
 from planner.plan.extract import Extraction
+from planner.request.axes.sequence import followed
 from planner.request.state import StateRequest, find_state
 from planner.spec import STAGE, MeshSpec
 from planner.step.feeding import fed_inputs
@@ -129,7 +130,11 @@ def with_names(plan: Extraction, mesh: MeshSpec) -> Extraction:
 def _votes(plan: Extraction) -> list[dict[str, float]]:
     """Per axis, the flop of products that it splits in each role."""
     graph, groups = plan.graph, plan.priced.analysis.groups
-    light = _weights(graph)
+    light, places = _weights(graph), None
+    if inner := example_dims(graph, plan.priced.analysis.rules):
+        rows = [v for v in graph.inputs if graph.values[v].has_examples and graph.values[v].splits]
+        reach = (followed(groups, [v], inner.get(v, 0)) for v in rows)
+        places = frozenset[tuple[int, int]]().union(*reach)
     live = graph.live_ops()
     votes: list[dict[str, float]] = [{} for _ in plan.priced.mesh.sizes]
     for op in graph.ops:
@@ -148,7 +153,8 @@ def _votes(plan: Extraction) -> list[dict[str, float]]:
                 continue
             if factor not in weights:
                 rows = [f for f in acts if f >= 0 and f not in weights]
-                role = DATA if rows[:1] == [factor] else SEQ
+                first = rows[:1] == [factor] if places is None else (group, factor) in places
+                role = DATA if first else SEQ
             else:
                 apart = factor in acts and factor in outs[0]  # each has weights of its own
                 channels = op.kind == "conv_general_dilated"  # of a depthwise convolution
@@ -186,10 +192,11 @@ def _weights(graph: Graph) -> list[bool]:
 def _cuts(plan: Extraction, values: Sequence[int], axis: int) -> str:
     """What an axis cuts of some arguments: first dimensions, others, or nothing."""
     name, found = plan.priced.mesh.names[axis], ""
+    inner = example_dims(plan.graph, plan.priced.analysis.rules)
     for value in values:
         for port in ("use", "store"):
             dims = plan.value_sharding(value, port).dims
-            if dims and name in dims[0]:
+            if name in (*dims, ())[min(inner.get(value, 0), len(dims))]:
                 return DATA
             if any(name in dim for dim in dims):
                 found = SEQ

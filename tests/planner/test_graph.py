@@ -99,7 +99,7 @@ def test_golden_scan_with_carry_xs_ys_and_a_constant() -> None:
     graph: 10 operations, 12 values
       %0 = input [0]: float32[4,8] examples
       %1 = input [1]: float32[5,4,8] batch
-      %2 = input [2]: float32[8,8] batch
+      %2 = input [2]: float32[8,8] frozen
       forward:
         %3: float32[8,8] = loop_const(%2)
         %4: float32[4,8] = loop_carry(%0)

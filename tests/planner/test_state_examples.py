@@ -170,3 +170,62 @@ def test_a_time_major_batch_is_reduced_once_per_step() -> None:
 def test_a_number_that_does_not_divide_the_examples_is_refused() -> None:
     with pytest.raises(RequestError, match=r"does not divide the batch: .* holds 64 examples"):
         make_plan(recurrent, *recurrent_args(), cluster="h100:8", microbatches=5)
+
+
+def test_targets_outside_of_the_loop_are_time_major_too() -> None:
+    """What a loop stacks has the turns of what it goes along."""
+
+    def step(p: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            def turn(h: jax.Array, x_t: jax.Array) -> Any:
+                h = jnp.tanh(x_t @ p["in"] + h @ p["up"])
+                return h, h
+
+            out = jax.lax.scan(turn, jnp.zeros((x.shape[1], 1024)), x)[1]
+            return jnp.mean((out.sum(-1) - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+
+    p = {"in": struct(512, 1024), "up": struct(1024, 1024)}
+    plan = make_plan(step, p, struct(64, 256, 512), struct(64, 256), cluster="h100:8", mode="dp")
+    assert {str(leaf.spec) for leaf in plan.inputs if not leaf.tied} == {"P(None, 'data')"}
+    assert plan.strategy == "data parallel over 8; batch split 8 ways"
+
+
+def test_queues_are_no_examples() -> None:
+    """Rows of a ring buffer meet the batch by slices; it has others besides."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            old = jax.lax.dynamic_slice(state["queue"], (state["at"], 0), x.shape)
+            return jnp.mean((x @ w - old) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(state["w"])
+        queue = jax.lax.dynamic_update_slice(state["queue"], x, (state["at"], 0))
+        return {"w": state["w"] - grad, "queue": queue, "at": state["at"] + 1}, value
+
+    state = {"w": struct(H, H), "queue": struct(16 * B, H), "at": struct(dtype=jnp.int32)}
+    assert roles(step, (state, struct(B, H)))["[0]['queue']"] is Role.STATISTIC
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_rows_by_number_are_refused(write: bool) -> None:
+    """A microbatch has other examples under the numbers that are fed."""
+
+    def step(state: Any, x: jax.Array, rows: jax.Array) -> Any:
+        def loss(w: jax.Array) -> Any:
+            h = jnp.tanh(x @ w + 0.1 * state["memory"])
+            old = state["memory"] if write else state["memory"][rows]
+            return jnp.mean((h - old) ** 2), h
+
+        (value, h), grad = jax.value_and_grad(loss, has_aux=True)(state["w"])
+        memory = state["memory"].at[rows].set(h) if write else h
+        return {"w": state["w"] - grad, "memory": memory}, value
+
+    state = {"w": struct(H, H), "memory": struct(B, H)}
+    args = state, struct(B, H), struct(B, dtype=jnp.int32)
+    with pytest.raises(RequestError):
+        make_plan(step, *args, cluster="h100:8", microbatches=2)
+    with pytest.raises(RequestError):
+        make_plan(step, *args, cluster="h100:8", microbatches=2, statistics="per-microbatch")

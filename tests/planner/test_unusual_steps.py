@@ -254,3 +254,26 @@ def test_a_constant_in_the_next_state_is_no_reason_to_fail() -> None:
         planned(step, state, struct(64, D), microbatches=2)
     plan = planned(step, state, struct(64, D), microbatches=2, statistics="per-microbatch")
     assert plan.microbatches == 2
+
+
+def test_devices_that_do_not_divide_the_batch_split_the_sequence() -> None:
+    """Twelve sequences on eight devices, in layers that are computed again: the mode spread nothing
+    through these, and every device did the whole work."""
+    layers = 4
+
+    def step(p: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            def layer(h: jax.Array, p: Any) -> Any:
+                return h + jnp.tanh(h @ p["a"]) @ p["b"], None
+
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, p)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return descend(p, grads), value
+
+    p = {"a": struct(layers, D, H), "b": struct(layers, H, D)}
+    times = {}
+    for mode in ("dp", "fsdp", None):
+        options = {"mode": mode} if mode else {"mesh": "data=8"}
+        times[mode] = planned(step, p, struct(12, 1024, D), **options).prediction.step_s
+    assert max(times.values()) <= 1.5 * times[None]

@@ -52,7 +52,7 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
     for v in graph.batch:
         if graph.values[v].shape:
             arguments.setdefault(_argument(graph, v), []).append(v)
-    first = {v: dims.of(v, 0) for mine in arguments.values() for v in mine}
+    first = {v: dims.of(v, _first(graph, v)) for mine in arguments.values() for v in mine}
     state = set(graph.state).difference(maybe_examples(graph))
     kept = set[int]().union(*map(dims.all_of, state))
     others = set[int]().union(*map(dims.all_of, first)) - kept
@@ -72,11 +72,18 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         sizes = {graph.values[v].shape[0] for v, d in first.items() if d == examples}
         if any(examples in dims.all_of(v) for v in mine):
             continue
+        if all(graph.values[v].shape[0] == 1 for v in mine):  # one example
+            continue
         if all(graph.values[v].shape[0] in sizes for v in mine):  # an operation without a rule
             continue
         if max(total[first[v]] for v in mine) < OWN * many:
             out.update(mine)
     return frozenset(out)
+
+
+def _first(graph: Graph, value: int) -> int:
+    """The first dimension of more than one element, 0 where there is none."""
+    return next((d for d, n in enumerate(graph.values[value].shape) if n > 1), 0)
 
 
 def _beside_state(dims: _Dims, graph: Graph, values: Sequence[int]) -> bool:

@@ -39,7 +39,7 @@ def with_padding(planned: Planned, wish: Wish, door: Door) -> Planned:
     except RequestError as error:
         return _noted(planned, f"batch not padded: {error}", door)
     steps = [time_text(x.plan.prediction.step_s) for x in (found, planned)]
-    if found.plan.search.cost_s * WORTH >= plan.search.cost_s:
+    if found.plan.prediction.step_s * WORTH >= plan.prediction.step_s:
         why = f"{steps[0]} predicted instead of {steps[1]}"
         return _noted(planned, f"batch not padded to {rows}: {why}", door)
     return _noted(found, f"batch padded to {rows}: {' instead of '.join(steps)} predicted", door)

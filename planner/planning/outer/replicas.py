@@ -55,7 +55,8 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
     if any(o.found is not None and o.cost_s < known_s for o in seen.values()):
         with contextlib.suppress(MemoryLimitError):  # a quick look may take too little for enough
             found = best_planned(seen, door.begun, "")
-            best = found if found.plan.search.cost_s < known_s else planned
+            faster = found.plan.prediction.step_s < plan.prediction.step_s
+            best = found if found.plan.search.cost_s < known_s and faster else planned
     note = f"gradients reduced once per step, in {' or '.join(map(str, counts))} replicas: "
     if best is planned:
         note += "not faster, or does not fit"
