@@ -82,6 +82,6 @@ def idle_text(
     if len(leading) == 1 and (batch := leading.pop()) % devices:
         return (
             f"{text}; batch {batch} does not divide by {devices} (pad_batch='auto' may help), and "
-            "splitting anything else costs more time than it saves"
+            "the search has no faster split"
         )
-    return f"{text}; splitting more of it costs more time than it saves"
+    return f"{text}; the search has no faster split"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -32,6 +33,7 @@ from planner.debug.stages import passed
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.jaxpr.inlined import inlined_notes
 from planner.graph.trace import Traced, reshaped, trace
+from planner.microbatch.rewrite import batch_size
 from planner.plan.assemble import NOT_SPLIT, assembled
 from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
@@ -191,8 +193,10 @@ class Row:
         )
         if made.pad_batch:  # then the batch is split inside the step
             notes = tuple(n for n in plan.notes if NOT_SPLIT not in n)
-            idle = plan.idle and f"{plan.idle.partition(';')[0]}; splitting more of it takes longer"
+            idle = plan.idle and f"{plan.idle.partition(';')[0]}; the search has no faster split"
             plan = dataclasses.replace(plan, notes=notes, idle=idle)
+        elif plan.idle and made.microbatches > 1:
+            plan = dataclasses.replace(plan, idle=_idle_in_parts(plan, self.traced.origin))
         if made.schedule:
             plan = scheduled(plan, planned.extraction, self.traced, made)
         planned = dataclasses.replace(planned, plan=plan)
@@ -253,6 +257,19 @@ def _planned(
         for t in runners_up(step.quotient, step.pins, request, best, tried)
     )
     return Planned(plan, extraction, step.quotient, step.pins, request, others)
+
+
+def _idle_in_parts(plan: Plan, whole: Traced | None) -> str:
+    """Why devices repeat each other's work in microbatches of a step."""
+    devices = plan.mesh.num_devices
+    with contextlib.suppress(RequestError):
+        share = batch_size(whole) // plan.microbatches if whole is not None else devices
+        if share % devices:
+            return (
+                f"{plan.idle.partition(';')[0]}; the {share} examples of a microbatch do not "
+                f"divide by {devices}: fewer microbatches may help"
+            )
+    return plan.idle
 
 
 def _confirmed(

@@ -277,3 +277,15 @@ def test_devices_that_do_not_divide_the_batch_split_the_sequence() -> None:
         options = {"mode": mode} if mode else {"mesh": "data=8"}
         times[mode] = planned(step, p, struct(12, 1024, D), **options).prediction.step_s
     assert max(times.values()) <= 1.5 * times[None]
+
+
+def test_microbatches_that_the_devices_do_not_divide() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * grad, value
+
+    plan = planned(step, struct(64, 64), struct(16, 64), mode="dp", microbatches=4)
+    assert plan.idle == (
+        "uses 1 of 8 devices' worth of work; the 4 examples of a microbatch do not divide by 8: "
+        "fewer microbatches may help"
+    )
