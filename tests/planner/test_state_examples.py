@@ -193,6 +193,33 @@ def test_targets_outside_of_the_loop_are_time_major_too() -> None:
     assert plan.strategy == "data parallel over 8; batch split 8 ways"
 
 
+@pytest.mark.devices
+def test_rows_that_are_only_written() -> None:
+    """An average of each example's loss: no pass reads it."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> Any:
+            each = jnp.mean(jnp.tanh(x @ w) ** 2, -1)
+            return each.mean(), each
+
+        (value, each), grad = jax.value_and_grad(loss, has_aux=True)(state["w"])
+        average = 0.9 * state["average"] + 0.1 * each
+        m = 0.9 * state["m"] + grad
+        return {"w": state["w"] - 0.1 * m, "m": m, "average": average}, value
+
+    w = jax.random.normal(jax.random.key(0), (H, H)) / 6
+    state = {"w": w, "m": jnp.zeros_like(w), "average": jnp.arange(float(B))}
+    x = jax.random.normal(jax.random.key(1), (B, H))
+    found = roles(step, (state, x))
+    assert found["[0]['average']"] is Role.EXAMPLES and found["[0]['m']"] is Role.MOMENT
+    want = jax.device_get(jax.jit(step)(state, x))
+    for options in ({"mode": "dp"}, {"microbatches": 4}, {"pad_batch": 72}):
+        run = parallelize(step, **options)  # type: ignore[arg-type]
+        assert difference(jax.device_get(run(state, x)), want) <= 2e-6
+    plan = make_plan(step, state, x, cluster="h100:8", mode="dp")
+    assert {leaf.path for leaf in plan.inputs if leaf.spec.axes} == {"[0]['average']", "[1]"}
+
+
 def test_queues_are_no_examples() -> None:
     """Rows of a ring buffer meet the batch by slices; it has others besides."""
 

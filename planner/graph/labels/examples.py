@@ -209,7 +209,10 @@ def maybe_examples(graph: Graph) -> list[int]:
     return [
         v
         for v in graph.state
-        if graph.values[v].role in (Role.STATISTIC, Role.EXAMPLES)
+        if (
+            graph.values[v].role in (Role.STATISTIC, Role.EXAMPLES)
+            or (graph.values[v].role is Role.MOMENT and graph.values[v].of < 0)
+        )
         and any(n > 1 and (n in sizes or not sizes) for n in graph.values[v].shape)
     ]
 
@@ -228,7 +231,8 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     maybe = maybe_examples(graph)
     if not maybe:
         return {}
-    dims = _Dims(graph, rules)
+    written = any(graph.values[v].role is not Role.STATISTIC for v in maybe)
+    dims = _Dims(graph, rules, behind=written)
     dims.join_views()
     others = (v for v in graph.inputs if graph.values[v].role in (Role.PARAMETER, Role.FROZEN))
     none = dims.contracted().union(*map(dims.all_of, others))
@@ -288,7 +292,8 @@ class _Dims:
 
     """
 
-    def __init__(self, graph: Graph, rules: Sequence[FactorRule]) -> None:
+    def __init__(self, graph: Graph, rules: Sequence[FactorRule], behind: bool = False) -> None:
+        """``behind``: through the update too."""
         self.graph = graph
         self.start = [0]
         for value in graph.values:
@@ -296,7 +301,8 @@ class _Dims:
         self.parent = list(range(self.start[-1]))
         self._summed: list[tuple[int, int]] = []  # of products, a dimension and the result
         for op, rule in zip(graph.ops, rules, strict=True):
-            if op.phase is not Phase.FORWARD:
+            forward = op.phase is Phase.FORWARD
+            if not forward and not (behind and op.phase is Phase.UPDATE):
                 continue
             seen: dict[int, int] = {}
             values = (*op.inputs, *op.outputs)
@@ -305,7 +311,7 @@ class _Dims:
                     if factors:
                         place = self.start[v] + d
                         self.join(seen.setdefault(factors[0], place), place)
-            if op.kind in PRODUCTS:
+            if op.kind in PRODUCTS and forward:
                 result = op.outputs[0]
                 self._summed += [(seen[f], result) for f in rule.reduction if f in seen]
 

@@ -187,7 +187,7 @@ def test_a_loop_over_steps_is_labelled_as_a_step() -> None:
     assert [p for p in role if ".mu" in p or ".nu" in p] == [
         p for p in paths[Role.MOMENT] if "u[" in p
     ]
-    assert paths[Role.EXAMPLES] == ["[0][2]['at']"]
+    assert paths[Role.EXAMPLES] == ["[0][2]['at']", "[0][2]['last']"]
     inside = [op for op in graph.ops if op.region > 0]
     assert {op.phase for op in inside if op.kind == "sin"} == {Phase.FORWARD}
     assert {op.phase for op in inside if op.kind == "sqrt"} == {Phase.UPDATE}
