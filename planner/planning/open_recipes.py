@@ -71,8 +71,8 @@ class Door:
         try:
             row = self.row_of(recipe)
             seen = scout_meshes(row.step.quotient, row.step.pins, row.request, known_s, bounds_s)
-        except RequestError:  # such as a microbatch that traces to another program
-            return Outcome(math.inf, False, None)
+        except RequestError as error:  # such as a microbatch that traces to another program
+            return Outcome(math.inf, False, None, refused=str(error))
         return Outcome(seen.cost_s, seen.fits, row, seen.bound_s, seen.floor, seen.fill)
 
 

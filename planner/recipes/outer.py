@@ -43,6 +43,7 @@ class Outcome(Generic[T]):
         bound_s: what a longer search can hope for.
         floor: memory that every plan takes, over the limit; 0 where that is not known.
         fill: peak of the plan found, likewise.
+        refused: why the step has no form for the recipe; empty where it has.
     """
 
     cost_s: float
@@ -51,6 +52,7 @@ class Outcome(Generic[T]):
     bound_s: float = math.inf
     floor: float = 0.0
     fill: float = 0.0
+    refused: str = ""
 
     @property
     def too_slow(self) -> bool:

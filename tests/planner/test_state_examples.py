@@ -256,3 +256,22 @@ def test_rows_by_number_are_refused(write: bool) -> None:
         make_plan(step, *args, cluster="h100:8", microbatches=2)
     with pytest.raises(RequestError):
         make_plan(step, *args, cluster="h100:8", microbatches=2, statistics="per-microbatch")
+
+
+def test_replicas_that_the_step_refuses_say_why() -> None:
+    """The number of examples is written into the step."""
+
+    def step(p: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            def turn(h: jax.Array, x_t: jax.Array) -> Any:
+                return jnp.tanh(x_t @ p["in"] + h @ p["up"]), None
+
+            return jnp.mean(jax.lax.scan(turn, jnp.zeros((256, 1024)), x)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+
+    p = {"in": struct(512, 1024), "up": struct(1024, 1024)}
+    plan = make_plan(step, p, struct(64, 256, 512), cluster="h100:8", mode="dp")
+    (note,) = (n for n in plan.notes if n.startswith("gradients reduced once per step"))
+    assert "not possible, this step can't be cut" in note and "test_state_examples.py" in note

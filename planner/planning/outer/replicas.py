@@ -58,7 +58,9 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
             faster = found.plan.prediction.step_s < plan.prediction.step_s
             best = found if found.plan.search.cost_s < known_s and faster else planned
     note = f"gradients reduced once per step, in {' or '.join(map(str, counts))} replicas: "
-    if best is planned:
+    if all(o.refused for o in seen.values()):
+        note += f"not possible, {next(iter(seen.values())).refused.partition(';')[0]}"
+    elif best is planned:
         note += "not faster, or does not fit"
     else:
         steps = (best.plan.prediction.step_s, plan.prediction.step_s)
