@@ -26,7 +26,7 @@ from planner.graph.labels.roles import sums_gradient
 from planner.rules.factor import FactorRule
 from planner.space.factors import LAYOUT_NONE, Fusion, Layout
 from planner.space.fusable import IDENTITY_BORDERS, is_fusable
-from planner.space.open_sums import open_sums
+from planner.space.open_sums import sums_of_each, sums_of_groups
 
 ENTRIES = frozenset({"loop_const", "loop_carry", "loop_xs", "branch_in"})
 """Operations outside a region whose results are values inside it."""
@@ -96,7 +96,7 @@ class Groups:
     """Per operation, whether it only passes dimensions along (``is_fusable``), and all that it
     touches shares one decision."""
     fuses: tuple[bool, ...]
-    """Per operation, whether compilers fuse it: a sum that may become shards too."""
+    """Per operation, whether compilers fuse it: as those, and sums of gradients per example."""
 
 
 def build_groups(graph: Graph, rules: Sequence[FactorRule], pins: Sequence[Pin] = ()) -> Groups:
@@ -141,13 +141,17 @@ class _Grouping:
             key = (op.kind, id(rules[op.index]))
             if key not in known:
                 known[key] = is_fusable(op, rules[op.index])
-        sums = open_sums(graph, rules)
+        groups, each = sums_of_groups(graph), sums_of_each(graph, rules)
         self.fuses = tuple(
-            [known[op.kind, id(rules[op.index])] or self.says_nothing(op) for op in graph.ops]
+            [
+                (known[op.kind, id(rules[op.index])] or self.says_nothing(op))
+                and not (op.kind == "reduce_sum" and op.outputs[0] in groups)
+                for op in graph.ops
+            ]
         )
         self.fusable = tuple(
             [
-                fuses and not (op.kind == "reduce_sum" and op.outputs[0] in sums)
+                fuses and not (op.kind == "reduce_sum" and op.outputs[0] in each)
                 for op, fuses in zip(graph.ops, self.fuses, strict=True)
             ]
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from planner.annotate import MARK
-from planner.graph.ir import SCALAR, Graph, Phase, Role
+from planner.graph.ir import SCALAR, Graph, Op, Phase, Role
 from planner.graph.labels.roles import sums_gradient
 from planner.rules.factor import FactorRule
 
@@ -14,42 +14,54 @@ STEPS = 8
 """Operations between a gradient per example and the sum over the examples."""
 
 
-def _of_each(graph: Graph, rules: Sequence[FactorRule], value: int) -> bool:
-    """Whether a value is a product of pairs of matrices, one per example or task, scaled or not."""
+def _of_each(graph: Graph, rules: Sequence[FactorRule], sum_: Op) -> bool:
+    """Whether a sum adds up products of pairs of matrices, one per example or task, scaled or not:
+    what it adds up along is what the pairs are numbered by."""
+    value, rule = sum_.inputs[0], rules[sum_.index]
+    left = {f for dim in rule.results[0] for f in dim}
+    along = {d for d, dim in enumerate(rule.operands[0]) if dim and not left.intersection(dim)}
     size = math.prod(graph.values[value].shape)
     for _ in range(STEPS):
         made = graph.values[value].op
         if made < 0:
             return False
         op, rule = graph.ops[made], rules[made]
+        factors = {f for d in along for f in rule.results[op.outputs.index(value)][d]}
         if op.kind == "dot_general":
-            factors = [{f for dim in x for f in dim} for x in (*rule.operands, *rule.results)]
-            return bool(set.intersection(*factors))
-        alike = [v for v in op.inputs if v != SCALAR]
-        alike = [v for v in alike if math.prod(graph.values[v].shape) == size]
-        if not alike:
+            pairs = ({f for dim in x for f in dim} for x in rule.operands)
+            return bool(factors) and all(factors <= pair for pair in pairs)
+        found = []
+        for k, v in enumerate(op.inputs):
+            if v != SCALAR and math.prod(graph.values[v].shape) == size:
+                dims = {d for d, dim in enumerate(rule.operands[k]) if factors.intersection(dim)}
+                found.append((graph.values[v].role is Role.GRADIENT, -k, v, dims))
+        if not found:
             return False
-        value = max(alike, key=lambda v: graph.values[v].role is Role.GRADIENT)
+        *_, value, along = max(found)
     return False
 
 
-def open_sums(graph: Graph, rules: Sequence[FactorRule]) -> set[int]:
-    """Sums that may stay parts, which become shards: of gradients, and of what a loop leaves, where
-    a mark alone reads them (gradients of groups of examples, ``planner.microbatch.rewrite``); and
-    those that make the gradient of a matrix from one per example, or per task."""
+def sums_of_each(graph: Graph, rules: Sequence[FactorRule]) -> set[int]:
+    """Sums that make the gradient of a matrix from one per example, or per task. They may stay
+    parts, which become shards, and compilers fuse what scales the addends into them."""
     shapes = {
         v.shape
         for v in map(graph.values.__getitem__, graph.state)
         if v.role is Role.PARAMETER and len(v.shape) > 1
     }
-    matrices = {
+    return {
         op.outputs[0]
         for op in graph.ops
         if op.kind == "reduce_sum"
         and op.phase is not Phase.FORWARD
         and graph.values[op.outputs[0]].shape in shapes
-        and _of_each(graph, rules, op.inputs[0])
+        and _of_each(graph, rules, op)
     }
+
+
+def sums_of_groups(graph: Graph) -> set[int]:
+    """Sums that may stay parts, which become shards where a mark alone reads them: of gradients,
+    and of what a loop leaves (of groups of examples, ``planner.microbatch.rewrite``)."""
     found = {
         op.outputs[0]
         for op in graph.ops
@@ -58,7 +70,7 @@ def open_sums(graph: Graph, rules: Sequence[FactorRule]) -> set[int]:
         and (graph.ops[made].kind == "loop_out" or sums_gradient(graph, op.outputs[0]))
     }
     if not found:
-        return matrices
+        return found
     marks = {v for op in graph.ops if op.kind == MARK for v in op.inputs}
     others = {v for op in graph.ops if op.kind != MARK for v in op.inputs}
-    return matrices | found & (marks - others - set(graph.outputs))
+    return found & (marks - others - set(graph.outputs))

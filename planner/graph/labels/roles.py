@@ -175,6 +175,8 @@ def _unscaled(graph: Graph, value: int) -> Value:
     for _ in range(SCALED):
         if at.role is Role.GRADIENT or at.op < 0 or graph.ops[at.op].phase is not Phase.UPDATE:
             break
+        if graph.ops[at.op].kind.startswith("loop_"):
+            break
         same = [graph.values[v] for v in graph.ops[at.op].inputs if v != SCALAR]
         same = [v for v in same if v.shape == at.shape]
         if not same:
