@@ -39,16 +39,15 @@ ESTIMATES_S = 10.0
 
 
 def batch_leaves(graph: Graph) -> tuple[int, ...]:
-    """Positions of the arguments whose first dimension is the batch; none when there is none."""
-    loose = [
-        (k, graph.values[v])
-        for k, v in enumerate(graph.inputs)
-        if graph.values[v].has_examples and graph.values[v].shape
-    ]
-    if not loose:
+    """Positions of the arguments whose first dimension is the batch, and of state with such rows;
+    none when nothing is fed."""
+    values = [(k, graph.values[v]) for k, v in enumerate(graph.inputs) if graph.values[v].shape]
+    fed = [v for _, v in values if v.fed]
+    if not fed:
         return ()
-    size = max(loose, key=lambda leaf: leaf[1].nbytes)[1].shape[0]
-    return tuple(k for k, v in loose if v.shape[0] == size) if size > 1 else ()
+    size = max(fed, key=lambda v: v.nbytes).shape[0]
+    rows = tuple(k for k, v in values if v.has_examples and v.shape[0] == size)
+    return rows if size > 1 else ()
 
 
 def growing(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> frozenset[int]:

@@ -221,6 +221,8 @@ class Plan:
     JSON where it is 1."""
     pad_batch: int = 0
     """Examples that the batch is padded to; left out of the JSON where it is not."""
+    examples: int = 0
+    """Examples that the batch has without padding; left out of the JSON where it is not padded."""
     statistics: str = WHOLE
     """Whose the values are that examples make together: ``planner.spec.Recipe``."""
     coupled: tuple[str, ...] = ()

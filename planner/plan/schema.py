@@ -230,6 +230,7 @@ _PLAN = record(
     microbatches=whole(1),
     replicas=whole(1),
     pad_batch=whole(0),
+    examples=whole(0),
     statistics=one_of(WHOLE, PER_MICROBATCH),
     coupled=many(LINE),
     remat=LINE,

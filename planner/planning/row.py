@@ -194,7 +194,8 @@ class Row:
         if made.pad_batch:  # then the batch is split inside the step
             notes = tuple(n for n in plan.notes if NOT_SPLIT not in n)
             idle = plan.idle and f"{plan.idle.partition(';')[0]}; the search has no faster split"
-            plan = dataclasses.replace(plan, notes=notes, idle=idle)
+            examples = batch_size(self.traced.origin or self.traced)
+            plan = dataclasses.replace(plan, notes=notes, idle=idle, examples=examples)
         elif plan.idle and made.microbatches > 1:
             plan = dataclasses.replace(plan, idle=_idle_in_parts(plan, self.traced.origin))
         if made.schedule:

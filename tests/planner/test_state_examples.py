@@ -11,8 +11,10 @@ import pytest
 
 from executor import parallelize
 from planner import RequestError, make_plan
+from planner.advice.batch import batch_leaves
 from planner.graph.ir import Role
 from planner.graph.trace import trace
+from planner.plan.plan import plan_from_json
 from tests.zoo.running import difference
 
 B, T, H, LAYERS = 64, 5, 32, 3
@@ -165,6 +167,25 @@ def test_a_time_major_batch_is_reduced_once_per_step() -> None:
     assert plan.replicas == 8
     sums = [row for row in plan.collectives if row.kind == "all_reduce"]
     assert sums and all(row.count == 1 for row in sums)
+
+
+def test_padding_counts_the_examples_and_not_time() -> None:
+    state = {"h": struct(LAYERS, 60, H), "p": recurrent_args()[0]["p"]}
+    plan = make_plan(recurrent, state, struct(T, 60, H), cluster="h100:8", pad_batch=63)
+    assert plan.examples == 60 and plan_from_json(plan.to_json()) == plan
+    assert "padded to 63 examples, 5.0 % more" in str(plan)
+
+
+def test_the_batch_of_advice_is_what_is_fed() -> None:
+    """The state is larger than the batch and has another dimension in front."""
+
+    def step(cache: jax.Array, x: jax.Array) -> Any:
+        return cache + x, x.sum()
+
+    for shape, rows in (((LAYERS, B, 16, H), (1,)), ((B, 16, H), (0, 1))):
+        graph = trace(step, (struct(*shape), struct(B, 16, H))).graph
+        assert graph.values[graph.inputs[0]].role is Role.EXAMPLES
+        assert batch_leaves(graph) == rows
 
 
 def test_a_number_that_does_not_divide_the_examples_is_refused() -> None:

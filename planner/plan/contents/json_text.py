@@ -33,6 +33,7 @@ _UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0, "frozen": False}
 
 _LEFT_OUT = {
     **dataclasses.asdict(PLAIN),
+    "examples": 0,
     "coupled": [],
     "recomputed": [],
     "chunked": [],

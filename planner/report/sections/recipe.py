@@ -46,12 +46,10 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
         text = f"of {plan.replicas} groups of devices, each added up over the step's loops, and "
         lines.append(("gradients", f"{text}reduced once per step"))
     if plan.pad_batch:
-        fed = (x for x in plan.inputs if not (x.tied or x.frozen) and x.shape)
-        examples = min((x.shape[0] for x in fed), default=0)
-        more = percent_text(plan.pad_batch / max(examples, 1) - 1.0)
-        lines.append(
-            ("batch", f"padded to {plan.pad_batch} examples, {more} more; sums leave these out")
-        )
+        text = f"padded to {plan.pad_batch} examples"
+        if plan.examples:
+            text += f", {percent_text(plan.pad_batch / plan.examples - 1.0)} more"
+        lines.append(("batch", f"{text}; sums leave these out"))
     if plan.remat != "none":
         again = plan.recomputed or ("nothing to compute again",)
         lines += [("remat", f"{plan.remat}: {line}") for line in again]
