@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.choose.devices import idle_axes
@@ -58,7 +58,8 @@ def roles_of(plan: Extraction) -> Roles:
     """The roles of a plan's axes."""
     priced, graph = plan.priced, plan.graph
     sizes = priced.mesh.sizes
-    votes = _votes(plan)
+    inner = example_dims(graph, priced.analysis.rules)
+    votes = _votes(plan, inner)
     idle = idle_axes(priced, plan.choice)
     state = find_state(graph, StateRequest())
     fed = _batch(graph)
@@ -72,13 +73,13 @@ def roles_of(plan: Extraction) -> Roles:
         if role == EXPERT and priced.mesh.names[k] == STAGE:
             role = STAGE
         if role in (SEQ, ""):
-            role = _cuts(plan, fed or graph.inputs, k) or role or DATA
+            role = _cuts(plan, fed or graph.inputs, k, inner) or role or DATA
         if role in (DATA, SEQ) and parameters:
             role = FSDP
         elif role == DATA and _share(plan, sorted(state.others), k) >= HALF:
             zero.add(k)
         roles.append(role)
-    return Roles(tuple(roles), frozenset(zero), *(_pieces(plan, fed) if fed else (0, 0, 0)))
+    return Roles(tuple(roles), frozenset(zero), *(_pieces(plan, fed, inner) if fed else (0, 0, 0)))
 
 
 def renamed(mesh: MeshSpec, roles: Roles, named: frozenset[str]) -> MeshSpec:
@@ -127,11 +128,11 @@ def with_names(plan: Extraction, mesh: MeshSpec) -> Extraction:
     return Extraction(dataclasses.replace(plan.priced, mesh=mesh), plan.choice)
 
 
-def _votes(plan: Extraction) -> list[dict[str, float]]:
-    """Per axis, the flop of products that it splits in each role."""
+def _votes(plan: Extraction, inner: Mapping[int, int]) -> list[dict[str, float]]:
+    """Per axis, the flop of products that it splits in each role; ``inner``: ``example_dims``."""
     graph, groups = plan.graph, plan.priced.analysis.groups
     light, places = _weights(graph), None
-    if inner := example_dims(graph, plan.priced.analysis.rules):
+    if inner:
         rows = [v for v in graph.inputs if graph.values[v].has_examples and graph.values[v].splits]
         reach = (followed(groups, [v], inner.get(v, 0)) for v in rows)
         places = frozenset[tuple[int, int]]().union(*reach)
@@ -189,14 +190,13 @@ def _weights(graph: Graph) -> list[bool]:
     return out
 
 
-def _cuts(plan: Extraction, values: Sequence[int], axis: int) -> str:
-    """What an axis cuts of some arguments: first dimensions, others, or nothing."""
+def _cuts(plan: Extraction, values: Sequence[int], axis: int, inner: Mapping[int, int]) -> str:
+    """What an axis cuts of some arguments: examples, other dimensions, or nothing."""
     name, found = plan.priced.mesh.names[axis], ""
-    inner = example_dims(plan.graph, plan.priced.analysis.rules)
     for value in values:
         for port in ("use", "store"):
             dims = plan.value_sharding(value, port).dims
-            if name in (*dims, ())[min(inner.get(value, 0), len(dims))]:
+            if name in (*dims, ())[inner.get(value, 0)]:
                 return DATA
             if any(name in dim for dim in dims):
                 found = SEQ
@@ -213,7 +213,9 @@ def _share(plan: Extraction, values: Sequence[int], axis: int) -> float:
     return split / total if total else 0.0
 
 
-def _pieces(plan: Extraction, values: Sequence[int]) -> tuple[int, int, int]:
+def _pieces(
+    plan: Extraction, values: Sequence[int], inner: Mapping[int, int]
+) -> tuple[int, int, int]:
     """The least pieces that an array of the batch is cut into, of those as long as the largest and
     not ``SMALL`` beside it; how many of these along its examples; the least pieces of the small
     ones."""
@@ -223,12 +225,10 @@ def _pieces(plan: Extraction, values: Sequence[int]) -> tuple[int, int, int]:
     mesh, known = plan.priced.mesh, plan.graph.values
     largest = known[max(arrays, key=lambda v: known[v].nbytes)]
 
-    examples = example_dims(plan.graph, plan.priced.analysis.rules)
-
     def pieces(value: int) -> tuple[int, int]:
         both = [plan.value_sharding(value, port) for port in ("store", "use")]
         most = max(both, key=lambda sharding: sharding.shards(mesh))
-        along = (*most.dims, ())[examples.get(value, 0)]
+        along = (*most.dims, ())[inner.get(value, 0)]
         return most.shards(mesh), math.prod(mesh.size(a) for a in along)
 
     batch = [v for v in arrays if known[v].shape[0] == largest.shape[0]]

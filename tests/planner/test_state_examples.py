@@ -63,7 +63,7 @@ def decode_args() -> Any:
 
 
 def statistics(state: Any, x: jax.Array) -> Any:
-    """A running mean of as many features as there are examples is none of them."""
+    """A running mean over the features, in a step whose batch has the same size."""
 
     def loss(w: jax.Array) -> Any:
         h = x @ w
