@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from executor.run.compile import CompiledStep
 from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.compiled.lowering import PLAIN, Lowering
-from tests.planner.test_unusual_steps import private, tasks
+from tests.planner.test_unusual_steps import private, small_arguments, tasks
 from tests.zoo.running import difference
 
 
@@ -27,14 +26,7 @@ from tests.zoo.running import difference
 def test_gradients_of_examples_are_scattered(
     step: Callable[..., Any], rows: tuple[int, ...], sums: int
 ) -> None:
-    keys = jax.random.split(jax.random.key(0), 4)
-    p = {
-        "a": jax.random.normal(keys[0], (32, 128)) / 6,
-        "b": jax.random.normal(keys[1], (128, 32)) / 11,
-    }
-    zeros = jax.tree.map(jnp.zeros_like, p)
-    state = {"p": p, "m": zeros, "v": zeros}
-    x, y = jax.random.normal(keys[2], rows), jax.random.normal(keys[3], rows)
+    state, x, y = small_arguments(rows)
     plan = make_plan(step, state, x, y, cluster="v5e:2x4", mode="fsdp")
     traced, counts = trace(step, (state, x, y)), []
     want = jax.device_get(jax.jit(step)(state, x, y))

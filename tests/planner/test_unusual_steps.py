@@ -149,6 +149,18 @@ def test_gradients_per_example_become_shards(
     assert not any("FSDP" in note for note in plan.notes)
 
 
+def small_arguments(rows: tuple[int, ...]) -> tuple[Any, jax.Array, jax.Array]:
+    """State, inputs and targets of ``private`` and ``tasks``."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    p = {
+        "a": jax.random.normal(keys[0], (32, 128)) / 6,
+        "b": jax.random.normal(keys[1], (128, 32)) / 11,
+    }
+    zeros = jax.tree.map(jnp.zeros_like, p)
+    x, y = (jax.random.normal(key, rows) for key in keys[2:])
+    return {"p": p, "m": zeros, "v": zeros}, x, y
+
+
 @pytest.mark.devices
 @pytest.mark.parametrize(
     "options", [{"mode": "fsdp"}, {"mode": "fsdp", "microbatches": 2}], ids=str
@@ -159,14 +171,8 @@ def test_gradients_per_example_become_shards(
 def test_their_numbers_are_those_of_the_step(
     step: Callable[..., Any], rows: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    keys = jax.random.split(jax.random.key(0), 4)
-    p = {
-        "a": jax.random.normal(keys[0], (32, 128)) / 6,
-        "b": jax.random.normal(keys[1], (128, 32)) / 11,
-    }
-    zeros = jax.tree.map(jnp.zeros_like, p)
-    state = want = {"p": p, "m": zeros, "v": zeros}
-    x, y = jax.random.normal(keys[2], rows), jax.random.normal(keys[3], rows)
+    state, x, y = small_arguments(rows)
+    want = state
     run = parallelize(step, **options)
     for _ in range(3):
         state, value = run(state, x, y)
