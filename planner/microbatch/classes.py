@@ -17,7 +17,7 @@ results are taken for MAP where they count examples, for SUM where they do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,16 +45,15 @@ from planner.microbatch.algebra import (
     draws,
     is_zero,
 )
-from planner.microbatch.errors import CoupledError, NotExactError
+from planner.microbatch.errors import CoupledError
 from planner.microbatch.pairs import Node, Number, Pair, equations, equations_in, pair
+from planner.microbatch.refusals import by_number, coupled, refused
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
 
 ADDS = frozenset("reduce_sum dot_general conv_general_dilated scatter-add add_any psum".split())
 """Operations that reduce by adding."""
-MOST_SHOWN = 6
-"""Shapes of an operation that a message shows."""
 PARTS = frozenset("reshape slice dynamic_slice split gather reduce_window_sum".split())
 """Operations that can put neighboring examples together, or take every other one."""
 MOST_READ = 1 << 16
@@ -111,14 +110,6 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
     return replace(out, inside=found.draws, coupled=tuple(dict.fromkeys(found.coupled)))
 
 
-WRITES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
-"""Operations that write rows to an array."""
-
-
-INDEXED = WRITES | {"gather", "dynamic_slice"}
-"""Operations that find rows by their numbers."""
-
-
 class _Classifier:
     """``classify`` in progress."""
 
@@ -157,8 +148,8 @@ class _Classifier:
             if not fed.isdisjoint(node.values):
                 fed.update(node.outs)
             classes = self.any_node(pair, node, out, own, zeros, placed)
-            if len(self.coupled) > before and _by_number(pair, node, fed):
-                raise _refused(node, "reads or writes examples by their numbers in the batch")
+            if len(self.coupled) > before and by_number(pair, node, fed):
+                raise refused(node, "reads or writes examples by their numbers in the batch")
             own = own and len(self.coupled) == before  # a statistic is each microbatch's
             for o, c in zip(node.outs, classes, strict=True):
                 out.of[o] = c
@@ -196,7 +187,7 @@ class _Classifier:
         for o in node.outs:
             whole, small = (compat.aval_shape(a) for a in pair.avals[o])
             if any(whole[d] != self.parts * small[d] for d in pair.scaled(o)):
-                raise _refused(node, "takes the rows that the number of examples leaves")
+                raise refused(node, "takes the rows that the number of examples leaves")
 
     def node(
         self, pair: Pair, node: Node, known: Classes, own: bool, zeros: set[int]
@@ -208,7 +199,7 @@ class _Classifier:
             shape = compat.aval_shape(pair.avals[o][0])
             for d in pair.scaled(o):
                 if shape[d] % self.examples and (self.exact or node.name in PARTS):
-                    raise _refused(
+                    raise refused(
                         node,
                         f"makes groups of several examples: {shape[d]} of {self.examples}; to keep "
                         "them together, pass each group as one example, in a dimension of its own",
@@ -217,7 +208,7 @@ class _Classifier:
             return ins  # each operand is a result
         structured = node.name in LOOPS | {"cond"} or stays_whole(node.whole)
         if node.whole.effects and (grows or (structured and set(ins) - {FREE})):
-            raise _refused(node, "prints or calls out once for the whole batch")
+            raise refused(node, "prints or calls out once for the whole batch")
         if structured:
             return self.structured(pair, node, ins, zeros)
         if not grows:
@@ -226,7 +217,7 @@ class _Classifier:
         if node.name == GAMMA and FREE is ins[0]:  # its key is split by the number of elements
             alike = [i for i, c in zip(node.ins, ins, strict=True) if c is not FREE]
             if not known.alike.issuperset(alike):
-                raise _refused(
+                raise refused(
                     node,
                     "draws from one key by parameters of each example; give each example its key",
                 )
@@ -239,13 +230,13 @@ class _Classifier:
             # positions, rows of a table are made for the whole batch, and sliced
             if node.name != "broadcast_in_dim":
                 if any(len(pair.scaled(o)) > 1 for o in node.outs):
-                    raise _refused(node, "draws or counts along the batch in several dimensions")
+                    raise refused(node, "draws or counts along the batch in several dimensions")
                 known.drawn.update(o for o in node.outs if pair.scaled(o))
             else:
                 known.alike.update(node.outs)
             return [MAP if pair.scaled(o) else FREE for o in node.outs]
         if {SUM, POST} & set(ins):
-            raise _coupled(
+            raise coupled(
                 node,
                 "reads a value that is summed over the batch, such as a batch's statistics or "
                 "parameters that the step has updated already",
@@ -257,18 +248,18 @@ class _Classifier:
         rule = self.rules.get(id(node.whole))
         factor = None if rule is None else _example_factor(pair, node, rule)
         if rule is None or factor is None or factor in rule.replicated:
-            raise _coupled(node, "mixes examples")
+            raise coupled(node, "mixes examples")
         if rule.sizes[factor] % self.examples:  # it splits groups of examples
-            raise _coupled(node, "may mix examples")
+            raise coupled(node, "may mix examples")
         told = node.changed
         if told:
-            raise _coupled(node, f"computes with the batch's size: {told}")
+            raise coupled(node, f"computes with the batch's size: {told}")
         if all(pair.scaled(o) for o in node.outs):
             return [MAP] * len(node.outs)
         into_zeros = not node.name.startswith("scatter") or is_zero(node.ins[0], zeros)
         adds = node.name in ADDS or node.name == "reduce_window_sum"
         if any(pair.scaled(o) for o in node.outs) or not (adds and into_zeros):
-            raise _coupled(node, "reduces over examples and is not a sum of terms")
+            raise coupled(node, "reduces over examples and is not a sum of terms")
         return [FREE if own else SUM] * len(node.outs)
 
     def structured(self, outer: Pair, node: Node, ins: list[Class], zeros: set[int]) -> list[Class]:
@@ -284,11 +275,11 @@ class _Classifier:
             return self.branches(outer, node, ins, zero)
         if node.name != "scan":
             if not self.exact and any(draws(e.primitive.name) for e in equations_in(node.whole)):
-                raise _refused(node, "draws random numbers in a loop that depends on examples")
-            raise _coupled(node, f"runs a {node.name} whose course depends on examples")
+                raise refused(node, "draws random numbers in a loop that depends on examples")
+            raise coupled(node, f"runs a {node.name} whose course depends on examples")
         loop, twin_loop = loop_of(node.whole), loop_of(node.small)
         if loop.trips != twin_loop.trips:
-            raise _refused(node, "goes over the examples one after the other")
+            raise refused(node, "goes over the examples one after the other")
         (whole,), (small,) = loop.bodies, twin_loop.bodies
         inner = pair(whole.jaxpr, small.jaxpr)
         begin, carries = loop.consts, loop.carries
@@ -305,7 +296,7 @@ class _Classifier:
             if new == ins and now == later:
                 return [*new[begin : begin + carries], *outs[carries:]]
             ins, now = new, later
-        raise _coupled(
+        raise coupled(
             node, "carries examples from turn to turn in a way that could not be followed"
         )
 
@@ -318,7 +309,7 @@ class _Classifier:
             inner, zeros, before = pair(a.jaxpr, b.jaxpr), set[int](), len(self.draws)
             classes = self.within(inner, ins[1:], zero[1:], node, zeros)
             if len(self.draws) > before:
-                raise _refused(node, "draws random numbers or counts positions in a branch")
+                raise refused(node, "draws random numbers or counts positions in a branch")
             each.append(
                 [(c, is_zero(o, zeros)) for c, o in zip(classes, inner.outputs, strict=True)]
             )
@@ -328,7 +319,7 @@ class _Classifier:
             if outer.scaled(o):
                 out.append(MAP)
             elif SUM in kinds and not all(c is SUM or nothing for c, nothing in made):
-                raise _coupled(node, "adds examples up in some of its branches")
+                raise coupled(node, "adds examples up in some of its branches")
             else:
                 out.append(max(kinds))
         return out
@@ -351,13 +342,13 @@ class _Classifier:
         for n in inner.nodes:
             if known.drawn.intersection(n.outs):
                 if is_fused(node.whole):
-                    raise _refused(node, "draws random numbers for the batch inside one kernel")
+                    raise refused(node, "draws random numbers for the batch inside one kernel")
                 self.draws.add(id(n.whole))
         out = [FREE if isinstance(o, Number) else known.of[o] for o in inner.outputs]
         if POST in out:
             late = {v for v, c in known.of.items() if c is POST}
             first = next((n for n in inner.nodes if late.intersection(n.outs)), node)
-            error = _coupled(
+            error = coupled(
                 first, f"uses a sum over the batch before that is complete, inside a {node.name}"
             )
             if self.exact:
@@ -382,11 +373,11 @@ def _carried(node: Node, before: Class, after: Class, zero: bool) -> Class:
     if before is after or (after is FREE and before is MAP):
         return before
     if before is SUM and after is FREE:
-        raise _coupled(node, "replaces a sum over examples by what is none")
+        raise coupled(node, "replaces a sum over examples by what is none")
     if before is FREE and after is SUM and not zero:
-        raise _coupled(node, "adds examples to a carry that does not start with zeros")
+        raise coupled(node, "adds examples to a carry that does not start with zeros")
     if before is not FREE:
-        raise _coupled(node, "carries a sum over examples into examples")
+        raise coupled(node, "carries a sum over examples into examples")
     return after
 
 
@@ -414,39 +405,3 @@ def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
     # a minor factor may count them only where those major to it have one element
     fits = all(dim[0] == factor for dim in scaled) and not any(factor in dim for dim in still)
     return factor if fits else None
-
-
-def _by_number(pair: Pair, node: Node, fed: Set[int]) -> bool:
-    """Whether an operation finds examples by numbers that are fed, or fixed: a microbatch has
-    others under them. Permutations are those of the microbatch."""
-    if node.name not in INDEXED or isinstance(node.ins[0], Number):
-        return False
-    if not pair.scaled(node.ins[0]):
-        return False
-    at = 1 if node.name in ("gather", "dynamic_slice") or node.name.startswith("scatter") else 2
-    numbers = [i for i in node.ins[at:] if isinstance(i, int)]
-    rows = not node.name.startswith("dynamic")
-    return not fed.isdisjoint(numbers[:1] if rows else numbers) or not rows
-
-
-def _coupled(node: Node, why: str) -> CoupledError:
-    mixes = why.startswith(("mixes", "may mix", "reduces"))
-    helps = "write the loss as a sum or mean over examples" if mixes else ""
-    if node.name in WRITES:
-        helps = "write what examples make to a table or queue behind the step, from its results"
-    elif node.name == "sort":
-        helps = "order or shuffle the examples before the step"
-    return CoupledError(node.line or node.name, _place(node, why), helps)
-
-
-def _refused(node: Node, why: str) -> NotExactError:
-    return NotExactError(
-        f"this step can't be cut into microbatches: {_place(node, why)}; leave microbatches= out"
-    )
-
-
-def _place(node: Node, why: str) -> str:
-    shapes = [str(compat.aval_shape(v.aval)) for v in (*node.whole.invars, *node.whole.outvars)]
-    shapes = shapes if len(shapes) <= MOST_SHOWN else [*shapes[:MOST_SHOWN], "..."]
-    where = f"{node.line}: " if node.line else ""
-    return f"{where}{node.name} of {', '.join(shapes)} {why}"

@@ -1,0 +1,52 @@
+"""What is said of an operation that keeps a step from being cut into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from planner import compat
+from planner.microbatch.errors import CoupledError, NotExactError
+from planner.microbatch.pairs import Node, Number, Pair
+
+MOST_SHOWN = 6
+"""Shapes of an operation that a message shows."""
+WRITES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
+"""Operations that write rows to an array."""
+INDEXED = WRITES | {"gather", "dynamic_slice"}
+"""Operations that select rows by their numbers."""
+
+
+def by_number(pair: Pair, node: Node, fed: Set[int]) -> bool:
+    """Whether an operation selects examples by numbers that are fed, or by a start: a microbatch
+    has others under them. Permutations are those of the microbatch."""
+    if node.name not in INDEXED:
+        return False
+    table, numbers = node.ins[:2]
+    if isinstance(table, Number) or not pair.scaled(table):
+        return False
+    return node.name.startswith("dynamic") or (isinstance(numbers, int) and numbers in fed)
+
+
+def coupled(node: Node, why: str) -> CoupledError:
+    """An operation that makes examples depend on each other, and what would help."""
+    mixes = why.startswith(("mixes", "may mix", "reduces"))
+    helps = "write the loss as a sum or mean over examples" if mixes else ""
+    if node.name in WRITES:
+        helps = "write what examples make to a table or queue behind the step, from its results"
+    elif node.name == "sort":
+        helps = "order or shuffle the examples before the step"
+    return CoupledError(node.line or node.name, _place(node, why), helps)
+
+
+def refused(node: Node, why: str) -> NotExactError:
+    """An operation that a microbatch can't have."""
+    return NotExactError(
+        f"this step can't be cut into microbatches: {_place(node, why)}; leave microbatches= out"
+    )
+
+
+def _place(node: Node, why: str) -> str:
+    shapes = [str(compat.aval_shape(v.aval)) for v in (*node.whole.invars, *node.whole.outvars)]
+    shapes = shapes if len(shapes) <= MOST_SHOWN else [*shapes[:MOST_SHOWN], "..."]
+    where = f"{node.line}: " if node.line else ""
+    return f"{where}{node.name} of {', '.join(shapes)} {why}"
