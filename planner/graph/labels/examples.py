@@ -47,7 +47,6 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         rules: per operation.
     """
     dims = _Dims(graph, rules)
-    dims.join_views()
     arguments: dict[str, list[int]] = {}
     for v in graph.batch:
         if graph.values[v].shape:
@@ -122,7 +121,6 @@ def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     if not loops:
         return {}
     dims = _Dims(graph, rules)
-    dims.join_views()
     walked = {dims.of(v, 0) for v in loops}
     if not any(dims.of(v, 0) in walked for v in fed):
         return {}
@@ -179,7 +177,6 @@ def fed_beside_state(graph: Graph, rules: Sequence[FactorRule]) -> list[int]:
     if not maybe or Role.PARAMETER not in {graph.values[v].role for v in graph.inputs}:
         return []
     dims = _Dims(graph, rules)
-    dims.join_views()
     trained = (v for v in graph.state if graph.values[v].role in (Role.PARAMETER, Role.MOMENT))
     none = set[int]().union(*map(dims.all_of, trained))
     fed = [v for v in graph.batch if graph.values[v].shape]
@@ -233,7 +230,6 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
         return {}
     written = any(graph.values[v].role is not Role.STATISTIC for v in maybe)
     dims = _Dims(graph, rules, behind=written)
-    dims.join_views()
     others = (v for v in graph.inputs if graph.values[v].role in (Role.PARAMETER, Role.FROZEN))
     none = dims.contracted().union(*map(dims.all_of, others))
     fed = [v for v in graph.batch if graph.values[v].shape]
@@ -314,6 +310,8 @@ class _Dims:
             if op.kind in PRODUCTS and forward:
                 result = op.outputs[0]
                 self._summed += [(seen[f], result) for f in rule.reduction if f in seen]
+        self._join_turns()
+        self._join_views()
 
     def contracted(self, others: Set[int] | None = None) -> set[int]:
         """The dimensions that a product sums over, by what is known of equal ones now; with
@@ -326,10 +324,9 @@ class _Dims:
                 out.add(root)
         return out
 
-    def join_views(self) -> None:
+    def _join_views(self) -> None:
         """Take a dimension and a part of it for one: all steps but the last are steps. Arrays that
         are put behind each other are parts."""
-        self._join_turns()
         for op in self.graph.ops:
             if op.kind == "concatenate" and op.phase is Phase.FORWARD:
                 whole = self.graph.values[op.outputs[0]].shape
