@@ -42,7 +42,7 @@ def batch_leaves(graph: Graph) -> tuple[int, ...]:
     """Positions of the arguments whose first dimension is the batch, and of state with such rows;
     none when nothing is fed."""
     values = [(k, graph.values[v]) for k, v in enumerate(graph.inputs) if graph.values[v].shape]
-    fed = [v for _, v in values if v.fed]
+    fed = [v for _, v in values if v.fed] or [v for _, v in values if v.has_examples]
     if not fed:
         return ()
     size = max(fed, key=lambda v: v.nbytes).shape[0]

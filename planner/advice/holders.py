@@ -32,6 +32,7 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
             kind, name = "input", graph.input_paths[where]
             if value.carried:
                 kind = "optimizer state" if value.role is Role.MOMENT else "parameter"
+                kind = "row per example" if value.role is Role.EXAMPLES else kind
             elif value.role is Role.FROZEN:
                 kind = "frozen weights"
         kind = "gathered copy" if b.port is Port.GATHERED else kind

@@ -89,7 +89,7 @@ def _attempt(
     asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
     splits = request.mode in SPLITS and request.search != PROPAGATION
     graph = quotient.whole.graph
-    nothing = splits and not any(graph.values[v].fed for v in graph.inputs)
+    nothing = splits and not any(graph.values[v].has_examples for v in graph.inputs)
     surcharge_s = 0.0 if nothing else SPREAD * ideal_s(analysis, model, 1) + 1e-9
     found = _spread(priced, surcharge_s, search, request)
     how = "no batch to split, all else searched" if nothing else "nothing else resharded"

@@ -14,20 +14,12 @@ from planner.arguments.calls import name_of
 from planner.arguments.outcome import StepOutcome
 from planner.errors import MeshwrightError, ModelError
 from planner.graph.flat import FlatJaxpr, execute, flatten
-from planner.graph.ir import Graph, Role
+from planner.graph.ir import Graph
 from planner.graph.jaxpr.build import Builder, graph_of
 from planner.graph.jaxpr.inlined import with_inlined
 from planner.graph.jaxpr.own_rows import takes_indices, with_own_rows
-from planner.graph.labels.examples import (
-    BY_DIMENSIONS,
-    fed_beside_state,
-    frozen_inputs,
-    is_ambiguous,
-    may_be_fed,
-    maybe_examples,
-    state_examples,
-    with_roles,
-)
+from planner.graph.labels.examples import BY_DIMENSIONS, with_roles
+from planner.graph.labels.label import by_dimensions
 from planner.graph.op_rules import op_rules
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
@@ -82,14 +74,7 @@ class Traced:
             pairs = zip(graph.inputs, known.inputs, strict=True)
             roles = {v: known.values[w].role for v, w in pairs}
             return with_roles(graph, {v: r for v, r in roles.items() if r in BY_DIMENSIONS})
-        if beside := fed_beside_state(graph, self.rules) if may_be_fed(graph) else []:
-            graph = with_roles(graph, dict.fromkeys(beside, Role.BATCH))
-        if is_ambiguous(graph):
-            graph = with_roles(graph, dict.fromkeys(frozen_inputs(graph, self.rules), Role.FROZEN))
-        if maybe_examples(graph):
-            rows = state_examples(graph, self.rules)
-            graph = with_roles(graph, dict.fromkeys(rows, Role.EXAMPLES))
-        return graph
+        return by_dimensions(graph, lambda: self.rules)
 
     @functools.cached_property
     def flat(self) -> FlatJaxpr:

@@ -15,7 +15,7 @@ from planner.html.graph import Segment, segments
 from planner.html.time import StepInTime, reach, step_in_time
 from planner.plan.plan import Leaf, Plan
 from planner.planning import Planned
-from planner.report.fold import common_path, is_optimizer_state, pattern
+from planner.report.fold import common_path, kind_of, pattern
 from planner.report.sections.recipe import recipe_lines, schedule_text
 from planner.report.units import array_text
 from planner.report.verdict import (
@@ -270,10 +270,7 @@ def _leaves(leaves: Sequence[Leaf], text: _Texts) -> ReportTable:
     }
     folded = [0] * len(leaves)
     for k, leaf in enumerate(leaves):
-        kind = "parameter" if leaf.tied else "batch or other input"
-        kind = "frozen weights" if leaf.frozen else kind
-        if leaf.tied and is_optimizer_state(leaf.path):
-            kind = "optimizer state"
+        kind = kind_of(leaf)
         used = str(leaf.spec) if leaf.used_as is None else str(leaf.used_as)
         words = (leaf.path, kind, array_text(leaf.shape, leaf.dtype), str(leaf.spec), used)
         whole = leaf.nbytes_per_device

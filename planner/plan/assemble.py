@@ -195,13 +195,12 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
     axes = data_axes(mesh)
     parts = math.prod(mesh.size(name) for name in axes)
     graph, dims = quotient.whole.graph, quotient.example_dims
-    fed = any(graph.values[v].fed for v in graph.inputs)
     rows = [graph.values[v] for v in graph.inputs if graph.values[v].has_examples]
     sizes = {
         v.name: v.shape[dims.get(v.index, 0)] for v in rows if v.shape and max(v.shape) >= parts
     }
     wrong = {name: n for name, n in sizes.items() if n % parts}
-    if not fed and parts > 1:
+    if not rows and parts > 1:
         return (
             f"mode {request.mode}: no argument holds a batch (all come back as results, or stand "
             "beside such); what the step makes is split where that pays",

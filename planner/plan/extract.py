@@ -119,6 +119,7 @@ class Extraction:
                     None if use == spec else use,
                     v.carried,
                     v.role is Role.FROZEN,
+                    v.role is Role.EXAMPLES,
                     HOST if index in away else DEVICE,
                     tuple(away.get(index, ())),
                 )

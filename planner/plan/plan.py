@@ -52,6 +52,8 @@ class Leaf:
     tied: bool = False
     frozen: bool = False
     """Weights that a step reads and does not hand back: no examples."""
+    rows: bool = False
+    """State with a row per example: hidden states, caches, environments."""
     memory: str = "device"
     """Memory kind in which it lives between its uses, by jax's name."""
     fetched: tuple[tuple[int, int], ...] = ()

@@ -165,11 +165,15 @@ def _votes(plan: Extraction, inner: Mapping[int, int]) -> list[dict[str, float]]
 
 
 def _batch(graph: Graph) -> tuple[int, ...]:
-    """The inputs that are new at every step. In a step without state, or one that returns nothing
-    but what looks like it, those that stand on the left of a product."""
+    """The inputs that are new at every step, or else the state with a row per example. In a step
+    without state, or one that returns nothing but what looks like it, those that stand on the left
+    of a product."""
     fed = fed_inputs(graph)
     if fed and len(graph.state) < len(graph.outputs):
         return fed
+    rows = tuple(v for v in graph.state if graph.values[v].role is Role.EXAMPLES)
+    if rows:
+        return fed or rows
     left = {op.inputs[0] for op in graph.ops if op.kind in PRODUCTS}
     return tuple(v for v in graph.inputs if v in left) or fed
 

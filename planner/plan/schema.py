@@ -104,6 +104,7 @@ _LEAF = record(
     used_as=perhaps(sharding),
     tied=flag,
     frozen=flag,
+    rows=flag,
     memory=one_of(*MEMORIES),
     fetched=many(many(SIZE, 2)),
 )

@@ -47,6 +47,26 @@ class CollectiveSum:
     cause: str
 
 
+KINDS = (
+    "parameters",
+    "optimizer state",
+    "state with a row per example",
+    "frozen weights",
+    "batch and other inputs",
+)
+
+
+def kind_of(leaf: Leaf) -> str:
+    """What an argument is, one of ``KINDS``."""
+    if leaf.frozen:
+        return KINDS[3]
+    if not leaf.tied:
+        return KINDS[4]
+    if leaf.rows:
+        return KINDS[2]
+    return KINDS[1] if is_optimizer_state(leaf.path) else KINDS[0]
+
+
 def is_optimizer_state(path: str) -> bool:
     """Whether an argument path looks like state of an optimizer (moments, traces, counters)."""
     return _OPTIMIZER.search(path) is not None

@@ -11,10 +11,11 @@ then, or parts of the batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase, Role
+from planner.graph.ir import SCALAR, Graph, Phase, Role
+from planner.graph.labels.dims import INDICES, Dims, argument_of, first_dim
 from planner.rules.factor import FactorRule
 
 OWN = 0.3
@@ -30,7 +31,7 @@ def is_ambiguous(graph: Graph) -> bool:
     """Whether arguments of the batch differ in their first dimension, so that some of them may hold
     no examples. Of a single argument, or of equal ones, all do."""
     sizes = {graph.values[v].shape[0] for v in graph.batch if graph.values[v].shape}
-    return len(sizes) > 1 and len({_argument(graph, v) for v in graph.batch}) > 1
+    return len(sizes) > 1 and len({argument_of(graph, v) for v in graph.batch}) > 1
 
 
 def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
@@ -46,12 +47,12 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
         graph: a step with phases and roles.
         rules: per operation.
     """
-    dims = _Dims(graph, rules)
+    dims = Dims(graph, rules)
     arguments: dict[str, list[int]] = {}
     for v in graph.batch:
         if graph.values[v].shape:
-            arguments.setdefault(_argument(graph, v), []).append(v)
-    first = {v: dims.of(v, _first(graph, v)) for mine in arguments.values() for v in mine}
+            arguments.setdefault(argument_of(graph, v), []).append(v)
+    first = {v: dims.of(v, first_dim(graph, v)) for mine in arguments.values() for v in mine}
     state = set(graph.state).difference(maybe_examples(graph))
     kept = set[int]().union(*map(dims.all_of, state))
     others = set[int]().union(*map(dims.all_of, first)) - kept
@@ -73,6 +74,8 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
             continue
         if all(graph.values[v].shape[0] == 1 for v in mine):  # one example
             continue
+        if all(graph.values[v].dtype in INDICES for v in mine):  # edges of a graph
+            continue
         if all(graph.values[v].shape[0] in sizes for v in mine):  # an operation without a rule
             continue
         if max(total[first[v]] for v in mine) < OWN * many:
@@ -80,12 +83,7 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
     return frozenset(out)
 
 
-def _first(graph: Graph, value: int) -> int:
-    """The first dimension of more than one element, 0 where there is none."""
-    return next((d for d, n in enumerate(graph.values[value].shape) if n > 1), 0)
-
-
-def _beside_state(dims: _Dims, graph: Graph, values: Sequence[int]) -> bool:
+def _beside_state(dims: Dims, graph: Graph, values: Sequence[int]) -> bool:
     """Whether arrays, some of them matrices, have the dimensions of arrays of the state."""
 
     def all_dims(value: int) -> tuple[int, ...]:
@@ -94,10 +92,6 @@ def _beside_state(dims: _Dims, graph: Graph, values: Sequence[int]) -> bool:
     known = set(map(all_dims, graph.state))
     matrices = any(len(graph.values[v].shape) > 1 for v in values)
     return matrices and known.issuperset(map(all_dims, values))
-
-
-VIEWS = frozenset("slice dynamic_slice pad rev".split())
-"""Operations along a dimension that leave it what it is, if of another size."""
 
 
 def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
@@ -120,7 +114,7 @@ def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     loops = _loops_over(graph, fed)
     if not loops:
         return {}
-    dims = _Dims(graph, rules)
+    dims = Dims(graph, rules)
     walked = {dims.of(v, 0) for v in loops}
     if not any(dims.of(v, 0) in walked for v in fed):
         return {}
@@ -176,7 +170,7 @@ def fed_beside_state(graph: Graph, rules: Sequence[FactorRule]) -> list[int]:
     maybe = may_be_fed(graph)
     if not maybe or Role.PARAMETER not in {graph.values[v].role for v in graph.inputs}:
         return []
-    dims = _Dims(graph, rules)
+    dims = Dims(graph, rules)
     trained = (v for v in graph.state if graph.values[v].role in (Role.PARAMETER, Role.MOMENT))
     none = set[int]().union(*map(dims.all_of, trained))
     fed = [v for v in graph.batch if graph.values[v].shape]
@@ -229,7 +223,7 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     if not maybe:
         return {}
     written = any(graph.values[v].role is not Role.STATISTIC for v in maybe)
-    dims = _Dims(graph, rules, behind=written)
+    dims = Dims(graph, rules, behind=written)
     others = (v for v in graph.inputs if graph.values[v].role in (Role.PARAMETER, Role.FROZEN))
     none = dims.contracted().union(*map(dims.all_of, others))
     fed = [v for v in graph.batch if graph.values[v].shape]
@@ -256,12 +250,8 @@ def with_roles(graph: Graph, roles: Mapping[int, Role]) -> Graph:
     return replace(graph, values=tuple(values)) if roles else graph
 
 
-def _argument(graph: Graph, value: int) -> str:
-    return graph.values[value].name.partition("]")[0]
-
-
 def _counts(
-    graph: Graph, arguments: Sequence[Sequence[int]], dims: _Dims, eligible: set[int]
+    graph: Graph, arguments: Sequence[Sequence[int]], dims: Dims, eligible: set[int]
 ) -> dict[int, Counter[int]]:
     """Per set of arguments (a mask), how many results that depend on just these have each of the
     dimensions in question."""
@@ -280,98 +270,3 @@ def _counts(
             if mask and op.phase is Phase.FORWARD:
                 out.setdefault(mask, Counter()).update(dims.all_of(o) & eligible)
     return out
-
-
-class _Dims:
-    """The dimensions of all values of the forward pass, equal where a factor goes through both. Of
-    a dimension of several factors the outermost counts.
-
-    """
-
-    def __init__(self, graph: Graph, rules: Sequence[FactorRule], behind: bool = False) -> None:
-        """``behind``: through the update too."""
-        self.graph = graph
-        self.start = [0]
-        for value in graph.values:
-            self.start.append(self.start[-1] + len(value.shape))
-        self.parent = list(range(self.start[-1]))
-        self._summed: list[tuple[int, int]] = []  # of products, a dimension and the result
-        for op, rule in zip(graph.ops, rules, strict=True):
-            forward = op.phase is Phase.FORWARD
-            if not forward and not (behind and op.phase is Phase.UPDATE):
-                continue
-            seen: dict[int, int] = {}
-            values = (*op.inputs, *op.outputs)
-            for v, mapped in zip(values, (*rule.operands, *rule.results), strict=False):
-                for d, factors in enumerate(mapped if v != SCALAR else ()):
-                    if factors:
-                        place = self.start[v] + d
-                        self.join(seen.setdefault(factors[0], place), place)
-            if op.kind in PRODUCTS and forward:
-                result = op.outputs[0]
-                self._summed += [(seen[f], result) for f in rule.reduction if f in seen]
-        self._join_turns()
-        self._join_views()
-
-    def contracted(self, others: Set[int] | None = None) -> set[int]:
-        """The dimensions that a product sums over, by what is known of equal ones now; with
-        ``others`` by a product whose result has another one of these. (A gradient inside of the
-        loss sums over the examples, and its result has none.)"""
-        out = set()
-        for place, result in self._summed:
-            root = self._root(place)
-            if others is None or not self.all_of(result).isdisjoint(others - {root}):
-                out.add(root)
-        return out
-
-    def _join_views(self) -> None:
-        """Take a dimension and a part of it for one: all steps but the last are steps. Arrays that
-        are put behind each other are parts."""
-        for op in self.graph.ops:
-            if op.kind == "concatenate" and op.phase is Phase.FORWARD:
-                whole = self.graph.values[op.outputs[0]].shape
-                for v in op.inputs:
-                    for d, n in enumerate(self.graph.values[v].shape if v != SCALAR else ()):
-                        if n != whole[d]:
-                            self.join(self.of(v, d), self.of(op.outputs[0], d))
-            if op.kind in VIEWS and op.phase is Phase.FORWARD and op.inputs[0] != SCALAR:
-                for d in range(len(self.graph.values[op.outputs[0]].shape)):
-                    self.join(self.of(op.inputs[0], d), self.of(op.outputs[0], d))
-
-    def _join_turns(self) -> None:
-        """Take what a loop goes along and what it stacks for one dimension."""
-        ops, waiting = self.graph.ops, dict[int, list[int]]()
-        along: dict[int, list[int]] = {}  # per region of a loop
-        for op in ops:
-            if op.kind in ("loop_out", "loop_ys"):
-                waiting.pop(op.region, None)
-            if op.kind == "loop_xs":
-                waiting.setdefault(op.region, []).append(op.inputs[0])
-            elif op.kind == "loop_ys" and op.inputs[0] != SCALAR and op.phase is Phase.FORWARD:
-                made = self.graph.values[op.inputs[0]].op
-                for v in along.get(ops[made].region, ())[:1] if made >= 0 else ():
-                    self.join(self.of(v, 0), self.of(op.outputs[0], 0))
-            elif op.region not in along and op.region > 0:
-                found = waiting.pop(self.graph.regions[op.region].parent, [])
-                along[op.region] = [v for v in found if v != SCALAR]
-                for v in along[op.region][1:]:
-                    self.join(self.of(along[op.region][0], 0), self.of(v, 0))
-
-    def of(self, value: int, dim: int) -> int:
-        """A dimension of a value."""
-        return self._root(self.start[value] + dim)
-
-    def all_of(self, value: int) -> set[int]:
-        """Those of a value that have more than one element."""
-        shape = self.graph.values[value].shape
-        return {self.of(value, d) for d, n in enumerate(shape) if n > 1}
-
-    def _root(self, place: int) -> int:
-        parent = self.parent
-        while parent[place] != place:
-            parent[place] = place = parent[parent[place]]
-        return place
-
-    def join(self, a: int, b: int) -> None:
-        """Take two dimensions for one."""
-        self.parent[self._root(a)] = self._root(b)

@@ -23,7 +23,7 @@ function summary() {
         el("span", { class: "bar", role: "img", "aria-label": `${percentText(share)} of the limit` },
           el("span", { style: { width: `${Math.min(100 * share, 100)}%`, background: share > 0.95 ? "var(--bad)" : "var(--good)" } })),
         el("span", { text: percentText(share) })),
-      el("div", { class: "soft small", text: `${bytesText(sumOf("parameter"))} parameters, ${bytesText(sumOf("optimizer state"))} optimizer state, ${bytesText(sumOf("batch or other input"))} batch and other inputs` })),
+      el("div", { class: "soft small", text: [...new Set(D.leaves.columns.kind.map(T))].map((kind) => `${bytesText(sumOf(kind))} ${kind}`).join(", ") })),
     tile("mesh", D.mesh.replaceAll(",", ", "), "", true,
       el("div", {}, D.axes.map((name) => [axisChip(name), " "]), el("span", { class: "soft small", text: `${many(devices, "device")} of ${D.cluster}` })),
       D.idle && el("div", { class: "small", text: `${D.idle}.` }), D.strategy && el("div", { class: "small", text: `${D.strategy}.` }),

@@ -28,7 +28,7 @@ def plain(value: Any) -> Any:
 
 
 _UNSAID: dict[str, Any] = {"memory": "device", "fetched": (), "host_s": 0.0, "host_bytes": 0.0}
-_UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0, "frozen": False}
+_UNSAID |= {"feed_s": 0.0, "device_bytes": 0.0, "frozen": False, "rows": False}
 """Fields that stand in the text only where they differ from this."""
 
 _LEFT_OUT = {

@@ -13,11 +13,12 @@ from rich.text import Text
 
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.fold import (
+    KINDS,
     LeafRow,
     common_start,
     fold_collectives,
     fold_leaves,
-    is_optimizer_state,
+    kind_of,
 )
 from planner.report.layout import add_row, new_table, pairs, section
 from planner.report.units import (
@@ -99,17 +100,8 @@ def meshes(plan: Plan) -> Table:
 
 def inputs(plan: Plan) -> Iterable[RenderableType]:
     """The arguments by what they are: parameters, optimizer state, frozen weights, the batch."""
-    state = [leaf for leaf in plan.inputs if leaf.tied]
-    parts = (
-        ("parameters", [leaf for leaf in state if not is_optimizer_state(leaf.path)]),
-        ("optimizer state", [leaf for leaf in state if is_optimizer_state(leaf.path)]),
-        ("frozen weights", [leaf for leaf in plan.inputs if leaf.frozen]),
-        (
-            "batch and other inputs",
-            [leaf for leaf in plan.inputs if not leaf.tied and not leaf.frozen],
-        ),
-    )
-    for title, leaves in parts:
+    for title in KINDS:
+        leaves = [leaf for leaf in plan.inputs if kind_of(leaf) == title]
         if leaves:
             total = sum(leaf.nbytes_per_device for leaf in leaves)
             rows = fold_leaves(leaves)

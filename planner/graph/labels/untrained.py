@@ -1,0 +1,155 @@
+"""What the arguments of a step are that trains nothing: weights, or rows of examples.
+
+An evaluation, a prediction, a decoding step: no gradient tells which arrays are weights. What is
+computed does. Nearly all of it has the dimension of *examples*, which the weights do not have, and
+what they do have stands beside the examples or is summed over. A batch of another kind (documents
+beside queries) has a dimension of its own in what is computed from it and the weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from planner.graph.ir import SCALAR, Graph, Phase, Role
+from planner.graph.labels.dims import INDICES, Dims, first_dim
+from planner.rules.factor import FactorRule
+
+ALONE = 0.3
+"""An argument is fed too if its first dimension, without the examples, is in this share of what is
+computed from it and from another argument."""
+
+
+def may_be_untrained(graph: Graph) -> bool:
+    """Whether weights may come as an argument that never comes back: nothing is trained, or what
+    counts as trained may be rows that their own gradients move (guided sampling)."""
+    if not any(graph.values[v].role is Role.PARAMETER for v in graph.inputs):
+        return True
+    name = _names(graph)
+    state = {name(v) for v in graph.state}
+    sizes: dict[str, set[int]] = {}
+    for v in graph.inputs:
+        if graph.values[v].shape and name(v) not in state:
+            sizes.setdefault(name(v), set()).add(graph.values[v].shape[0])
+    return any(len(found) > 1 for found in sizes.values())
+
+
+def untrained_roles(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, Role]:
+    """The roles of the inputs of a step that trains no weights, where some argument holds weights.
+
+    Weights are frozen, arrays of the state with the dimension of examples are examples, and other
+    arrays that do not come back are the batch. Empty where no argument of several arrays, of
+    different first dimensions, is one of weights: too little tells arguments apart then.
+
+    Args:
+        graph: a step with phases and roles.
+        rules: per operation.
+    """
+    name = _names(graph)
+    arguments = _arguments(graph, name)
+    dims = Dims(graph, rules)
+    found = _Found(graph, dims, arguments)
+    examples = found.examples()
+    if examples is None:
+        return {}
+    weights = [
+        mine
+        for number, mine in enumerate(arguments)
+        if not any(graph.values[v].carried for v in mine) and found.holds_weights(number, examples)
+    ]
+    if not any(len({found.first[v] for v in mine}) > 1 for mine in weights):
+        return {}
+    names = {name(mine[0]) for mine in weights}
+    out = {}
+    for v in graph.inputs:
+        value = graph.values[v]
+        if value.role is Role.KEY:
+            continue
+        if name(v) in names:
+            out[v] = Role.FROZEN
+        elif not value.carried:
+            out[v] = Role.BATCH
+        elif examples in dims.all_of(v):
+            out[v] = Role.EXAMPLES
+    trained = {v for v in graph.state if graph.values[v].role is Role.PARAMETER}
+    return out if trained <= out.keys() else {}
+
+
+def _names(graph: Graph) -> Callable[[int], str]:
+    """What the arrays of an argument, or of a part of the only one, have in common."""
+
+    def name(value: int, parts: int) -> str:
+        return "]".join(graph.values[value].name.split("]")[:parts])
+
+    parts = 1 if len({name(v, 1) for v in graph.inputs}) > 1 else 2
+    return lambda value: name(value, parts)
+
+
+def _arguments(graph: Graph, name: Callable[[int], str]) -> list[list[int]]:
+    """The arrays of each argument, keys and single numbers left out."""
+    out: dict[str, list[int]] = {}
+    for v in graph.inputs:
+        if graph.values[v].role is not Role.KEY and any(n > 1 for n in graph.values[v].shape):
+            out.setdefault(name(v), []).append(v)
+    return list(out.values())
+
+
+class _Found:
+    """What is computed from which arguments, and the dimensions that it has."""
+
+    def __init__(self, graph: Graph, dims: Dims, arguments: Sequence[Sequence[int]]) -> None:
+        self.graph, self.dims, self.arguments = graph, dims, arguments
+        self.first = {v: dims.of(v, first_dim(graph, v)) for mine in arguments for v in mine}
+        firsts = {d for mine in arguments for d in self._shared(mine)}
+        self.eligible = firsts - dims.contracted() or firsts - dims.contracted(firsts)
+        masks = [0] * len(graph.values)
+        for number, mine in enumerate(arguments):
+            for v in mine:
+                masks[v] |= 1 << number
+        self.made: list[
+            tuple[int, set[int]]
+        ] = []  # per result of several arguments, which, and its dimensions
+        for op in graph.ops:
+            mask = 0
+            for i in op.inputs:
+                if i != SCALAR:
+                    mask |= masks[i]
+            for o in op.outputs:
+                masks[o] |= mask
+                has = dims.all_of(o) & self.eligible
+                if has and mask & (mask - 1) and op.phase is Phase.FORWARD:
+                    self.made.append((mask, has))
+
+    def _shared(self, arrays: Sequence[int]) -> set[int]:
+        """The first dimensions of more than half of the arrays of an argument."""
+        many = Counter(self.first[v] for v in arrays)
+        return {d for d, n in many.items() if 2 * n > len(arrays)}
+
+    def examples(self) -> int | None:
+        """The dimension that most of what is computed has: at a tie, one of an argument of fewer
+        arrays, then of the larger array."""
+        many = Counter(d for _, has in self.made for d in has)
+
+        def of(dim: int) -> tuple[int, int, int]:
+            held = [(len(mine), v) for mine in self.arguments for v in mine]
+            held = [(n, v) for n, v in held if self.first[v] == dim]
+            nbytes = max(self.graph.values[v].nbytes for _, v in held)
+            return many[dim], -min(n for n, _ in held), nbytes
+
+        return max(sorted(many), key=of, default=None)
+
+    def holds_weights(self, number: int, examples: int) -> bool:
+        """Whether an argument holds no examples."""
+        mine, values = self.arguments[number], self.graph.values
+        if any(examples in self.dims.all_of(v) for v in mine):
+            return False
+        if all(values[v].dtype in INDICES for v in mine):
+            return False
+        sizes = {values[v].shape[0] for v, d in self.first.items() if d == examples}
+        if all(values[v].shape[0] in sizes for v in mine):  # behind an operation without a rule
+            return False
+        own = {self.first[v] for v in mine} & self.eligible
+        both = [has for mask, has in self.made if mask >> number & 1]
+        alone = Counter(d for has in both if examples not in has for d in has & own)
+        many = sum(examples in has or bool(has & own) for has in both)
+        return max(alone.values(), default=0) <= ALONE * many
