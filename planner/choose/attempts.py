@@ -21,6 +21,7 @@ from planner.search.relax.bound import lower_bound
 from planner.spec import MeshSpec
 from planner.step.analysis import ideal_s
 from planner.step.classes import Quotient
+from planner.step.feeding import batch_of
 
 SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
@@ -88,8 +89,7 @@ def _attempt(
         return priced, _bounded(priced.problem, solution, search)
     asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
     splits = request.mode in SPLITS and request.search != PROPAGATION
-    graph = quotient.whole.graph
-    nothing = splits and not any(graph.values[v].has_examples for v in graph.inputs)
+    nothing = splits and not batch_of(quotient.whole.graph)
     surcharge_s = 0.0 if nothing else SPREAD * ideal_s(analysis, model, 1) + 1e-9
     found = _spread(priced, surcharge_s, search, request)
     how = "no batch to split, all else searched" if nothing else "nothing else resharded"

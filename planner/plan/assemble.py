@@ -36,6 +36,7 @@ from planner.search.problem import Solution
 from planner.space.buffer import Memory
 from planner.spec import MeshSpec
 from planner.step.classes import Quotient
+from planner.step.feeding import batch_of
 from planner.step.kernels.flops import masked_operands, ragged_groups
 
 
@@ -200,7 +201,7 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
         v.name: v.shape[dims.get(v.index, 0)] for v in rows if v.shape and max(v.shape) >= parts
     }
     wrong = {name: n for name, n in sizes.items() if n % parts}
-    if not rows and parts > 1:
+    if not batch_of(graph) and parts > 1:
         return (
             f"mode {request.mode}: no argument holds a batch (all come back as results, or stand "
             "beside such); what the step makes is split where that pays",

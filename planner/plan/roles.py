@@ -33,7 +33,7 @@ from planner.plan.extract import Extraction
 from planner.request.axes.sequence import followed
 from planner.request.state import StateRequest, find_state
 from planner.spec import STAGE, MeshSpec
-from planner.step.feeding import fed_inputs
+from planner.step.feeding import batch_of, fed_inputs
 
 HALF = 0.5
 """Share of the bytes of parameters, or of optimizer state, from which an axis splits them."""
@@ -165,15 +165,14 @@ def _votes(plan: Extraction, inner: Mapping[int, int]) -> list[dict[str, float]]
 
 
 def _batch(graph: Graph) -> tuple[int, ...]:
-    """The inputs that are new at every step, or else the state with a row per example. In a step
-    without state, or one that returns nothing but what looks like it, those that stand on the left
-    of a product."""
+    """The inputs that are new at every step, or the rows that a step samples. In a step without
+    state, or one that returns nothing but what looks like it, those that stand on the left of a
+    product."""
     fed = fed_inputs(graph)
     if fed and len(graph.state) < len(graph.outputs):
         return fed
-    rows = tuple(v for v in graph.state if graph.values[v].role is Role.EXAMPLES)
-    if rows:
-        return fed or rows
+    if not fed and (rows := batch_of(graph)) and all(graph.values[v].carried for v in rows):
+        return rows
     left = {op.inputs[0] for op in graph.ops if op.kind in PRODUCTS}
     return tuple(v for v in graph.inputs if v in left) or fed
 

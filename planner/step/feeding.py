@@ -11,8 +11,8 @@ than the ideal step, the difference counts in full, in a step that trains someth
 looks like a step (a layer) may have weights where a step has its batch.
 
 Arguments that hold any array of the state are not fed: what stands beside it (frozen parameters, a
-schedule) stays on the devices. In a step that carries no state, weights and batch can't be told
-apart, and nothing is priced.
+schedule) stays on the devices. In a step that carries no state, weights and batch can't always be
+told apart (``planner.graph.labels.untrained``); where they are not, nothing is priced.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ class Fed:
 def fed_inputs(graph: Graph) -> tuple[int, ...]:
     """The arrays that are fed: the batch, see ``planner.graph.labels.roles``."""
     return tuple(v for v in graph.batch if graph.values[v].shape)
+
+
+def batch_of(graph: Graph) -> tuple[int, ...]:
+    """What stands for the batch: what the host may feed, or else, in a step that trains nothing,
+    the state with a row per example (what is sampled)."""
+    fed = tuple(v for v in graph.inputs if graph.values[v].fed)
+    roles = {graph.values[v].role for v in graph.inputs}
+    if fed or Role.PARAMETER in roles:
+        return fed
+    return tuple(v for v in graph.state if graph.values[v].role is Role.EXAMPLES)
 
 
 def fed_of(graph: Graph, groups: Groups) -> tuple[tuple[Fed, ...], ...]:
