@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import meshwright
+from executor.run.mesh import detected_memory
 from planner.announce import announced
+from planner.frontend.capture import call_of
 from planner.plan.plan import Plan
 
 
@@ -18,14 +20,21 @@ def inspect(
     Args:
         step: the train step.
         args: its arguments: arrays or ShapeDtypeStructs.
-        cluster: such as ``"h100:8x4"``; None: the devices that are present.
-        options: as for ``make_plan``.
+        cluster: such as ``"h100:8x4"``; None: that of a parallelized step, or else the devices
+            that are present.
+        options: as for ``make_plan``; those of a parallelized step hold where none are given here.
 
     Raises:
         RequestError, MemoryLimitError and others, as ``make_plan`` does.
     """
-    where = meshwright.detect_cluster() if cluster is None else cluster
-    with announced(f"planning for {where}"):
-        plan = meshwright.make_plan(step, *args, cluster=where, **options)
+    if (call := call_of(step, args)) is not None:
+        step, args, options = call.function, call.args, {**call.options, **options}
+        cluster = options.pop("cluster", None) if cluster is None else cluster
+        options.pop("cluster", None)
+    if cluster is None:
+        cluster = meshwright.detect_cluster()
+        options.setdefault("memory", detected_memory(cluster))
+    with announced(f"planning for {cluster}"):
+        plan = meshwright.make_plan(step, *args, cluster=cluster, **options)
     print(plan)
     return plan

@@ -92,3 +92,22 @@ def test_every_public_name_of_the_planner_is_there() -> None:
         assert getattr(planner, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'make_plans'"):
         planner.make_plans  # noqa: B018
+
+
+def test_a_parallelized_step_is_planned_with_its_own_options() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    args = jnp.ones((64, 64)), jnp.ones((8, 64))
+    planned = mw.parallelize(step, mode="dp", mesh="data=4,model=2", cluster="cpu:8")
+    for plan in (mw.make_plan(planned, *args), mw.inspect(planned, *args)):
+        assert (plan.mode, plan.cluster, str(plan.mesh)) == (
+            "DATA_PARALLEL",
+            "cpu:8",
+            "data=4,model=2",
+        )
+    assert mw.make_plan(planned, *args, cluster="h100:8").cluster == "h100:8"
+    assert mw.make_plan(planned, *args, mode="fsdp").inputs[0].spec.axes
+    assert not planned.is_planned
+    with pytest.raises(mw.RequestError, match="make_plan: no cluster given"):
+        mw.make_plan(step, *args)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from executor.profile.program import NAMELESS, Program
 from executor.profile.reading import Timed
+from planner.errors import RequestError
 from planner.plan.plan import Plan
 
 
@@ -29,6 +31,7 @@ class Beside:
 
     Attributes:
         program, devices, runs: what was traced.
+        cluster: that of the plan.
         step_s, planned_step_s: of a step; measured is the median.
         compute_s, collective_s: busy with computing, and in collectives, which may overlap.
         collectives: by kind and line, the most measured time first.
@@ -38,6 +41,7 @@ class Beside:
     program: str
     devices: int
     runs: int
+    cluster: str
     step_s: float
     planned_step_s: float
     compute_s: float
@@ -50,6 +54,29 @@ class Beside:
 
 _USE, _ARGUMENT = "use of ", "args"
 """How a plan and a compiled program name what is done to an argument."""
+
+
+def check_belongs(plan: Plan, program: Program) -> None:
+    """Refuse a plan of another step, by the devices and the arguments of the program.
+
+    Raises:
+        RequestError: says what differs.
+    """
+    planned = plan.mesh.num_devices
+    if program.partitions != planned:
+        raise RequestError(
+            f"the plan is not of this program: it is for {planned} devices ({plan.cluster}), "
+            f"{program.name} was compiled for {program.partitions}"
+        )
+    known = Counter(leaf.spec.local_shape(leaf.shape, plan.mesh) for leaf in plan.inputs)
+    other = Counter(program.arguments) - known
+    if 2 * other.total() > len(program.arguments):
+        shape = list(next(iter(other)))
+        raise RequestError(
+            f"the plan is not of this program: of the {len(program.arguments)} arguments of "
+            f"{program.name} {other.total()} have shapes on a device that no argument of the plan "
+            f"has, such as {shape}"
+        )
 
 
 def beside(plan: Plan, program: Program, found: Timed) -> Beside:
@@ -97,6 +124,7 @@ def beside(plan: Plan, program: Program, found: Timed) -> Beside:
         program.name,
         found.devices,
         found.runs,
+        plan.cluster,
         found.step_s,
         p.step_s,
         computed,

@@ -13,7 +13,7 @@ from typing import Any
 import shtab
 from rich.console import RenderableType
 
-from executor.profile.beside import Beside, beside
+from executor.profile.beside import Beside, beside, check_belongs
 from executor.profile.graphs import named
 from executor.profile.program import read_program
 from executor.profile.reading import read_events, timed, trace_file
@@ -73,7 +73,9 @@ def run_profile(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     events = named(read_events(trace), program)
-    found = beside(plan, program, timed(events, program.name, frozenset(program.parts)))
+    measured = timed(events, program.name, frozenset(program.parts))
+    check_belongs(plan, program)
+    found = beside(plan, program, measured)
     if options.json:
         print(json.dumps(dataclasses.asdict(found), indent=1))
     else:
@@ -96,6 +98,7 @@ def profile_text(found: Beside, width: int = 100) -> str:
 def _parts(found: Beside) -> Iterable[RenderableType]:
     steps = f"{found.runs} step{'s' if found.runs > 1 else ''}"
     yield f"{found.program}: {steps} on {found.devices} device{'s' if found.devices > 1 else ''}"
+    yield f"the plan: for {found.cluster}"
     yield ""
     yield pairs(
         (

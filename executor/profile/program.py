@@ -45,13 +45,16 @@ class Program:
     """A compiled program: its name, and its instructions by name.
 
     ``order``: their names as they run, an empty one behind each computation; ``holders``:
-    instructions whose time is that of others.
+    instructions whose time is that of others; ``partitions``: the devices that it was compiled
+    for; ``arguments``: the shapes of its arguments on one device.
     """
 
     name: str
     parts: Mapping[str, Part]
     order: tuple[str, ...] = ()
     holders: frozenset[str] = frozenset()
+    partitions: int = 1
+    arguments: tuple[tuple[int, ...], ...] = ()
 
 
 def read_program(text: str) -> Program:
@@ -65,7 +68,8 @@ def read_program(text: str) -> Program:
         raise ValueError("not the text of an HLO module: no HloModule line")
     home = next((m[1] for m in _OWN.finditer(text)), "")
     lines = dict(_frames(text, home))
-    computations = parse(text).computations
+    module = parse(text)
+    computations = module.computations
 
     def line_of(at: Instruction) -> str:
         metadata = at.attributes.get("metadata", "")
@@ -100,7 +104,16 @@ def read_program(text: str) -> Program:
             what = _what(at.op_name) or at.opcode
             parts[at.name] = Part(kind, line, what, at.opcode == "custom-call")
         order.append("")
-    return Program(head[1], parts, tuple(order), frozenset(holders))
+    given = computations[module.entry].instructions.values()
+    arguments = tuple(_shape(at.type) for at in given if at.opcode == "parameter")
+    held = frozenset(holders)
+    return Program(head[1], parts, tuple(order), held, module.partitions, arguments)
+
+
+def _shape(kind: str) -> tuple[int, ...]:
+    """``f32[8,64]{1,0}`` -> (8, 64)."""
+    sizes = kind.partition("[")[2].partition("]")[0]
+    return tuple(int(n.strip("<=")) for n in sizes.split(",") if n)
 
 
 def _what(op_name: str) -> str:

@@ -188,11 +188,12 @@ class Parallelized:
         # without any given, those in force in Flax
         function = with_logical_axis_rules(bound.function, rules)
         offered = shapes if is_inside(bound.args) else bound.args
-        capture.offer(function, offered, {**self.options, "donate_argnums": bound.donated})
-        compare_program(function, shapes)
         options, given = dict(self.options), bound.args
-        if self.like is not None:
+        if self.like is not None and (self.like.is_planned or not capture.is_on()):
             given, options = follow(self.like.compiled, self.like.options, given, options)
+            offered = shapes if is_inside(given) else given
+        capture.offer(function, offered, {**options, "donate_argnums": bound.donated})
+        compare_program(function, shapes)
         if not options.get("cluster"):
             options["cluster"] = detect_cluster()
             options.setdefault("memory", detected_memory(options["cluster"]))

@@ -3,7 +3,7 @@ inside ``capturing`` is handed over instead of being run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,28 @@ def capturing() -> Iterator[None]:
         yield
     finally:
         _active = before
+
+
+def is_on() -> bool:
+    """Whether a call would be captured."""
+    return _active
+
+
+def call_of(function: Any, args: Sequence[Any]) -> CapturedCall | None:
+    """The call of a step that is parallelized already, with its options; None of other steps.
+
+    Raises:
+        RequestError and what else the step raises before it plans.
+    """
+    prepare = getattr(function, "prepare", None)
+    if not callable(prepare):
+        return None
+    try:
+        with capturing():
+            prepare(*args)
+    except Captured as captured:
+        return captured.call
+    return None
 
 
 def offer(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -234,13 +234,10 @@ def _call(target: Target, function: Any, example_args: Any) -> CapturedCall:
             f"{target.path}: example_args() must return the tuple of the step's arguments, got "
             f"{type(args).__name__}"
         )
-    prepare = getattr(function, "prepare", None)
-    if callable(prepare):  # parallelized already: plan what it wraps, with its options
-        try:
-            with capture.capturing(), user_code(f"preparing the step of {target.path}"):
-                prepare(*args)
-        except capture.Captured as captured:
-            return captured.call
+    with user_code(f"preparing the step of {target.path}"):
+        call = capture.call_of(function, args)
+    if call is not None:  # parallelized already: plan what it wraps, with its options
+        return call
     bound = bind(function, args)
     return CapturedCall(bound.function, bound.args, {})
 

@@ -13,6 +13,7 @@ from planner.arguments.calls import Indices, Names, bind
 from planner.arguments.metadata import with_logical_axis_rules
 from planner.collector import paused
 from planner.errors import RequestError
+from planner.frontend.capture import call_of
 from planner.graph.trace import Traced
 from planner.plan.plan import Plan
 from planner.planning.open_recipes import Door
@@ -33,7 +34,7 @@ _Asked = ParamSpec("_Asked")
 def plan_step(
     function: Callable[..., Any],
     *args: Any,
-    cluster: str | Cluster,
+    cluster: str | Cluster | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     static_argnums: Indices = (),
     static_argnames: Names = (),
@@ -43,9 +44,11 @@ def plan_step(
 
     Args:
         function: the step, any jit-able function of pytrees, Flax NNX objects and Equinox modules.
+            The options of one that is parallelized hold where none are given here.
         *args: arrays or ShapeDtypeStructs, and NNX objects that hold such (``nnx.eval_shape``
             makes them); other leaves than arrays and numbers are static.
-        cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster.
+        cluster: ``"h100:8x4"``, ``"v5p:4x4x8"``, ``"cpu:8"``, a .toml path or a Cluster; needed
+            but for a parallelized step that names one.
         donate_argnums: arguments whose memory the results may take; None means every
             argument that comes back as a result.
         static_argnums, static_argnames: as for ``jax.jit``.
@@ -65,6 +68,18 @@ def plan_step(
     ('data',)
     """
     begun = time.perf_counter()
+    if (call := call_of(function, args)) is not None:
+        function, args = call.function, call.args
+        given = dict(call.options)
+        planned_for, donated = (given.pop(name, None) for name in ("cluster", "donate_argnums"))
+        cluster = planned_for if cluster is None else cluster
+        donate_argnums = donated if donate_argnums is None else donate_argnums
+        options = {**given, **given_options("make_plan", options)}  # type: ignore[typeddict-item]
+    if cluster is None:
+        raise RequestError(
+            "make_plan: no cluster given; expected cluster='cpu:8', 'h100:8', 'v5p:4x4x4', the "
+            "path of a .toml file or a Cluster (mw.detect_cluster() describes what is here)"
+        )
     bound = bind(function, args, static_argnums=static_argnums, static_argnames=static_argnames)
     return _asked(bound.function, bound.args, cluster, donate_argnums, options, begun)
 

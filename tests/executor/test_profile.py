@@ -18,6 +18,7 @@ from executor.profile.graphs import named
 from executor.profile.program import NAMELESS, OTHER, Part, read_program
 from executor.profile.reading import Event, read_events, timed
 from executor.verify.hlo.collectives import read_module
+from planner import make_plan
 from planner.errors import RequestError
 
 pytestmark = pytest.mark.devices
@@ -215,7 +216,10 @@ def test_a_run_beside_its_plan(traced: Path, capsys: pytest.CaptureFixture[str])
     assert 0.5 < planned / found["planned_compute_s"] < 1.001  # without the start of the step
     assert cli.main(["profile", str(traced)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("jit_fit: 3 steps on 8 devices\n") and "times the plan" in out
+    assert (
+        out.startswith("jit_fit: 3 steps on 8 devices\nthe plan: for cpu:8\n")
+        and "times the plan" in out
+    )
     assert "all_gather" in out and max(map(len, out.splitlines())) <= 100
 
 
@@ -238,6 +242,15 @@ def test_what_is_missing_is_named(
     other.write_text(HLO)
     words = [str(tmp_path), "--plan", plan, "--program", str(other)]
     assert "the trace has no run of jit_step; it has " in said(*words)
+    layer = {"up": jnp.ones((2 * WIDTH, WIDTH)), "down": jnp.ones((WIDTH, 2 * WIDTH))}
+    args = [layer] * 2, {"x": jnp.ones((256, 2 * WIDTH))}
+    for cluster, reason in (
+        ("cpu:4", "it is for 4 devices (cpu:4), jit_fit was compiled for 8"),
+        ("cpu:8", "of the 5 arguments of jit_fit 5 have shapes on a device that no argument"),
+    ):
+        make_plan(fit, *args, cluster=cluster, zero=3).save(tmp_path / "another.json")
+        err = said(str(traced), "--plan", str(tmp_path / "another.json"))
+        assert "the plan is not of this program" in err and reason in err
     other.write_text("no program")
     assert "other.txt: not the text of an HLO module" in said(*words)
     (tmp_path / "t.xplane.pb").write_bytes(b"no trace at all")
