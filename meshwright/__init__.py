@@ -5,7 +5,6 @@ takes no time.
 """
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ _OF_EXECUTOR = frozenset(
     "Batches Checkpoints CompiledStep Parallelized Trained check compile_plan detect_cluster "
     "init initialize parallelize train train_options".split()
 )
-_HERE = Path(__file__).resolve().parents[1]
 
 
 def __getattr__(name: str) -> Any:
@@ -100,9 +98,12 @@ def __getattr__(name: str) -> Any:
     elif name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     elif name == "inspect":
+        from meshwright.packages import check_packages
+
+        check_packages()
         value = importlib.import_module("meshwright.inspection").inspect
     else:
-        value = getattr(_own("executor" if name in _OF_EXECUTOR else "planner"), name)
+        value = _own("executor" if name in _OF_EXECUTOR else "planner", name)
     globals()[name] = value
     return value
 
@@ -112,15 +113,17 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _own(name: str) -> Any:
-    """One of meshwright's packages, and not another distribution's package of that name."""
-    module = importlib.import_module(name)
-    places = [module.__file__] if module.__file__ else list(module.__path__)
-    if not places or Path(places[0]).resolve().is_relative_to(_HERE / name):
-        return module
-    raise ImportError(
-        f"import {name}: Python found {places[0]}, which is not meshwright's {_HERE / name}; "
-        f"uninstall that distribution, rename that folder, or put {_HERE} first on sys.path",
-        name=name,
-        path=str(places[0]),
-    )
+def _own(package: str, name: str) -> Any:
+    """A name of one of meshwright's packages, and not of another distribution's."""
+    from meshwright.packages import check_packages
+
+    check_packages()
+    module = importlib.import_module(package)
+    if not hasattr(module, name):
+        raise ImportError(
+            f"{module.__file__} has no {name}: another distribution has a package of that name "
+            "and has written over meshwright's; install meshwright into an environment of its own",
+            name=package,
+            path=module.__file__,
+        )
+    return getattr(module, name)

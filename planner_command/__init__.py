@@ -15,13 +15,20 @@ import signal
 import sys
 from types import FrameType
 
-INTERRUPTED = 130
+INTERRUPTED, REFUSED = 130, 2
 
 
 def main() -> int:
     """Run the command; see ``planner.cli.main.main``."""
     signal.signal(signal.SIGINT, _end)
     sys.unraisablehook = _unraisable
+    from meshwright.packages import check_packages
+
+    try:
+        check_packages()
+    except ImportError as error:
+        sys.stderr.write(f"planner: error: {error}\n")
+        return REFUSED
     from planner.cli.main import main as run
     from planner.cli.table import EXECUTOR, PLANNER
 

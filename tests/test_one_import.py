@@ -53,7 +53,16 @@ def test_the_import_brings_nothing_along() -> None:
     assert ran(code).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("name", "public"), [("planner", "make_plan"), ("executor", "train")])
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("planner", "make_plan"),
+        ("planner", "parallelize"),
+        ("planner", "inspect"),
+        ("executor", "train"),
+        ("costmodels", "make_plan"),
+    ],
+)
 def test_another_package_of_that_name_is_named(tmp_path: Path, name: str, public: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
@@ -61,6 +70,26 @@ def test_another_package_of_that_name_is_named(tmp_path: Path, name: str, public
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("ImportError")
     assert f"import {name}: Python found {tmp_path / name}" in last and "uninstall" in last
+
+
+def test_the_command_names_it_too(tmp_path: Path) -> None:
+    (tmp_path / "planner.py").write_text("")
+    code = "import planner_command\nsys.argv = ['planner', 'inspect', 'm.py']\n"
+    done = ran(code + "sys.exit(planner_command.main())", tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"import planner: Python found {tmp_path / 'planner.py'}" in done.stderr
+
+
+def test_files_written_over_by_another_distribution_are_named(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    for name in ("meshwright", "executor", "costmodels"):
+        (tmp_path / name).symlink_to(root / name)
+    (tmp_path / "planner").mkdir()
+    (tmp_path / "planner" / "__init__.py").write_text("")
+    code = f"import meshwright.packages as p\np.HERE = p.Path({str(tmp_path)!r})\np.NAMES = ()\n"
+    done = ran(code + "import meshwright\nmeshwright.make_plan", tmp_path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: {tmp_path / 'planner'}") and "written over" in last
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], []])

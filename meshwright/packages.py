@@ -1,0 +1,29 @@
+"""Whether the packages that Python finds under meshwright's names are meshwright's."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+NAMES = ("planner", "executor", "costmodels")
+HERE = Path(__file__).resolve().parents[1]
+
+
+def check_packages() -> None:
+    """Refuse another distribution's packages, or folders, of these names; imports nothing.
+
+    Raises:
+        ImportError: says where they lie.
+    """
+    for name in NAMES:
+        spec = importlib.util.find_spec(name)
+        places = () if spec is None else (spec.origin, *(spec.submodule_search_locations or ()))
+        found = next((place for place in places if place), "nothing")
+        if not Path(found).resolve().is_relative_to(HERE / name):
+            raise ImportError(
+                f"import {name}: Python found {found}, which is not meshwright's {HERE / name}; "
+                f"uninstall that distribution, rename that file or folder, or put {HERE} first on "
+                "sys.path",
+                name=name,
+                path=found,
+            )
