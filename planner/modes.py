@@ -84,6 +84,34 @@ SHORT = {
 }
 """Other names of modes, in capitals, and what they say besides."""
 
+ELSEWHERE = {
+    "auto": "AUTO_PARALLEL",
+    "ddp": "dp",
+    "data": "dp",
+    "hsdp": "fsdp with mesh='replica=...,data=...'",
+    "hybrid": "HYBRID_PARALLEL",
+    "none": "STAND_ALONE",
+    "pipeline": "pp",
+    "semi_auto": "SEMI_AUTO_PARALLEL",
+    "single": "STAND_ALONE",
+    "tensor": "tp",
+    "tp+fsdp": "fsdp+tp",
+    "zero": "fsdp",
+    "zero1": "dp with zero=1",
+    "zero2": "dp with zero=2",
+    "zero3": "fsdp",
+}
+"""What other tools call them, in small letters, and what that is here."""
+
+
+def nearest_mode(name: str) -> str:
+    """The mode that a wrong name most likely stands for; empty if none is near."""
+    plain = name.lower().replace("-", "_").replace(" ", "")
+    names = [known.lower() for known in (*SHORT, *MODES)]
+    near = difflib.get_close_matches(plain, names, 1)
+    found = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.replace("_", "")) or (near or [""])[0]
+    return found.upper() if found.upper() in MODES else found
+
 
 _current = ParallelMode()
 
@@ -140,10 +168,10 @@ def check_mode(mode: str, search: str) -> ParallelMode:
     known_as = [*MODES, *map(str.lower, SHORT)]
     named = SHORT.get(str(mode).upper(), ParallelMode(mode))
     if named.mode not in MODES:
-        near = difflib.get_close_matches(str(mode).upper(), [*MODES, *SHORT], 1)
+        near = nearest_mode(str(mode))
         raise RequestError(
             f"unknown parallel mode {mode!r}; expected one of {', '.join(known_as)}"
-            + (f"; did you mean {near[0]}?" if near else "")
+            + (f"; did you mean {near}?" if near else "")
         )
     known = sorted([*SEARCHES, PROPAGATION])
     if search not in known:

@@ -32,6 +32,8 @@ def main() -> int:
     from planner.cli.main import main as run
     from planner.cli.table import EXECUTOR, PLANNER
 
+    if sys.argv[1:] == ["--show-config", "train"]:
+        return _train_config()
     for entry in (*PLANNER, *EXECUTOR):
         if sys.argv[1:2] == [entry.name]:
             entry.load()
@@ -48,6 +50,19 @@ def main() -> int:
                 stream.flush()
         os._exit(code)
     return code
+
+
+def _train_config() -> int:
+    """Print the options of ``train``, which is no subcommand."""
+    from executor.train.settings import config_lines
+    from planner.errors import RequestError
+
+    try:
+        print(config_lines())
+    except RequestError as error:
+        sys.stderr.write(f"planner: error: {error}\n")
+        return REFUSED
+    return 0
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from executor.run.compile import _Unplanned
 from executor.run.parallelize import Parallelized
 from planner.arguments import nnx_graph
-from planner.errors import RequestError
+from planner.errors import ModelError, RequestError
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,18 @@ def init(
 
     Raises:
         RequestError: ``make_state`` gives no tuple under ``unpack``; or planning fails.
+        ModelError: the step fails for these arguments.
     """
+    if not hasattr(step, "prepare"):
+        raise RequestError(
+            f"init: the step is a {type(step).__name__}; expected one from parallelize or "
+            "compile_plan"
+        )
+    if not callable(make_state):
+        raise RequestError(
+            f"init: make_state is a {type(make_state).__name__}; expected a function without "
+            "arguments that makes the state, so that no device holds all of it"
+        )
     found: list[_Made] = []
 
     def shapes() -> list[Any]:
@@ -81,7 +92,15 @@ def init(
             "of the step's first arguments"
         )
     args = (*first, *rest) if unpack else (first, *rest)
-    compiled = step.prepare(*args, **keywords)
+    try:
+        compiled = step.prepare(*args, **keywords)
+    except ModelError as error:
+        if unpack or not isinstance(first, tuple):
+            raise
+        raise ModelError(
+            f"{error}\nmake_state gives a tuple of {len(first)}; init(..., unpack=True) passes "
+            "these as the step's first arguments"
+        ) from error.__cause__
     leaves = jax.tree_util.tree_leaves(step.calls.bind(args, keywords).args)
     planned = jax.tree_util.tree_leaves(compiled.in_shardings)
     shardings = {id(leaf): sharding for leaf, sharding in zip(leaves, planned, strict=True)}

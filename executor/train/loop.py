@@ -132,10 +132,17 @@ def train(
 
             checkpoints = stack.enter_context(_open(Checkpoints(folder, keep=keep)))
             owner = checkpoints.own()
+            if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(arrays_of(state))):
+                raise RequestError(
+                    "directory=: the state is one bare array, which has no name in a checkpoint; "
+                    "expected a container, such as {'w': array}"
+                )
         done = 0 if checkpoints is None else _done(checkpoints)
         if checkpoints is not None and done:
             state = _resumed(checkpoints, done, state, shardings, source)
             log.info("going on after step %d of %s", done, folder)
+            if profile is not None and profile[0] <= done:
+                log.warning("profile=%s: nothing is traced, step %d was made before", profile, done)
         meter = Meter(
             steps, done, folder, on_metrics, progress, owner, functools.partial(speed_of, step)
         )
@@ -162,6 +169,8 @@ def train(
                 raise PreemptedError(AGAIN)
             if evaluate is not None and (last or made % evaluate_every == 0):
                 meter.evaluated(made, evaluate(state))
+        if made < steps:
+            log.warning("the batches ended after step %d of %d", made, steps)
         if made < steps and jax.process_count() > 1:
             meet(f"end of the data after step {made}", None, len)
         meter.flush(state)
@@ -203,6 +212,10 @@ def _check(
         raise RequestError(f"profile={profile}: expected (first, last), counted from 1")
     if profile is not None and directory is None:
         raise RequestError("profile= needs a directory to write to")
+    if profile is not None and profile[0] > steps:
+        raise RequestError(
+            f"profile={profile}: the first step to trace is after the last step, steps={steps}"
+        )
 
 
 def _compare(source: Iterator[Any], **options: Any) -> None:

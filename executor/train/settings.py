@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.cli.config import PREFIX, find_config
+from planner.cli.config import PREFIX, TRAIN, find_config
+from planner.cli.table import EXECUTOR, PLANNER
 from planner.errors import RequestError
 
 KINDS: Mapping[str, type] = {
@@ -40,6 +41,7 @@ def train_options(folder: str | Path = ".") -> dict[str, Any]:
     config = find_config(Path(folder).absolute())
     if config is not None:
         path, table = config
+        check_tables(path, table)
         own = table.get("train", {})
         if not isinstance(own, dict):
             raise RequestError(f"{path}: train: expected a table of options, got {own!r}")
@@ -52,6 +54,24 @@ def train_options(folder: str | Path = ".") -> dict[str, Any]:
             source = f"{PREFIX}TRAIN_{name.upper()}"
             found[name] = _checked(name, _read(name, text), source)
     return found
+
+
+def check_tables(path: Path, table: Mapping[str, Any]) -> None:
+    """Refuse a table that no subcommand has and that is not ``train``'s; raises RequestError."""
+    known = [TRAIN, *(entry.name for entry in (*PLANNER, *EXECUTOR))]
+    for key, value in table.items():
+        if isinstance(value, dict) and key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean [{near[0]}]?" if near else ""
+            raise RequestError(f"{path}: [{key}] is neither [{TRAIN}] nor a subcommand{hint}")
+
+
+def config_lines(folder: str | Path = ".") -> str:
+    """Every option of ``train`` with what the file and the environment set, a line each."""
+    found = train_options(folder)
+    rows = [(name.replace("_", "-"), str(found.get(name, "-"))) for name in (*KINDS, "profile")]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def _read(name: str, text: str) -> Any:

@@ -2,9 +2,9 @@
 
 The file is the nearest ``meshwright.toml``, or ``pyproject.toml`` with a table
 ``[tool.meshwright]``, in the current directory or above it. Options at the top are for every
-subcommand that has them, those in a table such as ``[inspect]`` for that one. Options of planning
-are also read from the environment, as ``MESHWRIGHT_CLUSTER``: that wins over the file, the command
-line over both.
+subcommand that has them, those in a table such as ``[inspect]`` for that one. The environment may
+set them too, as ``MESHWRIGHT_CLUSTER``: that wins over the file, the command line over both. An
+empty variable sets nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import RequestError
+from planner.modes import MODES, nearest_mode
 
 FILE, PROJECT, TABLE = "meshwright.toml", "pyproject.toml", "meshwright"
 PREFIX = "MESHWRIGHT_"
@@ -26,6 +27,13 @@ MOST_BYTES = 1 << 20
 TRAIN = "train"
 """A table that is no subcommand's: options of ``executor.train``."""
 SKIPPED = frozenset({"help", "version"})
+TAKEN = frozenset(
+    "PROCESSES PROCESS COORDINATOR LOCAL RESTART RAY_JOB SECRET SECRET_FILE SECRET_ONCE CACHE "
+    "VERIFY".split()
+)
+"""Variables of other meanings, without the prefix."""
+TAKEN_BY = ("PS_", "TRAIN_")
+"""Starts of such variables."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,6 @@ def settings(
     Raises:
         RequestError: an option is unknown, or a value is none of its kind.
     """
-    from planner.request.options import flags
-
     known = {a.dest: a for a in parser._actions if a.option_strings and a.dest not in SKIPPED}
     found: list[Setting] = []
     if config is not None:
@@ -93,11 +99,37 @@ def settings(
                 near = _near(_dest(key), list(known))
                 raise RequestError(f"{path}: [{command}] has no option {key!r}{near}")
             found.append(_setting(known[_dest(key)], value, str(path)))
-    for dest in (*flags(), "cluster", "profile"):
-        name = PREFIX + dest.removesuffix("_s").upper()
-        if dest in known and name in environ:
-            found.append(_setting(known[dest], environ[name], name))
+    for dest, action in known.items():
+        name = variable(dest)
+        if environ.get(name) and name.removeprefix(PREFIX) not in TAKEN:
+            found.append(_setting(action, environ[name], name))
     return found
+
+
+def variable(dest: str) -> str:
+    """The variable of an option."""
+    return PREFIX + dest.removesuffix("_s").upper()
+
+
+def unknown_variables(
+    environ: Mapping[str, str], others: Callable[[], Mapping[str, Sequence[str]]]
+) -> list[str]:
+    """A line for each variable with our prefix that nothing reads.
+
+    Args:
+        environ, others: as for ``settings``; the options are looked up where a name is in doubt.
+    """
+    names = [name.removeprefix(PREFIX) for name in environ]
+    doubtful = [n for n in names if n not in TAKEN and not n.startswith(TAKEN_BY)]
+    if not doubtful:
+        return []
+    known = {variable(d).removeprefix(PREFIX) for mine in others().values() for d in mine}
+    out = []
+    for name in sorted(set(doubtful) - known):
+        near = difflib.get_close_matches(name, sorted(known | TAKEN), 1)
+        hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+        out.append(f"{PREFIX}{name} is set, and nothing reads it{hint}")
+    return out
 
 
 def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence[str]]) -> None:
@@ -114,6 +146,15 @@ def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence
 def _near(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, known, 1)
     return f"; did you mean {near[0].removesuffix('_s').replace('_', '-')}?" if near else ""
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """What to say of the choice that a wrong one most likely stands for."""
+    if MODES[0] in choices:
+        near = nearest_mode(word)
+    else:
+        near = (difflib.get_close_matches(word, choices, 1) or [""])[0]
+    return f"; did you mean {near}?" if near else ""
 
 
 def dests(parser: argparse.ArgumentParser) -> list[str]:
@@ -157,7 +198,8 @@ def _converted(action: argparse.Action, name: str, value: Any, source: str) -> A
         raise RequestError(f"{source}: {name}: {value!r}: {error}") from error
     if action.choices is not None and made not in action.choices:
         listed = ", ".join(map(str, action.choices))
-        raise RequestError(f"{source}: {name}: got {value!r}, expected one of {listed}")
+        near = nearest(str(made), list(map(str, action.choices)))
+        raise RequestError(f"{source}: {name}: got {value!r}, expected one of {listed}{near}")
     return made
 
 

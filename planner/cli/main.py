@@ -23,7 +23,9 @@ from planner.cli.config import (
     given,
     overlaid,
     settings,
+    unknown_variables,
 )
+from planner.cli.parser import Parser
 from planner.cli.table import EXAMPLES, PLANNER, Entry
 from planner.errors import ModelError, RequestError
 
@@ -70,12 +72,17 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
         config = find_config(Path.cwd())
         found = settings(mine, options.command, lambda: _options_of(entries), config, environment())
         options = overlaid(options, found, named)
+        for line in unknown_variables(environment(), lambda: _options_of(entries)):
+            print(f"planner: {line}", file=sys.stderr)
         if shown:
             print(config_text(options, mine, found, named))
             return DONE
-        for source in dict.fromkeys(s.source for s in found if s.dest not in named):
+        last = {s.dest: s for s in found if s.dest not in named}
+        for source in dict.fromkeys(s.source for s in last.values()):
             set_there = [
-                s.dest.removesuffix("_s").replace("_", "-") for s in found if s.source == source
+                s.dest.removesuffix("_s").replace("_", "-")
+                for s in last.values()
+                if s.source == source
             ]
             print(f"planner: from {source}: {', '.join(set_there)}", file=sys.stderr)
         return commands[options.command].run(options)
@@ -116,7 +123,7 @@ def version() -> str:
 
 def _parser(entries: Sequence[Entry], loaded: Mapping[str, Command]) -> argparse.ArgumentParser:
     """The parser; of commands that are not loaded it knows the name and a line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="planner",
         description="Plan how a JAX train step runs on a cluster.",
         epilog=EXAMPLES,

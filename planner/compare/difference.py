@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from planner.plan.canonical import without_line
+from planner.plan.canonical import differing, without_place
 from planner.plan.plan import CollectiveRow, Leaf, Plan, Prediction
 from planner.report.fold import common_path, pattern
 from planner.report.units import sharding_text
@@ -64,9 +65,10 @@ class Exchange:
 class Difference:
     """What differs between two plans.
 
-    ``same``: whether both are the same but for line numbers and how they were found.
+    ``same``: whether both are the same but for files and lines, and what was tried.
     ``same_step``: whether both are for one step with the same shapes. ``figures`` has all,
     changed or not. ``exchanges``: collectives that differ, the largest change of time first.
+    ``fields``: the fields of the plan that differ, where nothing of the above does.
     """
 
     same: bool
@@ -76,6 +78,7 @@ class Difference:
     arguments: int
     moved: tuple[Moved, ...]
     exchanges: tuple[Exchange, ...]
+    fields: tuple[str, ...] = ()
 
     @property
     def gained(self) -> tuple[Exchange, ...]:
@@ -110,22 +113,28 @@ def difference(before: Plan, after: Plan) -> Difference:
         after.op_index,
         after.op_inputs,
     ) and _shapes(before) == _shapes(after)
+    settings = tuple(Setting(*row) for row in told if row[1] != row[2])
+    figures = (
+        Figure("step time", "s", a.step_s, b.step_s),
+        Figure("compute", "s", a.compute_s, b.compute_s),
+        Figure("communication", "s", a.communication_s, b.communication_s),
+        Figure("overlapped", "s", a.overlapped_s, b.overlapped_s),
+        *_of_host(a, b),
+        Figure("peak memory", "bytes", a.peak_bytes, b.peak_bytes),
+        Figure("memory limit", "bytes", a.limit_bytes, b.limit_bytes),
+    )
+    moved = _moved(before.inputs, after.inputs)
+    exchanges = _exchanges(before.collectives, after.collectives)
+    seen = settings or moved or exchanges or any(f.before != f.after for f in figures)
     return Difference(
         before.canonical_digest == after.canonical_digest,
         same,
-        tuple(Setting(*row) for row in told if row[1] != row[2]),
-        (
-            Figure("step time", "s", a.step_s, b.step_s),
-            Figure("compute", "s", a.compute_s, b.compute_s),
-            Figure("communication", "s", a.communication_s, b.communication_s),
-            Figure("overlapped", "s", a.overlapped_s, b.overlapped_s),
-            *_of_host(a, b),
-            Figure("peak memory", "bytes", a.peak_bytes, b.peak_bytes),
-            Figure("memory limit", "bytes", a.limit_bytes, b.limit_bytes),
-        ),
+        settings,
+        figures,
         len({leaf.path for plan in (before, after) for leaf in plan.inputs}),
-        _moved(before.inputs, after.inputs),
-        _exchanges(before.collectives, after.collectives),
+        moved,
+        exchanges,
+        () if seen else differing(json.loads(before.to_json()), json.loads(after.to_json())),
     )
 
 
@@ -176,10 +185,10 @@ def _sums(
     rows: Iterable[CollectiveRow], moved: Set[Key]
 ) -> dict[Key, tuple[float, float, float, list[str]]]:
     """Runs, seconds and bytes of collectives that are one line, and their causes; those in
-    ``moved`` are joined by file."""
+    ``moved`` are joined wherever they stand."""
     out: dict[Key, tuple[float, float, float, list[str]]] = {}
     for row in rows:
-        file = _of_file(row)
+        file = _wherever(row)
         key = file if file in moved else (row.kind, row.axes, row.source, pattern(row.cause))
         count, time_s, nbytes, causes = out.get(key, (0.0, 0.0, 0.0, []))
         out[key] = (
@@ -191,16 +200,16 @@ def _sums(
     return out
 
 
-def _of_file(row: CollectiveRow) -> Key:
-    """What stays the same about a collective while lines are moved."""
-    return row.kind, row.axes, without_line(row.source), pattern(row.cause)
+def _wherever(row: CollectiveRow) -> Key:
+    """What stays the same about a collective while lines are moved and files renamed."""
+    return row.kind, row.axes, "", pattern(without_place(row.cause))
 
 
 def _lines(rows: Iterable[CollectiveRow]) -> dict[Key, set[str]]:
     """The lines that such collectives stand at."""
     out: dict[Key, set[str]] = {}
     for row in rows:
-        out.setdefault(_of_file(row), set()).add(row.source)
+        out.setdefault(_wherever(row), set()).add(row.source)
     return out
 
 

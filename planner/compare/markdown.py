@@ -42,6 +42,8 @@ def _lines(found: Difference, before: str, after: str) -> Iterator[str]:
         yield ""
         head = ("collective", "over", "runs", "bytes", "time", "caused by")
         yield from _table(head, [_exchange(e) for e in found.exchanges])
+    if found.fields:
+        yield f"Other fields that differ: {', '.join(map(_code, found.fields))}"
 
 
 def _exchange(row: Exchange) -> tuple[str, ...]:

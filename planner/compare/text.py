@@ -164,7 +164,7 @@ def difference_parts(found: Difference, before: str, after: str) -> Iterable[Ren
     yield Text(f"{before} -> {after}", style="bold")
     yield ""
     if found.same:
-        yield _under(Text("the same plan, but for line numbers and how it was found"))
+        yield _under(Text("the same plan, except for source lines and details of the search"))
         return
     if not found.same_step:
         yield _under(Text("the plans are for different steps or shapes"))
@@ -182,6 +182,8 @@ def difference_parts(found: Difference, before: str, after: str) -> Iterable[Ren
             yield from section(title, _exchanges(rows_))
     if not found.exchanges:
         yield from section("collectives", Text("the same"))
+    if found.fields:
+        yield from section("other fields that differ", Text(", ".join(found.fields)))
 
 
 def figure_text(found: Figure) -> str:

@@ -1,7 +1,7 @@
-"""What of a plan is reviewed: without line numbers, and without how it was found.
+"""What of a plan is reviewed: without files and lines, and without the way to it.
 
-A comment or a moved line in the model changes nothing here; a sharding, a recipe, a collective or a
-predicted figure does.
+A comment, a moved line or a renamed file of the model changes nothing here; a sharding, a recipe, a
+collective or a predicted figure does.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-NOISE = frozenset({"notes", "meshes", "search", "confirmed", "compute"})
-"""Fields that say how a plan was found, what was tried, or go by lines."""
-SORTED = frozenset({"collectives", "activations", "fallbacks"})
+NOISE = frozenset({"notes", "meshes", "search", "confirmed", "compute", "activations"})
+"""Fields that say what was tried, or go by lines."""
+SORTED = frozenset({"collectives", "fallbacks"})
 """Lists whose order follows the lines of the model."""
-_LINE = re.compile(r"(?<=\.py):\d+")
+_PLACE = re.compile(r"[\w.\-]+\.py:\d+")
 
 
-def without_line(text: str) -> str:
-    """``gpt.py:51`` as ``gpt.py``."""
-    return _LINE.sub("", text)
+def without_place(text: str) -> str:
+    """``dot (gpt.py:51)`` as ``dot (.py)``."""
+    return _PLACE.sub(".py", text)
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of two plans in which a review sees a difference."""
+    a, b = canonical(before), canonical(after)
+    return tuple(name for name in {**a, **b} if a.get(name) != b.get(name))
 
 
 def canonical(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,17 +35,17 @@ def canonical(body: Mapping[str, Any]) -> dict[str, Any]:
         body: the fields, as plain data.
     """
     return {
-        name: sorted(map(_lineless, value), key=repr) if name in SORTED else _lineless(value)
+        name: sorted(map(_placeless, value), key=repr) if name in SORTED else _placeless(value)
         for name, value in body.items()
         if name not in NOISE
     }
 
 
-def _lineless(value: Any) -> Any:
+def _placeless(value: Any) -> Any:
     if isinstance(value, str):
-        return without_line(value)
+        return without_place(value)
     if isinstance(value, Mapping):
-        return {key: _lineless(v) for key, v in value.items()}
+        return {key: _placeless(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_lineless(v) for v in value]
+        return [_placeless(v) for v in value]
     return value

@@ -269,7 +269,7 @@ class Plan:
     @property
     def canonical_digest(self) -> str:
         """SHA-256 of what a review is about (``planner.plan.canonical``): plans with the same one
-        differ at most in line numbers and in how they were found."""
+        differ at most in files and lines, and in what was tried."""
         text = json.dumps(canonical(self._body()), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from executor import compile_plan, init, parallelize
 from planner import make_plan
-from planner.errors import RequestError
+from planner.errors import ModelError, RequestError
 
 pytestmark = pytest.mark.devices
 OPTIMIZER = optax.adamw(1e-3)
@@ -132,6 +132,12 @@ def test_keywords_and_bad_requests() -> None:
     same(state, make_state())
     with pytest.raises(RequestError, match="unpack=True, but make_state gives a dict"):
         init(parallelize(train_step), make_state, BATCH, unpack=True)
+    with pytest.raises(RequestError, match="the step is a function; expected one from parallel"):
+        init(train_step, make_state, BATCH)
+    with pytest.raises(RequestError, match="make_state is a dict; expected a function"):
+        init(parallelize(train_step), make_state(), BATCH)
+    with pytest.raises(ModelError, match=r"gives a tuple of 2; init\(..., unpack=True\)"):
+        init(parallelize(lambda a, b, c: (a, b)), lambda: (BATCH, BATCH), BATCH)
 
 
 def test_state_in_host_memory() -> None:

@@ -409,11 +409,26 @@ def test_a_file_cut_off_by_a_kill_is_mended(tmp_path: Path) -> None:
         ({"log_every": 0}, "log_every=0"),
         ({"profile": (3, 2)}, r"profile=\(3, 2\)"),
         ({"profile": (2, 3)}, "needs a directory"),
+        ({"profile": (8, 9), "directory": "unused"}, r"\(8, 9\): the first step to trace is after"),
     ],
 )
 def test_broken_requests(options: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         train(jax.jit(fit), fresh(), plain(), progress=False, **{"steps": 5, **options})
+
+
+def test_batches_that_end_early_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    batches = itertools.islice(plain(), 3)
+    made = train(jax.jit(fit), fresh(), batches, steps=5, directory=tmp_path, progress=False)
+    assert made.step == 3 and "the batches ended after step 3 of 5" in caplog.text
+    train(jax.jit(fit), fresh(), plain(), steps=4, directory=tmp_path, profile=(2, 4))
+    assert "nothing is traced, step 3 was made before" in caplog.text
+
+
+def test_a_bare_array_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    step = jax.jit(lambda w, b: (w, {"loss": jnp.sum(w)}))
+    with pytest.raises(RequestError, match="the state is one bare array"):
+        train(step, jnp.ones(3), plain(), steps=2, directory=tmp_path, progress=False)
 
 
 def test_steps_of_another_form(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import planner_command
 from executor import parallelize, train, train_options
 from executor.train import metrics as metrics_module
 from executor.train import writers
@@ -160,6 +161,26 @@ def test_bad_options_of_train(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "meshwright.toml").write_text(f"[train]\n{text}\n")
     with pytest.raises(RequestError, match=said.replace("?", r"\?")):
         train_options(tmp_path)
+
+
+def test_tables_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "meshwright.toml").write_text("[inspect]\nzero = 3\n[trian]\nsteps = 3\n")
+    with pytest.raises(RequestError, match=r"\[trian\] is neither.*did you mean \[train\]"):
+        train_options(tmp_path)
+
+
+def test_the_command_shows_the_options_of_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "meshwright.toml").write_text("[train]\nlog-every = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["planner", "--show-config", "train"])
+    assert planner_command.main() == 0
+    rows = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert rows["log-every"] == "3" and rows["steps"] == "-"
+    (tmp_path / "meshwright.toml").write_text("[train]\nlog-evry = 3\n")
+    assert planner_command.main() == 2
+    assert "did you mean log_every?" in capsys.readouterr().err
 
 
 def test_bad_values_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

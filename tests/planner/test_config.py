@@ -1,5 +1,6 @@
 """Options from a file and from the environment; what is said of them, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,45 @@ def test_the_environment_wins_over_the_file(
     assert rows["time-limit"].split() == ["7.0", "MESHWRIGHT_TIME_LIMIT"]
     assert rows["zero"].split(maxsplit=1) == ["1", "command line"]
     assert rows["mesh"].split() == ["-", "default"] and rows["json"].split() == ["false", "default"]
+
+
+def test_any_option_may_come_from_the_environment_and_unread_variables_are_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "meshwright.toml").write_text('cluster = "h100:8"\nzero = 3\n')
+    monkeypatch.setenv("MESHWRIGHT_JSON", "true")
+    monkeypatch.setenv("MESHWRIGHT_ZERO", "1")
+    monkeypatch.setenv("MESHWRIGHT_CLUSTER", "")
+    monkeypatch.setenv("MESHWRIGHT_CLUSTR", "a100:4")
+    monkeypatch.setenv("MESHWRIGHT_PROCESSES", "3")
+    monkeypatch.setenv("MESHWRIGHT_TRAIN_STEPS", "3")
+    assert run(*INSPECT) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["cluster"] == "h100:8"
+    lines = said.err.splitlines()
+    assert f"planner: from {home / 'meshwright.toml'}: cluster" in lines
+    assert "planner: from MESHWRIGHT_ZERO: zero" in lines
+    hint = "did you mean MESHWRIGHT_CLUSTER?"
+    assert f"planner: MESHWRIGHT_CLUSTR is set, and nothing reads it; {hint}" in lines
+    assert not [line for line in lines if "PROCESSES" in line or "TRAIN" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["inspect", "m.py", "--mode", "fdsp"], "did you mean fsdp?"),
+        (["inspect", "m.py", "--mode", "zero3"], "did you mean fsdp?"),
+        (["inspect", "m.py", "--mode", "auto"], "did you mean AUTO_PARALLEL?"),
+        (["inspect", "m.py", "--clutser", "h100:8"], "did you mean --cluster?"),
+        (["inspct", "m.py"], "did you mean inspect?"),
+    ],
+)
+def test_a_wrong_word_has_the_nearest_one(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2 and err[0].endswith(hint) and err[1].startswith("see planner")
 
 
 def test_a_table_of_the_project(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

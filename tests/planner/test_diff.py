@@ -10,7 +10,7 @@ import pytest
 
 from planner.cli import main as cli
 from planner.compare.difference import difference
-from planner.plan.canonical import without_line
+from planner.plan.canonical import without_place
 from planner.plan.plan import Plan, load_plan
 
 MODEL = """import jax, jax.numpy as jnp
@@ -36,16 +36,30 @@ def saved(model: Path, name: str, *words: str) -> Path:
     return path
 
 
-def test_a_comment_makes_no_difference(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = saved(model, "old.json", "--mesh", "data=4,model=2")
-    model.write_text(MODEL.replace("def train_step", "\n\n# a comment\ndef train_step"))
-    new = saved(model, "new.json", "--mesh", "data=4,model=2")
+REFORMATTED = {
+    "a comment": ("def train_step", "\n\n# a comment\ndef train_step"),
+    "a split line": ("jnp.mean((jnp.tanh(x", "jnp.mean((jnp.tanh(\n        x"),
+    "another name of the function": ("train_step", "step_to_train"),
+}
+
+
+@pytest.mark.parametrize("name", REFORMATTED)
+def test_another_layout_of_the_code_makes_no_difference(
+    model: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words = ("--mesh", "data=4,model=2")
+    old = saved(model, "old.json", *words)
+    renamed = model.with_name("user_renamed.py")
+    renamed.write_text(MODEL.replace(*REFORMATTED[name]))
+    function = "step_to_train" if "function" in name else "train_step"
+    new = renamed.with_name("new.json")
+    assert cli.main(["inspect", f"{renamed}:{function}", *words, "--save", str(new)]) == 0
     a, b = load_plan(old), load_plan(new)
     assert a.digest != b.digest and a.canonical_digest == b.canonical_digest
     capsys.readouterr()
     assert cli.main(["diff", str(old), str(new), "--exit-code"]) == 0
-    assert "the same plan, but for line numbers" in capsys.readouterr().out
-    assert cli.main(["check", str(old), str(model), "--mesh", "data=4,model=2"]) == 0
+    assert "the same plan, except for source lines" in capsys.readouterr().out
+    assert cli.main(["check", str(old), f"{renamed}:{function}", *words]) == 0
 
 
 def test_another_mesh_does(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +138,23 @@ def test_moved_lines_hide_no_change_and_are_none(model: Path) -> None:
     assert found and all(e.count[1] == 2 * e.count[0] for e in found)
 
 
-def test_lines_are_left_out_of_texts() -> None:
-    assert without_line("dot (model.py:12) at my_file.py:3:4") == "dot (model.py) at my_file.py:4"
-    assert without_line("f32[3:4] py:5 8:30") == "f32[3:4] py:5 8:30"
+def test_places_are_left_out_of_texts() -> None:
+    assert without_place("dot (model.py:12) at my_file.py:3:4") == "dot (.py) at .py:4"
+    assert without_place("f32[3:4] py:5 8:30") == "f32[3:4] py:5 8:30"
+
+
+def test_what_else_differs_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = load_plan(saved(model, "plan.json", "--mesh", "data=4,model=2"))
+    other = dataclasses.replace(plan, constraints=plan.constraints[1:])
+    found = difference(plan, other)
+    assert not found.same and found.fields == ("constraints",)
+    other.save(model.with_name("other.json"))
+    capsys.readouterr()
+    words = ["diff", str(model.with_name("plan.json")), str(model.with_name("other.json"))]
+    assert cli.main([*words, "--exit-code"]) == 1
+    assert "other fields that differ\n  constraints" in capsys.readouterr().out
+    assert cli.main([*words, "--markdown"]) == 0
+    assert "Other fields that differ: `constraints`" in capsys.readouterr().out
 
 
 def test_a_saved_plan_has_the_permissions_of_any_file(model: Path) -> None:
