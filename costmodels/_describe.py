@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._catalog import ClusterError, Table, catalog_entry, known_kinds, merge_overrides, shown
-from ._spelled import network_of, respelled
+from ._spelled import meant, network_of, respelled
 
 _FORMS = (
     "'h100:8x4' (devices per node x nodes), 'v5p:4x4x8' (torus), 'v5e:16x16+4' (4 slices of a "
@@ -58,7 +58,9 @@ def described(text: str) -> Description:
     text = respelled(text)
     name, colon, shape_text = text.rpartition(":")
     if not name or not colon:
-        raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; give both parts")
+        near = meant(text)
+        hint = f"did you mean {near!r}?" if near else "give both parts"
+        raise ClusterError(f"cannot read cluster {text!r}; expected {_FORMS}; {hint}")
     file = name.lower().endswith(".toml")
     machine = network_of(name)
     entry = _read_file(name).entry if file else catalog_entry(machine[0] if machine else name)

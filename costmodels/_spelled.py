@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ._catalog import ClusterError, catalog_entry
+from ._catalog import ClusterError, catalog_entry, known_kinds
 
 Shapes = Mapping[int, tuple[int, ...]]
 """Chips and dimensions of slices, smallest first."""
@@ -146,6 +146,7 @@ def respelled(text: str) -> str:
     if found and name in _INSTANCES:
         return _machines(int(found.group(1) or 1), name, text)
     if near := difflib.get_close_matches(name, _INSTANCES, n=1, cutoff=0.8):
+        near = [meant(text) or near[0]]
         raise ClusterError(
             f"cannot read cluster {text!r}: unknown machine type; did you mean {near[0]!r}? Or "
             f"write a kind of device and a size, such as {respelled(near[0])}"
@@ -156,6 +157,57 @@ def respelled(text: str) -> str:
     return text
 
 
+_ALIASES = {
+    "a100-80gb": "a100",
+    "ct4p": "v4",
+    "ct5lp": "v5e",
+    "ct5p": "v5p",
+    "ct6e": "v6e",
+    "h100-80gb": "h100",
+    "ironwood": "tpu7x",
+    "trillium": "v6e",
+    "v5litepod": "v5e",
+    "v7x": "tpu7x",
+}
+"""Other names of kinds of devices."""
+
+
+def meant(text: str) -> str:
+    """What a text that is no cluster most likely stands for; empty if that can't be told.
+
+    >>> meant("H100 x 8"), meant("2x8A100"), meant("h100"), meant("v5p-64x2"), meant("nonsense")
+    ('h100:8', 'a100:8x2', 'h100:8', 'v5p:2x4x4+2', '')
+    """
+    plain = text.strip().lower()
+    machine = next((name for name in sorted(_INSTANCES, key=len)[::-1] if name in plain), "")
+    names = {**{kind: kind for kind in known_kinds()}, **_ALIASES}
+    kind = next((name for name in sorted(names, key=len)[::-1] if name in plain), "")
+    if not (machine or kind):
+        return ""
+    before, after = plain.split(machine or kind, 1)
+    numbers = [int(n) for n in re.findall(r"\d+", before)[::-1] + re.findall(r"\d+", after)]
+    if any(n < 1 or n > MOST_DEVICES for n in numbers) or len(numbers) > 3:
+        return ""
+    if machine:
+        return f"{numbers[0]}x{machine}" if numbers else machine
+    found = names[kind]
+    usual = usual_sizes(found) if "node" in catalog_entry(found) or found in _SLICES else ()
+    if not numbers or not usual:
+        many = "8" if "torus" not in catalog_entry(found) else "2x2x1"
+        many += "x2" if found == "tpu7x" else ""  # a device is half a chip
+        return next((size for size in usual if size == f"{found}:8"), f"{found}:{many}")
+    shapes = _SLICES.get(found)
+    if shapes is None:
+        return f"{found}:{'x'.join(map(str, numbers[:2]))}"
+    cores = 2 if found in _CORES and after.startswith("-") and not before else 1
+    shape = shapes.get(numbers[0] // cores)
+    if shape is None:
+        return usual[0]
+    return _torus(found, shape, str(numbers[1]) if numbers[1:] else None)
+
+
+MOST_DEVICES = 1_000_000
+"""Devices of a cluster that is proposed, at most."""
 MOST_NODES = 128
 """Nodes of the largest cluster of GPUs that ``usual_sizes`` names."""
 

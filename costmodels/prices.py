@@ -61,6 +61,8 @@ def _prices(entries: Mapping[str, object], where: str) -> dict[str, Price]:
     out = {}
     for kind, entry in entries.items():
         if kind not in known:
+            kind = kind.lower() if kind.lower() in known else kind
+        if kind not in known:
             near = difflib.get_close_matches(kind, known, 1)
             more = f"; did you mean {near[0]}" if near else ""
             raise ClusterError(
@@ -69,7 +71,10 @@ def _prices(entries: Mapping[str, object], where: str) -> dict[str, Price]:
             )
         table = entry if isinstance(entry, dict) else {"dollars_per_hour": entry}
         if extra := sorted(set(table) - {"dollars_per_hour", "source"}):
-            raise ClusterError(f"prices of {where}: {kind} has an unknown key {extra[0]!r}")
+            raise ClusterError(
+                f"prices of {where}: {kind} has an unknown key {extra[0]!r}; expected "
+                "dollars_per_hour, and source where there is one"
+            )
         dollars = table.get("dollars_per_hour")
         if isinstance(dollars, bool) or not isinstance(dollars, int | float):
             raise ClusterError(

@@ -273,10 +273,20 @@ def _need(
     except metadata.PackageNotFoundError:
         version = "none"
     if not fits(version):
+        what = f"meshwright[{extra}]" if _is_for_this_jax(extra) else f"{package}=={wanted}"
         raise CompilerAbsentError(
             f"compiling for {cluster.text} needs {package} {wanted} beside jax {jax.__version__}, "
-            f"found {version}; run: pip install 'meshwright[{extra}]'"
+            f"found {version}; run: pip install '{what}'"
         )
+
+
+def _is_for_this_jax(extra: str) -> bool:
+    """Whether an extra of meshwright leaves the installed jax as it is."""
+    try:
+        texts = metadata.requires("meshwright") or ()
+    except metadata.PackageNotFoundError:
+        return False
+    return any(extra in text and text.startswith(f"jax=={jax.__version__};") for text in texts)
 
 
 def _asked_by_jax(package: str) -> str:

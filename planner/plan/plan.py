@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -429,7 +430,11 @@ def plan_from_json(text: str, where: str = "plan") -> Plan:
         raise PlanFormatError(f"{where} is not JSON: {error}") from error
     got = raw.pop("format", None) if isinstance(raw, dict) else type(raw).__name__
     if got != FORMAT:
-        raise PlanFormatError(f"{where}: got format {ascii(got)[:60]}, expected {FORMAT!r}")
+        newer = re.fullmatch(r"meshwright-plan-(\d{1,6})", got) if isinstance(got, str) else None
+        hint = ""
+        if newer is not None and int(newer[1]) > int(FORMAT.rpartition("-")[2]):
+            hint = "; a newer meshwright wrote it: upgrade, or save the plan again with this one"
+        raise PlanFormatError(f"{where}: got format {ascii(got)[:60]}, expected {FORMAT!r}{hint}")
     try:
         return read_plan(unfold_plan(raw))
     except ValueError as error:

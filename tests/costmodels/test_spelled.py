@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from costmodels import ClusterError, parse_cluster, usual_sizes
 from costmodels._catalog import catalog_entry
-from costmodels._spelled import _CUBES, _INSTANCES, _SQUARES, respelled
+from costmodels._spelled import _CUBES, _INSTANCES, _SQUARES, meant, respelled
 
 API = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
 
@@ -119,6 +120,32 @@ def test_usual_sizes_end_a_node_at_its_size() -> None:
     assert usual_sizes("trn2")[-2:] == ("trn2:4x4", "trn2:4x4x4")
     for kind in ("gb200", "ascend910c", "trn2"):
         assert all(parse_cluster(text).text == text for text in usual_sizes(kind))
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("h100", "h100:8"),
+        ("h100-8", "h100:8"),
+        ("H100 x 8", "h100:8"),
+        ("2x8A100", "a100:8x2"),
+        ("A100-80GB", "a100:8"),
+        ("v5p-64x2", "v5p:2x4x4+2"),
+        ("ct5p-hightpu-4t", "v5p:2x2x1"),
+        ("ironwood-8", "tpu7x:2x2x1x2"),
+        ("p5.48xlargex2", "2xp5.48xlarge"),
+    ],
+)
+def test_what_is_meant_is_a_cluster_and_is_proposed(text: str, near: str) -> None:
+    assert meant(text) == near
+    assert parse_cluster(near).num_devices > 0
+    with pytest.raises(ClusterError, match=f"did you mean '{re.escape(near)}'"):
+        parse_cluster(text)
+
+
+@pytest.mark.parametrize("text", ["nonsense", "8", "9999999xH100", "1x2x3x4 h100"])
+def test_nothing_is_proposed_where_it_can_not_be_told(text: str) -> None:
+    assert meant(text) == ""
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import pytest
 
 from executor.cli.main import main
@@ -97,11 +98,15 @@ def test_absent_compiler(
     monkeypatch.setattr(aot.metadata, "version", version)
     verify = ["verify", model, "--cluster", "v5p:2x2x2", "--mode", "DATA_PARALLEL"]
     assert main(verify) == 0
-    assert "pip install 'meshwright[aot-tpu]'" in capsys.readouterr().out
+    extra = "meshwright[aot-tpu]" if jax.__version__ == "0.10.2" else "libtpu=="
+    assert f"pip install '{extra}" in capsys.readouterr().out
     assert main([*verify, "--require-compiled"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "pip install 'meshwright[aot-tpu]'" in captured.err
+    assert f"pip install '{extra}" in captured.err
+    monkeypatch.setattr(jax, "__version__", "0.99.0")
+    assert main([*verify, "--require-compiled"]) == 2
+    assert "aot-tpu" not in capsys.readouterr().err
 
 
 def test_refusals(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def test_prices_have_sources_and_can_be_replaced(tmp_path: Path) -> None:
     assert set(catalog) <= set(known_kinds())
     assert all(re.search(r"\d{4}-\d\d-\d\d", p.source) for p in catalog.values())
     path = tmp_path / "prices.toml"
-    path.write_text('h100 = 2\nv5p = {dollars_per_hour = 4.5, source = "a contract"}\n')
+    path.write_text('H100 = 2\nv5p = {dollars_per_hour = 4.5, source = "a contract"}\n')
     found = load_prices(path)
     assert found["h100"] == Price(2.0, str(path)) and found["v5p"] == Price(4.5, "a contract")
     assert found["a100"] == catalog["a100"]

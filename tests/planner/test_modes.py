@@ -60,7 +60,7 @@ def test_modes_by_the_names_of_jax_users() -> None:
     assert get_parallel_mode() == before
     with pytest.raises(RequestError, match=r"zero=3 contradicts the mode dp"):
         make_plan(wide, *shapes, cluster="h100:8", mode="dp", zero=3)
-    with pytest.raises(RequestError, match=r"'fdsp'.*dp, fsdp, tp, .*; did you mean FSDP\?"):
+    with pytest.raises(RequestError, match=r"'fdsp'.*dp, fsdp, tp, .*; did you mean fsdp\?"):
         make_plan(wide, *shapes, cluster="h100:8", mode="fdsp")
 
 

@@ -230,6 +230,7 @@ def test_format_errors_say_what_is_wrong(plan: Plan, tmp_path: Path) -> None:
     refused("{", "is not JSON")
     refused("[1]", r"got format 'list', expected 'meshwright-plan-1'")
     refused('{"format": "meshwright-plan-0"}', r"got format 'meshwright-plan-0', expected")
+    refused('{"format": "meshwright-plan-2"}', r"a newer meshwright wrote it: upgrade")
     refused("{}", r"got format None")
     raw = json.loads(plan.to_json())
     for key in raw:
