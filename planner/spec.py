@@ -33,7 +33,10 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
-            raise RequestError(f"mesh axes need distinct names, one per size: {self!r}")
+            raise RequestError(
+                f"mesh axes need distinct names, one per size: got names {list(self.names)}, "
+                f"sizes {list(self.sizes)}"
+            )
         odd = [name for name in self.names if not re.fullmatch(AXIS_NAME, name)]
         if odd:
             raise RequestError(
@@ -75,22 +78,60 @@ MOST_AXES = 3
 """Mesh axes that a search uses."""
 
 
-def parse_mesh(text: str) -> MeshSpec:
-    """Parse ``"data=4,model=2"``; raises RequestError with the expected form otherwise.
+_MAXTEXT = re.compile(r"(?:(dcn|ici)_)?(\w+?)_parallelism")
+"""MaxText's names: axes over the network (dcn) and within a slice or a node (ici)."""
 
-    >>> parse_mesh("data=4,model=2").num_devices
+
+def parse_mesh(text: str, devices: int | None = None) -> MeshSpec:
+    """Parse ``"data=4,model=2"``, also with MaxText's names of the axes; of an axis that is named
+    for both networks the sizes are multiplied.
+
+    Args:
+        text: axes by commas or spaces.
+        devices: in all; one size may be -1 then, for the rest of them.
+
+    Raises:
+        RequestError: the text is no mesh; with the expected form.
+
+    >>> parse_mesh("data=4,model=-1", 8).num_devices
     8
+    >>> str(parse_mesh("dcn_data_parallelism=2 ici_fsdp_parallelism=4"))
+    'data=2,fsdp=4'
     """
-    names, sizes = [], []
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition("="))
-        if not name.isidentifier() or not re.fullmatch("0*[1-9][0-9]{0,17}", size):
+    sizes: dict[str, int] = {}
+    networks: dict[str, set[str]] = {}
+    plain = re.sub(r"\s*([=:])\s*", r"\1", text.strip())
+    for part in re.split(r"\s*,\s*|\s+", plain):
+        name, sign, size = re.match(r"([^=:]*)([=:]?)(.*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
+        if not name.isidentifier() or not re.fullmatch("0*[1-9][0-9]{0,17}|-1", size):
             raise RequestError(
                 f"mesh {text!r}: got {part!r}, expected name=size as in data=4,model=2"
             )
-        names.append(name)
-        sizes.append(int(size))
-    return MeshSpec(tuple(names), tuple(sizes))
+        if sign == ":":
+            raise RequestError(f"mesh {text!r}: write {name}={size} for {part}")
+        found = _MAXTEXT.fullmatch(name)
+        network, axis = (found[1] or "", found[2]) if found else ("", name)
+        seen = networks.setdefault(axis, set())
+        if (seen and not (network and "" not in seen)) or network in seen:
+            raise RequestError(f"mesh {text!r}: the axis {axis} is there twice; give it one size")
+        seen.add(network)
+        sizes[axis] = sizes.get(axis, 1) * int(size)
+    return MeshSpec(tuple(sizes), tuple(_filled(text, sizes, devices)))
+
+
+def _filled(text: str, sizes: Mapping[str, int], devices: int | None) -> list[int]:
+    """The sizes, with the rest of the devices for one of -1."""
+    unknown = [axis for axis, size in sizes.items() if size < 0]
+    if not unknown:
+        return list(sizes.values())
+    rest = -math.prod(sizes.values())
+    if devices is None or len(unknown) > 1 or rest < 1 or devices % rest:
+        raise RequestError(
+            f"mesh {text!r}: -1 stands for the devices that are left"
+            + ("" if devices is None else f" of {devices}")
+            + f", for one axis and where the others divide them; give {unknown[-1]} its size"
+        )
+    return [devices // rest * -size if size < 0 else size for size in sizes.values()]
 
 
 Entry = str | tuple[str, ...] | None

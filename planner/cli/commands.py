@@ -122,7 +122,9 @@ def check_options(options: argparse.Namespace) -> None:
     """
     given = asked_options(options)
     if options.cluster is None and options.profile is None and "mesh" in given:
-        parse_mesh(given.pop("mesh"))  # its size is that of the cluster that the script asks for
+        parse_mesh(
+            given.pop("mesh").replace("-1", "1")
+        )  # its size is that of the cluster that the script asks for
     parse_request(**given)
 
 

@@ -23,6 +23,7 @@ from planner.plan.contents.compute import compute_rows
 from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
 from planner.plan.contents.json_text import rounded
+from planner.plan.contents.kinds import WORDS
 from planner.plan.extract import Extraction
 from planner.plan.plan import Leaf, MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
@@ -34,7 +35,7 @@ from planner.rules.kernels.regions import REGION
 from planner.search.pools import pool_peaks
 from planner.search.problem import Solution
 from planner.space.buffer import Memory
-from planner.spec import MeshSpec
+from planner.spec import STAGE, MeshSpec
 from planner.step.classes import Quotient
 from planner.step.feeding import batch_of
 from planner.step.kernels.flops import masked_operands, ragged_groups
@@ -113,6 +114,7 @@ def _plan(
             *_notes(graph),
             *untried(priced.analysis, tried, request),
             *_left_out(priced.mesh),
+            *_stage_notes(priced.mesh, roles),
         ),
         meshes=tuple(
             _mesh_row(p, s, best[1], priced.mesh if s is best[1] else p.mesh, names)
@@ -166,6 +168,20 @@ def _mesh_row(
         solution.lower_bound_s,
         peak if math.isfinite(peak) else -1.0,
         verdict,
+    )
+
+
+def _stage_notes(mesh: MeshSpec, roles: Roles) -> tuple[str, ...]:
+    """A line on an axis that is called as those of pipelines, and is none."""
+    if STAGE not in mesh.names or mesh.size(STAGE) == 1:
+        return ()
+    role = roles.of[mesh.names.index(STAGE)]
+    if role == STAGE:
+        return ()
+    used = WORDS.get(role, "nothing")
+    return (
+        f"the mesh axis {STAGE} is used for {used}: the step has no pipeline stages; "
+        f"stages={mesh.size(STAGE)} makes some",
     )
 
 

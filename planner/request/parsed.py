@@ -157,7 +157,7 @@ def _parsed_mesh(
     """The mesh that is asked for, with its axes of one device; raises RequestError where it is none
     of the mode or of the cluster. ``mode``: the one given, for the error."""
     if isinstance(mesh, str):
-        mesh = parse_mesh(mesh)
+        mesh = parse_mesh(mesh, described.num_devices)
     elif isinstance(mesh, Mapping):
         if not mesh or not all(isinstance(n, int) for n in mesh.values()):
             raise RequestError(f"mesh {dict(mesh)!r}: expected axis names with whole sizes")

@@ -349,10 +349,45 @@ def test_bad_meshes_are_refused(text: str) -> None:
         parse_mesh(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "mesh"),
+    [
+        ("ici_fsdp_parallelism=8", "fsdp=8"),
+        ("dcn_data_parallelism=2 ici_fsdp_parallelism=4", "data=2,fsdp=4"),
+        ("dcn_fsdp_parallelism=2,ici_fsdp_parallelism=4", "fsdp=8"),
+        ("ici_fsdp_parallelism=-1 ici_tensor_parallelism=2", "fsdp=4,tensor=2"),
+        ("data=-1", "data=8"),
+    ],
+)
+def test_meshes_in_the_words_of_maxtext(text: str, mesh: str) -> None:
+    assert str(parse_mesh(text, 8)) == mesh
+
+
+@pytest.mark.parametrize("text", ["data=-1,model=-1", "data=-1,model=3", "data=-1,model=16"])
+def test_only_one_size_may_be_the_rest(text: str) -> None:
+    with pytest.raises(RequestError, match=r"-1 stands for the devices that are left of 8"):
+        parse_mesh(text, 8)
+
+
+def test_an_axis_called_stage_makes_no_stages_and_says_so() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    args = jnp.zeros((64, 64)), jnp.zeros((64, 64))
+    plan = make_plan(step, *args, cluster="cpu:8", mesh="stage=2,data=4")
+    assert any("the step has no pipeline stages; stages=2 makes some" in n for n in plan.notes)
+    plan = make_plan(step, *args, cluster="cpu:8", mesh="part=2,data=4")
+    assert not any("stages" in note for note in plan.notes)
+
+
 def test_meshes() -> None:
     assert parse_mesh(" data = 4 ,model=2") == MeshSpec(("data", "model"), (4, 2))
-    with pytest.raises(RequestError, match="distinct names"):
+    with pytest.raises(RequestError, match="the axis data is there twice"):
         parse_mesh("data=2,data=4")
+    with pytest.raises(RequestError, match=r"write data=8 for data:8"):
+        parse_mesh("data:8")
+    with pytest.raises(RequestError, match=r"names \['data'\], sizes \[2, 4\]"):
+        MeshSpec(("data",), (2, 4))
     assert [str(m) for m in enumerate_meshes(7)] == ["data=7"]
     assert [str(m) for m in enumerate_meshes(1)] == ["data=1"]
     twelve = enumerate_meshes(12)
