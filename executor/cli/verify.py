@@ -204,6 +204,10 @@ def verification_text(found: Verification) -> str:
     return "\n".join([*lines, "", verdict])
 
 
+MANY_TIMES = 10.0
+"""A relative difference above this is said as a factor."""
+
+
 def _rung_lines(rung: Rung) -> list[str]:
     if rung.absent:
         return [f"{rung.name}: skipped: {rung.absent}"]
@@ -221,6 +225,8 @@ def _rung_lines(rung: Rung) -> list[str]:
 def _cells(row: Row) -> Sequence[str]:
     text = bytes_text if row.unit == "bytes" else time_text
     percent = f"{row.difference:+.0%}" if math.isfinite(row.difference) else "new"
+    if math.isfinite(row.difference) and row.difference > MANY_TIMES:
+        percent = f"{1 + row.difference:.3g}x"
     runs = ""
     if row.predicted_count is not None and row.found_count is not None:
         runs = f"{row.predicted_count:g} -> {row.found_count:g}"

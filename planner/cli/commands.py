@@ -28,6 +28,7 @@ from planner.spec import parse_mesh
 
 DEFAULT_CLUSTER = "cpu:8"
 PLAIN_WIDTH = 80
+"""Columns of text that goes to no terminal, where ``COLUMNS`` is not set."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,8 @@ def check_options(options: argparse.Namespace) -> None:
     """
     given = asked_options(options)
     if options.cluster is None and options.profile is None and "mesh" in given:
-        parse_mesh(
-            given.pop("mesh").replace("-1", "1")
-        )  # its size is that of the cluster that the script asks for
+        # its size is that of the cluster that the script asks for
+        parse_mesh(given.pop("mesh").replace("-1", "1"))
     parse_request(**given)
 
 
@@ -183,4 +183,10 @@ def print_parts(parts: Iterable[RenderableType], no_color: bool) -> None:
     if sys.stdout.isatty():
         show(parts, Console(no_color=no_color or None))
     else:
-        print(plain_text(parts, PLAIN_WIDTH))
+        print(plain_text(parts, plain_width(PLAIN_WIDTH)))
+
+
+def plain_width(default: int) -> int:
+    """Columns of text that goes to no terminal: ``COLUMNS`` of the environment, if it is set."""
+    text = os.environ.get("COLUMNS", "")
+    return min(max(int(text), 40), 1000) if text.isdecimal() else default

@@ -32,6 +32,8 @@ def dollars_text(dollars: float) -> str:
     """``0.1869`` as ``$0.187``; "-" where there is no price."""
     if math.isnan(dollars):
         return "-"
+    if 0 < dollars < 1e-3:
+        return f"${dollars:.{1 - math.floor(math.log10(dollars))}f}"
     return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.3g}"
 
 
@@ -75,7 +77,15 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
     yield ""
     unit = found.unit
     table = new_table(
-        "cluster", ">batch", ">step", f">{unit}/s", ">MFU", ">$/step", f">$/M {unit}", ">memory", ""
+        "<cluster",
+        ">batch",
+        ">step",
+        f">{unit}/s",
+        ">MFU",
+        ">$/step",
+        f">$/M {unit}",
+        ">memory",
+        "",
     )
     for one in found.offers:
         batch = str(one.examples) if one.examples else "-"
@@ -115,7 +125,7 @@ def fits_parts(found: Sequence[Fit]) -> Iterable[RenderableType]:
     yield Text("the smallest cluster of each kind that the step fits on, predicted", style="bold")
     yield ""
     table = new_table(
-        "cluster", ">devices", ">memory", ">step", ">MFU", ">$/step", ">batch at once"
+        "<cluster", ">devices", ">memory", ">step", ">MFU", ">$/step", ">batch at once"
     )
     for one in found:
         best = one.offer

@@ -43,7 +43,8 @@ def section(title: str, body: RenderableType) -> Iterable[RenderableType]:
 
 
 def new_table(*columns: str) -> Table:
-    """A table with a rule below its head; a column named ">..." is for numbers."""
+    """A table with a rule below its head; a column named ">..." is for numbers, "<..." for names
+    that stay on one line."""
     table = Table(
         box=_RULES,
         show_edge=False,
@@ -55,6 +56,8 @@ def new_table(*columns: str) -> Table:
     for name in columns:
         if name.startswith(">"):
             table.add_column(Text(name[1:]), justify="right", no_wrap=True)
+        elif name.startswith("<"):
+            table.add_column(Text(name[1:]), no_wrap=True)
         else:
             table.add_column(Text(name), overflow="fold")
     return table

@@ -73,8 +73,8 @@ def _summary(plan: Plan) -> RenderableType:
     return pairs(
         (
             *_whole(plan),
-            *([("idle", plan.idle)] if plan.idle else []),
             *([("strategy", plan.strategy)] if plan.strategy else []),
+            *([("idle", plan.idle)] if plan.idle else []),
             (
                 "mesh",
                 f"{plan.mesh} ({devices_text(plan.mesh.num_devices)}): {choice_text(plan)}",

@@ -164,6 +164,14 @@ def test_a_saved_plan_has_the_permissions_of_any_file(model: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    path.chmod(0o600)
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    text = path.read_text()
+    path.write_text("")
+    load = saved(model, "link.json", "--mesh", "data=8")
+    assert load.is_symlink() and path.read_text() == text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("words", [["diff", "a.json"], ["check", "a.json"]])

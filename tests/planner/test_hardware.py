@@ -269,7 +269,12 @@ def test_texts() -> None:
         "2.5M",
         "-",
     ]
-    assert [dollars_text(x) for x in (0.1869, 12345.6, math.nan)] == ["$0.187", "$12,346", "-"]
+    assert [dollars_text(x) for x in (0.1869, 12345.6, math.nan, 9.65e-5)] == [
+        "$0.187",
+        "$12,346",
+        "-",
+        "$0.000097",
+    ]
 
 
 @pytest.mark.long

@@ -10,7 +10,13 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from planner.announce import announced
-from planner.cli.commands import Command, add_model_options, requested_call, stay_on_cpu
+from planner.cli.commands import (
+    Command,
+    add_model_options,
+    plain_width,
+    requested_call,
+    stay_on_cpu,
+)
 from planner.cli.steps.placement import PlacedTarget, place_target
 from planner.cli.table import EXAMPLES
 from planner.compare.manual_plans import Comparison, compare
@@ -102,8 +108,8 @@ def _print(placed: PlacedTarget | None, plan: Plan, options: argparse.Namespace)
         render_plan(plan, console)
     else:
         if parts:
-            print(plain_text(parts, WIDTH))
-        print(plan_text(plan, WIDTH))
+            print(plain_text(parts, plain_width(WIDTH)))
+        print(plan_text(plan, plain_width(WIDTH)))
 
 
 def _planned(
