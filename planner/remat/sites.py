@@ -70,13 +70,15 @@ def site_text(site: Site) -> str:
     block, made = site.block, site.cut
     products = [k for k, c in enumerate(block.calls) if is_product(c.eqn)]
     again = len(set(products) & set(made.again))
-    share = made.kept_bytes / max(block.bytes_now, 1)
+    size, unit = next((u for u in _UNITS if u[0] <= block.bytes_now), _UNITS[-1])
     return (
-        f"{site.what}: stores {100 * share:.3g} % of its residuals for the backward pass "
-        f"({made.kept_bytes:.3g} of {block.bytes_now:.3g} bytes, x{site.count}, before sharding); "
-        f"recomputes {again} of {len(products)} products and {len(made.again) - again} other "
-        "operations"
+        f"{site.what}: stores {made.kept_bytes / size:.3g} of {block.bytes_now / size:.3g} {unit} "
+        f"of residuals for the backward pass (x{site.count}, before sharding); recomputes {again} "
+        f"of {len(products)} products and {len(made.again) - again} other operations"
     )
+
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def common_line(calls: Sequence[Call]) -> str:
