@@ -148,7 +148,7 @@ def _wanted(path: Path, leaf: Any, sharding: Any) -> RequestedLeaf:
         return RequestedLeaf(leaf, jax.ShapeDtypeStruct((), np.asarray(leaf).dtype))
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise CheckpointError(
-            f"{path_text(path)} is asked for as {type(leaf).__name__}, not an array"
+            f"{path_text(path)} is expected as {type(leaf).__name__}, not an array"
         )
     sharding = sharding or getattr(leaf, "sharding", None)
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -45,7 +45,7 @@ def check_leaves(
     left = sorted(path_text(p) for p in found.leaves.keys() - asked.keys())
     if left and not partial:
         raise CheckpointError(
-            f"{where} has {len(left)} leaves that were not asked for, the first {left[0]}; "
+            f"{where} has {len(left)} leaves that the state does not have, the first {left[0]}; "
             "pass partial=True to leave them"
         )
 

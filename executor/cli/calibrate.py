@@ -68,7 +68,7 @@ def add_calibrate(commands: Any, text: str) -> None:
     add = parser.add_argument
     add(
         "--cluster",
-        help="what the devices present are, such as cpu:8 or h100:8 (default: found out; 8 virtual "
+        help="what the devices present are, such as cpu:8 or h100:8 (default: detected; 8 virtual "
         "devices on a CPU)",
     )
     add("--out", metavar="FILE", type=Path, default=Path("profile.toml"), help="the file to write")

@@ -75,7 +75,7 @@ def add_verify(commands: Any, text: str) -> None:
     add(
         "--require-compiled",
         action="store_true",
-        help="exit with 2 when the production compiler can't be asked",
+        help="exit with 2 when the production compiler is not available",
     )
     add("--json", action="store_true", help="print one JSON object, nothing else")
 

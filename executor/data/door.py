@@ -114,7 +114,7 @@ def _maker(source: Any) -> Callable[[int, int], Any]:
         raise DataError(
             f"{name} would give every process the same rows; pass a function (lane, lanes) -> "
             f"{name} that gives each lane its own, such as one that begins with "
-            "source[lane::lanes], or a source with len() and [] if rows can be had by number"
+            "source[lane::lanes], or a source with len() and [] if rows are available by number"
         )
     if iter(source) is source:
         raise DataError(f"{name} can be walked through once only; pass a function that makes it")

@@ -112,7 +112,7 @@ def listen(address: str, port: int) -> socket.socket:
 def hint(error: OSError | None, ports: int) -> str:
     """What may be wrong where nobody was reached."""
     if error is None or isinstance(error, ConnectionRefusedError):
-        return "the host answers, but nobody listens: process 0 has not started, or has ended"
+        return "the host answers, but nothing listens: process 0 has not started, or has ended"
     return (
         "no answer: a wrong address, a host that is down, or a firewall (the coordinator's port "
         f"and the {ports} after it must be open)"

@@ -306,7 +306,7 @@ def _where(state: Any, step: int) -> str:
     fine = jax.device_get([jnp.isfinite(leaf).all() for _, leaf in leaves])
     bad = [name for (name, _), is_fine in zip(leaves, fine, strict=True) if not is_fine]
     if not bad:
-        return f"; all {len(leaves)} arrays of the state are finite (looked at after step {step})"
+        return f"; all {len(leaves)} arrays of the state are finite (checked after step {step})"
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return (
         f"; not finite in the state after step {step}: {len(bad)} of {len(leaves)} arrays, "

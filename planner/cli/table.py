@@ -89,7 +89,7 @@ EXECUTOR = (
     ),
     Entry(
         "checkpoint",
-        "look at checkpoints, verify, convert and merge them, in and out of safetensors",
+        "list checkpoints, verify, convert and merge them, in and out of safetensors",
         "executor.cli.checkpoint:CHECKPOINT",
     ),
 )

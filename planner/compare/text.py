@@ -35,7 +35,7 @@ SHOWN = 12
 
 def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
     """The parts of a report: times and memory, then what the devices say to each other."""
-    yield Text(f"ways to run the step on {found.cluster}", style="bold")
+    yield Text(f"plans for {found.cluster}", style="bold")
     yield ""
     rows = [("limit", f"{bytes_text(found.limit_bytes)} per device")]
     if found.chosen.plan is not None:

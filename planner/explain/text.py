@@ -107,7 +107,7 @@ def _alternatives(found: Decision) -> RenderableType:
             *cells,
         )
     if found.unpriced:
-        rest = f"{found.unpriced} dearer one{'s' if found.unpriced > 1 else ''}"
+        rest = f"{found.unpriced} more expensive one{'s' if found.unpriced > 1 else ''}"
         add_row(table, rest, *[""] * 5, style="dim")
     return table
 

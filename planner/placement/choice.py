@@ -297,7 +297,7 @@ def _by_size(tables: Iterable[LookupTable]) -> list[str]:
 
 def _reason(served_s: float, spmd_s: float | None) -> str:
     if spmd_s is None:
-        return f"asked for; {time_text(served_s)} a step there"
+        return f"requested; {time_text(served_s)} a step there"
     if math.isinf(spmd_s):
         return f"no plan fits with it under SPMD; {time_text(served_s)} a step on servers"
     more = time_text(spmd_s) if spmd_s > 0 else "no more"

@@ -82,7 +82,7 @@ def _cells(leaf: Placed) -> tuple[str, ...]:
 
 def _why(leaf: Placed) -> str:
     if leaf.spmd_s is None:
-        return leaf.reason if math.isinf(leaf.served_s) else "asked for"
+        return leaf.reason if math.isinf(leaf.served_s) else "requested"
     if math.isinf(leaf.spmd_s):
         return "nothing fits with it under SPMD"
     gap = time_text(abs(leaf.served_s - max(leaf.spmd_s, 0.0)))
@@ -92,7 +92,7 @@ def _why(leaf: Placed) -> str:
 def _legend(found: Placement, others: Sequence[tuple[str, int]]) -> list[str]:
     lines = []
     if any(leaf.rows for leaf in found.leaves):
-        lines.append("rows, bytes: what a batch asks for at most, every look-up of another row")
+        lines.append("rows, bytes: the most that a batch reads, where every index is another row")
     if any(math.isfinite(leaf.served_s) for leaf in found.leaves):
         lines.append("on servers: seconds a step that pulls, pushes and updates add")
     if any(leaf.spmd_s is not None for leaf in found.leaves):

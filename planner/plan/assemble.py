@@ -197,7 +197,7 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
         return ()
     return (
         f"equal parts of the step get different plans in {apart} of {kinds} decisions: equal plans "
-        "were not found to fit, or cost more",
+        "do not fit, or cost more",
     )
 
 

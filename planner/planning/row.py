@@ -308,7 +308,7 @@ def _shortage(case: Case, also: str) -> MemoryLimitError:
     if not request.advice:
         return MemoryLimitError(
             f"no plan fits in {bytes_text(request.limit_bytes)} per device on "
-            f"{request.cluster.text}: the least peak found is "
+            f"{request.cluster.text}: the lowest peak tried is "
             f"{bytes_text(least.memory.peak_bytes + scalars)}",
             least_bytes=least.memory.peak_bytes + scalars,
             lower_bytes=least.lower_bytes,

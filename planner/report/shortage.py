@@ -87,7 +87,7 @@ class Shortage:
 def host_text(cluster: str, needs_bytes: float, has_bytes: float) -> str:
     """The devices have room, their hosts have not."""
     return (
-        f"no plan fits in the memory of the hosts of {cluster}: what is kept there takes at least "
+        f"no plan fits in the memory of the hosts of {cluster}: the offloaded arrays take at least "
         f"{bytes_text(needs_bytes)} for each device, a plan may use {bytes_text(has_bytes)}; "
         "offload less, use more hosts, or say what they have with host_memory= (--host-memory)"
     )
@@ -97,10 +97,10 @@ def shortage_text(shortage: Shortage) -> str:
     """A line that says what is missing, then what holds the memory and what would help."""
     s = shortage
     under = f" with {s.recipe}" if s.recipe else ""
+    over = bytes_text(s.least_bytes - s.limit_bytes)
     lines = [
-        f"no plan fits in {bytes_text(s.limit_bytes)} per device on {s.cluster}: the least peak "
-        f"found is {bytes_text(s.least_bytes)}{under}, {bytes_text(s.least_bytes - s.limit_bytes)} "
-        f"too many; {_bound_text(s)}",
+        f"no plan fits in {bytes_text(s.limit_bytes)} per device on {s.cluster}: the lowest peak "
+        f"tried is {bytes_text(s.least_bytes)}{under}, {over} too many; {_bound_text(s)}",
         f"  that peak is on mesh {s.mesh}, at {s.moment}, and held by",
     ]
     lines[1:1] = _whole_lines(s.whole)

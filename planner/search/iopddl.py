@@ -184,7 +184,7 @@ def _problem(body: _Body) -> Problem:
     rows = [body.under(nodes, key, list) for key in ("intervals", "costs", "usages")]
     if len({len(row) for row in rows}) > 1:
         counts = ", ".join(str(len(row)) for row in rows)
-        raise ValueError(f"nodes: {counts} intervals, costs and usages, expected as many of each")
+        raise ValueError(f"nodes: {counts} intervals, costs and usages, expected equal numbers")
     if not rows[0]:
         raise ValueError("nodes: there are none, expected at least one")
     costs = [body.numbers(cost, f"node {node}", "costs") for node, cost in enumerate(rows[1])]
@@ -221,7 +221,9 @@ def _edges(body: _Body, links: Any, costs: list[Array]) -> tuple[Edge, ...]:
     """The edges; what an edge of one node costs is added to ``costs``, in place."""
     ends, tables = (body.under(links, key, list) for key in ("nodes", "costs"))
     if len(ends) != len(tables):
-        raise ValueError(f"edges: {len(ends)} nodes and {len(tables)} costs, expected as many")
+        raise ValueError(
+            f"edges: {len(ends)} nodes and {len(tables)} costs, expected equal numbers"
+        )
     count, edges = len(costs), []
     for index, (value, table) in enumerate(zip(ends, tables, strict=True)):
         pair = body.list(value)

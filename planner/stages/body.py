@@ -54,7 +54,7 @@ def body_at(flat: FlatJaxpr, parts: int) -> int:
         at for at, c in enumerate(flat.calls) if c.kind == "scan" and loop_of(c.eqn).trips == parts
     ]
     if not found:
-        raise refused("no loop over microbatches was found in it")
+        raise refused("it has no loop over microbatches")
     return max(found, key=lambda at: len(flatten(flat.calls[at].eqn.params["jaxpr"]).calls))
 
 
@@ -76,7 +76,7 @@ def body_of(call: Call) -> Body:
     for carry, out in zip(carries, flat.outputs, strict=False):
         add = makers.get(out) if isinstance(out, int) else None
         if add is None or add.kind != "add" or carry not in add.ins:
-            raise refused("a value is kept from the last microbatch alone")
+            raise refused("a value comes from the last microbatch alone")
         adds.add(id(add))
         added = add.ins[1] if add.ins[0] == carry else add.ins[0]
         wider = makers.get(added) if isinstance(added, int) else None

@@ -222,7 +222,7 @@ def test_a_name_without_an_address_is_said() -> None:
 
 def test_nobody_at_the_address_is_said() -> None:
     where = f"127.0.0.1:{free_port()}"
-    with pytest.raises(HostError, match=r"was not reached .* nobody listens"):
+    with pytest.raises(HostError, match=r"was not reached .* nothing listens"):
         initialize(where, 2, 1, timeout_s=0.5)
 
 

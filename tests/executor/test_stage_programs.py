@@ -427,12 +427,12 @@ def test_manual_stages(remat: str) -> None:
         ({"encoder": 0}, "two or more"),
         ({"(": 0, "decoder": 1}, "no regular expression"),
         ({"encoder": "a", "decoder": 1}, "expected a regular expression over paths or lines"),
-        ({"encoder": 0, "attention": 1}, "'attention' .stage 1. is found in no line"),
+        ({"encoder": 0, "attention": 1}, "'attention' .stage 1. matches no line"),
         (
             {"decoder": 1, "encoder": 2, "programs.py": 0},
             "stage 2 begins at .*, which is not behind",
         ),
-        ("encoder=0,attention=1", "'attention' .stage 1. is found in no line"),
+        ("encoder=0,attention=1", "'attention' .stage 1. matches no line"),
     ],
 )
 def test_manual_stages_that_cannot_be(stages: Any, said: str) -> None:

@@ -407,7 +407,7 @@ def test_another_mode_is_told_about_auto_parallel() -> None:
 @pytest.mark.long
 def test_holders_are_named_by_what_they_are() -> None:
     text = str(unadvised(dense_step, dense_args(), cluster="h100:8", memory="400MB"))
-    assert text.startswith("no plan fits in 400 MB per device on h100:8: the least peak found is ")
+    assert text.startswith("no plan fits in 400 MB per device on h100:8: the lowest peak tried is ")
     assert re.search(r"\d MB  optimizer state  \[1\]\[0\]\.mu\['layers'\]\[\*\]\[0\] x4\n", text)
     assert re.search(r"\d MB  parameter +\[0\]\['layers'\]\[\*\]\[0\] x4\n", text)
     assert re.search(r"activation +\w+ float32\[8192,8192\] \(test_advice.py:\d+\)", text)
@@ -472,7 +472,7 @@ def test_text_says_only_what_is_known() -> None:
     )
     known = Shortage("h100:8", 5e9, 6e9, 6e9, "data=8", "mul (a.py:3)", holders, tried)
     assert shortage_text(known).splitlines() == [
-        "no plan fits in 5.00 GB per device on h100:8: the least peak found is 6.00 GB, 1.00 GB "
+        "no plan fits in 5.00 GB per device on h100:8: the lowest peak tried is 6.00 GB, 1.00 GB "
         "too many; no plan on the meshes searched needs less",
         "  that peak is on mesh data=8, at mul (a.py:3), and held by",
         "    6.00 GB  parameter  [0]['w'] x2",

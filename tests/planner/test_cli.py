@@ -210,7 +210,11 @@ REFUSED = {
     "mesh form": (STEP + ARGS, ["", "--mesh", "4x2"], "expected name=size"),
     "cluster": (STEP + ARGS, ["", "--cluster", "abacus:3"], "abacus"),
     "search": (STEP + ARGS, ["", "--search", "guess"], "unknown search 'guess'"),
-    "memory": (STEP + ARGS, ["", "--memory", "1kB", "--mesh", "data=8"], "the least peak found is"),
+    "memory": (
+        STEP + ARGS,
+        ["", "--memory", "1kB", "--mesh", "data=8"],
+        "the lowest peak tried is",
+    ),
     "memory form": (STEP + ARGS, ["", "--memory", "lots"], "lots"),
     "mode": (STEP + ARGS, ["", "--mode", "PSYCHIC"], "invalid choice: 'PSYCHIC'"),
     "time limit": (STEP + ARGS, ["", "--time-limit", "-1"], "--time-limit"),

@@ -331,7 +331,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text(MODEL)
     assert cli.main(["compare", str(path), "--cluster", "h100:4", "--no-color"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("ways to run the step on h100:4\n") and "tensor 4" in out
+    assert out.startswith("plans for h100:4\n") and "tensor 4" in out
     assert cli.main(["compare", str(path), "--cluster", "h100:4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cluster"] == "h100:4"
     plans = [str(tmp_path / name) for name in ("a.json", "b.json")]

@@ -295,7 +295,7 @@ def test_memory_that_cannot_suffice(search: str, mesh: str | None) -> None:
         make_plan(step, W, X, memory="100kB", **options)
     least = error.value.least_bytes
     assert error.value.limit_bytes == 1e5 < least
-    assert f"the least peak found is {bytes_text(least)}" in str(error.value)
+    assert f"the lowest peak tried is {bytes_text(least)}" in str(error.value)
     assert f"{bytes_text(least - 1e5)} too many" in str(error.value)
     assert "test_pipeline.py:" in str(error.value)  # who holds it
     plan = make_plan(step, W, X, memory=least * 1.01, **options)

@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_served() -> None:
 
 def test_without_a_batch_all_look_ups_may_differ() -> None:
     (large,) = placed({"large": 100_000_000}, {"large": "ps"}).leaves
-    assert large.rows == 4096 * 8 and large.spmd_s is None and "asked for" in large.reason
+    assert large.rows == 4096 * 8 and large.spmd_s is None and "requested" in large.reason
 
 
 def test_a_table_may_cost_nothing_under_spmd() -> None:

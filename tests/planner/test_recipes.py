@@ -200,7 +200,7 @@ def test_auto_looks_also_where_the_step_fits() -> None:
 @pytest.mark.long
 def test_when_nothing_fits_the_error_says_what_was_tried() -> None:
     said = (
-        r"least peak found is .* with 64 microbatches, remat \w+, (?s:.*)also tried: .* "
+        r"lowest peak tried is .* with 64 microbatches, remat \w+, (?s:.*)also tried: .* "
         r"microbatches, remat none.* offload; the least of them needs .* MB or more"
     )
     with pytest.raises(MemoryLimitError, match=said) as error:

@@ -30,7 +30,7 @@ ORIGINS = {
     "elementwise": "elementwise",
     "shardy": "Shardy",
     "composed": "composed",
-    "fallback": "by hand",
+    "fallback": "planner",
     "declared": "declared",
     "registered": "declared",
     "grid": "its grid",
@@ -43,14 +43,14 @@ tests.zoo.primitives` from the programs of `tests/zoo/` and the planner's own ta
 
 - **Shardy**: one rule of Shardy's registry, read from the lowered operation.
 - **composed**: lowering makes several operations of it; their rules are composed.
-- **elementwise**: recognised by name and shapes.
-- **by hand**: a rule of the planner's own, where Shardy gives none.
+- **elementwise**: recognized by name and shapes.
+- **planner**: a rule written here, where Shardy gives none.
 - **declared**: the user's `custom_partitioning` says it (`sharding_rule`); without one, replicated.
 - **its grid**: a Pallas kernel is split along dimensions of its grid, where its index maps and its
   body show that this is right (`planner.rules.kernels`); elsewhere it is replicated.
 - **its specs**: a `shard_map` stays as it is; the plan takes its mesh and meets its specs.
 - **walked through**: a call; its body stands in its place.
-- **region**: a loop, a branch or a rematerialised body, planned inside.
+- **region**: a loop, a branch or a rematerialized body, planned inside.
 - **pin**: a mark that fixes a sharding.
 - **replicated**: no rule. The operation runs whole on every device, and the plan lists it under
   fallbacks. So does every primitive that is not on this page.
@@ -100,7 +100,7 @@ def met(programs: Iterable[Program]) -> dict[str, dict[str, set[str]]]:
 def rows(found: Mapping[str, Mapping[str, set[str]]]) -> list[tuple[str, str, str]]:
     """(primitive, rule, number of programs), sorted by primitive."""
     known = {
-        **dict.fromkeys(HAND_WRITTEN, "by hand where Shardy has none"),
+        **dict.fromkeys(HAND_WRITTEN, "planner where Shardy has none"),
         **dict.fromkeys((*ELEMENTWISE, *IDENTITY), "elementwise"),
         **STRUCTURE,
     }

@@ -34,7 +34,7 @@ BLOCK = 2**16
 ROUNDED = frozenset({"float32", "float64"})
 """Dtypes whose sums XLA rounds after each addition; narrower ones it may add up in wider ones."""
 
-OTHER = "what was kept is of another optimizer: go on with that of the run, or in another folder"
+OTHER = "the folder holds the state of another optimizer: use that optimizer, or another folder"
 
 SECOND = "second"
 """Name of an array of one element that is there to be the second."""

@@ -175,7 +175,7 @@ class Tables:
         table = self.held[name]
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(table.values):
             raise RequestError(
-                f"table {name!r}: a server has {len(table.values)} of its rows, and was asked for "
+                f"table {name!r}: a server has {len(table.values)} of its rows, the request is for "
                 f"{numbers.max()}; all workers must give init the same tables"
             )
         return table

@@ -43,10 +43,10 @@ PROBLEM is an instance in the form of the IOPDDL contest, or what planner inspec
 wrote; a name that ends in .gz is decompressed. The choice is a JSON list: the index of the strategy
 of every node.
 
-Ctrl-C ends the search with the best choice found so far, a second Ctrl-C at once.
+Ctrl-C ends the search with the best choice so far, a second Ctrl-C at once.
 
-exit codes: 0 a feasible choice was found, 2 the request can't be met, 4 no feasible choice was
-found, 130 interrupted
+exit codes: 0 a feasible choice, 2 the request can't be met, 4 no feasible
+choice, 130 interrupted
 """
 
 

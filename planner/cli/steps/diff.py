@@ -28,7 +28,7 @@ from planner.planning import make_plan
 SAME, DIFFERENT = 0, 1
 
 _DIFF = """\
-Line numbers, and how a plan was found (its search, the meshes that were tried, notes), make no
+Files, line numbers and details of the search (the meshes tried, notes) make no
 difference: a comment added to the model leaves its plan the same.
 
 examples:

@@ -64,7 +64,7 @@ def _strategies(group: Group, chosen: StrategySet, mesh: tuple[int, ...]) -> Non
     factors = np.unique(split).tolist()
     within(where, "factor", factors, len(group.sizes))
     for f in factors:
-        demand(group.shardable[f], where, f"split factor {f}, which is kept whole")
+        demand(group.shardable[f], where, f"split factor {f}, which stays whole")
         parts = _parts(chosen.store, f, mesh)
         bad = parts[group.sizes[f] % parts != 0].tolist()
         demand(not bad, where, f"cut factor {f} of size {group.sizes[f]} into {bad[:1]} parts")

@@ -197,7 +197,7 @@ def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
     rows: Rows = ins[0]
     column = row_column(eqn, (rows.rows, *rows.values.shape[1:]))
     if column is None:
-        raise InternalError(f"{eqn.primitive.name} is no look-up of rows")
+        raise InternalError(f"{eqn.primitive.name} reads no rows of a table")
     index = looked_up(eqn, column, ins[1:], rows.rows)
     place = jnp.searchsorted(rows.ids, index).astype(jnp.int32)
     inside = (index >= 0) & (index < rows.rows)

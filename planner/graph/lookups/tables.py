@@ -299,7 +299,7 @@ class _Search(PlacedWalk[Any]):
         if any(x is UNKNOWN for x in ins[1:]):
             self.refuse(
                 table,
-                f"the indices of its look-up{self.at} can't be computed from the batch alone: they "
+                f"the indices of its rows{self.at} can't be computed from the batch alone: they "
                 "depend on parameters",
             )
         elif rows > MOST_ROWS:

@@ -192,7 +192,7 @@ def _over_schedules(
         told.append(f"{recipe.stages} stages by {planned.plan.schedule} {time_text(step_s)}")
         if step_s * WORTH < known_s:
             found = planned
-    tried = f"stages by a schedule: {len(rows)} recipes looked at"
+    tried = f"stages by a schedule: {len(rows)} recipes tried"
     if told:
         tried += f", planned: {', '.join(told)}"
     return found, f"{tried}; {refused}" if refused else tried

@@ -99,7 +99,7 @@ def _with_loops(door: Door) -> Rolled | None:
     except Exception as error:
         warnings.warn(
             f"equal blocks could not be put into loops ({type(error).__name__}: {error}); recipes "
-            "are looked at one by one, which takes longer",
+            "are tried one by one, which takes longer",
             stacklevel=2,
         )
         return None

@@ -236,7 +236,7 @@ def proved_infeasible(limit: float, needed: float, least: float) -> str:
     """The reason when a bound of every peak, ``needed``, passes the limit; all in bytes."""
     return (
         f"proved infeasible: every choice needs at least {needed:.6g} bytes at some moment, "
-        f"{needed - limit:.6g} more than the limit of {limit:.6g}; the least peak found is "
+        f"{needed - limit:.6g} more than the limit of {limit:.6g}; the lowest peak is "
         f"{least:.6g}"
     )
 
@@ -246,6 +246,6 @@ def _missing(limit: float, best: _Best, needed: float) -> str:
     if not fits(needed, limit):
         return proved_infeasible(limit, needed, best.peak)
     return (
-        f"nothing found within the memory limit: the least peak is {best.peak:.6g} bytes, "
+        f"nothing fits the memory limit: the lowest peak is {best.peak:.6g} bytes, "
         f"{best.peak - limit:.6g} more than the limit of {limit:.6g}"
     )

@@ -241,7 +241,7 @@ def _within_memory(problem: Problem, start: Solution, deadline: float) -> Soluti
 def _closed(problem: Problem, choice: Sequence[int], lower: float) -> Solution:
     """The answer when the bound meets a known choice."""
     reason = (
-        f"the bound meets a choice found axis by axis within {CLOSED:g} of its cost; "
+        f"the bound meets a choice made axis by axis within {CLOSED:g} of its cost; "
         "no elimination was needed"
     )
     return make_solution(problem, choice, lower, NAME, reason, 0.0)

@@ -67,7 +67,7 @@ def ilp(problem: Problem, *, time_limit_s: float = 60.0) -> Solution:
     lower, reason = answer.lower_s, answer.message
     if not best.cost < math.inf:
         least = [int(cost.argmin()) for cost in part.cost_s]
-        reason = f"no choice found; {answer.message}"
+        reason = f"no choice; {answer.message}"
         if math.isinf(lower):
             reason += _shortage(MemoryTimeline(part), part.limit_bytes)
         return make_solution(problem, reduction.decode(least), lower, NAME, reason, begun)

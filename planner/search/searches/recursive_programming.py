@@ -91,7 +91,7 @@ def recursive_programming(
     else:
         excess = solution.peak_bytes - problem.limit_bytes
         reason = (
-            f"the least peak found misses the memory limit of {problem.limit_bytes:.6g} bytes "
+            f"the lowest peak misses the memory limit of {problem.limit_bytes:.6g} bytes "
             f"by {excess:.6g}"
         )
     return make_solution(problem, full, lower, NAME, reason, begun)

@@ -39,8 +39,8 @@ def named_begins(labels: Sequence[Sequence[str]], manual: Sequence[tuple[str, in
             known = [t for texts in labels for t in texts]
             some = ", ".join(dict.fromkeys(known[:: max(1, len(known) // 6)]))
             raise refused(
-                f"{pattern!r} (stage {stage}) is found in no line of the forward pass and in no "
-                f"path of what it reads, such as {some}"
+                f"{pattern!r} (stage {stage}) matches no line of the forward pass and no path "
+                f"that it reads, such as {some}"
             )
         begins[stage] = min(found[0], begins.get(stage, found[0]))
     begins[0] = 0
@@ -78,7 +78,7 @@ def narrow_places(calls: Sequence[Call], count: int) -> list[int]:
             places.append(at)
     places.append(len(calls))
     if len(places) <= count:
-        raise refused(f"{count} stages were asked for, and it has {len(places) - 1} blocks")
+        raise refused(f"{count} stages were requested, and it has {len(places) - 1} blocks")
     return places
 
 

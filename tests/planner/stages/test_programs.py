@@ -107,7 +107,7 @@ def test_cuts_from_a_plan_are_taken() -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    with pytest.raises(RequestError, match="40 stages were asked for, and it has"):
+    with pytest.raises(RequestError, match="40 stages were requested, and it has"):
         apart(stages=40)
 
 
