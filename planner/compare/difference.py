@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class Difference:
     """What differs between two plans.
 
     ``same``: whether both are the same but for files and lines, and what was tried.
-    ``same_step``: whether both are for one step with the same shapes. ``figures`` has all,
+    ``same_step``: whether both are for one step with the same shapes; ``step_change`` says where
+    they first differ. ``figures`` has all,
     changed or not. ``exchanges``: collectives that differ, the largest change of time first.
     ``fields``: the fields of the plan that differ, where nothing of the above does.
     """
@@ -79,6 +81,7 @@ class Difference:
     moved: tuple[Moved, ...]
     exchanges: tuple[Exchange, ...]
     fields: tuple[str, ...] = ()
+    step_change: str = ""
 
     @property
     def gained(self) -> tuple[Exchange, ...]:
@@ -108,11 +111,7 @@ def difference(before: Plan, after: Plan) -> Difference:
         ("search", before.search.name, after.search.name),
         ("fallbacks", str(len(before.fallbacks)), str(len(after.fallbacks))),
     )
-    same = (before.op_table, before.op_index, before.op_inputs) == (
-        after.op_table,
-        after.op_index,
-        after.op_inputs,
-    ) and _shapes(before) == _shapes(after)
+    change = _step_change(before, after)
     settings = tuple(Setting(*row) for row in told if row[1] != row[2])
     figures = (
         Figure("step time", "s", a.step_s, b.step_s),
@@ -128,13 +127,14 @@ def difference(before: Plan, after: Plan) -> Difference:
     seen = settings or moved or exchanges or any(f.before != f.after for f in figures)
     return Difference(
         before.canonical_digest == after.canonical_digest,
-        same,
+        not change,
         settings,
         figures,
         len({leaf.path for plan in (before, after) for leaf in plan.inputs}),
         moved,
         exchanges,
         () if seen else differing(json.loads(before.to_json()), json.loads(after.to_json())),
+        change,
     )
 
 
@@ -152,8 +152,26 @@ def _of_host(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
     )
 
 
-def _shapes(plan: Plan) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(leaf.path, leaf.shape, leaf.dtype) for leaf in plan.inputs]
+def _step_change(before: Plan, after: Plan) -> str:
+    """Where the steps of two plans first differ; empty for one step with the same shapes."""
+
+    def arguments(plan: Plan) -> list[str]:
+        return [f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in plan.inputs]
+
+    def operations(plan: Plan) -> list[str]:
+        texts = (plan.op_table[index] for index in plan.op_index)
+        return [
+            f"{text} of {list(reads)}" for text, reads in zip(texts, plan.op_inputs, strict=True)
+        ]
+
+    for what, a, b in (
+        ("argument", arguments(before), arguments(after)),
+        ("operation", operations(before), operations(after)),
+    ):
+        for k, (one, other) in enumerate(itertools.zip_longest(a, b, fillvalue="none")):
+            if one != other:
+                return f"{what} {k}: {one} -> {other}"
+    return ""
 
 
 def _told(leaf: Leaf | None) -> str:

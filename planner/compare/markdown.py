@@ -24,7 +24,7 @@ def _lines(found: Difference, before: str, after: str) -> Iterator[str]:
         yield "The same plan."
         return
     if not found.same_step:
-        yield "The plans are for different steps or shapes."
+        yield f"The plans are for different steps or shapes: {_code(found.step_change)}"
         yield ""
     rows = [(s.name, f"{s.before} to {s.after}") for s in found.settings]
     rows += [(f.name, figure_text(f).replace(" -> ", " to ")) for f in found.figures]

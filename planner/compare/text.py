@@ -167,7 +167,7 @@ def difference_parts(found: Difference, before: str, after: str) -> Iterable[Ren
         yield _under(Text("the same plan, except for source lines and details of the search"))
         return
     if not found.same_step:
-        yield _under(Text("the plans are for different steps or shapes"))
+        yield _under(Text(f"the plans are for different steps or shapes: {found.step_change}"))
         yield ""
     rows = [(s.name, f"{s.before} -> {s.after}") for s in found.settings]
     rows += [(f.name, figure_text(f)) for f in found.figures if f.name != "overlapped"]

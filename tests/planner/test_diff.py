@@ -84,7 +84,8 @@ def test_another_model_does(model: Path, capsys: pytest.CaptureFixture[str]) -> 
     old = saved(model, "old.json", "--mesh", "data=8")
     model.write_text(MODEL.replace("0.1 * d", "0.1 * d * d"))
     assert cli.main(["check", str(old), str(model), "--mesh", "data=8"]) == 1
-    assert "different steps" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "different steps or shapes: " in said and " -> " in said.partition("shapes: ")[2][:200]
 
 
 def changed(plan: Plan) -> dict[str, Plan]:
@@ -172,6 +173,15 @@ def test_a_saved_plan_has_the_permissions_of_any_file(model: Path) -> None:
     load = saved(model, "link.json", "--mesh", "data=8")
     assert load.is_symlink() and path.read_text() == text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_comparison_of_files_takes_no_cluster(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = str(saved(model, "plan.json", "--mesh", "data=8"))
+    capsys.readouterr()
+    assert cli.main(["compare", "--plan", plan, plan, "--cluster", "h100:8"]) == 2
+    assert "--cluster, --batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["diff", "a.json"], ["check", "a.json"]])

@@ -94,8 +94,10 @@ def run_compare(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.plan is None):
         raise RequestError("compare wants a MODEL, or --plan with two files: one of them")
     if options.plan is not None:
-        if options.batch or options.price or options.html:
-            raise RequestError("--batch, --price and --html are for a MODEL, not for --plan")
+        if options.batch or options.price or options.html or options.cluster:
+            raise RequestError(
+                "--cluster, --batch, --price and --html are for a MODEL, not for --plan"
+            )
         before, after = options.plan
         changed = difference(load_plan(before), load_plan(after))
         data = difference_json(changed) if options.json else {}
