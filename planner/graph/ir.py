@@ -281,48 +281,9 @@ class Graph:
         Args:
             folded: print only the first copy of every repeated block.
         """
-        lines = [f"graph: {len(self.ops)} operations, {len(self.values)} values"]
-        for index, path in zip(self.inputs, self.input_paths, strict=True):
-            lines.append(f"  {self._made(index, f'input {path}')}")
-        given = set(self.inputs)
-        for value in self.values:
-            if value.op == -1 and value.index not in given:
-                lines.append(f"  {self._made(value.index, 'const')}")
-        place: tuple[Phase, tuple[int, int]] | None = None
-        for op in self.ops:
-            if place != (op.phase, op.segment):
-                place = op.phase, op.segment
-                lines += self._heading(op, folded)
-            if folded and op.segment[1] > 0:
-                continue
-            ins = ", ".join("lit" if i == SCALAR else f"%{i}" for i in op.inputs)
-            region = f" @{self.regions[op.region].kind}{op.region}" if op.region else ""
-            outs = ", ".join(self._made(o) for o in op.outputs)
-            lines.append(f"    {outs or '-'} = {op.kind}({ins}){region}")
-        lines.append(
-            "  return " + ", ".join("lit" if o == SCALAR else f"%{o}" for o in self.outputs)
-        )
-        return "\n".join(lines)
+        from planner.graph.views import graph_text
 
-    def _made(self, index: int, source: str = "") -> str:
-        """A value with its type, and its role unless that is an activation."""
-        value = self.values[index]
-        role = "" if value.role is Role.ACTIVATION else f" {value.role}"
-        of = f" of %{value.of}" if value.of >= 0 else ""
-        return f"%{index}{' = ' if source else ''}{source}: {value}{role}{of}"
-
-    def _heading(self, op: Op, folded: bool) -> list[str]:
-        """The line above operations of one phase and segment, the first of which is ``op``."""
-        number, copy = op.segment
-        if number < 0:
-            return [f"  {op.phase}:"]
-        block = self.blocks[number]
-        if not folded:
-            return [f"  {op.phase}, block {number}, copy {copy + 1} of {block.count}:"]
-        if op.index == block.start:
-            last = f"operations {block.start + block.length} to {block.end - 1} are equal"
-            return [f"  {op.phase}, block {number}, the first of {block.count} copies ({last}):"]
-        return [] if copy else [f"  {op.phase}, block {number}:"]
+        return graph_text(self, folded)
 
     def verify(self) -> None:
         """Check the invariants of the module docstring; raises InternalError."""
@@ -404,31 +365,9 @@ class Graph:
         Node attributes: ``kind``, ``source``, ``region``; edge attributes: ``value``,
         ``shape``, ``dtype``, ``nbytes``.
         """
-        import networkx as nx
+        from planner.graph.views import networkx_view
 
-        view = nx.DiGraph()
-        for position in range(len(self.inputs)):
-            view.add_node(f"in{position}", kind="input", path=self.input_paths[position])
-        owner = {index: f"in{position}" for position, index in enumerate(self.inputs)}
-        for op in self.ops:
-            view.add_node(op.index, kind=op.kind, source=op.source, region=op.region)
-            for i in op.inputs:
-                if i == SCALAR:
-                    continue
-                value = self.values[i]
-                start = owner.get(i, value.op)
-                if start == -1:
-                    start = f"const{i}"
-                    view.add_node(start, kind="const")
-                view.add_edge(
-                    start,
-                    op.index,
-                    value=i,
-                    shape=value.shape,
-                    dtype=value.dtype,
-                    nbytes=value.nbytes,
-                )
-        return view
+        return networkx_view(self)
 
     def texts(self) -> Iterator[str]:
         """Operation texts in order; two steps are the same when these and the inputs are."""

@@ -422,7 +422,7 @@ BAD = [
     (tied, r"(transpose|dot_general) at test_lookups.py:\d+ reads all of it"),
     (decayed, r"reads all of it"),
     (one_hot, r"dot_general at test_lookups.py:\d+ reads all of it"),
-    (chosen, r"look-up at test_lookups.py:\d+ .* depend on parameters"),
+    (chosen, r"rows at test_lookups.py:\d+ .* depend on parameters"),
     (carried, r"a loop at test_lookups.py:\d+ carries it"),
     (over, r"a loop at test_lookups.py:\d+ carries it or goes over it"),
     (parts, r"reads something else of it than whole rows"),
