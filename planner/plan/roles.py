@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from planner.choose.devices import idle_axes
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Role
 from planner.graph.labels.examples import example_dims
-from planner.plan.contents.kinds import DATA, EXPERT, FSDP, IDLE, MODEL, SEQ, WORDS
+from planner.plan.contents.kinds import DATA, ENSEMBLE, EXPERT, FSDP, IDLE, MODEL, SEQ, WORDS
 from planner.plan.extract import Extraction
 from planner.request.axes.sequence import followed
 from planner.request.state import StateRequest, find_state
@@ -72,6 +72,8 @@ def roles_of(plan: Extraction) -> Roles:
         role = max(votes[k], key=lambda r: votes[k][r]) if votes[k] else ""
         if role == EXPERT and priced.mesh.names[k] == STAGE:
             role = STAGE
+        if role in (EXPERT, MODEL) and _is_of_members(plan, k):
+            role = ENSEMBLE
         if role in (SEQ, ""):
             role = _cuts(plan, fed or graph.inputs, k, inner) or role or DATA
         if role in (DATA, SEQ) and parameters:
@@ -204,6 +206,21 @@ def _cuts(plan: Extraction, values: Sequence[int], axis: int, inner: Mapping[int
             if any(name in dim for dim in dims):
                 found = SEQ
     return found
+
+
+def _is_of_members(plan: Extraction, axis: int) -> bool:
+    """Whether an axis splits every parameter along its first dimension where it is used, all of
+    one size: they are those of several models that are trained beside each other. (A batch that is
+    dealt out to experts has them behind its examples.)"""
+    name, known = plan.priced.mesh.names[axis], plan.graph.values
+    parameters = [v for v in plan.graph.state if known[v].role is Role.PARAMETER]
+    members = {known[v].shape[:1] for v in parameters}
+    dealt = (plan.value_sharding(v, "use").dims[1:] for v in fed_inputs(plan.graph))
+    if any(name in dim for dims in dealt for dim in dims):
+        return False
+    return len(members) == 1 and all(
+        name in (*plan.value_sharding(v, "use").dims, ())[0] for v in parameters
+    )
 
 
 def _share(plan: Extraction, values: Sequence[int], axis: int) -> float:

@@ -117,7 +117,16 @@ def find_state(graph: Graph, request: StateRequest) -> TrainingState:
     others = frozenset(v for v in graph.state if graph.values[v].role is Role.MOMENT)
     rows = {v for v in graph.state if graph.values[v].role is Role.EXAMPLES}
     frozen = {v for v in graph.inputs if graph.values[v].role is Role.FROZEN}
-    parameters = frozenset(graph.state) - others - rows | {
+    # replay buffers, memories: gathered whole in every step, they would cost more than all else
+    trained = sum(
+        v.nbytes for v in map(graph.values.__getitem__, graph.state) if v.role is Role.PARAMETER
+    )
+    buffers = {
+        v
+        for v in graph.state
+        if graph.values[v].role is Role.STATISTIC and graph.values[v].nbytes > trained > 0
+    }
+    parameters = frozenset(graph.state) - others - rows - buffers | {
         v for v in frozen if graph.values[v].splits
     }
     return TrainingState(parameters, others, frozenset(bound))

@@ -78,6 +78,40 @@ def test_the_strategy_is_read_off_the_plan(program, options, names, said):
     assert {a for row in plan.collectives for a in row.axes} <= set(plan.mesh.names)
 
 
+def members(count=8, width=512, rows=1024, *, each=False):
+    """Several models beside each other, on one batch or each on its own."""
+    shapes = (count,) if each else ()
+    batch = {"x": of(*shapes, rows, width), "y": of(*shapes, rows, width)}
+
+    def step(state, batch):
+        def one(p, o, x, y):
+            loss = lambda p: jnp.mean((jnp.tanh(x @ p["a"] + p["b"]) @ p["c"] - y) ** 2)  # noqa: E731
+            value, grads = jax.value_and_grad(loss)(p)
+            updates, o = OPTIMIZER.update(grads, o, p)
+            return optax.apply_updates(p, updates), o, value
+
+        along = 0 if each else None
+        run = jax.vmap(one, (0, 0, along, along))
+        p, o, values = run(state["p"], state["o"], batch["x"], batch["y"])
+        return {"p": p, "o": o}, jnp.mean(values)
+
+    sizes = {"a": (width, 4 * width), "b": (4 * width,), "c": (4 * width, width)}
+    params = {k: of(count, *shape) for k, shape in sizes.items()}
+    state = {"p": params, "o": jax.eval_shape(jax.vmap(OPTIMIZER.init), params)}
+    return step, (state, batch)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_models_beside_each_other_are_an_ensemble(each):
+    step, args = members(each=each)
+    assert "ensemble parallel over 8" in make_plan(step, *args, cluster="h100:8").strategy
+    for mode in ("dp", "fsdp"):
+        plan = make_plan(step, *args, cluster="h100:8", mode=mode)
+        assert plan.strategy.endswith("; batch split 8 ways"), plan.strategy
+        rows = jax.P(None, "data") if each else jax.P("data")
+        assert plan.as_partition_specs()["[1]['x']"] == rows
+
+
 def test_channels_of_a_depthwise_convolution_are_no_experts():
     def loss(p, batch):
         for kernel in p:
@@ -147,7 +181,11 @@ def test_strategy_and_idle_devices_come_first_and_are_stored():
     plan = make_plan(step, *args, cluster="h100:8x4")
     assert "of 32 devices' worth of work; batch 6 does not divide by 32" in plan.idle
     lines = [line.split()[0] for line in plan_text(plan).splitlines() if line.strip()]
-    assert lines[:2] == ["plan:", "idle"] and "strategy" in lines[:5]
+    assert [x for x in lines if x in ("plan:", "strategy", "idle", "mesh")][:3] == [
+        "plan:",
+        "strategy",
+        "idle",
+    ]
     assert plan_from_json(plan.to_json()) == plan
 
 

@@ -111,11 +111,13 @@ def example_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
 def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     """Of the batch alone."""
     fed = [v for v in graph.inputs if graph.values[v].fed and len(graph.values[v].shape) > 1]
-    loops = _loops_over(graph, fed)
-    if not loops:
+    loops, members = _loops_over(graph, fed), _members(graph, fed)
+    if not loops and not members:
         return {}
     dims = Dims(graph, rules)
     walked = {dims.of(v, 0) for v in loops}
+    if members and (apart := set.intersection(*(dims.all_of(v) for v in members))):
+        walked |= apart
     if not any(dims.of(v, 0) in walked for v in fed):
         return {}
     others = set(graph.state).difference(maybe_examples(graph))
@@ -134,6 +136,15 @@ def _fed_dims(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
         if rest:
             out[v] = max(rest, key=lambda d: many[dims.of(v, d)])
     return out
+
+
+def _members(graph: Graph, fed: Sequence[int]) -> list[int]:
+    """The parameters, where all of them begin with a dimension of the size of the batch's first:
+    of several models beside each other, each with a batch."""
+    parameters = [v for v in graph.state if graph.values[v].role is Role.PARAMETER]
+    firsts = {graph.values[v].shape[:1] for v in parameters}
+    alike = any(graph.values[v].shape[:1] in firsts for v in fed)
+    return parameters if len(firsts) == 1 and firsts != {()} and alike else []
 
 
 def _loops_over(graph: Graph, fed: Sequence[int]) -> list[int]:

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from planner.plan.plan import Plan
 
 DATA, FSDP, MODEL, EXPERT, SEQ, IDLE = "data", "fsdp", "model", "expert", "seq", "idle"
+ENSEMBLE = "ensemble"
 WORDS: Mapping[str, str] = {
     DATA: "data parallel",
     FSDP: "FSDP",
     MODEL: "tensor parallel",
     EXPERT: "expert parallel",
+    ENSEMBLE: "ensemble parallel",
     STAGE: "pipeline parallel",
     SEQ: "sequence parallel",
 }
-_SPLIT = (MODEL, EXPERT, SEQ)
+_SPLIT = (MODEL, EXPERT, ENSEMBLE, SEQ)
 """Roles of axes along which parameters are used split, or activations beside the batch."""
 
 
