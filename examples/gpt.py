@@ -164,8 +164,7 @@ def main() -> None:
     steps = options.pop("steps")
     use_devices(options.pop("devices"))
 
-    from executor import initialize, parallelize
-    from planner import set_parallel_mode
+    from meshwright import initialize, parallelize, set_parallel_mode
 
     initialize()  # joins the other processes, if a launcher started several
     config = Config(**options)

@@ -167,7 +167,7 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 
-    from executor import initialize, parallelize
+    from meshwright import initialize, parallelize
 
     initialize()  # joins the other processes, if a launcher started several
     make_state, step, _ = build(config)

@@ -88,8 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
 
-    from executor import parallelize
-    from planner import set_parallel_mode
+    from meshwright import parallelize, set_parallel_mode
 
     set_parallel_mode("AUTO_PARALLEL")
     step = parallelize(train_step, donate_argnums=0)

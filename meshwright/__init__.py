@@ -12,13 +12,17 @@ if TYPE_CHECKING:
         Batches,
         Checkpoints,
         CompiledStep,
+        NotFiniteError,
         Parallelized,
+        PreemptedError,
+        ProcessMismatchError,
         Trained,
         check,
         compile_plan,
         detect_cluster,
         init,
         initialize,
+        mean_metrics,
         parallelize,
         train,
         train_options,
@@ -29,10 +33,15 @@ if TYPE_CHECKING:
         MemoryLimitError,
         MeshSpec,
         MeshwrightError,
+        ModelError,
         ParallelMode,
+        PinError,
         Plan,
+        PlanFormatError,
+        PlanMismatchError,
         RequestError,
         Sharding,
+        StoredAs,
         get_parallel_mode,
         load_plan,
         make_plan,
@@ -52,11 +61,19 @@ __all__ = [
     "MemoryLimitError",
     "MeshSpec",
     "MeshwrightError",
+    "ModelError",
+    "NotFiniteError",
     "ParallelMode",
     "Parallelized",
+    "PinError",
     "Plan",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "PreemptedError",
+    "ProcessMismatchError",
     "RequestError",
     "Sharding",
+    "StoredAs",
     "Trained",
     "__version__",
     "check",
@@ -68,6 +85,7 @@ __all__ = [
     "inspect",
     "load_plan",
     "make_plan",
+    "mean_metrics",
     "parallelize",
     "register_rule",
     "set_parallel_mode",
@@ -78,8 +96,9 @@ __all__ = [
 ]
 
 _OF_EXECUTOR = frozenset(
-    "Batches Checkpoints CompiledStep Parallelized Trained check compile_plan detect_cluster "
-    "init initialize parallelize train train_options".split()
+    "Batches Checkpoints CompiledStep NotFiniteError Parallelized PreemptedError "
+    "ProcessMismatchError Trained check compile_plan detect_cluster init initialize "
+    "mean_metrics parallelize train train_options".split()
 )
 
 
