@@ -51,6 +51,11 @@ class MeshSpec:
         """Number of devices in the mesh."""
         return math.prod(self.sizes)
 
+    @property
+    def num_axes(self) -> int:
+        """How many axes have several devices; 1 for a mesh of one device."""
+        return max(1, sum(n > 1 for n in self.sizes))
+
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 

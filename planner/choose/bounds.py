@@ -93,7 +93,7 @@ def scouted(field: Field, numbers: Sequence[int] = (1, 2, 3)) -> list[Scout]:
     """Bound every mesh in question of these numbers of axes and find choices."""
     done: list[Scout] = []
     for axes in numbers:
-        level = [m for m in field.meshes if max(1, sum(n > 1 for n in m[0].sizes)) == axes]
+        level = [m for m in field.meshes if m[0].num_axes == axes]
         simpler = min(field.simpler(done), field.known_s)
         out = [m for m, _ in level if field.bounds_s.get(m, 0.0) >= simpler]
         done += [Scout(_bare(field, m), field.bounds_s[m]) for m in out]

@@ -90,13 +90,15 @@ class Led:
     """What is known of every mesh before the longest search, which runs on one of them.
 
     ``settled``: the meshes on which a search ran; ``done``: no longer search follows; ``deep``:
-    what more messages told of some meshes.
+    what more messages told of some meshes; ``bounds_s``: what each mesh costs at least where
+    memory is no matter, if all were bounded at once.
     """
 
     tried: tuple[Tried, ...]
     settled: frozenset[MeshSpec]
     done: bool = False
     deep: Mapping[MeshSpec, Tried] = dataclasses.field(default_factory=dict)
+    bounds_s: Mapping[MeshSpec, float] = dataclasses.field(default_factory=dict)
 
 
 def lead_meshes(
@@ -118,6 +120,7 @@ def lead_meshes(
         only = _settle(quotient, pins, request, meshes[0], whole=whole)
         return Led((only,), frozenset((only[0].mesh,)), done=True)
     tried = first_tries(quotient, pins, request)
+    bounds_s = {} if request.spreads else {t[0].mesh: t[1].lower_bound_s for t in tried}
     quick = request
     if request.search in QUICK:
         quick = dataclasses.replace(
@@ -131,7 +134,7 @@ def lead_meshes(
         found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few, deep=deep), pick)
         failed += not found[1].feasible and failed < failures
         tried[tried.index(pick)] = found
-    return Led(tuple(tried), frozenset(settled), deep=deep)
+    return Led(tuple(tried), frozenset(settled), deep=deep, bounds_s=bounds_s)
 
 
 def first_tries(quotient: Quotient, pins: Sequence[Pin], request: Request) -> list[Tried]:

@@ -25,7 +25,7 @@ from planner.choose.meshes import (
     tried_in_vain,
     unfold,
 )
-from planner.choose.quick import free_bounds
+from planner.choose.quick import FIRST, free_bounds
 from planner.choose.thrift import thrifty
 from planner.cost.pricing import Priced
 from planner.debug.stage import Stage
@@ -149,7 +149,10 @@ class Row:
         little = best.peak_bytes < MUCH * self.request.limit_bytes
         if little or self.request.spreads or not best.feasible:
             return 1.0
-        bounds = free_bounds(self.step.quotient, self.step.pins, self.request)
+        known = self.led.bounds_s
+        bounds = {mesh: s for mesh, s in known.items() if mesh.num_axes in FIRST} or free_bounds(
+            self.step.quotient, self.step.pins, self.request
+        )
         least_s = min(bounds.values(), default=0.0)
         return best.cost_s / least_s if least_s > 0 else 1.0
 
