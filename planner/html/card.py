@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from planner.plan.plan import Plan
+from planner.plan.plan import EQUAL_BLOCKS, Plan
 from planner.report.fold import LeafRow, fold_leaves
 from planner.report.sections.recipe import recipe_lines
 from planner.report.table import plan_text
@@ -54,10 +54,10 @@ def one_line(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> Iterable[tuple[str, str]]:
     p = plan.prediction
-    if plan.idle:
-        yield "idle", plan.idle
     if plan.strategy:
         yield "strategy", plan.strategy
+    if plan.idle:
+        yield "idle", plan.idle
     yield "mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices)"
     yield "step time", f"{time_text(p.step_s)} predicted"
     if likely := likely_text(plan):
@@ -71,10 +71,11 @@ def _summary(plan: Plan) -> Iterable[tuple[str, str]]:
     yield "gap", percent_text(plan.search.gap)
     if plan.fallbacks:
         yield "fallbacks", f"{len(plan.fallbacks)} operations without a rule; see the report"
-    for note in plan.notes[:3]:
+    notes = [note for note in plan.notes if EQUAL_BLOCKS not in note]
+    for note in notes[:3]:
         yield "note", note
-    if len(plan.notes) > 3:
-        yield "note", f"{len(plan.notes) - 3} more in the report"
+    if len(notes) > 3:
+        yield "note", f"{len(notes) - 3} more in the report"
 
 
 def _inputs(rows: Sequence[LeafRow]) -> str:

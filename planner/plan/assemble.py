@@ -25,7 +25,7 @@ from planner.plan.contents.honored import honored
 from planner.plan.contents.json_text import rounded
 from planner.plan.contents.kinds import WORDS
 from planner.plan.extract import Extraction
-from planner.plan.plan import Leaf, MeshRow, MeshVerdict, Plan, SearchReport
+from planner.plan.plan import EQUAL_BLOCKS, Leaf, MeshRow, MeshVerdict, Plan, SearchReport
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.parsed import Request
 from planner.request.pins import axis_names
@@ -322,12 +322,12 @@ BLOCKS_SHOWN = 3
 def _notes(graph: Graph) -> tuple[str, ...]:
     shown = sorted(graph.blocks, key=lambda b: -b.length * b.count)[:BLOCKS_SHOWN]
     blocks = tuple(
-        f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} equal blocks of "
+        f"operations {b.start} to {b.start + b.length * b.count - 1}: {b.count} {EQUAL_BLOCKS} of "
         f"{b.length}"
         for b in sorted(shown, key=lambda b: b.start)
     )
     if more := len(graph.blocks) - len(shown):
-        blocks += (f"{more} more runs of equal blocks, shorter than these",)
+        blocks += (f"{more} more runs of {EQUAL_BLOCKS}, shorter than these",)
     shards = [op.source for op in graph.ops if op.kind == REGION]
     mesh = (f"mesh: that of shard_map ({shards[0] or 'no line'})",) if shards else ()
     return (

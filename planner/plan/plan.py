@@ -34,6 +34,8 @@ FORMAT = "meshwright-plan-1"
 LARGEST = 256 * MIB
 LARGE = "of memory"
 """How the line of an operation ends that no rule splits and that takes much memory."""
+EQUAL_BLOCKS = "equal blocks"
+"""In a note: which operations repeat, a detail that summaries leave out."""
 LITERAL = "literal"
 """The dtype that a plan writes for a result that is a constant of the program."""
 """Bytes of the largest plan file that is read."""

@@ -74,3 +74,9 @@ def test_many_inputs_are_folded_and_the_rest_counted() -> None:
     leaf = plan.inputs[0]
     many = tuple(dataclasses.replace(leaf, path=f"[0]['{'ab' * (k + 1)}']") for k in range(60))
     assert "20 more, all smaller" in dataclasses.replace(plan, inputs=many)._repr_html_()
+
+
+def test_repeated_layers_take_no_line_of_the_card() -> None:
+    plan = dataclasses.replace(small().plan, notes=("operations 4 to 9: 2 equal blocks of 3", "b"))
+    shown = plan._repr_html_().split("<details")[0]
+    assert "equal blocks" not in shown and ">b<" in shown
