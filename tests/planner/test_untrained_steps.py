@@ -74,6 +74,10 @@ def on_edges(p: Any, nodes: jax.Array, senders: jax.Array, receivers: jax.Array)
     return jnp.mean(network(p, nodes + summed))
 
 
+def stacked(p: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None), x, p)[0]
+
+
 W = layers(D, H, C)
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "evaluation": (evaluated, (W, {"x": struct(N, D), "y": struct(N, dtype=jnp.int32)}), "fb"),
@@ -82,6 +86,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "documents": (of_documents, (W, struct(N, D), struct(1000, D)), "fbb"),
     "time first": (recurrent, ({"up": struct(H, H), "in": struct(D, H)}, struct(20, N, D)), "fb"),
     "guided": (guided, (layers(D, H, 1), struct(N, D), jax.random.key(0)), "fek"),
+    "stacked layers": (stacked, ({"w": struct(6, D, D), "b": struct(6, D)}, struct(N, D)), "fe"),
+    "one layer": (lambda w, b, x: x @ w + b, (struct(D, C), struct(C), struct(N, D)), "ffb"),
     "edges": (
         on_edges,
         (

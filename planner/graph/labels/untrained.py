@@ -38,8 +38,9 @@ def untrained_roles(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, Role
     """The roles of the inputs of a step that trains no weights, where some argument holds weights.
 
     Weights are frozen, arrays of the state with the dimension of examples are examples, and other
-    arrays that do not come back are the batch. Empty where no argument of several arrays, of
-    different first dimensions, is one of weights: too little tells arguments apart then.
+    arrays that do not come back are the batch. Empty where no argument of weights has several
+    arrays of different first dimensions, is one of stacked layers, or one that products with the
+    examples sum over: too little tells arguments apart then.
 
     Args:
         graph: a step with phases and roles.
@@ -57,7 +58,7 @@ def untrained_roles(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, Role
         for number, mine in enumerate(arguments)
         if not any(graph.values[v].carried for v in mine) and found.holds_weights(number, examples)
     ]
-    if not any(len({found.first[v] for v in mine}) > 1 for mine in weights):
+    if not any(found.looks_like_weights(mine, examples) for mine in weights):
         return {}
     names = {name(mine[0]) for mine in weights}
     out = {}
@@ -106,9 +107,9 @@ class _Found:
         for number, mine in enumerate(arguments):
             for v in mine:
                 masks[v] |= 1 << number
-        self.made: list[
-            tuple[int, set[int]]
-        ] = []  # per result of several arguments, which, and its dimensions
+        self.made: list[tuple[int, set[int]]] = []
+        """Per result of several arguments, which these are, and the first dimensions it has."""
+        known = set(self.first.values())
         for op in graph.ops:
             mask = 0
             for i in op.inputs:
@@ -116,7 +117,7 @@ class _Found:
                     mask |= masks[i]
             for o in op.outputs:
                 masks[o] |= mask
-                has = dims.all_of(o) & self.eligible
+                has = dims.all_of(o) & known
                 if has and mask & (mask - 1) and op.phase is Phase.FORWARD:
                     self.made.append((mask, has))
 
@@ -128,7 +129,7 @@ class _Found:
     def examples(self) -> int | None:
         """The dimension that most of what is computed has: at a tie, one of an argument of fewer
         arrays, then of the larger array."""
-        many = Counter(d for _, has in self.made for d in has)
+        many = Counter(d for _, has in self.made for d in has & self.eligible)
 
         def of(dim: int) -> tuple[int, int, int]:
             held = [(len(mine), v) for mine in self.arguments for v in mine]
@@ -137,6 +138,18 @@ class _Found:
             return many[dim], -min(n for n, _ in held), nbytes
 
         return max(sorted(many), key=of, default=None)
+
+    def looks_like_weights(self, arrays: Sequence[int], examples: int) -> bool:
+        """Whether arrays have different first dimensions, or those of layers that a loop goes
+        through, or one that products with the examples sum over and nothing else has."""
+        firsts = {self.first[v] for v in arrays}
+        if len(firsts) > 1:
+            return True
+        walked = (op.inputs[0] for op in self.graph.ops if op.kind == "loop_xs")
+        if len(arrays) > 1 and firsts <= {self.dims.of(v, 0) for v in walked if v != SCALAR}:
+            return True
+        summed = firsts <= self.dims.contracted()
+        return summed and not any(has & firsts and examples not in has for _, has in self.made)
 
     def holds_weights(self, number: int, examples: int) -> bool:
         """Whether an argument holds no examples."""
