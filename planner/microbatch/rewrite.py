@@ -208,10 +208,10 @@ def example_places(whole: Traced) -> dict[int, int]:
     read = {v for op in graph.ops for v in op.inputs} | set(graph.outputs)
     found = [k for k in found if graph.inputs[k] in read] or found
     if not found:
-        raise RequestError(
-            "microbatches: no argument of the step is a batch: each comes back as a result or is a "
-            "number; pass the examples as an argument of their own"
-        )
+        why = "no argument of the step is a batch: each comes back as a result or is a number"
+        if any(graph.values[v].role is Role.ARGUMENT for v in graph.inputs):
+            why = "nothing in this step, which trains nothing, distinguishes examples from weights"
+        raise RequestError(f"microbatches: {why}; pass the examples as an argument of their own")
     rows = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.EXAMPLES]
     inner = example_dims(graph, whole.rules)
     return {k: inner.get(graph.inputs[k], 0) for k in sorted({*found, *rows})}
