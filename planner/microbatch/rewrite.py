@@ -211,7 +211,10 @@ def example_places(whole: Traced) -> dict[int, int]:
         why = "no argument of the step is a batch: each comes back as a result or is a number"
         if any(graph.values[v].role is Role.ARGUMENT for v in graph.inputs):
             why = "nothing in this step, which trains nothing, distinguishes examples from weights"
-        raise RequestError(f"microbatches: {why}; pass the examples as an argument of their own")
+        raise RequestError(
+            f"{why}; pass the examples as an argument of their own, or leave out microbatches=, "
+            "replicas= and pad_batch="
+        )
     rows = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.EXAMPLES]
     inner = example_dims(graph, whole.rules)
     return {k: inner.get(graph.inputs[k], 0) for k in sorted({*found, *rows})}

@@ -201,7 +201,7 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
     )
 
 
-NOT_SPLIT = "are not split over"
+NOT_SPLIT = "not split over"
 """In a note: what a mode could not do."""
 
 
@@ -226,10 +226,11 @@ def _whole_batch_notes(quotient: Quotient, request: Request, mesh: MeshSpec) -> 
         return ()
     name, size = next(iter(wrong.items()))
     more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
+    what, verb = (f"the {size} examples", "are") if size > 1 else ("the only example", "is")
     near = [n for n in (size // parts * parts, -(-size // parts) * parts) if n]
     return (
-        f"mode {request.mode}: the {size} examples of {name} {NOT_SPLIT} {parts} devices "
-        f"({', '.join(axes)}), which do not divide them{more}; "
+        f"mode {request.mode}: {what} of {name} {verb} {NOT_SPLIT} "
+        f"{parts} devices ({', '.join(axes)}), which do not divide them{more}; "
         f"{' or '.join(map(str, near))} examples would be, or pad_batch='auto' fills them up",
     )
 
