@@ -137,6 +137,9 @@ def test_a_parallelized_step_is_planned_with_its_own_options() -> None:
         )
     assert mw.make_plan(planned, *args, cluster="h100:8").cluster == "h100:8"
     assert mw.make_plan(planned, *args, mode="fsdp").inputs[0].spec.axes
-    assert not planned.is_planned
+    assert not planned.is_planned and "not planned yet" in repr(planned)
+    planned(*args)  # what has run is planned no other way
+    again = mw.make_plan(planned, *args)
+    assert again == planned.plan and repr(again) in repr(planned)
     with pytest.raises(mw.RequestError, match="make_plan: no cluster given"):
         mw.make_plan(step, *args)

@@ -85,6 +85,10 @@ class Parallelized:
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._current: _Entry | None = None
 
+    def __repr__(self) -> str:
+        plan = repr(self.plan) if self.is_planned else "not planned yet"
+        return f"<Parallelized {self.__name__}: {plan}>"
+
     @property
     def is_planned(self) -> bool:
         """Whether there is a plan."""
@@ -101,9 +105,15 @@ class Parallelized:
         if self._current is None:
             raise NotPlannedError(
                 f"{self.__name__} has not been called yet, so it "
-                "has no plan; call it once, or use planner.make_plan(step, *args, cluster=...)"
+                "has no plan; call it once, or use mw.make_plan(step, *args, cluster=...)"
             )
         return self._current.step
+
+    def to_plan(self, *args: Any, **keywords: Any) -> capture.CapturedCall:
+        """What a call with these arguments would plan, with the options; plans nothing."""
+        bound = self.calls.bind(args, keywords)
+        function, given, options = self._asked(bound, abstract(bound.args))
+        return capture.CapturedCall(function, given, {**options, "donate_argnums": bound.donated})
 
     def prepare(self, *args: Any, **keywords: Any) -> CompiledStep:
         """Trace and plan for these arguments (arrays or ShapeDtypeStructs); runs nothing."""
@@ -183,23 +193,28 @@ class Parallelized:
             self._max_plans,
         )
 
-    def _built(self, bound: Bound, shapes: tuple[Any, ...]) -> CompiledStep:
-        rules = self.options.get("logical_axis_rules")
+    def _asked(
+        self, bound: Bound, shapes: tuple[Any, ...]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function to plan, its arguments with their marks, and the options."""
         # without any given, those in force in Flax
+        rules = self.options.get("logical_axis_rules")
         function = with_logical_axis_rules(bound.function, rules)
-        offered = shapes if is_inside(bound.args) else bound.args
         options, given = dict(self.options), bound.args
         if self.like is not None and (self.like.is_planned or not capture.is_on()):
             given, options = follow(self.like.compiled, self.like.options, given, options)
-            offered = shapes if is_inside(given) else given
-        capture.offer(function, offered, {**options, "donate_argnums": bound.donated})
+        # where arrays lie is a mark the first time; later it is our own doing
+        if (self._entries and self.like is None) or is_inside(given):
+            given = shapes
+        return function, given, options
+
+    def _built(self, bound: Bound, shapes: tuple[Any, ...]) -> CompiledStep:
+        function, given, options = self._asked(bound, shapes)
+        capture.offer(function, given, {**options, "donate_argnums": bound.donated})
         compare_program(function, shapes)
         if not options.get("cluster"):
             options["cluster"] = detect_cluster()
             options.setdefault("memory", detected_memory(options["cluster"]))
-        # where arrays lie is a mark the first time; later it is our own doing
-        if (self._entries and self.like is None) or is_inside(given):
-            given = shapes
         traced = trace(function, shapes)
         for line in inert_notes(traced.graph) if self.like is None else ():
             log.warning("%s: %s", self.__name__, line)
@@ -291,6 +306,10 @@ class Method:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run one step of the object."""
         return self.__func__(self.__self__, *args, **keywords)
+
+    def to_plan(self, *args: Any, **keywords: Any) -> capture.CapturedCall:
+        """As ``Parallelized.to_plan``."""
+        return self.__func__.to_plan(self.__self__, *args, **keywords)
 
     def prepare(self, *args: Any, **keywords: Any) -> CompiledStep:
         """As ``Parallelized.prepare``."""

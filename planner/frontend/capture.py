@@ -51,7 +51,10 @@ def call_of(function: Any, args: Sequence[Any]) -> CapturedCall | None:
     Raises:
         RequestError and what else the step raises before it plans.
     """
-    prepare = getattr(function, "prepare", None)
+    to_plan, prepare = (getattr(function, name, None) for name in ("to_plan", "prepare"))
+    if callable(to_plan):
+        call: CapturedCall = to_plan(*args)
+        return call
     if not callable(prepare):
         return None
     try:

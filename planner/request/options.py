@@ -308,7 +308,7 @@ def given_options(door: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in options:
         if name not in OPTIONS and name not in DECISIONS:
-            near = get_close_matches(name, OPTIONS, 1)
+            near = get_close_matches(name, [*OPTIONS, "cluster", "donate_argnums"], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{door}() got an unexpected keyword argument {name!r}{hint}")
     return {name: value for name, value in options.items() if value is not None}
