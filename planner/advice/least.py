@@ -86,7 +86,7 @@ def rescued(least: Least, tried: Sequence[Tried], request: Request) -> tuple[Tri
     if request.spreads or not fit:
         return tuple(tried)
     choice = polished_at(problem, least.memory.choice, request.time_limit_s)
-    reason = "no plan chosen by cost fits; this one has the lowest peak, then made cheaper"
+    reason = "no plan chosen by cost fits; the plan of the least peak, made cheaper"
     solution = make_solution(problem, choice, lower_bound(problem), request.search, reason, begun)
     mesh = least.priced.mesh
     return tuple((least.priced, solution) if p.mesh == mesh else (p, s) for p, s in tried)
