@@ -116,13 +116,9 @@ def __getattr__(name: str) -> Any:
         value: Any = version("meshwright")
     elif name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    elif name == "inspect":
-        from meshwright.packages import check_packages
-
-        check_packages()
-        value = importlib.import_module("meshwright.inspection").inspect
     else:
-        value = _own("executor" if name in _OF_EXECUTOR else "planner", name)
+        home = "executor" if name in _OF_EXECUTOR else "planner"
+        value = _own("meshwright.inspection" if name == "inspect" else home, name)
     globals()[name] = value
     return value
 
@@ -132,17 +128,17 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _own(package: str, name: str) -> Any:
-    """A name of one of meshwright's packages, and not of another distribution's."""
+def _own(home: str, name: str) -> Any:
+    """A name of one of meshwright's modules, and not of another distribution's."""
     from meshwright.packages import check_packages
 
     check_packages()
-    module = importlib.import_module(package)
+    module = importlib.import_module(home)
     if not hasattr(module, name):
         raise ImportError(
             f"{module.__file__} has no {name}: another distribution has a package of that name "
             "and has written over meshwright's; install meshwright into an environment of its own",
-            name=package,
+            name=home,
             path=module.__file__,
         )
     return getattr(module, name)

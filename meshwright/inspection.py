@@ -28,7 +28,8 @@ def inspect(
         RequestError, MemoryLimitError and others, as ``make_plan`` does.
     """
     if (call := call_of(step, args)) is not None:
-        step, args, options = call.function, call.args, {**call.options, **options}
+        given = {name: value for name, value in options.items() if value is not None}
+        step, args, options = call.function, call.args, {**call.options, **given}
         cluster = options.pop("cluster", None) if cluster is None else cluster
         options.pop("cluster", None)
     if cluster is None:

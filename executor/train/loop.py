@@ -113,6 +113,8 @@ def train(
         RequestError: ``steps``, ``save_every``, ``log_every`` or ``profile`` make no sense.
     """
     _check(steps, save_every, log_every, evaluate_every, profile, directory)
+    if directory is not None:
+        _check_state(state)
     folder = None if directory is None else Path(directory).absolute()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop(folder is not None))
@@ -132,23 +134,16 @@ def train(
 
             checkpoints = stack.enter_context(_open(Checkpoints(folder, keep=keep)))
             owner = checkpoints.own()
-            if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(arrays_of(state))):
-                raise RequestError(
-                    "directory=: the state is one bare array, which has no name in a checkpoint; "
-                    "expected a container, such as {'w': array}"
-                )
         done = 0 if checkpoints is None else _done(checkpoints)
         if checkpoints is not None and done:
             state = _resumed(checkpoints, done, state, shardings, source)
             log.info("going on after step %d of %s", done, folder)
-            if profile is not None and profile[0] <= done:
-                log.warning("profile=%s: nothing is traced, step %d was made before", profile, done)
         meter = Meter(
             steps, done, folder, on_metrics, progress, owner, functools.partial(speed_of, step)
         )
         stack.enter_context(meter.opened())
         stack.callback(_close, source)
-        trace = stack.enter_context(_Profile(profile, folder, step))
+        trace = stack.enter_context(_Profile(profile, folder, step, done))
         made = done
         if made < steps and stop.reached(made):
             raise PreemptedError(AGAIN)
@@ -215,6 +210,15 @@ def _check(
     if profile is not None and profile[0] > steps:
         raise RequestError(
             f"profile={profile}: the first step to trace is after the last step, steps={steps}"
+        )
+
+
+def _check_state(state: Any) -> None:
+    """Refuse a state that no checkpoint can hold before a step is made; raises RequestError."""
+    if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(arrays_of(state))):
+        raise RequestError(
+            "directory=: the state is one bare array, which has no name in a checkpoint; expected "
+            "a container, such as {'w': array}"
         )
 
 
@@ -324,8 +328,12 @@ def _pair(result: Any) -> tuple[Any, Any]:
 class _Profile:
     """Traces some steps."""
 
-    def __init__(self, wanted: tuple[int, int] | None, folder: Path | None, step: Any) -> None:
+    def __init__(
+        self, wanted: tuple[int, int] | None, folder: Path | None, step: Any, done: int
+    ) -> None:
         self.first, self.last = wanted or (0, 0)
+        if wanted is not None and self.first <= done:
+            log.warning("profile=%s: nothing is traced, step %d was made before", wanted, done)
         self.folder, self.step = folder, step
         self.running = False
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.cli.config import PREFIX, TRAIN, find_config
+from planner.cli.config import PREFIX, check_table, find_config
 from planner.cli.table import EXECUTOR, PLANNER
 from planner.errors import RequestError
 
@@ -41,7 +41,8 @@ def train_options(folder: str | Path = ".") -> dict[str, Any]:
     config = find_config(Path(folder).absolute())
     if config is not None:
         path, table = config
-        check_tables(path, table)
+        for key in (key for key, value in table.items() if isinstance(value, dict)):
+            check_table(key, path, [entry.name for entry in (*PLANNER, *EXECUTOR)])
         own = table.get("train", {})
         if not isinstance(own, dict):
             raise RequestError(f"{path}: train: expected a table of options, got {own!r}")
@@ -54,16 +55,6 @@ def train_options(folder: str | Path = ".") -> dict[str, Any]:
             source = f"{PREFIX}TRAIN_{name.upper()}"
             found[name] = _checked(name, _read(name, text), source)
     return found
-
-
-def check_tables(path: Path, table: Mapping[str, Any]) -> None:
-    """Refuse a table that no subcommand has and that is not ``train``'s; raises RequestError."""
-    known = [TRAIN, *(entry.name for entry in (*PLANNER, *EXECUTOR))]
-    for key, value in table.items():
-        if isinstance(value, dict) and key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean [{near[0]}]?" if near else ""
-            raise RequestError(f"{path}: [{key}] is neither [{TRAIN}] nor a subcommand{hint}")
 
 
 def config_lines(folder: str | Path = ".") -> str:

@@ -135,12 +135,17 @@ def unknown_variables(
 def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence[str]]) -> None:
     """Refuse what no subcommand knows."""
     if isinstance(value, dict):
-        if key not in others and key != TRAIN:
-            raise RequestError(f"{path}: [{key}] is no subcommand{_near(key, list(others))}")
+        check_table(key, path, list(others))
         return
     known = [dest for mine in others.values() for dest in mine]
     if _dest(key) not in known:
         raise RequestError(f"{path}: no subcommand has an option {key!r}{_near(_dest(key), known)}")
+
+
+def check_table(key: str, path: Path, commands: Sequence[str]) -> None:
+    """Refuse a table that is neither ``train``'s nor a subcommand's; raises RequestError."""
+    if key not in commands and key != TRAIN:
+        raise RequestError(f"{path}: [{key}] is no subcommand{_near(key, [*commands, TRAIN])}")
 
 
 def _near(word: str, known: Sequence[str]) -> str:

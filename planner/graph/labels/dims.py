@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
 from planner.rules.factor import FactorRule
+
+
+def forward_results(graph: Graph, arguments: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """The results of the forward pass that depend on some arguments, each with the set of these
+    arguments (a mask: bit k for ``arguments[k]``)."""
+    masks = [0] * len(graph.values)
+    for number, mine in enumerate(arguments):
+        for v in mine:
+            masks[v] |= 1 << number
+    for op in graph.ops:
+        mask = 0
+        for i in op.inputs:
+            if i != SCALAR:
+                mask |= masks[i]
+        for o in op.outputs:
+            masks[o] |= mask
+            if mask and op.phase is Phase.FORWARD:
+                yield o, mask
+
 
 VIEWS = frozenset("slice dynamic_slice pad rev".split())
 """Operations along a dimension that leave it what it is, if of another size."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.graph.ir import SCALAR, Graph, Phase, Role
-from planner.graph.labels.dims import INDICES, Dims, argument_of, first_dim
+from planner.graph.labels.dims import INDICES, Dims, argument_of, first_dim, forward_results
 from planner.rules.factor import FactorRule
 
 OWN = 0.3
@@ -266,18 +266,7 @@ def _counts(
 ) -> dict[int, Counter[int]]:
     """Per set of arguments (a mask), how many results that depend on just these have each of the
     dimensions in question."""
-    masks = [0] * len(graph.values)
-    for number, mine in enumerate(arguments):
-        for v in mine:
-            masks[v] |= 1 << number
     out: dict[int, Counter[int]] = {}
-    for op in graph.ops:
-        mask = 0
-        for i in op.inputs:
-            if i != SCALAR:
-                mask |= masks[i]
-        for o in op.outputs:
-            masks[o] |= mask
-            if mask and op.phase is Phase.FORWARD:
-                out.setdefault(mask, Counter()).update(dims.all_of(o) & eligible)
+    for o, mask in forward_results(graph, arguments):
+        out.setdefault(mask, Counter()).update(dims.all_of(o) & eligible)
     return out

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from planner.graph.ir import SCALAR, Graph, Phase, Role
-from planner.graph.labels.dims import INDICES, Dims, first_dim
+from planner.graph.ir import SCALAR, Graph, Role
+from planner.graph.labels.dims import INDICES, Dims, first_dim, forward_results
 from planner.rules.factor import FactorRule
 
 ALONE = 0.3
@@ -103,23 +103,11 @@ class _Found:
         self.first = {v: dims.of(v, first_dim(graph, v)) for mine in arguments for v in mine}
         firsts = {d for mine in arguments for d in self._shared(mine)}
         self.eligible = firsts - dims.contracted() or firsts - dims.contracted(firsts)
-        masks = [0] * len(graph.values)
-        for number, mine in enumerate(arguments):
-            for v in mine:
-                masks[v] |= 1 << number
-        self.made: list[tuple[int, set[int]]] = []
-        """Per result of several arguments, which these are, and the first dimensions it has."""
         known = set(self.first.values())
-        for op in graph.ops:
-            mask = 0
-            for i in op.inputs:
-                if i != SCALAR:
-                    mask |= masks[i]
-            for o in op.outputs:
-                masks[o] |= mask
-                has = dims.all_of(o) & known
-                if has and mask & (mask - 1) and op.phase is Phase.FORWARD:
-                    self.made.append((mask, has))
+        results = forward_results(graph, arguments)
+        several = ((mask, dims.all_of(o) & known) for o, mask in results if mask & (mask - 1))
+        self.made = [(mask, has) for mask, has in several if has]
+        """Per result of several arguments, which these are, and the first dimensions it has."""
 
     def _shared(self, arrays: Sequence[int]) -> set[int]:
         """The first dimensions of more than half of the arrays of an argument."""
