@@ -143,3 +143,20 @@ def test_a_parallelized_step_is_planned_with_its_own_options() -> None:
     assert again == planned.plan and repr(again) in repr(planned)
     with pytest.raises(mw.RequestError, match="make_plan: no cluster given"):
         mw.make_plan(step, *args)
+
+
+def test_methods_and_followers_are_planned_with_their_options_too() -> None:
+    class Trainer:
+        @mw.parallelize(mode="dp", cluster="cpu:8")
+        def step(self, w: jax.Array, x: jax.Array) -> jax.Array:
+            return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    args = jnp.ones((64, 64)), jnp.ones((8, 64))
+    assert mw.make_plan(Trainer().step, *args).mode == "DATA_PARALLEL"
+    leader = mw.parallelize(step, mode="fsdp", cluster="cpu:8")
+    follower = mw.parallelize(lambda w, x: jnp.mean(x @ w), like=leader)
+    with pytest.raises(mw.MeshwrightError, match="has not been called yet"):
+        mw.make_plan(follower, *args)
+    leader(*args)
+    plan = mw.make_plan(follower, *args)
+    assert plan.mode == "DATA_PARALLEL" and plan.inputs[0].spec == leader.plan.inputs[0].spec

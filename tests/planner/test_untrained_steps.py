@@ -81,6 +81,11 @@ def stacked(p: Any, x: jax.Array) -> jax.Array:
 W = layers(D, H, C)
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "evaluation": (evaluated, (W, {"x": struct(N, D), "y": struct(N, dtype=jnp.int32)}), "fb"),
+    "unused labels": (
+        lambda p, batch: network(p, batch["x"]),
+        (W, {"x": struct(N, D), "y": struct(N, dtype=jnp.int32)}),
+        "fb",
+    ),
     "denoiser": (denoised, (layers(D, H, D), struct(N, D)), "fe"),
     "index": (searched, (W, struct(N, D), struct(5000, C)), "fbf"),
     "documents": (of_documents, (W, struct(N, D), struct(1000, D)), "fbb"),

@@ -87,10 +87,13 @@ def _names(graph: Graph) -> Callable[[int], str]:
 
 
 def _arguments(graph: Graph, name: Callable[[int], str]) -> list[list[int]]:
-    """The arrays of each argument, keys and single numbers left out."""
+    """The arrays of each argument that something reads (a prediction takes labels, too, and
+    drops them), keys and single numbers left out."""
+    read = {v for op in graph.ops for v in op.inputs}
     out: dict[str, list[int]] = {}
     for v in graph.inputs:
-        if graph.values[v].role is not Role.KEY and any(n > 1 for n in graph.values[v].shape):
+        value = graph.values[v]
+        if v in read and value.role is not Role.KEY and any(n > 1 for n in value.shape):
             out.setdefault(name(v), []).append(v)
     return list(out.values())
 
