@@ -81,8 +81,8 @@ def test_golden_jit_is_inlined() -> None:
 
     golden = """
     graph: 2 operations, 4 values
-      %0 = input [0]: float32[8,4] argument
-      %1 = input [1]: float32[2,8] argument
+      %0 = input [0]: float32[8,4] frozen
+      %1 = input [1]: float32[2,8] batch
       forward:
         %2: float32[2,4] = dot_general(%1, %0)
         %3: float32[2,4] = tanh(%2)
@@ -125,8 +125,8 @@ def test_golden_while() -> None:
         graph,
         """
     graph: 11 operations, 10 values
-      %0 = input [0]: float32[4,8] argument
-      %1 = input [1]: float32[8,8] argument
+      %0 = input [0]: float32[4,8] batch
+      %1 = input [1]: float32[8,8] frozen
       forward:
         %2: float32[8,8] = loop_const(%1)
         %3: int32[] = loop_carry(lit)

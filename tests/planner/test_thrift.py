@@ -132,12 +132,13 @@ def test_frozen_parameters_beside_the_state_are_not_fed():
     assert paths == ["[1]"]
 
 
-def test_a_step_without_state_is_fed_nothing_that_has_a_price():
+def test_a_step_without_state_is_fed_only_what_is_known_to_be_examples():
     from planner.graph.trace import trace
     from planner.step.feeding import fed_inputs
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 4), (16, 8)))
-    assert fed_inputs(trace(lambda w, x: x @ w, (w, x)).graph) == ()
+    assert fed_inputs(trace(lambda w, x: jnp.sum(w) + jnp.sum(x), (w, x)).graph) == ()
+    assert fed_inputs(trace(lambda w, x: x @ w, (w, x)).graph) == (1,)
 
 
 def small(cost, table, nbytes, limit=np.inf):
