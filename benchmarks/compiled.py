@@ -10,6 +10,7 @@ time and the peak.
     python benchmarks/compiled.py
     python benchmarks/compiled.py --models vit unet --ours
     python benchmarks/compiled.py --confirm
+    python benchmarks/compiled.py --unseen --ours
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import common  # noqa: F401
 from compiled_models import MODELS, Model
+from compiled_unseen import UNSEEN
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +40,7 @@ from planner.errors import RequestError
 from planner.graph.trace import trace
 
 RECORD = Path("build/compiled.jsonl")
+EVERY: dict[str, Callable[[], Model]] = {**MODELS, **UNSEEN}
 Row = dict[str, Any]
 
 
@@ -107,7 +110,7 @@ def table(rows: list[Row]) -> None:
     ).split(", "):
         out.add_column(column)
     ratios = []
-    for name in MODELS:
+    for name in EVERY:
         mine = [r for r in rows if r["model"] == name]
         made = [r for r in mine if r["plan"] not in ("ours", "confirmed") and r["fits"]]
         for row in (r for r in mine if r["plan"] in ("ours", "confirmed") and r["fits"]):
@@ -138,7 +141,8 @@ def table(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=list(EVERY))
+    parser.add_argument("--unseen", action="store_true", help="the models nothing was tuned on")
     parser.add_argument("--ours", action="store_true", help="compile no manual plans")
     parser.add_argument("--confirm", action="store_true", help="plan with confirm='tpu', too")
     parser.add_argument("--record", type=Path, default=RECORD)
@@ -147,8 +151,8 @@ def main() -> None:
     text = args.record.read_text() if args.record.exists() else ""
     rows: list[Row] = [json.loads(line) for line in text.splitlines()]
     known = {(r["model"], r["plan"]) for r in rows}
-    for name in args.models:
-        model = MODELS[name]()
+    for name in args.models or (UNSEEN if args.unseen else MODELS):
+        model = EVERY[name]()
         cluster = parse_cluster(model.cluster)
         jobs: dict[str, Callable[[], Row]] = {"ours": lambda m=model, c=cluster: ours(m, c, False)}
         if args.confirm:

@@ -17,17 +17,14 @@ from planner.search.problem import profile_of
 from planner.space.buffer import Buffer, Port, When, in_pool
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.groups import GroupLink
-from planner.step.analysis import Analysis
 from planner.step.buffers import Lifetimes
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.tiles import padding
+from planner.step.vector_memory import beside_the_core
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
 buffer one place for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
-
-TPU_PACKING = 1.10
-"""The same of XLA:TPU, whose own counters (allocated, alive at once) are further apart."""
 
 
 def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
@@ -73,9 +70,9 @@ def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
     out of memory keeps closer to the order of the trace (``planner.step.memory.schedule``).
     """
     analysis, late = plan.priced.analysis, _scheduled(plan)
-    sizes = _padded(plan, late)
+    sizes = _outside_the_core(plan, late, _padded(plan, late))
     peak, moment = _peak(late.buffers, sizes)
-    peak = _packed(plan.graph, late, sizes, peak, moment, packing_of(analysis))
+    peak = _packed(plan.graph, late, sizes, peak, moment)
     if peak <= limit_bytes:
         return Profile(late, sizes, peak, moment, 2)
     traced = Lifetimes(in_pool(analysis.buffers), tuple(range(len(plan.graph.ops))))
@@ -112,9 +109,14 @@ def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
     return out
 
 
-def packing_of(analysis: Analysis) -> float:
-    """Bytes allocated for temporaries over those alive, of the device's compiler."""
-    return TPU_PACKING if analysis.scheduled.fused_operands else PACKING
+def _outside_the_core(plan: Chosen, late: Lifetimes, sizes: list[float]) -> list[float]:
+    """The bytes of ``sizes`` that are in the device's memory, not in that of its core."""
+    device = plan.priced.analysis.scheduled.device
+    room = 0 if device is None else device.fast_memory_bytes
+    if room <= 0:
+        return sizes
+    inside = beside_the_core(late.buffers, sizes, has_gaps(plan.graph, late), room)
+    return [0.0 if i else size for i, size in zip(inside, sizes, strict=True)]
 
 
 def has_gaps(graph: Graph, late: Lifetimes) -> list[bool]:
@@ -133,14 +135,13 @@ def _packed(
     sizes: Sequence[float],
     peak: float,
     moment: int,
-    packing: float,
 ) -> float:
     """A peak with the gaps between temporaries; arguments and results have none."""
     fixed = 0.0
     for b, gaps, size in zip(late.buffers, has_gaps(graph, late), sizes, strict=True):
         if b.at(moment) and not gaps:
             fixed += size
-    return fixed + packing * (peak - fixed)
+    return fixed + PACKING * (peak - fixed)
 
 
 def _holders(graph: Graph, found: Profile) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ from planner.step.kernels.starts import BITCASTS
 APART = 0.25
 """Of the vector rate, what a convolution of one channel in each group reaches on a TPU."""
 LOOKUPS = ("gather", "scatter")
+MOST_SPREAD = 2**27
+"""Bytes in tiles up to which XLA:TPU (libtpu 0.0.42) adds rows to a table with rows along lanes."""
 TF32_PASSES = 3
 """Precision that GPUs still reach with TF32: XLA:GPU uses it for ``Precision.HIGH``, not for
 ``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
@@ -103,12 +105,12 @@ class Workload:
         group, work = found
         if op.kind in PRODUCTS or op.kernel in KERNELS or work.most:
             self.products[group].append(work)
-            return (work,)
+            return work, *self.spread(op, group)
         total = self.sums[group].setdefault((work.classes[0], work.dtype), [0.0, 0.0, 0.0])
         total[0] += work.flops
         total[1] += work.nbytes
         total[2] += work.kernels
-        return (work,)
+        return work, *self.spread(op, group)
 
     def region(self, op: Op) -> tuple[Work, ...]:
         """Count what each device does in a ``shard_map``, which nothing splits further."""
@@ -185,6 +187,25 @@ class Workload:
             moved = ((weight * nbytes, (0, 1)),)
             return group, Work(classes, flops, moved, dtype, "vector", kernels, most=most)
         return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
+
+    def spread(self, op: Op, group: int) -> tuple[Work, ...]:
+        """What rows of few numbers cost that are added to a table: XLA:TPU fills it in tiles of 128
+        lanes, then copies it, where that is more than fits beside the core and at most
+        ``MOST_SPREAD`` (docs/explanation/compute.md). Cutting rows saves nothing of it."""
+        device, entry = self.device, self.groups.op_layouts[op.index]
+        if entry is None or device is None or not op.kind.startswith("scatter"):
+            return ()
+        table = self.graph.values[op.outputs[0]]
+        if len(table.shape) != 2 or table.shape[1] >= device.tile_lanes:
+            return ()
+        nbytes = table.shape[0] * device.tile_lanes * device.lane_bytes
+        if not device.fast_memory_bytes < nbytes <= MOST_SPREAD or not device.fast_memory_bytes:
+            return ()
+        row = frozenset(f for f in entry[2][0][:1] if f >= 0)
+        moved = ((2.0 * self.graph.regions[op.region].weight * nbytes, (0,)),)
+        extra = Work((row,), 0.0, moved, table.dtype, "vector", 0.0)
+        self.products[group].append(extra)
+        return (extra,)
 
     def _row(
         self, op: Op, ins: Sequence[Layout], outs: Sequence[Layout]

@@ -325,9 +325,20 @@ class _Writing:
                 self.reads[s].append(at)
 
     def _worth(self, value: int, found: dict[int, int]) -> bool:
-        """Whether writing a value once moves fewer bytes than computing it in every reader."""
+        """Whether writing a value once moves fewer bytes than computing it in every reader. What
+        is narrowed is written by the product that makes its source, which is not read for it."""
         k, own, theirs = self.readers[value], self.nbytes[value], sum(found.values())
-        return k * theirs > theirs + own + k * own
+        narrowed = own < self.graph.values[value].nbytes
+        here = [n for s, n in found.items() if narrowed and self._multiplied(s, value)]
+        return k * theirs > theirs - max(here, default=0) + own + k * own
+
+    def _multiplied(self, source: int, value: int) -> bool:
+        """Whether a product makes ``source``, in the loop in which ``value`` is made."""
+        graph = self.graph
+        maker, made = graph.values[source].op, graph.ops[graph.values[value].op]
+        if maker < 0 or graph.ops[maker].kind not in PRODUCTS:
+            return False
+        return graph.ops[maker].region == made.region
 
 
 _CLOSES = frozenset({"loop_back"})
