@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels import Cluster
-from planner.cost.peak import PACKING, Profile, has_gaps
+from planner.cost.peak import Profile, has_gaps, packing_of
 from planner.graph.ir import PRODUCTS, Role
 from planner.html.timeline import Bar, Timeline, timeline
 from planner.plan.extract import Extraction, Sent
@@ -213,8 +213,9 @@ def _lane(
 def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> MemoryCurve:
     graph, rows = plan.graph, found.held.buffers
     gaps = has_gaps(graph, found.held) if found.places == 2 else [False] * len(rows)
+    packing = packing_of(plan.priced.analysis)
     sizes = np.asarray(
-        [n * (PACKING if gap else 1.0) for n, gap in zip(found.nbytes, gaps, strict=True)]
+        [n * (packing if gap else 1.0) for n, gap in zip(found.nbytes, gaps, strict=True)]
     )
     category = np.asarray(_categories(plan, found), np.int64)
     first = np.asarray([b.start for b in rows], np.int64)

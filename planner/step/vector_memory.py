@@ -17,6 +17,10 @@ SHARE = 1 / 3
 """How much of that memory lowers the peak; operands that are copied in ahead take the rest
 (XLA:TPU, libtpu 0.0.42: thirteen modules, between none and 0.8)."""
 
+LIFE = 0.1
+"""Of all moments of a step, how many such a value lives at most: what lives longer is written out
+even where there is room (dumps of the same modules)."""
+
 
 def beside_the_core(
     buffers: Sequence[Buffer], sizes: Sequence[float], free: Sequence[bool], room: float
@@ -34,10 +38,12 @@ def beside_the_core(
     out = [False] * len(buffers)
     if room <= 0 or not buffers:
         return out
-    left = np.full(max(b.end for b in buffers) + 1, SHARE * room)
+    last = max(b.end for b in buffers)
+    left = np.full(last + 1, SHARE * room)
+    lives = [b.end - b.start for b in buffers]
     order = sorted(
-        (k for k in range(len(buffers)) if free[k] and sizes[k] <= SHARE * room),
-        key=lambda k: (buffers[k].end - buffers[k].start, -sizes[k], k),
+        (k for k, n in enumerate(lives) if free[k] and n <= LIFE * last),
+        key=lambda k: (lives[k], -sizes[k], k),
     )
     for k in order:
         life = left[buffers[k].start : max(buffers[k].end, buffers[k].start + 1)]
