@@ -129,3 +129,25 @@ def test_rows_of_few_numbers_are_added_up_in_tiles() -> None:
     assert spread(100_000, 4) == spread(300_000, 4) == spread(200_000, 128) == 0
     assert 300_000 * 512 > MOST_SPREAD > 200_000 * 512
     assert spread(200_000, 4, "h100:8") == spread(200_000, 4, "v4:2x2x1") == 0
+
+
+def test_the_gradient_at_labels_takes_no_tiles() -> None:
+    """A scatter of one number a row is compiled as a comparison."""
+
+    def step(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        def picked(x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.take_along_axis(x, labels[:, None], axis=1))
+
+        return logits - jax.grad(picked)(logits)
+
+    rows = 200_000
+    args = (
+        jax.ShapeDtypeStruct((rows, 10), jnp.float32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    traced = trace(step, args)
+    groups = build_groups(traced.graph, traced.rules)
+    device = parse_cluster("v6e:2x2").device
+    found = analyse(traced.graph, traced.rules, groups, (False,) * 2, device)
+    assert any(op.kind.startswith("scatter") for op in traced.graph.ops)
+    assert all(w.nbytes < rows * 512 for f in found.facts for w in f.work)

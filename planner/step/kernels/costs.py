@@ -22,6 +22,7 @@ from planner.step.kernels.absorbed import ProductKernel
 from planner.step.kernels.flops import in_place, masked_operands, op_flops, ragged_groups
 from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
+from planner.step.memory.materialized import selects
 
 APART = 0.25
 """Of the vector rate, what a convolution of one channel in each group reaches on a TPU."""
@@ -191,9 +192,11 @@ class Workload:
     def spread(self, op: Op, group: int) -> tuple[Work, ...]:
         """What rows of few numbers cost that are added to a table: XLA:TPU fills it in tiles of 128
         lanes, then copies it, where that is more than fits beside the core and at most
-        ``MOST_SPREAD`` (docs/explanation/compute.md). Cutting rows saves nothing of it."""
+        ``MOST_SPREAD`` (docs/explanation/compute.md). Splitting columns saves nothing of it."""
         device, entry = self.device, self.groups.op_layouts[op.index]
         if entry is None or device is None or not op.kind.startswith("scatter"):
+            return ()
+        if selects(self.graph, op):  # a comparison, as compiled
             return ()
         table = self.graph.values[op.outputs[0]]
         if len(table.shape) != 2 or table.shape[1] >= device.tile_lanes:

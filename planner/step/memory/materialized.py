@@ -131,7 +131,7 @@ class _Writing:
         self.light = [
             (op.kind in _LIGHT and not (fused_operands and _apart(graph, op)))
             or (fusable[op.index] and not writes(op) and not graph.changes_memory(op))
-            or (fused_operands and _selects(graph, op))
+            or (fused_operands and selects(graph, op))
             for op in graph.ops
         ]
         heavy = [
@@ -166,7 +166,7 @@ class _Writing:
             if not self.live[op.index] or writes(op):
                 continue
             if self.light[op.index]:
-                if _selects(self.graph, op) or not selected.isdisjoint(op.inputs):
+                if selects(self.graph, op) or not selected.isdisjoint(op.inputs):
                     selected.update(op.outputs)
                 if fused_operands and op.kind == "reshape" and self._repeats(op.inputs[0]):
                     forced[op.inputs[0]] = True
@@ -351,7 +351,7 @@ def writes(op: Op) -> bool:
     return reduces or op.kind in WRITERS
 
 
-def _selects(graph: Graph, op: Op) -> bool:
+def selects(graph: Graph, op: Op) -> bool:
     """Whether a scatter writes one element of each row of an array of one value, as the gradient of
     a label's logit is made: XLA:TPU compares a counter with the index instead."""
     if not op.kind.startswith("scatter") or SCALAR in op.inputs[1:] or len(op.inputs) != 3:
