@@ -142,7 +142,7 @@ def table(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=list(EVERY))
-    parser.add_argument("--unseen", action="store_true", help="the models nothing was tuned on")
+    parser.add_argument("--unseen", action="store_true", help="the second set of models")
     parser.add_argument("--ours", action="store_true", help="compile no manual plans")
     parser.add_argument("--confirm", action="store_true", help="plan with confirm='tpu', too")
     parser.add_argument("--record", type=Path, default=RECORD)

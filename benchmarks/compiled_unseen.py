@@ -2,7 +2,8 @@
 
 Declared like those of ``compiled_models.py``: a name for every dimension of a parameter, and a
 manual plan says per name which mesh axes split it. Seven are in
-``compiled_unseen_more.py``; ``UNSEEN`` has all.
+``compiled_unseen_more.py``; ``UNSEEN`` has all. They were written before any was compiled; what was
+mended with them in view since is said beside their figures (docs/explanation/measurements.md).
 """
 
 from __future__ import annotations

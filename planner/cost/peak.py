@@ -21,14 +21,13 @@ from planner.step.analysis import Analysis
 from planner.step.buffers import Lifetimes
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.tiles import padding
-from planner.step.vector_memory import beside_the_core
 
 PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
 buffer one place for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
 
 TPU_PACKING = 1.10
-"""The same of XLA:TPU, of which less is known: 17 of 21 steps need no more than predicted so."""
+"""The same of XLA:TPU, of which less is known: 18 of 21 steps need no more than predicted so."""
 
 
 def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
@@ -74,7 +73,7 @@ def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
     out of memory keeps closer to the order of the trace (``planner.step.memory.schedule``).
     """
     analysis, late = plan.priced.analysis, _scheduled(plan)
-    sizes = _outside_the_core(plan, late, _padded(plan, late))
+    sizes = _padded(plan, late)
     peak, moment = _peak(late.buffers, sizes)
     peak = _packed(plan.graph, late, sizes, peak, moment, packing_of(analysis))
     if peak <= limit_bytes:
@@ -111,16 +110,6 @@ def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
         local = spec.local_shape(graph.values[b.value].shape, plan.priced.mesh)
         out.append(nbytes * padding(local, tile, lanes.get(b.value, ())))
     return out
-
-
-def _outside_the_core(plan: Chosen, late: Lifetimes, sizes: list[float]) -> list[float]:
-    """The bytes of ``sizes`` that are in the device's memory, not in that of its core."""
-    device = plan.priced.analysis.scheduled.device
-    room = 0 if device is None else device.fast_memory_bytes
-    if room <= 0:
-        return sizes
-    inside = beside_the_core(late.buffers, sizes, has_gaps(plan.graph, late), room)
-    return [0.0 if i else size for i, size in zip(inside, sizes, strict=True)]
 
 
 def packing_of(analysis: Analysis) -> float:

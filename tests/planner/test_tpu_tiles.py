@@ -1,4 +1,4 @@
-"""What a TPU keeps beside its core: what is not counted, what is narrowed, tables in tiles."""
+"""What XLA:TPU writes beside its products and tables: narrowed operands, rows in tiles."""
 
 from __future__ import annotations
 
@@ -8,74 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from costmodels import parse_cluster
-from planner import make_plan
 from planner.graph.trace import trace
-from planner.space.buffer import Buffer, Port
 from planner.space.groups import build_groups
 from planner.step.analysis import analyse
 from planner.step.kernels.costs import MOST_SPREAD
 from planner.step.memory.materialized import written
-from planner.step.vector_memory import LIFE, SHARE, beside_the_core
-
-
-def buffer(start: int, end: int) -> Buffer:
-    return Buffer(0, start, end, 0.0, (), Port.USE)
-
-
-lives = st.tuples(st.integers(0, 12), st.integers(1, 16), st.integers(1, 40), st.booleans())
-STEP = buffer(0, 100)
-"""Something that is there all the step."""
-
-
-@given(st.lists(lives, max_size=12), st.integers(0, 120))
-def test_the_core_holds_no_more_than_it_has_and_nothing_fits_beside_it(
-    drawn: list[tuple[int, int, int, bool]], room: int
-) -> None:
-    rows = [STEP, *(buffer(start, start + length) for start, length, _, _ in drawn)]
-    sizes, free = [1.0, *(float(d[2]) for d in drawn)], [True, *(d[3] for d in drawn)]
-    inside = beside_the_core(rows, sizes, free, room)
-    held = [
-        sum(n for b, n, i in zip(rows, sizes, inside, strict=True) if i and b.at(t))
-        for t in range(28)
-    ]
-    assert max(held) <= SHARE * room + 1e-9
-    for b, n, may, i in zip(rows, sizes, free, inside, strict=True):
-        may = may and b.end - b.start <= LIFE * STEP.end
-        assert may or not i
-        if may and not i:  # at some moment of its life there is no room left for it
-            assert max(held[b.start : b.end]) + n > SHARE * room
-
-
-def test_short_lives_go_first() -> None:
-    rows = [STEP, buffer(0, 9), buffer(2, 4), buffer(3, 5)]
-    sizes, free = [10.0] * 4, [True] * 4
-    assert beside_the_core(rows, sizes, free, 20 / SHARE) == [False, False, True, True]
-    assert beside_the_core(rows, sizes, free, 30 / SHARE) == [False, True, True, True]
-
-
-def test_a_peak_is_lower_by_what_the_core_holds() -> None:
-    """No more than a share of the core's memory, and nothing on a device without one."""
-
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        for _ in range(12):
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x)
-
-    def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        return w - 0.1 * jax.grad(loss)(w, x)
-
-    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (8192, 512))]
-    full, none = (
-        make_plan(step, *args, cluster=c, donate_argnums=0).prediction.peak_bytes
-        for c in ("v5e:1x1", "v4:1x1x1")
-    )
-    room = SHARE * parse_cluster("v5e:1x1").device.fast_memory_bytes
-    assert parse_cluster("v4:1x1x1").device.fast_memory_bytes == 0
-    assert none - 1.1 * room <= full < none - 0.2 * room
 
 
 def kept(function: Callable[..., Any], *args: Any) -> dict[str, list[tuple[bool, int]]]:
