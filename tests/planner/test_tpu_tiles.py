@@ -47,6 +47,17 @@ def test_what_two_products_read_is_narrowed_by_the_product_that_makes_its_source
     assert found["dot_general"][0][0]
 
 
+def test_a_mask_is_compared_again() -> None:
+    """It has a byte per element and is not what a product takes in: compiled, it is not written."""
+
+    def step(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
+        h = x @ w
+        return jnp.where(h > 0, y, 0.0) @ w, jnp.sum(h)
+
+    square = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    assert kept(step, square, square, square)["gt"] == [(False, 256 * 256)]
+
+
 def spread(rows: int, width: int, device: str = "v6e:2x2") -> float:
     """Bytes that are moved for tiles of a table's gradient, per device that has all rows."""
 
