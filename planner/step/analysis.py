@@ -80,6 +80,7 @@ class Scheduled:
             found.without(self.inside),
             live,
             self.donated,
+            self.tile,
             moves=moves,
             chosen=self.chosen,
             inside=inside,

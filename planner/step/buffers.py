@@ -64,7 +64,8 @@ def find_buffers(
         found: what is written, and when it is read.
         live: per operation, whether its results are used.
         donated: per input, whether results may take its memory.
-        tile: rows and lanes that the two minor dimensions of a whole array are padded to.
+        tile: rows and lanes that the two minor dimensions of an array are padded to; of a whole
+            array, here, where no plan is known.
         moves: whether the layouts at the ends of a link differ, where a plan is known.
         chosen: by decision, the values that have a choice.
         inside: gradients that are nowhere written (``step.memory.updates``).
@@ -107,7 +108,8 @@ class _Finding:
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
         self.tile, self.moves, self.inside = tile, moves, inside
-        self.lanes = {} if tile == (1, 1) else image_lanes(graph, groups.op_layouts, groups.fuses)
+        padded = moves is None and tile != (1, 1)
+        self.lanes = image_lanes(graph, groups.op_layouts, groups.fuses) if padded else {}
         self.begin, self.stop = extents(graph, found.time)
         self.entered = loops_entered(graph, live)
         self.buffers: list[Buffer] = []
@@ -136,11 +138,9 @@ class _Finding:
         if end <= start or (known.host and pool is Memory.DEVICE):
             return
         scale = 1 if self.moves is None else 2
-        nbytes = (
-            share
-            * self.found.nbytes[value]
-            * padding(known.shape, self.tile, self.lanes.get(value, ())[:1])
-        )
+        nbytes = share * self.found.nbytes[value]
+        if self.moves is None:
+            nbytes *= padding(known.shape, self.tile, self.lanes.get(value, ())[:1])
         first, last = int(scale * start), int(scale * end)
         found = Buffer(group, first, last, nbytes, layout, port, when, pool, value)
         self.buffers.append(found)
@@ -149,7 +149,7 @@ class _Finding:
         self.operands()
         products = self.products()
         self.turned()
-        for extra in workspaces(self.graph, self.groups, self.found, self.live):
+        for extra in workspaces(self.graph, self.groups, self.found, self.live, self.tile):
             kind = self.groups.groups[extra.group].kind
             side = Port.STORE if extra.stored and kind == "input" else Port.USE
             moments = (extra.group, extra.first, extra.last)

@@ -29,6 +29,8 @@ APART = 0.25
 LOOKUPS = ("gather", "scatter")
 MOST_SPREAD = 2**27
 """Bytes in tiles up to which XLA:TPU (libtpu 0.0.42) adds rows to a table with rows along lanes."""
+BESIDE = 0.75
+"""Bytes that copying a table beside the core takes as long as, over those of its tiles."""
 TF32_PASSES = 3
 """Precision that GPUs still reach with TF32: XLA:GPU uses it for ``Precision.HIGH``, not for
 ``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
@@ -190,23 +192,32 @@ class Workload:
         return group, Work((factors,), flops, traffic, dtype, "vector", kernels)
 
     def spread(self, op: Op, group: int) -> tuple[Work, ...]:
-        """What rows of few numbers cost that are added to a table: XLA:TPU fills it in tiles of 128
-        lanes, then copies it, where that is more than fits beside the core and at most
-        ``MOST_SPREAD`` (docs/explanation/compute.md). Splitting columns saves nothing of it."""
+        """What tables of few columns cost besides, whose rows XLA:TPU lays out 128 lanes wide to
+        look them up or to add to them (docs/explanation/compute.md). Splitting columns saves
+        nothing of it.
+
+        Adding fills the table so, then copies it, where that is more than fits beside the core and
+        at most ``MOST_SPREAD``. Looking up copies it first, of a larger table at most as much.
+        """
         device, entry = self.device, self.groups.op_layouts[op.index]
-        if entry is None or device is None or not op.kind.startswith("scatter"):
+        adds, finds = op.kind.startswith("scatter"), op.kind == "gather"
+        if entry is None or device is None or not device.fast_memory_bytes or not (adds or finds):
             return ()
-        if selects(self.graph, op):  # a comparison, as compiled
+        if adds and selects(self.graph, op):  # a comparison, as compiled
             return ()
-        table = self.graph.values[op.outputs[0]]
-        if len(table.shape) != 2 or table.shape[1] >= device.tile_lanes:
+        value = op.outputs[0] if adds else op.inputs[0]
+        shape = () if value == SCALAR else self.graph.values[value].shape
+        if len(shape) != 2 or shape[1] >= device.tile_lanes:
             return ()
-        nbytes = table.shape[0] * device.tile_lanes * device.lane_bytes
-        if not device.fast_memory_bytes < nbytes <= MOST_SPREAD or not device.fast_memory_bytes:
+        nbytes = float(shape[0] * device.tile_lanes * device.lane_bytes)
+        beside = nbytes <= device.fast_memory_bytes
+        if adds and (beside or nbytes > MOST_SPREAD):
             return ()
-        row = frozenset(f for f in entry[2][0][:1] if f >= 0)
-        moved = ((2.0 * self.graph.regions[op.region].weight * nbytes, (0,)),)
-        extra = Work((row,), 0.0, moved, table.dtype, "vector", 0.0)
+        layout = entry[2][0] if adds else entry[1][0]
+        row = frozenset(f for f in layout[:1] if f >= 0)
+        nbytes = min(nbytes, MOST_SPREAD) * (BESIDE if beside else 2.0)
+        moved = ((self.graph.regions[op.region].weight * nbytes, (0,)),)
+        extra = Work((row,), 0.0, moved, self.graph.values[value].dtype, "vector", 0.0)
         self.products[group].append(extra)
         return (extra,)
 

@@ -6,7 +6,13 @@ have no more (https://openxla.org/xla/tiled_layout).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from planner.graph.ir import SCALAR, Graph, Op
+from planner.space.factors import Layout
+
+COPIED = 1.25
+"""Padding over that of the best layout from which on a product reads, or makes, a copy."""
 
 
 def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] = ()) -> float:
@@ -48,3 +54,26 @@ def rows_used(shape: tuple[int, ...], tile: tuple[int, int]) -> float:
                 key = (waste, i < last or j < last, -short / rows)
                 best = key if best is None or key < best else best
     return 1.0 if best is None else -best[2]
+
+
+def copied(
+    graph: Graph, op: Op, layouts: Sequence[Layout], tile: tuple[int, int]
+) -> Iterator[tuple[int, float, float]]:
+    """The operands and results of a product that it copies, by their place (operands first), with
+    their padding in the product and in the best layout.
+
+    XLA:TPU (libtpu 0.0.42) lays no batch dimension of a product into tiles. Where the other
+    dimensions are small, an array lies best with its batch along the lanes: it is copied before and
+    after (docs/explanation/memory.md). ``layouts``: of the operands and of the result.
+    """
+    if op.kind != "dot_general" or tile == (1, 1):
+        return
+    batch = set(layouts[0]).intersection(*layouts[1:]) - {-1}
+    values = (*op.inputs, *op.outputs)
+    for place, (value, layout) in enumerate(zip(values, layouts, strict=True)):
+        shape = () if value == SCALAR else graph.values[value].shape
+        within = [n for n, f in zip(shape, layout, strict=False) if f not in batch]
+        if batch and len(within) > 1:
+            there, best = padding(tuple(within), tile), padding(shape, tile)
+            if there > COPIED * best:
+                yield place, there, best

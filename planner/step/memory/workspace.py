@@ -11,6 +11,7 @@ from planner.space.factors import Layout
 from planner.space.groups import Groups
 from planner.step.kernels.flops import masked_operands, ragged_groups
 from planner.step.memory.materialized import FOLDED, Written, extents
+from planner.step.memory.tiles import copied
 
 
 class Extra(NamedTuple):
@@ -27,14 +28,16 @@ class Extra(NamedTuple):
 
 
 def workspaces(
-    graph: Graph, groups: Groups, found: Written, live: Sequence[bool]
+    graph: Graph, groups: Groups, found: Written, live: Sequence[bool], tile: tuple[int, int]
 ) -> Iterator[Extra]:
-    """Of all operations, as the compiler allocates them whose kernels are ``found``."""
+    """Of all operations, as the compiler allocates them whose kernels are ``found``; ``tile``: rows
+    and lanes."""
     if found.merges:
         yield from _uneven(graph, groups, found, live)
         yield from _masked(graph, groups, found, live)
     else:
         yield from _narrowed(graph, groups, found, live)
+        yield from _copied(graph, groups, found, live, tile)
     yield from _regions(graph, groups, found, live)
 
 
@@ -84,6 +87,22 @@ def _narrowed(
         home = groups.home[value]
         if home is not None:
             yield Extra(home[0], first, last, value, home[1], 0.5, stored=True)
+
+
+def _copied(
+    graph: Graph, groups: Groups, found: Written, live: Sequence[bool], tile: tuple[int, int]
+) -> Iterator[Extra]:
+    """What products of many small matrices copy: operands lie twice, results padded."""
+    for op in graph.ops:
+        entry = groups.op_layouts[op.index]
+        if entry is None or not live[op.index]:
+            continue
+        at, layouts = found.time[op.index], (*entry[1], *entry[2])
+        for place, there, best in copied(graph, op, layouts, tile):
+            value = (*op.inputs, *op.outputs)[place]
+            if found.kept[value]:
+                share = there / best - (place >= len(op.inputs))
+                yield Extra(entry[0], at, at + 1, value, layouts[place], share)
 
 
 def _uneven(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) -> Iterator[Extra]:
