@@ -47,7 +47,7 @@ from planner.microbatch.algebra import (
 )
 from planner.microbatch.errors import CoupledError
 from planner.microbatch.pairs import Node, Number, Pair, equations, equations_in, pair
-from planner.microbatch.refusals import by_number, coupled, refused
+from planner.microbatch.refusals import by_number, coupled, of_some, refused
 from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
@@ -199,11 +199,7 @@ class _Classifier:
             shape = compat.aval_shape(pair.avals[o][0])
             for d in pair.scaled(o):
                 if shape[d] % self.examples and (self.exact or node.name in PARTS):
-                    raise refused(
-                        node,
-                        f"makes groups of several examples: {shape[d]} of {self.examples}; to keep "
-                        "them together, pass each group as one example, in a dimension of its own",
-                    )
+                    raise refused(node, of_some(node, shape[d], self.examples))
         if node.name == BARRIER and len(set(ins)) == 1 and len(ins) == len(node.outs):
             return ins  # each operand is a result
         structured = node.name in LOOPS | {"cond"} or stays_whole(node.whole)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import numpy as np
+
 from planner import compat
 from planner.microbatch.errors import CoupledError, NotExactError
 from planner.microbatch.pairs import Node, Number, Pair
@@ -14,6 +16,8 @@ WRITES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split(
 """Operations that write rows to an array."""
 INDEXED = WRITES | {"gather", "dynamic_slice"}
 """Operations that select rows by their numbers."""
+TAKES, COUNTS = frozenset({"slice", "dynamic_slice"}), frozenset({"iota"})
+"""Operations that take some of the examples, and that number them."""
 
 
 def by_number(pair: Pair, node: Node, fed: Set[int]) -> bool:
@@ -33,9 +37,30 @@ def coupled(node: Node, why: str) -> CoupledError:
     helps = "write the loss as a sum or mean over examples" if mixes else ""
     if node.name in WRITES:
         helps = "write what examples make to a table or queue behind the step, from its results"
+    elif why.startswith("computes") and _counts(node):
+        helps = "do not select other examples of the batch by their numbers"
     elif node.name == "sort":
         helps = "order or shuffle the examples before the step"
     return CoupledError(node.line or node.name, _place(node, why), helps)
+
+
+def of_some(node: Node, size: int, examples: int) -> str:
+    """What an operation makes that has another size than the examples, and what would help."""
+    if size < examples and node.name in TAKES | COUNTS:
+        what = "takes" if node.name in TAKES else "counts"
+        return (
+            f"{what} {size} of {examples} examples; give each example a weight in the batch, 0 for "
+            "those that do not count"
+        )
+    return (
+        f"makes groups of several examples: {size} of {examples}; to keep them together, pass each "
+        "group as one example, in a dimension of its own"
+    )
+
+
+def _counts(node: Node) -> bool:
+    """Whether an operation computes with whole numbers."""
+    return all(np.dtype(v.aval.dtype).kind in "iu" for v in node.whole.outvars)
 
 
 def refused(node: Node, why: str) -> NotExactError:

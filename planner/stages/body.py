@@ -76,7 +76,13 @@ def body_of(call: Call) -> Body:
     for carry, out in zip(carries, flat.outputs, strict=False):
         add = makers.get(out) if isinstance(out, int) else None
         if add is None or add.kind != "add" or carry not in add.ins:
-            raise refused("a value comes from the last microbatch alone")
+            line = f"{add.place.line}: " if add is not None and add.place else ""
+            what = "an input" if add is None else f"a result of {add.kind}"
+            raise refused(
+                f"{line}{what} is returned that is no sum over examples. Compute what does not "
+                "depend on the batch outside of the layers: split random keys before a loop over "
+                "layers, which takes them as xs"
+            )
         adds.add(id(add))
         added = add.ins[1] if add.ins[0] == carry else add.ins[0]
         wider = makers.get(added) if isinstance(added, int) else None

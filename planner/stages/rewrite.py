@@ -22,6 +22,9 @@ from planner.stages.parts import parts_of
 from planner.stages.passed import passed_along
 from planner.stages.ticks import Pipeline
 
+UNEQUAL = 'With schedule="1f1b" each stage is a program of its own, and need not be equal to others'
+"""What helps where one program for all stages can't be made."""
+
 
 def staged(
     function: Callable[..., Any], traced: Traced, args: Sequence[Any], parts: int, count: int
@@ -57,8 +60,11 @@ def staged(
             step, what = made(trace(with_call(flat, at, loop, traced), args), args)
             return step, f"{what}; {left} more behind the last"
         body = body_of(flat.calls[at])
-        chain = _chain(body, count)
-        rest = parts_of(body, chain)
+        try:
+            chain = _chain(body, count)
+            rest = parts_of(body, chain)
+        except NoStagesError as error:
+            raise NoStagesError(f"{error}. {UNEQUAL}") from None
         pipeline = Pipeline(body, passed_along(body, chain, rest), rest, count, parts)
         return with_call(flat, at, pipeline.run, traced), chain.what
 

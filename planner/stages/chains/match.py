@@ -14,6 +14,9 @@ from planner.graph.jaxpr.places import user_line
 from planner.rules.key import EqnKey
 from planner.stages.errors import refused
 
+STARTS = 8
+"""Calls like the first of a stage at which laying it out may begin."""
+
 
 class Keys:
     """Numbers of calls, equal where the operations are."""
@@ -57,15 +60,38 @@ class Zero:
 
 def laid(
     match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Keys, first: bool
-) -> list[Call]:
+) -> tuple[Match, list[Call]]:
     """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare. Where a
     cotangent is added up from stage to stage, the ``first`` one has nothing to add to.
 
+    What stands before a stage may look like its first call, as a projection in front of equal
+    layers does: then it begins at a later one (``STARTS``).
+
     Returns:
-        The calls of the pattern that have no counterpart.
+        ``match`` with them, and the calls of the pattern that have no counterpart: the fewest.
     """
+    tries: list[tuple[Match, list[Call]]] = []
+    begins = [k for k, c in enumerate(calls) if pattern and keys.of(c) == keys.of(pattern[0])]
+    for begin in [0, *begins[1:STARTS]]:
+        one = Match(dict(match.names), dict(match.outer))
+        tries.append((one, _laid(one, pattern, calls, keys, first, begin)))
+        if not tries[-1][1]:
+            break
+    return min(tries, key=lambda found: len(found[1]))
+
+
+def _laid(
+    match: Match,
+    pattern: Sequence[Call],
+    calls: Sequence[Call],
+    keys: Keys,
+    first: bool,
+    begin: int,
+) -> list[Call]:
+    """The same from one call on."""
     inside = {v for c in pattern for v in c.outs} | match.names.keys()
-    missing, begin = [], 0
+    match.spare += calls[:begin]
+    missing = []
     for one in pattern:
         key = keys.of(one)
         found = next(
@@ -115,11 +141,11 @@ def all_laid(
     """
     pattern = list(groups[like])
     while True:
-        out = [Match(dict(m.names), dict(m.outer)) for m in matches]
-        missing = [
+        both = [
             laid(m, pattern, calls, keys, s == first)
-            for s, (m, calls) in enumerate(zip(out, groups, strict=True))
+            for s, (m, calls) in enumerate(zip(matches, groups, strict=True))
         ]
+        out, missing = [m for m, _ in both], [calls for _, calls in both]
         lacking = next((s for s, m in enumerate(missing) if m), None)
         if lacking is None:
             return out, pattern

@@ -1,0 +1,51 @@
+"""Stages of layers of few operations, beside operations that look like theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from executor import parallelize
+
+LAYERS: dict[str, Callable[[jax.Array, dict[str, jax.Array]], jax.Array]] = {
+    "residual": lambda x, w: x + jnp.tanh(x @ w["w"]),
+    "residual with bias": lambda x, w: x + jnp.tanh(x @ w["w"] + w["b"]),
+    "plain": lambda x, w: jnp.tanh(x @ w["w"] + w["b"]),
+}
+PLACES = {"before": ("in",), "before and after": ("in", "out")}
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(("count", "stages"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("around", PLACES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_equal_to_the_plain_step(layer: str, around: str, count: int, stages: int) -> None:
+    """A projection of the layers' shape is not taken for the first product of a layer."""
+    keys = jax.random.split(jax.random.key(0), count + 4)
+
+    def normal(key: jax.Array, *shape: int) -> jax.Array:
+        return 0.3 * jax.random.normal(key, shape)
+
+    w: Any = {"layers": [{"w": normal(k, 16, 16), "b": normal(k, 16)} for k in keys[:count]]}
+    w |= {name: normal(k, 16, 16) for name, k in zip(PLACES[around], keys[count:], strict=False)}
+    batch = {"x": normal(keys[-1], 32, 16), "y": normal(keys[-2], 32, 16)}
+
+    def step(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> jax.Array:
+            x = batch["x"] @ w["in"]
+            for one in w["layers"]:
+                x = LAYERS[layer](x, one)
+            x = x @ w["out"] if "out" in w else x
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, g), value
+
+    found = parallelize(step, microbatches=4, stages=stages)(w, batch)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(w, batch)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
