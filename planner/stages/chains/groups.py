@@ -91,7 +91,7 @@ class _Grouping:
         there, pattern = all_laid([Match() for _ in ahead], self.like, ahead, self.keys)
         forward = self._task(pattern, there, None)
         back = self._backward(there, forward, of_reader)
-        here, pattern_back = all_laid(there, self.like, back, self.keys, self.count - 1)
+        here, pattern_back = all_laid(there, self.like, back, self.keys, self.count - 1, 0)
         if not pattern_back:
             raise refused("its layers have no backward pass")
         backward = self._task(pattern_back, here, forward)

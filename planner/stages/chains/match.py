@@ -59,10 +59,16 @@ class Zero:
 
 
 def laid(
-    match: Match, pattern: Sequence[Call], calls: Sequence[Call], keys: Keys, first: bool
+    match: Match,
+    pattern: Sequence[Call],
+    calls: Sequence[Call],
+    keys: Keys,
+    first: bool = False,
+    last: bool = False,
 ) -> tuple[Match, list[Call]]:
     """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare. Where a
-    cotangent is added up from stage to stage, the ``first`` one has nothing to add to.
+    cotangent is added up from stage to stage, the ``first`` one has nothing to add to. What the
+    ``last`` one would hand on nobody reads: it need not be among its calls.
 
     What stands before a stage may look like its first call, as a projection in front of equal
     layers does: then it begins at a later one (``STARTS``).
@@ -74,7 +80,7 @@ def laid(
     begins = [k for k, c in enumerate(calls) if pattern and keys.of(c) == keys.of(pattern[0])]
     for begin in [0, *begins[1:STARTS]]:
         one = Match(dict(match.names), dict(match.outer))
-        tries.append((one, _laid(one, pattern, calls, keys, first, begin)))
+        tries.append((one, _laid(one, pattern, calls, keys, begin, first, last)))
         if not tries[-1][1]:
             break
     return min(tries, key=lambda found: len(found[1]))
@@ -85,8 +91,9 @@ def _laid(
     pattern: Sequence[Call],
     calls: Sequence[Call],
     keys: Keys,
-    first: bool,
     begin: int,
+    first: bool,
+    last: bool,
 ) -> list[Call]:
     """The same from one call on."""
     inside = {v for c in pattern for v in c.outs} | match.names.keys()
@@ -103,7 +110,7 @@ def _laid(
             None,
         )
         if found is None:
-            if not (first and _begins(match, one, inside)):
+            if not (first and _begins(match, one, inside)) and not (last and _ends(match, one)):
                 missing.append(one)
             continue
         match.spare += calls[begin:found]
@@ -123,6 +130,7 @@ def all_laid(
     groups: Sequence[Sequence[Call]],
     keys: Keys,
     first: int | None = None,
+    last: int | None = None,
 ) -> tuple[list[Match], list[Call]]:
     """All stages laid on one of them.
 
@@ -132,6 +140,7 @@ def all_laid(
         groups: the calls of each stage.
         keys: which operations are equal.
         first: the stage that begins, if what it adds up may begin there.
+        last: the stage that ends, if it may lack what it would hand on.
 
     Returns:
         The matches, and the pattern. Of two stages, it is what both have.
@@ -142,7 +151,7 @@ def all_laid(
     pattern = list(groups[like])
     while True:
         both = [
-            laid(m, pattern, calls, keys, s == first)
+            laid(m, pattern, calls, keys, s == first, s == last)
             for s, (m, calls) in enumerate(zip(matches, groups, strict=True))
         ]
         out, missing = [m for m, _ in both], [calls for _, calls in both]
@@ -168,6 +177,16 @@ def _begins(match: Match, one: Call, inside: set[int]) -> bool:
     aval = one.eqn.outvars[0].aval
     match.outer[new[0]] = Zero(np.zeros(compat.aval_shape(aval), aval.dtype))
     match.names[one.outs[0]] = match.names[old[0]]
+    return True
+
+
+def _ends(match: Match, one: Call) -> bool:
+    """Whether a call can be computed in the last stage although the step does not; its results get
+    numbers that nothing reads. The first layer's input needs no gradient where it is the batch."""
+    if not all(v in match.names or v in match.outer for v in one.ins if isinstance(v, int)):
+        return False
+    unread = min(0, *match.names.values(), 0) - 1
+    match.names.update((v, unread - k) for k, v in enumerate(one.outs))
     return True
 
 
