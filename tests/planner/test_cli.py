@@ -89,6 +89,25 @@ def test_text_on_a_named_cluster_and_mode(
     assert "noise" not in out
 
 
+def test_what_comes_next_is_the_end(
+    tmp_path: Path, write: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, saved = write(STEP + ARGS), tmp_path / "p.json"
+
+    def words(*options: str) -> str:
+        assert inspect(path, "--cluster", "h100:2", *options) == 0
+        return "".join(capsys.readouterr().out.partition("\nnext\n")[2].split())
+
+    first = words()
+    assert first.startswith("keepit--saveplan.jsonrunitmw.compile_plan(step,")
+    assert "checkit--confirm" in first
+    assert first.endswith(f"plannercompare{path}--clusterh100:2")
+    assert words("--save", str(saved)).startswith(
+        f'runitmw.compile_plan(step,mw.load_plan("{saved}"))'
+    )
+    assert words("--json") == ""
+
+
 def test_save_round_trips(
     write: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

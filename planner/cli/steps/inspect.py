@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from planner.frontend.loading import Target, parse_target, user_environment
 from planner.placement.text import placement_json, placement_parts, without_placement
 from planner.plan.plan import Plan
 from planner.planning import Planned, plan_step, write_problem
-from planner.report.layout import plain_text, show
+from planner.report.layout import pairs, plain_text, section, show
 from planner.report.table import plan_text, render_plan
 
 PLANNED = 0
@@ -106,10 +108,27 @@ def _print(placed: PlacedTarget | None, plan: Plan, options: argparse.Namespace)
         console = Console(no_color=options.no_color or None)
         show(parts, console)
         render_plan(plan, console)
+        show(_next(plan, options), console)
     else:
         if parts:
             print(plain_text(parts, plain_width(WIDTH)))
         print(plan_text(plan, plain_width(WIDTH)))
+        print(plain_text(_next(plan, options), plain_width(WIDTH)))
+
+
+def _next(plan: Plan, options: argparse.Namespace) -> Iterable[RenderableType]:
+    """What to do with a plan: options, calls and commands."""
+    rows = []
+    if options.save is None:
+        rows.append(("keep it", "--save plan.json"))
+    file = "plan.json" if options.save is None else str(options.save)
+    rows.append(("run it", f'mw.compile_plan(step, mw.load_plan("{file}"))'))
+    if plan.confirmed is None and plan.device != "cpu":
+        rows.append(("check it", "--confirm tpu or gpu: compiles the best plans, needs no devices"))
+    given = shlex.join(["--", *options.arguments]) if options.arguments else ""
+    text = f"planner compare {options.model} --cluster {plan.cluster} {given}"
+    rows.append(("compare it", text.rstrip()))
+    return section("next", pairs(rows))
 
 
 def _planned(
