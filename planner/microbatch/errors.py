@@ -33,6 +33,6 @@ class CoupledError(NotExactError):
 
 
 OWN = (
-    "let each microbatch have its own (statistics='per-microbatch': other numbers than the whole "
-    "batch's)"
+    "let each microbatch have its own (statistics='per-microbatch': in general other numbers than "
+    "the whole batch's)"
 )
