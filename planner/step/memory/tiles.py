@@ -66,7 +66,7 @@ def copied(
     dimensions are small, an array lies best with its batch along the lanes: it is copied before and
     after (docs/explanation/memory.md). ``layouts``: of the operands and of the result.
     """
-    if op.kind != "dot_general" or tile == (1, 1):
+    if op.kind != "dot_general" or op.fused or tile == (1, 1):
         return
     batch = set(layouts[0]).intersection(*layouts[1:]) - {-1}
     values = (*op.inputs, *op.outputs)
