@@ -38,7 +38,7 @@ def coupled(node: Node, why: str) -> CoupledError:
     if node.name in WRITES:
         helps = "write what examples make to a table or queue behind the step, from its results"
     elif why.startswith("computes") and _counts(node):
-        helps = "do not select other examples of the batch by their numbers"
+        helps = "select no other examples of the batch by number, if that is what it is for"
     elif node.name == "sort":
         helps = "order or shuffle the examples before the step"
     return CoupledError(node.line or node.name, _place(node, why), helps)

@@ -80,8 +80,8 @@ def body_of(call: Call) -> Body:
             what = "an input" if add is None else f"a result of {add.kind}"
             raise refused(
                 f"{line}{what} is returned that is no sum over examples. Compute what does not "
-                "depend on the batch outside of the layers: split random keys before a loop over "
-                "layers, which takes them as xs"
+                "depend on the batch, such as the next random key, outside of the layers: split "
+                "keys before a loop over layers, which takes them as xs"
             )
         adds.add(id(add))
         added = add.ins[1] if add.ins[0] == carry else add.ins[0]

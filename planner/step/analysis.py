@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -180,24 +180,7 @@ def analyse(
             weight = graph.regions[op.region].weight
             for kind, axes, nbytes, times in op.sends:
                 said[group].append(Said(kind, axes, nbytes, weight * times, op.index))  # type: ignore[arg-type]
-        if op.kind == SHIFT and outs[0][0] >= 0:
-            (value,) = op.outputs
-            others = frozenset(f for f in outs[0][1:] if f >= 0)
-            row = graph.values[value].nbytes / graph.values[value].shape[0]
-            weight = graph.regions[op.region].weight
-            over = frozenset(outs[0][:1])
-            reductions[group].append(Reduction(over, others, row, weight, op.index, shifts=True))
-        on_link = op.kind == "reduce_sum" and not groups.fusable[op.index]
-        if op.kind.startswith(("reduce_", "arg")) and not on_link:
-            over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
-            out = float(sum(graph.values[o].nbytes for o in op.outputs))
-            if over:
-                kept_factors = frozenset(f for f in outs[0] if f >= 0)
-                gradient = any(sums_gradient(graph, o) for o in op.outputs)
-                weight = graph.regions[op.region].weight
-                reductions[group].append(
-                    Reduction(over, kept_factors, out, weight, op.index, gradient)
-                )
+        reductions[group].extend(_reductions(graph, groups, op, ins, outs))
     scheduled = Scheduled(tuple(donated), device, fused.inside, chosen)
     found = written(
         graph, groups.fuses, live, scheduled.fused_operands, normalizes=scheduled.normalizes
@@ -226,6 +209,26 @@ def analyse(
         _bundles(groups.links),
         tuple(parts),
     )
+
+
+def _reductions(
+    graph: Graph, groups: Groups, op: Op, ins: Sequence[Layout], outs: Sequence[Layout]
+) -> Iterator[Reduction]:
+    """What an operation sends where a dimension that it shifts or reduces is split."""
+    weight = graph.regions[op.region].weight
+    if op.kind == SHIFT and outs[0][0] >= 0:
+        (value,) = op.outputs
+        others = frozenset(f for f in outs[0][1:] if f >= 0)
+        row = graph.values[value].nbytes / graph.values[value].shape[0]
+        yield Reduction(frozenset(outs[0][:1]), others, row, weight, op.index, shifts=True)
+    on_link = op.kind == "reduce_sum" and not groups.fusable[op.index]
+    if op.kind.startswith(("reduce_", "arg")) and not on_link:
+        over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
+        if over:
+            out = float(sum(graph.values[o].nbytes for o in op.outputs))
+            kept = frozenset(f for f in outs[0] if f >= 0)
+            gradient = any(sums_gradient(graph, o) for o in op.outputs)
+            yield Reduction(over, kept, out, weight, op.index, gradient)
 
 
 def _decided(

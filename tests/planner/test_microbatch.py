@@ -259,6 +259,18 @@ def paired(p: Params, b: Any) -> jax.Array:
 
 REFUSED: dict[str, tuple[Loss, str]] = {
     "groups of examples": (paired, "reshape of .* makes groups of several examples: 8 of 16"),
+    "some of the examples": (
+        lambda p, b: jnp.mean(hidden(p, b["x"])[: b["x"].shape[0] // 2] ** 2),
+        "slice of .* takes 8 of 16 examples; give each example a weight in the batch",
+    ),
+    "weights by position": (
+        lambda p, b: jnp.mean(jnp.linspace(0.0, 1.0, b["x"].shape[0]) * per_example(p, b)),
+        "iota of .* counts 15 of 16 examples; give each example a weight in the batch",
+    ),
+    "other examples by number": (
+        lambda p, b: jnp.mean(hidden(p, b["x"])[jnp.int32(b["x"][:, 0] > 0)] ** 2),
+        "computes with the batch's size: 16 is 4 .*; select no other examples of the batch by num",
+    ),
     "unknown operation": (
         lambda p, b: jnp.mean(centered.bind(b["x"] @ p["a"]) ** 2),
         "centered_of_microbatches of .* mixes examples",

@@ -562,6 +562,7 @@ def test_the_plan_says_whose_statistics() -> None:
     plan = make_plan(train(batch_norm), *args, cluster="cpu:8", microbatches=2, statistics=OWN)
     assert plan.statistics == OWN and plan.coupled and plan.replicas == 1
     assert plan.coupled[0] in plan_text(plan) and "not of the whole batch" in plan_text(plan)
+    assert f"(1 example in {plan.microbatches})" in plan_text(plan)
     assert plan_from_json(plan.to_json()).recipe == plan.recipe
     exact = make_plan(train(batch_norm), *args, cluster="cpu:8")
     assert '"statistics":' not in exact.to_json() and '"coupled":' not in exact.to_json()

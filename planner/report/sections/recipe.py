@@ -38,8 +38,9 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
             text += f", bubble {percent_text(idle)} where they are equal"
         lines.append(("microbatches", text))
         if plan.coupled:
-            text = f"of each microbatch (one example in {plan.microbatches}, not the next "
-            text += "ones), not of the whole batch: "
+            text = (
+                f"of each microbatch (1 example in {plan.microbatches}), not of the whole batch: "
+            )
             text += ", ".join(plan.coupled[:_PLACES_NAMED])
             left = len(plan.coupled) - _PLACES_NAMED
             lines.append(("statistics", text + (f" and {left} more" if left > 0 else "")))

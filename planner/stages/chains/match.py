@@ -185,7 +185,7 @@ def _ends(match: Match, one: Call) -> bool:
     numbers that nothing reads. The first layer's input needs no gradient where it is the batch."""
     if not all(v in match.names or v in match.outer for v in one.ins if isinstance(v, int)):
         return False
-    unread = min(0, *match.names.values(), 0) - 1
+    unread = min([0, *match.names.values()]) - 1
     match.names.update((v, unread - k) for k, v in enumerate(one.outs))
     return True
 
