@@ -245,8 +245,9 @@ class Parallelized:
         unasked = {k: chosen[k] for k in names if chosen[k] != plain[k]}
         named = options.get("mode")
         mode = check_mode(named, DEFAULT_SEARCH) if named else get_parallel_mode()
-        if mode.staged or plan.order:  # pipelines were asked for, and they come with microbatches
-            unasked = {k: v for k, v in unasked.items() if k not in ("stages", "microbatches")}
+        if mode.staged or plan.order:  # pipelines were asked for, and come with the rest
+            come = ("stages", "microbatches", "schedule")
+            unasked = {k: v for k, v in unasked.items() if k not in come}
         replicas = unasked.pop("replicas", 1)
         if replicas > 1:
             log.info(

@@ -43,7 +43,7 @@ def over_stages(wish: Wish, door: Door) -> Planned:
         except MemoryLimitError as failed:
             error = failed
     found, seen, tried = _over_counts(inner, door, found)
-    if not seen and door.request.staged:  # stages need not be alike as programs of their own
+    if door.request.staged:  # stages need not be alike, nor in step, as programs of their own
         schedule = schedule or SCHEDULES[0]
     if schedule:
         found, more = _over_schedules(inner, schedule, door, found)
