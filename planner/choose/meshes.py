@@ -31,6 +31,11 @@ LEADERS = 4
 AUTO_S = 1.0
 """Counted effort, in seconds, of the quick searches on the mesh that was picked, where more than
 their margin is open."""
+SCOUTED = "message passing on all meshes, then single-variable moves"
+"""Reason of a choice after which no search ran on its mesh."""
+SAMPLE = 2
+"""Meshes on which the search has been before others are hoped to do no better against their bounds
+than these: what keeps one from its bound, such as the memory, mostly keeps all."""
 FEW = 40
 """Groups up to which the quick searches run on every leader: an elimination then takes moments."""
 FAILURES = 6
@@ -107,11 +112,12 @@ def lead_meshes(
     request: Request,
     *,
     whole: bool = True,
-    failures: int = FAILURES,
+    first_fit: bool = False,
 ) -> Led:
     """Try meshes: all of them at once for a bound and a first choice each (``scouted``), then one
     by one, quickly, where a bound leaves hope for more. ``whole``: on a single mesh also with equal
-    layers apart, where that may help. ``failures``: see ``FAILURES``."""
+    layers apart, where that may help. ``first_fit``: a mesh on which a plan fits is enough, and its
+    bound is of no interest."""
     meshes = candidate_meshes(request, pins)
     few = len(quotient.whole.groups.groups) <= FEW
     if len(meshes) == 1 and request.search in QUICK and not few:
@@ -128,12 +134,19 @@ def lead_meshes(
         )
     settled: set[MeshSpec] = set()
     deep: dict[MeshSpec, Tried] = {}
-    failed = 0
+    failed, failures = 0, 0 if first_fit else FAILURES
     while len(settled) - failed < LEADERS and (pick := _next(tried, settled)) is not None:
-        settled.add(pick[0].mesh)
-        found = _better(_settle(quotient, pins, quick, pick[0].mesh, whole=few, deep=deep), pick)
+        mesh = pick[0].mesh
+        settled.add(mesh)
+        if first_fit:
+            found = attempt(quotient, pins, request, mesh, FAST)
+        else:
+            found = _settle(quotient, pins, quick, mesh, whole=few, deep=deep)
+        found = _better(found, pick)
         failed += not found[1].feasible and failed < failures
         tried[tried.index(pick)] = found
+        if first_fit and found[1].feasible:
+            return Led(tuple(tried), frozenset(settled), done=True, bounds_s=bounds_s)
     return Led(tuple(tried), frozenset(settled), deep=deep, bounds_s=bounds_s)
 
 
@@ -198,7 +211,8 @@ def search_meshes(
         effort_s = AUTO_S if request.search in QUICK else math.inf
         less = dataclasses.replace(request, effort_s=effort_s)
         whole = not best[1].feasible
-        found = _settle(quotient, pins, less, best[0].mesh, whole=whole)
+        known = best if best[0].mesh in led.settled else None
+        found = _settle(quotient, pins, less, best[0].mesh, whole=whole, known=known)
         tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
     return tuple(tried)
 
@@ -269,7 +283,7 @@ def of_scout(found: Scout, request: Request) -> Tried:
         0,  # the moment is not known here, see _with_moment
         feasible,
         FAST,
-        "message passing on all meshes, then single-variable moves",
+        SCOUTED,
         0.0,
     )
 
@@ -277,13 +291,17 @@ def of_scout(found: Scout, request: Request) -> Tried:
 def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
     """The mesh to run the search on next; None when that can hardly change the pick.
 
-    A mesh is hoped to cost its bound until the search has been there.
+    A mesh is hoped to cost its bound until the search has been there; and, once it has been on
+    ``SAMPLE`` meshes, as many times its bound as the best of these.
     """
+    been = [one[1] for one in tried if one[0].mesh in settled and one[1].feasible]
+    over = min((s.cost_s / s.lower_bound_s for s in been if s.lower_bound_s > 0), default=1.0)
+    over = over if len(been) >= SAMPLE else 1.0
 
     def hoped(one: Tried) -> float:
         if one[0].mesh in settled:
             return one[1].cost_s if one[1].feasible else math.inf
-        return one[1].lower_bound_s
+        return one[1].lower_bound_s * over
 
     open_ = [t for t in tried if t[1].choice]
     best = min((hoped(t) for t in open_), default=math.inf)
@@ -334,16 +352,17 @@ def _settle(
     *,
     whole: bool = True,
     deep: dict[MeshSpec, Tried] | None = None,
+    known: Tried | None = None,
 ) -> Tried:
     """Run the requested search on one mesh: on the quotient, and, if ``whole``, on the whole step
     where that leaves a gap to an exact search, or does not fit: equal layers may have to differ.
-    ``deep`` keeps what more messages tell."""
+    ``deep`` keeps what more messages tell; ``known``: what the fast search found here."""
     name = FAST if request.search == PROPAGATION else request.search
     if name in WHOLE:
         return attempt(quotient, pins, request, mesh, name, whole=True)
-    found = attempt(quotient, pins, request, mesh, FAST)
+    found = attempt(quotient, pins, request, mesh, FAST) if known is None else known
     enough = SAME - 1 if name == FAST else CLOSED
-    if not request.spreads and found[1].gap > enough and found[1].choice:
+    if known is None and not request.spreads and found[1].gap > enough and found[1].choice:
         told = _deeper(quotient, pins, request, mesh)
         found = _better(found, told)
         if deep is not None:

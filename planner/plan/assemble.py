@@ -12,7 +12,7 @@ from planner.annotate import Pin
 from planner.choose.attempts import Tried
 from planner.choose.candidates import SPLITS, batch_axes
 from planner.choose.devices import devices_worth, idle_text
-from planner.choose.meshes import untried
+from planner.choose.meshes import SCOUTED, untried
 from planner.cost.apart import kept_apart
 from planner.cost.op_seconds import op_seconds
 from planner.cost.pricing import Priced
@@ -158,6 +158,9 @@ def _mesh_row(
         verdict = MeshVerdict.CHOSEN
     elif not solution.choice:
         verdict = MeshVerdict.PRUNED
+    elif not solution.feasible and solution.reason == SCOUTED:
+        beaten = best.feasible and solution.lower_bound_s >= best.cost_s
+        verdict = MeshVerdict.PRUNED if beaten else MeshVerdict.UNSEARCHED
     elif not solution.feasible:
         verdict = MeshVerdict.UNFIT
     else:

@@ -125,6 +125,9 @@ class MeshVerdict(StrEnum):
     SLOWER = "slower"
     UNFIT = "unfit"
     """The best plan found on it takes more memory than a device has."""
+    UNSEARCHED = "unsearched"
+    """A first choice takes more memory than a device has; no search followed, as those on other
+    meshes stayed as far above their bounds as this mesh can be below the best plan."""
     PRUNED = "pruned"
     """No plan was looked for: its bound alone puts it out of the question."""
 

@@ -9,6 +9,8 @@ from planner.plan.contents.interval import step_range, ties
 from planner.plan.plan import MeshRow, MeshVerdict, Plan
 from planner.report.units import bytes_text, range_text, time_text
 
+WITHOUT_PLAN = (MeshVerdict.UNFIT, MeshVerdict.UNSEARCHED)
+"""Of a mesh whose seconds are those of a choice that does not fit."""
 SAME = 0.01
 """Share up to which two counts of the chosen plan are shown as one."""
 
@@ -20,6 +22,8 @@ def mesh_text(row: MeshRow, plan: Plan) -> str:
         case MeshVerdict.UNFIT:
             has = bytes_text(plan.prediction.limit_bytes)
             return f"does not fit: needs {bytes_text(row.peak_bytes)}, has {has}"
+        case MeshVerdict.UNSEARCHED:
+            return _unsearched_text(row.lower_bound_s, best_s)
         case MeshVerdict.PRUNED:
             return _pruned_text(row.lower_bound_s, best_s)
         case MeshVerdict.SLOWER:
@@ -36,7 +40,8 @@ def meshes_text(rows: Sequence[MeshRow], plan: Plan) -> str:
     if rows[0].verdict is MeshVerdict.UNFIT:
         least = min((row.peak_bytes for row in rows if row.peak_bytes >= 0), default=-1)
         return f"does not fit: needs {bytes_text(least)} or more" if least >= 0 else "does not fit"
-    return _pruned_text(min(row.lower_bound_s for row in rows), plan.search.cost_s)
+    text = _pruned_text if rows[0].verdict is MeshVerdict.PRUNED else _unsearched_text
+    return text(min(row.lower_bound_s for row in rows), plan.search.cost_s)
 
 
 def _chosen_text(row: MeshRow, plan: Plan) -> str:
@@ -55,6 +60,11 @@ def _pruned_text(bound_s: float, best_s: float) -> str:
         return f"pruned: lower bound {time_text(bound_s)} exceeds {time_text(best_s)}"
     gain = 100.0 * (1.0 - bound_s / best_s)
     return f"pruned: saves at most {gain:.2g} %, too little for one more axis"
+
+
+def _unsearched_text(bound_s: float, best_s: float) -> str:
+    gain = 100.0 * max(1.0 - bound_s / best_s, 0.0)
+    return f"not searched: a first choice does not fit, others save at most {gain:.2g} %"
 
 
 def likely_text(plan: Plan) -> str:
@@ -108,9 +118,10 @@ def choice_text(plan: Plan) -> str:
     if len(meshes) < 2:
         return "the only mesh searched"
     unfit = sum(row.verdict is MeshVerdict.UNFIT for row in meshes)
+    unsearched = sum(row.verdict is MeshVerdict.UNSEARCHED for row in meshes)
     pruned = sum(row.verdict is MeshVerdict.PRUNED for row in meshes)
     chosen = next(m for m in meshes if m.verdict is MeshVerdict.CHOSEN)
-    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict is not MeshVerdict.UNFIT]
+    fitting = [m.cost_s for m in meshes if m.cost_s >= 0 and m.verdict not in WITHOUT_PLAN]
     fastest = min(fitting, default=chosen.cost_s)
     text = f"fastest of {len(meshes)} meshes"
     close = sum(
@@ -127,4 +138,6 @@ def choice_text(plan: Plan) -> str:
         )
     if pruned:
         text += f"; {pruned} pruned by lower bounds"
-    return f"{text}; {unfit} above the memory limit" if unfit else text
+    if unfit:
+        text += f"; {unfit} above the memory limit"
+    return f"{text}; {unsearched} not searched to the end" if unsearched else text

@@ -28,14 +28,14 @@ from planner.report.units import (
     percent_text,
     time_text,
 )
-from planner.report.verdict import constants_text, mesh_text, meshes_text
+from planner.report.verdict import WITHOUT_PLAN, constants_text, mesh_text, meshes_text
 
 _HOLDER = re.compile(r"^(.*): ([-+.\de]+) bytes$", re.DOTALL)
 _REPLICATED_SHOWN = 5
 _LINES_SHOWN = 8
 _MESHES_SHOWN = 3
 """Meshes of one verdict of ``_FOLDED`` that have a row; the plan's JSON has all."""
-_FOLDED = (MeshVerdict.UNFIT, MeshVerdict.PRUNED)
+_FOLDED = (MeshVerdict.UNFIT, MeshVerdict.UNSEARCHED, MeshVerdict.PRUNED)
 
 
 def candidates(plan: Plan) -> RenderableType:
@@ -62,7 +62,7 @@ def meshes(plan: Plan) -> Table:
         plan.meshes,
         key=lambda m: (
             m.verdict is not MeshVerdict.CHOSEN,
-            m.verdict is MeshVerdict.UNFIT,
+            m.verdict in WITHOUT_PLAN,
             m.cost_s < 0,
             m.cost_s,
             m.lower_bound_s,

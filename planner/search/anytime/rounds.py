@@ -10,7 +10,7 @@
    that is small (`integer`); its bound and its choice count like any other.
 
 One seed and one thread give the same rounds in the same order; how many of them fit into a time
-limit depends on the machine. An effort is counted in passes over the tables instead.
+limit depends on the machine. An effort is counted in rounds and passes over the tables instead.
 
 Complexity: O(table entries) per sweep; per round at most the capped work of one elimination.
 Papers: Lemarechal, Nemirovskii and Nesterov 1995 (bundles); Kolmogorov 2006 (sequential message
@@ -50,6 +50,8 @@ FEW_IDLE, MANY_IDLE = 100, 10_000
 and after that."""
 PASS_S = 1e-7
 """Seconds of effort that a round counts for each entry of the tables."""
+ROUND_S = 1e-4
+"""Seconds of effort that a round counts besides."""
 IDLE = 1000
 """Rounds without gain after which rounds search more widely, and again after as many more."""
 WIDER = 5
@@ -194,7 +196,8 @@ def _passes(flat: FlatProblem, effort_s: float | None) -> int:
     """How often the tables can be gone through for a share of an effort."""
     if effort_s is None:
         return 1 << 30
-    return max(6, int(effort_s / (PASS_S * (flat.table.size + flat.unary.size))))
+    entries = flat.table.size + flat.unary.size
+    return max(6, int(effort_s / (ROUND_S + PASS_S * entries)))
 
 
 def _found(best: Incumbent, count: int, reason: str) -> Found:

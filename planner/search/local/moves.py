@@ -41,8 +41,12 @@ class MoveState:
         self.unary = [_clean(cost) for cost in problem.cost_s]
         self.near: list[list[tuple[int, Array]]] = [[] for _ in self.unary]
         cleaned: dict[int, Array] = {}
+        self.tables: list[Array] = []
+        self._least: dict[int, float] = {}
         for edge in problem.edges:
-            table = cleaned.setdefault(id(edge.cost_s), _clean(edge.cost_s))
+            key = id(edge.cost_s)
+            table = cleaned[key] if key in cleaned else cleaned.setdefault(key, _clean(edge.cost_s))
+            self.tables.append(table)
             self.near[edge.a].append((edge.b, table))
             self.near[edge.b].append((edge.a, table.T))
         self.segments = _segments(timeline, problem)
@@ -66,6 +70,13 @@ class MoveState:
         """d_i of a node, from the flat array."""
         part: Array = self.costs[self.offsets[node] : self.offsets[node + 1]]
         return part
+
+    def least(self, edge: int) -> float:
+        """The least entry of an edge's table."""
+        key = id(self.tables[edge])
+        if key not in self._least:
+            self._least[key] = float(self.tables[edge].min())
+        return self._least[key]
 
     def move(self, node: int, strategy: int) -> None:
         """Move a node and bring its neighbours' costs and the memory up to date."""
@@ -152,16 +163,19 @@ def descend_pairs(state: MoveState, deadline: float) -> bool:
         Whether anything moved.
     """
     moved = False
-    for edge in state.problem.edges:
+    for number, (edge, table) in enumerate(zip(state.problem.edges, state.tables, strict=True)):
         if time_is_up(deadline):
             break
-        joint = pair_costs(state, edge.a, edge.b, edge.cost_s)
+        left, right = state.conditional(edge.a, edge.b), state.conditional(edge.b, edge.a)
         old = int(state.choice[edge.a]), int(state.choice[edge.b])
-        tolerance = 1e-12 * abs(float(joint[old])) if np.isfinite(joint[old]) else 0.0
-        flat = np.argsort(joint, axis=None, kind="stable")[:4]
-        for new in zip(*np.unravel_index(flat, joint.shape), strict=True):
-            if not joint[new] < joint[old] - tolerance:
-                break
+        now = left[old[0]] + right[old[1]] + table[old]
+        enough = now - 1e-12 * abs(now) if np.isfinite(now) else np.inf
+        if not left.min() + right.min() + state.least(number) < enough:
+            continue
+        joint = (left[:, None] + right[None, :] + table).ravel()
+        gains = np.flatnonzero(joint < enough)
+        gains = gains[np.argsort(joint[gains], kind="stable")[:4]]
+        for new in zip(*np.unravel_index(gains, table.shape), strict=True):
             state.move(edge.a, int(new[0]))
             state.move(edge.b, int(new[1]))
             if fits(state.peak(), state.limit):
@@ -172,10 +186,12 @@ def descend_pairs(state: MoveState, deadline: float) -> bool:
     return moved
 
 
-def pair_costs(state: MoveState, a: int, b: int, table: Array) -> Array:
-    """[S_a, S_b] the part of the cost that depends on two nodes with one edge between them."""
-    left, right = state.conditional(a, b), state.conditional(b, a)
-    joint: Array = left[:, None] + right[None, :] + _clean(table)
+def pair_costs(state: MoveState, number: int) -> Array:
+    """[S_a, S_b] the part of the cost that depends on the two nodes of an edge, which is the only
+    one between them."""
+    edge = state.problem.edges[number]
+    left, right = state.conditional(edge.a, edge.b), state.conditional(edge.b, edge.a)
+    joint: Array = left[:, None] + right[None, :] + state.tables[number]
     return joint
 
 

@@ -113,7 +113,7 @@ def _pair(state: MoveState, goal: float, deadline: float) -> bool:
     taken = live_bytes(state, moment)
     best: tuple[float, int, int, int, int] | None = None
     tried = 0
-    for edge in state.problem.edges:
+    for number, edge in enumerate(state.problem.edges):
         a, b = edge.a, edge.b
         left = taken[state.offsets[a] : state.offsets[a + 1]]
         right = taken[state.offsets[b] : state.offsets[b + 1]]
@@ -123,17 +123,17 @@ def _pair(state: MoveState, goal: float, deadline: float) -> bool:
         tried += 1
         if tried > _PAIRS or time_is_up(deadline):
             break
-        joint = pair_costs(state, a, b, edge.cost_s)
+        joint = pair_costs(state, number)
         now = joint[state.choice[a], state.choice[b]]
         extra = joint - (now if np.isfinite(now) else 0.0)
         good = (saved > 1e-12 * top) & np.isfinite(extra)
-        rate = np.full(saved.shape, np.inf)
-        rate[good] = extra[good] / np.minimum(saved[good], max(top - goal, 1e-300))
-        for flat in np.argsort(rate, axis=None, kind="stable")[:8]:
-            s, u = divmod(int(flat), rate.shape[1])
-            price = float(rate[s, u])
-            if not price < (best[0] if best else np.inf):
-                break
+        rate = extra[good] / np.minimum(saved[good], max(top - goal, 1e-300))
+        cheaper = np.flatnonzero(rate < (best[0] if best else np.inf))
+        cheaper = cheaper[np.argsort(rate[cheaper], kind="stable")[:8]]
+        places = np.argwhere(good)
+        for candidate in cheaper:
+            s, u = (int(x) for x in places[candidate])
+            price = float(rate[candidate])
             if _pair_lowers(state, a, s, b, u, top):
                 best = (price, a, s, b, u)
                 break

@@ -162,12 +162,12 @@ def _peak_after(state: MoveState, node: int, strategy: int) -> float:
 def _pairs(state: MoveState, weight: Array) -> bool:
     """Move the ends of each edge together where that gains; whether anything moved."""
     moved = False
-    for edge in state.problem.edges:
+    for number, edge in enumerate(state.problem.edges):
         if edge.cost_s.size > LARGEST:
             continue
         a, b = edge.a, edge.b
         here = int(state.choice[a]), int(state.choice[b])
-        joint, tolerance = pair_costs(state, a, b, edge.cost_s), state.tolerance()
+        joint, tolerance = pair_costs(state, number), state.tolerance()
         if not math.isfinite(joint[here]):
             continue
         extra = joint - joint[here]

@@ -11,6 +11,7 @@ Paper: Fulkerson and Gross, "Incidence matrices and interval graphs", Pacific J.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class FlatProblem:
         """Number of free nodes."""
         return int(self.free.size)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> Array:
         """[n] strategies per node."""
         sizes: Array = np.diff(self.at)
@@ -71,7 +72,7 @@ class FlatProblem:
         own = self.unary[self.at[:-1] + choice]
         return float(own.sum() + pairs.sum()) + self.constant_s
 
-    @property
+    @functools.cached_property
     def owner(self) -> Array:
         """Node of every strategy in the flat array."""
         owner: Array = np.repeat(np.arange(self.nodes), self.sizes)
