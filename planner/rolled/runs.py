@@ -111,6 +111,9 @@ def runs_of(flat: FlatJaxpr, makers: Maker) -> Iterator[Run]:
     for span in spans:
         run = _best(flat, makers, twins, *span)
         if run is not None:
+            if run.carries:  # what its blocks make has a row per block
+                made = range(run.start, run.end)
+                twins = {v: w for v, w in twins.items() if makers[w][0] not in made}
             yield run
 
 

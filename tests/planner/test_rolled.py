@@ -23,6 +23,7 @@ from planner.planning.outer import unrolled
 from planner.rolled import rewrite, rolled
 from planner.rolled.form import Form
 from planner.rolled.layout import layout_of
+from planner.rolled.runs import Const
 from tests.zoo.running import compiled_quickly
 
 WIDTH, ROWS = 16, 8
@@ -43,16 +44,20 @@ def update(optimizer: Any, loss: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def layers_in_a_list(layers: int, optimizer: Any, tail: int = 0, cached: bool = False) -> Case:
+def layers_in_a_list(
+    layers: int, optimizer: Any, tail: int = 0, cached: bool = False, masked: bool = False
+) -> Case:
     """``tail``: operations behind the layers, each of which reads what the one before made twice;
-    ``cached``: every layer writes to zeros of its own, made before the first."""
+    ``cached``: every layer writes to zeros of its own, made before the first; ``masked``: every
+    layer makes a mask of its own, as causal attention does."""
 
     def layer(p: Any, x: jax.Array, cache: jax.Array | None) -> jax.Array:
         h = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-3)
         if cache is not None:
             h = jax.lax.dynamic_update_slice(cache, h, (0, 0))
         h = jax.nn.gelu(h @ p["up"] + p["bias"])
-        return x + jnp.sin(h @ p["down"]) * p["scale"]
+        h = jnp.sin(h @ p["down"]) * p["scale"]
+        return x + (jnp.where(jnp.tri(*h.shape, dtype=bool), h, 0.1) if masked else h)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         h = x @ params["first"]
@@ -141,6 +146,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "momentum": lambda n: layers_in_a_list(n, optax.sgd(1e-2, momentum=0.9)),
     "clipped": lambda n: layers_in_a_list(n, optax.chain(optax.clip_by_global_norm(0.1), ADAM)),
     "cached": lambda n: layers_in_a_list(n, ADAM, cached=True),
+    "masked": lambda n: layers_in_a_list(n, ADAM, masked=True),
     "linen": linen,
     "objects": with_objects,
 }
@@ -154,6 +160,7 @@ CASES: dict[str, Callable[[int], Case]] = {
         ("momentum", 12),
         ("clipped", 12),
         ("cached", 6),
+        ("masked", 6),
         ("linen", 12),
         ("objects", 6),
     ],
@@ -196,6 +203,18 @@ def test_a_tail_that_reads_its_values_twice_takes_no_longer() -> None:
     traced = trace(step, args)
     layout = layout_of(traced.flat, traced.in_paths)
     assert 0.1 < layout.covered < 1
+
+
+def test_masks_that_layers_make_for_themselves_are_rows() -> None:
+    """The backward pass of a layer reads the mask of that layer, which can be made again, not that
+    of the first, which would keep those of all."""
+    step, args = layers_in_a_list(6, ADAM, masked=True)
+    traced = trace(step, args)
+    layout = layout_of(traced.flat, traced.in_paths)
+    runs = [x.run for x in layout.loops]
+    made = {v for run in runs for call in traced.flat.calls[run.start : run.end] for v in call.outs}
+    operands = [o for run in runs for row in run.operands for o in row]
+    assert len(runs) > 1 and made.isdisjoint(o.value for o in operands if isinstance(o, Const))
 
 
 def test_a_step_of_few_operations_or_of_none_that_repeat_stays_as_it_is() -> None:
