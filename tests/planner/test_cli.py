@@ -100,7 +100,7 @@ def test_what_comes_next_is_the_end(
 
     first = words()
     assert first.startswith("keepit--saveplan.jsonrunitmw.compile_plan(step,")
-    assert "checkit--confirm" in first
+    assert "checkit--confirmgpu:" in first and "checkit--confirmtpu:" in words("--cluster", "v5e:4")
     assert first.endswith(f"plannercompare{path}--clusterh100:2")
     assert words("--save", str(saved)).startswith(
         f'runitmw.compile_plan(step,mw.load_plan("{saved}"))'

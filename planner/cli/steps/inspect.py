@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from costmodels import ClusterError, parse_cluster
 from planner.announce import announced
 from planner.cli.commands import (
     Command,
@@ -123,12 +125,20 @@ def _next(plan: Plan, options: argparse.Namespace) -> Iterable[RenderableType]:
         rows.append(("keep it", "--save plan.json"))
     file = "plan.json" if options.save is None else str(options.save)
     rows.append(("run it", f'mw.compile_plan(step, mw.load_plan("{file}"))'))
-    if plan.confirmed is None and plan.device != "cpu":
-        rows.append(("check it", "--confirm tpu or gpu: compiles the best plans, needs no devices"))
+    if plan.confirmed is None and plan.device != "cpu" and not plan.schedule:
+        how = f"--confirm {_compiler(plan)}: compiles the best plans, needs no devices"
+        rows.append(("check it", how))
     given = shlex.join(["--", *options.arguments]) if options.arguments else ""
     text = f"planner compare {options.model} --cluster {plan.cluster} {given}"
     rows.append(("compare it", text.rstrip()))
     return section("next", pairs(rows))
+
+
+def _compiler(plan: Plan) -> str:
+    """The compiler that ``--confirm`` takes for a plan's cluster."""
+    with contextlib.suppress(ClusterError):
+        return "tpu" if parse_cluster(plan.cluster).kind == "torus" else "gpu"
+    return "tpu or gpu"
 
 
 def _planned(
