@@ -29,10 +29,10 @@ MOST_DEVICES = 1 << 14
 
 
 def tried_out(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Tried | None:
-    """The first plan of the fast search that fits, else the nearest; None if pins can't hold."""
+    """The best plan of the fast search, or None when the pins can't hold."""
     fast = dataclasses.replace(request, search=FAST, time_limit_s=TRIAL_S)
     try:
-        led = lead_meshes(quotient, pins, fast, first_fit=True)
+        led = lead_meshes(quotient, pins, fast, quick=True)
         return choose(search_meshes(quotient, pins, fast, led))
     except PinError:
         return None

@@ -112,12 +112,12 @@ def lead_meshes(
     request: Request,
     *,
     whole: bool = True,
-    first_fit: bool = False,
+    quick: bool = False,
 ) -> Led:
     """Try meshes: all of them at once for a bound and a first choice each (``scouted``), then one
     by one, quickly, where a bound leaves hope for more. ``whole``: on a single mesh also with equal
-    layers apart, where that may help. ``first_fit``: a mesh on which a plan fits is enough, and its
-    bound is of no interest."""
+    layers apart, where that may help. ``quick``: bounds are of no interest, and meshes that fail
+    for memory count as leaders."""
     meshes = candidate_meshes(request, pins)
     few = len(quotient.whole.groups.groups) <= FEW
     if len(meshes) == 1 and request.search in QUICK and not few:
@@ -127,26 +127,22 @@ def lead_meshes(
         return Led((only,), frozenset((only[0].mesh,)), done=True)
     tried = first_tries(quotient, pins, request)
     bounds_s = {} if request.spreads else {t[0].mesh: t[1].lower_bound_s for t in tried}
-    quick = request
+    less = request
     if request.search in QUICK:
-        quick = dataclasses.replace(
-            request, search=request.search if few else FAST, effort_s=AUTO_S
-        )
+        less = dataclasses.replace(request, search=request.search if few else FAST, effort_s=AUTO_S)
     settled: set[MeshSpec] = set()
     deep: dict[MeshSpec, Tried] = {}
-    failed, failures = 0, 0 if first_fit else FAILURES
+    failed, failures = 0, 0 if quick else FAILURES
     while len(settled) - failed < LEADERS and (pick := _next(tried, settled)) is not None:
         mesh = pick[0].mesh
         settled.add(mesh)
-        if first_fit:
+        if quick:
             found = attempt(quotient, pins, request, mesh, FAST)
         else:
-            found = _settle(quotient, pins, quick, mesh, whole=few, deep=deep)
+            found = _settle(quotient, pins, less, mesh, whole=few, deep=deep)
         found = _better(found, pick)
         failed += not found[1].feasible and failed < failures
         tried[tried.index(pick)] = found
-        if first_fit and found[1].feasible:
-            return Led(tuple(tried), frozenset(settled), done=True, bounds_s=bounds_s)
     return Led(tuple(tried), frozenset(settled), deep=deep, bounds_s=bounds_s)
 
 
