@@ -20,7 +20,8 @@ from planner.export.text import heading, mapping_text, mesh_text, quoted, spec_t
 from planner.graph import trace
 from planner.graph.equal import REPEATABLE
 from planner.graph.jaxpr import walk
-from planner.plan.plan import Constraint, Leaf, Plan
+from planner.plan.contents.rows import Constraint, Leaf
+from planner.plan.plan import Plan
 from planner.rules.kernels import regions
 from planner.rules.kernels.known import NAMES as KERNELS
 from planner.space.decisions.host_memory import DEVICE

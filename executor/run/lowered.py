@@ -25,7 +25,8 @@ from planner.cost.routes import route
 from planner.graph.ir import Role
 from planner.graph.trace import Traced
 from planner.plan.behind import RESULTS, read_by_transposes
-from planner.plan.plan import Constraint, Plan
+from planner.plan.contents.rows import Constraint
+from planner.plan.plan import Plan
 from planner.rules.kernels.regions import region_axes
 
 Place = tuple[int, str, int]

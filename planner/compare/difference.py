@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from planner.plan.canonical import differing, without_place
-from planner.plan.plan import CollectiveRow, Leaf, Plan, Prediction
+from planner.plan.contents.rows import CollectiveRow, Leaf, Prediction
+from planner.plan.plan import Plan
 from planner.report.fold import common_path, pattern
 from planner.report.units import sharding_text
 from planner.spec import PLAIN

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from planner.plan.plan import Leaf, Plan
+from planner.plan.contents.rows import Leaf
+from planner.plan.plan import Plan
 from planner.spec import MeshSpec, Sharding
 
 

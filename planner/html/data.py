@@ -13,7 +13,8 @@ from planner.cost.op_seconds import op_seconds
 from planner.cost.peak import memory_over_time
 from planner.html.graph import Segment, segments
 from planner.html.time import StepInTime, reach, step_in_time
-from planner.plan.plan import Leaf, Plan
+from planner.plan.contents.rows import Leaf
+from planner.plan.plan import Plan
 from planner.planning import Planned
 from planner.report.fold import common_path, kind_of, pattern
 from planner.report.sections.recipe import recipe_lines, schedule_text

@@ -16,8 +16,8 @@ from costmodels import Cluster
 from planner.cost.peak import Profile, has_gaps, packing_of
 from planner.graph.ir import PRODUCTS, Role
 from planner.html.timeline import Bar, Timeline, timeline
+from planner.plan.contents.rows import Prediction
 from planner.plan.extract import Extraction, Sent
-from planner.plan.plan import Prediction
 from planner.report.fold import common_path, pattern
 from planner.space.buffer import Port
 from planner.spec import MeshSpec

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costmodels.schedule import Overlap, hiding_share
+from planner.plan.contents.rows import Prediction
 from planner.plan.extract import Extraction, Sent
-from planner.plan.plan import Prediction
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from planner.plan.contents.constraints import constraints_of
 from planner.plan.contents.honored import honored
 from planner.plan.contents.json_text import rounded
 from planner.plan.contents.kinds import WORDS
+from planner.plan.contents.rows import Leaf, MeshRow, MeshVerdict, SearchReport
 from planner.plan.extract import Extraction
-from planner.plan.plan import EQUAL_BLOCKS, Leaf, MeshRow, MeshVerdict, Plan, SearchReport
+from planner.plan.plan import EQUAL_BLOCKS, Plan
 from planner.plan.roles import Roles, renamed, roles_of, strategy_text, with_names
 from planner.request.parsed import Request
 from planner.request.pins import axis_names

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planner.graph.ir import Graph
-from planner.plan.plan import Constraint
+from planner.plan.contents.rows import Constraint
 from planner.space.factors import Layout
 from planner.spec import Sharding
 

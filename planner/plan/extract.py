@@ -17,14 +17,8 @@ from planner.cost.reshard import ReshardStep, pattern_of, reshard_steps
 from planner.cost.routes import route
 from planner.graph.fetches import fetches
 from planner.graph.ir import SCALAR, Graph, Role
-from planner.plan.plan import (
-    LITERAL,
-    Activation,
-    CollectiveRow,
-    DecisionRow,
-    Leaf,
-    Prediction,
-)
+from planner.plan.contents.rows import Activation, CollectiveRow, DecisionRow, Leaf, Prediction
+from planner.plan.plan import LITERAL
 from planner.rules.kernels.regions import REGION
 from planner.space.buffer import in_pool
 from planner.space.decisions import DECISIONS

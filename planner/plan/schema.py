@@ -20,7 +20,7 @@ from planner.modes import MODES
 from planner.plan.compiled.confirmed import CompiledRow, Confirmation
 from planner.plan.compiled.lowering import Lowering
 from planner.plan.contents.compute import ComputeRow
-from planner.plan.plan import (
+from planner.plan.contents.rows import (
     Activation,
     CollectiveRow,
     Constraint,
@@ -29,10 +29,10 @@ from planner.plan.plan import (
     MeshRow,
     MeshVerdict,
     PinRow,
-    Plan,
     Prediction,
     SearchReport,
 )
+from planner.plan.plan import Plan
 from planner.plan.readers import (
     Misfit,
     flag,

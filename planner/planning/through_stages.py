@@ -17,8 +17,9 @@ from planner.errors import MemoryLimitError, RequestError
 from planner.graph.flat import Call, nbytes
 from planner.graph.ir import Graph
 from planner.graph.trace import Traced
+from planner.plan.contents.rows import Constraint
 from planner.plan.extract import Extraction
-from planner.plan.plan import Constraint, Plan
+from planner.plan.plan import Plan
 from planner.recipes import WORTH
 from planner.recipes.wish import AUTO, IN_CHUNKS, SCHEDULES
 from planner.report.units import bytes_text, time_text

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.plan.plan import CollectiveRow, Leaf
+from planner.plan.contents.rows import CollectiveRow, Leaf
 
 _ARGUMENT = re.compile(r"^\[\d+\]")
 _DIGITS = re.compile(r"(\d+)")

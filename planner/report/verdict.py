@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from costmodels import ClusterError, origins
 from planner.plan.contents.interval import step_range, ties
-from planner.plan.plan import MeshRow, MeshVerdict, Plan
+from planner.plan.contents.rows import MeshRow, MeshVerdict
+from planner.plan.plan import Plan
 from planner.report.units import bytes_text, range_text, time_text
 
 WITHOUT_PLAN = (MeshVerdict.UNFIT, MeshVerdict.UNSEARCHED)

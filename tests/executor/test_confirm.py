@@ -20,7 +20,8 @@ from planner import make_plan
 from planner.errors import PlanFormatError, RequestError
 from planner.plan.compiled.lowering import PLAIN, by_axis, by_dimension
 from planner.plan.compiled.option_sets import OPTION_SETS
-from planner.plan.plan import MeshVerdict, Plan, load_plan, plan_from_json
+from planner.plan.contents.rows import MeshVerdict
+from planner.plan.plan import Plan, load_plan, plan_from_json
 from planner.report.table import plan_text
 
 WIDTH, ROWS = 4096, 65536

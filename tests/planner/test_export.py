@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from planner import PlanMismatchError, make_plan
 from planner.export.text import logical_rules_text, partition_specs_text
-from planner.plan.plan import Leaf, Plan
+from planner.plan.contents.rows import Leaf
+from planner.plan.plan import Plan
 from planner.plan.specs.logical_rules import logical_axes
 from planner.spec import Sharding
 

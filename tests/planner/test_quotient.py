@@ -24,7 +24,8 @@ from planner.annotate import Pin
 from planner.cost.batched import price_family
 from planner.cost.pricing import price, unfolded
 from planner.graph.trace import trace
-from planner.plan.plan import MeshVerdict, Plan
+from planner.plan.contents.rows import MeshVerdict
+from planner.plan.plan import Plan
 from planner.planning import make_plan
 from planner.search import SEARCHES, evaluate, lower_bound
 from planner.search.folding.folding import fold

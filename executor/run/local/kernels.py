@@ -17,7 +17,7 @@ from executor.run.local.checked import check_rule
 from executor.run.local.specs import Spec, partition_spec
 from planner import compat
 from planner.graph.trace import Traced
-from planner.plan.plan import Constraint
+from planner.plan.contents.rows import Constraint
 from planner.rules.kernels.known import on_shards
 from planner.rules.kernels.regions import REGION
 from planner.rules.kernels.registered import registered

@@ -6,8 +6,8 @@ from planner.cost.reshard import pattern_of
 from planner.cost.routes import route
 from planner.graph.ir import SCALAR
 from planner.plan.behind import behind_transposes
+from planner.plan.contents.rows import Constraint
 from planner.plan.extract import Extraction
-from planner.plan.plan import Constraint
 from planner.rules.kernels.regions import REGION
 from planner.spec import Sharding
 

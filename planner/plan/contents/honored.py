@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.annotate import Pin
+from planner.plan.contents.rows import PinRow
 from planner.plan.extract import Extraction
-from planner.plan.plan import PinRow
 from planner.request.axes.uses import ArgumentReader, Use, Uses
 from planner.spec import Sharding
 

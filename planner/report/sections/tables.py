@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan.plan import MeshRow, MeshVerdict, Plan
+from planner.plan.contents.rows import MeshRow, MeshVerdict
+from planner.plan.plan import Plan
 from planner.report.fold import (
     KINDS,
     LeafRow,

@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 
 from planner.plan.contents.compute import ComputeRow
-from planner.plan.plan import (
+from planner.plan.contents.rows import (
     Activation,
     CollectiveRow,
     Leaf,
     MeshRow,
     MeshVerdict,
-    Plan,
     Prediction,
     SearchReport,
 )
+from planner.plan.plan import Plan
 from planner.report.fold import (
     common_path,
     common_start,
