@@ -287,17 +287,20 @@ def of_scout(found: Scout, request: Request) -> Tried:
 def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
     """The mesh to run the search on next; None when that can hardly change the pick.
 
-    A mesh is hoped to cost its bound until the search has been there; and, once it has been on
-    ``SAMPLE`` meshes, as many times its bound as the best of these.
+    A mesh is hoped to cost its bound until the search has been there; and, once plans were found on
+    ``SAMPLE`` meshes, as many times its bound as the least of all plans known, or what its own
+    first choice costs.
     """
-    been = [one[1] for one in tried if one[0].mesh in settled and one[1].feasible]
-    over = min((s.cost_s / s.lower_bound_s for s in been if s.lower_bound_s > 0), default=1.0)
-    over = over if len(been) >= SAMPLE else 1.0
+    known = [one[1] for one in tried if one[1].feasible and one[1].lower_bound_s > 0]
+    over = min((s.cost_s / s.lower_bound_s for s in known), default=1.0)
+    if sum(one[0].mesh in settled and one[1].feasible for one in tried) < SAMPLE:
+        over = 1.0
 
     def hoped(one: Tried) -> float:
         if one[0].mesh in settled:
             return one[1].cost_s if one[1].feasible else math.inf
-        return one[1].lower_bound_s * over
+        hope = one[1].lower_bound_s * over
+        return min(hope, one[1].cost_s) if one[1].feasible else hope
 
     open_ = [t for t in tried if t[1].choice]
     best = min((hoped(t) for t in open_), default=math.inf)
@@ -352,7 +355,8 @@ def _settle(
 ) -> Tried:
     """Run the requested search on one mesh: on the quotient, and, if ``whole``, on the whole step
     where that leaves a gap to an exact search, or does not fit: equal layers may have to differ.
-    ``deep`` keeps what more messages tell; ``known``: what the fast search found here."""
+    ``deep`` keeps what more messages tell; ``known``: what was found here, in place of the fast
+    search."""
     name = FAST if request.search == PROPAGATION else request.search
     if name in WHOLE:
         return attempt(quotient, pins, request, mesh, name, whole=True)

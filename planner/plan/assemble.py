@@ -153,15 +153,18 @@ def _mesh_row(
 ) -> MeshRow:
     """What is known of a mesh; its axes have names where the user gave them, or a plan has."""
     known, peak = math.isfinite(solution.cost_s), solution.peak_bytes
+    first = bool(solution.choice) and not solution.feasible and solution.reason == SCOUTED
+    if first and best.feasible and solution.lower_bound_s >= best.cost_s:
+        solution = dataclasses.replace(solution, choice=())
+        known, peak = False, math.inf
     if solution.choice and priced.analysis.scheduled.chosen and priced.problem.pools:
         peak = pool_peaks(priced.problem, solution.choice)[Memory.DEVICE]
     if solution is best:
         verdict = MeshVerdict.CHOSEN
     elif not solution.choice:
         verdict = MeshVerdict.PRUNED
-    elif not solution.feasible and solution.reason == SCOUTED:
-        beaten = best.feasible and solution.lower_bound_s >= best.cost_s
-        verdict = MeshVerdict.PRUNED if beaten else MeshVerdict.UNSEARCHED
+    elif first:
+        verdict = MeshVerdict.UNSEARCHED
     elif not solution.feasible:
         verdict = MeshVerdict.UNFIT
     else:

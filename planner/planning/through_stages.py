@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from costmodels import ClusterError, parse_cluster
+from costmodels import Cluster, ClusterError, parse_cluster
 from costmodels.orders import Order, Simulated, Work, simulate
 from costmodels.schedule import Overlap
 from planner.cost.op_seconds import op_seconds
@@ -29,6 +29,10 @@ from planner.stages.programs.handed import Place, handed_places, result_place
 from planner.stages.programs.homes import ALL
 from planner.stages.programs.layered import Apart, chunk_count, order_of, stage_lines, taken_apart
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
+
+PASS_S = 5e-4
+"""Seconds of a host for each pass that it starts (docs/explanation/measurements.md). Hosts run
+ahead of their devices, so a step takes the longer of both."""
 
 
 def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe) -> Plan:
@@ -121,7 +125,8 @@ def _through(
     peaks = _peaks(plan, extraction, apart, order, ran)
     old = plan.prediction
     fixed = extraction.priced.model.step_latency_s
-    step = fixed + ran.step_s + max(rest)
+    host_s, passes = _host_s(plan, extraction, order)
+    step = max(fixed + ran.step_s + max(rest), host_s)
     worst = max(range(plan.stages), key=peaks.__getitem__)
     share = old.compute_s / max(old.compute_s + old.communication_s, 1e-30)
     busy = max(ran.busy_s) + max(rest)
@@ -149,6 +154,11 @@ def _through(
         f"stages run by {plan.schedule}: bubble {100 * ran.bubble:.1f} %, a transfer between "
         f"stages {time_text(late)}; memory is an estimate"
     )
+    if step == host_s:
+        note += (
+            f"; the host takes longer than the devices: {passes} passes at {time_text(PASS_S)}; "
+            "fewer microbatches or stages, or stages in one program, take less"
+        )
     mesh = MeshSpec((STAGE, *plan.mesh.names), (plan.stages, *plan.mesh.sizes))
     return dataclasses.replace(
         plan,
@@ -161,6 +171,15 @@ def _through(
         constraints=_said(plan, extraction, apart),
         notes=(*plan.notes, note),
     )
+
+
+def _host_s(plan: Plan, extraction: Extraction, order: Order) -> tuple[float, int]:
+    """Seconds that a host takes to start its passes, and how many; a process per node."""
+    whole = _cluster(extraction)
+    nodes = max(1, whole.num_devices // whole.devices_per_node)
+    groups = -(-plan.stages // nodes)
+    passes = groups * max(map(len, order.devices))
+    return passes * PASS_S, passes
 
 
 def _said(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Constraint, ...]:
@@ -276,14 +295,18 @@ def _transfer_s(extraction: Extraction, apart: Apart) -> float:
         if (v, reader) not in seen:
             seen.add((v, reader))
             borders[source, reader] = borders.get((source, reader), 0.0) + size(v)
-    cluster = extraction.priced.model.cluster
-    try:
-        whole = parse_cluster(cluster.text)
-    except ClusterError:
-        whole = cluster
+    whole = _cluster(extraction)
     apart_nodes = whole.num_devices > whole.devices_per_node
     link = whole.network if apart_nodes and whole.network is not None else whole.link
     return link.latency_s + max(borders.values(), default=0.0) / link.bytes_per_s
+
+
+def _cluster(extraction: Extraction) -> Cluster:
+    """The cluster that holds all stages."""
+    part = extraction.priced.model.cluster
+    with contextlib.suppress(ClusterError):
+        return parse_cluster(part.text)
+    return part
 
 
 def _held(extraction: Extraction, apart: Apart) -> list[float]:

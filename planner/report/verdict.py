@@ -65,7 +65,7 @@ def _pruned_text(bound_s: float, best_s: float) -> str:
 
 def _unsearched_text(bound_s: float, best_s: float) -> str:
     gain = 100.0 * max(1.0 - bound_s / best_s, 0.0)
-    return f"not searched: a first choice does not fit, others save at most {gain:.2g} %"
+    return f"not searched further: its first choice does not fit; one may save up to {gain:.2g} %"
 
 
 def likely_text(plan: Plan) -> str:
@@ -141,4 +141,4 @@ def choice_text(plan: Plan) -> str:
         text += f"; {pruned} pruned by lower bounds"
     if unfit:
         text += f"; {unfit} above the memory limit"
-    return f"{text}; {unsearched} not searched to the end" if unsearched else text
+    return f"{text}; {unsearched} not searched further" if unsearched else text

@@ -112,8 +112,7 @@ def runs_of(flat: FlatJaxpr, makers: Maker) -> Iterator[Run]:
         run = _best(flat, makers, twins, *span)
         if run is not None:
             if run.carries:  # what its blocks make has a row per block
-                made = range(run.start, run.end)
-                twins = {v: w for v, w in twins.items() if makers[w][0] not in made}
+                twins = _outside(twins, makers, range(run.start, run.end))
             yield run
 
 
@@ -148,6 +147,13 @@ def _twins(flat: FlatJaxpr) -> Mapping[int, int]:
             outs = first.setdefault((kind_of(call), tuple(ins)), tuple(call.outs))
             twins.update(zip(call.outs, outs, strict=True))
     return twins
+
+
+def _outside(twins: Mapping[int, int], makers: Maker, made: range) -> Mapping[int, int]:
+    """The twins that some calls do not make; each goes by the first of those that are left."""
+    first: dict[int, int] = {}
+    left = (v for v in twins if makers[v][0] not in made)
+    return {v: first.setdefault(twins[v], v) for v in left}
 
 
 def _best(

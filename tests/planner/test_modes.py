@@ -162,17 +162,34 @@ def test_pipelines_by_name() -> None:
     layers, x = _layers(8)
     state = {"layers": layers, "in": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
     alike = make_plan(embedded, state, x, cluster="h100:8", mode="pp")
+    assert alike.mesh.size("stage") == alike.stages > 1 and not alike.schedule  # passes are short
     four = make_plan(embedded, state, x, cluster="h100:8", mode="pp", stages=4)
     assert four.stages == 4 and four.mesh.size("stage") == 4 and not four.schedule
-    named = make_plan(embedded, state, x, cluster="h100:8", stages=8, schedule="1f1b")
-    least = min(four.prediction.step_s, named.prediction.step_s)
-    assert "stage" in alike.mesh.names and alike.prediction.step_s < least * 1.01
+    assert alike.prediction.step_s < 1.05 * four.prediction.step_s
+    large = _layers(8, width=4096, rows=1 << 17)
+    named = [
+        make_plan(_step, *large, cluster="h100:8", stages=n, schedule="1f1b") for n in (2, 4, 8)
+    ]
+    plan = make_plan(_step, *large, cluster="h100:8", mode="pp")
+    assert plan.schedule == "1f1b"
+    assert plan.prediction.step_s <= 1.01 * min(p.prediction.step_s for p in named)
     with pytest.raises(RequestError, match="stages=1 contradicts the mode pp"):
         make_plan(_step, *_layers(8), cluster="h100:8", mode="pp", stages=1)
     with pytest.raises(RequestError, match=r"the mode pp wants two .* no plan has: "):
         make_plan(_step, *_layers(8, rows=1), cluster="h100:8", mode="pp")
     with pytest.raises(MemoryLimitError):
         make_plan(embedded, state, x, cluster="h100:8", mode="pp", memory="20MB")
+
+
+@pytest.mark.long
+def test_the_host_starts_every_pass() -> None:
+    """Of 8 stages in one process: 8 x 2 passes of each microbatch, half a millisecond each."""
+    options: dict[str, Any] = {"cluster": "h100:8", "stages": 8, "schedule": "1f1b"}
+    plan = make_plan(_step, *_layers(8), microbatches=32, **options)
+    assert plan.prediction.step_s == pytest.approx(8 * 2 * 32 * 0.5e-3)
+    assert any("512 passes at 500 us" in note for note in plan.notes), plan.notes
+    spread = make_plan(_step, *_layers(8), microbatches=32, **{**options, "cluster": "h100:8x4"})
+    assert spread.prediction.step_s == pytest.approx(plan.prediction.step_s / 4)
 
 
 def test_the_mode_in_force_is_set_again_whole() -> None:

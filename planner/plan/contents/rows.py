@@ -93,10 +93,10 @@ class MeshVerdict(StrEnum):
     UNFIT = "unfit"
     """The best plan found on it takes more memory than a device has."""
     UNSEARCHED = "unsearched"
-    """A first choice takes more memory than a device has; no search followed, as those on other
-    meshes stayed as far above their bounds as this mesh can be below the best plan."""
+    """Its first choice takes more memory than a device has, and no search ran on it: few meshes are
+    searched, fewer where searches stay well above their bounds. A plan on it may fit."""
     PRUNED = "pruned"
-    """No plan was looked for: its bound alone puts it out of the question."""
+    """Its bound alone puts it out of the question."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from costmodels import ClusterError, part_of
 from planner.errors import MemoryLimitError, RequestError
 from planner.microbatch.rewrite import batch_size
 from planner.plan.contents.kinds import IDLE
-from planner.planning.open_recipes import MOST_PLANNED, Door, best_planned
+from planner.planning.open_recipes import Door, best_planned
 from planner.planning.outer.replicas import nodes_of, with_recipe, with_replicas
 from planner.planning.row import Planned, Row
 from planner.recipes import AUTO, SCHEDULES, WORTH, Outcome, Recipe, Wish
@@ -21,6 +21,7 @@ from planner.report.units import time_text
 from planner.request.parsed import Request
 from planner.request.state import StateRequest
 from planner.spec import STAGE, MeshSpec
+from planner.stages.rewrite import UNEQUAL
 
 MOST_STAGES = 16
 """Stages that are tried at most."""
@@ -43,6 +44,8 @@ def over_stages(wish: Wish, door: Door) -> Planned:
         except MemoryLimitError as failed:
             error = failed
     found, seen, tried = _over_counts(inner, door, found)
+    if schedule or door.request.staged:
+        tried = tried.removesuffix(f". {UNEQUAL}")  # that is tried
     if door.request.staged:  # stages need not be alike, nor in step, as programs of their own
         schedule = schedule or SCHEDULES[0]
     if schedule:
@@ -119,7 +122,9 @@ def _over_counts(
             seen[recipe] = door.look(recipe, known_s / WORTH, {})
             known_s = min(known_s, seen[recipe].cost_s)
         stages *= 2
-    tried = f"pipelines of up to {stages // 2} stages: {len(seen)} recipes planned"
+    tried = f"pipelines of up to {stages // 2} stages in one program: {len(seen)} recipes planned"
+    if (least_s := min((o.cost_s for o in seen.values()), default=math.inf)) < math.inf:
+        tried += f", {time_text(least_s)} or less"
     if refused:
         tried = f"{tried}; {refused}" if seen else f"no stages: {refused}"
     if any(o.cost_s < math.inf for o in seen.values()):
@@ -145,6 +150,8 @@ def _no_pipeline(
     return RequestError(f"the mode pp wants two pipeline stages or more, and no plan has: {why}")
 
 
+MOST_SCHEDULED = 4
+"""Recipes with a schedule that are planned whole, at most."""
 LEAST_IDLE = 1 / 3
 """Of the idle time of 1F1B, what a schedule that splits weight gradients leaves where all passes
 take equally long."""
@@ -178,7 +185,7 @@ def _over_schedules(
         stages *= 2
     rows.sort(key=lambda row: row[0])
     told = []
-    for bound_s, recipe, row, inside in rows[:MOST_PLANNED]:
+    for bound_s, recipe, row, inside in rows[:MOST_SCHEDULED]:
         known_s = math.inf if found is None else found.plan.prediction.step_s
         if bound_s * WORTH > known_s:
             continue

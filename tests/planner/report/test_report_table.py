@@ -20,7 +20,7 @@ from planner.plan.contents.rows import (
     Prediction,
     SearchReport,
 )
-from planner.plan.plan import Plan
+from planner.plan.plan import Plan, plan_from_json
 from planner.report.fold import (
     common_path,
     common_start,
@@ -232,6 +232,24 @@ def test_meshes_that_do_not_fit_are_counted_after_the_third() -> None:
     line = next(line for line in text.splitlines() if line.strip().startswith("4 more"))
     assert "23.0 ms or more" in line
     assert "needs 84.0 GB or more" in line
+
+
+def test_meshes_that_were_not_searched_say_so_and_are_counted() -> None:
+    rows = [
+        MeshRow("data=4,model=2", 0.0100, 0.0099, 3.1e10, MeshVerdict.CHOSEN),
+        MeshRow("8", 0.0090, 0.0090, 9e10, MeshVerdict.UNFIT),
+        *(MeshRow(f"2x{k}", 0.0098, 0.0095, 9e10, MeshVerdict.UNSEARCHED) for k in range(6)),
+    ]
+    plan = dataclasses.replace(small_plan(), meshes=tuple(rows))
+    text = plan_text(plan_from_json(plan.to_json()), 200)
+    best_s = plan.search.cost_s
+    assert "fastest of 8 meshes; 1 above the memory limit; 6 not searched further" in text
+    save = f"{100 * max(1 - 0.0095 / best_s, 0.0):.2g}"
+    line = next(line for line in text.splitlines() if line.startswith("  2x0 "))
+    said = f"not searched further: its first choice does not fit; one may save up to {save} %"
+    assert line.endswith(said)
+    more = next(line for line in text.splitlines() if line.strip().startswith("3 more"))
+    assert said in more
 
 
 def test_one_device_says_nothing_of_replication() -> None:
