@@ -287,9 +287,9 @@ def of_scout(found: Scout, request: Request) -> Tried:
 def _next(tried: Sequence[Tried], settled: Set[MeshSpec]) -> Tried | None:
     """The mesh to run the search on next; None when that can hardly change the pick.
 
-    A mesh is hoped to cost its bound until the search has been there; and, once plans were found on
-    ``SAMPLE`` meshes, as many times its bound as the least of all plans known, or what its own
-    first choice costs.
+    A mesh is hoped to cost its bound until the search has been there. Once the search has found
+    plans on ``SAMPLE`` meshes, a mesh is hoped to cost its bound times the smallest ratio of cost
+    to bound that any plan has, and no more than its first choice, where that fits.
     """
     known = [one[1] for one in tried if one[1].feasible and one[1].lower_bound_s > 0]
     over = min((s.cost_s / s.lower_bound_s for s in known), default=1.0)
