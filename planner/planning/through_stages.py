@@ -31,8 +31,9 @@ from planner.stages.programs.layered import Apart, chunk_count, order_of, stage_
 from planner.stages.programs.split import BACKWARD, FORWARD, WEIGHTS
 
 PASS_S = 5e-4
-"""Seconds of a host for each pass that it starts (docs/explanation/measurements.md). Hosts run
-ahead of their devices, so a step takes the longer of both."""
+"""Seconds of a host for each pass that it starts, at least: two shared cores took up to 1.8e-3
+(docs/explanation/measurements.md). Hosts run ahead of their devices, so a step takes the longer of
+both."""
 
 
 def scheduled(plan: Plan, extraction: Extraction, traced: Traced, recipe: Recipe) -> Plan:
@@ -125,7 +126,8 @@ def _through(
     peaks = _peaks(plan, extraction, apart, order, ran)
     old = plan.prediction
     fixed = extraction.priced.model.step_latency_s
-    host_s, passes = _host_s(plan, extraction, order)
+    passes = passes_of_host(_cluster(extraction), plan.stages, max(map(len, order.devices)))
+    host_s = passes * PASS_S
     step = max(fixed + ran.step_s + max(rest), host_s)
     worst = max(range(plan.stages), key=peaks.__getitem__)
     share = old.compute_s / max(old.compute_s + old.communication_s, 1e-30)
@@ -173,13 +175,10 @@ def _through(
     )
 
 
-def _host_s(plan: Plan, extraction: Extraction, order: Order) -> tuple[float, int]:
-    """Seconds that a host takes to start its passes, and how many; a process per node."""
-    whole = _cluster(extraction)
-    nodes = max(1, whole.num_devices // whole.devices_per_node)
-    groups = -(-plan.stages // nodes)
-    passes = groups * max(map(len, order.devices))
-    return passes * PASS_S, passes
+def passes_of_host(cluster: Cluster, stages: int, each: int) -> int:
+    """Passes that a host starts, of ``each`` per stage; a process per node of ``cluster``."""
+    nodes = max(1, cluster.num_devices // cluster.devices_per_node)
+    return -(-stages // nodes) * each
 
 
 def _said(plan: Plan, extraction: Extraction, apart: Apart) -> tuple[Constraint, ...]:

@@ -15,6 +15,7 @@ from planner.plan.contents.kinds import IDLE
 from planner.planning.open_recipes import Door, best_planned
 from planner.planning.outer.replicas import nodes_of, with_recipe, with_replicas
 from planner.planning.row import Planned, Row
+from planner.planning.through_stages import PASS_S, passes_of_host
 from planner.recipes import AUTO, SCHEDULES, WORTH, Outcome, Recipe, Wish
 from planner.remat.policy import FULL, NONE
 from planner.report.units import time_text
@@ -177,11 +178,14 @@ def _over_schedules(
             refused = refused or str(failed)
             break
         idle = 1 + LEAST_IDLE * (stages - 1) / one.recipe.microbatches
+        each = 2 * one.recipe.microbatches
+        passes = passes_of_host(door.request.cluster, stages, each)
         for remat in (FULL, NONE) if "remat" in wish.open else (wish.recipe.remat,):
             recipe = dataclasses.replace(one.recipe, remat=remat)
             look = inside.look(recipe, math.inf, {})
             if look.found is not None and look.cost_s < math.inf:
-                rows.append((look.cost_s / stages * idle, recipe, look.found, inside))
+                bound_s = max(look.cost_s / stages * idle, passes * PASS_S)
+                rows.append((bound_s, recipe, look.found, inside))
         stages *= 2
     rows.sort(key=lambda row: row[0])
     told = []
