@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,8 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from planner import make_plan
+from planner.choose.meshes import SCOUTED
 from planner.errors import MemoryLimitError
+from planner.plan.assemble import _mesh_row
 from planner.plan.contents.rows import MeshVerdict
+from planner.search.problem import Solution
+from planner.spec import MeshSpec
 
 OPTIONS: dict[str, Any] = {"cluster": "h100:8", "microbatches": 1, "remat": "none"}
 
@@ -55,3 +61,29 @@ def test_what_is_said_of_meshes_that_are_not_searched(share: float) -> None:
     for row in plan.meshes:
         if row.verdict is MeshVerdict.PRUNED:
             assert row.cost_s == row.peak_bytes == -1.0
+
+
+BEST = Solution((0,), 2.0, 1.9, 50.0, 0, True, "auto", "", 0.0)
+FIRST = Solution((0,), 2.5, 1.5, 90.0, 0, False, "recursive_programming", SCOUTED, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("solution", "verdict", "known"),
+    [
+        (FIRST, "unsearched", True),
+        (dataclasses.replace(FIRST, lower_bound_s=2.1), "pruned", False),
+        (dataclasses.replace(FIRST, reason="the lowest peak misses the limit"), "unfit", True),
+        (dataclasses.replace(FIRST, feasible=True), "slower", True),
+        (dataclasses.replace(FIRST, choice=()), "pruned", True),
+    ],
+)
+def test_verdicts(solution: Solution, verdict: str, known: bool) -> None:
+    """A first choice that does not fit counts for nothing where the bound rules the mesh out."""
+    mesh = MeshSpec(("data", "model"), (4, 2))
+    priced: Any = SimpleNamespace(
+        mesh=mesh, analysis=SimpleNamespace(scheduled=SimpleNamespace(chosen=False))
+    )
+    row = _mesh_row(priced, solution, BEST, mesh, names=False)
+    assert (row.mesh, row.verdict) == ("4x2", verdict)
+    assert (row.cost_s, row.peak_bytes) == ((2.5, 90.0) if known else (-1.0, -1.0))
+    assert row.lower_bound_s == solution.lower_bound_s

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import time
 from pathlib import Path
 
@@ -195,3 +196,13 @@ def test_a_public_instance_is_proved_at_its_known_optimum() -> None:
     problem = read_iopddl(INSTANCES / "asplos-2025-iopddl-B.json.gz")
     found = SEARCHES["dynamic_programming"](problem, time_limit_s=120.0)
     assert found.proved and found.cost_s == 532843
+
+
+def test_an_effort_is_counted_in_rounds_where_tables_are_small() -> None:
+    """A second of effort is 10,000 rounds at most, and at most 10 million entries in all."""
+    for _, reduction, flat in cases(20, tight=True)[:5]:
+        begun = time.monotonic()
+        found = anytime(reduction, begun + 300.0, begun, effort_s=0.01)
+        done = re.fullmatch(r"(\d+) rounds done", found.reason)
+        entries = flat.table.size + flat.unary.size
+        assert done is not None and 50 < int(done[1]) <= 0.01 / (1e-4 + 1e-7 * entries)
