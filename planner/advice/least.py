@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.choose.attempts import Tried
-from planner.choose.meshes import choose, unfold
+from planner.choose.meshes import unfold
+from planner.choose.simplest import Tried, choose
 from planner.cost.pricing import Priced, unfolded
 from planner.request.parsed import Request
 from planner.search import lower_bound

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from costmodels import AnalyticCostModel, Cluster
 from planner.annotate import Pin
-from planner.choose.attempts import Tried
 from planner.choose.floors import perfect_floor
-from planner.choose.meshes import choose, lead_meshes, search_meshes
+from planner.choose.meshes import lead_meshes, search_meshes
+from planner.choose.simplest import Tried, choose
 from planner.errors import PinError
 from planner.report.shortage import Relief
 from planner.request.parsed import Request

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.annotate import Pin
 from planner.choose.candidates import SPLITS, allowed_masks, examples_alone
-from planner.choose.devices import BUSY, devices_worth
+from planner.choose.simplest import BUSY, LESS, Tried, devices_worth
 from planner.cost.pricing import Priced, price, unfolded
 from planner.errors import RequestError
 from planner.graph.ir import Role
@@ -27,14 +27,10 @@ SPREAD = 10.0
 """Surcharge for a change of layout outside AUTO_PARALLEL, in steps of one device."""
 AGAIN = (1.0, 0.1, 0.0)
 """Surcharges to try, in ideal steps on all devices, where the other leaves devices idle."""
-LESS = 0.9
-"""Cost or memory, relative to another's, from which on one is clearly less."""
 CLOSED = 1e-6
 """Relative gap at which a choice on the quotient is taken for the optimum."""
 SWEEPS = 48
 """Diffusion sweeps on the quotient to get there."""
-
-Tried = tuple[Priced, Solution]
 
 
 def attempt(

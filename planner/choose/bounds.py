@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from costmodels import CostModel
-from planner.choose.devices import idle_axes
+from planner.choose.simplest import idle_axes
 from planner.cost.batched import Mask, PricedFamily, price_family
 from planner.cost.pricing import Priced
 from planner.search.relax.family import Family, node_bound, relax

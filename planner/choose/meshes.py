@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping, Sequence, Set
 
 from planner.annotate import Pin
-from planner.choose.attempts import CLOSED, LESS, Tried, attempt
+from planner.choose.attempts import CLOSED, attempt
 from planner.choose.bounds import Field, Scout, deepened, scouted
 from planner.choose.candidates import allowed_masks, candidate_meshes
-from planner.choose.devices import BUSY, devices_worth, idle_axes
+from planner.choose.simplest import SAME, Tried, choose, preferred, rank
 from planner.cost.pricing import unfolded
 from planner.errors import PinError
 from planner.modes import PROPAGATION
@@ -20,12 +20,9 @@ from planner.request.pins import Mask
 from planner.search.problem import Solution, evaluate, fits, make_solution
 from planner.search.registry import FAST, QUICK, WHOLE
 from planner.spec import MeshSpec
-from planner.step.analysis import Analysis, ideal_s
+from planner.step.analysis import ideal_s
 from planner.step.classes import Quotient
 
-SAME = 1.03
-"""Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
-difference that the cost model can't resolve is no reason for another mesh axis."""
 LEADERS = 4
 """Meshes on which the requested search is run at most, after scouting."""
 AUTO_S = 1.0
@@ -36,58 +33,15 @@ SCOUTED = "message passing on all meshes, then single-variable moves"
 SAMPLE = 2
 """Meshes on which the search has been before others are hoped to do no better against their bounds
 than these: what keeps one from its bound, such as the memory, mostly keeps all."""
+WIDE = 0.1
+"""Gap after the longest search above which it runs on other meshes, too: where memory is tight,
+what the quick searches find does not tell which mesh is best."""
+LONGEST = 3
+"""Meshes on which the longest search runs at most."""
 FEW = 40
 """Groups up to which the quick searches run on every leader: an elimination then takes moments."""
 FAILURES = 6
 """Meshes that may fail for memory without counting as leaders."""
-
-
-def _rank(tried: Tried) -> tuple[bool, float, int]:
-    """Feasible first, then cheapest (else least memory), then the fewest mesh axes."""
-    priced, solution = tried
-    value = solution.cost_s if solution.feasible else solution.peak_bytes
-    return not solution.feasible, value, len(priced.mesh.sizes)
-
-
-def choose(tried: Sequence[Tried]) -> Tried:
-    """The best mesh, or one within ``SAME`` of it that ``preferred`` takes instead."""
-    best = min(tried, key=_rank)
-    if not best[1].feasible:
-        return best
-    level = [t for t in tried if t[1].feasible and t[1].cost_s <= SAME * best[1].cost_s]
-    return preferred([(t, t[1].cost_s) for t in level])
-
-
-MATTERS = 0.01
-"""Share of a device's memory that a second axis has to save."""
-
-
-def preferred(level: Sequence[tuple[Tried, float]]) -> Tried:
-    """Of meshes whose seconds the cost model can't tell apart: one that puts its devices to work,
-    that no other beats in time and clearly in memory, with the fewest axes and the longest first.
-
-    Args:
-        level: meshes with a choice, and their seconds.
-    """
-    if len(level) == 1:
-        return level[0][0]
-    idle = [bool(idle_axes(t[0], t[1].choice)) for t, _ in level]
-    if all(idle):
-        worth = [devices_worth(t[0], t[1].choice) for t, _ in level]
-        idle = [w < BUSY * max(worth) for w in worth]
-    busy = [one for one, bad in zip(level, idle, strict=True) if not bad]
-
-    def beaten(t: Tried, cost_s: float) -> bool:
-        least = min(LESS * t[1].peak_bytes, t[1].peak_bytes - MATTERS * t[0].limit_bytes)
-        return any(other_s <= cost_s and other[1].peak_bytes <= least for other, other_s in busy)
-
-    return min((t for t, cost_s in busy if not beaten(t, cost_s)), key=_simplicity)
-
-
-def _simplicity(tried: Tried) -> tuple[int, list[int]]:
-    """Fewest axes first, then the longest first axis."""
-    sizes = tried[0].mesh.sizes
-    return len(sizes), [-n for n in sizes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +127,7 @@ def _lead_one(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: M
     found = _settle(quotient, pins, dataclasses.replace(quick, search=FAST), mesh, whole=False)
     longer = not found[1].feasible or found[1].gap > SAME - 1
     if longer:
-        found = min(_settle(quotient, pins, quick, mesh, whole=False), found, key=_rank)
+        found = min(_settle(quotient, pins, quick, mesh, whole=False), found, key=rank)
     return Led((found,), frozenset((mesh,)), done=longer and found[1].feasible)
 
 
@@ -206,11 +160,55 @@ def search_meshes(
     elif best[1].choice:
         effort_s = AUTO_S if request.search in QUICK else math.inf
         less = dataclasses.replace(request, effort_s=effort_s)
-        whole = not best[1].feasible
-        known = best if best[0].mesh in led.settled else None
-        found = _settle(quotient, pins, less, best[0].mesh, whole=whole, known=known)
-        tried[tried.index(best)] = min(found, _better(found, best), key=_rank)
+        _search_on(tried, best, led, quotient, pins, less)
     return tuple(tried)
+
+
+def search_others(
+    quotient: Quotient, pins: Sequence[Pin], request: Request, led: Led, tried: Sequence[Tried]
+) -> tuple[Tried, ...]:
+    """What ``search_meshes`` found, and after it the longest search on more meshes (``LONGEST`` in
+    all) while much is open of the cheapest plan that fits (``WIDE``)."""
+    made = list(tried)
+    if led.done or request.search not in QUICK or request.spreads:
+        return tuple(made)
+    less = dataclasses.replace(request, effort_s=AUTO_S)
+    searched = {choose(led.tried)[0].mesh}
+    while len(searched) < LONGEST and (other := _hopeful(made, searched)) is not None:
+        searched.add(other[0].mesh)
+        _search_on(made, other, led, quotient, pins, less)
+    return tuple(made)
+
+
+def _search_on(
+    tried: list[Tried],
+    one: Tried,
+    led: Led,
+    quotient: Quotient,
+    pins: Sequence[Pin],
+    request: Request,
+) -> None:
+    """Put what the search finds on the mesh of one of ``tried`` in its place, where it is better;
+    equal layers may differ where it does not fit."""
+    mesh = one[0].mesh
+    known = one if mesh in led.settled else None
+    found = _settle(quotient, pins, request, mesh, whole=not one[1].feasible, known=known)
+    tried[tried.index(one)] = min(found, _better(found, one), key=rank)
+
+
+def _hopeful(tried: Sequence[Tried], searched: Set[MeshSpec]) -> Tried | None:
+    """The mesh to run the longest search on next, where much is open of the cheapest plan that
+    fits: of those that could be clearly cheaper, the one with the lowest bound."""
+    best = min(tried, key=rank)
+    if not best[1].feasible or best[1].gap <= WIDE:
+        return None
+    below = best[1].cost_s / (1.0 + WIDE)
+    open_ = [
+        one
+        for one in tried
+        if one[1].choice and one[0].mesh not in searched and one[1].lower_bound_s <= below
+    ]
+    return min(open_, key=lambda one: one[1].lower_bound_s, default=None)
 
 
 def _with_moment(tried: Tried) -> Tried:
@@ -371,13 +369,13 @@ def _settle(
         return _named(found, request)
     if name != FAST:
         other = attempt(quotient, pins, request, mesh, name)
-        found = min(_with_bound(other, found), _with_bound(found, other), key=_rank)
+        found = min(_with_bound(other, found), _with_bound(found, other), key=rank)
     solution = found[1]
     exact = name != FAST and solution.gap > CLOSED
     if not whole or found[0].problem.counts is None or (solution.feasible and not exact):
         return found
     other = attempt(quotient, pins, request, mesh, name, whole=True)
-    return min(_with_bound(other, found), _with_bound(found, other), key=_rank)
+    return min(_with_bound(other, found), _with_bound(found, other), key=rank)
 
 
 def _deeper(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:
@@ -391,15 +389,3 @@ def _with_bound(tried: Tried, other: Tried) -> Tried:
     """A solution with the higher of two bounds."""
     lower = max(tried[1].lower_bound_s, other[1].lower_bound_s)
     return tried[0], dataclasses.replace(tried[1], lower_bound_s=min(lower, tried[1].cost_s))
-
-
-def untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tuple[str, ...]:
-    """A line when meshes were left out because none of them can be much better."""
-    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
-    best = min(tried, key=_rank)[1].cost_s
-    if best <= 0 or (len(tried) == 1 and request.mesh is not None) or best > SAME * ideal:
-        return ()
-    return (
-        f"other meshes can't be more than {100 * (1 - ideal / best):.2g} % faster: "
-        f"a perfect split of the work would take {ideal:.4g} s",
-    )

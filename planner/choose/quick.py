@@ -12,14 +12,8 @@ from planner.choose.attempts import attempt
 from planner.choose.bounds import Field, scouted
 from planner.choose.candidates import candidate_meshes
 from planner.choose.floors import floor_of
-from planner.choose.meshes import (
-    SAME,
-    allowed_meshes,
-    choose,
-    lead_meshes,
-    of_scout,
-    search_meshes,
-)
+from planner.choose.meshes import allowed_meshes, lead_meshes, of_scout, search_meshes
+from planner.choose.simplest import SAME, choose
 from planner.request.parsed import Request
 from planner.search.problem import Solution
 from planner.search.registry import FAST

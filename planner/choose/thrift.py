@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.choose.attempts import SPREAD, Tried
+from planner.choose.attempts import SPREAD
+from planner.choose.simplest import Tried
 from planner.cost.pricing import Priced, Pricer
 from planner.request.parsed import Request
 from planner.search.local.ties import less_memory

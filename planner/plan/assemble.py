@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 from costmodels import Cluster
 from planner.annotate import Pin
-from planner.choose.attempts import Tried
 from planner.choose.candidates import SPLITS, batch_axes
-from planner.choose.devices import devices_worth, idle_text
-from planner.choose.meshes import SCOUTED, untried
+from planner.choose.meshes import SCOUTED
+from planner.choose.simplest import Tried, devices_worth, idle_text, untried
 from planner.cost.apart import kept_apart
 from planner.cost.op_seconds import op_seconds
 from planner.cost.pricing import Priced

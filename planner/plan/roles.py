@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.choose.devices import idle_axes
+from planner.choose.simplest import idle_axes
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Role
 from planner.graph.labels.examples import example_dims
 from planner.plan.contents.kinds import DATA, ENSEMBLE, EXPERT, FSDP, IDLE, MODEL, SEQ, WORDS

@@ -14,18 +14,18 @@ from typing import Any
 from planner.advice import Again, Case, Least, Shapes, advise, least_plan, rescued
 from planner.annotate import Pin
 from planner.arguments.metadata import metadata_notes, rules_of
-from planner.choose.attempts import Tried
 from planner.choose.floors import Floor, floor_of
 from planner.choose.meshes import (
     Led,
-    choose,
     lead_meshes,
     runners_up,
     search_meshes,
+    search_others,
     tried_in_vain,
     unfold,
 )
 from planner.choose.quick import FIRST, free_bounds
+from planner.choose.simplest import Tried, choose
 from planner.choose.thrift import thrifty
 from planner.cost.pricing import Priced
 from planner.debug.stage import Stage
@@ -174,7 +174,11 @@ class Row:
             self._retraced, lambda r: self.prepare(self.traced, r).quotient, self._recomputed
         )
         made = recipe_of(self.function)
-        planned = _planned(self.step, *self.searched, self.request, begun, again, made, also)
+        tried, least = self.searched
+        if least is None:  # what follows would be too much for every row that is looked at
+            step = self.step
+            tried = search_others(step.quotient, step.pins, self.request, self.led, tried)
+        planned = _planned(self.step, tried, least, self.request, begun, again, made, also)
         told = metadata_notes(self.args, rules_of(self.function), self.request.mesh)
         if self.request.mode in WITHOUT_PINS:
             told = ignored_marks(self.traced, self.request.mode)

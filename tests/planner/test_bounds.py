@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from costmodels import AnalyticCostModel, parse_cluster
 from planner.choose.bounds import Field, scouted
-from planner.choose.meshes import SAME
+from planner.choose.simplest import SAME
 from planner.cost.pricing import price
 from planner.cost.rates import Rates
 from planner.graph.trace import trace

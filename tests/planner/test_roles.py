@@ -9,8 +9,7 @@ import optax
 import pytest
 
 from planner import make_plan
-from planner.choose.devices import devices_worth, idle_axes, idle_text
-from planner.choose.meshes import preferred
+from planner.choose.simplest import devices_worth, idle_axes, idle_text, preferred
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 from planner.plan.roles import Roles, renamed, strategy_text

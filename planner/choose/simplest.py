@@ -1,4 +1,5 @@
-"""How much of a mesh a choice puts to work: axes that do nothing, and devices' worth of work."""
+"""The simplest mesh that no other clearly beats, and how much of a mesh a choice puts to work: axes
+that do nothing, and devices' worth of work."""
 
 from __future__ import annotations
 
@@ -8,14 +9,25 @@ from types import MappingProxyType
 
 from planner.cost.pricing import Priced
 from planner.graph.ir import Graph
+from planner.request.parsed import Request
+from planner.search.problem import Solution
 from planner.space.buffer import Port, in_pool
-from planner.step.analysis import Analysis
+from planner.step.analysis import Analysis, ideal_s
 from planner.step.feeding import fed_inputs
 
 LITTLE = 0.01
 """Share of the work and of the stored bytes below which an axis that splits them does nothing."""
 BUSY = 0.9
 """Share of the devices from which on a plan uses them all."""
+SAME = 1.03
+"""Cost, relative to the best mesh's, up to which a simpler mesh is taken instead: a
+difference that the cost model can't resolve is no reason for another mesh axis."""
+LESS = 0.9
+"""Cost or memory, relative to another's, from which on one is clearly less."""
+MATTERS = 0.01
+"""Share of a device's memory that a second axis has to save."""
+
+Tried = tuple[Priced, Solution]
 
 
 def _amounts(analysis: Analysis) -> tuple[tuple[float, ...], ...]:
@@ -85,3 +97,59 @@ def idle_text(
             "the search has no faster split"
         )
     return f"{text}; the search has no faster split"
+
+
+def rank(tried: Tried) -> tuple[bool, float, int]:
+    """Feasible first, then cheapest (else least memory), then the fewest mesh axes."""
+    priced, solution = tried
+    value = solution.cost_s if solution.feasible else solution.peak_bytes
+    return not solution.feasible, value, len(priced.mesh.sizes)
+
+
+def choose(tried: Sequence[Tried]) -> Tried:
+    """The best mesh, or one within ``SAME`` of it that ``preferred`` takes instead."""
+    best = min(tried, key=rank)
+    if not best[1].feasible:
+        return best
+    level = [t for t in tried if t[1].feasible and t[1].cost_s <= SAME * best[1].cost_s]
+    return preferred([(t, t[1].cost_s) for t in level])
+
+
+def preferred(level: Sequence[tuple[Tried, float]]) -> Tried:
+    """Of meshes whose seconds the cost model can't tell apart: one that puts its devices to work,
+    that no other beats in time and clearly in memory, with the fewest axes and the longest first.
+
+    Args:
+        level: meshes with a choice, and their seconds.
+    """
+    if len(level) == 1:
+        return level[0][0]
+    idle = [bool(idle_axes(t[0], t[1].choice)) for t, _ in level]
+    if all(idle):
+        worth = [devices_worth(t[0], t[1].choice) for t, _ in level]
+        idle = [w < BUSY * max(worth) for w in worth]
+    busy = [one for one, bad in zip(level, idle, strict=True) if not bad]
+
+    def beaten(t: Tried, cost_s: float) -> bool:
+        least = min(LESS * t[1].peak_bytes, t[1].peak_bytes - MATTERS * t[0].limit_bytes)
+        return any(other_s <= cost_s and other[1].peak_bytes <= least for other, other_s in busy)
+
+    return min((t for t, cost_s in busy if not beaten(t, cost_s)), key=_simplicity)
+
+
+def _simplicity(tried: Tried) -> tuple[int, list[int]]:
+    """Fewest axes first, then the longest first axis."""
+    sizes = tried[0].mesh.sizes
+    return len(sizes), [-n for n in sizes]
+
+
+def untried(analysis: Analysis, tried: Sequence[Tried], request: Request) -> tuple[str, ...]:
+    """A line when meshes were left out because none of them can be much better."""
+    ideal = ideal_s(analysis, request.model, request.cluster.num_devices)
+    best = min(tried, key=rank)[1].cost_s
+    if best <= 0 or (len(tried) == 1 and request.mesh is not None) or best > SAME * ideal:
+        return ()
+    return (
+        f"other meshes can't be more than {100 * (1 - ideal / best):.2g} % faster: "
+        f"a perfect split of the work would take {ideal:.4g} s",
+    )
