@@ -15,7 +15,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,14 @@ import jax.numpy as jnp
 
 from planner import compat
 from planner.chunks.bodies import body_of, with_constants, without_operands
-from planner.chunks.labels import Program, Region, large_products, regions_at
+from planner.chunks.labels import SUMS, Program, Region, large_products, regions_at
 from planner.chunks.resize import on_chunk, wide
 from planner.chunks.stages import Stage, Stages, pays, stages_of
-from planner.graph.flat import Call, FlatJaxpr, Run, again, execute, flatten, looped
+from planner.graph.flat import Call, FlatJaxpr, Run, again, execute, flatten, looped, nbytes
 from planner.graph.jaxpr.places import user_line
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
+from planner.remat.frontier import ELEMENT_FLOP, InChunks, Loop, call_cost
 
 ROWS = 512
 """Rows of a chunk, where the search chooses."""
@@ -74,15 +75,38 @@ def chunked(
     return by_shapes(function, args, first, lambda args: made(trace(function, args))[0]), lines
 
 
-def scores(flat: FlatJaxpr) -> frozenset[int]:
-    """Values of a program that chunks would not hold whole."""
-    if "scores" not in flat.memo:
+def in_chunks(flat: FlatJaxpr) -> InChunks:
+    """What of a program chunks would not hold whole, and the loops of its forward pass."""
+    if "in chunks" not in flat.memo:
         program, found = _regions(flat)
-        flat.memo["scores"] = frozenset(
-            v for r in found for v in r.both if program and program.makers.get(v) in r.calls
-        )
-    known: frozenset[int] = flat.memo["scores"]
+        if program is None:
+            flat.memo["in chunks"] = InChunks()
+        else:
+            inside = {v for r in found for v in _inside(program, r)}
+            loops = tuple(loop for r in found for loop in _forward_loops(program, r, inside))
+            flat.memo["in chunks"] = InChunks(frozenset(inside), loops)
+    known: InChunks = flat.memo["in chunks"]
     return known
+
+
+def _inside(program: Program, region: Region) -> Iterator[int]:
+    """What a region makes that nothing outside reads, and all that has both dimensions: the
+    backward pass's own loop makes it on its way (the maxima and the sums of a softmax)."""
+    for at in region.calls:
+        for v in program.flat.calls[at].outs:
+            if v in region.both or region.calls.issuperset(program.readers[v]):
+                yield v
+
+
+def _forward_loops(program: Program, region: Region, inside: Set[int]) -> Iterator[Loop]:
+    """The forward pass of a region: what others read of it (the output of attention) is complete
+    after all of it, its own sums (those of a softmax) after a pass over what they add up."""
+    flat = program.flat
+    forward = [flat.calls[at] for at in region.calls if not flat.calls[at].backward]
+    sums = {v: c for c in forward if c.kind in SUMS for v in c.outs if v not in region.both}
+    yield Loop(frozenset(sums.keys() - inside), sum(map(call_cost, forward)))
+    for v in sorted(sums.keys() & inside):
+        yield Loop(frozenset((v,)), ELEMENT_FLOP * nbytes(sums[v].eqn.invars[0].aval))
 
 
 def chunks_worth(traced: Traced) -> int:
@@ -158,13 +182,11 @@ class _Search:
         return functools.partial(execute, flat)
 
     def _stages(self, program: Program, seed: int) -> Stages | None:
-        for region in regions_at(program, seed):
-            if self._parts(region) == 1:
-                continue
-            found = stages_of(program, region)
-            if found is not None and pays(program, found):
-                return found
-        return None
+        """The loops of a product, by the dimension that needs fewer."""
+        split = (r for r in regions_at(program, seed) if self._parts(r) > 1)
+        made = [found for r in split if (found := stages_of(program, r)) is not None]
+        worth = [found for found in made if pays(program, found)]
+        return min(worth, key=lambda found: len(found.loops), default=None)
 
     def _parts(self, region: Region) -> int:
         """The largest number of chunks."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.choose.quick import free_bounds, scout_meshes
-from planner.chunks.rewrite import chunks_worth, scores
+from planner.chunks.rewrite import chunks_worth, in_chunks
 from planner.errors import MemoryLimitError, RequestError
 from planner.graph.trace import Traced
 from planner.microbatch.rewrite import batch_size
@@ -28,7 +28,7 @@ from planner.recipes import (
     Wish,
     search_recipes,
 )
-from planner.remat.policy import NONE, OFFLOAD
+from planner.remat.policy import NONE
 from planner.remat.rewrite import policies
 from planner.report.units import bytes_text
 from planner.request.parsed import Request
@@ -131,14 +131,15 @@ def searched(wish: Wish, door: Door) -> Planned:
     tight = not wish.always and first.fits
     if total == 1:  # nothing but the step as it is
         return first.planned(begun)
-    on_host = best is None and "remat" in wish.open and request.cluster.host_memory_bytes > 0
-    on_host = on_host and not wish.recipe.schedule and not tight
-    if on_host:
-        away = [(n, (OFFLOAD,)) for n in kept]
-        best, more = search_recipes(counts, away, look, wish.recipe)
-        total, seen = total + len(counts) * len(kept), seen | more
-    tried = _tried_text(len(seen), total, counts, kept, on_host)
     least_s = least_of(wish.recipe)
+    on_host = "remat" in wish.open and request.cluster.host_memory_bytes > 0
+    on_host = on_host and not wish.recipe.schedule
+    away: dict[int, tuple[str, ...]] = {}
+    if on_host and (not tight if best is None else seen[best].cost_s > SQUEEZED * least_s):
+        away = {n: _policies(wish, plain, n, on_host=True) for n in kept}
+        best, seen = search_recipes(counts, away.items(), look, wish.recipe, known=(best, seen))
+        total += len(counts) * sum(map(len, away.values()))
+    tried = _tried_text(len(seen), total, counts, kept, away)
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
         percent = 100 * (seen[best].cost_s / least_s - 1)
         faster = f"at most {percent:.2g} % faster" if percent > 0 else "no faster"
@@ -205,13 +206,13 @@ def _tried_text(
     total: int,
     counts: Sequence[int],
     kept: Mapping[int, tuple[str, ...]],
-    on_host: bool,
+    away: Mapping[int, tuple[str, ...]],
 ) -> str:
-    """What was tried; ``kept``: policies by number of chunks."""
-    names = dict.fromkeys(p for mine in kept.values() for p in mine)
+    """What was tried; ``kept``, ``away``: policies by number of chunks."""
+    names = dict.fromkeys(p for some in (kept, away) for mine in some.values() for p in mine)
     return (
         f"{seen} of {total} recipes planned: {' or '.join(map(str, counts))} microbatches, "
-        f"remat {', '.join([*names, *[OFFLOAD] * on_host])}"
+        f"remat {', '.join(names)}"
         + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
     )
 
@@ -304,11 +305,14 @@ def best_planned(seen: Mapping[Recipe, Outcome[Row | None]], begun: float, tried
     return rows[0][0].planned(begun, tried)
 
 
-def _policies(wish: Wish, traced: Traced, chunks: int) -> tuple[str, ...]:
-    """Policies of rematerialization to try with a number of chunks."""
+def _policies(wish: Wish, traced: Traced, chunks: int, *, on_host: bool = False) -> tuple[str, ...]:
+    """Policies of rematerialization to try with a number of chunks; ``on_host``: those that keep
+    values in host memory."""
     if "remat" not in wish.open:
         return (wish.recipe.remat,)
-    return (NONE, *policies(traced, scores if chunks > 1 else None))
+    inside = in_chunks if chunks > 1 else None
+    made = policies(traced, inside, on_host=on_host)
+    return made if on_host else (NONE, *made)
 
 
 def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from planner.remat.policy import parse_policy
@@ -179,6 +180,7 @@ def search_recipes(
     look: Look[T],
     base: Recipe = PLAIN,
     least_of: LeastOf = lambda _: 0.0,
+    known: tuple[Recipe | None, Mapping[Recipe, Outcome[T]]] = (None, MappingProxyType({})),
 ) -> tuple[Recipe | None, dict[Recipe, Outcome[T]]]:
     """The recipe whose plan is predicted fastest.
 
@@ -189,12 +191,13 @@ def search_recipes(
         look: plans a recipe.
         base: the rest of every recipe.
         least_of: what recipes take at least; asked for recipes with the first policy.
+        known: what an earlier search returned.
 
     Returns:
-        The best recipe, None where none fits; and all that were looked at.
+        The best recipe, None where none fits; and all that were looked at, now or before.
     """
-    best, best_s = None, math.inf
-    seen: dict[Recipe, Outcome[T]] = {}
+    best, seen = known[0], dict(known[1])
+    best_s = math.inf if best is None else seen[best].cost_s
     for chunks, mine in policies:
         plain = dataclasses.replace(base, chunks=chunks)
         walk = _Walk(
@@ -210,8 +213,10 @@ def search_recipes(
 
 def _does_more(recipe: Recipe, other: Recipe) -> bool:
     """Whether a recipe rewrites as much as another, or more, in every respect: then it is no
-    faster, but for memory."""
+    faster, but for memory. What is kept in host memory takes time, too."""
     again, less = (parse_policy(r.remat) for r in (recipe, other))
+    if again.on_host and again.flop_per_byte != less.flop_per_byte:
+        return False
     return (
         recipe.microbatches >= other.microbatches
         and recipe.chunks >= other.chunks
@@ -229,10 +234,27 @@ def beats(one: Outcome[T], other: Outcome[T]) -> bool:
     return one.cost_s * CLOSE < other.cost_s if full else one.cost_s <= CLOSE * other.cost_s
 
 
+def _go_away(walk: _Walk[T]) -> None:
+    """Policies that keep values in host memory, in the fewest microbatches that fit: what is kept
+    costs the time of the link, what is not is computed again, and the best lies between."""
+    last = len(walk.policies) - 1
+    for i in range(len(walk.counts)):
+        if walk.close:
+            return
+        if walk.at(i, last) is not None:
+            for j in reversed(range(last)):
+                if walk.close or walk.at(i, j) is None:
+                    return
+            return
+
+
 def _go(walk: _Walk[T]) -> None:
     """Walk along the border of what fits."""
     if walk.best is not None and walk.least_s >= walk.enough_s:
         return  # all of them do more
+    if parse_policy(walk.policies[-1]).on_host:
+        _go_away(walk)
+        return
     border: int | None = None
     for i in range(len(walk.counts)):
         if border is None:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.chunks.rewrite import chunked, scores
+from planner.chunks.rewrite import chunked, in_chunks
 from planner.errors import RequestError
 from planner.graph.trace import Traced, abstract, trace
 from planner.microbatch.rewrite import microbatched
@@ -67,8 +67,8 @@ class Rewriter:
             cut, traced = self.cut(
                 recipe.microbatches, recipe.stages > 1, recipe.replicas, recipe.statistics
             )
-        never = scores if recipe.chunks > 1 else None
-        kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), never)
+        inside = in_chunks if recipe.chunks > 1 else None
+        kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), inside)
         traced = traced if kept is cut else trace(kept, self.args, self.cut(1)[1])
         if recipe.schedule:
             piped, stages = layered(kept, traced, self.args, recipe)

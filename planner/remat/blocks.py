@@ -15,7 +15,7 @@ import numpy as np
 from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, Run, nbytes, run_behind
 from planner.graph.labels.blocks import blocks_of
-from planner.remat.frontier import Block, Cut, compared_maxima, cut
+from planner.remat.frontier import WHOLE, Block, Cut, InChunks, compared_maxima, cut
 from planner.remat.policy import FULL, parse_policy
 from planner.remat.sites import Site, Sites, common_line, pays, to_device, to_host
 
@@ -28,10 +28,10 @@ TRIED = 12
 def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> FlatJaxpr:
     """Repeated blocks of the forward pass rewritten, cut where least crosses; ``skip``: calls that
     are left as they are."""
-    never = sites.never(flat) if sites.policy.flop_per_byte else frozenset()
+    chunks = sites.chunks(flat) if sites.policy.flop_per_byte else WHOLE
     rewriting = _Rewriting(flat, flat.readers, flat.values, sites.policy.on_host)
-    key = "repeated blocks", skip, never
-    found = flat.memo.get(key) or flat.memo.setdefault(key, _repeated(flat, skip, never))
+    key = "repeated blocks", skip, chunks.values
+    found = flat.memo.get(key) or flat.memo.setdefault(key, _repeated(flat, skip, chunks))
     for repeated in found:
         done = [(part, block, sites.cut(block)) for part, block in repeated.blocks]
         part, block, made = done[len(done) // 2]
@@ -51,9 +51,7 @@ class _Repeated:
     blocks: tuple[tuple[range, Block], ...]
 
 
-def _repeated(
-    flat: FlatJaxpr, skip: frozenset[int], never: frozenset[int]
-) -> tuple[_Repeated, ...]:
+def _repeated(flat: FlatJaxpr, skip: frozenset[int], chunks: InChunks) -> tuple[_Repeated, ...]:
     """The repeated blocks of the forward pass."""
     out, taken = [], set(skip)
     for repeated in blocks_of(np.array(flat.codes(), np.int64)):
@@ -66,7 +64,7 @@ def _repeated(
         cuts = _whole(flat, cuts, repeated.length, taken)
         taken.update(range(cuts[0], cuts[-1]))
         parts = [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]
-        blocks = tuple((part, _block(flat, part, flat.readers, never)) for part in parts)
+        blocks = tuple((part, _block(flat, part, flat.readers, chunks)) for part in parts)
         line = common_line(blocks[len(blocks) // 2][1].calls)
         what = f"each of {repeated.count} equal blocks at {line}"
         out.append(_Repeated(what, repeated.count, blocks))
@@ -77,7 +75,7 @@ def _block(
     flat: FlatJaxpr,
     part: range,
     readers: Sequence[Sequence[int]],
-    never: frozenset[int] = frozenset(),
+    chunks: InChunks = WHOLE,
 ) -> Block:
     """Values that the forward pass reads elsewhere stay; those that only the backward pass reads
     are wanted."""
@@ -95,8 +93,9 @@ def _block(
     maxima = compared_maxima(calls)
     wanted |= {v for v in maxima & held if any(flat.calls[r].backward for r in readers[v])}
     inside = frozenset(v for call in calls for v in call.outs)
-    never = (never & inside) | maxima
-    return Block(calls, frozenset(wanted), {}, frozenset(held - maxima), never)
+    never = (chunks.values & inside) | maxima
+    loops = tuple(loop for loop in chunks.loops if loop.leaving <= inside)
+    return Block(calls, frozenset(wanted), {}, frozenset(held - maxima), never, loops)
 
 
 @dataclass(eq=False)

@@ -3,7 +3,8 @@
 As in the min-cut partitioner of PyTorch's AOTAutograd, with a price on what is done again in place
 of a list of what must not be: two nodes stand for an operation (it is done again) and for each of
 its results (it is needed). Needed and its operation not done again: it is kept, at its bytes.
-Done again: at its flop over the price, and all that it reads is needed.
+Done again: at its flop over the price, and all that it reads is needed. A loop over chunks stands
+for one operation more: without it the sums that leave it can't be done again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,37 @@ LEAST_PRICE = 1e-3
 _SOURCE, _SINK = "source", "sink"
 
 
+@dataclass(frozen=True)
+class Loop:
+    """Operations of the forward pass that are done a chunk at a time (``planner.chunks``).
+
+    Attributes:
+        leaving: sums that are complete after the loop alone. Whoever does one of them again runs
+            the whole loop; what is inside it is done again by the backward pass's own loop.
+        flop: of the loop.
+    """
+
+    leaving: frozenset[int]
+    flop: float
+
+
+@dataclass(frozen=True)
+class InChunks:
+    """What of a program is done in chunks.
+
+    Attributes:
+        values: those that are never whole, and so must not be kept.
+        loops: those of the forward pass.
+    """
+
+    values: frozenset[int] = frozenset()
+    loops: tuple[Loop, ...] = ()
+
+
+WHOLE = InChunks()
+"""A program of which nothing is done in chunks."""
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """A part of the forward pass.
@@ -39,6 +71,7 @@ class Block:
         entries: values from outside that would have to be kept for it, with their bytes.
         held: values made in it that stay in memory anyway.
         never: values that are not to be kept at any price.
+        loops: of its operations that are done in chunks.
     """
 
     calls: Sequence[Call]
@@ -46,6 +79,7 @@ class Block:
     entries: Mapping[int, int]
     held: frozenset[int]
     never: frozenset[int] = frozenset()
+    loops: tuple[Loop, ...] = ()
 
     @property
     def bytes_now(self) -> int:
@@ -74,7 +108,8 @@ class Block:
         )
         marks = (sorted(map(of, s)) for s in (self.wanted, self.held, self.never & number.keys()))
         entries = sorted((of(v), n) for v, n in self.entries.items())
-        return calls, tuple(map(tuple, marks)), tuple(entries)
+        loops = tuple((tuple(sorted(map(of, x.leaving))), x.flop) for x in self.loops)
+        return calls, tuple(map(tuple, marks)), tuple(entries), loops
 
 
 @dataclass(frozen=True)
@@ -116,6 +151,10 @@ def cut(block: Block, policy: Policy) -> Cut:
         for v in {v for v in call.ins if isinstance(v, int)}:
             if (v in maker or v in block.entries) and v not in block.held:
                 net.add_edge(("value", v), ("op", k))
+    for number, loop in enumerate(block.loops):
+        net.add_edge(_SOURCE, ("loop", number), capacity=round(loop.flop / price))
+        for k in sorted({maker[v] for v in loop.leaving}):
+            net.add_edge(("loop", number), ("op", k))
     for v in sorted(block.wanted - block.held):
         net.add_edge(("value", v), _SINK)
     # on the sink's side: operations that are done again, values that are needed
@@ -129,7 +168,10 @@ def cut(block: Block, policy: Policy) -> Cut:
     needed = _needed(block, again, kept)
     read = {v for k in needed for v in block.calls[k].ins if isinstance(v, int)} | block.wanted
     kept &= read
-    return Cut(kept, needed, sum(sizes[v] for v in kept), sum(costs[k] for k in needed))
+    made = {v for k in needed for v in block.calls[k].outs}
+    flop = sum(costs[k] for k in needed)
+    flop += sum(loop.flop for loop in block.loops if made & loop.leaving)
+    return Cut(kept, needed, sum(sizes[v] for v in kept), flop)
 
 
 def compared_maxima(calls: Sequence[Call]) -> frozenset[int]:

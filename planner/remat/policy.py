@@ -7,7 +7,7 @@ keep are those of a minimum cut,
     minimize  sum of bytes kept + (sum of flop done again) / p,
 
 so that nothing is computed again that costs more than p flop per byte that it frees. Along p the
-cuts are the lower convex hull of all (bytes kept, flop again) of the block.
+cuts are the lower convex hull of all (bytes kept, flop again) of the block. What is kept may wait in host memory, at any price.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from planner.errors import RequestError
 
 NONE, FULL, DOTS, OFFLOAD = "none", "full", "dots", "offload"
 NAMES = (NONE, FULL, DOTS, OFFLOAD)
+
+ON_HOST = f"{OFFLOAD}:"
+"""What stands before a number where what is kept waits in host memory."""
 
 PRICES = tuple(2.0**k for k in range(5, 17))
 """Flop per byte at which the search looks: from elementwise operations (about 2^5) over attention
@@ -48,6 +51,8 @@ def parse_policy(text: str | float) -> Policy:
 
     >>> parse_policy(512)
     Policy(flop_per_byte=512.0, products=True, on_host=False)
+    >>> parse_policy("offload:512").on_host
+    True
     """
     known = {
         NONE: Policy(0.0),
@@ -57,19 +62,23 @@ def parse_policy(text: str | float) -> Policy:
     }
     if text in known:
         return known[str(text)]
+    on_host = isinstance(text, str) and text.startswith(ON_HOST)
     try:
-        price = math.nan if isinstance(text, bool) else float(text)
+        price = math.nan if isinstance(text, bool) else float(str(text).removeprefix(ON_HOST))
     except (TypeError, ValueError):
         price = math.nan
     if not 0.0 < price < math.inf:
         raise RequestError(
             f"remat={text!r}: expected auto, {', '.join(NAMES)}, or a number of flop that may be "
-            "done again for each byte that it frees, such as 512"
+            f"done again for each byte that it frees, such as 512; {ON_HOST}512 if what is kept "
+            "is to wait in host memory"
         )
-    return Policy(price)
+    return Policy(price, on_host=on_host)
 
 
 def policy_text(text: str | float) -> str:
     """The policy as plans write it: a name, or a number without needless digits."""
-    parse_policy(text)
-    return str(text) if text in NAMES else f"{float(text):g}"
+    policy = parse_policy(text)
+    if text in NAMES:
+        return str(text)
+    return f"{ON_HOST if policy.on_host else ''}{policy.flop_per_byte:g}"

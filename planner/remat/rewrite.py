@@ -27,8 +27,8 @@ from planner.graph.flat import FlatJaxpr, Run, execute, flatten, looped
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, trace
 from planner.remat.blocks import repeated_blocks
-from planner.remat.frontier import cut
-from planner.remat.policy import FULL, NONE, PRICES, Policy, parse_policy
+from planner.remat.frontier import InChunks, cut
+from planner.remat.policy import FULL, NONE, OFFLOAD, ON_HOST, PRICES, Policy, parse_policy
 from planner.remat.scans import paired_scans
 from planner.remat.sites import Site, Sites, pays, site_text
 
@@ -58,21 +58,21 @@ class Rematerialized:
         return tuple(dict.fromkeys(site_text(s) for s in self.sites if pays(s.block, s.cut)))
 
 
-Never = Callable[[FlatJaxpr], frozenset[int]]
-"""Values of a program that must not wait for the backward pass."""
+Chunks = Callable[[FlatJaxpr], InChunks]
+"""What of a program is done in chunks after the rewrite."""
 
 
 def recomputed(
-    traced: Traced, policy: Policy = KEEP_NOTHING, never: Never | None = None
+    traced: Traced, policy: Policy = KEEP_NOTHING, chunks: Chunks | None = None
 ) -> Rematerialized | None:
     """The step under a policy; None where no loop body or block leaves anything to compute again.
 
     Args:
         traced: the step.
         policy: what is computed again.
-        never: what is computed again under every policy.
+        chunks: what is done in chunks afterwards, and so computed again under every policy.
     """
-    sites = Sites(policy) if never is None else Sites(policy, never)
+    sites = Sites(policy) if chunks is None else Sites(policy, chunks)
     run = _rewritten(traced.flat, sites)
     if not any(pays(s.block, s.cut) for s in sites.found):
         return None
@@ -88,7 +88,7 @@ def rematerialized(
     traced: Traced,
     args: Sequence[Any],
     policy: str,
-    never: Never | None = None,
+    chunks: Chunks | None = None,
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """A step that computes what ``function`` does, with a policy's parts of it done again.
 
@@ -97,7 +97,7 @@ def rematerialized(
         traced: what it is for ``args``.
         args: its arguments, or ShapeDtypeStructs.
         policy: see ``planner.remat.policy``.
-        never: what is computed again under every policy.
+        chunks: what is done in chunks afterwards, and so computed again under every policy.
 
     Returns:
         A function of the same arguments (those of other shapes are rewritten anew), and a line for
@@ -107,11 +107,11 @@ def rematerialized(
         RequestError: there is no such policy.
     """
     asked = parse_policy(policy)
-    if policy == NONE and never is None:
+    if policy == NONE and chunks is None:
         return function, ()
 
     def made(traced: Traced) -> Rematerialized:
-        return recomputed(traced, asked, never) or Rematerialized((), function)
+        return recomputed(traced, asked, chunks) or Rematerialized((), function)
 
     first = made(traced)
     if not first.lines:
@@ -122,14 +122,16 @@ def rematerialized(
     return step, first.lines
 
 
-def policies(traced: Traced, never: Never | None = None) -> tuple[str, ...]:
+def policies(
+    traced: Traced, chunks: Chunks | None = None, *, on_host: bool = False
+) -> tuple[str, ...]:
     """Policies that keep different values, from what frees least to ``FULL``; none where nothing
-    can be computed again.
+    can be computed again. ``on_host``: those with what is kept in host memory.
 
     The prices in between are those of ``PRICES`` at which some block changes what it keeps.
     """
     asked = parse_policy(NONE)
-    sites = Sites(asked) if never is None else Sites(asked, never)
+    sites = Sites(asked) if chunks is None else Sites(asked, chunks)
     _rewritten(traced.flat, sites)
     blocks = [s.block for s in sites.found]
 
@@ -138,10 +140,11 @@ def policies(traced: Traced, never: Never | None = None) -> tuple[str, ...]:
         pairs = zip(blocks, cuts, strict=True)
         return tuple(c.kept_bytes if pays(b, c) else b.bytes_now for b, c in pairs)
 
-    names = [NONE, *(f"{price:g}" for price in PRICES), FULL]
+    prefix, last = (ON_HOST, OFFLOAD) if on_host else ("", FULL)
+    names = [NONE, *(f"{prefix}{price:g}" for price in PRICES), last]
     bytes_of = {name: kept(name) for name in names}
     first: dict[tuple[int, ...], str] = {}
-    for name in (NONE, FULL, *names):
+    for name in (NONE, last, *names):
         first.setdefault(bytes_of[name], name)
     return tuple(n for n in names if n != NONE and n in first.values())
 

@@ -11,7 +11,7 @@ from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, flatten, nbytes, scan
 from planner.graph.jaxpr.places import user_line
 from planner.graph.jaxpr.walk import loop_of
-from planner.remat.frontier import Block, Cut, compared_maxima
+from planner.remat.frontier import Block, Cut, InChunks, compared_maxima
 from planner.remat.sites import Site, Sites, pays, to_device, to_host
 
 
@@ -32,10 +32,11 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
             continue
         paired |= {at, partner}
         body = flatten(call.eqn.params["jaxpr"]).live()
-        never = sites.never(body)
+        chunks = sites.chunks(body)
+        never = chunks.values
         if never or sites.policy.flop_per_byte:
             never |= compared_maxima(body.calls)
-        block = _block(call, body, dropped, never)
+        block = _block(call, body, dropped, InChunks(never, chunks.loops))
         made = sites.cut(block)
         what = f"the body of the scan at {user_line(call.eqn) or 'an unknown line'}"
         sites.found.append(Site(what, int(call.eqn.params["length"]), block, made))
@@ -79,7 +80,7 @@ def partner_of(
     return best, frozenset(by_reader[best])
 
 
-def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int], never: frozenset[int]) -> Block:
+def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int], chunks: InChunks) -> Block:
     """One turn of the forward scan: its carries could be stacked in place of results."""
     loop = loop_of(call.eqn)
     _, carries, _ = loop.split(body.inputs)
@@ -92,7 +93,7 @@ def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int], never: frozense
         if v in dropped and isinstance(o, int)
     }
     wanted &= made | entries.keys()
-    return Block(body.calls, frozenset(wanted), entries, frozenset(), never)
+    return Block(body.calls, frozenset(wanted), entries, frozenset(), chunks.values, chunks.loops)
 
 
 def _forward(

@@ -11,7 +11,7 @@ import jax
 
 from planner.graph.flat import Call, FlatJaxpr
 from planner.graph.jaxpr.places import user_lines
-from planner.remat.frontier import Block, Cut, cut, is_product
+from planner.remat.frontier import WHOLE, Block, Cut, InChunks, cut, is_product
 from planner.remat.policy import Policy
 
 
@@ -37,8 +37,8 @@ class Sites:
     """Cuts blocks under one policy and writes down what it met; equal blocks are cut once."""
 
     policy: Policy
-    never: Callable[[FlatJaxpr], frozenset[int]] = lambda flat: frozenset()
-    """Values of a program that must not be kept."""
+    chunks: Callable[[FlatJaxpr], InChunks] = lambda flat: WHOLE
+    """What of a program is done in chunks."""
     found: list[Site] = field(default_factory=list)
     known: dict[Any, tuple[Block, Cut]] = field(default_factory=dict)
 

@@ -90,8 +90,9 @@ class Options(TypedDict, total=False):
         gradients are averaged, or added up where they are sums. Other numbers than the whole
         batch's; the plan says where. Not together with replicas, stages or pad_batch.
     remat: what the backward pass computes again: ``"none"``, ``"full"``, ``"dots"`` (all but
-        products), ``"offload"`` (``"full"``, what is kept waits in host memory) or a number: what
-        costs at most so many flop per byte that it frees. None: ``"none"``, or more where nothing
+        products), ``"offload"`` (``"full"``, what is kept waits in host memory), a number: what
+        costs at most so many flop per byte that it frees, or ``"offload:512"``: likewise, and what
+        is kept waits in host memory. None: ``"none"``, or more where nothing
         else fits; ``"auto"``: the search decides.
     chunks: into how many parts the rows of products are cut whose result is much larger than what
         they multiply (scores of attention, logits): the scores of some rows live at a time. None:

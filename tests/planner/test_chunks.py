@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from planner import compat
-from planner.chunks.rewrite import chunked
+from planner.chunks.rewrite import chunked, in_chunks
 from planner.errors import RequestError
 from planner.graph.flat import nbytes
 from planner.graph.trace import trace
@@ -353,12 +353,12 @@ def test_many_random_steps() -> None:
 LAYERS = 3
 
 
-def layered(params: Any, x: Any) -> Any:
+def layered(params: Any, x: Any, outer: Callable[[Any], Any] = lambda out: out) -> Any:
     """A scan of attention layers, trained by plain gradient descent."""
 
     def layer(h: Any, w: Any) -> Any:
         q, k, v = (jnp.einsum("btc,chd->bthd", h, w[n]) for n in range(3))
-        return h + causal(q, k, v).reshape(h.shape), None
+        return h + outer(causal(q, k, v)).reshape(h.shape), None
 
     def loss(p: Any) -> Any:
         return jnp.mean(jnp.sin(jax.lax.scan(layer, x, p)[0]))
@@ -376,6 +376,48 @@ def test_a_scan_with_chunks_computes_its_scores_again(remat: str, parts: int) ->
     step = rewritten(layered, args, Recipe(parts, remat, 8))
     assert difference(jax.jit(step)(*args), jax.jit(layered)(*args)) <= 5e-6
     assert largest(step, args) < largest(layered, args) / 4
+
+
+def loops_of(function: Callable[..., Any], args: Any, length: int) -> int:
+    """How many loops of a length a function holds."""
+
+    def of(jaxpr: Any) -> int:
+        found = 0
+        for eqn in compat.body(jaxpr).eqns:
+            found += eqn.primitive.name == "scan" and eqn.params["length"] == length
+            found += sum(of(v) for v in eqn.params.values() if hasattr(v, "jaxpr"))
+        return found
+
+    return of(jax.make_jaxpr(function)(*args))
+
+
+@pytest.mark.parametrize("remat", ["none", "64", "full"])
+def test_the_output_of_attention_is_kept_where_it_would_take_a_loop_again(remat: str) -> None:
+    """The backward pass has a loop of its own, in which scores are made again on the way. Only
+    where the output is done again, too, does it need the forward pass's loop before it."""
+    bent = functools.partial(layered, outer=jnp.sin)  # its gradient reads the output
+    args = 0.3 * normal(LAYERS, 3, H * D, H, D), normal(B, T, H * D)
+    step: Any = rewritten(bent, args, Recipe(1, remat, 8))
+    assert loops_of(step, args, 8) == (3 if remat == "full" else 2)
+    assert difference(jax.jit(step)(*args), jax.jit(bent)(*args)) <= 5e-6
+
+
+def test_sums_of_a_softmax_are_not_kept_in_a_form_that_takes_two_loops() -> None:
+    """They are made on the way; what others read of a region is not."""
+    args = 0.3 * normal(3, H * D, H, D), normal(B, T, H * D)
+
+    def forward(w: Any, h: Any) -> Any:
+        q, k, v = (jnp.einsum("btc,chd->bthd", h, w[n]) for n in range(3))
+        return jnp.sin(causal(q, k, v).reshape(h.shape))
+
+    flat = trace(forward, args).flat.live()
+    found = in_chunks(flat)
+    kinds = {v: c.kind for c in flat.calls for v in c.outs}
+    leaving = [[kinds[v] for v in loop.leaving] for loop in found.loops]
+    assert leaving == [["dot_general"], ["reduce_sum"]]
+    assert found.loops[0].flop > found.loops[1].flop > 0
+    assert found.loops[1].leaving <= found.values
+    assert not found.loops[0].leaving & found.values
 
 
 @pytest.mark.long

@@ -124,6 +124,33 @@ def test_the_walk_ends_close_to_what_every_recipe_takes(seed: int) -> None:
         assert near_s <= CLOSE * least_s and few < many
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_of_what_waits_on_the_host_the_best_is_found(seed: int) -> None:
+    """What is kept costs the time of the link, what is not is done again: the best lies between,
+    in the fewest microbatches that fit. A plan that is known already is kept if it is faster."""
+    draw = random.Random(seed)
+    names = ("offload:32", "offload:256", "offload:4096", "offload")
+    bottom, fewest = draw.randrange(4), draw.choice(COUNTS)
+    costs = {
+        Recipe(m, p): 10.0 + m + abs(j - bottom) * draw.uniform(0.5, 2.0)
+        for m, (j, p) in itertools.product(COUNTS, enumerate(names))
+    }
+
+    def look(recipe: Recipe, known_s: float) -> Outcome[None]:
+        fits = recipe.microbatches >= fewest
+        return Outcome(costs[recipe] if fits and costs[recipe] < known_s else math.inf, fits, None)
+
+    known = Recipe(1, "full")
+    known_s = draw.uniform(9.0, 30.0)
+    before = {known: Outcome(known_s, True, None)}
+    best, seen = search_recipes(COUNTS, [(1, names)], look, known=(known, before))
+    least = min(cost for r, cost in costs.items() if r.microbatches == fewest)
+    assert best is not None and known in seen
+    found_s = known_s if best == known else costs[best]
+    assert found_s <= 1.0101 * min(least, known_s)
+    assert len(seen) <= 1 + len(COUNTS) + len(names)
+
+
 def slower_twice_in_a_row(
     costs: dict[Recipe, float], fits: dict[Recipe, bool], best: Recipe, least: float
 ) -> bool:

@@ -23,7 +23,7 @@ from planner.graph.ir import Graph, Phase
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 from planner.recipes import PLAIN, Recipe
-from planner.remat.frontier import Block, compared_maxima, cut
+from planner.remat.frontier import Block, Loop, compared_maxima, cut
 from planner.remat.policy import Policy, parse_policy
 from planner.remat.rewrite import policies, recomputed, rematerialized
 from planner.report.table import plan_text
@@ -230,7 +230,9 @@ def random_block(draw: random.Random) -> Block:
     made = [v for c in flat.calls for v in c.outs]
     wanted = frozenset(draw.sample(made, min(len(made), draw.randint(1, 4))))
     held = frozenset(draw.sample(sorted(set(made) - wanted), min(1, len(set(made) - wanted))))
-    return Block(flat.calls, wanted, {flat.inputs[0]: 64}, held)
+    some = (draw.sample(made, min(len(made), 2)) for _ in range(draw.randint(0, 2)))
+    loops = tuple(Loop(frozenset(values), draw.uniform(100.0, 9000.0)) for values in some)
+    return Block(flat.calls, wanted, {flat.inputs[0]: 64}, held, loops=loops)
 
 
 def priced(made: Any, price: float) -> float:
@@ -256,6 +258,7 @@ def best_of_all(block: Block, price: float) -> float:
         }
         kept = (read | block.wanted) - made - block.held
         flop = sum(cost for cost, yes in zip(costs, again, strict=True) if yes)
+        flop += sum(loop.flop for loop in block.loops if loop.leaving & made)
         total = sum(sizes[v] for v in kept) + (0.0 if math.isinf(price) else flop / price)
         best = min(best, total)
     return best
