@@ -20,7 +20,8 @@ from planner.graph.ir import SCALAR, Graph, Role
 from planner.plan.contents.rows import Activation, CollectiveRow, DecisionRow, Leaf, Prediction
 from planner.plan.plan import LITERAL
 from planner.rules.kernels.regions import REGION
-from planner.space.buffer import in_pool
+from planner.search.pools import pool_peaks
+from planner.space.buffer import Memory, in_pool
 from planner.space.decisions import DECISIONS
 from planner.space.decisions.host_memory import DEVICE, HOST, OFFLOAD
 from planner.space.factors import Layout
@@ -307,6 +308,13 @@ class Extraction:
                 break
         return tuple(seen.values())
 
+    def host_bytes(self) -> float:
+        """Bytes per device in host memory, at most: arrays of the state, and what waits there for
+        the backward pass where the room of hosts is known."""
+        state = sum(x.nbytes_per_device for x in self.leaves()[0] if x.memory != DEVICE)
+        peaks = pool_peaks(self.priced.problem, self.choice)
+        return max(float(state), peaks.get(Memory.HOST.value, 0.0))
+
     def prediction(self, limit_bytes: float) -> Prediction:
         """Predicted step time and peak memory of the chosen strategies; the start of the step is in
         its compute."""
@@ -341,6 +349,6 @@ class Extraction:
             limit_bytes,
             holders,
             step.wait_s,
-            sum(x.nbytes_per_device for x in self.leaves()[0] if x.memory != DEVICE),
+            self.host_bytes(),
             feed,
         )

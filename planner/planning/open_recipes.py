@@ -136,7 +136,8 @@ def searched(wish: Wish, door: Door) -> Planned:
     on_host = on_host and not wish.recipe.schedule
     away: dict[int, tuple[str, ...]] = {}
     if on_host and (not tight if best is None else seen[best].cost_s > SQUEEZED * least_s):
-        away = {n: _policies(wish, plain, n, on_host=True) for n in kept}
+        found = ((n, _policies(wish, plain, n, on_host=True)) for n in kept)
+        away = {n: mine for n, mine in found if mine}
         best, seen = search_recipes(counts, away.items(), look, wish.recipe, known=(best, seen))
         total += len(counts) * sum(map(len, away.values()))
     tried = _tried_text(len(seen), total, counts, kept, away)

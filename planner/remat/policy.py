@@ -7,7 +7,8 @@ keep are those of a minimum cut,
     minimize  sum of bytes kept + (sum of flop done again) / p,
 
 so that nothing is computed again that costs more than p flop per byte that it frees. Along p the
-cuts are the lower convex hull of all (bytes kept, flop again) of the block. What is kept may wait in host memory, at any price.
+cuts are the lower convex hull of all (bytes kept, flop again) of the block. What is kept may wait
+in host memory, at any price.
 """
 
 from __future__ import annotations

@@ -137,5 +137,8 @@ def _confirmed_text(plan: Plan) -> str:
 
 def _host_text(plan: Plan) -> str:
     count = sum(leaf.memory != "device" for leaf in plan.inputs)
+    size = f"{bytes_text(plan.prediction.host_bytes)} per device"
+    if not count:
+        return f"{size}, activations that wait for the backward pass"
     arrays = "1 array of the state" if count == 1 else f"{count} arrays of the state"
-    return f"{bytes_text(plan.prediction.host_bytes)} per device between uses, {arrays}"
+    return f"{size} between uses, {arrays}"
