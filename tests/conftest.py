@@ -8,6 +8,7 @@ if FLAG not in os.environ.get("XLA_FLAGS", "").split():
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("MESHWRIGHT_VERIFY", "1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # XLA partitions as ever
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; reports would be as wide
 
 import pytest  # noqa: E402

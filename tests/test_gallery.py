@@ -14,7 +14,10 @@ from tests.zoo.running import outcome
 
 GALLERY = Path(__file__).resolve().parents[1] / "examples" / "gallery"
 NAMES = sorted(p.stem for p in GALLERY.glob("*.py") if p.stem != "training")
-SLOW = frozenset("diffusers_unet e3nn_potential haiku_resnet hf_clip hf_wav2vec2".split())
+SLOW = frozenset(
+    "diffusers_unet distrax_flow e3nn_potential haiku_resnet hf_bert hf_clip hf_llama hf_vit "
+    "hf_wav2vec2 hf_whisper jax_md_potential numpyro_svi".split()
+)
 
 pytestmark = [pytest.mark.devices, pytest.mark.long]
 
