@@ -55,7 +55,6 @@ from planner.request.marks import WITHOUT_PINS, all_pins, ignored_marks, on_regi
 from planner.request.parsed import Request
 from planner.search.iopddl import write_iopddl
 from planner.search.pools import pool_peaks
-from planner.search.problem import fits
 from planner.space.buffer import Memory
 from planner.spec import Recipe
 from planner.step.classes import Quotient
@@ -297,14 +296,14 @@ def _confirmed(
 
 
 def _shortage(case: Case, also: str) -> MemoryLimitError:
-    """What to say when no plan fits: the host's memory, where that alone is short, else the
-    device's, with what would help."""
+    """What to say when no plan fits: the host's memory, where that is what is short (of the plan
+    whose fullest memory is the least full, it is the fullest), else the device's, with what would
+    help."""
     request, least = case.request, case.least
-    peaks = pool_peaks(least.priced.problem, least.memory.choice)
+    peaks, limit = pool_peaks(least.priced.problem, least.memory.choice), request.limit_bytes
     for pool in least.priced.problem.pools[1:]:
-        if peaks[pool.name] > pool.limit_bytes and fits(
-            peaks[Memory.DEVICE], least.priced.problem.limit_bytes
-        ):
+        over = peaks[pool.name] / pool.limit_bytes
+        if over > 1.0 and over >= peaks[Memory.DEVICE] / limit:
             return MemoryLimitError(
                 host_text(request.cluster.text, peaks[pool.name], pool.limit_bytes),
                 least_bytes=peaks[pool.name],

@@ -168,7 +168,7 @@ def test_a_step_without_loops_or_equal_blocks_is_left_alone() -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("policy", ["dots", "20", "60", "4096"])
+@pytest.mark.parametrize("policy", ["dots", "20", "60", "4096", "offload:60"])
 @pytest.mark.parametrize("name", ["scanned", "unrolled", "with_skips", "micro_step"])
 def test_numbers_are_equal_under_every_policy(name: str, policy: str) -> None:
     args = arguments()
@@ -333,7 +333,21 @@ def test_random_numbers_are_drawn_again_only_if_they_are_the_same(kind: str, aga
     np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["some", -1, 0, True, float("inf"), float("nan"), None])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "some",
+        -1,
+        0,
+        True,
+        float("inf"),
+        float("nan"),
+        "offload:",
+        "offload:0",
+        "offload:dots",
+        None,
+    ],
+)
 def test_bad_policies(policy: Any) -> None:
     step, args = STEPS["scanned"], arguments()
     with pytest.raises(RequestError, match=r"remat=.*expected auto, none, full, dots, offload"):

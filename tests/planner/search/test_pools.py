@@ -103,6 +103,30 @@ def test_what_is_kept_on_hosts_must_fit_there() -> None:
     assert error.value.least_bytes == 2 * 4 * 1024**2
 
 
+def layered(ws: jax.Array, x: jax.Array) -> Any:
+    def loss(ws: jax.Array) -> jax.Array:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(ws)
+    return ws - 0.1 * grads, value
+
+
+@pytest.mark.parametrize("remat", ["offload", "offload:4096"])
+def test_activations_on_hosts_count_there(remat: str) -> None:
+    args = (
+        jax.ShapeDtypeStruct((8, 256, 256), jnp.float32),
+        jax.ShapeDtypeStruct((65536, 256), jnp.float32),
+    )
+    one = {"cluster": "h100:1", "microbatches": 1, "remat": remat, "chunks": 1}
+    plan = make_plan(layered, *args, **one)
+    stacks = 8 * 65536 * 256 * 4
+    assert stacks <= plan.prediction.host_bytes <= 1.3 * stacks
+    assert "activations that wait for the backward pass" in str(plan)
+    with pytest.raises(MemoryLimitError, match=r"the hosts of h100:1: .* at least [56]\d\d MB"):
+        make_plan(layered, *args, host_memory="100MB", **one)
+
+
 def test_a_plan_splits_what_would_not_fit_on_the_host_whole() -> None:
     made = plan_step(
         step, *args(), cluster="h100:4", mesh="data=4", offload="'m'", host_memory="3MB"
