@@ -8,7 +8,8 @@ if FLAG not in os.environ.get("XLA_FLAGS", "").split():
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("MESHWRIGHT_VERIFY", "1")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # XLA partitions as ever
+FEW = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+os.environ[FEW] = "1"  # XLA partitions as ever
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; reports would be as wide
 
 import pytest  # noqa: E402
@@ -24,17 +25,16 @@ def _parallel_mode():
     set_parallel_mode(before.mode, search=before.search)
 
 
-@pytest.fixture
-def compiled_quickly(monkeypatch: pytest.MonkeyPatch):
-    """XLA compiles with few optimizations, here and in processes that are started: half the time.
-    Partitioning is not among those left out."""
+@pytest.fixture(scope="module")
+def optimized():
+    """XLA optimizes as it does for users, here and in processes that are started."""
     import jax
 
-    before = jax.config.read("jax_disable_most_optimizations")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ.pop(FEW, None)
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    os.environ[FEW] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from executor import parallelize
 from planner import make_plan
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = ["gpt", "gpt_linen_scan", "lstm", "mlp", "moe", "resnet"]
 TOLERANCE = {"moe": 1e-2}  # a token near a routing border may go to another expert

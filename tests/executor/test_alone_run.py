@@ -20,7 +20,7 @@ from planner.plan.compiled.lowering import default_lowering
 from planner.plan.plan import Plan
 from tests.executor.executor_steps import assert_same
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
 X = RNG.normal(size=(64, 16, 16)).astype(np.float32)

@@ -17,6 +17,8 @@ from planner.errors import RequestError
 from planner.graph.trace import trace
 from planner.plan.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 def installed(package: str) -> bool:
     try:

@@ -23,7 +23,6 @@ from executor.cli import calibrate as cli_calibrate
 from executor.cli.main import main
 from planner import load_plan, make_plan
 from planner.errors import RequestError
-from tests.zoo.running import compiled_quickly
 
 pytestmark = pytest.mark.devices
 
@@ -50,7 +49,6 @@ def few(found: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-@compiled_quickly()
 def measured() -> Sampled:
     """A quick look at 8 devices with a program of each family."""
     with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +221,6 @@ class Stopped(Exception):
 
 
 @pytest.mark.usefixtures("few_programs")
-@compiled_quickly()
 def test_it_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     folder, cluster = tmp_path / "profile.toml.part", parse_cluster("cpu:1")
 
@@ -260,7 +257,6 @@ def test_it_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_programs")
-@compiled_quickly()
 def test_programs_that_are_refused_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = probes(parse_cluster("cpu:1").device, ["float32"], TINY)[-4:-2]
 

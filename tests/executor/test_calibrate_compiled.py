@@ -19,6 +19,8 @@ from executor.cli.main import main
 from executor.verify.aot import TPU_CLOCK_HZ
 from planner.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 V5E = parse_cluster("v5e:2x2")
 FEW = (products(256, 512, 512, "bfloat16"), gelu(64, 512), gelu(512, 512), softmax(256, 512))
 

@@ -10,7 +10,7 @@ from executor.verify.hlo.collectives import text_counts
 from planner import make_plan
 from tests.executor.executor_steps import batch_of, large_args, plain_state, plain_step
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 P = jax.sharding.PartitionSpec
 
 CANNED = """\

@@ -12,7 +12,7 @@ import pytest
 from executor import compile_plan
 from planner.compare.manual_plans import compare
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 
 WIDTH, HEADS, VOCAB = 32, 8, 64
 

@@ -24,6 +24,8 @@ from planner.plan.contents.rows import MeshVerdict
 from planner.plan.plan import Plan, load_plan, plan_from_json
 from planner.report.table import plan_text
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 WIDTH, ROWS = 4096, 65536
 CLOCK_HZ = 1.5e9  # of a v5e
 BY_AXIS = by_axis(parse_cluster("v5e:4x4"))

@@ -12,7 +12,7 @@ from planner import make_plan, shard
 from planner.graph.trace import trace
 from tests.executor.executor_steps import assert_same
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 32)).astype(np.float32)

@@ -10,7 +10,7 @@ import pytest
 from executor import parallelize
 from planner.graph.trace import trace
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 
 
 def twice(a: jax.Array, b: jax.Array, v: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:

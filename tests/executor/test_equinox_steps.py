@@ -12,7 +12,7 @@ from executor import parallelize, train
 from planner import make_plan
 
 eqx = pytest.importorskip("equinox")
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 
 OPTIMIZER = optax.adam(1e-2)
 DATA = "DATA_PARALLEL"

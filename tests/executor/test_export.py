@@ -32,6 +32,8 @@ from planner.graph.trace import abstract, trace
 from planner.plan.compiled.lowering import STEP_BY_STEP, Lowering
 from planner.plan.plan import Plan, plan_from_json
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALL = ("mlp", "gpt", "gpt_linen_scan", "resnet", "moe", "lstm")
 QUICK = {("mlp", "cpu:8"), ("mlp", "h100:8"), ("gpt_linen_scan", "h100:8"), ("moe", "cpu:8")}

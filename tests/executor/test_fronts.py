@@ -20,6 +20,8 @@ from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.compiled.lowering import by_axis, default_lowering
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 SIZES = {"a": 4, "b": 4, "c": 2}
 BOTH = ("a", "b")
 

@@ -12,6 +12,8 @@ from executor.verify.hlo.collectives import read_module, text_counts, wire_bytes
 from executor.verify.hlo.loops import trip_count
 from executor.verify.hlo.text import Instruction, parse, type_bytes
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 LOOP = re.sub(
     r"CYCLES\((\d+)\)",
     r'{"window_config":{"estimated_cycles":"\1"}}',

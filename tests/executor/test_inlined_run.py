@@ -16,7 +16,7 @@ from planner import make_plan
 from planner.graph.jaxpr import inlined
 from tests.executor.executor_steps import assert_same
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32) / 4
 X = RNG.normal(size=(4096, 16)).astype(np.float32)

@@ -33,6 +33,8 @@ from planner.plan.plan import Plan
 from planner.recipes import rewritten
 from planner.spec import MeshSpec
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 WIDTH, WIDE, LAYERS, ROWS = 256, 512, 3, 16384
 BY_DIMENSION = by_dimension(parse_cluster("v5p:2x2x2"))
 JOINED = by_axis(parse_cluster("v5e:2x4"))

@@ -13,7 +13,7 @@ from executor import compile_plan, parallelize, train
 from executor.verify.check import check
 from planner import ModelError, make_plan
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 DATA = "DATA_PARALLEL"
 
 

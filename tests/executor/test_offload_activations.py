@@ -18,7 +18,7 @@ from costmodels.schedule import Overlap, Place
 from executor import parallelize
 from planner import compat, make_plan
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 LAYERS = 3
 KEEP = jax.checkpoint_policies.save_only_these_names("h")
 POLICIES: dict[str, Any] = {

@@ -21,7 +21,7 @@ from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 OPTIMIZER = optax.adamw(1e-2)
 
 

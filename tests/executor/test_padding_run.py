@@ -16,7 +16,7 @@ from planner import load_plan, make_plan
 from planner.errors import RequestError
 from planner.microbatch.errors import NotExactError
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 WIDTH, ROWS, FULL = 128, 1001, 1008
 
 

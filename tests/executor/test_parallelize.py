@@ -23,7 +23,7 @@ from tests.executor.executor_steps import (
     plain_step,
 )
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 P = jax.sharding.PartitionSpec
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from executor import compile_plan
 from planner import StoredAs, make_plan, shard
 from tests.executor.executor_steps import assert_same
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(0)
 D, WIDE, BATCH = 64, 512, 32

@@ -11,7 +11,7 @@ from executor import compile_plan
 from planner import make_plan
 from tests.executor import random_jaxprs
 from tests.executor.executor_steps import assert_same
-from tests.zoo.running import SEARCHES, cluster, compiled_quickly, difference, is_split
+from tests.zoo.running import SEARCHES, cluster, difference, is_split
 
 pytestmark = pytest.mark.devices
 
@@ -103,8 +103,7 @@ def outcome(body, shapes, grad, free, search):
     """Whether the plan of a random program splits anything; it computes what the program does."""
     function, args = random_jaxprs.program(body, grad), random_jaxprs.arguments(shapes)
     plan = make_plan(function, *args, cluster=cluster() if free else "cpu:8", search=search)
-    with compiled_quickly():
-        got, expected = compile_plan(function, plan)(*args), jax.jit(function)(*args)
+    got, expected = compile_plan(function, plan)(*args), jax.jit(function)(*args)
     assert difference(got, expected) <= 2e-5
     return "split" if is_split(plan) else "whole"
 

@@ -22,7 +22,7 @@ from planner.plan.plan import Plan
 from planner.rules.kernels.inside import inside
 from planner.rules.kernels.regions import REGION
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 
 ROWS, WIDTH, EXPERTS = 64, 32, 4
 

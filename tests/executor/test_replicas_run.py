@@ -19,7 +19,7 @@ from planner.graph.trace import trace
 from planner.recipes import rewritten
 from tests.zoo.running import difference
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 ROWS, WORDS, WIDTH = 64, 48, 32
 
 

@@ -17,6 +17,8 @@ from planner import make_plan
 from planner.graph.trace import trace
 from planner.plan.compiled.lowering import PLAIN, Lowering
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MODES: list[Any] = [None, "clip", "fill", "promise_in_bounds"]
 KINDS: list[tuple[Any, Any]] = [
     (jnp.float32, jnp.int32),

@@ -16,6 +16,8 @@ from planner.plan.compiled.lowering import PLAIN, Lowering
 from tests.planner.test_unusual_steps import private, small_arguments, tasks
 from tests.zoo.running import difference
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 @pytest.mark.devices
 @pytest.mark.parametrize(

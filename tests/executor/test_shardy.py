@@ -17,6 +17,8 @@ from planner import make_plan
 from planner.cost.reshard import reshard_steps
 from planner.graph.trace import abstract, trace
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 SIDE = 64
 
 

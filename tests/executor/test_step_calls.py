@@ -14,7 +14,7 @@ from executor import parallelize
 from planner import ModelError, RequestError, make_plan
 from tests.executor.executor_steps import assert_same, batch_of, plain_state, plain_step
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 

@@ -22,6 +22,8 @@ from planner.graph.trace import trace
 from planner.plan.compiled.lowering import Lowering
 from tests.executor.executor_steps import assert_same
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 RNG = np.random.default_rng(0)
 
 

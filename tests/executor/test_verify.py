@@ -23,7 +23,7 @@ from planner import load_plan
 from planner.cli.main import main as planner_main
 from planner.plan.compiled.lowering import STEP_BY_STEP
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 
 MODEL = """
 import jax, jax.numpy as jnp

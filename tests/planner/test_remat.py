@@ -109,7 +109,6 @@ def products(graph: Graph) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_numbers_are_those_of_the_step(name: str, on_host: bool) -> None:
@@ -167,7 +166,6 @@ def test_a_step_without_loops_or_equal_blocks_is_left_alone() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("policy", ["dots", "20", "60", "4096", "offload:60"])
 @pytest.mark.parametrize("name", ["scanned", "unrolled", "with_skips", "micro_step"])
 def test_numbers_are_equal_under_every_policy(name: str, policy: str) -> None:

@@ -24,7 +24,6 @@ from planner.rolled import rewrite, rolled
 from planner.rolled.form import Form
 from planner.rolled.layout import layout_of
 from planner.rolled.runs import Const
-from tests.zoo.running import compiled_quickly
 
 WIDTH, ROWS = 16, 8
 ADAM = optax.adamw(1e-2, eps=1e-2)  # a small eps makes much of the rounding of gradients that are 0
@@ -165,7 +164,6 @@ CASES: dict[str, Callable[[int], Case]] = {
         ("objects", 6),
     ],
 )
-@compiled_quickly()
 def test_loops_compute_what_the_step_computes(name: str, layers: int) -> None:
     step, args = CASES[name](layers)
     traced = trace(step, args)

@@ -9,7 +9,7 @@ from planner.chunks.rewrite import chunked
 from planner.errors import MeshwrightError
 from planner.graph.trace import trace
 from tests.zoo.every import names
-from tests.zoo.running import compiled_quickly, difference, load
+from tests.zoo.running import difference, load
 
 FIRST = {"mlp_train_step", "decoder_linen_train_step", "remat_dots_policy", "optimization_barrier"}
 """Run in every test; the others with ``slow``."""
@@ -31,5 +31,4 @@ def test_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines or name not in CHANGED
     if not lines:
         return  # no product is that large, or its rows need each other
-    with compiled_quickly():
-        assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance

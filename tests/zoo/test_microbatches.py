@@ -8,7 +8,7 @@ import pytest
 from planner.errors import MeshwrightError
 from planner.microbatch.rewrite import microbatched
 from tests.zoo.every import names
-from tests.zoo.running import compiled_quickly, difference, load
+from tests.zoo.running import difference, load
 
 FIRST = {"mlp_train_step", "decoder_linen_train_step", "contrastive_loss", "numpy_arguments"}
 """Run in every test; the others with ``slow``."""
@@ -25,5 +25,4 @@ def test_equal_or_refused(name: str, replicas: int) -> None:
     except MeshwrightError as error:
         assert "microbatch" in str(error)
         return
-    with compiled_quickly():
-        assert difference(jax.jit(cut)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance
+    assert difference(jax.jit(cut)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance

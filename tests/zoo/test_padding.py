@@ -10,7 +10,7 @@ from planner.graph.trace import trace
 from planner.microbatch.rewrite import batch_size
 from planner.padding.rewrite import padded
 from tests.zoo.every import names
-from tests.zoo.running import compiled_quickly, difference, load
+from tests.zoo.running import difference, load
 
 FIRST = {"mlp_train_step", "decoder_linen_train_step", "contrastive_loss", "numpy_arguments"}
 """Run in every test; the others with ``slow``."""
@@ -30,5 +30,4 @@ def test_equal_or_refused(name: str) -> None:
         assert name not in CHANGED
         assert "padded" in str(error) or "batch" in str(error)
         return
-    with compiled_quickly():
-        assert difference(jax.jit(longer)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance
+    assert difference(jax.jit(longer)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance

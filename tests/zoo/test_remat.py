@@ -9,7 +9,7 @@ from planner.errors import MeshwrightError
 from planner.graph.trace import trace
 from planner.remat.rewrite import rematerialized
 from tests.zoo.every import names
-from tests.zoo.running import compiled_quickly, difference, load
+from tests.zoo.running import difference, load
 
 FIRST = {"mlp_train_step", "decoder_linen_train_step", "remat_dots_policy", "optimization_barrier"}
 """Run in every test; the others with ``slow``."""
@@ -28,5 +28,4 @@ def test_equal(name: str, policy: str) -> None:
     again, lines = rematerialized(step, traced, args, policy)
     if not lines:
         return  # no loop or block leaves anything to compute again
-    with compiled_quickly():
-        assert difference(jax.jit(again)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance
+    assert difference(jax.jit(again)(*args), jax.jit(step)(*args)) <= 10 * program.tolerance

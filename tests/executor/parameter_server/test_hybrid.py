@@ -20,7 +20,7 @@ from planner.graph.lookups.tables import find_lookups
 from planner.placement.case import moments_of
 from planner.placement.hybrid_step import looks_across, split_of
 
-pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = pytest.mark.devices
 ROWS, WIDTH, BATCH, STEPS = 5000, 64, 32, 5
 RNG = np.random.default_rng(0)
 DATA = [

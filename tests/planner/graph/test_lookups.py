@@ -18,7 +18,6 @@ from planner import shard
 from planner.errors import RequestError
 from planner.graph.lookups.rows import on_rows, padded, unique_rows
 from planner.graph.lookups.tables import find_lookups
-from tests.zoo.running import compiled_quickly
 
 ROWS, WIDTH = 50, 6
 RNG = np.random.default_rng(0)
@@ -130,7 +129,6 @@ GOOD = [
 ]  # fmt: skip
 
 
-@compiled_quickly()
 def rows_and_whole(function: Any, params: Any, *batch: Any, leaf: str) -> tuple[Any, Any, Any]:
     """(value, gradients) by rows, gradients of the tables scattered; and the same of the whole."""
     found = find_lookups(function, params, batch)
