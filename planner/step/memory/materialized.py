@@ -42,6 +42,9 @@ OVERWRITES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update
 WRITERS = frozenset({"loop_ys", "branch_out"})
 """Borders that write their result, from operands that they may compute themselves."""
 
+ENTERED = frozenset({"loop_xs", "loop_const"})
+"""Borders through which arrays enter a loop: they are in memory before it begins."""
+
 PASSES = frozenset({"planner_shard", "region_edge", "sharding_constraint", "optimization_barrier"})
 """Operations whose result is their operand: they move no bytes themselves."""
 
@@ -170,7 +173,7 @@ class _Writing:
                     selected.update(op.outputs)
                 if fused_operands and op.kind == "reshape" and self._repeats(op.inputs[0]):
                     forced[op.inputs[0]] = True
-                if not (fused_operands and _stacks(self.graph, op)):
+                if not (op.kind in ENTERED or (fused_operands and _stacks(self.graph, op))):
                     continue
             inputs: Iterable[int] = op.inputs
             if op.kind in PRODUCTS and fused_operands and not op.fused:
