@@ -268,7 +268,7 @@ def kept_of(function: Callable[..., Any], *args: Any) -> dict[str, list[bool]]:
     found = written(traced.graph, groups.fusable, traced.graph.live_ops(), True)
     out: dict[str, list[bool]] = {}
     for op in traced.graph.ops:
-        out.setdefault(op.kind, []).append(found.kept[op.outputs[0]])
+        out.setdefault(op.kind, []).extend(found.kept[o] for o in op.outputs[:1])
     return out
 
 
@@ -336,6 +336,23 @@ def test_a_slice_with_several_readers_is_cut_once() -> None:
 
     assert kept_of(step, struct(64, 64))["slice"] == [True]
     assert kept_of(lambda x: jnp.exp(x[:, :-1]).sum(), struct(64, 64))["slice"] == [False]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_enters_a_loop_is_written_before_it(whole: bool) -> None:
+    """By rows, also in another order, and whole; a kernel outside would compute it itself."""
+
+    def looped(x: jax.Array) -> jax.Array:
+        y = jnp.sin(x)
+        rows = jnp.moveaxis(y.reshape(8, 8, 64), 1, 0)
+
+        def turn(h: jax.Array, row: jax.Array) -> Any:
+            return h + (jnp.cos(y[0]) if whole else row.sum(0)), None
+
+        return jax.lax.scan(turn, jnp.zeros(64), rows)[0]
+
+    assert kept_of(looped, struct(64, 64))["sin"] == [True]
+    assert kept_of(lambda x: jnp.sin(x).sum(0), struct(64, 64))["sin"] == [False]
 
 
 @pytest.mark.parametrize(("cluster", "count"), [("h100:8", 0), ("v5p:2x2x2", 1)])
