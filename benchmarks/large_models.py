@@ -112,7 +112,7 @@ def row(name: str, known: Known) -> list[str]:
     cpu = time.process_time() - begun
     usual = [f"{theirs.step_s:.3g} s", f"{theirs.peak_bytes / 1e9:.3g} GB"]
     if plan is None:
-        return [name, "no plan fits", *[""] * 4, *usual, "", f"{cpu:.1f} s", "", ""]
+        return [name, "no plan fits", *[""] * 5, *usual, "", f"{cpu:.1f} s", "", ""]
     found = plan.prediction
     looks = re.search(r"(\d+) of (\d+) recipes", " ".join(plan.notes))
     return [
@@ -120,6 +120,7 @@ def row(name: str, known: Known) -> list[str]:
         f"{found.step_s:.3g} s",
         f"{found.peak_bytes / 1e9:.3g} GB",
         str(plan.microbatches),
+        str(plan.chunks),
         plan.remat,
         str(plan.mesh),
         *usual,
@@ -137,7 +138,7 @@ def main() -> None:
     for name in names:
         rows.append(row(name, KNOWN[name]))
         print("  ".join(rows[-1]), flush=True)
-    head = "model,step,peak,microbatches,remat,mesh,usual step,usual peak,ratio,cpu,gap,looks"
+    head = "model,step,peak,microbatches,chunks,remat,mesh,usual step,usual peak,ratio,cpu,gap,looks"
     lines = [head.split(","), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print()
