@@ -138,7 +138,9 @@ def main() -> None:
     for name in names:
         rows.append(row(name, KNOWN[name]))
         print("  ".join(rows[-1]), flush=True)
-    head = "model,step,peak,microbatches,chunks,remat,mesh,usual step,usual peak,ratio,cpu,gap,looks"
+    head = (
+        "model,step,peak,microbatches,chunks,remat,mesh,usual step,usual peak,ratio,cpu,gap,looks"
+    )
     lines = [head.split(","), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print()
