@@ -15,7 +15,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,8 @@ def _forward_loops(program: Program, region: Region, inside: Set[int]) -> Iterat
     flat = program.flat
     forward = [flat.calls[at] for at in region.calls if not flat.calls[at].backward]
     sums = {v: c for c in forward if c.kind in SUMS for v in c.outs if v not in region.both}
-    yield Loop(frozenset(sums.keys() - inside), sum(map(call_cost, forward)))
+    if sums.keys() - inside:
+        yield Loop(frozenset(sums.keys() - inside), sum(map(call_cost, forward)))
     for v in sorted(sums.keys() & inside):
         yield Loop(frozenset((v,)), ELEMENT_FLOP * nbytes(sums[v].eqn.invars[0].aval))
 
@@ -131,11 +132,16 @@ def _regions(flat: FlatJaxpr) -> tuple[Program | None, list[Region]]:
     seen: set[int] = set()
     for seed in products:
         if not seen.intersection(flat.calls[seed].outs):
-            region = next((r for r in regions_at(program, seed) if stages_of(program, r)), None)
-            if region is not None:
-                found.append(region)
-                seen.update(region.both)
+            stages = _fewest_loops(stages_of(program, r) for r in regions_at(program, seed))
+            if stages is not None:
+                found.append(stages.region)
+                seen.update(stages.region.both)
     return program, found
+
+
+def _fewest_loops(made: Iterable[Stages | None]) -> Stages | None:
+    """Of a product's loops, by either dimension, the fewest."""
+    return min((s for s in made if s is not None), key=lambda s: len(s.loops), default=None)
 
 
 @dataclass(eq=False)
@@ -184,9 +190,8 @@ class _Search:
     def _stages(self, program: Program, seed: int) -> Stages | None:
         """The loops of a product, by the dimension that needs fewer."""
         split = (r for r in regions_at(program, seed) if self._parts(r) > 1)
-        made = [found for r in split if (found := stages_of(program, r)) is not None]
-        worth = [found for found in made if pays(program, found)]
-        return min(worth, key=lambda found: len(found.loops), default=None)
+        made = (stages_of(program, r) for r in split)
+        return _fewest_loops(s for s in made if s is not None and pays(program, s))
 
     def _parts(self, region: Region) -> int:
         """The largest number of chunks."""

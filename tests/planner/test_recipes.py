@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,28 @@ def test_of_what_waits_on_the_host_the_best_is_found(seed: int) -> None:
     found_s = known_s if best == known else costs[best]
     assert found_s <= 1.0101 * min(least, known_s)
     assert len(seen) <= 1 + len(COUNTS) + len(names)
+
+
+@pytest.mark.long
+def test_what_waits_on_the_host_is_chosen_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scanned decoder that memory slows down: with room on the host its output of attention
+    waits there, without, more microbatches and collectives take longer."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
+    import llama
+
+    sizes = {"layers": 8, "batch": 8, "seq": 4096, "vocab": 4096, "width": 1024, "hidden": 4096}
+    config = dataclasses.replace(llama.SIZES["1b"], **sizes, heads=16, kv_heads=8)
+    make_state, step, batch = llama.build(config)
+    args = jax.eval_shape(make_state), batch
+    tight: dict[str, Any] = {"cluster": "v6e:2x4", "donate_argnums": 0, "memory": "0.7GB"}
+    plan = make_plan(step, *args, **tight)
+    assert plan.remat.startswith("offload:") and plan.chunks > 1
+    assert plan.prediction.host_bytes > 0 and plan.prediction.peak_bytes <= 0.7e9
+    other = make_plan(step, *args, **tight, host_memory="1MB")
+    assert not other.remat.startswith("offload") and other.prediction.host_bytes == 0
+    assert plan.prediction.step_s < 0.95 * other.prediction.step_s
 
 
 def slower_twice_in_a_row(
