@@ -207,7 +207,8 @@ class Options(TypedDict, total=False):
         str | float | None,
         Flag(
             "what the backward pass computes again: auto, none, full, dots, offload, or flop per "
-            "byte that it frees (default: none, more where memory is short)",
+            "byte that it frees, such as 512, or offload:512 (default: none, more where memory "
+            "is short)",
             metavar="POLICY",
         ),
     ]
