@@ -174,7 +174,7 @@ class Row:
         )
         made = recipe_of(self.function)
         tried, least = self.searched
-        if least is None:  # what follows would be too much for every row that is looked at
+        if least is None:  # not in near_s: too long for every row that is looked at
             step = self.step
             tried = search_others(step.quotient, step.pins, self.request, self.led, tried)
         planned = _planned(self.step, tried, least, self.request, begun, again, made, also)

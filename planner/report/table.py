@@ -141,4 +141,7 @@ def _host_text(plan: Plan) -> str:
     if not count:
         return f"{size}, activations that wait for the backward pass"
     arrays = "1 array of the state" if count == 1 else f"{count} arrays of the state"
+    state = sum(leaf.nbytes_per_device for leaf in plan.inputs if leaf.memory != "device")
+    if plan.prediction.host_bytes > state:
+        return f"{size}, {arrays} and activations that wait for the backward pass"
     return f"{size} between uses, {arrays}"

@@ -123,6 +123,9 @@ def test_activations_on_hosts_count_there(remat: str) -> None:
     stacks = 8 * 65536 * 256 * 4
     assert stacks <= plan.prediction.host_bytes <= 1.3 * stacks
     assert "activations that wait for the backward pass" in str(plan)
+    both = make_plan(layered, *args, offload=r"\[0\]", donate_argnums=0, **one)
+    assert both.prediction.host_bytes >= stacks + 8 * 256 * 256 * 4
+    assert "1 array of the state and activations that wait" in str(both)
     with pytest.raises(MemoryLimitError, match=r"the hosts of h100:1: .* at least [56]\d\d MB"):
         make_plan(layered, *args, host_memory="100MB", **one)
 
