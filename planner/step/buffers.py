@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from planner.annotate import MARKS
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
@@ -79,7 +78,8 @@ def find_buffers(
 
 
 def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
-    """The loop that each value of a ``loop_const`` enters, as the region of its body."""
+    """The loop that each value of a ``loop_const`` enters, as the region of its body; none where
+    the loop only stacks it."""
     out: dict[int, int] = {}
     homes = {op.outputs[0]: op.region for op in graph.ops if op.kind == "loop_const"}
     for op in graph.ops:
@@ -88,11 +88,11 @@ def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
                 region = op.region
                 while region > 0 and graph.regions[region].parent != homes[i]:
                     region = graph.regions[region].parent
-                out[i] = region
+                if region > 0:
+                    out[i] = region
     return out
 
 
-@lru_cache(maxsize=1 << 16)
 class _Finding:
     """``find_buffers`` in progress."""
 

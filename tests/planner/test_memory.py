@@ -355,6 +355,18 @@ def test_what_enters_a_loop_is_written_before_it(whole: bool) -> None:
     assert kept_of(lambda x: jnp.sin(x).sum(0), struct(64, 64))["sin"] == [False]
 
 
+def test_what_a_loop_only_stacks_is_not_held_for_its_turns() -> None:
+    """Nothing in the loop reads an array that comes out once per turn as it went in."""
+
+    def step(x: Any) -> Any:
+        h = jnp.tanh(x)
+        return jax.lax.scan(lambda c, row: (c + row, (h, c)), x[0], x)
+
+    found = analysis_of(step, struct(64, 8))
+    buffers = [*found.buffers, *told(found, lambda link: True).buffers]
+    assert buffers and all(0 <= b.start < b.end for b in buffers)
+
+
 @pytest.mark.parametrize(("cluster", "count"), [("h100:8", 0), ("v5p:2x2x2", 1)])
 def test_stacks_that_products_read_are_converted_once(cluster: str, count: int) -> None:
     found = analysis_of(jax.grad(scan_loss), struct(6, 64, 64), struct(32, 64), cluster=cluster)
