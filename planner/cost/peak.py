@@ -5,6 +5,7 @@ Every term is explained in docs/explanation/memory.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,22 +13,12 @@ import numpy as np
 
 from planner.cost.apart import Chosen, in_updates, kept_apart
 from planner.cost.pricing import Pricer
-from planner.graph.ir import Graph
 from planner.search.problem import profile_of
-from planner.space.buffer import Buffer, Port, When, in_pool
-from planner.space.decisions.host_memory import OFFLOAD
+from planner.space.buffer import Buffer, Port, in_pool
 from planner.space.groups import GroupLink
-from planner.step.analysis import Analysis
-from planner.step.buffers import Lifetimes
+from planner.step.buffers import Lifetimes, has_gaps
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.tiles import padding
-
-PACKING = 1.05
-"""Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
-buffer one place for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
-
-TPU_PACKING = 1.10
-"""The same of XLA:TPU, of which less is known: 18 of 21 steps need no more than predicted so."""
 
 
 def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
@@ -49,43 +40,40 @@ def traced_peak(plan: Chosen) -> tuple[float, int]:
 class Profile:
     """What a device holds over a step: ``nbytes[k]`` bytes of buffer k.
 
-    ``moment`` is that of the peak. ``places`` is the number of moments per operation: 2 in a
-    compiler's order, 1 in that of the trace.
+    ``moment`` is that of the peak, of two per operation: it, and the collectives behind it.
+    ``traced`` is whether the order is that of the trace, where the compiler has another.
     """
 
     held: Lifetimes
     nbytes: Sequence[float]
     peak_bytes: float
     moment: int
-    places: int
+    traced: bool
 
 
 def scheduled_peak(plan: Chosen, limit_bytes: float) -> tuple[float, tuple[str, ...]]:
     """The peak in the order in which a compiler runs the step, and what holds the most of it."""
     found = memory_over_time(plan, limit_bytes)
-    return found.peak_bytes, _holders(plan.graph, found)
+    return found.peak_bytes, _holders(plan, found)
 
 
 def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
     """The buffers of the chosen plan in the order in which a compiler runs the step.
 
-    Gradients of parameters are computed last where memory suffices; a compiler that would run
+    Where gradients of parameters are computed last if memory suffices, a compiler that would run
     out of memory keeps closer to the order of the trace (``planner.step.memory.schedule``).
     """
-    analysis, late = plan.priced.analysis, _scheduled(plan)
-    sizes = _padded(plan, late)
-    peak, moment = _peak(late.buffers, sizes)
-    peak = _packed(plan.graph, late, sizes, peak, moment, packing_of(analysis))
-    if peak <= limit_bytes:
-        return Profile(late, sizes, peak, moment, 2)
-    traced = Lifetimes(in_pool(analysis.buffers), tuple(range(len(plan.graph.ops))))
-    sizes = buffer_bytes(plan, traced.buffers)
-    least, moment = _peak(traced.buffers, sizes)
-    return Profile(traced, sizes, max(least, min(peak, limit_bytes)), moment, 1)
+    free = _profile(plan, late=True)
+    if free.peak_bytes <= limit_bytes or not plan.priced.analysis.scheduled.puts_off:
+        return free
+    least = _profile(plan, late=False)
+    if least.peak_bytes >= free.peak_bytes:
+        return free
+    return dataclasses.replace(least, peak_bytes=max(least.peak_bytes, limit_bytes))
 
 
-def _scheduled(plan: Chosen) -> Lifetimes:
-    """The buffers of the chosen plan on a device, with both ends of every move."""
+def _profile(plan: Chosen, *, late: bool) -> Profile:
+    """What is held in one order, with both ends of every move."""
 
     def moves(link: GroupLink) -> bool:
         return any(s.kind != "all_reduce" for s in plan.link_steps(link))  # in place
@@ -93,8 +81,11 @@ def _scheduled(plan: Chosen) -> Lifetimes:
     analysis = plan.priced.analysis
     apart = {plan.graph.ops[op].outputs[0] for op in kept_apart(plan)}
     inside = in_updates(plan) - apart
-    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, inside)
-    return Lifetimes(in_pool(found.buffers), found.order)
+    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, inside, late=late)
+    held = Lifetimes(in_pool(found.buffers), found.order)
+    sizes = _padded(plan, held)
+    peak, moment = _peak(held.buffers, sizes)
+    return Profile(held, sizes, peak, moment, not late)
 
 
 def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
@@ -112,46 +103,18 @@ def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
     return out
 
 
-def packing_of(analysis: Analysis) -> float:
-    """Bytes allocated for temporaries over those alive, of the device's compiler."""
-    return TPU_PACKING if analysis.scheduled.fused_operands else PACKING
-
-
-def has_gaps(graph: Graph, late: Lifetimes) -> list[bool]:
-    """Per buffer, whether it is a temporary: arguments and results have no gaps around them; copies
-    of what is kept in host memory do."""
-    stays = {*graph.inputs, *graph.outputs}
-    return [
-        b.value not in stays or b.port is Port.GATHERED or b.when == When(OFFLOAD, 1)
-        for b in late.buffers
-    ]
-
-
-def _packed(
-    graph: Graph,
-    late: Lifetimes,
-    sizes: Sequence[float],
-    peak: float,
-    moment: int,
-    packing: float,
-) -> float:
-    """A peak with the gaps between temporaries; arguments and results have none."""
-    fixed = 0.0
-    for b, gaps, size in zip(late.buffers, has_gaps(graph, late), sizes, strict=True):
-        if b.at(moment) and not gaps:
-            fixed += size
-    return fixed + packing * (peak - fixed)
-
-
-def _holders(graph: Graph, found: Profile) -> tuple[str, ...]:
-    """The values that hold the most memory at the peak."""
+def _holders(plan: Chosen, found: Profile) -> tuple[str, ...]:
+    """The values that hold the most memory at the peak, with their own bytes."""
     held: dict[str, float] = {}
+    graph, packing = plan.graph, plan.priced.analysis.scheduled.packing
+    stays = frozenset((*graph.inputs, *graph.outputs))
     for b, nbytes in zip(found.held.buffers, found.nbytes, strict=True):
         if b.at(found.moment):
             v = graph.values[b.value]
             source = graph.ops[v.op].source if v.op >= 0 else ""
             name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"
-            held[name] = held.get(name, 0.0) + nbytes
+            own = nbytes / packing if has_gaps(b, stays) else nbytes
+            held[name] = held.get(name, 0.0) + own
     top = sorted(held.items(), key=lambda kv: (-kv[1], kv[0]))[:5]
     return tuple(f"{name}: {size:.3g} bytes" for name, size in top)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels import Cluster
-from planner.cost.peak import Profile, has_gaps, packing_of
+from planner.cost.peak import Profile
 from planner.graph.ir import PRODUCTS, Role
 from planner.html.timeline import Bar, Timeline, timeline
 from planner.plan.contents.rows import Prediction
@@ -211,12 +211,8 @@ def _lane(
 
 
 def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> MemoryCurve:
-    graph, rows = plan.graph, found.held.buffers
-    gaps = has_gaps(graph, found.held) if found.places == 2 else [False] * len(rows)
-    packing = packing_of(plan.priced.analysis)
-    sizes = np.asarray(
-        [n * (packing if gap else 1.0) for n, gap in zip(found.nbytes, gaps, strict=True)]
-    )
+    rows = found.held.buffers
+    sizes = np.asarray(found.nbytes)
     category = np.asarray(_categories(plan, found), np.int64)
     first = np.asarray([b.start for b in rows], np.int64)
     last = np.asarray([b.end for b in rows], np.int64)
@@ -230,7 +226,7 @@ def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> Mem
         held[c] = np.maximum(np.cumsum(change), 0.0)
     held[CATEGORIES.index("batch and other inputs")] += plan.priced.analysis.scalar_bytes
     total = held.sum(axis=0)
-    bin_of = np.asarray([_bin(int(m), found.places, laid) for m in moments], np.int64)
+    bin_of = np.asarray([_bin(int(m), laid) for m in moments], np.int64)
     peak = int(np.searchsorted(moments, found.moment))
     picked, at = [], 0
     for b in range(BINS):
@@ -258,13 +254,13 @@ def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> Mem
         tuple(sum(held) for _, held in top),
         tuple(c for (_, _, _, c), _ in top),
         tuple(len(held) for _, held in top),
-        found.places == 1,
+        found.traced,
     )
 
 
-def _bin(moment: int, places: int, laid: Timeline) -> int:
+def _bin(moment: int, laid: Timeline) -> int:
     """The bin of a moment: an operation's begins with it, the one behind it when it ends."""
-    place, half = divmod(moment, places)
+    place, half = divmod(moment, 2)
     if place >= len(laid.starts_s):
         return BINS - 1
     when = laid.ends_s[place] if half else laid.starts_s[place]

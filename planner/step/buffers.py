@@ -12,6 +12,7 @@ docs/explanation/memory.md has the reasons.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ def find_buffers(
     moves: Callable[[GroupLink], bool] | None = None,
     chosen: Chosen = EMPTY,
     inside: frozenset[int] = frozenset(),
+    packing: float = 1.0,
 ) -> Lifetimes:
     """The buffers of a step whose kernels are ``found``. Near-linear in operations.
 
@@ -68,13 +70,21 @@ def find_buffers(
         moves: whether the layouts at the ends of a link differ, where a plan is known.
         chosen: by decision, the values that have a choice.
         inside: gradients that are nowhere written (``step.memory.updates``).
+        packing: bytes allotted to temporaries over theirs.
     """
     hosted = chosen.get(OFFLOAD, frozenset())
-    held = _Finding(graph, groups, found, live, tile, moves, inside).run(donated, hosted)
+    held = _Finding(graph, groups, found, live, tile, moves, inside, packing)
+    held.run(donated, hosted)
     buffers: Sequence[Buffer] = held.buffers
     for name, values in chosen.items():
         buffers = DECISIONS[name].buffers(buffers, graph, values)
-    return Lifetimes(tuple(buffers), held.order)
+    return Lifetimes(tuple(buffers), found.order)
+
+
+def has_gaps(b: Buffer, stays: frozenset[int]) -> bool:
+    """Whether a buffer is a temporary; ``stays``: arguments and results, which have no gaps around
+    them. Copies of what is kept in host memory do."""
+    return b.value not in stays or b.port is Port.GATHERED or b.when == When(OFFLOAD, 1)
 
 
 def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
@@ -105,9 +115,11 @@ class _Finding:
         tile: tuple[int, int],
         moves: Callable[[GroupLink], bool] | None,
         inside: frozenset[int],
+        packing: float,
     ) -> None:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
-        self.tile, self.moves, self.inside = tile, moves, inside
+        self.tile, self.moves, self.inside, self.packing = tile, moves, inside, packing
+        self.stays = frozenset((*graph.inputs, *graph.outputs))
         padded = moves is None and tile != (1, 1)
         self.lanes = image_lanes(graph, groups.op_layouts, groups.fuses) if padded else {}
         self.begin, self.stop = extents(graph, found.time)
@@ -143,9 +155,12 @@ class _Finding:
             nbytes *= padding(known.shape, self.tile, self.lanes.get(value, ())[:1])
         first, last = int(scale * start), int(scale * end)
         found = Buffer(group, first, last, nbytes, layout, port, when, pool, value)
+        if has_gaps(found, self.stays):
+            found = dataclasses.replace(found, nbytes=self.packing * nbytes)
         self.buffers.append(found)
 
-    def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> Lifetimes:
+    def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> None:
+        """Find them, in ``buffers``."""
         self.operands()
         products = self.products()
         self.turned()
@@ -183,7 +198,6 @@ class _Finding:
             if port is Port.STORE and reads and span.when is not Memory.HOST:
                 first, last, share = min(reads), max(reads) + 1, self.arrives[span.value]
                 self.add(group, first, last, span.value, layout, Port.GATHERED, share=share)
-        return Lifetimes(tuple(self.buffers), self.found.order)
 
     def operands(self) -> None:
         """Operands in the layout in which they are read."""

@@ -14,12 +14,11 @@ from jax.sharding import PartitionSpec
 
 from costmodels import parse_cluster
 from planner import make_plan
-from planner.cost.peak import PACKING
 from planner.graph.ir import Phase
 from planner.graph.trace import trace
 from planner.plan.plan import plan_from_json
 from planner.space.groups import GroupLink, build_groups
-from planner.step.analysis import Analysis, analyse
+from planner.step.analysis import PACKING, Analysis, analyse
 from planner.step.buffers import Lifetimes, padding
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
