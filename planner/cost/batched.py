@@ -102,7 +102,7 @@ class PricedFamily:
         known: dict[tuple[object, ...], Array] = {}
         taken = np.empty((len(buffers), len(rows)))
         for k, b in enumerate(buffers):
-            key = (b.group, b.layout, b.port, b.when)
+            key = (b.group, b.layout, b.port, b.when, b.tiled)
             if key not in known:
                 share = self.rates.bytes_of(self.sets[b.group], dataclasses.replace(b, nbytes=1.0))
                 known[key] = share[rows, choice[:, b.group]]

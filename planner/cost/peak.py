@@ -14,11 +14,9 @@ import numpy as np
 from planner.cost.apart import Chosen, in_updates, kept_apart
 from planner.cost.pricing import Pricer
 from planner.search.problem import profile_of
-from planner.space.buffer import Buffer, Port, in_pool
+from planner.space.buffer import Buffer, in_pool
 from planner.space.groups import GroupLink
 from planner.step.buffers import Lifetimes, has_gaps
-from planner.step.memory.lanes import image_lanes
-from planner.step.memory.tiles import padding
 
 
 def buffer_bytes(plan: Chosen, buffers: Sequence[Buffer]) -> list[float]:
@@ -83,24 +81,9 @@ def _profile(plan: Chosen, *, late: bool) -> Profile:
     inside = in_updates(plan) - apart
     found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, inside, late=late)
     held = Lifetimes(in_pool(found.buffers), found.order)
-    sizes = _padded(plan, held)
+    sizes = buffer_bytes(plan, held.buffers)
     peak, moment = _peak(held.buffers, sizes)
     return Profile(held, sizes, peak, moment, not late)
-
-
-def _padded(plan: Chosen, late: Lifetimes) -> list[float]:
-    """Bytes per device of buffers that know nothing of padding."""
-    sizes, tile = buffer_bytes(plan, late.buffers), plan.priced.analysis.scheduled.tile
-    if tile == (1, 1):
-        return sizes
-    groups, graph = plan.priced.analysis.groups, plan.graph
-    lanes = image_lanes(graph, groups.op_layouts, groups.fusable)
-    out = []
-    for b, nbytes in zip(late.buffers, sizes, strict=True):
-        spec = plan.sharding(b.group, b.layout, "store" if b.port is Port.STORE else "use")
-        local = spec.local_shape(graph.values[b.value].shape, plan.priced.mesh)
-        out.append(nbytes * padding(local, tile, lanes.get(b.value, ())))
-    return out
 
 
 def _holders(plan: Chosen, found: Profile) -> tuple[str, ...]:

@@ -196,7 +196,8 @@ class Pricer:
 
     def buffer_bytes(self, chosen: StrategySet, buffer: Buffer) -> Array:
         """Bytes per device under every strategy of its group."""
-        key = ("bytes", id(chosen), buffer.nbytes, buffer.layout, buffer.port, buffer.when)
+        lies = (buffer.layout, buffer.port, buffer.when, buffer.tiled)
+        key = ("bytes", id(chosen), buffer.nbytes, *lies)
         if key not in self.cache:
             local = self.rates.bytes_of(chosen, buffer)[0]
             self.cache[key] = (local, chosen)

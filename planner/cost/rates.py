@@ -21,14 +21,16 @@ from costmodels.collectives import Collective
 from costmodels.schedule import Overlap, Place
 from planner.cost.reshard import Transitions, coefficients, transition_costs
 from planner.cost.routes import patterns
-from planner.space.buffer import Buffer, Port
+from planner.space.buffer import Buffer, Port, Tiled
 from planner.space.decisions import DECISIONS
+from planner.space.factors import Layout
 from planner.space.groups import GroupLink
 from planner.space.strategies import IntArray, StrategySet, digits
 from planner.step.analysis import Analysis, ideal_s
 from planner.step.facts import Facts, Reduction, Said
 from planner.step.feeding import SHARE
 from planner.step.kernels.costs import Work
+from planner.step.memory.tiles import paddings
 
 Array = NDArray[np.float64]
 
@@ -54,6 +56,7 @@ class Rates:
     costs: Transitions
     meshes: tuple[tuple[int, ...], ...] = ()
     splits: dict[tuple[int, tuple[int, ...]], Array] = field(default_factory=dict)
+    paddings: dict[tuple[int, Layout, Tiled], tuple[Array, IntArray]] = field(default_factory=dict)
 
     @staticmethod
     def of(meshes: Sequence[tuple[int, ...]], model: CostModel) -> Rates:
@@ -91,6 +94,7 @@ class Rates:
             costs=kept,
             meshes=tuple(self.meshes[int(k)] for k in np.arange(len(self.meshes))[rows]),
             splits={},
+            paddings={},
         )
 
     def masks(self, assign: IntArray, factors: frozenset[int]) -> IntArray:
@@ -231,12 +235,27 @@ class Rates:
         assign = chosen.store if buffer.port is Port.STORE else chosen.use
         factors = frozenset(f for f in buffer.layout if f >= 0)
         local = buffer.nbytes / self.size[:, self.masks(assign, factors)]
+        if buffer.tiled is not None:
+            local = local * self._padding(assign, buffer.layout, buffer.tiled)
         if buffer.port is Port.GATHERED:
             local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
         if buffer.when is not None:
             taken = chosen.option(buffer.when.decision) == buffer.when.option
             local = np.where(taken, local, 0.0)
         return local
+
+    def _padding(self, assign: IntArray, layout: Layout, tiled: Tiled) -> Array:
+        """[meshes, strategies] bytes that shards take in memory over those of their elements."""
+        key = (id(assign), layout, tiled)
+        known = self.paddings.get(key)
+        if known is None:
+            pieces = [
+                self.size[:, self.masks(assign, frozenset({f} - {-1}))].astype(np.int64)
+                for f in layout
+            ]
+            found = paddings([-(-n // p) for n, p in zip(tiled.shape, pieces, strict=True)], tiled)
+            known = self.paddings[key] = (found, assign)
+        return known[0]
 
 
 @dataclass(frozen=True)

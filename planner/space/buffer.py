@@ -34,6 +34,18 @@ class When(NamedTuple):
     option: int
 
 
+class Tiled(NamedTuple):
+    """An array that lies in tiles: shards that do not fill theirs take as much as if they did.
+
+    ``shape`` is that of the whole array; ``tile``: rows and lanes; ``lying``: the dimensions that
+    may lie along the lanes, empty where any may.
+    """
+
+    shape: tuple[int, ...]
+    tile: tuple[int, int]
+    lying: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Bytes that a device holds for a while.
@@ -41,12 +53,13 @@ class Buffer:
     Attributes:
         group: the decision that they follow from.
         start, end: the moments [start, end) at which they are there.
-        nbytes: those of the whole array, padding included.
+        nbytes: those of the elements of the whole array.
         layout: the factor of each dimension.
         port: which sharding of the group cuts them.
         when: only under this option; None: always.
         pool: the memory that they take room in.
         value: the value, -1 where one buffer stands for those of several.
+        tiled: how it lies in memory, where that takes more than its elements do.
     """
 
     group: int
@@ -58,6 +71,7 @@ class Buffer:
     when: When | None = None
     pool: Memory = Memory.DEVICE
     value: int = -1
+    tiled: Tiled | None = None
 
     def at(self, moment: int) -> bool:
         """Whether it is there at a moment."""

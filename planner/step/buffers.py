@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from planner.annotate import MARKS
 from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
 from planner.rules.kernels.regions import REGION
-from planner.space.buffer import Buffer, Memory, Port, When
+from planner.space.buffer import Buffer, Memory, Port, Tiled, When
 from planner.space.decisions import DECISIONS, Chosen
 from planner.space.decisions.host_memory import OFFLOAD
 from planner.space.factors import Layout
@@ -27,7 +27,6 @@ from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import OVERWRITES, Written, extents
-from planner.step.memory.tiles import padding
 from planner.step.memory.workspace import workspaces
 
 EMPTY: Chosen = {}
@@ -65,8 +64,7 @@ def find_buffers(
         found: what is written, and when it is read.
         live: per operation, whether its results are used.
         donated: per input, whether results may take its memory.
-        tile: rows and lanes that the two minor dimensions of an array are padded to; of a whole
-            array, here, where no plan is known.
+        tile: rows and lanes that the two minor dimensions of an array are padded to.
         moves: whether the layouts at the ends of a link differ, where a plan is known.
         chosen: by decision, the values that have a choice.
         inside: gradients that are nowhere written (``step.memory.updates``).
@@ -120,7 +118,7 @@ class _Finding:
         self.graph, self.groups, self.found, self.live = graph, groups, found, live
         self.tile, self.moves, self.inside, self.packing = tile, moves, inside, packing
         self.stays = frozenset((*graph.inputs, *graph.outputs))
-        padded = moves is None and tile != (1, 1)
+        padded = tile != (1, 1)
         self.lanes = image_lanes(graph, groups.op_layouts, groups.fuses) if padded else {}
         self.begin, self.stop = extents(graph, found.time)
         self.entered = loops_entered(graph, live)
@@ -151,11 +149,13 @@ class _Finding:
             return
         scale = 1 if self.moves is None else 2
         nbytes = share * self.found.nbytes[value]
-        if self.moves is None:
-            nbytes *= padding(known.shape, self.tile, self.lanes.get(value, ())[:1])
+        tiled: Tiled | None = None
+        on_device = pool is Memory.DEVICE
+        if on_device and self.tile != (1, 1) and len(known.shape) > 1 and all(known.shape):
+            tiled = Tiled(known.shape, self.tile, self.lanes.get(value, ()))
         first, last = int(scale * start), int(scale * end)
-        found = Buffer(group, first, last, nbytes, layout, port, when, pool, value)
-        if has_gaps(found, self.stays):
+        found = Buffer(group, first, last, nbytes, layout, port, when, pool, value, tiled)
+        if on_device and has_gaps(found, self.stays):
             found = dataclasses.replace(found, nbytes=self.packing * nbytes)
         self.buffers.append(found)
 

@@ -244,7 +244,7 @@ def _buffers(
     first: list[Buffer] = []
     kinds, starts, ends = [], [], []
     for b in analysis.buffers:
-        key = (color[b.group], b.nbytes, b.layout, b.port, b.when, b.pool)
+        key = (color[b.group], b.nbytes, b.layout, b.port, b.when, b.pool, b.tiled)
         kind = known.setdefault(key, len(known))
         if kind == len(first):
             first.append(b)
@@ -256,5 +256,7 @@ def _buffers(
     for kind, begin, stop, count in worst.runs:
         b = first[kind]
         group, nbytes = color[b.group], count * b.nbytes
-        found.append(Buffer(group, begin, stop, nbytes, b.layout, b.port, b.when, b.pool))
+        found.append(
+            dataclasses.replace(b, group=group, start=begin, end=stop, nbytes=nbytes, value=-1)
+        )
     return tuple(found), tuple(worst.kept.tolist())

@@ -6,9 +6,14 @@ have no more (https://openxla.org/xla/tiled_layout).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.graph.ir import SCALAR, Graph, Op
+from planner.space.buffer import Tiled
 from planner.space.factors import Layout
 
 COPIED = 1.25
@@ -31,6 +36,19 @@ def padding(shape: tuple[int, ...], tile: tuple[int, int], lying: Sequence[int] 
     return min(
         wide[i] * h for i in lying or range(len(shape)) for j, h in enumerate(high) if i != j
     )
+
+
+def paddings(shape: Sequence[NDArray[np.int64]], tiled: Tiled) -> NDArray[np.float64]:
+    """``padding`` of many shapes at once: an array of lengths per dimension."""
+    rows, lanes = tiled.tile
+    wide = [-(-n // lanes) * lanes / n for n in shape]
+    short = [np.minimum(rows, 1 << np.ceil(np.log2(n)).astype(np.int64)) for n in shape]
+    high = [-(-n // few) * few / n for n, few in zip(shape, short, strict=True)]
+    best = np.full(shape[0].shape, np.inf)
+    for i in tiled.lying or range(len(shape)):
+        others = [h for j, h in enumerate(high) if j != i]
+        best = np.minimum(best, wide[i] * functools.reduce(np.minimum, others))
+    return best
 
 
 def rows_used(shape: tuple[int, ...], tile: tuple[int, int]) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -114,12 +116,22 @@ def test_memory_over_time_reaches_the_predicted_peak(data: ReportData, planned: 
     assert memory.bytes[CATEGORIES.index("parameters")][0] == pytest.approx(state, rel=1e-6)
 
 
-def test_a_limit_that_is_just_met_draws_the_order_of_the_trace(planned: Planned) -> None:
-    prediction = dataclasses.replace(
-        planned.plan.prediction, limit_bytes=planned.plan.prediction.peak_bytes * 0.98
-    )
-    tight = dataclasses.replace(planned.plan, prediction=prediction)
-    assert report_data(dataclasses.replace(planned, plan=tight)).step.memory.traced_order
+def test_a_limit_that_is_just_met_draws_the_order_of_the_trace() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = x
+            for w in p:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    args = ([jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6, jnp.zeros((4096, 256)))
+    options: dict[str, Any] = {"cluster": "h100:1", "mode": "STAND_ALONE"}
+    free = plan_step(step, *args, **options)
+    tight = plan_step(step, *args, **options, memory=0.95 * free.plan.prediction.peak_bytes)
+    drawn = [report_data(planned).step.memory.traced_order for planned in (free, tight)]
+    assert drawn == [False, True]
 
 
 def test_the_graph_holds_all_of_the_step(data: ReportData, planned: Planned) -> None:
