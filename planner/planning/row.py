@@ -55,6 +55,7 @@ from planner.request.marks import WITHOUT_PINS, all_pins, ignored_marks, on_regi
 from planner.request.parsed import Request
 from planner.search.iopddl import write_iopddl
 from planner.search.pools import pool_peaks
+from planner.search.problem import fits
 from planner.space.buffer import Memory
 from planner.spec import Recipe
 from planner.step.classes import Quotient
@@ -168,7 +169,40 @@ class Row:
         return prepared(traced, pins, request, self.donate_argnums)
 
     def planned(self, begun: float, also: str = "") -> Planned:
-        """The plan; raises MemoryLimitError, whose text ends with ``also``."""
+        """The plan; raises MemoryLimitError, whose text ends with ``also``.
+
+        The search counts arrays in one layout at a time. Where those that are in memory in two, as
+        a plan runs, pass the limit, it searches again with less.
+        """
+        planned, limit = self._searched_plan(begun, also), self.request.limit_bytes
+        peak = planned.plan.prediction.peak_bytes
+        if fits(peak, limit):
+            return self._last(planned)
+        least = min(limit, self.request.cluster.device.memory_bytes)
+        for share in (1.0, 2.0):
+            request = dataclasses.replace(self.request, limit_bytes=limit - share * (peak - least))
+            row = Row(self.traced, self.args, request, self.donate_argnums, self.function)
+            with contextlib.suppress(MemoryLimitError):
+                again = row._searched_plan(begun, also)
+                if fits(again.plan.prediction.peak_bytes, limit):
+                    told = dataclasses.replace(again.plan.prediction, limit_bytes=limit)
+                    plan = dataclasses.replace(again.plan, prediction=told)
+                    return self._last(dataclasses.replace(again, plan=plan))
+        note = (
+            f"as it runs the plan takes {bytes_text(peak)}, of {bytes_text(limit)}: some arrays "
+            "are in memory in two layouts at once; no plan was found that takes less"
+        )
+        plan = dataclasses.replace(planned.plan, notes=(note, *planned.plan.notes))
+        return self._last(dataclasses.replace(planned, plan=plan))
+
+    def _last(self, planned: Planned) -> Planned:
+        """The plan, or the best of it and others as the compiler sees them."""
+        if self.request.confirm:
+            return _confirmed(planned, self.traced, self.donate_argnums)
+        return planned
+
+    def _searched_plan(self, begun: float, also: str) -> Planned:
+        """The plan that the search finds."""
         again = Again(
             self._retraced, lambda r: self.prepare(self.traced, r).quotient, self._recomputed
         )
@@ -206,10 +240,7 @@ class Row:
             plan = dataclasses.replace(plan, idle=_idle_in_parts(plan, self.traced.origin))
         if made.schedule:
             plan = scheduled(plan, planned.extraction, self.traced, made)
-        planned = dataclasses.replace(planned, plan=plan)
-        if self.request.confirm:
-            return _confirmed(planned, self.traced, self.donate_argnums)
-        return planned
+        return dataclasses.replace(planned, plan=plan)
 
     def _retraced(self, shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
         if self.function is None:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from costmodels import parse_cluster
 from planner import make_plan
+from planner.cost.peak import buffer_bytes
 from planner.graph.ir import Phase
 from planner.graph.trace import trace
+from planner.plan.extract import Extraction
 from planner.plan.plan import plan_from_json
+from planner.planning import plan_step
+from planner.space.buffer import Port, Tiled
 from planner.space.groups import GroupLink, build_groups
-from planner.step.analysis import PACKING, Analysis, analyse
-from planner.step.buffers import Lifetimes, padding
+from planner.step.analysis import PACKING, TPU_PACKING, Analysis, analyse
+from planner.step.buffers import Lifetimes
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
 from planner.step.memory.materialized import extents, written
 from planner.step.memory.schedule import activations_first
+from planner.step.memory.tiles import padding, paddings
 from planner.step.memory.updates import gradients_in_updates
 from planner.step.memory.workspace import pads_unevenly
 
@@ -72,6 +79,52 @@ def test_arrays_are_padded_to_whole_tiles(
     shape: tuple[int, ...], tile: tuple[int, int], expected: float
 ) -> None:
     assert padding(shape, tile) == pytest.approx(expected)
+
+
+def test_the_search_counts_gaps_between_temporaries() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) @ w
+
+    found = analysis_of(step, struct(64, 64), struct(64, 64), cluster="v5e:2x4")
+    stays = {*found.graph.inputs, *found.graph.outputs}
+    ratios = {b.nbytes / (2 * 64 * 64) for b in found.buffers if b.value not in stays}
+    assert ratios == {TPU_PACKING, 2 * TPU_PACKING}
+    whole = {b.nbytes for b in found.buffers if b.value in stays and b.port is not Port.GATHERED}
+    assert whole == {4.0 * 64 * 64}
+
+
+def test_many_shapes_are_padded_like_one() -> None:
+    rng = np.random.default_rng(0)
+    for rank, lying in ((2, ()), (3, ()), (3, (2,)), (4, (3, 0))):
+        shapes = rng.integers(1, 300, (rank, 50))
+        found = paddings(list(shapes), Tiled((1,) * rank, TILE, lying))
+        one = [padding(tuple(map(int, s)), TILE, lying) for s in shapes.T]
+        np.testing.assert_allclose(found, one)
+
+
+def test_the_search_counts_the_tiles_of_shards() -> None:
+    """16 of 64 columns take 128 lanes, whichever strategy makes them so few."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) @ w.T
+
+    planned = plan_step(step, struct(32, 24, 64), struct(64, 96), cluster="v5e:2x4")
+    priced = planned.extraction.priced
+    graph, seen = planned.extraction.graph, set()
+    for b in priced.analysis.buffers:
+        for row in range(priced.sets[b.group].count):
+            choice = [0] * len(priced.sets)
+            choice[b.group] = row
+            chosen = Extraction(priced, tuple(choice))
+            where = "store" if b.port is Port.STORE else "use"
+            shape = graph.values[b.value].shape
+            local = chosen.sharding(b.group, b.layout, where).local_shape(shape, priced.mesh)
+            share = math.prod(local) / math.prod(shape)
+            (found,) = buffer_bytes(chosen, [b])
+            if found or b.port is not Port.GATHERED:
+                assert found == pytest.approx(b.nbytes * share * padding(local, TILE))
+            seen.add(padding(local, TILE))
+    assert len(seen) > 2
 
 
 def test_only_tpus_pad_arrays_in_the_prediction() -> None:

@@ -149,9 +149,9 @@ def test_copies_of_small_products_take_memory_and_time(
         assert moved == pytest.approx(n * b * (r if passes == 1 else 2 * r + 1))
     op = next(o for o in traced.graph.ops if o.kind == "dot_general")
     at = [b for b in found.buffers if b.at(op.index) and b.end - b.start == 1]
-    for value, n, r, b in zip((*op.inputs, *op.outputs), plain, ratios, best, strict=True):
+    for value, n, r in zip((*op.inputs, *op.outputs), plain, ratios, strict=True):
         share = r - (value in op.outputs)
-        assert any(x.value == value and x.nbytes == pytest.approx(n * b * share) for x in at)
+        assert any(x.value == value and x.nbytes == pytest.approx(n * share) for x in at)
 
 
 def test_the_gradient_at_labels_takes_no_tiles() -> None:
