@@ -81,19 +81,24 @@ def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
       XLA has no all-reduce that combines the parts.
     * Dimensions that a pad changes (the gradient of a strided slice is one), and those that a
       slice steps through: wrong shards or a failed verification of the module.
+    * Spatial dimensions that a convolution sums over (the gradient of a kernel): the partitioner
+      adds up the wrong shards where an axis of the mesh splits neither operand (jax 0.10 to 0.12).
     """
     if rule.reduction and not _combines(item):
         kept = rule.replicated | rule.reduction
         return dataclasses.replace(rule, replicated=kept, reduction=frozenset())
-    dims: list[int] = []
-    if item.name.startswith("scatter") and math.prod(item.in_shapes[1][:-1]) == 1:
+    dims: Sequence[int] = ()
+    of = 0
+    if item.name == "conv_general_dilated":
+        of, dims = 1, item.params["dimension_numbers"].rhs_spec[2:]
+    elif item.name.startswith("scatter") and math.prod(item.in_shapes[1][:-1]) == 1:
         numbers = item.params.get("dimension_numbers")
         dims = list(getattr(numbers, "scatter_dims_to_operand_dims", ()))
     elif item.name == "pad" and 0 not in item.in_shapes[0]:
         dims = [d for d, change in enumerate(item.params["padding_config"]) if any(change)]
     elif item.name == "slice" and item.params.get("strides"):
         dims = [d for d, step in enumerate(item.params["strides"]) if step != 1]
-    values = (rule.operands[0], rule.results[0]) if dims else ()
+    values = (rule.operands[of], *(rule.results[:1] if of == 0 else ())) if dims else ()
     whole = {f for value in values for d in dims for f in value[d]}
     if not whole:
         return rule

@@ -144,6 +144,27 @@ def test_scatter_at_one_index():
     assert_same(compile_plan(function, plan)(x), jax.jit(function)(x))
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_gradient_of_a_kernel_over_images_split_in_space(rank):
+    """XLA adds up the wrong shards where an axis of the mesh splits neither operand."""
+    rng = np.random.default_rng(0)
+    x, g = (rng.normal(size=(1, *(6,) * rank, 3)).astype(np.float32) for _ in range(2))
+    numbers = ("NWC", "WIO", "NWC") if rank == 1 else ("NHWC", "HWIO", "NHWC")
+
+    def gradient(x, g):
+        def out(w):
+            ones = (1,) * rank
+            return jax.lax.conv_general_dilated(x, w, ones, "SAME", dimension_numbers=numbers)
+
+        return jax.vjp(out, jnp.zeros((3,) * (rank + 2)))[1](g)[0]
+
+    options = {"cluster": cluster(), "mesh": "data=2,model=4"}
+    pins = {"": jax.sharding.PartitionSpec(None, "data")}
+    plan = make_plan(gradient, x, g, shardings=pins, **options)
+    found, expected = compile_plan(gradient, plan)(x, g), jax.jit(gradient)(x, g)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_every_operation(part):
     compare(sorted(OPS)[part::4], 16, 8, grad=True)
