@@ -17,6 +17,7 @@ from planner.graph.labels.examples import example_dims
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.bodies.groups import example_axes
+from planner.microbatch.bodies.onto_state import added_apart
 from planner.microbatch.bodies.single import of_one
 from planner.microbatch.classes import classify
 from planner.microbatch.cut import Cut
@@ -88,11 +89,15 @@ def microbatched(
         try:
             return _rewritten(function, args, shares, apart, exact, whole, places)
         except (NotExactError, RequestError) as error:
-            if not any(places.values()):
-                raise
             with contextlib.suppress(NotExactError, RequestError):
-                first = dict.fromkeys(places, 0)
-                return _rewritten(function, args, shares, apart, exact, whole, first)
+                if any(places.values()):
+                    first = dict.fromkeys(places, 0)
+                    return _rewritten(function, args, shares, apart, exact, whole, first)
+            with contextlib.suppress(NotExactError, RequestError, ModelError):
+                other = added_apart(function, whole)
+                if other is not None:
+                    again = trace(other, args)
+                    return _rewritten(other, args, shares, apart, exact, again, places)
             raise error from None
 
     first = cut(abstract(args), whole)

@@ -8,6 +8,7 @@ there are no other ways in which examples meet is what `planner.microbatch.class
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence, Set
@@ -24,6 +25,7 @@ from planner.graph.jaxpr.walk import REMAT, called, stays_whole
 from planner.graph.shapes import by_shapes
 from planner.graph.trace import Traced, abstract, reshaped, trace
 from planner.microbatch.bodies.merged import merged_jaxpr
+from planner.microbatch.bodies.onto_state import added_apart
 from planner.microbatch.classes import classify
 from planner.microbatch.errors import CoupledError, NotExactError
 from planner.microbatch.pairs import equations, pair
@@ -56,6 +58,19 @@ def padded(
         RequestError: no argument is a batch, or it has more examples.
     """
     whole = trace(function, abstract(args)) if whole is None else whole
+    try:
+        return _padded(function, args, rows, whole)
+    except NotExactError as error:
+        with contextlib.suppress(NotExactError, ModelError):
+            other = added_apart(function, whole)
+            if other is not None:
+                return _padded(other, args, rows, trace(other, abstract(args)))
+        raise error from None
+
+
+def _padded(
+    function: Callable[..., Any], args: Sequence[Any], rows: int, whole: Traced
+) -> Callable[..., Any]:
     places = example_places(whole)
     batch, examples = sorted(places), batch_size(whole)
     if rows < examples:

@@ -23,9 +23,9 @@ def evened(flat: FlatJaxpr, count: int) -> tuple[FlatJaxpr, int] | None:
     readers = flat.readers
     pairs = []
     for at, call in enumerate(flat.calls):
-        if call.kind == "scan" and not call.backward:
+        if call.kind == "scan" and not call.backward and not call.eqn.params["reverse"]:
             other, stacks = partner_of(flat, at, readers)
-            if other is not None:
+            if other is not None and flat.calls[other].eqn.params["reverse"]:
                 pairs.append((sum(nbytes(v.aval) for v in call.eqn.invars), at, other, stacks))
     if not pairs:
         return None
@@ -58,11 +58,12 @@ def _int(atom: Any) -> bool:
 def _ahead(call: Call, first: int, halved: Sequence[bool]) -> Run:
     """The first turns, then the others; some stacks stay in two."""
     loop = loop_of(call.eqn)
+    rest = int(call.eqn.params["length"]) - first
 
     def run(values: Sequence[Any]) -> list[Any]:
         consts, carry, rows = loop.split(values)
-        carry, one = _scan(call, consts, carry, [x[:first] for x in rows])
-        carry, two = _scan(call, consts, carry, [x[first:] for x in rows])
+        carry, one = _scan(call, first, consts, carry, [x[:first] for x in rows])
+        carry, two = _scan(call, rest, consts, carry, [x[first:] for x in rows])
         ys = []
         for a, b, half in zip(one, two, halved, strict=True):
             ys += [a, b] if half else [jnp.concatenate([a, b])]
@@ -74,6 +75,7 @@ def _ahead(call: Call, first: int, halved: Sequence[bool]) -> Run:
 def _back(call: Call, first: int, halved: Sequence[bool]) -> Run:
     """The same from the end; operands that come in two are not cut."""
     loop = loop_of(call.eqn)
+    rest = int(call.eqn.params["length"]) - first
 
     def run(values: Sequence[Any]) -> list[Any]:
         given = iter(values)
@@ -82,15 +84,15 @@ def _back(call: Call, first: int, halved: Sequence[bool]) -> Run:
         fixed, state = [a for a, _ in consts], [a for a, _ in carry]
         early = [a if b is not None else a[:first] for a, b in rows]
         late = [b if b is not None else a[first:] for a, b in rows]
-        state, two = _scan(call, fixed, state, late)
-        state, one = _scan(call, fixed, state, early)
+        state, two = _scan(call, rest, fixed, state, late)
+        state, one = _scan(call, first, fixed, state, early)
         return [*state, *(jnp.concatenate([a, b]) for a, b in zip(one, two, strict=True))]
 
     return run
 
 
-def _scan(call: Call, consts: list[Any], carry: list[Any], rows: list[Any]) -> Any:
-    """Some turns of a scan."""
+def _scan(call: Call, turns: int, consts: list[Any], carry: list[Any], rows: list[Any]) -> Any:
+    """Some turns of a scan, which may go over no rows."""
     params, carries = call.eqn.params, loop_of(call.eqn).carries
 
     def once(carry: Any, xs: Any) -> Any:
@@ -98,4 +100,5 @@ def _scan(call: Call, consts: list[Any], carry: list[Any], rows: list[Any]) -> A
         return list(results[:carries]), list(results[carries:])
 
     with compat.provenance(call.origin):
-        return jax.lax.scan(once, carry, rows, reverse=bool(params["reverse"]))
+        reverse = bool(params["reverse"])
+        return jax.lax.scan(once, carry, rows, length=turns, reverse=reverse)
