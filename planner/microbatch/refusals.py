@@ -73,5 +73,5 @@ def refused(node: Node, why: str) -> NotExactError:
 def _place(node: Node, why: str) -> str:
     shapes = [str(compat.aval_shape(v.aval)) for v in (*node.whole.invars, *node.whole.outvars)]
     shapes = shapes if len(shapes) <= MOST_SHOWN else [*shapes[:MOST_SHOWN], "..."]
-    where = f"{node.line}: " if node.line else ""
+    where = "".join(f"{x}: " for x in (node.line or node.names,) if x)
     return f"{where}{node.name} of {', '.join(shapes)} {why}"

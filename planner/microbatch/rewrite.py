@@ -160,6 +160,10 @@ def _rewritten(
         if alone and _takes_own(whole, step, batch, shares):
             raise
         raise error.without_own() from None
+    except NotExactError as error:
+        if size != shares.count:
+            raise
+        raise NotExactError(f"{error}; {ONE}") from None
     axes = example_axes(whole.jaxpr, one) if shares.replicas > 1 else frozenset()
     if classes.coupled and one is not small.jaxpr:
         raise NotExactError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from planner.microbatch.bodies.merged import merged_jaxpr
 from planner.microbatch.bodies.onto_state import added_apart
 from planner.microbatch.classes import classify
 from planner.microbatch.errors import CoupledError, NotExactError
-from planner.microbatch.pairs import equations, pair
+from planner.microbatch.pairs import bodies_in, pair
 from planner.microbatch.rewrite import batch_size, example_places, with_examples
 
 SUMMED = {
@@ -120,12 +120,22 @@ def _of_padding(text: str) -> str:
 
 def _drawn_inside(jaxpr: Any, inside: Set[int]) -> NotExactError:
     """Why what a body makes for the batch can't be padded."""
-    drawn = [eqn for eqn in equations(jaxpr) if id(eqn) in inside]
-    where = f"{user_line(drawn[0])}: {drawn[0].primitive.name}" if drawn else "it"
+    line, name = next(_named(jaxpr, inside), ("", "it"))
+    where = f"{line}: {name}" if line else name
     return NotExactError(
         f"this step can't be padded: {where} draws random numbers or counts positions for the "
         "batch inside a loop or a recomputed block; do that in front of it"
     )
+
+
+def _named(jaxpr: Any, wanted: Set[int], around: str = "") -> Iterator[tuple[str, str]]:
+    """The lines and names of some equations; of those without a line, that of a body around."""
+    for eqn in compat.body(jaxpr).eqns:
+        line = user_line(eqn) or around
+        if id(eqn) in wanted:
+            yield line, eqn.primitive.name
+        for inner in bodies_in(eqn.params):
+            yield from _named(inner, wanted, line)
 
 
 def filled(x: Any, rows: int, d: int = 0) -> Any:

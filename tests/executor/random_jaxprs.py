@@ -45,7 +45,10 @@ class Arrays:
         return self.ints[k % len(self.ints)]
 
     def add(self, value: Any) -> None:
-        """Keep a result: floats squeezed into [-1, 1], integers into [0, 64)."""
+        """Keep a result: floats squeezed into [-1, 1], integers into [0, 64); none without
+        elements."""
+        if not value.size:
+            return
         if value.size > LIMIT:
             value = value.reshape(-1)[:LIMIT].reshape(-1, 64)
         if jnp.issubdtype(value.dtype, jnp.inexact):

@@ -99,10 +99,11 @@ sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24])
 shapes = st.lists(sizes, max_size=3).map(tuple) | st.just((16, 8))
 
 
-def outcome(body, shapes, grad, free, search):
+def outcome(body, shapes, grad, free, search, mesh):
     """Whether the plan of a random program splits anything; it computes what the program does."""
     function, args = random_jaxprs.program(body, grad), random_jaxprs.arguments(shapes)
-    plan = make_plan(function, *args, cluster=cluster() if free else "cpu:8", search=search)
+    options = {"cluster": cluster(), "mesh": mesh} if free else {"cluster": "cpu:8"}
+    plan = make_plan(function, *args, search=search, **options)
     got, expected = compile_plan(function, plan)(*args), jax.jit(function)(*args)
     assert difference(got, expected) <= 2e-5
     return "split" if is_split(plan) else "whole"
@@ -119,6 +120,7 @@ def outcomes(seed, count):
         grad=st.booleans(),
         free=st.booleans(),
         search=st.sampled_from(SEARCHES),
+        mesh=st.sampled_from([None, "data=2,model=4", "a=2,b=2,c=2"]),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from planner import make_plan
 from planner.errors import RequestError
 from planner.microbatch.errors import NotExactError
+from planner.microbatch.rewrite import microbatched
 from planner.padding.rewrite import padded
 
 ROWS, SEQ, WIDTH, LAYERS, MORE = 10, 4, 16, 3, 16
@@ -174,3 +175,35 @@ def test_a_size_in_the_step_is_told_with_its_line() -> None:
 
     with pytest.raises(NotExactError, match=r"can't be padded: test_padding.py:\d+: sub got"):
         make_plan(step, jnp.ones(4), jnp.ones((12, 4)), cluster="cpu:8", pad_batch=16)
+
+
+@pytest.mark.parametrize("table", ["counts", "sums", "rows"])
+def test_examples_are_added_onto_rows_of_the_state(table: str) -> None:
+    """As counts of classes are: the state plus a sum over examples, in one operation."""
+
+    def step(state: Any, batch: Any) -> Any:
+        rows, counts, sums = state
+        ids, y = batch
+        if table == "counts":
+            counts = counts.at[ids].add(1)
+        elif table == "sums":
+            sums = sums.at[ids, 1].add(y)
+        else:
+            rows = rows.at[ids].add(-0.1 * y[:, None] * rows[ids])
+        return (rows, counts, sums), jnp.mean(
+            (rows.sum(1)[ids] - y) ** 2
+        ) if table != "rows" else 0.0
+
+    rng = np.random.default_rng(0)
+    state = (
+        rng.normal(size=(20, 8)).astype(np.float32),
+        np.arange(20, dtype=np.int32),
+        rng.normal(size=(20, 3)).astype(np.float32),
+    )
+    args = (state, (np.arange(8, dtype=np.int32) % 5, rng.normal(size=8).astype(np.float32)))
+    expected = jax.jit(step)(*args)
+    for made in (padded(step, args, 11), microbatched(step, args, 2), microbatched(step, args, 8)):
+        for one, other in zip(
+            jax.tree.leaves(jax.jit(made)(*args)), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -242,3 +242,51 @@ def test_layers_that_are_left_over_stay_behind_the_stages(scanned: bool, remat: 
     made = check(model, recipe(3, 4, remat))
     (line,) = made.staged  # type: ignore[attr-defined]
     assert "3 stages, each 2 of the " in line and line.split("; ")[1][0] == "1"
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_equal_convolutions_are_layers(rank: int) -> None:
+    """A layer's input gradient reads a reversed kernel; the first layer needs none."""
+    numbers = ("NWC", "WIO", "NWC") if rank == 1 else ("NHWC", "HWIO", "NHWC")
+    rng = np.random.default_rng(0)
+
+    def layer(h: Any, w: Any) -> Any:
+        ones = (1,) * rank
+        out = jax.lax.conv_general_dilated(h, w, ones, "SAME", dimension_numbers=numbers)
+        return h + jnp.tanh(out)
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w in params:
+                h = layer(h, w)
+            return jnp.mean((h - 1) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    params = [rng.normal(size=(*(3,) * rank, 4, 4)).astype(np.float32) / 6 for _ in range(4)]
+    args = (params, rng.normal(size=(8, *(4,) * rank, 4)).astype(np.float32))
+    made = rewritten(step, args, Recipe(stages=2, microbatches=4))
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 1e-5
+
+
+def test_a_loop_over_no_rows_is_cut_in_two() -> None:
+    """A loop of five turns that reads the batch alone, behind four layers."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w in params:
+                h = h + jnp.tanh(h @ w)
+            again = jax.lax.fori_loop(0, 5, lambda _, u: jnp.sin(u + h), jnp.zeros(h.shape))
+            return jnp.mean(again * h)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(8, 8)).astype(np.float32) / 4 for _ in range(4)]
+    args = (params, rng.normal(size=(8, 8)).astype(np.float32))
+    made = rewritten(step, args, Recipe(stages=2, microbatches=2))
+    assert difference(jax.jit(made)(*args), jax.jit(step)(*args)) <= 1e-5

@@ -91,9 +91,14 @@ class _Grouping:
         there, pattern = all_laid([Match() for _ in ahead], self.like, ahead, self.keys)
         forward = self._task(pattern, there, None)
         back = self._backward(there, forward, of_reader)
-        here, pattern_back = all_laid(there, self.like, back, self.keys, self.count - 1, 0)
+        ends = (0, self.body.batch)
+        here, pattern_back = all_laid(there, self.like, back, self.keys, self.count - 1, ends)
         if not pattern_back:
-            raise refused("its layers have no backward pass")
+            line = common_line(self.flat.calls[self.ends[0] : self.ends[-1]])
+            raise refused(
+                f"the stages at {line} have no equal operations in their backward "
+                "pass: the layers differ, or none of them has one"
+            )
         backward = self._task(pattern_back, here, forward)
         members = {self.position[id(c)]: True for m in there for c in m.calls}
         members |= {self.position[id(c)]: False for m in here for c in m.calls}

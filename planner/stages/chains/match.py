@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,11 +64,12 @@ def laid(
     calls: Sequence[Call],
     keys: Keys,
     first: bool = False,
-    last: bool = False,
+    last: frozenset[int] | None = None,
 ) -> tuple[Match, list[Call]]:
     """Lay ``calls`` on ``pattern``, call by call in order; what fits nowhere is spare. Where a
     cotangent is added up from stage to stage, the ``first`` one has nothing to add to. What the
-    ``last`` one would hand on nobody reads: it need not be among its calls.
+    ``last`` one would hand on nobody reads: it need not be among its calls (``last``: the values
+    of examples; None of other stages).
 
     What stands before a stage may look like its first call, as a projection in front of equal
     layers does: then it begins at a later one (``STARTS``).
@@ -93,7 +94,7 @@ def _laid(
     keys: Keys,
     begin: int,
     first: bool,
-    last: bool,
+    last: frozenset[int] | None,
 ) -> list[Call]:
     """The same from one call on."""
     inside = {v for c in pattern for v in c.outs} | match.names.keys()
@@ -110,7 +111,8 @@ def _laid(
             None,
         )
         if found is None:
-            if not (first and _begins(match, one, inside)) and not (last and _ends(match, one)):
+            ends = last is not None and _ends(match, one, inside | last)
+            if not ends and not (first and _begins(match, one, inside)):
                 missing.append(one)
             continue
         match.spare += calls[begin:found]
@@ -130,7 +132,7 @@ def all_laid(
     groups: Sequence[Sequence[Call]],
     keys: Keys,
     first: int | None = None,
-    last: int | None = None,
+    last: tuple[int, frozenset[int]] | None = None,
 ) -> tuple[list[Match], list[Call]]:
     """All stages laid on one of them.
 
@@ -140,7 +142,7 @@ def all_laid(
         groups: the calls of each stage.
         keys: which operations are equal.
         first: the stage that begins, if what it adds up may begin there.
-        last: the stage that ends, if it may lack what it would hand on.
+        last: the stage that ends, if it may lack what it would hand on; and the values of examples.
 
     Returns:
         The matches, and the pattern. Of two stages, it is what both have.
@@ -149,9 +151,10 @@ def all_laid(
         NoStagesError: a stage lacks a call of the pattern.
     """
     pattern = list(groups[like])
+    ends = {} if last is None else dict([last])
     while True:
         both = [
-            laid(m, pattern, calls, keys, s == first, s == last)
+            laid(m, pattern, calls, keys, s == first, ends.get(s))
             for s, (m, calls) in enumerate(zip(matches, groups, strict=True))
         ]
         out, missing = [m for m, _ in both], [calls for _, calls in both]
@@ -180,11 +183,18 @@ def _begins(match: Match, one: Call, inside: set[int]) -> bool:
     return True
 
 
-def _ends(match: Match, one: Call) -> bool:
+def _ends(match: Match, one: Call, moving: Set[int]) -> bool:
     """Whether a call can be computed in the last stage although the step does not; its results get
-    numbers that nothing reads. The first layer's input needs no gradient where it is the batch."""
-    if not all(v in match.names or v in match.outer for v in one.ins if isinstance(v, int)):
+    numbers that nothing reads. The first layer's input needs no gradient where it is the batch.
+
+    What else it reads of its own stage, such as a reversed kernel, may be another's then; not what
+    is ``moving``: made in the stage, or of examples.
+    """
+    known = match.names.keys() | match.outer.keys()
+    new = [v for v in one.ins if isinstance(v, int) and v not in known]
+    if not moving.isdisjoint(new):
         return False
+    match.outer.update((v, v) for v in new)
     unread = min([0, *match.names.values()]) - 1
     match.names.update((v, unread - k) for k, v in enumerate(one.outs))
     return True
