@@ -16,6 +16,7 @@ from planner.cost.pricing import Pricer
 from planner.search.problem import profile_of
 from planner.space.buffer import Buffer, in_pool
 from planner.space.groups import GroupLink
+from planner.step.analysis import PACKING
 from planner.step.buffers import Lifetimes, has_gaps
 
 
@@ -89,14 +90,14 @@ def _profile(plan: Chosen, *, late: bool) -> Profile:
 def _holders(plan: Chosen, found: Profile) -> tuple[str, ...]:
     """The values that hold the most memory at the peak, with their own bytes."""
     held: dict[str, float] = {}
-    graph, packing = plan.graph, plan.priced.analysis.scheduled.packing
+    graph = plan.graph
     stays = frozenset((*graph.inputs, *graph.outputs))
     for b, nbytes in zip(found.held.buffers, found.nbytes, strict=True):
         if b.at(found.moment):
             v = graph.values[b.value]
             source = graph.ops[v.op].source if v.op >= 0 else ""
             name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"
-            own = nbytes / packing if has_gaps(b, stays) else nbytes
+            own = nbytes / PACKING if has_gaps(b, stays) else nbytes
             held[name] = held.get(name, 0.0) + own
     top = sorted(held.items(), key=lambda kv: (-kv[1], kv[0]))[:5]
     return tuple(f"{name}: {size:.3g} bytes" for name, size in top)

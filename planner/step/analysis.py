@@ -35,8 +35,8 @@ PACKING = 1.05
 """Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
 buffer one place for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
 
-TPU_PACKING = 1.10
-"""The same of XLA:TPU, of which less is known: 18 of 21 steps need no more than predicted so."""
+TPU_RESERVE = 1.10
+"""The same as the search counts temporaries on TPU: it leaves room for what predictions miss."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Scheduled:
         return (1, 1) if self.device is None else (self.device.tile_rows, self.device.tile_lanes)
 
     @property
-    def packing(self) -> float:
-        """Bytes allotted to temporaries over those alive, of the device's compiler."""
-        return TPU_PACKING if self.fused_operands else PACKING
+    def room(self) -> float:
+        """Bytes of temporaries that the search makes room for, over those alive."""
+        return TPU_RESERVE if self.fused_operands else PACKING
 
     def buffers(
         self,
@@ -111,7 +111,7 @@ class Scheduled:
             moves=moves,
             chosen=self.chosen,
             inside=inside,
-            packing=self.packing,
+            packing=PACKING,
         )
 
 
@@ -213,8 +213,8 @@ def analyse(
     found = written(
         graph, groups.fuses, live, scheduled.fused_operands, normalizes=scheduled.normalizes
     ).without(fused.inside)
-    tile, packing = scheduled.tile, scheduled.packing
-    held = find_buffers(graph, groups, found, live, donated, tile, chosen=chosen, packing=packing)
+    tile, room = scheduled.tile, scheduled.room
+    held = find_buffers(graph, groups, found, live, donated, tile, chosen=chosen, packing=room)
     facts = map(
         Facts.of,
         groups.groups,

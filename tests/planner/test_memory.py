@@ -24,7 +24,7 @@ from planner.plan.plan import plan_from_json
 from planner.planning import plan_step
 from planner.space.buffer import Port, Tiled
 from planner.space.groups import GroupLink, build_groups
-from planner.step.analysis import PACKING, TPU_PACKING, Analysis, analyse
+from planner.step.analysis import PACKING, TPU_RESERVE, Analysis, analyse
 from planner.step.buffers import Lifetimes
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
@@ -88,7 +88,7 @@ def test_the_search_counts_gaps_between_temporaries() -> None:
     found = analysis_of(step, struct(64, 64), struct(64, 64), cluster="v5e:2x4")
     stays = {*found.graph.inputs, *found.graph.outputs}
     ratios = {b.nbytes / (2 * 64 * 64) for b in found.buffers if b.value not in stays}
-    assert ratios == {TPU_PACKING, 2 * TPU_PACKING}
+    assert ratios == {TPU_RESERVE, 2 * TPU_RESERVE}
     whole = {b.nbytes for b in found.buffers if b.value in stays and b.port is not Port.GATHERED}
     assert whole == {4.0 * 64 * 64}
 
