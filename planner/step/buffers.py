@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.annotate import MARKS
-from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase
+from planner.graph.ir import PRODUCTS, SCALAR, Graph, Phase, Role
 from planner.rules.kernels.regions import REGION
 from planner.space.buffer import Buffer, Memory, Port, Tiled, When
 from planner.space.decisions import DECISIONS, Chosen
@@ -26,7 +26,7 @@ from planner.space.factors import Layout
 from planner.space.groups import GroupLink, Groups
 from planner.step.memory.lanes import image_lanes
 from planner.step.memory.liveness import intervals
-from planner.step.memory.materialized import OVERWRITES, Written, extents
+from planner.step.memory.materialized import ENTERED, OVERWRITES, Written, extents
 from planner.step.memory.workspace import workspaces
 
 EMPTY: Chosen = {}
@@ -101,6 +101,20 @@ def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
     return out
 
 
+def made_of_parameters(graph: Graph, fuses: Sequence[bool]) -> set[int]:
+    """Values that kernels compute from parameters as they read them: casts, what loops hand in."""
+    kinds = (Role.PARAMETER, Role.FROZEN)
+    found = {v for v in graph.inputs if graph.values[v].role in kinds}
+    given = frozenset(found)
+    for op in graph.ops:
+        read = [i for i in op.inputs if i != SCALAR]
+        if op.kind == "optimization_barrier":
+            found.update(o for i, o in zip(op.inputs, op.outputs, strict=True) if i in found)
+        elif (fuses[op.index] or op.kind in ENTERED) and read and found.issuperset(read):
+            found.update(op.outputs)
+    return found - given
+
+
 class _Finding:
     """``find_buffers`` in progress."""
 
@@ -122,6 +136,7 @@ class _Finding:
         self.lanes = image_lanes(graph, groups.op_layouts, groups.fuses) if padded else {}
         self.begin, self.stop = extents(graph, found.time)
         self.entered = loops_entered(graph, live)
+        self.weights = made_of_parameters(graph, groups.fuses)
         self.buffers: list[Buffer] = []
         self.lent: dict[int, list[tuple[int, int]]] = {}
         """Per value, the moments at which its bytes are told in a reader's layout."""
@@ -242,16 +257,17 @@ class _Finding:
     def lend(self, link: GroupLink, times: Sequence[int]) -> None:
         """Hold a value in the layout of the link's reader while it is read, at ``times``."""
         base, first, last = self.found.base[link.value], times[0], times[-1] + 1
+        share = self.share(link)
         made = self.graph.values[base].op
         mine = made >= 0 and base not in self.graph.outputs and self.found.kept[base]
         if self.moves is None:
             taken = self.lent.setdefault(base, [])
+            if base in self.weights and not self.found.kept[base]:
+                self.add(link.b, first, last, link.value, link.dst, Port.USE, share=share)
             if mine and not any(first < b and a < last for a, b in taken):
                 taken.append((first, last))
-                share = self.share(link)
                 self.add(link.b, first, last, link.value, link.dst, Port.USE, share=share)
         elif self.moves(link):  # what is sent is written, even if its readers could compute it
-            share = self.share(link)
             self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE, share=share)
             others = [r + 0.5 for r in self.found.reads[base] if r not in times]
             if mine and base not in self.until:

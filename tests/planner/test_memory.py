@@ -407,6 +407,22 @@ def test_what_enters_a_loop_is_written_before_it(whole: bool) -> None:
     assert kept_of(lambda x: jnp.sin(x).sum(0), struct(64, 64))["sin"] == [False]
 
 
+def test_gathered_copies_of_cast_weights_are_counted_in_the_search() -> None:
+    """Products compute the cast as they read it; what is gathered for them is written."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jnp.tanh(x @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+
+        return w - jax.grad(loss)(w)
+
+    x = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+    found = analysis_of(step, struct(128, 512), x, cluster="v5e:2x4")
+    cast = next(op.outputs[0] for op in found.graph.ops if op.kind == "convert_element_type")
+    assert not kept_of(step, struct(128, 512), x)["convert_element_type"][0]
+    assert [b for b in found.buffers if b.value == cast]
+
+
 def test_what_a_loop_only_stacks_is_not_held_for_its_turns() -> None:
     """Nothing in the loop reads an array that comes out once per turn as it went in."""
 
