@@ -234,11 +234,14 @@ class Rates:
         """[meshes, strategies] bytes per device of a buffer under its group's strategies."""
         assign = chosen.store if buffer.port is Port.STORE else chosen.use
         factors = frozenset(f for f in buffer.layout if f >= 0)
-        local = buffer.nbytes / self.size[:, self.masks(assign, factors)]
+        pieces = self.size[:, self.masks(assign, factors)]
+        local = buffer.nbytes / pieces
         if buffer.tiled is not None:
             local = local * self._padding(assign, buffer.layout, buffer.tiled)
         if buffer.port is Port.GATHERED:
             local = np.where((chosen.store == chosen.use).all(axis=1), 0.0, local)
+        if buffer.port is Port.COPY:
+            local = np.where(pieces == self.size[:, -1:], 0.0, local)
         if buffer.when is not None:
             taken = chosen.option(buffer.when.decision) == buffer.when.option
             local = np.where(taken, local, 0.0)

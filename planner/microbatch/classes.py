@@ -52,8 +52,10 @@ from planner.rules.factor import FactorRule
 from planner.rules.key import EqnKey
 from planner.rules.registry import rules_for
 
-ADDS = frozenset("reduce_sum dot_general conv_general_dilated scatter-add add_any psum".split())
-"""Operations that reduce by adding."""
+ADDS = frozenset(
+    "reduce_sum dot_general conv_general_dilated scatter-add scatter-sub add_any psum".split()
+)
+"""Operations that reduce by adding, or by adding what is negated."""
 PARTS = frozenset("reshape slice dynamic_slice split gather reduce_window_sum".split())
 """Operations that can put neighboring examples together, or take every other one."""
 MOST_READ = 1 << 16

@@ -93,12 +93,10 @@ def microbatched(
                 if any(places.values()):
                     first = dict.fromkeys(places, 0)
                     return _rewritten(function, args, shares, apart, exact, whole, first)
-            with contextlib.suppress(NotExactError, RequestError, ModelError):
-                other = added_apart(function, whole)
-                if other is not None:
-                    again = trace(other, args)
-                    return _rewritten(other, args, shares, apart, exact, again, places)
-            raise error from None
+            other = added_apart(function, whole, places.keys())
+            if other is None:
+                raise error from None
+            return _rewritten(other, args, shares, apart, exact, trace(other, args), places)
 
     first = cut(abstract(args), whole)
     made = by_shapes(function, args, first, cut)

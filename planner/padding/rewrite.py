@@ -8,7 +8,6 @@ there are no other ways in which examples meet is what `planner.microbatch.class
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -61,11 +60,10 @@ def padded(
     try:
         return _padded(function, args, rows, whole)
     except NotExactError as error:
-        with contextlib.suppress(NotExactError, ModelError):
-            other = added_apart(function, whole)
-            if other is not None:
-                return _padded(other, args, rows, trace(other, abstract(args)))
-        raise error from None
+        other = added_apart(function, whole, example_places(whole).keys())
+        if other is None:
+            raise error from None
+    return _padded(other, args, rows, trace(other, abstract(args)))
 
 
 def _padded(

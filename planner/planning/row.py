@@ -27,6 +27,7 @@ from planner.choose.meshes import (
 from planner.choose.quick import FIRST, free_bounds
 from planner.choose.simplest import Tried, choose
 from planner.choose.thrift import thrifty
+from planner.cost.peak import traced_peak
 from planner.cost.pricing import Priced
 from planner.debug.stage import Stage
 from planner.debug.stages import passed
@@ -62,6 +63,8 @@ from planner.step.classes import Quotient
 
 MUCH = 0.5
 """Of the memory; a plan that takes less was hardly chosen for it."""
+TIGHTER = 3
+"""Searches with less memory for a plan that takes more as it runs than the search counted."""
 SQUEEZED = 1.1
 """A plan that costs this many times its bound for want of memory is compared with others that
 recompute or run in microbatches."""
@@ -169,37 +172,48 @@ class Row:
         return prepared(traced, pins, request, self.donate_argnums)
 
     def planned(self, begun: float, also: str = "") -> Planned:
-        """The plan; raises MemoryLimitError, whose text ends with ``also``.
-
-        The search counts arrays in one layout at a time. Where those that are in memory in two, as
-        a plan runs, pass the limit, it searches again with less.
-        """
-        planned, limit = self._searched_plan(begun, also), self.request.limit_bytes
-        peak = planned.plan.prediction.peak_bytes
-        if fits(peak, limit):
-            return self._last(planned)
-        least = min(limit, self.request.cluster.device.memory_bytes)
-        for share in (1.0, 2.0):
-            request = dataclasses.replace(self.request, limit_bytes=limit - share * (peak - least))
-            row = Row(self.traced, self.args, request, self.donate_argnums, self.function)
-            with contextlib.suppress(MemoryLimitError):
-                again = row._searched_plan(begun, also)
-                if fits(again.plan.prediction.peak_bytes, limit):
-                    told = dataclasses.replace(again.plan.prediction, limit_bytes=limit)
-                    plan = dataclasses.replace(again.plan, prediction=told)
-                    return self._last(dataclasses.replace(again, plan=plan))
-        note = (
-            f"as it runs the plan takes {bytes_text(peak)}, of {bytes_text(limit)}: some arrays "
-            "are in memory in two layouts at once; no plan was found that takes less"
-        )
-        plan = dataclasses.replace(planned.plan, notes=(note, *planned.plan.notes))
-        return self._last(dataclasses.replace(planned, plan=plan))
-
-    def _last(self, planned: Planned) -> Planned:
-        """The plan, or the best of it and others as the compiler sees them."""
+        """The plan; raises MemoryLimitError, whose text ends with ``also``."""
+        planned = self._searched_plan(begun, also)
+        if not fits(planned.plan.prediction.peak_bytes, self.request.limit_bytes):
+            planned = self._with_less(planned, begun)
         if self.request.confirm:
             return _confirmed(planned, self.traced, self.donate_argnums)
         return planned
+
+    def _with_less(self, planned: Planned, begun: float) -> Planned:
+        """A plan that fits as it runs, or the nearest.
+
+        The search counts arrays in one layout at a time. Where those that are in memory in two
+        pass the limit, it searches again with less than it counted, by as much as the plan takes
+        more; by half as much if nothing fits that.
+        """
+        limit = self.request.limit_bytes
+        best, low = planned, 0.0
+        for _ in range(TIGHTER):
+            peak = planned.plan.prediction.peak_bytes
+            counted = traced_peak(planned.extraction)[0]  # at most what it was searched with
+            less = counted - (peak - limit)
+            less = less if less > low else (low + counted) / 2
+            request = dataclasses.replace(
+                self.request, limit_bytes=less, advice=False, dump_problem=None
+            )
+            row = Row(self.traced, self.args, request, self.donate_argnums, self.function)
+            try:
+                planned = _limited(row._searched_plan(begun, ""), self.request)
+            except MemoryLimitError:
+                low = less
+                continue
+            if planned.plan.prediction.peak_bytes < best.plan.prediction.peak_bytes:
+                best = planned
+            if fits(best.plan.prediction.peak_bytes, limit):
+                return best
+        note = (
+            f"as it runs the plan takes {bytes_text(best.plan.prediction.peak_bytes)}, of "
+            f"{bytes_text(limit)}: some arrays are in memory in two layouts at once; {TIGHTER} "
+            "searches with less memory found none that fits"
+        )
+        plan = dataclasses.replace(best.plan, notes=(note, *best.plan.notes))
+        return dataclasses.replace(best, plan=plan)
 
     def _searched_plan(self, begun: float, also: str) -> Planned:
         """The plan that the search finds."""
@@ -254,6 +268,27 @@ class Row:
             return None
         again = self.prepare(trace(found.function, self.args))
         return found.what, again.quotient, again.pins
+
+
+def _limited(planned: Planned, request: Request) -> Planned:
+    """A plan that was searched with less memory, as one of a request."""
+    limit = request.limit_bytes
+
+    def told(plan: Plan) -> Plan:
+        return dataclasses.replace(
+            plan, prediction=dataclasses.replace(plan.prediction, limit_bytes=limit)
+        )
+
+    def priced(one: Extraction) -> Extraction:
+        return Extraction(dataclasses.replace(one.priced, limit_bytes=limit), one.choice)
+
+    return dataclasses.replace(
+        planned,
+        plan=told(planned.plan),
+        extraction=priced(planned.extraction),
+        request=request,
+        others=tuple((told(plan), priced(one)) for plan, one in planned.others),
+    )
 
 
 def _planned(

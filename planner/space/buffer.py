@@ -24,6 +24,9 @@ class Port(StrEnum):
     STORE = "store"
     GATHERED = "gathered"
     """That of use, and only where it is another than that of the store: a copy made for use."""
+    COPY = "copy"
+    """That of use, and only where it is not split over all devices: a copy that is gathered. Of
+    values that are written nowhere else."""
 
 
 class When(NamedTuple):

@@ -263,7 +263,7 @@ class _Finding:
         if self.moves is None:
             taken = self.lent.setdefault(base, [])
             if base in self.weights and not self.found.kept[base]:
-                self.add(link.b, first, last, link.value, link.dst, Port.USE, share=share)
+                self.add(link.b, first, last, link.value, link.dst, Port.COPY, share=share)
             if mine and not any(first < b and a < last for a, b in taken):
                 taken.append((first, last))
                 self.add(link.b, first, last, link.value, link.dst, Port.USE, share=share)

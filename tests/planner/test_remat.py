@@ -108,13 +108,13 @@ def products(graph: Graph) -> float:
     )
 
 
-@pytest.mark.long
 def same(found: Any, expected: Any) -> None:
     """Equal to 1e-5 of the largest number of each array: some of them cancel."""
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(np.abs(b).max()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_numbers_are_those_of_the_step(name: str, on_host: bool) -> None:

@@ -66,7 +66,7 @@ def check_buffer(buffer: Buffer, graph: Graph, layouts: Layouts, end: int) -> No
     demand(_is_count(buffer.nbytes), where, f"takes {buffer.nbytes} bytes")
     within(where, "group", (buffer.group,), len(layouts.groups))
     demand(
-        buffer.port is Port.USE or layouts.groups[buffer.group].kind == "input",
+        buffer.port in (Port.USE, Port.COPY) or layouts.groups[buffer.group].kind == "input",
         where,
         f"laid out by the {buffer.port} of a group that is no input",
     )

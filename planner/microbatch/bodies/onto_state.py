@@ -6,8 +6,9 @@ would add the table again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,47 +18,56 @@ from planner import compat
 from planner.graph.flat import Call, FlatJaxpr, execute, flatten
 from planner.graph.trace import Traced
 
-ADDS = frozenset({"scatter-add", "scatter_add"})
+ADDS = frozenset({"scatter-add", "scatter_add", "scatter-sub", "scatter_sub"})
 
 
-def added_apart(function: Callable[..., Any], whole: Traced) -> Callable[..., Any] | None:
-    """The step with sums over examples added to arrays that are no zeros behind these sums; None
-    where there are none. ``whole``: its trace for some arguments; others must be of the same
-    structure, and of shapes that make the same operations."""
-    if not any(_adds(call, zeros) for call, zeros in _calls(flatten(whole.jaxpr))):
+def added_apart(
+    function: Callable[..., Any], whole: Traced, batch: Collection[int]
+) -> Callable[..., Any] | None:
+    """The step with such sums added to the state behind them; None where there are none.
+
+    Equal but for rounding: the updates of a row are added up before they are added to it. Those in
+    loops, branches and recomputed blocks stay what they are.
+
+    Args:
+        function: the step.
+        whole: its trace for some arguments; others must be of the same structure, and of shapes
+            that make the same operations.
+        batch: the arguments that hold examples, by position.
+    """
+    if not _added(flatten(whole.jaxpr), batch):
         return None
 
     @functools.wraps(function)
     def step(*args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
-        closed, tree = compat.make_jaxpr(function, args)
+        closed, results = compat.make_jaxpr(function, args)
         flat = flatten(closed)
+        found = _added(flat, batch)
         calls = [
-            call.running(functools.partial(_apart, call)) if _adds(call, zeros) else call
-            for call, zeros in _calls(flat)
+            call.running(functools.partial(_apart, call)) if k in found else call
+            for k, call in enumerate(flat.calls)
         ]
-        program = FlatJaxpr(tuple(calls), flat.inputs, flat.outputs, flat.consts, flat.values)
-        return jax.tree_util.tree_unflatten(
-            jax.tree_util.tree_structure(tree), execute(program, leaves)
-        )
+        out = execute(dataclasses.replace(flat, calls=tuple(calls)), leaves)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(results), out)
 
     return step
 
 
-def _calls(flat: FlatJaxpr) -> list[tuple[Call, set[int]]]:
-    """The calls, each with the values that are zeros."""
-    zeros = {
-        call.outs[0]
-        for call in flat.calls
-        if call.kind == "broadcast_in_dim"
-        and not isinstance(call.ins[0], int)
-        and not call.ins[0].val
-    }
-    return [(call, zeros) for call in flat.calls]
-
-
-def _adds(call: Call, zeros: set[int]) -> bool:
-    return call.kind in ADDS and isinstance(call.ins[0], int) and call.ins[0] not in zeros
+def _added(flat: FlatJaxpr, batch: Collection[int]) -> set[int]:
+    """The calls, by position, that add what examples make to what none of them made."""
+    moving = {flat.inputs[k] for k in batch}
+    zeros, found = set[int](), set[int]()
+    for k, call in enumerate(flat.calls):
+        table, *rest = call.ins or (None,)
+        if call.kind == "broadcast_in_dim" and not isinstance(table, int) and not table.val:
+            zeros.update(call.outs)
+        fed = not moving.isdisjoint(v for v in rest if isinstance(v, int))
+        if fed and call.kind in ADDS and isinstance(table, int) and table not in moving | zeros:
+            found.add(k)
+        if not moving.isdisjoint(v for v in call.ins if isinstance(v, int)):
+            moving.update(call.outs)
+    return found
 
 
 def _apart(call: Call, values: Sequence[Any]) -> list[Any]:
