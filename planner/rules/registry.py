@@ -88,9 +88,9 @@ def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
         kept = rule.replicated | rule.reduction
         return dataclasses.replace(rule, replicated=kept, reduction=frozenset())
     dims: Sequence[int] = ()
-    of = 0
+    values = (*rule.operands[:1], *rule.results[:1])
     if item.name == "conv_general_dilated":
-        of, dims = 1, item.params["dimension_numbers"].rhs_spec[2:]
+        dims, values = item.params["dimension_numbers"].rhs_spec[2:], rule.operands[1:2]
     elif item.name.startswith("scatter") and math.prod(item.in_shapes[1][:-1]) == 1:
         numbers = item.params.get("dimension_numbers")
         dims = list(getattr(numbers, "scatter_dims_to_operand_dims", ()))
@@ -98,7 +98,6 @@ def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
         dims = [d for d, change in enumerate(item.params["padding_config"]) if any(change)]
     elif item.name == "slice" and item.params.get("strides"):
         dims = [d for d, step in enumerate(item.params["strides"]) if step != 1]
-    values = (rule.operands[of], *(rule.results[:1] if of == 0 else ())) if dims else ()
     whole = {f for value in values for d in dims for f in value[d]}
     if not whole:
         return rule

@@ -32,11 +32,11 @@ from planner.step.memory.materialized import written
 from planner.step.memory.updates import gradients_in_updates
 
 PACKING = 1.05
-"""Bytes that temporaries take over those alive at the peak: a reserve. A compiler gives every
-buffer one place for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
+"""Bytes that temporaries take over those alive at the peak. A compiler gives every buffer one place
+for all its life, so gaps stay; docs/explanation/memory.md says what is known."""
 
 TPU_RESERVE = 1.10
-"""The same as the search counts temporaries on TPU: it leaves room for what predictions miss."""
+"""The same as the search counts it on TPU: a reserve for what predictions miss."""
 
 
 @dataclass(frozen=True)

@@ -556,19 +556,23 @@ def test_stacks_of_a_shape_begin_together_where_kernels_are_merged() -> None:
     assert begins[True][0] == begins[True][1] == begins[False][0] < begins[False][1]
 
 
+def perceptron(params: Any, x: Any) -> Any:
+    """A gradient step; the activations of all layers wait for the gradients of weights."""
+
+    def loss(p: Any) -> Any:
+        h = x
+        for w in p:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
 def test_a_compiler_short_of_memory_keeps_to_the_order_of_the_trace() -> None:
-    def step(params: Any, x: Any) -> Any:
-        def loss(p: Any) -> Any:
-            h = x
-            for w in p:
-                h = jnp.tanh(h @ w)
-            return jnp.mean(h**2)
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
     args = ([struct(256, 256)] * 6, struct(4096, 256))
-    free = make_plan(step, *args, cluster="h100:1", mode="STAND_ALONE").prediction
-    least = analysis_of(step, *args)
+    options: dict[str, Any] = {"cluster": "h100:1", "mode": "STAND_ALONE"}
+    free = make_plan(perceptron, *args, **options).prediction
+    least = analysis_of(perceptron, *args)
     moments: dict[int, float] = {}
     for b in least.buffers:
         moments[b.start] = moments.get(b.start, 0.0) + b.nbytes
@@ -579,7 +583,9 @@ def test_a_compiler_short_of_memory_keeps_to_the_order_of_the_trace() -> None:
         early = max(early, live)
     assert early < free.peak_bytes
     middle = (early + free.peak_bytes) / 2
-    tight = make_plan(step, *args, cluster="h100:1", mode="STAND_ALONE", memory=middle).prediction
+    tight = make_plan(
+        perceptron, *args, cluster="h100:1", mode="STAND_ALONE", memory=middle
+    ).prediction
     assert tight.peak_bytes == pytest.approx(middle, rel=1e-6)
 
 

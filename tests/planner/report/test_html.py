@@ -23,6 +23,7 @@ from planner.html.time import BINS, CATEGORIES, PIECES, reach
 from planner.plan.plan import load_plan
 from planner.planning import Planned, plan_step
 from planner.spec import parse_mesh
+from tests.planner.test_memory import perceptron
 from tests.zoo.running import MODULES, load
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,19 +118,10 @@ def test_memory_over_time_reaches_the_predicted_peak(data: ReportData, planned: 
 
 
 def test_a_limit_that_is_just_met_draws_the_order_of_the_trace() -> None:
-    def step(params: Any, x: Any) -> Any:
-        def loss(p: Any) -> Any:
-            h = x
-            for w in p:
-                h = jnp.tanh(h @ w)
-            return jnp.mean(h**2)
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
     args = ([jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6, jnp.zeros((4096, 256)))
     options: dict[str, Any] = {"cluster": "h100:1", "mode": "STAND_ALONE"}
-    free = plan_step(step, *args, **options)
-    tight = plan_step(step, *args, **options, memory=0.95 * free.plan.prediction.peak_bytes)
+    free = plan_step(perceptron, *args, **options)
+    tight = plan_step(perceptron, *args, **options, memory=0.95 * free.plan.prediction.peak_bytes)
     drawn = [report_data(planned).step.memory.traced_order for planned in (free, tight)]
     assert drawn == [False, True]
 
