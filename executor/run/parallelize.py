@@ -27,10 +27,11 @@ from planner.frontend import capture
 from planner.frontend.inert import inert_notes
 from planner.graph.trace import Traced, abstract, trace
 from planner.modes import DEFAULT_SEARCH, check_mode, get_parallel_mode
-from planner.plan.assemble import NOT_SPLIT
+from planner.plan.assemble import NOT_SPLIT, OVER
 from planner.plan.plan import Plan
 from planner.planning import make_plan
 from planner.recipes import PLAIN, rewritten
+from planner.report.sections.recipe import in_vain
 from planner.report.units import bytes_text
 from planner.request.options import Options, given_options, takes_options
 from planner.space.replicated import held_whole
@@ -228,9 +229,9 @@ class Parallelized:
         with announced(f"planning {self.__name__} for {options['cluster']}"):
             plan = make_plan(function, *given, donate_argnums=bound.donated, **options)
         plan = agree(plan)
-        for line in plan.notes:
-            if NOT_SPLIT in line:
-                log.warning("%s: %s", self.__name__, line)
+        told = [line for line in plan.notes if NOT_SPLIT in line or OVER in line]
+        for line in (*told, *in_vain(plan)):
+            log.warning("%s: %s", self.__name__, line)
         if plan.recipe != PLAIN:
             self._tell(plan, options)
             traced = trace(rewritten(function, shapes, plan.recipe), shapes)

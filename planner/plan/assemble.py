@@ -207,6 +207,8 @@ def _apart_note(apart: int, kinds: int) -> tuple[str, ...]:
     )
 
 
+OVER = "as it runs the plan takes"
+"""In the note of a plan that passes its memory."""
 NOT_SPLIT = "not split over"
 """In a note: what a mode could not do."""
 

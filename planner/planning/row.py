@@ -35,7 +35,7 @@ from planner.errors import MemoryLimitError, RequestError
 from planner.graph.jaxpr.inlined import inlined_notes
 from planner.graph.trace import Traced, reshaped, trace
 from planner.microbatch.rewrite import batch_size
-from planner.plan.assemble import NOT_SPLIT, assembled
+from planner.plan.assemble import NOT_SPLIT, OVER, assembled
 from planner.plan.compiled.confirmed import confirmer
 from planner.plan.extract import Extraction
 from planner.plan.plan import Plan
@@ -208,7 +208,7 @@ class Row:
             if fits(best.plan.prediction.peak_bytes, limit):
                 return best
         note = (
-            f"as it runs the plan takes {bytes_text(best.plan.prediction.peak_bytes)}, of "
+            f"{OVER} {bytes_text(best.plan.prediction.peak_bytes)}, of "
             f"{bytes_text(limit)}: some arrays are in memory in two layouts at once; {TIGHTER} "
             "searches with less memory found none that fits"
         )

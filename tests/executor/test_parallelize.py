@@ -22,6 +22,7 @@ from tests.executor.executor_steps import (
     plain_state,
     plain_step,
 )
+from tests.planner.test_memory import residual
 
 pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("optimized")]
 P = jax.sharding.PartitionSpec
@@ -140,6 +141,35 @@ def test_donation_does_not_change_numbers():
 
 def warnings_of(caplog):
     return [r for r in caplog.records if r.name == "meshwright" and r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"remat": "full"}, "remat='full': nothing to compute again"),
+        ({"chunks": 4}, "chunks=4: none: no product is that large"),
+    ],
+)
+def test_what_was_requested_and_does_nothing_is_a_warning(caplog, option, said):
+    run = parallelize(plain_step, **option)
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        run(plain_state(), batch_of(16))
+    assert [said in r.getMessage() for r in warnings_of(caplog)] == [True]
+    assert said.partition(": ")[2] in str(run.plan)
+
+
+@pytest.mark.long
+def test_a_plan_that_passes_its_memory_is_a_warning(caplog):
+    args = (
+        [(jnp.zeros((512, 1024)), jnp.zeros((1024, 512)))] * 2,
+        jnp.zeros((2048, 512)),
+    )
+    options = {"cluster": "v5e:2x4", "mesh": "a=2,b=4", "microbatches": 1}
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        run = parallelize(residual, **options, memory=7.0e6)
+        run(*args)
+    assert run.plan.prediction.peak_bytes > 7.0e6
+    assert any("as it runs the plan takes" in r.getMessage() for r in warnings_of(caplog))
 
 
 @pytest.mark.parametrize("rows", [24, 12], ids=["divisible", "indivisible"])

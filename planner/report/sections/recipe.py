@@ -24,6 +24,24 @@ SCHEDULE_TITLE = (
 """Above the drawing of ``schedule_text``."""
 
 
+NOTHING_AGAIN = (
+    "nothing to compute again: no equal blocks, one after the other, that gradients pass"
+)
+"""Why remat does nothing."""
+NO_CHUNKS = "none: no product is that large, or its rows need each other"
+"""Why chunks do nothing."""
+
+
+def in_vain(plan: Plan) -> list[str]:
+    """What was to be rewritten and could not be."""
+    out = []
+    if plan.remat != "none" and not plan.recomputed:
+        out.append(f"remat={plan.remat!r}: {NOTHING_AGAIN}")
+    if plan.chunks > 1 and not plan.chunked:
+        out.append(f"chunks={plan.chunks}: {NO_CHUNKS}")
+    return out
+
+
 def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
     """How the step was rewritten: its stages, its microbatches, what it computes again, and what is
     computed in chunks."""
@@ -53,11 +71,10 @@ def recipe_lines(plan: Plan) -> list[tuple[str, str]]:
             text += f", {percent_text(plan.pad_batch / plan.examples - 1.0)} more"
         lines.append(("batch", f"{text}; sums leave these out"))
     if plan.remat != "none":
-        again = plan.recomputed or ("nothing to compute again",)
+        again = plan.recomputed or (NOTHING_AGAIN,)
         lines += [("remat", f"{plan.remat}: {line}") for line in again]
     if plan.chunks > 1:
-        none = ("none: no product is that large, or its rows need each other",)
-        lines += [("chunks", line) for line in plan.chunked or none]
+        lines += [("chunks", line) for line in plan.chunked or (NO_CHUNKS,)]
     return lines
 
 
