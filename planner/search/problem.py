@@ -183,9 +183,12 @@ def profile_of(
     first, last = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
     taken = np.array(nbytes, dtype=np.float64)
     moments = np.unique(np.concatenate([first, last]))
-    rise = np.bincount(np.searchsorted(moments, first), taken, moments.size)
-    fall = np.bincount(np.searchsorted(moments, last), taken, moments.size)
-    return moments, np.cumsum(rise - fall)
+    starts_at, ends_at = np.searchsorted(moments, first), np.searchsorted(moments, last)
+    rise, fall = (np.bincount(at, taken, moments.size) for at in (starts_at, ends_at))
+    live, gone = (np.bincount(at[taken > 0], minlength=moments.size) for at in (starts_at, ends_at))
+    profile = np.cumsum(rise - fall)
+    profile[np.cumsum(live - gone) == 0] = 0.0  # not what rounding leaves of large arrays
+    return moments, profile
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float, int]:

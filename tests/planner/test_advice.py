@@ -145,12 +145,17 @@ def test_searches_find_what_fits_near_the_least_peak(
 def test_plans_near_the_least_peak(mesh: str | None, search: str, share: float) -> None:
     options: dict[str, Any] = {"cluster": "h100:8", "mesh": mesh, "search": search}
     error = unadvised(dense_step, dense_args(), memory=4e8, **options)
-    assert error.lower_bytes == error.least_bytes > 4e8
+    assert error.least_bytes > 4e8
+    assert error.lower_bytes == pytest.approx(error.least_bytes, rel=1e-9)
     limit = error.least_bytes * share
     plan = make_plan(dense_step, *dense_args(), memory=limit, time_limit_s=10, **options)
-    assert plan.prediction.peak_bytes <= limit * (1 + 1e-9)
+    over = any("as it runs the plan takes" in note for note in plan.notes)
+    assert over is (plan.prediction.peak_bytes > limit * (1 + 1e-9))
+    assert plan.prediction.peak_bytes <= limit * 1.03  # arrays in two layouts at once
     if share == 1.0:
         unadvised(dense_step, dense_args(), memory=limit * 0.9999, **options)
+    else:
+        assert not over
 
 
 @pytest.mark.long

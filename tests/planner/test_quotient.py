@@ -394,7 +394,7 @@ def test_equal_layers_differ_where_memory_asks_for_it() -> None:
     def planned(**options: Any) -> Plan:
         return make_plan(step, *arguments, cluster="h100:8", mesh="data=8", **options)
 
-    memory = 0.95 * planned().prediction.peak_bytes
+    memory = 0.97 * planned().prediction.peak_bytes
     exact = planned(memory=memory, search="ilp").search
     fast = planned(memory=memory, search="recursive_programming").search
     assert fast.cost_s > exact.cost_s >= fast.lower_bound_s
