@@ -17,9 +17,12 @@ PAGES = [
     *sorted((ROOT / "docs" / "how-to").glob("*.md")),
 ]
 BLOCK = re.compile(r"(?:^<!-- (?:file: )?(.+?) -->\n)?^```(python|sh|toml)\n(.*?)^```", re.M | re.S)
+QUOTED = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 SKIPPED = "not run"
 SLOW = (
+    "a-cluster",
     "checkpoints",
+    "choosing-hardware",
     "feed-data",
     "guard-a-pull-request",
     "plan-without-the-cluster",
@@ -80,6 +83,7 @@ def test_the_code_of_a_page_runs(
     commands = runnable(page)
     if not commands:
         pytest.skip("nothing on this page runs without compilers or devices")
+    printed: set[str] = set()
     for command in commands:
         words = shlex.split(command)
         if words[0] == "planner":
@@ -88,6 +92,10 @@ def test_the_code_of_a_page_runs(
             words[0] = sys.executable
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        printed.update(map(str.strip, done.stdout.splitlines()))
+    if page.parent.name == "tutorial":  # what it quotes was printed
+        quoted = "".join(QUOTED.findall(page.read_text(encoding="utf-8")))
+        assert [x for x in map(str.strip, quoted.splitlines()) if x and x not in printed] == []
 
 
 def test_most_pages_have_code_that_runs() -> None:
