@@ -97,10 +97,10 @@ def find_kind(name: str) -> str | None:
     words = _words(name)
     if "laptop" in words:
         return None
-    found = [alias for alias in _aliases() if _words(alias) <= words]
-    if not found:
+    matches = [alias for alias in _aliases() if _words(alias) <= words]
+    if not matches:
         return None
-    return _aliases()[max(found, key=lambda alias: (len(_words(alias)), alias))]
+    return _aliases()[max(matches, key=lambda alias: (len(_words(alias)), alias))]
 
 
 def _words(name: str) -> frozenset[str]:

@@ -91,17 +91,17 @@ def with_profile(profile: str, cluster: str | None = None) -> str:
         raise ClusterError(
             f"profile {profile!r} is not a .toml file; give one that planner calibrate wrote"
         )
-    own = described(profile)
+    from_profile = described(profile)
     if cluster is None:
-        return own.text
-    asked = described(cluster)
-    kind, got = own.entry["device"]["kind"], asked.entry["device"]["kind"]
+        return from_profile.text
+    from_cluster = described(cluster)
+    kind, got = from_profile.entry["device"]["kind"], from_cluster.entry["device"]["kind"]
     if cluster.strip().lower().endswith(".toml") or kind != got:
         raise ClusterError(
             f"profile {profile} is of {kind}, cluster {cluster!r} is "
             f"{'a file' if kind == got else f'of {got}'}; give a size of {kind}, or leave it out"
         )
-    return described(f"{own.text}:{asked.text.rpartition(':')[2]}").text
+    return described(f"{from_profile.text}:{from_cluster.text.rpartition(':')[2]}").text
 
 
 def _split(shape_text: str, text: str) -> list[int]:

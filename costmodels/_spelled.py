@@ -135,16 +135,16 @@ def respelled(text: str) -> str:
     ('v5p:2x4x4', 'v5p:4x4x4', 'h100:8x2')
     """
     plain = text.strip().lower()
-    if (found := _CHIPS.fullmatch(plain)) and (
-        shape := _SLICES[found.group(1)].get(int(found.group(2)))
+    if (match := _CHIPS.fullmatch(plain)) and (
+        shape := _SLICES[match.group(1)].get(int(match.group(2)))
     ):
-        return _torus(found.group(1), shape, found.group(3))
-    if found := _TPU.fullmatch(plain):
-        return _slice(found.group(1), found.group(2), found.group(3), text)
-    found = _MACHINE.fullmatch(plain)
-    name = found.group(2).removeprefix("standard_") if found else ""
-    if found and name in _INSTANCES:
-        return _machines(int(found.group(1) or 1), name, text)
+        return _torus(match.group(1), shape, match.group(3))
+    if match := _TPU.fullmatch(plain):
+        return _slice(match.group(1), match.group(2), match.group(3), text)
+    match = _MACHINE.fullmatch(plain)
+    name = match.group(2).removeprefix("standard_") if match else ""
+    if match and name in _INSTANCES:
+        return _machines(int(match.group(1) or 1), name, text)
     if near := difflib.get_close_matches(name, _INSTANCES, n=1, cutoff=0.8):
         near = [meant(text) or near[0]]
         raise ClusterError(
@@ -190,20 +190,24 @@ def meant(text: str) -> str:
         return ""
     if machine:
         return f"{numbers[0]}x{machine}" if numbers else machine
-    found = names[kind]
-    usual = usual_sizes(found) if "node" in catalog_entry(found) or found in _SLICES else ()
+    device_kind = names[kind]
+    usual = (
+        usual_sizes(device_kind)
+        if "node" in catalog_entry(device_kind) or device_kind in _SLICES
+        else ()
+    )
     if not numbers or not usual:
-        many = "8" if "torus" not in catalog_entry(found) else "2x2x1"
-        many += "x2" if found == "tpu7x" else ""  # a device is half a chip
-        return next((size for size in usual if size == f"{found}:8"), f"{found}:{many}")
-    shapes = _SLICES.get(found)
+        many = "8" if "torus" not in catalog_entry(device_kind) else "2x2x1"
+        many += "x2" if device_kind == "tpu7x" else ""  # a device is half a chip
+        return next((size for size in usual if size == f"{device_kind}:8"), f"{device_kind}:{many}")
+    shapes = _SLICES.get(device_kind)
     if shapes is None:
-        return f"{found}:{'x'.join(map(str, numbers[:2]))}"
-    cores = 2 if found in _CORES and after.startswith("-") and not before else 1
+        return f"{device_kind}:{'x'.join(map(str, numbers[:2]))}"
+    cores = 2 if device_kind in _CORES and after.startswith("-") and not before else 1
     shape = shapes.get(numbers[0] // cores)
     if shape is None:
         return usual[0]
-    return _torus(found, shape, str(numbers[1]) if numbers[1:] else None)
+    return _torus(device_kind, shape, str(numbers[1]) if numbers[1:] else None)
 
 
 MOST_DEVICES = 1_000_000

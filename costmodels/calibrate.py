@@ -159,7 +159,7 @@ def fit(
     given = described(cluster)
     known = _achieved(given)
     start = given.with_constants(known)
-    told: set[_Name] = set()
+    fitted_names: set[_Name] = set()
     for names, part in (
         (_device_names(alone, untold), alone),
         (_link_names(start, joined), joined),
@@ -167,7 +167,7 @@ def fit(
     ):
         if part:
             start = start.with_constants(_fitted(start, names, part))
-            told |= set(names)
+            fitted_names |= set(names)
     start = start.with_constants(_unmeasured_peaks(known, start, alone))
     changed = {
         (table, key): value
@@ -176,16 +176,18 @@ def fit(
         if value != given.entry[table].get(key)
     }
     constants = tuple((table, key, float(value)) for (table, key), value in changed.items())
-    return Calibration(constants, residuals(build_cluster(start), samples), _kept(start, told))
+    return Calibration(
+        constants, residuals(build_cluster(start), samples), _kept(start, fitted_names)
+    )
 
 
 def residuals(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Residual, ...]:
     """Per family, in order of first appearance, how far predictions are from the samples."""
-    found: dict[str, list[tuple[float, str]]] = {}
+    ratios_by_kind: dict[str, list[tuple[float, str]]] = {}
     for s in samples:
-        found.setdefault(s.kind, []).append((predicted_s(cluster, s) / s.seconds, s.name))
+        ratios_by_kind.setdefault(s.kind, []).append((predicted_s(cluster, s) / s.seconds, s.name))
     out = []
-    for kind, ratios in found.items():
+    for kind, ratios in ratios_by_kind.items():
         errors = [(abs(ratio - 1.0), name) for ratio, name in ratios]
         mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
         middle = statistics.median(error for error, _ in errors)
@@ -197,15 +199,15 @@ _TIMED = ("device", "intra_node", "inter_node", "torus", "inter_slice", "host")
 """Tables of constants that make times."""
 
 
-def _kept(found: Description, told: set[_Name]) -> tuple[str, ...]:
+def _kept(fitted: Description, fitted_names: set[_Name]) -> tuple[str, ...]:
     """The constants of time that no sample told, as ``table.key``."""
     shares = ("convolution_efficiency", "attention_efficiency", "overlap", "combined_latency")
     return tuple(
         f"{table}.{key}"
         for table in _TIMED
-        for key in found.entry.get(table, {})
+        for key in fitted.entry.get(table, {})
         if (key in shares or key.startswith("overlap_") or key in (*_LINK, *_DEVICE))
-        and (table, key) not in told
+        and (table, key) not in fitted_names
     )
 
 
@@ -236,15 +238,15 @@ def _achieved(given: Description) -> dict[str, dict[str, float]]:
 
 
 def _unmeasured_peaks(
-    known: dict[str, dict[str, float]], found: Description, samples: Sequence[Sample]
+    known: dict[str, dict[str, float]], fitted: Description, samples: Sequence[Sample]
 ) -> dict[str, dict[str, float]]:
     """Rates of dtypes that no product was measured in: moved as those that were, on average."""
-    old, new = known["peak_flops_per_s"], found.entry["peak_flops_per_s"]
-    told = {k.dtype for s in samples for k in s.kernels if k.kind == "matmul"} & set(old)
-    if not told:
+    old, new = known["peak_flops_per_s"], fitted.entry["peak_flops_per_s"]
+    measured_dtypes = {k.dtype for s in samples for k in s.kernels if k.kind == "matmul"} & set(old)
+    if not measured_dtypes:
         return {}
-    factor = math.exp(statistics.fmean(math.log(new[d] / old[d]) for d in sorted(told)))
-    rest = {d: _rounded(rate * factor) for d, rate in old.items() if d not in told}
+    factor = math.exp(statistics.fmean(math.log(new[d] / old[d]) for d in sorted(measured_dtypes)))
+    rest = {d: _rounded(rate * factor) for d, rate in old.items() if d not in measured_dtypes}
     return {"peak_flops_per_s": rest}
 
 
@@ -318,7 +320,7 @@ def _fitted(
         least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=SOFT)
         for start in np.unique([begin + math.log(share) * vector for share in STARTS], axis=0)
     ]
-    best = min(tries, key=lambda found: float(found.cost))
+    best = min(tries, key=lambda solution: float(solution.cost))
     return {
         table: {key: _rounded(value) for key, value in values.items()}
         for table, values in constants(best.x).items()

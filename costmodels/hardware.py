@@ -233,14 +233,14 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("80GB"), parse_bytes("16GiB")
     (80000000000, 17179869184)
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", text)
-    unit = found.group(2).lower() if found else ""
-    if found is None or unit not in _UNITS:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", text)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in _UNITS:
         raise ClusterError(
             f"cannot read size {text!r}; expected a number and one of B, kB, MB, GB, TB, KiB, "
             "MiB, GiB, TiB; write it like 80GB or 16GiB"
         )
-    size = int(Decimal(found.group(1)) * _UNITS[unit])
+    size = int(Decimal(match.group(1)) * _UNITS[unit])
     if size <= 0:
         raise ClusterError(f"size must be positive, got {text!r}; write it like 80GB or 16GiB")
     return size

@@ -93,12 +93,12 @@ def origins(cluster: str) -> Origins:
     ]
     if not isinstance(profile, dict):
         return Origins("", _words(replaced), (), _words(k for k in assumed if k not in replaced))
-    kept = [tuple(text.split(".", 1)) for text in _texts(profile.get("kept"))]
-    measured = [key for key in replaced if key not in kept]
+    unmeasured = [tuple(text.split(".", 1)) for text in _texts(profile.get("kept"))]
+    measured = [key for key in replaced if key not in unmeasured]
     said = f"{profile.get('device_name', kind)}, {str(profile.get('date', ''))[:10]}"
     still = [key for key in assumed if key not in measured]
     unsure = _words(still)
-    published = _words(key for key in kept if key in sources)
+    published = _words(key for key in unmeasured if key in sources)
     return Origins(said, (), tuple(w for w in published if w not in unsure), unsure)
 
 
@@ -126,7 +126,7 @@ def _sources(kind: str) -> Mapping[tuple[str, str], str]:
     for line in text.splitlines():
         if head := _TABLE.match(line):
             table = head[1]
-        elif table and (found := _SOURCE.match(line)):
-            out[table, found[1]] = found[2]
+        elif table and (match := _SOURCE.match(line)):
+            out[table, match[1]] = match[2]
     known = catalog_entry(kind)
     return {key: source for key, source in out.items() if key[1] in known.get(key[0], {})}

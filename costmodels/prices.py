@@ -40,9 +40,9 @@ def load_prices(path: str | Path | None = None) -> dict[str, Price]:
         ClusterError: the file can't be read, or what it says is no price of a known device.
     """
     text = resources.files("costmodels").joinpath("prices.toml").read_text(encoding="utf-8")
-    found = _prices(tomllib.loads(text), "the catalog")
+    catalog_prices = _prices(tomllib.loads(text), "the catalog")
     if path is None:
-        return found
+        return catalog_prices
     try:
         with Path(path).open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -53,7 +53,7 @@ def load_prices(path: str | Path | None = None) -> dict[str, Price]:
         raise ClusterError(f"cannot read prices {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ClusterError(f"prices {path}: {error}") from error
-    return {**found, **_prices(given, str(path))}
+    return {**catalog_prices, **_prices(given, str(path))}
 
 
 def _prices(entries: Mapping[str, object], where: str) -> dict[str, Price]:

@@ -29,13 +29,17 @@ class Origin:
 
 
 def profile_text(
-    cluster: str, found: Calibration, origin: Origin, name: str, samples: Iterable[Sample] = ()
+    cluster: str,
+    calibration: Calibration,
+    origin: Origin,
+    name: str,
+    samples: Iterable[Sample] = (),
 ) -> str:
     """The file's text.
 
     Args:
         cluster: the text of the cluster that was measured.
-        found: its constants and residuals.
+        calibration: its constants and residuals.
         origin: where they come from.
         name: of the file, for its first lines.
         samples: the programs, whose measured seconds are listed.
@@ -55,9 +59,9 @@ def profile_text(
     fields |= fields.pop("versions")
     fields["noise"] = float(f"{origin.noise:.3f}")
     fields["left_out"] = list(origin.left_out)
-    fields["kept"] = list(found.kept)
+    fields["kept"] = list(calibration.kept)
     lines += [f"{key} = {_value(value)}" for key, value in fields.items()]
-    for r in found.residuals:
+    for r in calibration.residuals:
         lines += [
             "",
             "[[profile.residuals]]  # |predicted / measured - 1|",
@@ -72,7 +76,7 @@ def profile_text(
     if measured:
         lines += ["", "[profile.seconds]"]
         lines += [f"{_text(key)} = {value!r}" for key, value in measured.items()]
-    for table, values in found.tables().items():
+    for table, values in calibration.tables().items():
         lines += ["", f"[{table}]", *(f"{key} = {value!r}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
 

@@ -97,10 +97,10 @@ def interval_of(kind: str, plan_kind: PlanKind) -> Interval | None:
         return None
     places = {kind: kind, family: _FAMILIES[family], _ALL: " and ".join(_FAMILIES.values())}
     for name, where in places.items():
-        found = table.get(name, {}).get(plan_kind)
-        if found is not None and found.rows >= LEAST_ROWS:
-            of = f"{found.rows} published {_RUNS[plan_kind]} on {where}"
-            return Interval(found.low, found.high, found.rows, of)
+        quantiles = table.get(name, {}).get(plan_kind)
+        if quantiles is not None and quantiles.rows >= LEAST_ROWS:
+            of = f"{quantiles.rows} published {_RUNS[plan_kind]} on {where}"
+            return Interval(quantiles.low, quantiles.high, quantiles.rows, of)
     return None
 
 

@@ -18,12 +18,12 @@ def check_packages() -> None:
     for name in NAMES:
         spec = importlib.util.find_spec(name)
         places = () if spec is None else (spec.origin, *(spec.submodule_search_locations or ()))
-        found = next((place for place in places if place), "nothing")
-        if not Path(found).resolve().is_relative_to(HERE / name):
+        origin = next((place for place in places if place), "nothing")
+        if not Path(origin).resolve().is_relative_to(HERE / name):
             raise ImportError(
-                f"import {name}: Python found {found}, which is not meshwright's {HERE / name}; "
+                f"import {name}: Python found {origin}, which is not meshwright's {HERE / name}; "
                 f"uninstall that distribution, rename that file or folder, or put {HERE} first on "
                 "sys.path",
                 name=name,
-                path=found,
+                path=origin,
             )

@@ -77,8 +77,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"planner.{home}"), name)
-    return found
+    attribute = globals()[name] = getattr(importlib.import_module(f"planner.{home}"), name)
+    return attribute
 
 
 def __dir__() -> list[str]:

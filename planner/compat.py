@@ -191,8 +191,8 @@ def computed_on(eqn: Any) -> AbstractContextManager[Any]:
 def evaluate_equation(eqn: Any, values: Sequence[Any], origin: Origin | None = None) -> list[Any]:
     """Evaluate one equation on ``values`` as ``jax.core.eval_jaxpr`` would; ``origin``: where it
     comes from, if not from itself."""
-    found = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bind_params if isinstance(bind_params, tuple) else ((), bind_params)
     given = [_of_no_mesh(x) if isinstance(x, np.ndarray) else x for x in values]
     with provenance(origin or eqn), computed_on(eqn):
         result = eqn.primitive.bind(*functions, *given, **params)
@@ -216,8 +216,8 @@ def _of_no_mesh(x: Any) -> Any:
 def expanded(eqn: Any) -> Any:
     """The body of a primitive that newer jax has in one piece until it is compiled, such as
     ``SearchSorted``; None of others, and where it says none."""
-    made = eqn.params.get("_prim")
-    expand = getattr(made, "expand", None)
+    hi_primitive = eqn.params.get("_prim")
+    expand = getattr(hi_primitive, "expand", None)
     if eqn.primitive.name != "call_hi_primitive" or expand is None:
         return None
     structs = [as_struct(v.aval) for v in eqn.invars]

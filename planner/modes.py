@@ -109,8 +109,8 @@ def nearest_mode(name: str) -> str:
     plain = name.lower().replace("-", "_").replace(" ", "")
     names = [known.lower() for known in (*SHORT, *MODES)]
     near = difflib.get_close_matches(plain, names, 1)
-    found = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.replace("_", "")) or (near or [""])[0]
-    return found.upper() if found.upper() in MODES else found
+    nearest = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.replace("_", "")) or (near or [""])[0]
+    return nearest.upper() if nearest.upper() in MODES else nearest
 
 
 _current = ParallelMode()

@@ -73,8 +73,8 @@ class MeshSpec:
         axes = list(zip(self.names, self.sizes, strict=True))
         if len(axes) <= MOST_AXES:
             return self
-        kept = [(n, k) for n, k in axes if k > 1] or axes[:1]
-        names, sizes = zip(*kept, strict=True)
+        slim_axes = [(n, k) for n, k in axes if k > 1] or axes[:1]
+        names, sizes = zip(*slim_axes, strict=True)
         left_out = tuple(n for n in self.names if n not in names)
         return MeshSpec(names, sizes, (*self.ones, *left_out))
 
@@ -114,8 +114,8 @@ def parse_mesh(text: str, devices: int | None = None) -> MeshSpec:
             )
         if sign == ":":
             raise RequestError(f"mesh {text!r}: write {name}={size} for {part}")
-        found = _MAXTEXT.fullmatch(name)
-        network, axis = (found[1] or "", found[2]) if found else ("", name)
+        maxtext = _MAXTEXT.fullmatch(name)
+        network, axis = (maxtext[1] or "", maxtext[2]) if maxtext else ("", name)
         seen = networks.setdefault(axis, set())
         if (seen and not (network and "" not in seen)) or network in seen:
             raise RequestError(f"mesh {text!r}: the axis {axis} is there twice; give it one size")

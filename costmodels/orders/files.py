@@ -99,7 +99,7 @@ def _list(row: Any, device: int) -> list[Any]:
 
 
 def _task(word: Any, device: int) -> Task:
-    found = _TASK.fullmatch(word) if isinstance(word, str) else None
-    if found is None:
+    match = _TASK.fullmatch(word) if isinstance(word, str) else None
+    if match is None:
         raise OrderError(f"device {device}: task {word!r}, expected such as 'F0.0'")
-    return Task(found[1], int(found[2]), int(found[3]))
+    return Task(match[1], int(match[2]), int(match[3]))

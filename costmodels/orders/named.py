@@ -139,8 +139,8 @@ def _interleaved(p: int, m: int, v: int) -> Order:
 def _forth_and_back(p: int, m: int) -> Order:
     """ZB-V: device d has the chunks d and 2 p - 1 - d."""
     devices = [_v(p, max(m, 2 * p - 1), d) for d in range(p)]
-    kept = (tasks_of(t for t in tasks if t[2] < m) for tasks in devices)
-    return Order("zb-v", tuple(kept), (*range(p), *reversed(range(p))), m)
+    device_tasks = (tasks_of(t for t in tasks if t[2] < m) for tasks in devices)
+    return Order("zb-v", tuple(device_tasks), (*range(p), *reversed(range(p))), m)
 
 
 def _v(p: int, m: int, device: int) -> _Tasks:

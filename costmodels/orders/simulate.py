@@ -119,8 +119,8 @@ def simulate(order: Order, work: Sequence[Work], transfer_s: float = 0.0) -> Sim
     ready = list(range(len(order.devices)))[::-1]
     while ready:
         device = ready.pop()
-        tasks, mine = order.devices[device], ends[device]
-        now, begin = (mine[-1] if mine else 0.0), at[device]
+        tasks, device_ends = order.devices[device], ends[device]
+        now, begin = (device_ends[-1] if device_ends else 0.0), at[device]
         for kind, chunk, i in tasks[begin:] if begin else tasks:
             source, into, seconds, late = rows[kind][chunk]
             known = source[i]
@@ -130,12 +130,12 @@ def simulate(order: Order, work: Sequence[Work], transfer_s: float = 0.0) -> Sim
             known += late
             now = (known if known > now else now) + seconds
             into[i] = now
-            mine.append(now)
+            device_ends.append(now)
             if waiting:
                 reader = waiting.pop(id(into), None)
                 if reader is not None and reader != device:
                     ready.append(reader)
-        at[device] = len(mine)
+        at[device] = len(device_ends)
     if any(n < len(tasks) for n, tasks in zip(at, order.devices, strict=True)):
         raise deadlock(order, at)
     for tasks in order.devices:
@@ -149,7 +149,7 @@ def simulate(order: Order, work: Sequence[Work], transfer_s: float = 0.0) -> Sim
     for chunk, device in enumerate(place):
         kinds = (FORWARD, BACKWARD, WEIGHTS) if order.split else (FORWARD, BACKWARD)
         busy[device] += order.microbatches * sum(_seconds(order, work, k, chunk) for k in kinds)
-    step_s = max(mine[-1] for mine in ends if mine)
+    step_s = max(device_ends[-1] for device_ends in ends if device_ends)
     return Simulated(order, tuple(work), tuple(map(tuple, ends)), step_s, tuple(busy), tuple(most))
 
 
@@ -161,20 +161,20 @@ def _rows(order: Order, work: Sequence[Work], transfer_s: float) -> dict[str, li
     its seconds; seconds of the transfer."""
     m, place = order.microbatches, order.place
     last = len(place) - 1
-    made: dict[str, list[list[float | None]]] = {
+    end_times: dict[str, list[list[float | None]]] = {
         kind: [[None] * m for _ in place] for kind in (FORWARD, BACKWARD, WEIGHTS)
     }
     begun: list[float | None] = [0.0] * m
     out: dict[str, list[_Row]] = {FORWARD: [], BACKWARD: [], WEIGHTS: []}
     for c in range(len(place)):
-        before = begun if c == 0 else made[FORWARD][c - 1]
-        behind = made[FORWARD][c] if c == last else made[BACKWARD][c + 1]
+        before = begun if c == 0 else end_times[FORWARD][c - 1]
+        behind = end_times[FORWARD][c] if c == last else end_times[BACKWARD][c + 1]
         far = transfer_s if c and place[c - 1] != place[c] else 0.0
         back = transfer_s if c < last and place[c + 1] != place[c] else 0.0
         for kind, source, late in (
             (FORWARD, before, far),
             (BACKWARD, behind, back),
-            (WEIGHTS, made[BACKWARD][c], 0.0),
+            (WEIGHTS, end_times[BACKWARD][c], 0.0),
         ):
-            out[kind].append((source, made[kind][c], _seconds(order, work, kind, c), late))
+            out[kind].append((source, end_times[kind][c], _seconds(order, work, kind, c), late))
     return out

@@ -61,7 +61,7 @@ def collective_probes(cluster: Cluster, scale: float = 1.0) -> tuple[CollectiveP
 def _chain(kind: Collective, mesh_shape: tuple[int, int], size: int) -> CollectiveProbe:
     """``CHAIN`` collectives with a payload of ``size`` numbers, a multiple of the group."""
     group = mesh_shape[1]
-    own = size // group if kind == "all_gather" else size
+    local_size = size // group if kind == "all_gather" else size
 
     def one(x: Any) -> Any:
         axis = NAMES[1]
@@ -78,14 +78,21 @@ def _chain(kind: Collective, mesh_shape: tuple[int, int], size: int) -> Collecti
     def run(x: Any, y: Any) -> Any:
         for _ in range(CHAIN):
             x = one(x + y)
-            x = x[:own] if kind == "all_gather" else x
+            x = x[:local_size] if kind == "all_gather" else x
             x = jnp.tile(x, group) if kind == "reduce_scatter" else x
         return x
 
     count = CollectiveCount(kind, mesh_shape, (1,), 4.0 * size, CHAIN)
-    add = KernelCount("vector", "float32", CHAIN * own, CHAIN * 12.0 * own, kernels=CHAIN)
+    add = KernelCount(
+        "vector", "float32", CHAIN * local_size, CHAIN * 12.0 * local_size, kernels=CHAIN
+    )
     return CollectiveProbe(
-        f"{kind} {4 * size} B in {group}", run, mesh_shape, (own, own), (add,), (count,)
+        f"{kind} {4 * size} B in {group}",
+        run,
+        mesh_shape,
+        (local_size, local_size),
+        (add,),
+        (count,),
     )
 
 

@@ -49,10 +49,10 @@ def compile_probes(
             f"{known} do; leave --compiler out where the devices are present"
         )
     here = SingleDeviceSharding(devices_of(cluster)[0])
-    found = probes(cluster.device, dtypes, scale)
+    all_probes = probes(cluster.device, dtypes, scale)
     samples = []
-    for k, probe in enumerate(found):
-        progress(f"compiling {probe.kind}", k / len(found))
+    for k, probe in enumerate(all_probes):
+        progress(f"compiling {probe.kind}", k / len(all_probes))
         args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here) for s in probe.shapes]
         module = compile_function(jax.jit(probe.function), args, cluster).module
         if module.unpriced_bytes or not module.cycles:

@@ -43,12 +43,12 @@ class Rounds:
         try:
             content = json.loads(path.read_text())
             fits = content["request"] == self.request
-            found = [[float(s) for s in times] for times in content["rounds"]] if fits else []
+            rounds = [[float(s) for s in times] for times in content["rounds"]] if fits else []
         except (OSError, ValueError, KeyError, TypeError):  # none yet, or not written by this
             return []
         programs = self.request["programs"]
         size = len(programs) if isinstance(programs, list) else 0
-        return found if all(len(times) == size for times in found) else []
+        return rounds if all(len(times) == size for times in rounds) else []
 
     def add(self, times: Sequence[float]) -> None:
         """Keep a finished round."""

@@ -108,20 +108,22 @@ def run_probes(
         raise RequestError(f"no program ran on these devices: {left_out[0]}; mend that first")
     names = [p.sample.name for p in programs]
     request = {"cluster": cluster.text, "device": str(jax.devices()[0].device_kind)}
-    kept = Rounds(folder, {**request, "jax": jax.__version__, "scale": scale, "programs": names})
+    saved_rounds = Rounds(
+        folder, {**request, "jax": jax.__version__, "scale": scale, "programs": names}
+    )
     follow = next(iter(programs[0].args[0].devices())).platform != "cpu"
     runs = [_runs(p, clock) if follow else 1 for p in programs]
-    order = random.Random(len(kept.done))
-    for turn in range(len(kept.done) - WARMUP, rounds):
+    order = random.Random(len(saved_rounds.done))
+    for turn in range(len(saved_rounds.done) - WARMUP, rounds):
         progress("measuring", max(0, turn) / rounds)
         times = [0.0] * len(programs)
         for k in order.sample(range(len(programs)), len(programs)):
             times[k] = programs[k].seconds(runs[k], clock)
-        if turn >= len(kept.done):
-            kept.add(times)
+        if turn >= len(saved_rounds.done):
+            saved_rounds.add(times)
     samples, spreads = [], []
-    for program, found in zip(programs, zip(*kept.done, strict=True), strict=True):
-        low, middle, high = statistics.quantiles(found, n=4)
+    for program, program_times in zip(programs, zip(*saved_rounds.done, strict=True), strict=True):
+        low, middle, high = statistics.quantiles(program_times, n=4)
         spreads.append((high - low) / middle)
         samples.append(dataclasses.replace(program.sample, seconds=middle))
     if follow:

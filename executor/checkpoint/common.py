@@ -45,27 +45,27 @@ def leaves_of(tree: Any) -> list[tuple[Path, Any]]:
     Raises:
         CheckpointError: two leaves have one path, such as those at keys 1 and "1".
     """
-    found = [
+    leaves = [
         (tuple(key_text(k) for k in path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
     seen: set[Path] = set()
-    for path, _ in found:
+    for path, _ in leaves:
         if path in seen:
             raise CheckpointError(f"two leaves are called {path_text(path)}; give them other keys")
         seen.add(path)
-    return found
+    return leaves
 
 
 def sequences_of(tree: Any) -> tuple[Path, ...]:
     """The paths of lists and tuples in a tree."""
-    found = {
+    paths = {
         tuple(key_text(k) for k in path[:i])
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
         for i, entry in enumerate(path)
         if isinstance(entry, jax.tree_util.SequenceKey)
     }
-    return tuple(sorted(found))
+    return tuple(sorted(paths))
 
 
 def path_text(path: Path, separator: str = "/") -> str:

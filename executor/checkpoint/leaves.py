@@ -99,12 +99,12 @@ def check_holders(leaves: Mapping[Path, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    own = [
+    local_names = [
         path_text(path)
         for path, x in leaves.items()
         if isinstance(x, jax.Array) and x.is_fully_addressable
     ]
-    twice = meet("saving a state", own, _twice)
+    twice = meet("saving a state", local_names, _twice)
     if twice:
         raise CheckpointError(
             f"{twice[0]} is an array of its own in each of several processes; expected one over "
@@ -112,9 +112,9 @@ def check_holders(leaves: Mapping[Path, Any]) -> None:
         )
 
 
-def _twice(told: list[list[str]]) -> list[str]:
+def _twice(names_by_process: list[list[str]]) -> list[str]:
     """Names that are in more than one list."""
-    counts = Counter(name for names in told for name in names)
+    counts = Counter(name for names in names_by_process for name in names)
     return [name for name, count in counts.items() if count > 1]
 
 
@@ -162,10 +162,10 @@ def _wanted(path: Path, leaf: Any, sharding: Any) -> RequestedLeaf:
 
 
 def _empty(struct: jax.ShapeDtypeStruct) -> Any:
-    made = np.empty(struct.shape, struct.dtype)
+    array = np.empty(struct.shape, struct.dtype)
     if struct.sharding is None:
-        return made
-    return jax.make_array_from_callback(struct.shape, struct.sharding, lambda index: made[index])
+        return array
+    return jax.make_array_from_callback(struct.shape, struct.sharding, lambda index: array[index])
 
 
 def _is_key(x: Any) -> bool:

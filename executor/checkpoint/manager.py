@@ -228,19 +228,21 @@ class Checkpoints:
         """
         if self._owned_as or not self._owns:
             return self._owner
-        told, refused = "", ""
+        identity, refused = "", ""
         if jax.process_index() == 0:
             try:
                 self._owner = hold(self.directory)
-                told = str(self._owner.me)
+                identity = str(self._owner.me)
                 self._sweep()
             except CheckpointError as error:
                 refused = str(error)
         if jax.process_count() > 1:
-            told, refused = json.loads(everyones_bytes(json.dumps([told, refused]).encode())[0])
+            identity, refused = json.loads(
+                everyones_bytes(json.dumps([identity, refused]).encode())[0]
+            )
         if refused:
             raise FencedError(refused)
-        self._owned_as = told
+        self._owned_as = identity
         self._manager.reload()
         return self._owner
 
@@ -253,8 +255,8 @@ class Checkpoints:
 
     def shapes(self, step: int | None = None) -> Any:
         """The saved state as ShapeDtypeStructs; sequences are lists, containers are dicts."""
-        found = self._contents(self._step(step))
-        return nested({p: stored_struct(x) for p, x in found.leaves.items()}, found.sequences)
+        stored = self._contents(self._step(step))
+        return nested({p: stored_struct(x) for p, x in stored.leaves.items()}, stored.sequences)
 
     def plan(self, step: int | None = None) -> Plan | None:
         """The plan beside a checkpoint, if there is one."""
@@ -289,10 +291,10 @@ class Checkpoints:
                 them compared is), or a leaf is missing or has another shape or dtype; names it.
         """
         at = self._step(step)
-        asked = wanted(like, shardings)
-        found = self._contents(at)
-        check_leaves(asked, found, self.directory / str(at), partial)
-        leaves = read_leaves(asked, found, self._folder(at))
+        requested = wanted(like, shardings)
+        stored = self._contents(at)
+        check_leaves(requested, stored, self.directory / str(at), partial)
+        leaves = read_leaves(requested, stored, self._folder(at))
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def _handler(self) -> Any:
@@ -330,23 +332,23 @@ class Checkpoints:
         if not steps:
             raise CheckpointError(f"no checkpoint in {self.directory}")
         if step is not None and step not in steps:
-            told = ", ".join(map(str, steps))
+            steps_text = ", ".join(map(str, steps))
             raise CheckpointError(
-                f"no checkpoint of step {step} in {self.directory}; steps: {told}"
+                f"no checkpoint of step {step} in {self.directory}; steps: {steps_text}"
             )
         return steps[-1] if step is None else step
 
     def _sweep(self) -> None:
         """Remove what earlier owners, and other programs, left unfinished."""
         assert self._owner is not None
-        mine = workplace(self.directory, self._owner.me.number)
+        active_folder = workplace(self.directory, self._owner.me.number)
         for pattern in (
             f"{workplace(self.directory, '*').name}",
             f"[0-9]*{UNFINISHED}*",
             f"{REMOVED}*",
         ):
             for place in self.directory.glob(pattern):
-                if place != mine and place.is_dir() and not place.is_symlink():
+                if place != active_folder and place.is_dir() and not place.is_symlink():
                     remove(place)
 
     def _place(self) -> File:

@@ -222,16 +222,16 @@ def _state(folder: File, number: int) -> tuple[int, bool, Identity | None]:
     """The count of an owner, whether it released the lock, and who it is; -1 and None if the file
     can't be read."""
     try:
-        found = json.loads(_file(folder, number).read_bytes())
+        content = json.loads(_file(folder, number).read_bytes())
         who = Identity(
             number,
-            str(found["host"]),
-            int(found["pid"]),
-            int(found["start"]),
-            str(found["machine"]),
-            str(found["since"]),
+            str(content["host"]),
+            int(content["pid"]),
+            int(content["start"]),
+            str(content["machine"]),
+            str(content["since"]),
         )
-        return int(found["count"]), bool(found["released"]), who
+        return int(content["count"]), bool(content["released"]), who
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return -1, False, None
 
@@ -263,10 +263,10 @@ def _write(folder: File, who: Identity, count: int, *, released: bool, create: b
 
 def _numbers(folder: File) -> list[int]:
     try:
-        found = (_FILE.fullmatch(name) for name in os.listdir(folder))
+        matches = (_FILE.fullmatch(name) for name in os.listdir(folder))
     except FileNotFoundError:
         return []
-    return [int(m[1]) for m in found if m]
+    return [int(m[1]) for m in matches if m]
 
 
 def _file(folder: File, number: int) -> File:

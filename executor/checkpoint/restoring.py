@@ -17,32 +17,32 @@ from executor.data.agree import everyones_bytes
 
 
 def check_leaves(
-    asked: Mapping[Path, RequestedLeaf], found: Contents, where: File, partial: bool
+    requested: Mapping[Path, RequestedLeaf], stored: Contents, where: File, partial: bool
 ) -> None:
     """Compare leaves with what was saved.
 
     Args:
-        asked: the leaves that are asked for.
-        found: what was saved.
+        requested: the leaves that are asked for.
+        stored: what was saved.
         where: the folder of the step, for messages.
         partial: whether leaves that were saved may be left out.
 
     Raises:
         CheckpointError: a leaf is missing, has another shape or dtype, or was not asked for.
     """
-    for path, leaf in asked.items():
-        if path not in found.leaves:
-            near = ", ".join(sorted(path_text(p) for p in found.leaves)[:3])
+    for path, leaf in requested.items():
+        if path not in stored.leaves:
+            near = ", ".join(sorted(path_text(p) for p in stored.leaves)[:3])
             raise CheckpointError(
-                f"{where} has no {path_text(path)}; it has {len(found.leaves)} leaves: {near}"
+                f"{where} has no {path_text(path)}; it has {len(stored.leaves)} leaves: {near}"
             )
-        got, want = found.leaves[path], leaf.struct
+        got, want = stored.leaves[path], leaf.struct
         if (got.shape, got.dtype) != (want.shape, want.dtype) and not leaf.fits(got):
             raise CheckpointError(
                 f"{where}: {path_text(path)} was saved as {got.dtype}{list(got.shape)}, "
                 f"expected {want.dtype}{list(want.shape)}"
             )
-    left = sorted(path_text(p) for p in found.leaves.keys() - asked.keys())
+    left = sorted(path_text(p) for p in stored.leaves.keys() - requested.keys())
     if left and not partial:
         raise CheckpointError(
             f"{where} has {len(left)} leaves that the state does not have, the first {left[0]}; "
@@ -50,20 +50,22 @@ def check_leaves(
         )
 
 
-def read_leaves(asked: Mapping[Path, RequestedLeaf], found: Contents, folder: File) -> list[Any]:
+def read_leaves(
+    requested: Mapping[Path, RequestedLeaf], stored: Contents, folder: File
+) -> list[Any]:
     """The leaves that are asked for, in their order.
 
     Args:
-        asked: the leaves; each is in ``found`` (``check_leaves``).
-        found: what was saved.
+        requested: the leaves; each is in ``stored`` (``check_leaves``).
+        stored: what was saved.
         folder: of the state.
 
     Raises:
         CheckpointError: a file is damaged or can't be read.
     """
-    flat, form = _flat(found.tree)
-    paths = [path for path, x in found.leaves.items() if x.size]  # in the order of the tree
-    here = {path: x for path, x in asked.items() if not x.is_elsewhere}
+    flat, form = _flat(stored.tree)
+    paths = [path for path, x in stored.leaves.items() if x.size]  # in the order of the tree
+    here = {path: x for path, x in requested.items() if not x.is_elsewhere}
     chosen = [here.get(path) for path in paths]
     item = [ocp.PLACEHOLDER if x is None else x.struct for x in chosen]
     how = [ocp.RestoreArgs() if x is None else x.restore_args() for x in chosen]
@@ -71,17 +73,17 @@ def read_leaves(asked: Mapping[Path, RequestedLeaf], found: Contents, folder: Fi
     args = ocp.args.PyTreeRestore(
         jax.tree.unflatten(form, item), restore_args=jax.tree.unflatten(form, how)
     )
-    _compare(found, [path for path in paths if path in asked])
+    _compare(stored, [path for path in paths if path in requested])
     read: dict[Path, Any] = {}
     if any(x is not None for x in chosen):
         try:
             with _reader() as reader:
                 leaves = form.flatten_up_to(reader.restore(folder, args=args))
         except Exception as error:
-            _name_damage(found, [p for p in paths if p in asked])
+            _name_damage(stored, [p for p in paths if p in requested])
             raise CheckpointError(f"{folder} can't be restored: {brief(error)}") from error
         read = dict(zip(paths, leaves, strict=True))
-    return [x.made(read.get(path)) for path, x in asked.items()]
+    return [x.made(read.get(path)) for path, x in requested.items()]
 
 
 def _reader() -> ocp.Checkpointer:
@@ -95,31 +97,31 @@ def _reader() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def _compare(found: Contents, paths: list[Path]) -> None:
+def _compare(stored: Contents, paths: list[Path]) -> None:
     """Compare the data files of leaves with their checksums. Each process takes a share, where
     it can of files that it wrote; all raise CheckpointError if one finds damage."""
-    files = found.guard.files_of(found.names[path] for path in paths)
+    files = stored.guard.files_of(stored.names[path] for path in paths)
     count, index = jax.process_count(), jax.process_index()
     wrong = ""
     try:
-        found.guard.check(x for x in files if writer_of(x) % count == index)
+        stored.guard.check(x for x in files if writer_of(x) % count == index)
     except CheckpointError as error:
         wrong = str(error)
         if count == 1:
-            _name_damage(found, paths)
+            _name_damage(stored, paths)
             raise
     if count > 1:
-        told = [text.decode() for text in everyones_bytes(wrong.encode())]
-        bad = next(((k, text) for k, text in enumerate(told) if text), None)
+        messages = [text.decode() for text in everyones_bytes(wrong.encode())]
+        bad = next(((k, text) for k, text in enumerate(messages) if text), None)
         if bad is not None:
             raise CheckpointError(f"{bad[1]} (compared by process {bad[0]})")
 
 
-def _name_damage(found: Contents, paths: list[Path]) -> None:
+def _name_damage(stored: Contents, paths: list[Path]) -> None:
     """Raise CheckpointError for the first leaf that can't be read, if there is one."""
     for path in paths:
-        for index in found.leaves[path].parts():
-            found.leaves[path].read(index)
+        for index in stored.leaves[path].parts():
+            stored.leaves[path].read(index)
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:

@@ -87,8 +87,8 @@ def open_state(where: File, step: int | None = None, separator: str | None = Non
         return _from_tensors(where, files, separator)
     if (where / "_METADATA").exists():
         _no_step(where, step)
-        found = contents(where)
-        return Saved(where, found.leaves, found.sequences)
+        stored = contents(where)
+        return Saved(where, stored.leaves, stored.sequences)
     if _state_in(where) is not None:
         _no_step(where, step)
         return _of_step(where, step_name(where.name), ())
@@ -98,8 +98,8 @@ def open_state(where: File, step: int | None = None, separator: str | None = Non
             f"no checkpoint at {where}: expected a folder of steps, of Orbax, or safetensors"
         )
     if step is not None and step not in steps:
-        told = ", ".join(map(str, steps))
-        raise CheckpointError(f"no checkpoint of step {step} in {where}; steps: {told}")
+        steps_text = ", ".join(map(str, steps))
+        raise CheckpointError(f"no checkpoint of step {step} in {where}; steps: {steps_text}")
     at = steps[-1] if step is None else step
     return _of_step(where / str(at), at, steps)
 
@@ -108,8 +108,10 @@ def steps_in(where: File) -> tuple[int, ...]:
     """The steps of a run that are whole, in order."""
     if not where.is_dir():
         return ()
-    found = {step_name(x.name): x for x in where.iterdir()}
-    return tuple(sorted(k for k, x in found.items() if k is not None and _state_in(x) is not None))
+    folders = {step_name(x.name): x for x in where.iterdir()}
+    return tuple(
+        sorted(k for k, x in folders.items() if k is not None and _state_in(x) is not None)
+    )
 
 
 def verify_saved(where: File, step: int | None = None) -> list[tuple[File, int, int, list[str]]]:
@@ -171,14 +173,16 @@ def write_state(saved: Saved, to: File, *, form: str, separator: str, max_bytes:
     if to.is_dir() and any(to.iterdir()):
         raise CheckpointError(f"{to} is there already, and not empty")
     if form == "safetensors":
-        own = {
+        note_fields = {
             "sequences": [list(path) for path in saved.sequences],
             "separator": separator,
             "step": saved.step,
             "plan": None if saved.plan is None else saved.plan.to_json(),
             "extra": saved.extra,
         }
-        return write_tensors(saved.leaves, to, separator, max_bytes, {NOTES: json.dumps(own)})
+        return write_tensors(
+            saved.leaves, to, separator, max_bytes, {NOTES: json.dumps(note_fields)}
+        )
     step = 0 if saved.step is None else step_of(saved.step, saved.where)
     tree = nested(saved.leaves, saved.sequences)
     with FromDisk(to, keep=None, asynchronous=False) as out:
@@ -256,43 +260,43 @@ def _no_step(where: File, step: int | None) -> None:
 
 
 def _state_in(folder: File) -> File | None:
-    found = [folder / name for name in _ITEMS if (folder / name / "_METADATA").exists()]
-    return found[0] if found else None
+    folders = [folder / name for name in _ITEMS if (folder / name / "_METADATA").exists()]
+    return folders[0] if folders else None
 
 
 def _of_step(folder: File, step: int | None, steps: tuple[int, ...]) -> Saved:
     state = _state_in(folder)
     assert state is not None
-    found = contents(state)
+    stored = contents(state)
     return Saved(
         folder,
-        found.leaves,
-        found.sequences,
+        stored.leaves,
+        stored.sequences,
         step,
         steps,
         plan_in(folder / PLAN),
         read_json(folder / EXTRA),
-        owner=found.owner,
+        owner=stored.owner,
     )
 
 
 def _from_tensors(where: File, files: Sequence[File], separator: str | None) -> Saved:
     named, metadata = read_tensors(files)
     notes = f"the notes of {where}"
-    own = object_of(parsed(metadata.get(NOTES, "{}"), notes), notes)
-    separator = separator_of(own.get("separator", separator or "/"), notes)
+    note_fields = object_of(parsed(metadata.get(NOTES, "{}"), notes), notes)
+    separator = separator_of(note_fields.get("separator", separator or "/"), notes)
     leaves = {}
     for name, leaf in named.items():
         path = keys_of(taken(name, separator), where)
         leaves[path] = replace(leaf, path=path)
-    step, extra = own.get("step"), own.get("extra")
+    step, extra = note_fields.get("step"), note_fields.get("extra")
     return Saved(
         where,
         leaves,
-        paths_of(own.get("sequences", []), notes),
+        paths_of(note_fields.get("sequences", []), notes),
         None if step is None else step_of(step, notes),
         (),
-        plan_of(own.get("plan"), where),
+        plan_of(note_fields.get("plan"), where),
         None if extra is None else object_of(extra, f"extra of {where}"),
         "safetensors",
     )

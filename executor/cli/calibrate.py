@@ -114,15 +114,17 @@ def run_calibrate(options: argparse.Namespace) -> int:
     console, part = Console(), folder_of(out)
     if options.compiler:
         stay_on_cpu()
-        with _progress() as told:
-            sampled = compile_probes(cluster, DTYPES, progress=told)
+        with _progress() as progress:
+            sampled = compile_probes(cluster, DTYPES, progress=progress)
         libtpu = metadata.version("libtpu")
         name = f"{cluster.device.kind}, as its compiler estimates (libtpu {libtpu})"
     else:
         check_present(cluster)
         keep = None if options.check else part
-        with _progress() as told, compiled_in(part) if keep else nullcontext():
-            sampled = run_probes(cluster, DTYPES, rounds=options.rounds, progress=told, folder=keep)
+        with _progress() as progress, compiled_in(part) if keep else nullcontext():
+            sampled = run_probes(
+                cluster, DTYPES, rounds=options.rounds, progress=progress, folder=keep
+            )
         name = jax.devices()[0].device_kind
     if options.check:
         left = residuals(cluster, sampled.samples)
@@ -130,7 +132,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
         _render_rest(sampled, left, console)
         return OFF if any(r.median > FAR for r in left) else MEASURED
     untold = UNTOLD if options.compiler or sampled.follow else frozenset[str]()
-    found = fit(text, sampled.samples, untold)
+    calibration = fit(text, sampled.samples, untold)
     origin = Origin(
         device_name=name,
         host_name=platform.processor() or platform.machine(),
@@ -146,11 +148,11 @@ def run_calibrate(options: argparse.Namespace) -> int:
         left_out=sampled.left_out,
     )
     try:
-        write_whole(out, profile_text(text, found, origin, out.name, sampled.samples))
+        write_whole(out, profile_text(text, calibration, origin, out.name, sampled.samples))
     except OSError as error:
         raise RequestError(f"--out {out}: {error.strerror or error}; name another file") from error
     forget(part)
-    render_calibration(found, sampled, console)
+    render_calibration(calibration, sampled, console)
     console.print(f"written: {out}", soft_wrap=True)
     sys.stdout.flush()
     return MEASURED
@@ -195,18 +197,18 @@ def check_present(cluster: Cluster) -> None:
         )
 
 
-def render_calibration(found: Calibration, sampled: Sampled, console: Console) -> None:
+def render_calibration(calibration: Calibration, sampled: Sampled, console: Console) -> None:
     """Print the residuals of each family, the constants, those kept, and how noisy it was."""
-    render_residuals(found.residuals, "what the fit leaves", console)
+    render_residuals(calibration.residuals, "what the fit leaves", console)
     constants = Table(title="constants (achieved rates, SI)")
     for column in ("table", "constant", "value"):
         constants.add_column(column, justify="right" if column == "value" else "left")
-    for name, key, value in found.constants:
+    for name, key, value in calibration.constants:
         constants.add_row(name, key, f"{value:.4g}")
     console.print(constants)
-    if found.kept:
-        console.print(f"not measured, as in the catalog: {', '.join(found.kept)}")
-    _render_rest(sampled, found.residuals, console)
+    if calibration.kept:
+        console.print(f"not measured, as in the catalog: {', '.join(calibration.kept)}")
+    _render_rest(sampled, calibration.residuals, console)
 
 
 def render_residuals(left: Sequence[Residual], title: str, console: Console) -> None:

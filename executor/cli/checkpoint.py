@@ -232,14 +232,14 @@ def _merge(options: argparse.Namespace) -> list[RenderableType]:
     from executor.checkpoint.common import taken
     from executor.checkpoint.saved import merged, only, open_state
 
-    found = []
+    states = []
     for text in options.states:
         name, _, prefix = text.rpartition(":")
         if not name or Path(text).exists():
             name, prefix = text, ""
         saved = open_state(Path(name), None, options.separator)
-        found.append(only(saved, [taken(prefix)]) if prefix else saved)
-    return _write(merged(found), options, found[0].form)
+        states.append(only(saved, [taken(prefix)]) if prefix else saved)
+    return _write(merged(states), options, states[0].form)
 
 
 def _write(saved: Saved, options: argparse.Namespace, form: str) -> list[RenderableType]:
@@ -260,8 +260,8 @@ def _write(saved: Saved, options: argparse.Namespace, form: str) -> list[Rendera
         max_bytes=limit,
     )
     total = sum(x.nbytes for x in saved.leaves.values())
-    told = "\n".join(f"  {path}" for path in written)
-    return [Text(f"wrote {len(saved.leaves)} leaves, {bytes_text(total)}\n{told}")]
+    listing = "\n".join(f"  {path}" for path in written)
+    return [Text(f"wrote {len(saved.leaves)} leaves, {bytes_text(total)}\n{listing}")]
 
 
 def _on_disk(where: Path) -> int:

@@ -98,8 +98,8 @@ def for_kubernetes(options: argparse.Namespace, servers: Servers | None) -> str:
     if options.image is None:
         raise RequestError("--launcher k8s needs --image, with the script and Python in it")
     name = options.name or _name(options.script)
-    asked = (options.gpus, options.pod_cpu, options.pod_memory)
-    pods = jobset.Pods(name, options.image, *asked)
+    resources = (options.gpus, options.pod_cpu, options.pod_memory)
+    pods = jobset.Pods(name, options.image, *resources)
     job = job_of(options)
     if servers is None:
         kind, document = jobset.KIND, jobset.manifest(job, pods, options.max_restarts)

@@ -102,13 +102,13 @@ def run_verify(options: argparse.Namespace) -> int:
     with user_environment(target):
         call, merged = requested_call(target, options)
         with announced(f"verifying {target} ..."):
-            found = _climb(call, merged, plan, options)
+            verification = _climb(call, merged, plan, options)
     if options.json:
-        print(json.dumps(verification_json(found)))
+        print(json.dumps(verification_json(verification)))
     else:
-        print(verification_text(found))
+        print(verification_text(verification))
     sys.stdout.flush()
-    return WITHIN if found.passed else MISSED
+    return WITHIN if verification.passed else MISSED
 
 
 def _climb(
@@ -154,7 +154,7 @@ def _fraction(text: str) -> float:
     return value
 
 
-def verification_json(found: Verification) -> dict[str, Any]:
+def verification_json(verification: Verification) -> dict[str, Any]:
     """The verification as plain data; what is infinite is null."""
 
     def row(row: Row) -> dict[str, Any]:
@@ -171,10 +171,10 @@ def verification_json(found: Verification) -> dict[str, Any]:
         }
 
     return {
-        "cluster": found.plan.cluster,
-        "mesh": str(found.plan.mesh),
-        "plan": found.plan.digest,
-        "passed": found.passed,
+        "cluster": verification.plan.cluster,
+        "mesh": str(verification.plan.mesh),
+        "plan": verification.plan.digest,
+        "passed": verification.passed,
         "rungs": [
             {
                 "name": rung.name,
@@ -183,17 +183,19 @@ def verification_json(found: Verification) -> dict[str, Any]:
                 "notes": list(rung.notes),
                 "rows": [row(r) for r in rung.rows],
             }
-            for rung in found.rungs
+            for rung in verification.rungs
         ],
     }
 
 
-def verification_text(found: Verification) -> str:
+def verification_text(verification: Verification) -> str:
     """A table per rung, and the verdict."""
-    lines = [f"plan on {found.plan.cluster}, mesh {found.plan.mesh}; per device and step"]
-    for rung in found.rungs:
+    lines = [
+        f"plan on {verification.plan.cluster}, mesh {verification.plan.mesh}; per device and step"
+    ]
+    for rung in verification.rungs:
         lines += ["", *_rung_lines(rung)]
-    judged = [row for rung in found.rungs for row in rung.rows if row.tolerance is not None]
+    judged = [row for rung in verification.rungs for row in rung.rows if row.tolerance is not None]
     missed = [row for row in judged if not row.passed]
     if not judged:
         verdict = "no tolerance was stated, so nothing was judged"

@@ -45,20 +45,20 @@ def agreed_steps(mine: int, policy: str = "drop") -> int:
     return int(counts.min() if policy == "drop" else counts.max())
 
 
-def everyones(mine: NDArray[Any]) -> NDArray[Any]:
+def everyones(local_array: NDArray[Any]) -> NDArray[Any]:
     """The arrays of all processes, [processes, ...]; they have one shape and dtype."""
     if jax.process_count() == 1:
-        return mine[np.newaxis]
+        return local_array[np.newaxis]
     from jax.experimental import multihost_utils
 
     compare_settings()
-    return np.asarray(multihost_utils.process_allgather(mine))
+    return np.asarray(multihost_utils.process_allgather(local_array))
 
 
-def everyones_bytes(mine: bytes) -> list[bytes]:
+def everyones_bytes(local_bytes: bytes) -> list[bytes]:
     """The byte strings of all processes, of any lengths; two collectives."""
-    lengths = everyones(np.asarray([len(mine)]))[:, 0]
+    lengths = everyones(np.asarray([len(local_bytes)]))[:, 0]
     padded = np.zeros(max(1, int(lengths.max())), np.uint8)
-    padded[: len(mine)] = np.frombuffer(mine, np.uint8)
-    found = everyones(padded)
-    return [found[k, :n].tobytes() for k, n in enumerate(lengths)]
+    padded[: len(local_bytes)] = np.frombuffer(local_bytes, np.uint8)
+    gathered = everyones(padded)
+    return [gathered[k, :n].tobytes() for k, n in enumerate(lengths)]

@@ -101,15 +101,15 @@ class Batches:
         Raises:
             DataError: it is of other data, another batch size or another order.
         """
-        found = position_of(position, self.position)
-        if found.epoch < 0 or not 0 <= found.batch < self.batches_per_epoch:
+        target = position_of(position, self.position)
+        if target.epoch < 0 or not 0 <= target.batch < self.batches_per_epoch:
             raise DataError(
-                f"the position is batch {found.batch} of epoch {found.epoch}; with policy "
+                f"the position is batch {target.batch} of epoch {target.epoch}; with policy "
                 f"{self._policy!r} an epoch has {self.batches_per_epoch} batches here"
             )
         self.close()
-        self._in_lanes(found.lanes)
-        self._next = (found.epoch, found.batch)
+        self._in_lanes(target.lanes)
+        self._next = (target.epoch, target.batch)
 
     def compare(self) -> None:
         """Compare the data with that of the other processes, once; the first batch does, too.
@@ -150,8 +150,8 @@ class Batches:
         if lanes < 1 or self._size % lanes:
             raise DataError(f"a batch of {self._size} rows can't be read in {lanes} lanes")
         self._lanes = lanes
-        own = own_lanes(self._shardings, self._shapes(self._size), lanes)
-        self._source.hold(len(own))
+        local_lanes = own_lanes(self._shardings, self._shapes(self._size), lanes)
+        self._source.hold(len(local_lanes))
 
     def _made(self, start: tuple[int, int]) -> Iterator[Any]:
         epoch, number = start
@@ -175,9 +175,9 @@ class Batches:
             shape = (count, *like.shape[1:])
             return global_array(shape, like.dtype, sharding, lambda i, j: source.read(k, rows[i:j]))
 
-        made = [leaf(k) for k in range(len(source.leaves))]
+        leaves = [leaf(k) for k in range(len(source.leaves))]
         source.done()
-        return jax.tree_util.tree_unflatten(source.tree, made)
+        return jax.tree_util.tree_unflatten(source.tree, leaves)
 
 
 def side_by_side(order: Order, size: int, lanes: int) -> Order:

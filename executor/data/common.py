@@ -120,13 +120,13 @@ def own_lanes(
     shardings: Sequence[jax.sharding.Sharding], shapes: Sequence[tuple[int, ...]], lanes: int
 ) -> tuple[int, ...]:
     """The lanes, equal runs of a batch's rows, of which this process's devices hold rows."""
-    found: set[int] = set()
+    local_lanes: set[int] = set()
     for sharding, shape in zip(shardings, shapes, strict=True):
         size = shape[0] // lanes
         for index in sharding.addressable_devices_indices_map(shape).values():
             begin, end, _ = (index or (slice(None),))[0].indices(shape[0])
-            found.update(range(begin // size, -(-end // size)))
-    return tuple(sorted(found))
+            local_lanes.update(range(begin // size, -(-end // size)))
+    return tuple(sorted(local_lanes))
 
 
 def global_array(

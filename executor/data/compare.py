@@ -40,7 +40,7 @@ def compare_data(
     if len(processes) == 1 or jax.process_count() == 1:
         return
     compare_settings()
-    told = {
+    settings = {
         "rows": position.rows or "an unknown number of",
         "batch_size": position.batch_size,
         "seed": position.seed,
@@ -49,7 +49,7 @@ def compare_data(
         "batch": position.batch,
         **options,
     }
-    entries = [Fingerprint(f"{k}={v}", _shown(k, v)) for k, v in told.items()]
+    entries = [Fingerprint(f"{k}={v}", _shown(k, v)) for k, v in settings.items()]
     compare_parts("first batch", {"data": entries})
     rows = content()
     try:

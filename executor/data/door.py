@@ -107,8 +107,8 @@ def _is_walked(source: Any) -> bool:
 def _maker(source: Any) -> Callable[[int, int], Any]:
     """Functions as they are; an iterable is one lane for one process."""
     if callable(source):
-        made: Callable[[int, int], Any] = source
-        return made
+        maker: Callable[[int, int], Any] = source
+        return maker
     name = type(source).__name__
     if jax.process_count() > 1:
         raise DataError(

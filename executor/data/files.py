@@ -39,8 +39,8 @@ def read_file(file: str | os.PathLike[str]) -> Any:
         if kind == ".npy":
             return np.load(file, mmap_mode="r")
         if kind == ".npz":
-            with np.load(file) as found:
-                return dict(found)
+            with np.load(file) as archive:
+                return dict(archive)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{file}: {error}") from error
     raise DataError(
@@ -125,30 +125,30 @@ class Files:
         return (*(_size(file) for file in chosen), *self._first)
 
     def _counts(self, count: Callable[[Any], int] | None) -> list[int]:
-        mine = np.full(len(self.files), -1)
+        local_counts = np.full(len(self.files), -1)
         failed: Exception | None = None
         for k in range(jax.process_index(), len(self.files), jax.process_count()):
             try:
-                mine[k] = count(self.files[k]) if count else self._length(self.files[k])
+                local_counts[k] = count(self.files[k]) if count else self._length(self.files[k])
             except Exception as error:  # told below, when nobody waits for this process any more
-                failed, mine[k] = error, -2
+                failed, local_counts[k] = error, -2
                 break
         names = "\n".join(os.path.basename(str(file)) for file in self.files).encode()
         prints = everyones_bytes(hashlib.sha256(names).digest())
-        others = [k for k, found in enumerate(prints) if found != prints[0]]
+        others = [k for k, digest in enumerate(prints) if digest != prints[0]]
         if others:
             raise DataError(
                 f"process {others[0]} has another list of files than process 0; give all the same, "
                 "in the same order (glob does not sort)"
             )
-        told = everyones(mine)
+        all_counts = everyones(local_counts)
         if failed is not None:
             raise failed
-        bad = np.argwhere(told == -2)
+        bad = np.argwhere(all_counts == -2)
         if len(bad):
             process, k = bad[0]
             raise DataError(f"process {process} can't read {self.files[k]}: see what it says")
-        return [int(n) for n in told.max(axis=0)]
+        return [int(n) for n in all_counts.max(axis=0)]
 
     def _length(self, file: Any) -> int:
         lengths = {int(x.shape[0]) for x in jax.tree_util.tree_leaves(self._read(file))}
@@ -166,11 +166,11 @@ class Files:
         if tree != self.tree:
             raise DataError(f"{self.files[k]} holds {tree}, the first file {self.tree}")
         rows = int(self._ends[k] - (self._ends[k - 1] if k else 0))
-        for found, like in zip(leaves, self.leaves, strict=True):
+        for leaf, like in zip(leaves, self.leaves, strict=True):
             expected = (rows, *like.shape[1:])
-            if (found.shape, found.dtype) != (expected, like.dtype):
+            if (leaf.shape, leaf.dtype) != (expected, like.dtype):
                 raise DataError(
-                    f"{self.files[k]} holds {found.dtype}{list(found.shape)}, expected "
+                    f"{self.files[k]} holds {leaf.dtype}{list(leaf.shape)}, expected "
                     f"{like.dtype}{list(expected)}"
                 )
         self._open[k] = leaves

@@ -85,8 +85,8 @@ class Arrays:
             for path, leaf in jax.tree_util.tree_leaves_with_path(source)
         }
         if len(set(lengths.values())) != 1:
-            told = ", ".join(f"{path or 'the source'} has {n}" for path, n in lengths.items())
-            raise DataError(f"leaves must have equally many rows: {told or 'there are none'}")
+            listing = ", ".join(f"{path or 'the source'} has {n}" for path, n in lengths.items())
+            raise DataError(f"leaves must have equally many rows: {listing or 'there are none'}")
         self._rows = next(iter(lengths.values()))
 
     def order(self, seed: int | None, epoch: int) -> Order:
@@ -106,12 +106,12 @@ class Arrays:
 
     def content(self) -> tuple[Fingerprint, ...]:
         """All of what is in memory and not very large; of the rest SAMPLE rows."""
-        found: list[Fingerprint] = []
+        fingerprints: list[Fingerprint] = []
         for k, leaf in enumerate(self.leaves):
             whole = isinstance(leaf, np.ndarray) and not _is_mapped(leaf) and leaf.nbytes <= WHOLE
             rows = leaf if whole else self.read(k, sample_rows(self._rows))
-            found += row_content([rows], f"array {k} of the rows")
-        return tuple(found)
+            fingerprints += row_content([rows], f"array {k} of the rows")
+        return tuple(fingerprints)
 
 
 def _is_mapped(array: Any) -> bool:
@@ -184,11 +184,11 @@ def same_form(row: Any, tree: Any, form: list[Any], where: str) -> list[Any]:
     Raises:
         DataError: they are not as those of the first row (``form``).
     """
-    leaves, found = jax.tree_util.tree_flatten(row)
+    leaves, row_tree = jax.tree_util.tree_flatten(row)
     if row is None:
         raise DataError(f"{where} is None, as filter() leaves it; use to_iter_dataset() after it")
-    if found != tree:
-        raise DataError(f"{where} is {found}, the first is {tree}")
+    if row_tree != tree:
+        raise DataError(f"{where} is {row_tree}, the first is {tree}")
     arrays = [np.asarray(x) for x in leaves]
     for k, (got, first) in enumerate(zip(arrays, form, strict=True)):
         if (got.shape, got.dtype) != (first.shape, first.dtype):

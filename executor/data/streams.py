@@ -118,15 +118,15 @@ class Streams:
         Raises:
             DataError: it is of other data or another batch size, or its lanes do not fit.
         """
-        found = position_of(position, self.position)
-        states = tuple(found.states)
-        if found.lanes < 1 or self._size % found.lanes or len(states) not in (0, found.lanes):
+        target = position_of(position, self.position)
+        states = tuple(target.states)
+        if target.lanes < 1 or self._size % target.lanes or len(states) not in (0, target.lanes):
             raise DataError(
-                f"the position has {found.lanes} lanes and {len(states)} states of iterators for "
+                f"the position has {target.lanes} lanes and {len(states)} states of iterators for "
                 f"batches of {self._size}"
             )
         self.close()
-        self._next, self._lanes, self._states = (found.epoch, found.batch), found.lanes, states
+        self._next, self._lanes, self._states = (target.epoch, target.batch), target.lanes, states
 
     def compare(self) -> None:
         """Compare the data with that of the other processes, once; the first batch does, too.
@@ -194,7 +194,7 @@ class Streams:
             self._at = max(0, self._next[1] - 1) // BLOCK * BLOCK
             self._reader = RowReader(self._blocks(), 1)
         states, lanes, error = _taken(self._reader)
-        told = _exchange(
+        reports = _exchange(
             states=states,
             have={k: have for k, (have, _) in lanes.items()},
             failed=error and f"{type(error).__name__}: {error}",
@@ -202,13 +202,15 @@ class Streams:
         if error is not None:
             self.close()
             raise error
-        for process, other in enumerate(told):
+        for process, other in enumerate(reports):
             if other["failed"]:
                 self.close()
                 raise DataError(f"process {process} can't read: {other['failed']}")
-        have = {int(k): int(n) for other in told for k, n in other["have"].items()}
-        found = {int(k): s for other in told for k, s in other["states"].items()}
-        self._states = tuple(found[k] for k in range(self._lanes)) if all(found.values()) else ()
+        have = {int(k): int(n) for other in reports for k, n in other["have"].items()}
+        lane_states = {int(k): s for other in reports for k, s in other["states"].items()}
+        self._states = (
+            tuple(lane_states[k] for k in range(self._lanes)) if all(lane_states.values()) else ()
+        )
         count = (min if self._policy == "drop" else max)(have.values())
         none = [k for k in sorted(have) if have[k] < 0]
         if none and count > 0:
@@ -227,8 +229,8 @@ class Streams:
         many batches it has rows of its own (-1: it has no rows and would have to pad), and its
         rows; for ever (at an end, blocks of none)."""
         size, pad = self._size // self._lanes, self._policy == "pad"
-        own = own_lanes(self._shardings, self._shapes, self._lanes)
-        walks = {k: _Walk(self._make, k, self._lanes, _state(self._states, k)) for k in own}
+        local_lanes = own_lanes(self._shardings, self._shapes, self._lanes)
+        walks = {k: _Walk(self._make, k, self._lanes, _state(self._states, k)) for k in local_lanes}
         for _ in range(0 if self._states else self._at):
             for walk in walks.values():
                 walk.take(size, pad)
@@ -272,9 +274,9 @@ def _taken(reader: RowReader) -> tuple[States, Lanes, Exception | None]:
         return {}, {}, error
 
 
-def _exchange(**mine: Any) -> list[dict[str, Any]]:
+def _exchange(**fields: Any) -> list[dict[str, Any]]:
     """What all processes have to say; JSON."""
-    return [json.loads(x) for x in everyones_bytes(json.dumps(mine).encode())]
+    return [json.loads(x) for x in everyones_bytes(json.dumps(fields).encode())]
 
 
 class _Walk:
@@ -322,8 +324,8 @@ def _state(states: tuple[str, ...], lane: int) -> dict[str, Any] | None:
     if not states:
         return None
     try:
-        found: dict[str, Any] = json.loads(states[lane])
-        return {"ended": found["ended"], "state": found["state"]}
+        content: dict[str, Any] = json.loads(states[lane])
+        return {"ended": content["ended"], "state": content["state"]}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"not the state of an iterator: {states[lane]!r}") from error
 

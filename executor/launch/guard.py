@@ -72,11 +72,11 @@ def quiet_terminal() -> None:
 def kill_leftovers(group: int) -> None:
     """Kill what is left: the command's group, and orphans that came to this process."""
     until = time.monotonic() + LOST_S
-    own = f"/proc/self/task/{os.getpid()}/children"
+    children_file = f"/proc/self/task/{os.getpid()}/children"
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
-        with contextlib.suppress(OSError), open(own) as file:
+        with contextlib.suppress(OSError), open(children_file) as file:
             for pid in file.read().split():
                 with contextlib.suppress(OSError):
                     os.kill(int(pid), signal.SIGKILL)

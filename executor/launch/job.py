@@ -195,9 +195,9 @@ def sent(job: Job, python: str, *flags: str) -> list[str]:
 
 def reported(process: int, text: str) -> OutputLine:
     """A line of a process, or its guard's report of the exit code."""
-    told = text.startswith(guard.REPORT) and text[len(guard.REPORT) :]
-    if told and told.isdecimal():
-        return OutputLine(None, f"process {process} exited with {told}", (process, int(told)))
+    code = text.startswith(guard.REPORT) and text[len(guard.REPORT) :]
+    if code and code.isdecimal():
+        return OutputLine(None, f"process {process} exited with {code}", (process, int(code)))
     return OutputLine(process, text)
 
 

@@ -108,27 +108,27 @@ class _Watch:
     def run(self) -> None:
         """Until all have ended, by themselves or not."""
         tell_at = kill_at = drop_at = float("inf")
-        told = killed = False
+        stopping = killed = False
         while len(self.codes) < len(self.tasks):
             idle = not self._next()
             now = time.monotonic()
             if idle:
                 self._notice(now)
-            if not told:
+            if not stopping:
                 self.first = _choose(self.failures)
                 if self.first is not None and tell_at == float("inf"):
                     tell_at = now + self.job.grace_s
                 if self.stop.asked or now >= tell_at:
-                    told, kill_at = True, now + self.job.grace_s
+                    stopping, kill_at = True, now + self.job.grace_s
                     if self.stop.asked:
                         self.first, kill_at = None, now + self.job.stop_s
                     self._say("T")
-            if told and not killed and (now >= kill_at or self.stop.now):
+            if stopping and not killed and (now >= kill_at or self.stop.now):
                 killed, drop_at = True, now + LATE_S
                 self._say("K")
             if now >= drop_at:
                 return
-        if not told:
+        if not stopping:
             self.first = _choose(self.failures)
 
     def end(self) -> None:

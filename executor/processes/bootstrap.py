@@ -167,13 +167,13 @@ def addresses_of(coordinator: str) -> tuple[Address, ...]:
     """
     host, _, port = coordinator.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise HostError(
             f"the coordinator's name {host!r} has no address on {socket.gethostname()}: "
             f"{error.strerror}; use an address, or a name that every host resolves"
         ) from error
-    return tuple((family, (str(where[0]), int(where[1]))) for family, *_, where in found)
+    return tuple((family, (str(where[0]), int(where[1]))) for family, *_, where in infos)
 
 
 def bind_address(coordinator: str, addresses: Sequence[Address]) -> str:
@@ -229,15 +229,15 @@ def check_own_name(coordinator: str) -> None:
     collectives listen at the address of the host's name (accelerators do not care)."""
     host, name = coordinator.rpartition(":")[0].strip("[]"), socket.gethostname()
     try:
-        own = socket.gethostbyname(name)
+        address = socket.gethostbyname(name)
     except OSError:
         return
-    if ipaddress.ip_address(own).is_loopback and not is_loopback(host):
+    if ipaddress.ip_address(address).is_loopback and not is_loopback(host):
         log.warning(
             "this host's name %s resolves to %s: other hosts will not reach its CPU devices; give "
             "the name the host's address in /etc/hosts",
             name,
-            own,
+            address,
         )
 
 
@@ -268,8 +268,8 @@ def agree(plan: Plan) -> Plan:
     from jax.experimental import multihost_utils
 
     compare_settings()
-    mine = np.frombuffer(bytes.fromhex(plan.digest), np.uint8)
-    prints = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, mine.size)
+    digest = np.frombuffer(bytes.fromhex(plan.digest), np.uint8)
+    prints = np.asarray(multihost_utils.process_allgather(digest)).reshape(-1, digest.size)
     others = [k for k in range(len(prints)) if (prints[k] != prints[0]).any()]
     if not others:
         return plan
@@ -291,8 +291,8 @@ def share(plan: Plan | None) -> Plan:
     Raises:
         PlanMismatchError: process 0 has none.
     """
-    mine = "" if plan is None or jax.process_index() else plan.to_json()
-    text = mine if jax.process_count() == 1 else _broadcast(mine)
+    local_text = "" if plan is None or jax.process_index() else plan.to_json()
+    text = local_text if jax.process_count() == 1 else _broadcast(local_text)
     if not text:
         raise PlanMismatchError("share: process 0 has no plan; make or load one there")
     return plan_from_json(text, "the plan of process 0")
@@ -302,18 +302,18 @@ def _broadcast(text: str) -> str:
     """A text of process 0, in every process."""
     from jax.experimental import multihost_utils
 
-    mine = np.frombuffer(text.encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.asarray(mine.size)))
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.asarray(encoded.size)))
     padded = np.zeros(length, np.uint8)
     if jax.process_index() == 0:
-        padded[:] = mine
+        padded[:] = encoded
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
 
 
-def _difference(first: str, mine: str) -> str:
+def _difference(first: str, local_text: str) -> str:
     """The first line in which two plans differ, for people."""
     number = jax.process_index()
-    for left, right in zip(first.splitlines(), mine.splitlines(), strict=False):
+    for left, right in zip(first.splitlines(), local_text.splitlines(), strict=False):
         if left != right:
             return (
                 f"first difference: process 0 {left.strip()[:120]}, "

@@ -277,7 +277,7 @@ class Watch:
     def _ask(self) -> None:
         """Ask the others now and then. Who does not answer for half the deadline is named, who does
         not for all of it is lost. Time in which this process was frozen itself does not count."""
-        asked: dict[int, float] = {}
+        warned_at: dict[int, float] = {}
         pause, before = self.deadline_s / 8, time.monotonic()
         while not self.leaving:
             now = time.monotonic()
@@ -292,8 +292,8 @@ class Watch:
                 if silent > self.deadline_s:
                     self._stop(self.peers[number], f"it has not answered for {silent:.0f} s")
                     return
-                if silent > self.deadline_s / 2 and asked.get(number) != self.seen[number]:
-                    asked[number] = self.seen[number]
+                if silent > self.deadline_s / 2 and warned_at.get(number) != self.seen[number]:
+                    warned_at[number] = self.seen[number]
                     log.warning("%s has not answered for %.0f s", self.peers[number], silent)
                 line.send({"asks": self.me.process})
             time.sleep(pause)

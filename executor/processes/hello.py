@@ -48,12 +48,12 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
     if name is None:
         return b""
     try:
-        found = Path(environment[name]).expanduser().read_bytes().strip()
+        secret = Path(environment[name]).expanduser().read_bytes().strip()
     except OSError as error:
         raise HostError(f"{name}={environment[name]}: {error.strerror}") from error
-    if not found:
+    if not secret:
         raise HostError(f"{name}={environment[name]}: the file is empty; expected a secret")
-    return found
+    return secret
 
 
 def forget_secret(environment: Mapping[str, str]) -> None:
@@ -140,9 +140,9 @@ class Greeting:
         if first.get("job") != self.job:  # not ours: another job, or a port scan
             return False, None
         says, numbers = first.get("says"), (str(first.get("number")), new_number())
-        mine = self.says
-        shown = proof(self.secret, "listens", numbers, mine)
-        line.send({"job": self.job, "number": numbers[1], "says": mine, "proof": shown})
+        own_says = self.says
+        shown = proof(self.secret, "listens", numbers, own_says)
+        line.send({"job": self.job, "number": numbers[1], "says": own_says, "proof": shown})
         second = line.receive(LONGEST, until) or {}
         if not is_proof(second.get("proof"), self.secret, "joins", numbers, says):
             log.error("refused: somebody did not prove that it knows the job's secret")
@@ -169,8 +169,8 @@ class Greeting:
         if answer.get("job") != self.job:
             return None
         numbers = (number, str(answer.get("number")))
-        theirs = answer.get("says")
-        if not is_proof(answer.get("proof"), self.secret, "listens", numbers, theirs):
+        peer_says = answer.get("says")
+        if not is_proof(answer.get("proof"), self.secret, "listens", numbers, peer_says):
             line.connection.close()
             raise HostError(
                 f"who listens at {where} does not know the secret of this job; give all "
@@ -182,4 +182,4 @@ class Greeting:
             return None
         if verdict.get("refused") is not None:
             raise HostError(f"refused by process 0: {verdict['refused']}")
-        return read_peer(theirs, 1)
+        return read_peer(peer_says, 1)

@@ -64,12 +64,12 @@ class Meetings:
         self.pieces: dict[tuple[int, int], list[str]] = defaultdict(list)
         self.came: dict[int, dict[int, Any]] = defaultdict(dict)
 
-    def meet(self, name: str, mine: Any, judge: Judge) -> Any:
+    def meet(self, name: str, value: Any, judge: Judge) -> Any:
         """What ``judge`` answers in process 0, in every process.
 
         Args:
             name: what this process is about to do.
-            mine: this process's value, JSON.
+            value: this process's value, JSON.
             judge: run in process 0 only.
 
         Raises:
@@ -79,13 +79,13 @@ class Meetings:
         number, self.count = self.count, self.count + 1
         others = self.room.peers.keys() - {self.room.me.process}
         if self.room.me.process:
-            self._send(0, number, name, {"name": name, "value": mine})
+            self._send(0, number, name, {"name": name, "value": value})
             answer = self._wait(number, {0}, name)[0]
         else:
             for process in others:
                 self.room.tell(process, {"meet": number, **self._halts(name)})
             came = self._wait(number, set(others), name)
-            answer = self._judged({0: {"name": name, "value": mine}, **came}, judge)
+            answer = self._judged({0: {"name": name, "value": value}, **came}, judge)
             self.progress.clear()
             for process in others:
                 self._send(process, number, name, answer)
@@ -117,8 +117,8 @@ class Meetings:
         with self.changed:
             self.changed.notify_all()
 
-    def _judged(self, told: dict[int, Any], judge: Judge) -> dict[str, Any]:
-        values = [told[k] for k in sorted(told)]
+    def _judged(self, entries: dict[int, Any], judge: Judge) -> dict[str, Any]:
+        values = [entries[k] for k in sorted(entries)]
         others = [k for k, v in enumerate(values) if v["name"] != values[0]["name"]]
         if others:
             return {
@@ -163,34 +163,34 @@ def open_meetings(meetings: Meetings | None) -> None:
     _meetings = meetings
 
 
-def meet(name: str, mine: Any, judge: Judge) -> Any:
+def meet(name: str, value: Any, judge: Judge) -> Any:
     """As ``Meetings.meet``, over what connects the processes of this job. With one process the
     answer is that of ``judge``."""
     if jax.process_count() == 1:
-        return judge([mine])
+        return judge([value])
     if _meetings is not None:
-        return _meetings.meet(name, mine, judge)
-    told = [json.loads(x) for x in gathered(json.dumps({"name": name, "value": mine}).encode())]
-    names = [x["name"] for x in told]
+        return _meetings.meet(name, value, judge)
+    entries = [json.loads(x) for x in gathered(json.dumps({"name": name, "value": value}).encode())]
+    names = [x["name"] for x in entries]
     if len(set(names)) > 1:
         raise ProcessMismatchError(
             "processes do different things: "
             + ", ".join(f"process {k}: {text}" for k, text in enumerate(names))
         )
-    return judge([x["value"] for x in told])
+    return judge([x["value"] for x in entries])
 
 
-def gathered(mine: bytes) -> list[bytes]:
+def gathered(content: bytes) -> list[bytes]:
     """The bytes of every process, by a collective over one device of each: processes may have
     different numbers of devices."""
-    lengths = _gather(np.asarray([len(mine)], np.int32))[:, 0]
+    lengths = _gather(np.asarray([len(content)], np.int32))[:, 0]
     padded = np.zeros(max(1, int(lengths.max())), np.uint8)
-    padded[: len(mine)] = np.frombuffer(mine, np.uint8)
-    found = _gather(padded)
-    return [found[k, :n].tobytes() for k, n in enumerate(lengths)]
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    rows = _gather(padded)
+    return [rows[k, :n].tobytes() for k, n in enumerate(lengths)]
 
 
-def _gather(mine: Any) -> Any:
+def _gather(array: Any) -> Any:
     first: dict[int, jax.Device] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)
@@ -199,6 +199,6 @@ def _gather(mine: Any) -> Any:
     alike = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with jax.set_mesh(mesh), jax.transfer_guard("allow"):
         spread = jax.make_array_from_callback(
-            (len(first), *mine.shape), each, lambda _: mine[np.newaxis]
+            (len(first), *array.shape), each, lambda _: array[np.newaxis]
         )
         return np.asarray(jax.jit(lambda x: x, out_shardings=alike)(spread).addressable_data(0))

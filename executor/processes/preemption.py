@@ -142,11 +142,11 @@ class Stop:
             if self.agreement is not None:
                 threading.Thread(target=self.agreement.request, daemon=True).start()
 
-    def reached(self, made: int) -> bool:
+    def reached(self, step: int) -> bool:
         """Whether to stop after this step; asked before the first and after every one. If not, the
         next one is begun."""
         if not self.handles:
             return False
         if self.agreement is None:
             return self.came.is_set()
-        return self.agreement.reached((self.run, made))
+        return self.agreement.reached((self.run, step))

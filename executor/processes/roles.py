@@ -68,23 +68,23 @@ def read_role(
     >>> read_role({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}).source
     'OpenMPI'
     """
-    found = Role()
+    role = Role()
     given = (coordinator, processes, process)
     if any(x is None for x in given):
         for reader in READERS:
             read = reader(environment)
             if read is not None:
-                found = read
+                role = read
                 break
     if any(x is not None for x in given):
-        found = replace(
-            found,
-            coordinator=found.coordinator if coordinator is None else coordinator,
-            processes=found.processes if processes is None else processes,
-            process=found.process if process is None else process,
-            source="arguments" if found.source == Role.source else f"arguments, {found.source}",
+        role = replace(
+            role,
+            coordinator=role.coordinator if coordinator is None else coordinator,
+            processes=role.processes if processes is None else processes,
+            process=role.process if process is None else process,
+            source="arguments" if role.source == Role.source else f"arguments, {role.source}",
         )
-    return _checked(found)
+    return _checked(role)
 
 
 def _checked(role: Role) -> Role:
@@ -244,8 +244,8 @@ def _tf_config(env: Environment) -> Role | None:
         return None
     expected = 'expected {"cluster": {"worker": ["host:port"]}, "task": {"type": .., "index": ..}}'
     try:
-        told = json.loads(env["TF_CONFIG"])
-        cluster, task = told.get("cluster", {}), told.get("task", {})
+        config = json.loads(env["TF_CONFIG"])
+        cluster, task = config.get("cluster", {}), config.get("task", {})
         kind, index = str(task.get("type", "worker")), int(task.get("index", 0))
         lead = list(cluster.get("chief", cluster.get("master", [])))
         training = [*lead, *cluster.get("worker", [])]

@@ -79,7 +79,7 @@ def check_belongs(plan: Plan, program: Program) -> None:
         )
 
 
-def beside(plan: Plan, program: Program, found: Timed) -> Beside:
+def beside(plan: Plan, program: Program, timings: Timed) -> Beside:
     """Put what was measured of a program beside its plan.
 
     Collectives are matched by kind and line. Compilers replace one kind by another and join
@@ -101,7 +101,7 @@ def beside(plan: Plan, program: Program, found: Timed) -> Beside:
     measured: dict[tuple[str, str], list[float]] = {}
     lines: dict[str, list[float]] = {}
     computed = sent = 0.0
-    for name, seconds in found.seconds.items():
+    for name, seconds in timings.seconds.items():
         part = program.parts[name]
         line = part.line
         if line == NAMELESS and part.what.startswith(_ARGUMENT):
@@ -113,7 +113,7 @@ def beside(plan: Plan, program: Program, found: Timed) -> Beside:
             computed += seconds
             where = lines.setdefault(line, [0.0, 0.0])
         where[0] += seconds
-        where[1] += 0.0 if name.partition(".")[0].endswith("-done") else found.counts[name]
+        where[1] += 0.0 if name.partition(".")[0].endswith("-done") else timings.counts[name]
     rows = []
     for key in {**planned, **measured}:
         (then_s, then), (now_s, now) = (d.get(key, [0.0, 0.0]) for d in (planned, measured))
@@ -122,10 +122,10 @@ def beside(plan: Plan, program: Program, found: Timed) -> Beside:
     p = plan.prediction
     return Beside(
         program.name,
-        found.devices,
-        found.runs,
+        timings.devices,
+        timings.runs,
         plan.cluster,
-        found.step_s,
+        timings.step_s,
         p.step_s,
         computed,
         p.compute_s,

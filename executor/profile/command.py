@@ -75,40 +75,40 @@ def run_profile(options: argparse.Namespace) -> int:
     events = named(read_events(trace), program)
     measured = timed(events, program.name, frozenset(program.parts))
     check_belongs(plan, program)
-    found = beside(plan, program, measured)
+    report = beside(plan, program, measured)
     if options.json:
-        print(json.dumps(dataclasses.asdict(found), indent=1))
+        print(json.dumps(dataclasses.asdict(report), indent=1))
     else:
-        sys.stdout.write(profile_text(found) + "\n")
+        sys.stdout.write(profile_text(report) + "\n")
     return 0
 
 
 def _beside(folder: Path, name: str, option: str) -> Path:
-    found = sorted(folder.rglob(name), key=lambda p: p.stat().st_mtime)
-    if not found:
+    matches = sorted(folder.rglob(name), key=lambda p: p.stat().st_mtime)
+    if not matches:
         raise RequestError(f"{folder}: no {name}: give it by {option}")
-    return found[-1]
+    return matches[-1]
 
 
-def profile_text(found: Beside, width: int = 100) -> str:
+def profile_text(report: Beside, width: int = 100) -> str:
     """The comparison as plain text."""
-    return plain_text(_parts(found), width)
+    return plain_text(_parts(report), width)
 
 
-def _parts(found: Beside) -> Iterable[RenderableType]:
-    steps = f"{found.runs} step{'s' if found.runs > 1 else ''}"
-    yield f"{found.program}: {steps} on {found.devices} device{'s' if found.devices > 1 else ''}"
-    yield f"the plan: for {found.cluster}"
+def _parts(report: Beside) -> Iterable[RenderableType]:
+    steps = f"{report.runs} step{'s' if report.runs > 1 else ''}"
+    yield f"{report.program}: {steps} on {report.devices} device{'s' if report.devices > 1 else ''}"
+    yield f"the plan: for {report.cluster}"
     yield ""
     yield pairs(
         (
-            ("step", _both(found.planned_step_s, found.step_s)),
-            ("compute", _both(found.planned_compute_s, found.compute_s)),
-            ("collectives", _both(found.planned_collective_s, found.collective_s)),
+            ("step", _both(report.planned_step_s, report.step_s)),
+            ("compute", _both(report.planned_compute_s, report.compute_s)),
+            ("collectives", _both(report.planned_collective_s, report.collective_s)),
         )
     )
     table = new_table("collective", "line", "planned", ">runs", ">measured", ">runs", "caused by")
-    for row in found.collectives[:SHOWN]:
+    for row in report.collectives[:SHOWN]:
         add_row(
             table,
             row.kind,
@@ -119,13 +119,13 @@ def _parts(found: Beside) -> Iterable[RenderableType]:
             _count(row.measured_count),
             row.causes,
         )
-    yield from section(_title("collectives", len(found.collectives)), table)
+    yield from section(_title("collectives", len(report.collectives)), table)
     table = new_table("line", ">planned", ">measured", ">share", ">runs")
-    for row in found.lines[:SHOWN]:
-        share = percent_text(row.measured_s / found.compute_s) if found.compute_s else "-"
+    for row in report.lines[:SHOWN]:
+        share = percent_text(row.measured_s / report.compute_s) if report.compute_s else "-"
         times = _time(row.planned_s), _time(row.measured_s)
         add_row(table, row.line, *times, share, _count(row.measured_count))
-    yield from section(_title("compute by line", len(found.lines)), table)
+    yield from section(_title("compute by line", len(report.lines)), table)
 
 
 def _title(name: str, count: int) -> str:

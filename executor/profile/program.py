@@ -84,8 +84,8 @@ def read_program(text: str) -> Program:
     def inner_line(at: Instruction) -> str:
         """A fusion without a line: the last line inside."""
         inside = computations.get(at.attributes.get("calls", "").removeprefix("%"))
-        found = [line_of(x) for x in inside.instructions.values()] if inside else []
-        return next((line for line in reversed(found) if line != NAMELESS), NAMELESS)
+        inner_lines = [line_of(x) for x in inside.instructions.values()] if inside else []
+        return next((line for line in reversed(inner_lines) if line != NAMELESS), NAMELESS)
 
     parts = {OTHER: Part("", NAMELESS, "")}
     order: list[str] = []
@@ -135,8 +135,8 @@ def _is_users(path: str, home: str) -> bool:
     package = _PACKAGE.search(path)
     if package is not None:
         return package[1].removesuffix(".py") not in {*FRAMEWORKS, *ROOMS}
-    own = bool(home) and path.startswith(tuple(f"{home}/{room}/" for room in ROOMS))
-    return not (own or path.startswith("<") or _STANDARD.search(path))
+    internal = bool(home) and path.startswith(tuple(f"{home}/{room}/" for room in ROOMS))
+    return not (internal or path.startswith("<") or _STANDARD.search(path))
 
 
 def _frames(text: str, home: str) -> Iterator[tuple[int, str]]:
@@ -156,10 +156,10 @@ def _frames(text: str, home: str) -> Iterator[tuple[int, str]]:
     files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
     places: dict[int, str] = {}
     for k, row in tables.get("FileLocations", {}).items():
-        found = _fields(row)
-        path = files.get(found.get("file_name_id", 0), "")
+        location = _fields(row)
+        path = files.get(location.get("file_name_id", 0), "")
         if path and _is_users(path, home):
-            places[k] = f"{Path(path).name}:{found.get('line', 0)}"
+            places[k] = f"{Path(path).name}:{location.get('line', 0)}"
     frames = {k: _fields(row) for k, row in tables.get("StackFrames", {}).items()}
     for k in frames:
         at, seen = k, set()

@@ -61,13 +61,13 @@ def trace_file(folder: Path) -> Path:
     Raises:
         RequestError: there is none.
     """
-    found = sorted(folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-    if not found:
+    traces = sorted(folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+    if not traces:
         raise RequestError(
             f"{folder}: no trace (*.xplane.pb): give the folder of train(..., directory=..., "
             "profile=(first, last)), or of jax.profiler.trace"
         )
-    return found[-1]
+    return traces[-1]
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -82,38 +82,38 @@ def read_events(path: Path) -> Iterator[Event]:
         planes = list(data.planes)
     except Exception as error:  # of the library's own, without a common type
         raise RequestError(f"{path}: no trace of jax.profiler: {error}") from error
-    found = [list(_of_plane(plane)) for plane in planes if DEVICE.search(plane.name)]
-    if not any(found):
-        found = [list(_of_plane(plane)) for plane in planes if not DEVICE.search(plane.name)]
-    for events in found:
+    by_plane = [list(_of_plane(plane)) for plane in planes if DEVICE.search(plane.name)]
+    if not any(by_plane):
+        by_plane = [list(_of_plane(plane)) for plane in planes if not DEVICE.search(plane.name)]
+    for events in by_plane:
         yield from events
 
 
 def _of_plane(plane: Any) -> Iterator[Event]:
-    own = DEVICE.search(plane.name)
+    match = DEVICE.search(plane.name)
     by_line: dict[str, list[Event]] = {}
     for line in plane.lines:
-        made = (_event(event, dict(event.stats), own, line.name) for event in line.events)
-        by_line.setdefault(line.name, []).extend(e for e in made if e is not None)
+        parsed = (_event(event, dict(event.stats), match, line.name) for event in line.events)
+        by_line.setdefault(line.name, []).extend(e for e in parsed if e is not None)
     for name, events in by_line.items():
         if name == _OPS or not by_line.get(_OPS):
             yield from events
 
 
 def _event(
-    event: Any, stats: Mapping[str, Any], own: re.Match[str] | None, line: str
+    event: Any, stats: Mapping[str, Any], match: re.Match[str] | None, line: str
 ) -> Event | None:
     if "hlo_op" in stats:
         name = str(stats["hlo_op"])
-    elif own is not None and line == _OPS and (at := _INSTRUCTION.match(event.name)):
+    elif match is not None and line == _OPS and (at := _INSTRUCTION.match(event.name)):
         name = at[1]
     else:
         return None
-    device = int(own[1]) if own is not None else int(stats.get("device_ordinal", 0))
+    device = int(match[1]) if match is not None else int(stats.get("device_ordinal", 0))
     module = str(stats.get("hlo_module", ""))
     run = int(stats.get("run_id", 0))
     begun, spent = event.start_ns * 1e-9, event.duration_ns * 1e-9
-    kernel = "" if own is None or line == _OPS else event.name
+    kernel = "" if match is None or line == _OPS else event.name
     return Event(name, module, device, run, begun, spent, kernel)
 
 

@@ -81,7 +81,7 @@ class CompiledStep:
         on_mesh = functools.partial(named_sharding, self.mesh, axes=axes)
         ins = [on_mesh(leaf.spec, away.get(leaf.memory)) for leaf in plan.inputs]
         outs = [on_mesh(leaf.spec, away.get(leaf.memory)) for leaf in plan.outputs]
-        kept = [
+        hosted = [
             (on_mesh(leaf.spec), leaf.fetched) if leaf.memory in away else None
             for leaf in plan.inputs
         ]
@@ -106,7 +106,7 @@ class CompiledStep:
             ]
             if tree != traced.in_tree or got != expected:
                 raise ShapesChangedError
-            given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, kept, strict=True)]
+            given = [x if k is None else Kept(x, *k) for x, k in zip(leaves, hosted, strict=True)]
             walk = LoweredStep(kinds, lowered, decided, sources).known_as(given, ins)
             flat = walk.run(traced.jaxpr, given)
             result = jax.tree_util.tree_unflatten(traced.out_tree, returned(flat, left))
@@ -213,8 +213,8 @@ class CompiledStep:
     @property
     def program(self) -> jax.stages.Compiled | None:
         """The compiled program; None before the first step."""
-        found: jax.stages.Compiled | None = self._program
-        return found
+        compiled: jax.stages.Compiled | None = self._program
+        return compiled
 
     @property
     def text(self) -> str:

@@ -16,7 +16,7 @@ def follow(
     leader: CompiledStep,
     options: Mapping[str, Any],
     args: Sequence[Any],
-    own: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to plan a step with so that it fits a step that is planned already.
 
@@ -24,7 +24,7 @@ def follow(
         leader: that step, built.
         options: what that step was planned with.
         args: the arguments of the step to plan, arrays or ShapeDtypeStructs.
-        own: what is asked for the step to plan; what is not there is taken from ``options``.
+        overrides: what is asked for the step to plan; what is not there is taken from ``options``.
 
     Returns:
         The arguments as ShapeDtypeStructs: those that are on the leader's devices with the sharding
@@ -55,6 +55,6 @@ def follow(
         weak = bool(getattr(x, "weak_type", False))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
-    taken = {name: value for name, value in options.items() if name != "offload"} | dict(own)
+    taken = {name: value for name, value in options.items() if name != "offload"} | dict(overrides)
     taken["mesh"] = leader.plan.mesh
     return tuple(jax.tree_util.tree_map_with_path(marked, tuple(args))), taken

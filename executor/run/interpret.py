@@ -222,9 +222,9 @@ class ConstrainedStep(Walk[Any]):
         """``value`` under ``sharding``; asked again it is the same value, resharded once."""
         known = self.known.get((id(value), sharding))
         if known is None:
-            made = jax.lax.with_sharding_constraint(value, sharding)
-            known = self.known[id(value), sharding] = (value, made)
-            self.held[id(made)] = (made, sharding)
+            resharded = jax.lax.with_sharding_constraint(value, sharding)
+            known = self.known[id(value), sharding] = (value, resharded)
+            self.held[id(resharded)] = (resharded, sharding)
         return known[1]
 
     def held_as(self, values: Sequence[Any]) -> list[jax.sharding.NamedSharding | None]:
@@ -269,11 +269,13 @@ class ConstrainedStep(Walk[Any]):
         ins = in_bounds(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)])
         if name == "fft":  # XLA:CPU may give it the layout of a collective, and then refuses that
             ins = [compat.row_major(x) for x in ins]
-        made = [self.at(op, "made", k, x) for k, x in enumerate(compat.evaluate_equation(eqn, ins))]
-        for k in range(len(made) if self.decided else 0):
+        results = [
+            self.at(op, "made", k, x) for k, x in enumerate(compat.evaluate_equation(eqn, ins))
+        ]
+        for k in range(len(results) if self.decided else 0):
             if (op, k) in self.decided:
-                made[k] = self.decided[op, k](made[k])
-        outs = [self.at(op, "out", k, x) for k, x in enumerate(made)]
+                results[k] = self.decided[op, k](results[k])
+        outs = [self.at(op, "out", k, x) for k, x in enumerate(results)]
         if name == "broadcast_in_dim" and np.size(ins[0]) < outs[0].size:
             self.spread[id(outs[0])] = Spread(outs[0], eqn, ins[0])
         if name in REPEATABLE:
@@ -371,13 +373,13 @@ class ConstrainedStep(Walk[Any]):
 
     def repeated(self, borders: Sequence[int], ins: Sequence[Any]) -> dict[int, Spread]:
         """Of the constants of a loop the broadcasts, but for those that the plan gathers."""
-        found = {}
+        broadcasts = {}
         for k, (op, x) in enumerate(zip(borders, ins, strict=False)):
             how, (held,) = self.spread.get(id(x)), self.held_as([x])
             said = [self.shardings.get((op, slot, 0)) for slot in STAGES["in"]]
             if how is not None and all(is_slice(held, s) for s in said):
-                found[k] = how
-        return found
+                broadcasts[k] = how
+        return broadcasts
 
     def iteration(
         self, body: Body, entering: Sequence[int], stacks: bool, small: Mapping[int, Spread]
@@ -390,8 +392,8 @@ class ConstrainedStep(Walk[Any]):
         def inside(args: Sequence[Any]) -> list[Any]:
             ops, args = body.args(entering), list(args)
             for n, (_, eqn, _) in spread.items():
-                source, (made,) = args[n], compat.evaluate_equation(eqn, [args[n]])
-                args[n] = self.at(ops[n], "in", 0, made)
+                source, (broadcast,) = args[n], compat.evaluate_equation(eqn, [args[n]])
+                args[n] = self.at(ops[n], "in", 0, broadcast)
                 self.spread[id(args[n])] = Spread(args[n], eqn, source)
             args = [self.at(op, "out", 0, x) for op, x in zip(ops, args, strict=True)]
             outs = self.run(body.jaxpr, args)

@@ -134,7 +134,7 @@ def _scatters(
     """Products whose partial sums the plan reduce-scatters; ``tables``: gradients of tables as
     well. XLA:GPU reduces those whole where shards lie along two mesh axes, XLA:TPU has layouts of
     its own for them (``table_gradients``)."""
-    found = {}
+    scatters = {}
     transposes = read_by_transposes(traced.graph)
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
@@ -165,23 +165,30 @@ def _scatters(
         ]
         if len(ins) < len(given):
             continue
-        out, made = speller.spec(want, rank), speller.spec(whole, rank)
+        out, whole_spec = speller.spec(want, rank), speller.spec(whole, rank)
         local, sums = LOCAL[op.kind](eqn.params, *ins)
-        own = tuple(tuple(x for x in e if x in sums) for e in out)
+        scatter_spec = tuple(tuple(x for x in e if x in sums) for e in out)
         # what splits the operands splits the result, and partial sums are scattered inside that
-        inside = all(e == m + s for e, m, s in zip(out, made, own, strict=True))
-        if local is None or tuple(local[d] for d in order) != made or not any(own) or not inside:
+        inside = all(e == m + s for e, m, s in zip(out, whole_spec, scatter_spec, strict=True))
+        if (
+            local is None
+            or tuple(local[d] for d in order) != whole_spec
+            or not any(scatter_spec)
+            or not inside
+        ):
             continue
-        whole_sums = sums.difference(*own)
+        whole_sums = sums.difference(*scatter_spec)
         summed = tuple(x for entry in ins[0] for x in entry if x in whole_sums)
         rest: tuple[Spec, ...] = ((),) * (len(eqn.in_avals) - end)
         front: frozenset[str] = frozenset()
         if not tables:
             aval = eqn.out_avals[0]
             shape = [aval.shape[d] for d in order]
-            front = in_front(shape, out, own, aval.dtype.itemsize, sizes)
-        found[op.index] = Scatter(transpose, order, (*ins, *rest), out, own, summed, front)
-    return found
+            front = in_front(shape, out, scatter_spec, aval.dtype.itemsize, sizes)
+        scatters[op.index] = Scatter(
+            transpose, order, (*ins, *rest), out, scatter_spec, summed, front
+        )
+    return scatters
 
 
 def table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
@@ -193,12 +200,12 @@ def table_gradients(traced: Traced, plan: Plan) -> frozenset[int]:
     for c in plan.constraints:
         op = graph.ops[c.op]
         if c.slot == "out" and op.kind.startswith("scatter"):
-            made, dims = graph.values[op.outputs[c.position]], c.spec.dims
-            split = dims[len(made.shape) - 1] if len(dims) == len(made.shape) else ()
-            row = made.shape[-1] // math.prod(map(plan.mesh.size, split))
+            output, dims = graph.values[op.outputs[c.position]], c.spec.dims
+            split = dims[len(output.shape) - 1] if len(dims) == len(output.shape) else ()
+            row = output.shape[-1] // math.prod(map(plan.mesh.size, split))
             eqn = traced.eqns[op.index]
             batched = eqn and eqn.params["dimension_numbers"].operand_batching_dims
-            if not batched and made.role is Role.GRADIENT and row % LANES == 0:
+            if not batched and output.role is Role.GRADIENT and row % LANES == 0:
                 out.add(op.index)
     return frozenset(out)
 
@@ -330,11 +337,11 @@ class LoweredStep(ConstrainedStep):
         known = self.known.get((id(value), sharding))
         if before is None or known is not None:
             return super().constrained(value, sharding)
-        made = value
+        staged = value
         for stage in stages(before[1], sharding, value.shape, self.lowered.joined):
-            made = super().constrained(made, stage)
-        self.known[id(value), sharding] = (value, made)
-        return made
+            staged = super().constrained(staged, stage)
+        self.known[id(value), sharding] = (value, staged)
+        return staged
 
     def operation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation; a scattered product is evaluated together with its transpose."""
@@ -363,19 +370,19 @@ class LoweredStep(ConstrainedStep):
             return results
         self.step(name)
         ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
-        made = scattered(eqn, ins, how, self.lowered.mesh)
+        product = scattered(eqn, ins, how, self.lowered.mesh)
         out = NamedSharding(self.lowered.mesh, partition_spec(how.out))
-        return [super().constrained(made, out)]
+        return [super().constrained(product, out)]
 
     def plain(self, x: Any) -> Any:
         """``x`` in the default layout, said of each shard: of the whole array the compiler gathers
         what is split along two dimensions before it holds it to a layout."""
         sharding = self.held[id(x)][1]
         spec = sharding.spec
-        made = jax.shard_map(
+        laid_out = jax.shard_map(
             compat.row_major, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )(x)
-        return super().constrained(made, sharding)
+        return super().constrained(laid_out, sharding)
 
     def turned(self, eqn: Any, op: int, ins: list[Any], how: Turned) -> Any:
         """The result of a product, computed without the transpose beside it."""
@@ -383,14 +390,14 @@ class LoweredStep(ConstrainedStep):
         ins = self.fetched(ins)
         if how.operand >= 0:
             ins[how.operand] = self.turns[id(ins[how.operand])][1]
-        made = multiplied(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)], how)
-        return self.at(op, "out", 0, self.at(op, "made", 0, made))
+        product = multiplied(eqn, [self.at(op, "in", k, x) for k, x in enumerate(ins)], how)
+        return self.at(op, "out", 0, self.at(op, "made", 0, product))
 
     def on_shards(self, eqn: Any, ins: list[Any]) -> list[Any]:
         """The results of a ``shard_map``, on this mesh where it has the axes of the user's."""
-        shape, theirs = self.lowered.mesh.shape, eqn.params["mesh"]
+        shape, user_mesh = self.lowered.mesh.shape, eqn.params["mesh"]
         if all(shape.get(name) == size for name, size in region_axes(eqn).items() if size > 1):
-            abstract = getattr(theirs, "abstract_mesh", theirs)
+            abstract = getattr(user_mesh, "abstract_mesh", user_mesh)
             eqn = eqn.replace(params={**eqn.params, "mesh": abstract})
         return super().on_shards(eqn, ins)
 
@@ -398,7 +405,7 @@ class LoweredStep(ConstrainedStep):
         """The results of a kernel that runs on shards."""
         self.step(eqn.primitive.name)
         ins = [self.at(op, "in", k, x) for k, x in enumerate(self.fetched(ins))]
-        made = self.lowered.kernels[op].run(eqn, ins, self.lowered.mesh)
+        results = self.lowered.kernels[op].run(eqn, ins, self.lowered.mesh)
         for slot in RESULTS:
-            made = [self.at(op, slot, k, x) for k, x in enumerate(made)]
-        return made
+            results = [self.at(op, slot, k, x) for k, x in enumerate(results)]
+        return results

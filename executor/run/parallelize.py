@@ -229,8 +229,8 @@ class Parallelized:
         with announced(f"planning {self.__name__} for {options['cluster']}"):
             plan = make_plan(function, *given, donate_argnums=bound.donated, **options)
         plan = agree(plan)
-        told = [line for line in plan.notes if NOT_SPLIT in line or OVER in line]
-        for line in (*told, *in_vain(plan)):
+        notes = [line for line in plan.notes if NOT_SPLIT in line or OVER in line]
+        for line in (*notes, *in_vain(plan)):
             log.warning("%s: %s", self.__name__, line)
         if plan.recipe != PLAIN:
             self._tell(plan, options)

@@ -23,9 +23,9 @@ class _Made:
     rebuild: Callable[[Sequence[Any]], Any]
 
     @staticmethod
-    def of(made: Any) -> _Made:
+    def of(state: Any) -> _Made:
         """Take it apart; NNX objects by their States, so that what they share stays shared."""
-        pure, graph, _ = nnx_graph.split(made)
+        pure, graph, _ = nnx_graph.split(state)
         leaves, tree = jax.tree_util.tree_flatten(pure)
         arrays = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
@@ -77,15 +77,15 @@ def init(
             f"init: make_state is a {type(make_state).__name__}; expected a function without "
             "arguments that makes the state, so that no device holds all of it"
         )
-    found: list[_Made] = []
+    states: list[_Made] = []
 
     def shapes() -> list[Any]:
-        found.append(_Made.of(make_state()))
-        return found[-1].arrays
+        states.append(_Made.of(make_state()))
+        return states[-1].arrays
 
     abstract = jax.eval_shape(shapes)
-    made = found[-1]
-    first = made.rebuild(abstract)
+    state = states[-1]
+    first = state.rebuild(abstract)
     if unpack and not isinstance(first, tuple):
         raise RequestError(
             f"init: unpack=True, but make_state gives a {type(first).__name__}; expected a tuple "
@@ -106,4 +106,4 @@ def init(
     shardings = {id(leaf): sharding for leaf, sharding in zip(leaves, planned, strict=True)}
     whole = NamedSharding(compiled.mesh, PartitionSpec())
     out = [shardings.get(id(x), whole) for x in abstract]
-    return made.rebuild(jax.jit(lambda: _Made.of(make_state()).arrays, out_shardings=out)())
+    return state.rebuild(jax.jit(lambda: _Made.of(make_state()).arrays, out_shardings=out)())

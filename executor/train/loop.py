@@ -144,37 +144,39 @@ def train(
         stack.enter_context(meter.opened())
         stack.callback(_close, source)
         trace = stack.enter_context(_Profile(profile, folder, step, done))
-        made = done
-        if made < steps and stop.reached(made):
+        step_number = done
+        if step_number < steps and stop.reached(step_number):
             raise PreemptedError(AGAIN)
-        for made, batch in enumerate(itertools.islice(source, max(0, steps - done)), done + 1):
-            trace.before(made, state)
-            with jax.profiler.StepTraceAnnotation("train", step_num=made):
+        for step_number, batch in enumerate(
+            itertools.islice(source, max(0, steps - done)), done + 1
+        ):
+            trace.before(step_number, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step_number):
                 state, metrics = _pair(step(state, batch))
-            trace.after(made, state)
-            meter.add(made, metrics, state)
-            last = made == steps
-            stopped = not last and stop.reached(made)
-            saves = stopped or last or made % save_every == 0
-            if saves or made % log_every == 0:
+            trace.after(step_number, state)
+            meter.add(step_number, metrics, state)
+            last = step_number == steps
+            stopped = not last and stop.reached(step_number)
+            saves = stopped or last or step_number % save_every == 0
+            if saves or step_number % log_every == 0:
                 meter.flush(state)
             if checkpoints is not None and saves:
-                _save(checkpoints, made, state, step, source)
+                _save(checkpoints, step_number, state, step, source)
             if stopped:
                 raise PreemptedError(AGAIN)
-            if evaluate is not None and (last or made % evaluate_every == 0):
-                meter.evaluated(made, evaluate(state))
-        if made < steps:
-            log.warning("the batches ended after step %d of %d", made, steps)
-        if made < steps and jax.process_count() > 1:
-            meet(f"end of the data after step {made}", None, len)
+            if evaluate is not None and (last or step_number % evaluate_every == 0):
+                meter.evaluated(step_number, evaluate(state))
+        if step_number < steps:
+            log.warning("the batches ended after step %d of %d", step_number, steps)
+        if step_number < steps and jax.process_count() > 1:
+            meet(f"end of the data after step {step_number}", None, len)
         meter.flush(state)
-        if done < made < steps:  # the batches ended first
-            if checkpoints is not None and made not in checkpoints.steps:
-                _save(checkpoints, made, state, step, source)
-            if evaluate is not None and made % evaluate_every:
-                meter.evaluated(made, evaluate(state))
-        return Trained(state, made, meter.latest, meter.conclude())
+        if done < step_number < steps:  # the batches ended first
+            if checkpoints is not None and step_number not in checkpoints.steps:
+                _save(checkpoints, step_number, state, step, source)
+            if evaluate is not None and step_number % evaluate_every:
+                meter.evaluated(step_number, evaluate(state))
+        return Trained(state, step_number, meter.latest, meter.conclude())
 
 
 def mean_metrics(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -> dict[str, float]:
@@ -183,10 +185,12 @@ def mean_metrics(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -
     Raises:
         RequestError: there are no batches, or a metric is no scalar.
     """
-    found = [named_scalars(m) for m in jax.device_get([step(state, batch) for batch in batches])]
-    if not found:
+    batch_metrics = [
+        named_scalars(m) for m in jax.device_get([step(state, batch) for batch in batches])
+    ]
+    if not batch_metrics:
         raise RequestError("no batches to evaluate on")
-    return {name: float(np.mean([m[name] for m in found])) for name in found[0]}
+    return {name: float(np.mean([m[name] for m in batch_metrics])) for name in batch_metrics[0]}
 
 
 def _check(
@@ -197,8 +201,8 @@ def _check(
     profile: tuple[int, int] | None,
     directory: Any,
 ) -> None:
-    told = {"save_every": save_every, "log_every": log_every, "evaluate_every": evaluate_every}
-    for name, value in told.items():
+    intervals = {"save_every": save_every, "log_every": log_every, "evaluate_every": evaluate_every}
+    for name, value in intervals.items():
         if value < 1:
             raise RequestError(f"{name}={value}: expected at least 1")
     if steps < 0:
@@ -231,8 +235,8 @@ def _compare(source: Iterator[Any], **options: Any) -> None:
     if jax.process_count() == 1:
         return
     compare_settings()
-    told = [Fingerprint(f"{k}={v}", f"{k}={v} of train") for k, v in options.items()]
-    compare_parts("train", {"train": told})
+    fingerprints = [Fingerprint(f"{k}={v}", f"{k}={v} of train") for k, v in options.items()]
+    compare_parts("train", {"train": fingerprints})
     if isinstance(source, Batches | Streams):
         source.compare()
 
@@ -274,21 +278,21 @@ def _prepared(step: Any, state: Any, source: Iterator[Any]) -> tuple[Iterator[An
 
 def _done(checkpoints: Checkpoints) -> int:
     """The step of the last checkpoint, 0 if there is none; the same in every process."""
-    mine = checkpoints.steps[-1] if checkpoints.steps else 0
+    last_step = checkpoints.steps[-1] if checkpoints.steps else 0
     if jax.process_count() == 1:
-        return mine
+        return last_step
     from jax.experimental import multihost_utils
 
     from executor.checkpoint import CheckpointError
 
-    found = np.asarray(multihost_utils.process_allgather(np.asarray(mine))).reshape(-1)
-    if len(set(found.tolist())) > 1:
-        told = ", ".join(f"process {k}: {step}" for k, step in enumerate(found.tolist()))
+    last_steps = np.asarray(multihost_utils.process_allgather(np.asarray(last_step))).reshape(-1)
+    if len(set(last_steps.tolist())) > 1:
+        text = ", ".join(f"process {k}: {step}" for k, step in enumerate(last_steps.tolist()))
         raise CheckpointError(
-            f"processes see different last checkpoints in {checkpoints.directory} ({told}); the "
+            f"processes see different last checkpoints in {checkpoints.directory} ({text}); the "
             "folder must be the same for all, on a file system that they share"
         )
-    return mine
+    return last_step
 
 
 def _resumed(
@@ -310,11 +314,11 @@ def _resumed(
 
 
 def _save(
-    checkpoints: Checkpoints, made: int, state: Any, step: Any, source: Iterator[Any]
+    checkpoints: Checkpoints, step_number: int, state: Any, step: Any, source: Iterator[Any]
 ) -> None:
     extra = {"position": asdict(source.position)} if isinstance(source, Batches | Streams) else {}
     plan = getattr(step, "plan", None)
-    checkpoints.save(made, arrays_of(state), plan=plan, extra=extra)
+    checkpoints.save(step_number, arrays_of(state), plan=plan, extra=extra)
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
@@ -337,16 +341,16 @@ class _Profile:
         self.folder, self.step = folder, step
         self.running = False
 
-    def before(self, made: int, state: Any) -> None:
+    def before(self, step_number: int, state: Any) -> None:
         """Begin, if this is the first step to trace."""
-        if made == self.first and self.folder is not None:
+        if step_number == self.first and self.folder is not None:
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(self.folder / "profile"))
             self.running = True
 
-    def after(self, made: int, state: Any) -> None:
+    def after(self, step_number: int, state: Any) -> None:
         """End, if this was the last."""
-        if self.running and made == self.last:
+        if self.running and step_number == self.last:
             jax.block_until_ready(state)
             self.__exit__()
 

@@ -86,10 +86,10 @@ class Meter:
     def opened(self) -> Iterator[Meter]:
         """Draw the bar; drop lines of the file that are of steps which are made again."""
         if self.path is not None and self.evaluations is not None:
-            kept = [m for m in self._keep(self.path) if _number(m.get("loss"))]
-            if kept:
-                self._first = float(kept[0]["loss"])
-                self._lowest = min(float(m["loss"]) for m in kept)
+            rows = [m for m in self._keep(self.path) if _number(m.get("loss"))]
+            if rows:
+                self._first = float(rows[0]["loss"])
+                self._lowest = min(float(m["loss"]) for m in rows)
             self._keep(self.evaluations)
         if not self.show:
             yield self
@@ -137,14 +137,14 @@ class Meter:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and show the metrics of an evaluation."""
-        found = {f"eval/{name}": float(value) for name, value in metrics.items()}
+        scalars = {f"eval/{name}": float(value) for name, value in metrics.items()}
         if self.evaluations is not None:
-            self._append(self.evaluations, [(step, found)])
+            self._append(self.evaluations, [(step, scalars)])
         for tell in self.told:
-            tell(step, found)
+            tell(step, scalars)
         if self.show:
-            told = "  ".join(f"{n} {v:.5g}" for n, v in found.items())
-            print(f"step {step}  {told}", flush=True)
+            text = "  ".join(f"{n} {v:.5g}" for n, v in scalars.items())
+            print(f"step {step}  {text}", flush=True)
 
     def _write(self, lines: list[tuple[int, dict[str, float]]]) -> None:
         if self.path is not None:
@@ -154,10 +154,10 @@ class Meter:
         """Opened before the check: whoever takes over puts another file in place of this one, so
         that nothing written after the check is in it."""
         with open(path, "a", encoding="utf-8") as file:
-            told = "" if self.owner is None else str(self.owner.me)
+            owner = "" if self.owner is None else str(self.owner.me)
             if self.owner is not None:
                 self.owner.check()
-            file.write("".join(_line(s, m, told) for s, m in lines))
+            file.write("".join(_line(s, m, owner) for s, m in lines))
 
     def _keep(self, path: Path) -> list[dict[str, Any]]:
         """Drop the lines of steps that are made again. An earlier owner's unfinished file goes
@@ -201,31 +201,31 @@ class Meter:
         if len(self._step_s) < 2:
             return {}
         times = np.asarray(self._step_s[1:])
-        found = {
+        scalars = {
             "step_s/median": float(np.median(times)),
             "step_s/p90": float(np.quantile(times, 0.9)),
             "step_s/max": float(times.max()),
         }
         if (speed := self._speed()) is not None:
-            found["step_s/planned"] = speed.predicted_s
-            found["memory/planned_bytes"] = speed.peak_bytes
+            scalars["step_s/planned"] = speed.predicted_s
+            scalars["memory/planned_bytes"] = speed.peak_bytes
         if peak := peak_memory():
-            found["memory/peak_bytes"] = peak
-        return found
+            scalars["memory/peak_bytes"] = peak
+        return scalars
 
     def conclude(self) -> dict[str, float]:
         """The summary, printed where the run is shown."""
-        found = self.summary()
-        if self.show and found:
-            median, p90, most = (found[f"step_s/{name}"] for name in ("median", "p90", "max"))
-            told = f"step time {time_text(median)} median, {time_text(p90)} 90th percentile, "
-            told += f"{time_text(most)} at most"
-            if "step_s/planned" in found:
-                told += f" (planned {time_text(found['step_s/planned'])})"
-            if "memory/peak_bytes" in found:
-                told += f"; memory {bytes_text(found['memory/peak_bytes'])} at the peak"
-            print(told, flush=True)
-        return found
+        scalars = self.summary()
+        if self.show and scalars:
+            median, p90, most = (scalars[f"step_s/{name}"] for name in ("median", "p90", "max"))
+            text = f"step time {time_text(median)} median, {time_text(p90)} 90th percentile, "
+            text += f"{time_text(most)} at most"
+            if "step_s/planned" in scalars:
+                text += f" (planned {time_text(scalars['step_s/planned'])})"
+            if "memory/peak_bytes" in scalars:
+                text += f"; memory {bytes_text(scalars['memory/peak_bytes'])} at the peak"
+            print(text, flush=True)
+        return scalars
 
     def _look(self, lines: list[tuple[int, dict[str, float]]]) -> None:
         """Warn, in process 0 and once each, of metrics that are not finite, and of a loss that had
@@ -268,8 +268,8 @@ def _number(x: Any) -> bool:
 
 def _line(step: int, metrics: Mapping[str, float], owner: str) -> str:
     """One line of JSON, which knows no NaN: null stands for it."""
-    told = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    return json.dumps({"step": step, **({"owner": owner} if owner else {}), **told}) + "\n"
+    fields = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps({"step": step, **({"owner": owner} if owner else {}), **fields}) + "\n"
 
 
 def named_scalars(metrics: Any) -> dict[str, float]:
@@ -281,7 +281,7 @@ def named_scalars(metrics: Any) -> dict[str, float]:
     Raises:
         RequestError: a leaf is no scalar, no real number, or has the name of another.
     """
-    found: dict[str, float] = {}
+    scalars: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "loss"
         if np.size(leaf) != 1:
@@ -289,11 +289,11 @@ def named_scalars(metrics: Any) -> dict[str, float]:
                 f"metric {name} has shape {np.shape(leaf)}, expected a scalar; let the step return "
                 "(state, metrics) with metrics a pytree of scalars"
             )
-        if name in found or np.iscomplexobj(leaf):
-            why = "there is another of that name" if name in found else "it is complex"
+        if name in scalars or np.iscomplexobj(leaf):
+            why = "there is another of that name" if name in scalars else "it is complex"
             raise RequestError(f"metric {name}: {why}; expected real scalars of different names")
-        found[name] = float(np.asarray(leaf, np.float64).reshape(()))
-    return found
+        scalars[name] = float(np.asarray(leaf, np.float64).reshape(()))
+    return scalars
 
 
 def _where(state: Any, step: int) -> str:
@@ -321,13 +321,13 @@ def _keep_until(
     whole, by way of ``fresh``, after a check."""
     if not path.exists():
         return []
-    kept = []
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
             metrics = json.loads(line)
             if metrics["step"] <= done:
-                kept.append(metrics)
-    fresh.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
+                rows.append(metrics)
+    fresh.write_text("".join(json.dumps(m) + "\n" for m in rows), encoding="utf-8")
     check()
     fresh.replace(path)
-    return kept
+    return rows

@@ -37,30 +37,30 @@ def train_options(folder: str | Path = ".") -> dict[str, Any]:
     Raises:
         RequestError: the file can't be read, an option is unknown, or a value is none of its kind.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     config = find_config(Path(folder).absolute())
     if config is not None:
         path, table = config
         for key in (key for key, value in table.items() if isinstance(value, dict)):
             check_table(key, path, [entry.name for entry in (*PLANNER, *EXECUTOR)])
-        own = table.get("train", {})
-        if not isinstance(own, dict):
-            raise RequestError(f"{path}: train: expected a table of options, got {own!r}")
-        for key, value in own.items():
+        section = table.get("train", {})
+        if not isinstance(section, dict):
+            raise RequestError(f"{path}: train: expected a table of options, got {section!r}")
+        for key, value in section.items():
             name = key.replace("-", "_")
-            found[name] = _checked(name, value, f"{path}: [train]")
+            options[name] = _checked(name, value, f"{path}: [train]")
     for name in (*KINDS, "profile"):
         text = os.environ.get(f"{PREFIX}TRAIN_{name.upper()}")
         if text is not None:
             source = f"{PREFIX}TRAIN_{name.upper()}"
-            found[name] = _checked(name, _read(name, text), source)
-    return found
+            options[name] = _checked(name, _read(name, text), source)
+    return options
 
 
 def config_lines(folder: str | Path = ".") -> str:
     """Every option of ``train`` with what the file and the environment set, a line each."""
-    found = train_options(folder)
-    rows = [(name.replace("_", "-"), str(found.get(name, "-"))) for name in (*KINDS, "profile")]
+    options = train_options(folder)
+    rows = [(name.replace("_", "-"), str(options.get(name, "-"))) for name in (*KINDS, "profile")]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

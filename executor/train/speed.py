@@ -35,12 +35,12 @@ class Speed:
 
     def scalars(self, steps_per_s: float) -> dict[str, float]:
         """The same as ``text``, as metrics by name."""
-        found = {}
+        scalars = {}
         if self.unit:
-            found[f"speed/{self.unit}_per_s"] = self.units * steps_per_s
+            scalars[f"speed/{self.unit}_per_s"] = self.units * steps_per_s
         if self.ideal_s:
-            found["speed/mfu"] = self.ideal_s * steps_per_s
-        return found
+            scalars["speed/mfu"] = self.ideal_s * steps_per_s
+        return scalars
 
     def text(self, steps_per_s: float) -> str:
         """What a log line says at a measured speed."""
@@ -62,8 +62,8 @@ def speed_of(step: Any) -> Speed | None:
     if not isinstance(compiled, CompiledStep):
         return None
     plan = compiled.plan
-    found = step_of(compiled.traced, ())
-    unit = "tokens" if found.tokens else "examples" if found.examples else ""
+    work = step_of(compiled.traced, ())
+    unit = "tokens" if work.tokens else "examples" if work.examples else ""
     try:
         cluster = parse_cluster(plan.cluster)
     except ClusterError:  # a file that this machine does not have
@@ -71,13 +71,13 @@ def speed_of(step: Any) -> Speed | None:
     ideal_s = 0.0
     plain = plan.remat == "none" and plan.chunks == 1  # nothing is computed again
     if plain and cluster is not None and cluster.device.kind != "cpu":
-        ideal_s = found.ideal_s(cluster)
-    units = found.tokens or found.examples
+        ideal_s = work.ideal_s(cluster)
+    units = work.tokens or work.examples
     return Speed(unit, units, plan.prediction.step_s, ideal_s, plan.prediction.peak_bytes)
 
 
 def peak_memory() -> float:
     """The most bytes that any device of this process has held since it began; 0 where the back end
     does not count them, as on CPU."""
-    told = [device.memory_stats() or {} for device in jax.local_devices()]
-    return float(max((stats.get("peak_bytes_in_use", 0) for stats in told), default=0))
+    device_stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return float(max((stats.get("peak_bytes_in_use", 0) for stats in device_stats), default=0))

@@ -55,10 +55,10 @@ def wandb(run: Any = None, **settings: Any) -> OnMetrics:
         )
     if jax.process_index():
         return _nothing
-    made = _library("wandb", "wandb").init(**settings) if run is None else run
+    active_run = _library("wandb", "wandb").init(**settings) if run is None else run
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
-        made.log(dict(metrics), step=step)
+        active_run.log(dict(metrics), step=step)
 
     return write
 

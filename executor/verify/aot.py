@@ -305,9 +305,9 @@ def _is_for_this_jax(extra: str) -> bool:
 def _asked_by_jax(package: str) -> str:
     """The version of a package that the installed jax names in its extras, such as ``0.0.42.*``."""
     for text in metadata.requires("jax") or ():
-        found = re.match(rf"{package}==([\w.*]+)", text)
-        if found:
-            return found.group(1)
+        match = re.match(rf"{package}==([\w.*]+)", text)
+        if match:
+            return match.group(1)
     return "as its extra says"
 
 
@@ -341,9 +341,9 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         with _quieting:
-            kept, log = _quieted.pop()
+            saved_fd, log = _quieted.pop()
             if not _quieted:
                 sys.stderr.flush()
-                os.dup2(kept, 2)
-                os.close(kept)
+                os.dup2(saved_fd, 2)
+                os.close(saved_fd)
                 log.close()

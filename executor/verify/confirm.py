@@ -162,10 +162,10 @@ def _row(
     """Compile one candidate, or read its result from the cache."""
     plain = dataclasses.replace(plan, confirmed=None)
     flags = [os.environ.get(name, "") for name in _FLAGS]
-    kept = _kept(
+    cache_path = _kept(
         plain, cluster, f"{_own_version()}, {compiler}, jax {jax.__version__}, {donated}, {flags}"
     )
-    known = _read(kept)
+    known = _read(cache_path)
     if known is not None:
         return known
     how = str(plan.lowering)
@@ -191,7 +191,7 @@ def _row(
         peak_bytes=float(compiled.peak_bytes),
         verdict="" if fits else "does not fit",
     )
-    _write(kept, row)
+    _write(cache_path, row)
     return row
 
 

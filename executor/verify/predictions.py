@@ -110,19 +110,19 @@ def _by_kind(
 
 
 def communication_rows(
-    plan: Plan, found: Mapping[str, tuple[float, float]], tolerance: float | None
+    plan: Plan, actual: Mapping[str, tuple[float, float]], tolerance: float | None
 ) -> tuple[Row, ...]:
-    """Wire bytes in all (judged) and by kind; ``found`` is like `planned_wire`."""
+    """Wire bytes in all (judged) and by kind; ``actual`` is like `planned_wire`."""
     planned = planned_wire(plan)
 
     def summed(sums: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
         counts, sent = zip(*sums.values(), strict=True) if sums else ((), ())
         return math.fsum(counts), math.fsum(sent)
 
-    (want_runs, want), (got_runs, got) = summed(planned), summed(found)
+    (want_runs, want), (got_runs, got) = summed(planned), summed(actual)
     rows = [Row("wire bytes", "bytes", want, got, tolerance, want_runs, got_runs)]
-    for kind in sorted({*planned, *found}):
-        (want_runs, want), (got_runs, got) = planned.get(kind, (0, 0)), found.get(kind, (0, 0))
+    for kind in sorted({*planned, *actual}):
+        (want_runs, want), (got_runs, got) = planned.get(kind, (0, 0)), actual.get(kind, (0, 0))
         rows.append(Row(f"  {kind}", "bytes", want, got, None, want_runs, got_runs))
     return tuple(rows)
 
@@ -134,8 +134,8 @@ def compiled_rung(plan: Plan, compiled: Compiled, cluster: Cluster, tolerances: 
         Row("peak memory", "bytes", predicted.peak_bytes, compiled.peak_bytes, tolerances.memory)
     ]
     kinds = compiled.module.by_kind()
-    found = {kind: (total.count, total.wire_bytes) for kind, total in kinds.items()}
-    rows += communication_rows(plan, found, tolerances.communication)
+    actual = {kind: (total.count, total.wire_bytes) for kind, total in kinds.items()}
+    rows += communication_rows(plan, actual, tolerances.communication)
     if cluster.device.kind in TPU_CLOCK_HZ:
         seconds = tpu_seconds(compiled.module.cycles, cluster)
         rows.append(Row("compute seconds", "s", predicted.compute_s, seconds, tolerances.compute))
@@ -143,14 +143,15 @@ def compiled_rung(plan: Plan, compiled: Compiled, cluster: Cluster, tolerances: 
 
 
 def shardy_rung(
-    plan: Plan, found: Sequence[tuple[str, float, float, int]], tolerances: Tolerances
+    plan: Plan, collectives: Sequence[tuple[str, float, float, int]], tolerances: Tolerances
 ) -> Rung:
-    """What Shardy's partitioning made of it; ``found``: (kind, count, payload bytes, members)."""
-    own = [row for row in plan.collectives if row.cause != REGION]
-    compared = dataclasses.replace(plan, collectives=tuple(own))
-    rows = communication_rows(compared, _by_kind(found), tolerances.communication)
+    """What Shardy's partitioning made of it; each of ``collectives``: (kind, count, payload bytes,
+    members)."""
+    planner_rows = [row for row in plan.collectives if row.cause != REGION]
+    compared = dataclasses.replace(plan, collectives=tuple(planner_rows))
+    rows = communication_rows(compared, _by_kind(collectives), tolerances.communication)
     notes = [f"without the lowering: {plan.lowering}"] if not plan.lowering.as_written else []
-    if len(own) < len(plan.collectives):
+    if len(planner_rows) < len(plan.collectives):
         notes.append("collectives that the user wrote, inside of shard_map, are left out")
     if not plan.cluster.startswith("cpu"):
         notes.append(

@@ -133,8 +133,8 @@ class _Reader:
         """One collective, its payload told by the sharding of its result."""
         kind, place = KINDS[op.name]
         refs = _axis_refs(str(op.attributes[place])) if place else ()
-        kept = _axis_refs(str(op.attributes["out_sharding"]).split("replicated=")[0])
-        nbytes = _tensor_bytes(op.results[0].type) / self.size(kept)
+        out_refs = _axis_refs(str(op.attributes["out_sharding"]).split("replicated=")[0])
+        nbytes = _tensor_bytes(op.results[0].type) / self.size(out_refs)
         if kind == "reduce_scatter":
             nbytes *= self.size(refs)
         return Found(kind, tuple(name for name, _ in refs), times, nbytes, _source(op))
@@ -170,14 +170,14 @@ def _constant(value: Any, loop: Any = None) -> int | None:
     maker = value.owner
     if maker.name not in ("stablehlo.constant", "sdy.constant"):
         return None
-    found = re.search(r"dense<(-?\d+)>", str(maker.attributes["value"]))
-    return int(found.group(1)) if found else None
+    match = re.search(r"dense<(-?\d+)>", str(maker.attributes["value"]))
+    return int(match.group(1)) if match else None
 
 
 def _axis_refs(text: str) -> tuple[tuple[str, int], ...]:
     """(axis name, size of the part of it or 0 for all) of every axis named in an attribute."""
-    found = re.findall(r'"([^"]+)"(?::\(\d+\)(\d+))?', text)
-    return tuple((name, int(part or 0)) for name, part in found)
+    matches = re.findall(r'"([^"]+)"(?::\(\d+\)(\d+))?', text)
+    return tuple((name, int(part or 0)) for name, part in matches)
 
 
 def _tensor_bytes(kind: Any) -> float:
@@ -193,5 +193,5 @@ def _tensor_bytes(kind: Any) -> float:
 
 def _source(op: Any) -> str:
     """``file.py:line`` of the innermost Python frame of an operation."""
-    found = re.search(r'"([^"]+\.py)":(\d+)', str(op.location))
-    return f"{found.group(1).rsplit('/', 1)[-1]}:{found.group(2)}" if found else ""
+    match = re.search(r'"([^"]+\.py)":(\d+)', str(op.location))
+    return f"{match.group(1).rsplit('/', 1)[-1]}:{match.group(2)}" if match else ""

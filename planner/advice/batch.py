@@ -61,8 +61,8 @@ def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> 
     A dimension that shares a factor with one that grows does so, too.  Other arguments of
     the state never do.
     """
-    own = {graph.inputs[k] for k in leaves}
-    fixed = {v for pair in graph.next_values.items() if pair[0] not in own for v in pair}
+    scaling = {graph.inputs[k] for k in leaves}
+    fixed = {v for pair in graph.next_values.items() if pair[0] not in scaling for v in pair}
     grows: dict[int, set[int]] = {graph.inputs[k]: {0} for k in leaves}
     while True:
         before = sum(map(len, grows.values()))
@@ -83,9 +83,9 @@ def growth(graph: Graph, rules: Sequence[FactorRule], leaves: Sequence[int]) -> 
             }
             for value, dims in ends if factors else ():
                 if value not in fixed:
-                    own = {d for d, mapped in enumerate(dims) if factors & set(mapped)}
-                    if own:
-                        grows.setdefault(value, set()).update(own)
+                    scaling = {d for d, mapped in enumerate(dims) if factors & set(mapped)}
+                    if scaling:
+                        grows.setdefault(value, set()).update(scaling)
         if sum(map(len, grows.values())) == before:
             return {value: len(dims) for value, dims in grows.items()}
 
@@ -140,11 +140,11 @@ def smaller_batch(
             return Relief(what, least, math.inf, False, "out of time", tried=False)
         try:
             quotient, again = retrace({k: (s[0] >> cut, *s[1:]) for k, s in shapes.items()})
-            found = tried_out(quotient, again, request)
+            tried = tried_out(quotient, again, request)
         except MeshwrightError:
             return _estimated(priced, grows, size, cut, request)
-        if found is not None:
-            last = relief(what, quotient.whole, found)
+        if tried is not None:
+            last = relief(what, quotient.whole, tried)
             if last.fits:
                 return last
     return last
@@ -161,7 +161,7 @@ def _estimated(
         peak = least_memory(part.problem, time_limit_s=ESTIMATE_S).peak_bytes
         peak += priced.analysis.scalar_bytes
         what = f"1/{1 << cut} of the batch, {size >> cut} instead of {size}"
-        found = Relief(what, peak, math.inf, peak <= request.limit_bytes, note)
-        if found.fits or time.monotonic() >= deadline:
+        estimate = Relief(what, peak, math.inf, peak <= request.limit_bytes, note)
+        if estimate.fits or time.monotonic() >= deadline:
             break
-    return found
+    return estimate

@@ -104,11 +104,11 @@ def _reliefs(case: Case) -> Iterator[Relief]:
         if what and time.monotonic() >= deadline:
             yield Relief(what, 0.0, 0.0, False, "out of time", tried=False)
             continue
-        found = trial()
-        if isinstance(found, Relief):
-            yield found
-        elif found is not None:
-            yield from found
+        outcome = trial()
+        if isinstance(outcome, Relief):
+            yield outcome
+        elif outcome is not None:
+            yield from outcome
 
 
 def _computed_again(case: Case) -> Iterator[Relief]:
@@ -124,12 +124,12 @@ def _computed_again(case: Case) -> Iterator[Relief]:
     last = None
     for on_host in (False, True):
         try:
-            found = case.again.recompute(on_host)
+            recomputed = case.again.recompute(on_host)
         except MeshwrightError:
-            found = None
-        if found is None:
+            recomputed = None
+        if recomputed is None:
             break
-        what, quotient, pins = found
+        what, quotient, pins = recomputed
         tried = tried_out(quotient, pins, case.request)
         if tried is None:
             break

@@ -46,7 +46,7 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
                 "masked, as the compiler makes them; a grouped product in Pallas needs none"
             )
         rows.setdefault((kind, shape), []).append((name, nbytes))
-    found = [
+    all_holders = [
         Holder(
             str(kind),
             same[0][0] if isinstance(shape, str) else common_path([name for name, _ in same]),
@@ -55,13 +55,13 @@ def holders(extraction: Extraction, moment: int) -> tuple[Holder, ...]:
         )
         for (kind, shape), same in rows.items()
     ]
-    found.sort(key=lambda h: (-h.nbytes, h.kind, h.name))
-    rest = found[HOLDERS_SHOWN:]
+    all_holders.sort(key=lambda h: (-h.nbytes, h.kind, h.name))
+    rest = all_holders[HOLDERS_SHOWN:]
     if not rest:
-        return tuple(found)
+        return tuple(all_holders)
     count = sum(h.count for h in rest)
     return (
-        *found[:HOLDERS_SHOWN],
+        *all_holders[:HOLDERS_SHOWN],
         Holder("", "smaller ones", count, sum(h.nbytes for h in rest)),
     )
 

@@ -54,16 +54,16 @@ def least_plan(quotient: Quotient, tried: Sequence[Tried], request: Request) -> 
             break
         folded.append((*_folded(quotient, part, left), part))
     folded.sort(key=lambda f: f[1].peak_bytes)
-    found = [(priced, memory) for priced, memory, _ in folded]
+    candidates = [(priced, memory) for priced, memory, _ in folded]
     bounds: list[float] = []
     for priced, memory, part in folded:
         left = begun + LEAST_S - time.monotonic()
         if part is priced:
             bounds.append(memory.lower_bytes)
         elif left > 0:
-            found.append((priced, least_memory(priced.problem, time_limit_s=left)))
-            bounds.append(found[-1][1].lower_bytes)
-    priced, memory = min(found, key=lambda f: f[1].peak_bytes)
+            candidates.append((priced, least_memory(priced.problem, time_limit_s=left)))
+            bounds.append(candidates[-1][1].lower_bytes)
+    priced, memory = min(candidates, key=lambda f: f[1].peak_bytes)
     lower = min(bounds) if len(bounds) == len(tried) else 0.0
     return Least(priced, memory, min(lower, memory.peak_bytes))
 

@@ -82,11 +82,11 @@ class _Recompute:
         """The operations that make a value from the values that are there."""
         ops, stack = set[int](), [value]
         while stack:
-            made = self.graph.values[stack.pop()].op
-            if made < 0 or made in ops:
+            maker = self.graph.values[stack.pop()].op
+            if maker < 0 or maker in ops:
                 continue
-            ops.add(made)
-            stack += [v for v in self.graph.ops[made].inputs if v != SCALAR and v not in there]
+            ops.add(maker)
+            stack += [v for v in self.graph.ops[maker].inputs if v != SCALAR and v not in there]
         return frozenset(ops)
 
 
@@ -118,9 +118,9 @@ def remat(priced: Priced, least: LeastMemory, request: Request) -> Relief | None
     problem = cut_out(priced, dropped.taken).problem
     step_s, peak, _ = evaluate(problem, least.choice)
     if request.mode == "AUTO_PARALLEL":  # what is cheap under the limit may be another choice now
-        found = SEARCHES[FAST](problem, time_limit_s=SEARCH_S)
-        if found.feasible:
-            step_s, peak = found.cost_s, found.peak_bytes
+        solution = SEARCHES[FAST](problem, time_limit_s=SEARCH_S)
+        if solution.feasible:
+            step_s, peak = solution.cost_s, solution.peak_bytes
     note = "an estimate; the step includes the operations done again"
     return Relief(what, peak + scalars, step_s + dropped.again_s, True, note)
 
@@ -231,8 +231,8 @@ class _Dropping:
                 return
 
     def _kept(self, moment: int) -> list[bool]:
-        kept: list[bool] = ((self.starts <= moment) & (moment < self.ends)).tolist()
-        return kept
+        live: list[bool] = ((self.starts <= moment) & (moment < self.ends)).tolist()
+        return live
 
 
 def _gap(
@@ -243,12 +243,12 @@ def _gap(
     Uses inside loops are left alone: their iterations share one place in the order.
     """
     graph = extraction.graph
-    made = graph.values[value].op
-    if made < 0 or graph.ops[made].region != 0:
+    maker = graph.values[value].op
+    if maker < 0 or graph.ops[maker].region != 0:
         return None
     if any(graph.ops[r].region != 0 for r in reads[value] if r < len(graph.ops)):
         return None
-    uses = sorted({made, *reads[value]})
+    uses = sorted({maker, *reads[value]})
     after = bisect.bisect_right(uses, moment)
     if after == len(uses) or uses[after - 1] >= moment:
         return None

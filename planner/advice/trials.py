@@ -38,9 +38,9 @@ def tried_out(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Trie
         return None
 
 
-def relief(what: str, analysis: Analysis, found: Tried, note: str = "") -> Relief:
+def relief(what: str, analysis: Analysis, tried: Tried, note: str = "") -> Relief:
     """A plan that was found, as a relief."""
-    priced, solution = found
+    priced, solution = tried
     note = f"mesh {priced.mesh}" + (f"; {note}" if note else "")
     peak = solution.peak_bytes + analysis.scalar_bytes
     return Relief(what, peak, solution.cost_s, solution.feasible, note)
@@ -59,9 +59,9 @@ def more_devices(quotient: Quotient, pins: Sequence[Pin], request: Request) -> R
         wider = dataclasses.replace(
             request, cluster=cluster, model=AnalyticCostModel(cluster), mesh=None
         )
-        found = tried_out(quotient, pins, wider)
-        if found is not None:
-            last = relief(f"{cluster.num_devices} devices, {cluster.text}", quotient.whole, found)
+        tried = tried_out(quotient, pins, wider)
+        if tried is not None:
+            last = relief(f"{cluster.num_devices} devices, {cluster.text}", quotient.whole, tried)
             if last.fits:
                 return last
         if time.monotonic() >= deadline:
@@ -73,8 +73,8 @@ def other_mode(quotient: Quotient, pins: Sequence[Pin], request: Request) -> Rel
     """AUTO_PARALLEL on the same devices, when another mode was asked for."""
     if request.mode in ("AUTO_PARALLEL", "STAND_ALONE"):
         return None
-    found = tried_out(quotient, pins, dataclasses.replace(request, mode="AUTO_PARALLEL"))
-    return None if found is None else relief("mode AUTO_PARALLEL", quotient.whole, found)
+    tried = tried_out(quotient, pins, dataclasses.replace(request, mode="AUTO_PARALLEL"))
+    return None if tried is None else relief("mode AUTO_PARALLEL", quotient.whole, tried)
 
 
 def host_memory(
@@ -91,8 +91,8 @@ def host_memory(
     least = perfect_floor(quotient.whole, request.cluster.num_devices).peak_bytes
     if least > request.limit_bytes:
         return Relief(what, least, math.inf, False, AT_LEAST)
-    found = tried_out(quotient, pins, auto)
-    return None if found is None else relief(what, quotient.whole, found)
+    tried = tried_out(quotient, pins, auto)
+    return None if tried is None else relief(what, quotient.whole, tried)
 
 
 def grown(cluster: Cluster, times: int) -> Cluster:

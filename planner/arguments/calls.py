@@ -247,7 +247,7 @@ class Calls:
         self, values: list[Any], extra: dict[str, Any]
     ) -> tuple[tuple[int | str, Static], ...]:
         """Take static arguments out of a call."""
-        found: list[tuple[int | str, Static]] = []
+        statics: list[tuple[int | str, Static]] = []
         for what in self.static:
             at = what + len(values) if isinstance(what, int) and what < 0 else what
             if isinstance(at, int) and at < len(values):
@@ -264,17 +264,17 @@ class Calls:
                     f"{type(value).__name__}, which can't be hashed; expected a hashable value, "
                     "such as a tuple or a frozen dataclass"
                 ) from error
-            found.append((at, static(value, self.function)))
-        return tuple(found)
+            statics.append((at, static(value, self.function)))
+        return tuple(statics)
 
     def _numbers(
         self, chosen: Sequence[int | str], names: Sequence[str], count: int
     ) -> tuple[int, ...]:
         """Positions in the pure arguments of numbers and names."""
-        found = {n + count if n < 0 else n for n in chosen if isinstance(n, int)}
-        found = {n for n in found if n < count}
-        found |= {count + k for k, name in enumerate(names) if name in chosen}
-        return tuple(sorted(found))
+        positions = {n + count if n < 0 else n for n in chosen if isinstance(n, int)}
+        positions = {n for n in positions if n < count}
+        positions |= {count + k for k, name in enumerate(names) if name in chosen}
+        return tuple(sorted(positions))
 
     def _resolved(self, what: str, numbers: Indices, names: Names) -> tuple[int | str, ...]:
         """Numbers and names of the same arguments, as ``jax.jit`` infers one from the other."""
@@ -366,18 +366,18 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 def _positions(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
     """Names of positional arguments, and whether there may be others."""
-    found = _parameters(function)
-    if found is None:
+    parameters = _parameters(function)
+    if parameters is None:
         return (), True
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = tuple(p.name for p in found if p.kind in kinds)
+    names = tuple(p.name for p in parameters if p.kind in kinds)
     wild = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return names, any(p.kind in wild for p in found)
+    return names, any(p.kind in wild for p in parameters)
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:
-    found = _parameters(function) or []
-    return {p.name for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    parameters = _parameters(function) or []
+    return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def _is_filtered(function: Any) -> bool:

@@ -57,8 +57,8 @@ def ambient_rules() -> Rules:
 
 def rules_of(function: Callable[..., Any] | None) -> Rules:
     """The rules that ``with_logical_axis_rules`` gave a function."""
-    found: Rules = getattr(function, "logical_axis_rules", ())
-    return found
+    rules: Rules = getattr(function, "logical_axis_rules", ())
+    return rules
 
 
 def with_logical_axis_rules(
@@ -100,10 +100,10 @@ def with_logical_axis_rules(
             return under(mesh)
         except ValueError:  # such as a region on a mesh of the user's
             with spmd.logical_axis_rules(checked):
-                own = _only_mesh(function, args, keywords)
-            if own is None:
+                region_mesh = _only_mesh(function, args, keywords)
+            if region_mesh is None:
                 raise
-        return under(own)
+        return under(region_mesh)
 
     traced.logical_axis_rules = checked  # type: ignore[attr-defined]
     return traced
@@ -118,8 +118,8 @@ def _only_mesh(
         traced = jax.make_jaxpr(function)(*args, **keywords)
     except Exception:  # then what it said first is to be said
         return None
-    found = {getattr(m, "abstract_mesh", m) for m in _meshes_in(compat.body(traced))}
-    return found.pop() if len(found) == 1 else None
+    meshes = {getattr(m, "abstract_mesh", m) for m in _meshes_in(compat.body(traced))}
+    return meshes.pop() if len(meshes) == 1 else None
 
 
 def _meshes_in(jaxpr: Any) -> Iterator[Any]:
@@ -153,21 +153,21 @@ class _Names:
 def _names(box: Any) -> _Names | None:
     """The names of a box; None where it has none, or its array is split over a mesh already: that
     is what they say, too."""
-    names, own = getattr(box, "names", None), None
+    names, rules = getattr(box, "names", None), None
     logical = hasattr(box, "rules")  # Linen's LogicallyPartitioned
     if names is None:
         meta = box.get_metadata()
         names = meta.get("out_sharding", meta.get("sharding_names", meta.get("sharding")))
-        own = meta.get("sharding_rules")
+        rules = meta.get("sharding_rules")
     elif logical:
-        own = box.rules
+        rules = box.rules
     if names is None or not isinstance(names, tuple) or not any(names):
         return None
     (array,) = jax.tree_util.tree_leaves(box)
     placed = getattr(array, "sharding", None)
     if isinstance(placed, NamedSharding) and placed.mesh.size > 1 and any(placed.spec):
         return None
-    return _Names(names, tuple(own or ()), logical)
+    return _Names(names, tuple(rules or ()), logical)
 
 
 def _boxes(args: Sequence[Any]) -> Iterator[tuple[int, _Names]]:
@@ -175,9 +175,9 @@ def _boxes(args: Sequence[Any]) -> Iterator[tuple[int, _Names]]:
     position = 0
     for node in jax.tree_util.tree_leaves(tuple(args), is_leaf=_is_boxed):
         count = len(jax.tree_util.tree_leaves(node)) if _is_boxed(node) else 1
-        found = _names(node) if _is_boxed(node) and count == 1 else None
-        if found is not None:
-            yield position, found
+        names = _names(node) if _is_boxed(node) and count == 1 else None
+        if names is not None:
+            yield position, names
         position += count
 
 

@@ -36,8 +36,8 @@ class GraphTree:
         if not isinstance(other, GraphTree) or self.tree != other.tree:
             return False
         if self.texts or other.texts:
-            mine, theirs = (x.texts[0] if x.texts else repr(x.defs) for x in (self, other))
-            return mine == theirs
+            text, other_text = (x.texts[0] if x.texts else repr(x.defs) for x in (self, other))
+            return text == other_text
         return self.defs == other.defs
 
 

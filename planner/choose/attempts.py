@@ -57,12 +57,12 @@ def attempt(
     held = examples_alone(quotient, pins, request, mesh, open_masks)
     if held is None:
         return _attempt(quotient, request, mesh, search, open_masks, whole)
-    found = _attempt(quotient, request, mesh, search, held, whole)
-    if found[1].feasible and devices_worth(found[0], found[1].choice) >= BUSY * mesh.num_devices:
-        return found
+    trial = _attempt(quotient, request, mesh, search, held, whole)
+    if trial[1].feasible and devices_worth(trial[0], trial[1].choice) >= BUSY * mesh.num_devices:
+        return trial
     other = _attempt(quotient, request, mesh, search, open_masks, whole)
-    better = other[1].feasible and not found[1].feasible
-    return other if better or other[1].cost_s < LESS * found[1].cost_s else found
+    better = other[1].feasible and not trial[1].feasible
+    return other if better or other[1].cost_s < LESS * trial[1].cost_s else trial
 
 
 def _attempt(
@@ -83,24 +83,24 @@ def _attempt(
     if not request.spreads:
         solution = _solve(search, priced.problem, request)
         return priced, _bounded(priced.problem, solution, search)
-    asked = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
+    mode_text = f"mode {request.mode}" if request.search != PROPAGATION else PROPAGATION
     splits = request.mode in SPLITS and request.search != PROPAGATION
     nothing = splits and not batch_of(quotient.whole.graph)
     surcharge_s = 0.0 if nothing else SPREAD * ideal_s(analysis, model, 1) + 1e-9
-    found = _spread(priced, surcharge_s, search, request)
+    best = _spread(priced, surcharge_s, search, request)
     how = "no batch to split, all else searched" if nothing else "nothing else resharded"
     ideal = ideal_s(analysis, model, mesh.num_devices)
     for share in AGAIN if splits and not nothing else ():
-        if devices_worth(priced, found.choice) >= BUSY * mesh.num_devices:
+        if devices_worth(priced, best.choice) >= BUSY * mesh.num_devices:
             break
         again = _spread(priced, share * ideal, search, request)
-        if again.feasible and again.cost_s < LESS * found.cost_s:
-            found, how = again, "resharded where devices would repeat each other's work"
+        if again.feasible and again.cost_s < LESS * best.cost_s:
+            best, how = again, "resharded where devices would repeat each other's work"
     return priced, dataclasses.replace(
-        found,
-        lower_bound_s=min(found.cost_s, lower_bound(priced.problem)),
-        search=PROPAGATION if request.search == PROPAGATION else found.search,
-        reason=f"{asked}: given shardings spread, {how}; "
+        best,
+        lower_bound_s=min(best.cost_s, lower_bound(priced.problem)),
+        search=PROPAGATION if request.search == PROPAGATION else best.search,
+        reason=f"{mode_text}: given shardings spread, {how}; "
         "the bound is that of any sharding with the same inputs",
     )
 
@@ -108,9 +108,9 @@ def _attempt(
 def _spread(priced: Priced, surcharge_s: float, search: str, request: Request) -> Solution:
     """What a search finds with a surcharge for changes of layout, at its price without."""
     spread = dataclasses.replace(priced, change_s=surcharge_s)
-    found = _solve(search, spread.problem, request)
-    cost, peak, moment = evaluate(priced.problem, found.choice)
-    return dataclasses.replace(found, cost_s=cost, peak_bytes=peak, peak_moment=moment)
+    solution = _solve(search, spread.problem, request)
+    cost, peak, moment = evaluate(priced.problem, solution.choice)
+    return dataclasses.replace(solution, cost_s=cost, peak_bytes=peak, peak_moment=moment)
 
 
 def _solve(name: str, problem: Problem, request: Request) -> Solution:

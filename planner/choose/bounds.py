@@ -138,17 +138,17 @@ def _relaxed(
     field: Field, family: PricedFamily, enough_s: float, sweeps: int = SWEEPS
 ) -> Iterator[Scout]:
     """Scouts of a family after passing messages."""
-    found = relax(family.problems(), sweeps, enough_s)
-    peaks = family.peaks(found.choice, field.limit_bytes)
+    relaxed = relax(family.problems(), sweeps, enough_s)
+    peaks = family.peaks(relaxed.choice, field.limit_bytes)
     for m, mesh in enumerate(family.meshes):
-        bound, cost = float(found.bound_s[m]), float(found.cost_s[m])
+        bound, cost = float(relaxed.bound_s[m]), float(relaxed.cost_s[m])
         if math.isinf(cost):
             yield Scout(_bare(field, mesh), bound)
         else:
             yield Scout(
                 family.own(m, field.limit_bytes),
                 bound,
-                family.own_choice(m, found.choice[m]),
+                family.own_choice(m, relaxed.choice[m]),
                 cost,
                 float(peaks[m]),
             )

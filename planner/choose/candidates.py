@@ -62,11 +62,11 @@ def _tensor_meshes(request: Request, pins: Sequence[Pin]) -> tuple[MeshSpec, ...
     other axes that marks name have one device each."""
     n = request.cluster.num_devices // request.stages
     stage = ((STAGE, request.stages),) if request.stages > 1 else ()
-    own = ("data", request.tensor)
-    more = tuple(name for name in axis_names(pins) if name not in (*own, STAGE))
+    axes = ("data", request.tensor)
+    more = tuple(name for name in axis_names(pins) if name not in (*axes, STAGE))
     out = []
     for t in (t for t in range(1, n + 1) if n % t == 0 and (t > 1 or n == 1)):
-        names, sizes = zip(*stage, *zip(own, (n // t, t), strict=True), strict=True)
+        names, sizes = zip(*stage, *zip(axes, (n // t, t), strict=True), strict=True)
         out.append(MeshSpec(names, sizes, more))
     return tuple(out)
 

@@ -91,12 +91,12 @@ def lead_meshes(
         mesh = pick[0].mesh
         settled.add(mesh)
         if quick:
-            found = attempt(quotient, pins, request, mesh, FAST)
+            trial = attempt(quotient, pins, request, mesh, FAST)
         else:
-            found = _settle(quotient, pins, less, mesh, whole=few, deep=deep)
-        found = _better(found, pick)
-        failed += not found[1].feasible and failed < failures
-        tried[tried.index(pick)] = found
+            trial = _settle(quotient, pins, less, mesh, whole=few, deep=deep)
+        trial = _better(trial, pick)
+        failed += not trial[1].feasible and failed < failures
+        tried[tried.index(pick)] = trial
     return Led(tuple(tried), frozenset(settled), deep=deep, bounds_s=bounds_s)
 
 
@@ -124,11 +124,11 @@ def _lead_one(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: M
     """On a single mesh: quickly, and as long as the best of several gets where that leaves much
     open. What does not fit is searched for longer then."""
     quick = dataclasses.replace(request, effort_s=AUTO_S)
-    found = _settle(quotient, pins, dataclasses.replace(quick, search=FAST), mesh, whole=False)
-    longer = not found[1].feasible or found[1].gap > SAME - 1
+    trial = _settle(quotient, pins, dataclasses.replace(quick, search=FAST), mesh, whole=False)
+    longer = not trial[1].feasible or trial[1].gap > SAME - 1
     if longer:
-        found = min(_settle(quotient, pins, quick, mesh, whole=False), found, key=rank)
-    return Led((found,), frozenset((mesh,)), done=longer and found[1].feasible)
+        trial = min(_settle(quotient, pins, quick, mesh, whole=False), trial, key=rank)
+    return Led((trial,), frozenset((mesh,)), done=longer and trial[1].feasible)
 
 
 def search_meshes(
@@ -169,15 +169,15 @@ def search_others(
 ) -> tuple[Tried, ...]:
     """What ``search_meshes`` found, and after it the longest search on more meshes (``LONGEST`` in
     all) while much is open of the cheapest plan that fits (``WIDE``)."""
-    made = list(tried)
+    trials = list(tried)
     if led.done or request.search not in QUICK or request.spreads:
-        return tuple(made)
+        return tuple(trials)
     less = dataclasses.replace(request, effort_s=AUTO_S)
     searched = {choose(led.tried)[0].mesh}
-    while len(searched) < LONGEST and (other := _hopeful(made, searched)) is not None:
+    while len(searched) < LONGEST and (other := _hopeful(trials, searched)) is not None:
         searched.add(other[0].mesh)
-        _search_on(made, other, led, quotient, pins, less)
-    return tuple(made)
+        _search_on(trials, other, led, quotient, pins, less)
+    return tuple(trials)
 
 
 def _search_on(
@@ -192,8 +192,8 @@ def _search_on(
     equal layers may differ where it does not fit."""
     mesh = one[0].mesh
     known = one if mesh in led.settled else None
-    found = _settle(quotient, pins, request, mesh, whole=not one[1].feasible, known=known)
-    tried[tried.index(one)] = min(found, _better(found, one), key=rank)
+    trial = _settle(quotient, pins, request, mesh, whole=not one[1].feasible, known=known)
+    tried[tried.index(one)] = min(trial, _better(trial, one), key=rank)
 
 
 def _hopeful(tried: Sequence[Tried], searched: Set[MeshSpec]) -> Tried | None:
@@ -231,17 +231,19 @@ def _named(tried: Tried, request: Request) -> Tried:
     )
 
 
-def _better(found: Tried, scout: Tried) -> Tried:
+def _better(trial: Tried, scout: Tried) -> Tried:
     """What the search found, or what the scouts had where that is cheaper; the higher bound."""
-    lower = max(found[1].lower_bound_s, scout[1].lower_bound_s)
+    lower = max(trial[1].lower_bound_s, scout[1].lower_bound_s)
     if scout[1].feasible:
         problem, search, reason = scout[0].problem, scout[1].search, scout[1].reason
-        mine = make_solution(problem, scout[1].choice, lower, search, reason, time.monotonic())
-        close = found[1].feasible and found[1].cost_s <= mine.cost_s * (1.0 + CLOSED)
-        if mine.feasible and not close:
-            return scout[0], mine
-    lower = min(lower, found[1].cost_s)
-    return found[0], dataclasses.replace(found[1], lower_bound_s=lower)
+        scout_solution = make_solution(
+            problem, scout[1].choice, lower, search, reason, time.monotonic()
+        )
+        close = trial[1].feasible and trial[1].cost_s <= scout_solution.cost_s * (1.0 + CLOSED)
+        if scout_solution.feasible and not close:
+            return scout[0], scout_solution
+    lower = min(lower, trial[1].cost_s)
+    return trial[0], dataclasses.replace(trial[1], lower_bound_s=lower)
 
 
 def allowed_meshes(
@@ -264,15 +266,15 @@ def allowed_meshes(
     return out
 
 
-def of_scout(found: Scout, request: Request) -> Tried:
+def of_scout(scout: Scout, request: Request) -> Tried:
     """A scouted mesh as one that was tried; without a choice it counts as infeasible."""
-    scalars = found.priced.analysis.scalar_bytes
-    peak = found.peak_bytes - scalars if found.choice else math.inf
-    feasible = found.choice is not None and fits(peak, request.limit_bytes - scalars)
-    return found.priced, Solution(
-        found.choice or (),
-        found.cost_s,
-        min(found.bound_s, found.cost_s),
+    scalars = scout.priced.analysis.scalar_bytes
+    peak = scout.peak_bytes - scalars if scout.choice else math.inf
+    feasible = scout.choice is not None and fits(peak, request.limit_bytes - scalars)
+    return scout.priced, Solution(
+        scout.choice or (),
+        scout.cost_s,
+        min(scout.bound_s, scout.cost_s),
         peak,
         0,  # the moment is not known here, see _with_moment
         feasible,
@@ -317,16 +319,16 @@ def runners_up(
     """The best of the other meshes, one less than ``request.candidates``, the fastest first; those
     that their bounds ruled out are solved now."""
     others = sorted((t for t in tried if t is not best), key=lambda t: t[1].lower_bound_s)
-    found: list[Tried] = []
+    runners: list[Tried] = []
     for priced, solution in others:
-        if len(found) >= request.candidates - 1:
+        if len(runners) >= request.candidates - 1:
             break
-        made = (priced, solution)
+        trial = (priced, solution)
         if not solution.choice:
-            made = _settle(quotient, pins, request, priced.mesh, whole=False)
-        if made[1].feasible and made[1].choice:
-            found.append(made)
-    return sorted(found, key=lambda t: t[1].cost_s)
+            trial = _settle(quotient, pins, request, priced.mesh, whole=False)
+        if trial[1].feasible and trial[1].choice:
+            runners.append(trial)
+    return sorted(runners, key=lambda t: t[1].cost_s)
 
 
 def unfold(quotient: Quotient, tried: Tried) -> Tried:
@@ -358,24 +360,24 @@ def _settle(
     name = FAST if request.search == PROPAGATION else request.search
     if name in WHOLE:
         return attempt(quotient, pins, request, mesh, name, whole=True)
-    found = attempt(quotient, pins, request, mesh, FAST) if known is None else known
+    trial = attempt(quotient, pins, request, mesh, FAST) if known is None else known
     enough = SAME - 1 if name == FAST else CLOSED
-    if known is None and not request.spreads and found[1].gap > enough and found[1].choice:
-        told = _deeper(quotient, pins, request, mesh)
-        found = _better(found, told)
+    if known is None and not request.spreads and trial[1].gap > enough and trial[1].choice:
+        deeper = _deeper(quotient, pins, request, mesh)
+        trial = _better(trial, deeper)
         if deep is not None:
-            deep[mesh] = told
-    if name in QUICK and found[1].feasible and found[1].gap <= CLOSED:
-        return _named(found, request)
+            deep[mesh] = deeper
+    if name in QUICK and trial[1].feasible and trial[1].gap <= CLOSED:
+        return _named(trial, request)
     if name != FAST:
         other = attempt(quotient, pins, request, mesh, name)
-        found = min(_with_bound(other, found), _with_bound(found, other), key=rank)
-    solution = found[1]
+        trial = min(_with_bound(other, trial), _with_bound(trial, other), key=rank)
+    solution = trial[1]
     exact = name != FAST and solution.gap > CLOSED
-    if not whole or found[0].problem.counts is None or (solution.feasible and not exact):
-        return found
+    if not whole or trial[0].problem.counts is None or (solution.feasible and not exact):
+        return trial
     other = attempt(quotient, pins, request, mesh, name, whole=True)
-    return min(_with_bound(other, found), _with_bound(found, other), key=rank)
+    return min(_with_bound(other, trial), _with_bound(trial, other), key=rank)
 
 
 def _deeper(quotient: Quotient, pins: Sequence[Pin], request: Request, mesh: MeshSpec) -> Tried:

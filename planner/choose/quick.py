@@ -80,18 +80,18 @@ def scout_meshes(
     ideal = ideal_s(quotient.whole, request.model, request.cluster.num_devices)
     limit = request.limit_bytes
     field = Field(quotient.part, request.model, allowed, limit, SAME, ideal, known_s, bounds_s)
-    own = int(request.stages > 1)  # the axis of stages is in every mesh
+    stage_axes = int(request.stages > 1)  # the axis of stages is in every mesh
     for axes in (FIRST, LAST):
-        tried = [of_scout(s, request) for s in scouted(field, tuple(k + own for k in axes))]
-        found = [t for t in tried if t[1].choice]
+        tried = [of_scout(s, request) for s in scouted(field, tuple(k + stage_axes for k in axes))]
+        candidates = [t for t in tried if t[1].choice]
         if not tried:
             continue
-        if not found:
+        if not candidates:
             return Glance(math.inf, True)
         bound_s = min(t[1].lower_bound_s for t in tried)
-        best = choose(found)[1]
-        hopeful = min(found, key=lambda t: t[1].lower_bound_s)
-        nearest = min(found, key=lambda t: t[1].peak_bytes)
+        best = choose(candidates)[1]
+        hopeful = min(candidates, key=lambda t: t[1].lower_bound_s)
+        nearest = min(candidates, key=lambda t: t[1].peak_bytes)
         enough_s = min(known_s, best.cost_s / SAME if best.feasible else math.inf)
         if hopeful[1].lower_bound_s < enough_s:
             best = _cheaper(best, attempt(quotient, pins, request, hopeful[0].mesh, FAST)[1])

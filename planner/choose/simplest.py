@@ -42,7 +42,7 @@ def _amounts(analysis: Analysis) -> tuple[tuple[float, ...], ...]:
 def idle_axes(priced: Priced, choice: Sequence[int]) -> tuple[int, ...]:
     """Mesh axes along which every device repeats the work and stores the same."""
     analysis, sizes = priced.analysis, priced.mesh.sizes
-    done, kept = [0.0] * len(sizes), [0.0] * len(sizes)
+    done, stored = [0.0] * len(sizes), [0.0] * len(sizes)
     all_done = all_kept = 0.0
     for facts, chosen, row, amounts in zip(
         analysis.facts, priced.sets, choice, _amounts(analysis), strict=True
@@ -57,11 +57,11 @@ def idle_axes(priced: Priced, choice: Sequence[int]) -> tuple[int, ...]:
         if b.port is Port.STORE:
             all_kept += b.nbytes
             for k, factor in enumerate(priced.sets[b.group].store[choice[b.group]].tolist()):
-                kept[k] += b.nbytes * (factor >= 0 and factor in b.layout)
+                stored[k] += b.nbytes * (factor >= 0 and factor in b.layout)
     return tuple(
         k
         for k, size in enumerate(sizes)
-        if size > 1 and done[k] <= LITTLE * all_done and kept[k] <= LITTLE * all_kept
+        if size > 1 and done[k] <= LITTLE * all_done and stored[k] <= LITTLE * all_kept
     )
 
 

@@ -35,15 +35,15 @@ def thrifty(quotient: Quotient, tried: Tried, request: Request) -> Tried:
         surcharge = SPREAD * ideal_s(quotient.part, request.model, 1) + 1e-9
         searched = dataclasses.replace(priced, change_s=surcharge)
     stored = stored_bytes(quotient, priced)
-    found = tuple(less_memory(searched.problem, solution.choice, stored).tolist())
-    if found == solution.choice:
+    choice = tuple(less_memory(searched.problem, solution.choice, stored).tolist())
+    if choice == solution.choice:
         return tried
-    cost, peak, moment = evaluate(priced.problem, found)
+    cost, peak, moment = evaluate(priced.problem, choice)
     if request.spreads and cost > SLOWER * solution.cost_s:
         return tried  # it was found with a smaller surcharge: see ``attempt``
     return priced, dataclasses.replace(
         solution,
-        choice=found,
+        choice=choice,
         cost_s=cost,
         peak_bytes=peak,
         peak_moment=moment,

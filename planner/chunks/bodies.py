@@ -45,12 +45,12 @@ def with_constants(
         chain = _chain(flat, makers, value) if isinstance(value, int) else None
         if chain is None:
             continue
-        for made in chain:
-            if made.outs[0] not in names:
-                outs = tuple(range(count, count + len(made.outs)))
+        for maker in chain:
+            if maker.outs[0] not in names:
+                outs = tuple(range(count, count + len(maker.outs)))
                 count += len(outs)
-                copies.append(dataclasses.replace(made.reading(names), outs=outs))
-                names.update(zip(made.outs, outs, strict=True))
+                copies.append(dataclasses.replace(maker.reading(names), outs=outs))
+                names.update(zip(maker.outs, outs, strict=True))
         moved.add(position)
     inside = {body.inputs[k]: names[v] for k, v in enumerate(call.ins) if k in moved and v in names}
     calls = tuple(c.reading(inside) for c in body.calls)

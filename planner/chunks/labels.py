@@ -65,12 +65,12 @@ class Program:
     @functools.cached_property
     def _constants(self) -> dict[int, int]:
         """Per value that follows from nothing, the first call that it takes to make it."""
-        found: dict[int, int] = {}
+        first_calls: dict[int, int] = {}
         for at, call in enumerate(self.flat.calls):
-            if all(v in found for v in self.reads[at]):
-                start = min([at, *(found[v] for v in self.reads[at])])
-                found.update(dict.fromkeys(call.outs, start))
-        return found
+            if all(v in first_calls for v in self.reads[at]):
+                start = min([at, *(first_calls[v] for v in self.reads[at])])
+                first_calls.update(dict.fromkeys(call.outs, start))
+        return first_calls
 
     def constant_from(self, value: int) -> int:
         """The first call that it takes to make a value that follows from nothing; -1 for others."""
@@ -87,8 +87,8 @@ class Program:
 
     def around(self, value: int) -> list[int]:
         """The calls that make and read a value."""
-        made = [self.makers[value]] if value in self.makers else []
-        return [*made, *self.readers[value]]
+        makers = [self.makers[value]] if value in self.makers else []
+        return [*makers, *self.readers[value]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +133,9 @@ def regions_at(program: Program, seed: int) -> Iterator[Region]:
     alone = [(d, dim[0]) for d, dim in enumerate(result) if len(dim) == 1]
 
     def longest(side: int) -> int | None:
-        mine = {f for dim in rule.operands[side] for f in dim}
+        factors = {f for dim in rule.operands[side] for f in dim}
         other = {f for dim in rule.operands[1 - side] for f in dim}
-        free = [(rule.sizes[f], -d) for d, f in alone if f in mine - other]
+        free = [(rule.sizes[f], -d) for d, f in alone if f in factors - other]
         return -max(free)[1] if free else None
 
     left, right = longest(0), longest(1)
@@ -143,9 +143,9 @@ def regions_at(program: Program, seed: int) -> Iterator[Region]:
         return
     shape = compat.aval_shape(call.eqn.outvars[0].aval)
     for row, column in ((left, right), (right, left)):
-        found = _spread(program, seed, (row, column))
-        if found is not None:
-            both, touched = found
+        spread = _spread(program, seed, (row, column))
+        if spread is not None:
+            both, touched = spread
             rows = _rows(program, touched, both)
             if rows is not None:
                 calls, rows = _closed(program, touched, rows)
@@ -229,11 +229,11 @@ def _closed(
     (sums of rows on their way back)."""
     flat = program.flat
     first, last = min(touched), max(touched)
-    made = {v for at in touched for v in flat.calls[at].outs}
+    outputs = {v for at in touched for v in flat.calls[at].outs}
     whole = {v for at in touched for v, _ in program.sides(at)}.difference(row)
     rows = dict(row)
     between: dict[int, dict[int, int]] = {}
-    open_ = [at for v in made for at in program.readers[v]]
+    open_ = [at for v in outputs for at in program.readers[v]]
     heapq.heapify(open_)
     before = first
     while open_:  # in the order of the program
@@ -242,15 +242,15 @@ def _closed(
             continue
         before = at
         read = set(program.reads[at])
-        known = all(v in made or program.constant_from(v) >= first for v in read)
-        mine = _by_rows(program, at, rows) if known else None
-        if mine is None or whole.intersection(mine):
+        known = all(v in outputs or program.constant_from(v) >= first for v in read)
+        row_dims = _by_rows(program, at, rows) if known else None
+        if row_dims is None or whole.intersection(row_dims):
             continue  # or a vector of columns, where there are equal numbers of rows and columns
-        between[at] = mine
-        rows.update(mine)
-        whole.update(read.difference(mine))
+        between[at] = row_dims
+        rows.update(row_dims)
+        whole.update(read.difference(row_dims))
         for v in flat.calls[at].outs:
-            made.add(v)
+            outputs.add(v)
             for k in program.readers[v]:
                 heapq.heappush(open_, k)
     wanted = {v for at in touched for v in flat.calls[at].ins if isinstance(v, int)}

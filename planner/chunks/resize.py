@@ -49,10 +49,10 @@ def on_chunk(
     ]
     if call.kind == "iota":
         with compat.provenance(call.origin):
-            made = jax.lax.broadcasted_iota(jnp.int32, shapes[0], eqn.params["dimension"])
+            iota = jax.lax.broadcasted_iota(jnp.int32, shapes[0], eqn.params["dimension"])
             if eqn.params["dimension"] == outs[0]:
-                made = made * parts + number.astype(jnp.int32)
-            return [made.astype(eqn.params["dtype"])]  # rounded once
+                iota = iota * parts + number.astype(jnp.int32)
+            return [iota.astype(eqn.params["dtype"])]  # rounded once
     changed: dict[str, Any] = {}
     if call.kind == "broadcast_in_dim":
         changed = {"shape": shapes[0]}

@@ -78,12 +78,12 @@ def chunked(
 def in_chunks(flat: FlatJaxpr) -> InChunks:
     """What of a program chunks would not hold whole, and the loops of its forward pass."""
     if "in chunks" not in flat.memo:
-        program, found = _regions(flat)
+        program, regions = _regions(flat)
         if program is None:
             flat.memo["in chunks"] = InChunks()
         else:
-            inside = {v for r in found for v in _inside(program, r)}
-            loops = tuple(loop for r in found for loop in _forward_loops(program, r, inside))
+            inside = {v for r in regions for v in _inside(program, r)}
+            loops = tuple(loop for r in regions for loop in _forward_loops(program, r, inside))
             flat.memo["in chunks"] = InChunks(frozenset(inside), loops)
     known: InChunks = flat.memo["in chunks"]
     return known
@@ -114,9 +114,9 @@ def chunks_worth(traced: Traced) -> int:
     """A number of chunks for a step: of ``ROWS`` rows, 1 where there are no large products."""
 
     def rows(flat: FlatJaxpr) -> int:
-        inner = [found[0] for c in flat.calls if (found := body_of(c)) is not None]
-        own = [r.rows for r in _regions(flat)[1]]
-        return max([0, *own, *(rows(flatten(jaxpr).live()) for jaxpr in inner)])
+        inner = [body[0] for c in flat.calls if (body := body_of(c)) is not None]
+        region_rows = [r.rows for r in _regions(flat)[1]]
+        return max([0, *region_rows, *(rows(flatten(jaxpr).live()) for jaxpr in inner)])
 
     most = rows(traced.flat)
     return 1 if not most else min(MOST, max(FEWEST, 1 << math.ceil(math.log2(max(most / ROWS, 1)))))
@@ -128,20 +128,20 @@ def _regions(flat: FlatJaxpr) -> tuple[Program | None, list[Region]]:
     if not products:
         return None, []
     program = Program.of(flat)
-    found: list[Region] = []
+    regions: list[Region] = []
     seen: set[int] = set()
     for seed in products:
         if not seen.intersection(flat.calls[seed].outs):
             stages = _fewest_loops(stages_of(program, r) for r in regions_at(program, seed))
             if stages is not None:
-                found.append(stages.region)
+                regions.append(stages.region)
                 seen.update(stages.region.both)
-    return program, found
+    return program, regions
 
 
-def _fewest_loops(made: Iterable[Stages | None]) -> Stages | None:
+def _fewest_loops(candidates: Iterable[Stages | None]) -> Stages | None:
     """Of a product's loops, by either dimension, the fewest."""
-    return min((s for s in made if s is not None), key=lambda s: len(s.loops), default=None)
+    return min((s for s in candidates if s is not None), key=lambda s: len(s.loops), default=None)
 
 
 @dataclass(eq=False)
@@ -169,52 +169,52 @@ class _Search:
         done: set[int] = set()
         while open_ := [at for at in large_products(flat) if flat.calls[at].outs[0] not in done]:
             program = Program.of(flat)
-            found: list[Stages] = []
+            disjoint: list[Stages] = []
             for at in open_:
-                if any(at in f.region.calls for f in found):
+                if any(at in f.region.calls for f in disjoint):
                     continue
                 stages = self._stages(program, at)
                 if stages is None:
                     done.update(flat.calls[at].outs)
-                elif not any(f.region.calls & stages.region.calls for f in found):
-                    found.append(stages)
-            made = self._with_loops(program, found)
-            if made is None:  # they wait for each other: one after the other
-                found = found[:1]
-                made = self._with_loops(program, found)
-            assert made is not None
-            done.update(v for f in found for v in flat.calls[f.region.seed].outs)
-            flat = made
+                elif not any(f.region.calls & stages.region.calls for f in disjoint):
+                    disjoint.append(stages)
+            new_flat = self._with_loops(program, disjoint)
+            if new_flat is None:  # they wait for each other: one after the other
+                disjoint = disjoint[:1]
+                new_flat = self._with_loops(program, disjoint)
+            assert new_flat is not None
+            done.update(v for f in disjoint for v in flat.calls[f.region.seed].outs)
+            flat = new_flat
         return functools.partial(execute, flat)
 
     def _stages(self, program: Program, seed: int) -> Stages | None:
         """The loops of a product, by the dimension that needs fewer."""
         split = (r for r in regions_at(program, seed) if self._parts(r) > 1)
-        made = (stages_of(program, r) for r in split)
-        return _fewest_loops(s for s in made if s is not None and pays(program, s))
+        candidates = (stages_of(program, r) for r in split)
+        return _fewest_loops(s for s in candidates if s is not None and pays(program, s))
 
     def _parts(self, region: Region) -> int:
         """The largest number of chunks."""
         return max(m for m in range(1, self.parts + 1) if region.rows % m == 0)
 
-    def _with_loops(self, program: Program, found: Sequence[Stages]) -> FlatJaxpr | None:
+    def _with_loops(self, program: Program, disjoint: Sequence[Stages]) -> FlatJaxpr | None:
         """The program with regions as loops; everything as early as before, what it needs first.
         None where they wait for each other."""
         flat = program.flat
-        dropped = {at for stages in found for at in stages.dropped}
+        dropped = {at for stages in disjoint for at in stages.dropped}
         calls = [(at, c) for at, c in enumerate(flat.calls) if at not in dropped]
-        for stages in found:
+        for stages in disjoint:
             parts = self._parts(stages.region)
             for stage in stages.loops:
-                own = flat.calls[stage.calls[-1]]
+                last = flat.calls[stage.calls[-1]]
                 run = functools.partial(_loop, flat, stages.region, stage, parts)
                 ins, outs = (*stage.read, *stage.sliced), (*stage.stacked, *stage.summed)
-                loop = Call(own.eqn, ins, outs, run, own.backward, made=True, place=own.place)
+                loop = Call(last.eqn, ins, outs, run, last.backward, made=True, place=last.place)
                 calls.append((stage.calls[-1], loop))
         ordered = _sorted(calls)
         if ordered is None:
             return None
-        self.lines += [_line(program, f, self._parts(f.region)) for f in found]
+        self.lines += [_line(program, f, self._parts(f.region)) for f in disjoint]
         return dataclasses.replace(flat, calls=ordered)
 
 
@@ -287,12 +287,12 @@ def _joined(x: Any, row: int) -> Any:
     return y.reshape(*y.shape[:row], y.shape[row] * y.shape[row + 1], *y.shape[row + 2 :])
 
 
-def _line(program: Program, found: Stages, parts: int) -> str:
+def _line(program: Program, stages: Stages, parts: int) -> str:
     """What is done in chunks."""
-    region = found.region
+    region = stages.region
     where = user_line(program.flat.calls[region.seed].eqn) or "an unknown line"
     return (
         f"the product at {where}: {region.rows} rows of {region.columns} in {parts} chunks, "
-        f"{len(region.calls)} operations in {len(found.loops)} loop"
-        + ("s" if len(found.loops) > 1 else "")
+        f"{len(region.calls)} operations in {len(stages.loops)} loop"
+        + ("s" if len(stages.loops) > 1 else "")
     )

@@ -81,16 +81,16 @@ def stages_of(program: Program, region: Region) -> Stages | None:
         kinds = _kinds(program, region, calls)
         if kinds is None:
             return None
-        own = {v for at in calls if stage[at] == number for v in flat.calls[at].outs}
-        left = sorted(own & wanted - fixed)
+        stage_outputs = {v for at in calls if stage[at] == number for v in flat.calls[at].outs}
+        left = sorted(stage_outputs & wanted - fixed)
         if any(kinds[v] is Kind.WHOLE for v in left):
             return None
         if not left:
             continue
-        made = {v for at in calls for v in flat.calls[at].outs}
+        outputs = {v for at in calls for v in flat.calls[at].outs}
         read = {v for at in calls for v in flat.calls[at].ins if isinstance(v, int)}
-        entering = sorted(read - made)
-        wanted |= read - made
+        entering = sorted(read - outputs)
+        wanted |= read - outputs
         loops.append(
             Stage(
                 tuple(calls),
@@ -168,12 +168,12 @@ def _numbers(program: Program, region: Region) -> dict[int, int]:
 def _fixed(program: Program, order: Sequence[int]) -> frozenset[int]:
     """Values that are made of nothing but constants: masks and positions. Whoever else needs them
     has them whole."""
-    found: set[int] = set()
+    fixed: set[int] = set()
     for at in order:
         call = program.flat.calls[at]
-        if all(v in found for v in call.ins if isinstance(v, int)):
-            found.update(call.outs)
-    return frozenset(found)
+        if all(v in fixed for v in call.ins if isinstance(v, int)):
+            fixed.update(call.outs)
+    return frozenset(fixed)
 
 
 def _with_again(

@@ -52,14 +52,14 @@ def find_config(start: Path) -> tuple[Path, Mapping[str, Any]] | None:
         RequestError: it can't be read.
     """
     for folder in (start, *start.parents):
-        own = folder / FILE
-        if own.is_file():
-            return own, _read(own)
+        file = folder / FILE
+        if file.is_file():
+            return file, _read(file)
         project = folder / PROJECT
         if project.is_file():
-            found = _read(project).get("tool", {}).get(TABLE)
-            if isinstance(found, dict):
-                return project, found
+            table = _read(project).get("tool", {}).get(TABLE)
+            if isinstance(table, dict):
+                return project, table
     return None
 
 
@@ -83,27 +83,27 @@ def settings(
         RequestError: an option is unknown, or a value is none of its kind.
     """
     known = {a.dest: a for a in parser._actions if a.option_strings and a.dest not in SKIPPED}
-    found: list[Setting] = []
+    presets: list[Setting] = []
     if config is not None:
         path, table = config
-        own = table.get(command, {})
-        if not isinstance(own, dict):
-            raise RequestError(f"{path}: {command}: expected a table of options, got {own!r}")
+        section = table.get(command, {})
+        if not isinstance(section, dict):
+            raise RequestError(f"{path}: {command}: expected a table of options, got {section!r}")
         for key, value in table.items():
             if not isinstance(value, dict) and _dest(key) in known:
-                found.append(_setting(known[_dest(key)], value, str(path)))
+                presets.append(_setting(known[_dest(key)], value, str(path)))
             elif key != command:
                 _check_other(key, value, path, others())
-        for key, value in own.items():
+        for key, value in section.items():
             if _dest(key) not in known:
                 near = _near(_dest(key), list(known))
                 raise RequestError(f"{path}: [{command}] has no option {key!r}{near}")
-            found.append(_setting(known[_dest(key)], value, str(path)))
+            presets.append(_setting(known[_dest(key)], value, str(path)))
     for dest, action in known.items():
         name = variable(dest)
         if environ.get(name) and name.removeprefix(PREFIX) not in TAKEN:
-            found.append(_setting(action, environ[name], name))
-    return found
+            presets.append(_setting(action, environ[name], name))
+    return presets
 
 
 def variable(dest: str) -> str:
@@ -123,7 +123,7 @@ def unknown_variables(
     doubtful = [n for n in names if n not in TAKEN and not n.startswith(TAKEN_BY)]
     if not doubtful:
         return []
-    known = {variable(d).removeprefix(PREFIX) for mine in others().values() for d in mine}
+    known = {variable(d).removeprefix(PREFIX) for options in others().values() for d in options}
     out = []
     for name in sorted(set(doubtful) - known):
         near = difflib.get_close_matches(name, sorted(known | TAKEN), 1)
@@ -137,7 +137,7 @@ def _check_other(key: str, value: Any, path: Path, others: Mapping[str, Sequence
     if isinstance(value, dict):
         check_table(key, path, list(others))
         return
-    known = [dest for mine in others.values() for dest in mine]
+    known = [dest for options in others.values() for dest in options]
     if _dest(key) not in known:
         raise RequestError(f"{path}: no subcommand has an option {key!r}{_near(_dest(key), known)}")
 
@@ -189,8 +189,8 @@ def _setting(action: argparse.Action, value: Any, source: str) -> Setting:
     values = value if isinstance(value, list) else [value]
     if not many and len(values) != 1:
         raise RequestError(f"{source}: {name}: expected one value, got {value!r}")
-    made = [_converted(action, name, one, source) for one in values]
-    return Setting(action.dest, made if many else made[0], source)
+    converted = [_converted(action, name, one, source) for one in values]
+    return Setting(action.dest, converted if many else converted[0], source)
 
 
 def _converted(action: argparse.Action, name: str, value: Any, source: str) -> Any:
@@ -198,14 +198,14 @@ def _converted(action: argparse.Action, name: str, value: Any, source: str) -> A
         raise RequestError(f"{source}: {name}: expected a text or a number, got {value!r}")
     convert: Any = action.type or str
     try:
-        made = convert(str(value))
+        converted = convert(str(value))
     except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
         raise RequestError(f"{source}: {name}: {value!r}: {error}") from error
-    if action.choices is not None and made not in action.choices:
+    if action.choices is not None and converted not in action.choices:
         listed = ", ".join(map(str, action.choices))
-        near = nearest(str(made), list(map(str, action.choices)))
+        near = nearest(str(converted), list(map(str, action.choices)))
         raise RequestError(f"{source}: {name}: got {value!r}, expected one of {listed}{near}")
-    return made
+    return converted
 
 
 def given(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -223,11 +223,11 @@ def given(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str
 def config_text(
     options: argparse.Namespace,
     parser: argparse.ArgumentParser,
-    found: Sequence[Setting],
+    presets: Sequence[Setting],
     named: Sequence[str],
 ) -> str:
     """Every option with its value and where it comes from, a line each."""
-    sources = {s.dest: s.source for s in found}
+    sources = {s.dest: s.source for s in presets}
     rows = []
     for action in parser._actions:
         if not action.option_strings or action.dest in SKIPPED:
@@ -261,10 +261,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def overlaid(
-    options: argparse.Namespace, found: Sequence[Setting], named: Sequence[str]
+    options: argparse.Namespace, presets: Sequence[Setting], named: Sequence[str]
 ) -> argparse.Namespace:
     """Options of the command line, with settings for those that it does not name."""
-    for setting in found:
+    for setting in presets:
         if setting.dest not in named:
             setattr(options, setting.dest, setting.value)
     return options

@@ -67,17 +67,19 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Entry] = ()) -> int:
         parser.print_help(sys.stderr)
         return REFUSED
     try:
-        mine = _subparsers(parser)[options.command]
-        named = list(given(words[1:], mine))
+        subparser = _subparsers(parser)[options.command]
+        named = list(given(words[1:], subparser))
         config = find_config(Path.cwd())
-        found = settings(mine, options.command, lambda: _options_of(entries), config, environment())
-        options = overlaid(options, found, named)
+        presets = settings(
+            subparser, options.command, lambda: _options_of(entries), config, environment()
+        )
+        options = overlaid(options, presets, named)
         for line in unknown_variables(environment(), lambda: _options_of(entries)):
             print(f"planner: {line}", file=sys.stderr)
         if shown:
-            print(config_text(options, mine, found, named))
+            print(config_text(options, subparser, presets, named))
             return DONE
-        last = {s.dest: s for s in found if s.dest not in named}
+        last = {s.dest: s for s in presets if s.dest not in named}
         for source in dict.fromkeys(s.source for s in last.values()):
             set_there = [
                 s.dest.removesuffix("_s").replace("_", "-")
@@ -108,8 +110,8 @@ def _options_of(entries: Sequence[Entry]) -> Mapping[str, Sequence[str]]:
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    found = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    parsers: Mapping[str, argparse.ArgumentParser] = found.choices
+    action = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parsers: Mapping[str, argparse.ArgumentParser] = action.choices
     return parsers
 
 

@@ -37,7 +37,7 @@ def _flags(parser: argparse.ArgumentParser) -> set[str]:
     out = {flag for action in parser._actions for flag in action.option_strings}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found: dict[str, Any] = action.choices
-            for inner in found.values():
+            choices: dict[str, Any] = action.choices
+            for inner in choices.values():
                 out |= _flags(inner)
     return out

@@ -21,8 +21,8 @@ class Entry:
     def load(self) -> Command:
         """Import it."""
         module, _, attribute = self.where.partition(":")
-        found: Command = getattr(importlib.import_module(module), attribute)
-        return found
+        command: Command = getattr(importlib.import_module(module), attribute)
+        return command
 
 
 PLANNER = (

@@ -103,7 +103,7 @@ class Difference:
 def difference(before: Plan, after: Plan) -> Difference:
     """Compare two plans, of one step or of two."""
     a, b = before.prediction, after.prediction
-    told = (
+    rows = (
         ("cluster", before.cluster, after.cluster),
         ("mode", before.mode, after.mode),
         ("mesh", str(before.mesh), str(after.mesh)),
@@ -113,7 +113,7 @@ def difference(before: Plan, after: Plan) -> Difference:
         ("fallbacks", str(len(before.fallbacks)), str(len(after.fallbacks))),
     )
     change = _step_change(before, after)
-    settings = tuple(Setting(*row) for row in told if row[1] != row[2])
+    settings = tuple(Setting(*row) for row in rows if row[1] != row[2])
     figures = (
         Figure("step time", "s", a.step_s, b.step_s),
         Figure("compute", "s", a.compute_s, b.compute_s),
@@ -237,7 +237,7 @@ def _exchanges(
 ) -> tuple[Exchange, ...]:
     before, after = tuple(before), tuple(after)
     lines, then_lines = _lines(before), _lines(after)
-    moved = {key for key, found in lines.items() if then_lines.get(key, found) != found}
+    moved = {key for key, sources in lines.items() if then_lines.get(key, sources) != sources}
     first, then = _sums(before, moved), _sums(after, moved)
     out = []
     for key in dict.fromkeys((*first, *then)):

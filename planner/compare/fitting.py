@@ -91,12 +91,16 @@ def _smallest(
         if step.nbytes > cluster.num_devices * cluster.device.usable_bytes:
             continue
         progress(cluster.text)
-        found = offer(function, step, cluster, prices, options)
-        if found.plan is not None:
+        candidate = offer(function, step, cluster, prices, options)
+        if candidate.plan is not None:
             progress(f"{cluster.text}, the largest batch")
-            recipe = {"microbatches": 1, "remat": found.plan.remat, "chunks": found.plan.chunks}
-            return Fit(kind, found, _at_once(function, step, cluster, {**options, **recipe}))
-        why = found.refused
+            recipe = {
+                "microbatches": 1,
+                "remat": candidate.plan.remat,
+                "chunks": candidate.plan.chunks,
+            }
+            return Fit(kind, candidate, _at_once(function, step, cluster, {**options, **recipe}))
+        why = candidate.refused
     return Fit(kind, None, 0, why)
 
 

@@ -155,7 +155,7 @@ def compare_hardware(
     function, args = bound.function, bound.args
     described = [parse_cluster(c) if isinstance(c, str) else c for c in clusters]
     steps = _steps(function, args, batches)
-    found = []
+    offers = []
     for cluster in described:
         smaller: list[Offer] = []
         for step in sorted(steps, key=lambda s: s.examples):
@@ -163,10 +163,10 @@ def compare_hardware(
             like = next((o for o in reversed(smaller) if o.plan is not None), None)
             smaller.append(offer(function, step, cluster, prices or {}, options, like))
         by_size = {o.examples: o for o in smaller}
-        found += [by_size[step.examples] for step in steps]
+        offers += [by_size[step.examples] for step in steps]
     tokens = any(step.tokens for step in steps)
     unit = "tokens" if tokens else "examples" if any(s.examples for s in steps) else "steps"
-    return Offers(unit, tuple(_marked(found)))
+    return Offers(unit, tuple(_marked(offers)))
 
 
 @dataclass(frozen=True)
@@ -334,10 +334,10 @@ def _tied(
     same cluster by its ratio, on different ones if the likely ranges overlap."""
 
     def likely(one: Offer) -> tuple[float, float]:
-        found = None if one.plan is None else step_range(one.plan)
-        if found is None:
+        time_range = None if one.plan is None else step_range(one.plan)
+        if time_range is None:
             return math.inf, -math.inf
-        return found.interval.low * cost(one), found.interval.high * cost(one)
+        return time_range.interval.low * cost(one), time_range.interval.high * cost(one)
 
     def close(one: Offer, best: Offer) -> bool:
         if one.cluster == best.cluster and best.plan is not None:

@@ -92,8 +92,8 @@ class Candidate:
             sums.setdefault(row.kind, [0.0, 0.0, 0.0])
             for k, part in enumerate((1.0, row.time_s, row.payload_bytes)):
                 sums[row.kind][k] += row.count * part
-        found = [Collectives(kind, *parts) for kind, parts in sums.items()]
-        return tuple(sorted(found, key=lambda c: (-c.time_s, c.kind)))
+        totals = [Collectives(kind, *parts) for kind, parts in sums.items()]
+        return tuple(sorted(totals, key=lambda c: (-c.time_s, c.kind)))
 
 
 @dataclass(frozen=True)
@@ -152,30 +152,30 @@ def compare(
     given.setdefault("mesh", placed_mesh(args, cluster))
     progress(CHOSEN)
     recipe = _recipe(function, args, cluster, donate_argnums, given)
-    asked = parse_request(cluster, **given)
+    request = parse_request(cluster, **given)
     rewriter = Rewriter(function, args)
     step = _Step.under(rewriter, recipe, donate_argnums)
-    what = f"the plan of mode {asked.mode}{_recipe_text(recipe)}"
-    whole = of_stage(asked, recipe.stages) if recipe.schedule else asked
+    what = f"the plan of mode {request.mode}{_recipe_text(recipe)}"
+    whole = of_stage(request, recipe.stages) if recipe.schedule else request
     out = [_candidate(step, CHOSEN, what, whole)]
-    for policy in (FULL, DOTS) if recipe.remat != NONE and asked.mode == "AUTO_PARALLEL" else ():
+    for policy in (FULL, DOTS) if recipe.remat != NONE and request.mode == "AUTO_PARALLEL" else ():
         if policy != recipe.remat:
             progress(f"remat {policy}")
             other = dataclasses.replace(recipe, remat=policy, cuts=())
-            what = f"the plan of mode {asked.mode}{_recipe_text(other)}"
+            what = f"the plan of mode {request.mode}{_recipe_text(other)}"
             again = _Step.under(rewriter, other, donate_argnums)
             out.append(_candidate(again, f"remat {policy}", what, whole))
     alone = dataclasses.replace(recipe, stages=1, schedule="", cuts=())
     step = step if alone == recipe else _Step.under(rewriter, alone, donate_argnums)
     out += _usual(step, cluster, common, progress)
-    if asked.cluster.num_devices > asked.cluster.devices_per_node or alone != recipe:
+    if request.cluster.num_devices > request.cluster.devices_per_node or alone != recipe:
         for stages in STAGES:
             progress(f"{stages} stages")
             rows = _piped(rewriter, recipe, stages, donate_argnums, cluster, common)
             out += rows
             if any(row.refused for row in rows):
                 break  # more stages are refused too
-    return Comparison(asked.cluster.text, asked.limit_bytes, tuple(out))
+    return Comparison(request.cluster.text, request.limit_bytes, tuple(out))
 
 
 def _usual(
@@ -197,8 +197,8 @@ def _usual(
         request = dataclasses.replace(
             request, tensor=kind.tensor, sequence=kind.sequence, shardings=rules
         )
-        made = _candidate(step, kind.name, kind.what, request)
-        out.append(dataclasses.replace(made, note=note(traced.graph, kind, made.plan)))
+        candidate = _candidate(step, kind.name, kind.what, request)
+        out.append(dataclasses.replace(candidate, note=note(traced.graph, kind, candidate.plan)))
     return out
 
 
@@ -253,11 +253,15 @@ def _piped(
             shardings=rules,
         )
         what = f"{parts} microbatches by 1F1B, matrices over {t}, batch over {rest // t}"
-        made = _candidate(step, f"{name} x tensor {t} x data {rest // t}", what, request)
-        if made.plan is not None and not made.fits:
-            told = dataclasses.replace(made.plan.prediction, limit_bytes=plain.limit_bytes)
-            made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, prediction=told))
-        out.append(made)
+        candidate = _candidate(step, f"{name} x tensor {t} x data {rest // t}", what, request)
+        if candidate.plan is not None and not candidate.fits:
+            prediction = dataclasses.replace(
+                candidate.plan.prediction, limit_bytes=plain.limit_bytes
+            )
+            candidate = dataclasses.replace(
+                candidate, plan=dataclasses.replace(candidate.plan, prediction=prediction)
+            )
+        out.append(candidate)
     return out
 
 
@@ -304,13 +308,13 @@ def _recipe(
 ) -> Recipe:
     """The recipe of the chosen plan; the plain one where nothing fits. Takes what was asked about
     recipes out of ``given``."""
-    asked = {name: given.pop(name) for name in REWRITINGS if name in given}
+    rewritings = {name: given.pop(name) for name in REWRITINGS if name in given}
     try:
         plan = plan_step(
-            function, *args, cluster=cluster, donate_argnums=donate_argnums, **asked, **given
+            function, *args, cluster=cluster, donate_argnums=donate_argnums, **rewritings, **given
         ).plan
     except (MemoryLimitError, PinError):
-        wish = parse_wish(asked, function, False)
+        wish = parse_wish(rewritings, function, False)
         return wish.recipe
     return plan.recipe
 
@@ -329,5 +333,5 @@ def _candidate(step: _Step, name: str, what: str, request: Request) -> Candidate
     except MemoryLimitError:
         free = dataclasses.replace(request, limit_bytes=math.inf)
         plan = step.planned(free)
-        told = dataclasses.replace(plan.prediction, limit_bytes=request.limit_bytes)
-        return Candidate(name, what, dataclasses.replace(plan, prediction=told), False)
+        prediction = dataclasses.replace(plan.prediction, limit_bytes=request.limit_bytes)
+        return Candidate(name, what, dataclasses.replace(plan, prediction=prediction), False)

@@ -12,38 +12,41 @@ SHOWN = 20
 """Rows of a table at most."""
 
 
-def difference_markdown(found: Difference, before: str, after: str) -> str:
+def difference_markdown(difference: Difference, before: str, after: str) -> str:
     """A heading, the figures, and a table of shardings and one of collectives that differ."""
-    return "\n".join(_lines(found, before, after)) + "\n"
+    return "\n".join(_lines(difference, before, after)) + "\n"
 
 
-def _lines(found: Difference, before: str, after: str) -> Iterator[str]:
+def _lines(difference: Difference, before: str, after: str) -> Iterator[str]:
     yield f"### Plan: {_code(before)} to {_code(after)}"
     yield ""
-    if found.same:
+    if difference.same:
         yield "The same plan."
         return
-    if not found.same_step:
-        yield f"The plans are for different steps or shapes: {_code(found.step_change)}"
+    if not difference.same_step:
+        yield f"The plans are for different steps or shapes: {_code(difference.step_change)}"
         yield ""
-    rows = [(s.name, f"{s.before} to {s.after}") for s in found.settings]
-    rows += [(f.name, figure_text(f).replace(" -> ", " to ")) for f in found.figures]
+    rows = [(s.name, f"{s.before} to {s.after}") for s in difference.settings]
+    rows += [(f.name, figure_text(f).replace(" -> ", " to ")) for f in difference.figures]
     yield from _table(("", "change"), rows)
-    count = sum(m.count for m in found.moved)
+    count = sum(m.count for m in difference.moved)
     if count:
-        yield f"**{count} of {found.arguments} arguments are sharded otherwise**"
+        yield f"**{count} of {difference.arguments} arguments are sharded otherwise**"
         yield ""
         yield from _table(
             ("path", "before", "after", "count"),
-            [(_code(m.path), _code(m.before), _code(m.after), str(m.count)) for m in found.moved],
+            [
+                (_code(m.path), _code(m.before), _code(m.after), str(m.count))
+                for m in difference.moved
+            ],
         )
-    if found.exchanges:
+    if difference.exchanges:
         yield "**Collectives that differ**"
         yield ""
         head = ("collective", "over", "runs", "bytes", "time", "caused by")
-        yield from _table(head, [_exchange(e) for e in found.exchanges])
-    if found.fields:
-        yield f"Other fields that differ: {', '.join(map(_code, found.fields))}"
+        yield from _table(head, [_exchange(e) for e in difference.exchanges])
+    if difference.fields:
+        yield f"Other fields that differ: {', '.join(map(_code, difference.fields))}"
 
 
 def _exchange(row: Exchange) -> tuple[str, ...]:

@@ -58,11 +58,11 @@ def named(offer: Offer) -> str:
     return f"{offer.cluster}, batch {offer.examples}" if offer.examples else offer.cluster
 
 
-def offers_parts(found: Offers) -> Iterable[RenderableType]:
+def offers_parts(offers: Offers) -> Iterable[RenderableType]:
     """The parts of a report: a table of figures, how each is run, whose prices these are."""
     yield Text("the step on each cluster, predicted", style="bold")
     yield ""
-    fastest, cheapest, ties = found.fastest, found.cheapest, found.tied_fastest
+    fastest, cheapest, ties = offers.fastest, offers.cheapest, offers.tied_fastest
     best = "no plan fits" if fastest is None else named(fastest)
     rows = [("fastest", best + _tied_text(ties))]
     if cheapest is not None:
@@ -70,12 +70,12 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
             (
                 "cheapest",
                 f"{named(cheapest)}: {dollars_text(cheapest.dollars_per_million)} per million "
-                f"{found.unit}" + _tied_text(found.tied_cheapest),
+                f"{offers.unit}" + _tied_text(offers.tied_cheapest),
             )
         )
     yield Padding(pairs(rows), (0, 0, 0, 2), expand=False)
     yield ""
-    unit = found.unit
+    unit = offers.unit
     table = new_table(
         "<cluster",
         ">batch",
@@ -87,7 +87,7 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
         ">memory",
         "",
     )
-    for one in found.offers:
+    for one in offers.offers:
         batch = str(one.examples) if one.examples else "-"
         if one.plan is None:
             add_row(table, one.cluster, batch, *["-"] * 6, "no plan", style="red")
@@ -116,18 +116,18 @@ def offers_parts(found: Offers) -> Iterable[RenderableType]:
     )
     if ties:
         yield Padding(Text(f"tied: {TIED}", style="dim"), (0, 0, 0, 2))
-    yield from section("how", pairs([(named(o), how_text(o)) for o in found.offers]))
-    yield from section("prices, per device and hour", pairs(_prices(found.offers)))
+    yield from section("how", pairs([(named(o), how_text(o)) for o in offers.offers]))
+    yield from section("prices, per device and hour", pairs(_prices(offers.offers)))
 
 
-def fits_parts(found: Sequence[Fit]) -> Iterable[RenderableType]:
+def fits_parts(fits: Sequence[Fit]) -> Iterable[RenderableType]:
     """The parts of a report: the smallest cluster of each kind, how, whose prices these are."""
     yield Text("the smallest cluster of each kind that the step fits on, predicted", style="bold")
     yield ""
     table = new_table(
         "<cluster", ">devices", ">memory", ">step", ">MFU", ">$/step", ">batch at once"
     )
-    for one in found:
+    for one in fits:
         best = one.offer
         if best is None or best.plan is None:
             add_row(table, one.kind, "-", "no plan", *["-"] * 4, style="red")
@@ -143,17 +143,17 @@ def fits_parts(found: Sequence[Fit]) -> Iterable[RenderableType]:
             str(one.at_once or "-"),
         )
     yield Padding(table, (0, 0, 0, 2), expand=False)
-    how = [(f.kind, how_text(f.offer) if f.offer is not None else f.refused) for f in found]
+    how = [(f.kind, how_text(f.offer) if f.offer is not None else f.refused) for f in fits]
     yield from section("how", pairs(how))
-    offers = tuple(f.offer for f in found if f.offer is not None)
+    offers = tuple(f.offer for f in fits if f.offer is not None)
     if offers:
         yield from section("prices, per device and hour", pairs(_prices(offers)))
 
 
-def fits_json(found: Sequence[Fit]) -> dict[str, Any]:
+def fits_json(fits: Sequence[Fit]) -> dict[str, Any]:
     """The same as plain data."""
     out = []
-    for one in found:
+    for one in fits:
         row: dict[str, Any] = {"kind": one.kind, "batch_at_once": one.at_once}
         if one.offer is None:
             out.append({**row, "refused": one.refused})
@@ -171,12 +171,12 @@ def _prices(offers: Sequence[Offer]) -> Iterable[tuple[str, str]]:
             yield kind, f"{dollars_text(price.dollars_per_hour)}: {price.source}"
 
 
-def offers_json(found: Offers) -> dict[str, Any]:
+def offers_json(offers: Offers) -> dict[str, Any]:
     """The same as plain data; what is not known is null. "tied": with the fastest one, whose own is
     false."""
-    ties = found.tied_fastest
-    rows = [{**_offer_json(o), **({"tied": o in ties} if o.plan else {})} for o in found.offers]
-    return {"unit": found.unit, "offers": rows}
+    ties = offers.tied_fastest
+    rows = [{**_offer_json(o), **({"tied": o in ties} if o.plan else {})} for o in offers.offers]
+    return {"unit": offers.unit, "offers": rows}
 
 
 def _offer_json(o: Offer) -> dict[str, Any]:

@@ -33,14 +33,14 @@ SHOWN = 12
 """Rows of a list of collectives or arguments."""
 
 
-def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
+def comparison_parts(comparison: Comparison) -> Iterable[RenderableType]:
     """The parts of a report: times and memory, then what the devices say to each other."""
-    yield Text(f"plans for {found.cluster}", style="bold")
+    yield Text(f"plans for {comparison.cluster}", style="bold")
     yield ""
-    rows = [("limit", f"{bytes_text(found.limit_bytes)} per device")]
-    if found.chosen.plan is not None:
-        rows.append(("chosen", f"mesh {found.chosen.plan.mesh}, {found.chosen.what}"))
-    best, near = fastest(found)
+    rows = [("limit", f"{bytes_text(comparison.limit_bytes)} per device")]
+    if comparison.chosen.plan is not None:
+        rows.append(("chosen", f"mesh {comparison.chosen.plan.mesh}, {comparison.chosen.what}"))
+    best, near = fastest(comparison)
     name = "none fits" if best is None else best.name
     if near:
         name += f", tied with {listed([one.name for one in near])}"
@@ -48,7 +48,7 @@ def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
     yield _under(pairs(rows))
     yield ""
     table = new_table("", ">step", ">relative", ">compute", ">communication", ">memory", "fits")
-    for one in found.candidates:
+    for one in comparison.candidates:
         if one.plan is None:
             add_row(table, one.name, *["-"] * 5, "refused", style="dim")
             continue
@@ -57,19 +57,19 @@ def comparison_parts(found: Comparison) -> Iterable[RenderableType]:
             table,
             one.name,
             time_text(p.step_s),
-            f"tied {_ratio(found, one)}" if one in near else _ratio(found, one),
+            f"tied {_ratio(comparison, one)}" if one in near else _ratio(comparison, one),
             time_text(p.compute_s),
             time_text(p.communication_s),
             bytes_text(p.peak_bytes),
             "yes" if one.fits else "no",
-            style="green" if one is found.chosen else "" if one.fits else "red",
+            style="green" if one is comparison.chosen else "" if one.fits else "red",
         )
     yield _under(table)
-    yield from section("collectives: runs a step and their time", _kinds(found.candidates))
-    notes = [(c.name, c.note) for c in found.candidates if c.note]
+    yield from section("collectives: runs a step and their time", _kinds(comparison.candidates))
+    notes = [(c.name, c.note) for c in comparison.candidates if c.note]
     if notes:
         yield from section("not quite what they are called", pairs(notes))
-    refused = [(c.name, c.refused) for c in found.candidates if c.refused]
+    refused = [(c.name, c.refused) for c in comparison.candidates if c.refused]
     if refused:
         yield from section("refused", pairs(refused))
 
@@ -78,9 +78,9 @@ def _under(body: RenderableType) -> RenderableType:
     return Padding(body, (0, 0, 0, 2), expand=False)
 
 
-def fastest(found: Comparison) -> tuple[Candidate | None, tuple[Candidate, ...]]:
+def fastest(comparison: Comparison) -> tuple[Candidate | None, tuple[Candidate, ...]]:
     """The fastest plan that fits, if any does, and those that tie with it."""
-    fitting = [c for c in found.candidates if c.plan is not None and c.fits]
+    fitting = [c for c in comparison.candidates if c.plan is not None and c.fits]
     if not fitting:
         return None, ()
     best = min(fitting, key=_step_s)
@@ -93,11 +93,11 @@ def _step_s(one: Candidate) -> float:
     return one.plan.prediction.step_s if one.plan is not None else math.inf
 
 
-def _ratio(found: Comparison, one: Candidate) -> str:
+def _ratio(comparison: Comparison, one: Candidate) -> str:
     """The step's time over the chosen one's."""
-    if one.plan is None or found.chosen.plan is None:
+    if one.plan is None or comparison.chosen.plan is None:
         return "-"
-    base = found.chosen.plan.prediction.step_s
+    base = comparison.chosen.plan.prediction.step_s
     return f"{one.plan.prediction.step_s / base:.2f}x" if base > 0 else "-"
 
 
@@ -120,10 +120,10 @@ def _kinds(candidates: Sequence[Candidate]) -> RenderableType:
     return table
 
 
-def comparison_json(found: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """The comparison as plain data; without the plans, which are named by their digests. "tied":
     with the fastest one, whose own is false."""
-    near = fastest(found)[1]
+    near = fastest(comparison)[1]
 
     def one(c: Candidate) -> dict[str, Any]:
         out: dict[str, Any] = {"name": c.name, "what": c.what, "fits": c.fits}
@@ -146,72 +146,72 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
         }
 
     return {
-        "cluster": found.cluster,
-        "limit_bytes": found.limit_bytes,
-        "candidates": [one(c) for c in found.candidates],
+        "cluster": comparison.cluster,
+        "limit_bytes": comparison.limit_bytes,
+        "candidates": [one(c) for c in comparison.candidates],
     }
 
 
 def range_json(plan: Plan) -> dict[str, float | None]:
     """The likely range of a plan's step time; null where no published run says."""
-    found = step_range(plan)
-    low, high = (None, None) if found is None else (found.low_s, found.high_s)
+    time_range = step_range(plan)
+    low, high = (None, None) if time_range is None else (time_range.low_s, time_range.high_s)
     return {"low_s": low, "high_s": high}
 
 
-def difference_parts(found: Difference, before: str, after: str) -> Iterable[RenderableType]:
+def difference_parts(difference: Difference, before: str, after: str) -> Iterable[RenderableType]:
     """The parts of a report on two plans, which are called ``before`` and ``after``."""
     yield Text(f"{before} -> {after}", style="bold")
     yield ""
-    if found.same:
+    if difference.same:
         yield _under(Text("the same plan, except for source lines and details of the search"))
         return
-    if not found.same_step:
-        yield _under(Text(f"the plans are for different steps or shapes: {found.step_change}"))
+    if not difference.same_step:
+        yield _under(Text(f"the plans are for different steps or shapes: {difference.step_change}"))
         yield ""
-    rows = [(s.name, f"{s.before} -> {s.after}") for s in found.settings]
-    rows += [(f.name, figure_text(f)) for f in found.figures if f.name != "overlapped"]
+    rows = [(s.name, f"{s.before} -> {s.after}") for s in difference.settings]
+    rows += [(f.name, figure_text(f)) for f in difference.figures if f.name != "overlapped"]
     yield _under(pairs(rows))
-    yield from _moved(found)
+    yield from _moved(difference)
     for title, rows_ in (
-        ("collectives gained", found.gained),
-        ("collectives lost", found.lost),
-        ("collectives changed", found.changed),
+        ("collectives gained", difference.gained),
+        ("collectives lost", difference.lost),
+        ("collectives changed", difference.changed),
     ):
         if rows_:
             yield from section(title, _exchanges(rows_))
-    if not found.exchanges:
+    if not difference.exchanges:
         yield from section("collectives", Text("the same"))
-    if found.fields:
-        yield from section("other fields that differ", Text(", ".join(found.fields)))
+    if difference.fields:
+        yield from section("other fields that differ", Text(", ".join(difference.fields)))
 
 
-def figure_text(found: Figure) -> str:
+def figure_text(figure: Figure) -> str:
     """``190 ms -> 210 ms, 20.0 ms (10.5 %) more``."""
-    text = time_text if found.unit == "s" else bytes_text
-    change = found.after - found.before
-    if text(found.before) == text(found.after):
-        return f"{text(found.after)}, the same"
-    share = f" ({percent_text(abs(change) / found.before)})" if found.before > 0 else ""
-    if found.name == "step time":
+    text = time_text if figure.unit == "s" else bytes_text
+    change = figure.after - figure.before
+    if text(figure.before) == text(figure.after):
+        return f"{text(figure.after)}, the same"
+    share = f" ({percent_text(abs(change) / figure.before)})" if figure.before > 0 else ""
+    if figure.name == "step time":
         word = "slower" if change > 0 else "faster"
     else:
         word = "more" if change > 0 else "less"
-    both = f"{text(found.before)} -> {text(found.after)}"
+    both = f"{text(figure.before)} -> {text(figure.after)}"
     return f"{both}, {text(abs(change))}{share} {word}"
 
 
-def _moved(found: Difference) -> Iterable[RenderableType]:
-    count = sum(m.count for m in found.moved)
-    title = f"arguments sharded otherwise: {count} of {found.arguments}"
-    if not found.moved:
+def _moved(difference: Difference) -> Iterable[RenderableType]:
+    count = sum(m.count for m in difference.moved)
+    title = f"arguments sharded otherwise: {count} of {difference.arguments}"
+    if not difference.moved:
         yield from section(title, Text("none"))
         return
     table = new_table("path", "before", "after", ">count")
-    for row in found.moved[:SHOWN]:
+    for row in difference.moved[:SHOWN]:
         add_row(table, row.path, row.before or "-", row.after or "-", f"x{row.count}")
-    if len(found.moved) > SHOWN:
-        rest = found.moved[SHOWN:]
+    if len(difference.moved) > SHOWN:
+        rest = difference.moved[SHOWN:]
         add_row(table, f"{len(rest)} more", "", "", f"x{sum(m.count for m in rest)}", style="dim")
     yield from section(title, table)
 
@@ -245,6 +245,6 @@ def _change(pair: tuple[float, float], text: Any) -> str:
     return f"{text(pair[0])} -> {text(pair[1])}"
 
 
-def difference_json(found: Difference) -> dict[str, Any]:
+def difference_json(difference: Difference) -> dict[str, Any]:
     """The difference as plain data."""
-    return dataclasses.asdict(found)
+    return dataclasses.asdict(difference)

@@ -65,7 +65,7 @@ def kept_apart(plan: Chosen) -> tuple[int, ...]:
     device, graph = analysis.scheduled.device, plan.graph
     if device is None or not device.fast_memory_bytes:
         return ()
-    found = []
+    products = []
     for value in sorted(in_updates(plan)):
         op = graph.ops[graph.values[value].op]
         entry = analysis.groups.op_layouts[op.index]
@@ -78,5 +78,5 @@ def kept_apart(plan: Chosen) -> tuple[int, ...]:
             shards = plan.sharding(group, layout, "use").shards(plan.priced.mesh)
             sizes.append(known.nbytes * min(1.0, NARROW / known.itemsize) / shards)
         if min(sizes) > device.fast_memory_bytes:
-            found.append(op.index)
-    return tuple(found)
+            products.append(op.index)
+    return tuple(products)

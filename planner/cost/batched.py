@@ -157,16 +157,16 @@ def price_family(
         key = (g.sizes, g.shardable, g.kind == "input", g.decisions)
         if key not in known:
             known[key] = joint_strategies(g.sizes, g.shardable, sizes, g.kind, g.decisions)
-        joint, mine = known[key]
+        joint, present = known[key]
         if any(g.index in masks for masks in allowed):
-            mine = mine.copy()
+            present = present.copy()
             for m, masks in enumerate(allowed):
                 if g.index in masks:
-                    mine[m, mine[m]] = masks[g.index]
+                    present[m, present[m]] = masks[g.index]
         cost = analysis.counts[g.index] * rates.node_s(analysis, g.index, joint)
         sets.append(joint)
-        has.append(mine)
-        unary.append(np.where(mine, cost, np.inf))
+        has.append(present)
+        unary.append(np.where(present, cost, np.inf))
     for link, bundle in zip(analysis.groups.links, analysis.bundles, strict=True):
         if bundle < 0:
             pairs = patterns(*_ends(analysis, link, sets), len(link.src))

@@ -43,8 +43,8 @@ def op_seconds(plan: Chosen) -> tuple[float, ...]:
             seconds[index] += known[key]
         alone[group] += seconds[index]
     share = [
-        pricer.parts_of(group, chosen, row)[0] / own if own else 0.0
-        for group, chosen, row, own in zip(
+        pricer.parts_of(group, chosen, row)[0] / alone_s if alone_s else 0.0
+        for group, chosen, row, alone_s in zip(
             groups.groups, priced.sets, plan.choice, alone, strict=True
         )
     ]

@@ -52,8 +52,8 @@ class Profile:
 
 def scheduled_peak(plan: Chosen, limit_bytes: float) -> tuple[float, tuple[str, ...]]:
     """The peak in the order in which a compiler runs the step, and what holds the most of it."""
-    found = memory_over_time(plan, limit_bytes)
-    return found.peak_bytes, _holders(plan, found)
+    profile = memory_over_time(plan, limit_bytes)
+    return profile.peak_bytes, _holders(plan, profile)
 
 
 def memory_over_time(plan: Chosen, limit_bytes: float) -> Profile:
@@ -80,25 +80,25 @@ def _profile(plan: Chosen, *, late: bool) -> Profile:
     analysis = plan.priced.analysis
     apart = {plan.graph.ops[op].outputs[0] for op in kept_apart(plan)}
     inside = in_updates(plan) - apart
-    found = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, inside, late=late)
-    held = Lifetimes(in_pool(found.buffers), found.order)
+    lifetimes = analysis.scheduled.buffers(plan.graph, analysis.groups, moves, inside, late=late)
+    held = Lifetimes(in_pool(lifetimes.buffers), lifetimes.order)
     sizes = buffer_bytes(plan, held.buffers)
     peak, moment = _peak(held.buffers, sizes)
     return Profile(held, sizes, peak, moment, not late)
 
 
-def _holders(plan: Chosen, found: Profile) -> tuple[str, ...]:
+def _holders(plan: Chosen, profile: Profile) -> tuple[str, ...]:
     """The values that hold the most memory at the peak, with their own bytes."""
     held: dict[str, float] = {}
     graph = plan.graph
     stays = frozenset((*graph.inputs, *graph.outputs))
-    for b, nbytes in zip(found.held.buffers, found.nbytes, strict=True):
-        if b.at(found.moment):
+    for b, nbytes in zip(profile.held.buffers, profile.nbytes, strict=True):
+        if b.at(profile.moment):
             v = graph.values[b.value]
             source = graph.ops[v.op].source if v.op >= 0 else ""
             name = v.name or f"{graph.ops[v.op].kind} {v} ({source})"
-            own = nbytes / PACKING if has_gaps(b, stays) else nbytes
-            held[name] = held.get(name, 0.0) + own
+            net_bytes = nbytes / PACKING if has_gaps(b, stays) else nbytes
+            held[name] = held.get(name, 0.0) + net_bytes
     top = sorted(held.items(), key=lambda kv: (-kv[1], kv[0]))[:5]
     return tuple(f"{name}: {size:.3g} bytes" for name, size in top)
 

@@ -120,8 +120,8 @@ class Pricer:
         if not self.analysis.facts[group.index].decided:
             return {}
         one = chosen.take(slice(row, row + 1))
-        found = self.rates.decided_s(self.analysis.facts[group.index], one)
-        return {name: float(seconds[0, 0]) for name, seconds in found.items()}
+        by_decision = self.rates.decided_s(self.analysis.facts[group.index], one)
+        return {name: float(seconds[0, 0]) for name, seconds in by_decision.items()}
 
     def feed_of(self, group: Group, chosen: StrategySet, row: int) -> float:
         """What feeding the batch counts for under one strategy, in seconds."""

@@ -68,8 +68,8 @@ class Rates:
             size[:, mask] = [math.prod(sizes[k] for k in axes) for sizes in meshes]
 
         def table(kind: Collective) -> tuple[Array, Array]:
-            found = [coefficients(kind, sizes, model) for sizes in meshes]
-            alpha, beta = (np.stack(column) for column in zip(*found, strict=True))
+            pairs = [coefficients(kind, sizes, model) for sizes in meshes]
+            alpha, beta = (np.stack(column) for column in zip(*pairs, strict=True))
             return alpha, beta
 
         costs = transition_costs(meshes, model)
@@ -78,7 +78,7 @@ class Rates:
     def take(self, rows: IntArray) -> Rates:
         """The tables of some of the meshes."""
         costs = self.costs
-        kept = Transitions(
+        transitions = Transitions(
             costs.alpha_s[rows],
             costs.combined_alpha_s[rows],
             costs.beta_s_per_byte[rows],
@@ -91,7 +91,7 @@ class Rates:
             alpha_s=self.alpha_s[rows],
             beta_s_per_byte=self.beta_s_per_byte[rows],
             shift=(self.shift[0][rows], self.shift[1][rows]),
-            costs=kept,
+            costs=transitions,
             meshes=tuple(self.meshes[int(k)] for k in np.arange(len(self.meshes))[rows]),
             splits={},
             paddings={},
@@ -103,8 +103,8 @@ class Rates:
         for f in factors:
             if f + 1 < hit.size:
                 hit[f + 1] = 1
-        found: IntArray = hit[assign + 1] @ (1 << np.arange(self.num_axes))
-        return found
+        axis_masks: IntArray = hit[assign + 1] @ (1 << np.arange(self.num_axes))
+        return axis_masks
 
     def codes(self, assign: IntArray, classes: Sequence[frozenset[int]]) -> IntArray:
         """[strategies] which class of factors every axis splits, as a number (see ``split``)."""
@@ -113,8 +113,8 @@ class Rates:
             for f in factors:
                 if f + 1 < digit.size:
                     digit[f + 1] = c + 1
-        found: IntArray = digit[assign + 1] @ (len(classes) + 1) ** np.arange(self.num_axes)
-        return found
+        class_codes: IntArray = digit[assign + 1] @ (len(classes) + 1) ** np.arange(self.num_axes)
+        return class_codes
 
     def split(self, classes: int, which: tuple[int, ...]) -> Array:
         """[meshes, codes] into how many pieces the classes ``which`` are cut, of so many."""
@@ -152,20 +152,22 @@ class Rates:
 
     def reduction_s(self, r: Reduction, assign: IntArray) -> Array:
         """[meshes, strategies] seconds of the collectives of a reduction inside a group."""
-        over, kept = self.masks(assign, r.over), self.masks(assign, r.kept)
+        over, split_axes = self.masks(assign, r.over), self.masks(assign, r.kept)
         tables = self.shift if r.shifts else (self.alpha_s, self.beta_s_per_byte)
         alpha, beta = (table[:, over] for table in tables)
         latency = self.model.combined_latency if r.gradient else 1.0
-        local = r.nbytes / self.size[:, kept]
+        local = r.nbytes / self.size[:, split_axes]
         return r.weight * np.where(over > 0, latency * alpha + beta * local, 0.0)
 
-    def said_s(self, own: Said) -> Array:
+    def said_s(self, collective: Said) -> Array:
         """[meshes] seconds of a collective that the user wrote, on a mesh with its axes."""
         seconds = np.zeros(len(self.meshes))
         for k, sizes in enumerate(self.meshes):
-            if max(own.axes) < len(sizes):
-                alpha, beta = self.model.collective_coefficients(own.kind, sizes, own.axes)
-                seconds[k] = own.weight * (alpha + beta * own.nbytes)
+            if max(collective.axes) < len(sizes):
+                alpha, beta = self.model.collective_coefficients(
+                    collective.kind, sizes, collective.axes
+                )
+                seconds[k] = collective.weight * (alpha + beta * collective.nbytes)
         return seconds
 
     def gather_s(
@@ -191,8 +193,8 @@ class Rates:
         for r in analysis.facts[group].reductions:
             part = behind if r.gradient else waited
             part += self.reduction_s(r, chosen.use)
-        for own in analysis.facts[group].said:
-            waited += self.said_s(own)[:, None]
+        for collective in analysis.facts[group].said:
+            waited += self.said_s(collective)[:, None]
         stored = analysis.facts[group].stored
         if stored is not None:
             ahead += self.gather_s(*stored, chosen, change_s)
@@ -226,8 +228,8 @@ class Rates:
         """[meshes, strategies] seconds of what else is decided for a group, by decision."""
         prices = _StrategyPrices(self, chosen)
         return {
-            name: DECISIONS[name].seconds(own, chosen.option(name), prices)
-            for name, own in facts.decided
+            name: DECISIONS[name].seconds(decision_facts, chosen.option(name), prices)
+            for name, decision_facts in facts.decided
         }
 
     def bytes_of(self, chosen: StrategySet, buffer: Buffer) -> Array:
@@ -256,8 +258,10 @@ class Rates:
                 self.size[:, self.masks(assign, frozenset({f} - {-1}))].astype(np.int64)
                 for f in layout
             ]
-            found = paddings([-(-n // p) for n, p in zip(tiled.shape, pieces, strict=True)], tiled)
-            known = self.paddings[key] = (found, assign)
+            padding = paddings(
+                [-(-n // p) for n, p in zip(tiled.shape, pieces, strict=True)], tiled
+            )
+            known = self.paddings[key] = (padding, assign)
         return known[0]
 
 

@@ -217,16 +217,16 @@ class _Routes:
 
 @lru_cache(maxsize=8)
 def _routes(n: int) -> _Routes:
-    found = [route(pattern) for pattern in all_patterns(n)]
-    full = np.zeros((len(found), n, 2), np.int64)
-    moves = np.zeros((len(found), n), np.int64)
-    for row, way in enumerate(found):
+    routes = [route(pattern) for pattern in all_patterns(n)]
+    full = np.zeros((len(routes), n, 2), np.int64)
+    moves = np.zeros((len(routes), n), np.int64)
+    for row, way in enumerate(routes):
         pairs = [pair for pair in way.dims if pair[0] and pair[1]]
         full[row, : len(pairs)] = np.reshape(pairs, (-1, 2))
         moves[row, : len(way.moves)] = way.moves
 
     def masks(name: str) -> IntArray:
-        return np.asarray([getattr(way, name) for way in found], np.int64)
+        return np.asarray([getattr(way, name) for way in routes], np.int64)
 
     changes = [
         sum(s != d and not (s == PARTIAL and d == 0) for s, d in pattern)
@@ -242,7 +242,7 @@ def _routes(n: int) -> _Routes:
         masks("after"),
         masks("shuffled"),
         masks("permutes") > 0,
-        np.asarray([sum(b for a, b in way.dims if not a) for way in found], np.int64),
+        np.asarray([sum(b for a, b in way.dims if not a) for way in routes], np.int64),
         full,
         np.asarray(changes, np.float64),
     )

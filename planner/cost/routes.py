@@ -233,8 +233,8 @@ def patterns(src: IntArray, dst: IntArray, rank: int) -> IntArray:
     if base**n > MOST_CODES:
         return _patterns(src, dst, rank)
     weights = base ** np.arange(n)
-    found: IntArray = _pattern_table(n, rank)[src @ weights, dst @ weights]
-    return found
+    numbers: IntArray = _pattern_table(n, rank)[src @ weights, dst @ weights]
+    return numbers
 
 
 @lru_cache(maxsize=32)
@@ -265,20 +265,20 @@ def _patterns(src: IntArray, dst: IntArray, rank: int) -> IntArray:
         code = code * (2 * n + 3) + label
     known_codes, order = _codes(n)
     place = np.minimum(np.searchsorted(known_codes, code), len(known_codes) - 1)
-    found: IntArray = np.where(known_codes[place] == code, order[place], -1)
-    return found
+    numbers: IntArray = np.where(known_codes[place] == code, order[place], -1)
+    return numbers
 
 
 @lru_cache(maxsize=8)
 def all_patterns(n: int) -> tuple[Pattern, ...]:
     """Every pattern of ``n`` mesh axes, dimensions numbered in order of first appearance."""
 
-    def grow(made: tuple[int, ...], top: int) -> Iterator[tuple[int, ...]]:
-        if len(made) == 2 * n:
-            yield made
+    def grow(prefix: tuple[int, ...], top: int) -> Iterator[tuple[int, ...]]:
+        if len(prefix) == 2 * n:
+            yield prefix
             return
-        for digit in range(0 if len(made) % 2 else PARTIAL, top + 2):
-            yield from grow((*made, digit), max(top, digit))
+        for digit in range(0 if len(prefix) % 2 else PARTIAL, top + 2):
+            yield from grow((*prefix, digit), max(top, digit))
 
     return tuple(tuple(zip(digits[::2], digits[1::2], strict=True)) for digits in grow((), 0))
 

@@ -59,8 +59,8 @@ def reached(last: Stage, plan: Callable[[], object]) -> tuple[Any, ...]:
     token = _LAST.set(last)
     try:
         plan()
-    except _Reached as found:
-        return found.values
+    except _Reached as signal:
+        return signal.values
     finally:
         _LAST.reset(token)
     raise InternalError(f"planning ended before stage {last}")

@@ -97,7 +97,7 @@ def _decision(planned: Planned, setting: PlanSetting, node: int, value: int) -> 
     plan, graph = planned.extraction, planned.extraction.graph
     groups = plan.priced.analysis.groups
     group, layout = groups.home[value]  # type: ignore[misc]
-    found = graph.values[value]
+    array = graph.values[value]
     rows, unpriced = alternatives(setting, node, layout)
     others = [v for v in setting.made[group] if v != value]
     others.sort(key=lambda v: (-graph.values[v].nbytes, v))
@@ -105,9 +105,9 @@ def _decision(planned: Planned, setting: PlanSetting, node: int, value: int) -> 
     stored, used = plan.value_sharding(value), plan.value_sharding(value, "use")
     return Decision(
         setting.name(node, value),
-        found.shape,
-        found.dtype,
-        graph.ops[found.op].source if found.op >= 0 else "",
+        array.shape,
+        array.dtype,
+        graph.ops[array.op].source if array.op >= 0 else "",
         stored,
         used,
         len(setting.members[node]),

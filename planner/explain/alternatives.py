@@ -50,21 +50,21 @@ def alternatives(
     """Other shardings of a value, cheapest completion first, and how many have no row."""
     state = MoveState(setting.problem, setting.timeline, setting.choice)
     now = shardings(setting, node, setting.choice[node], layout)
-    found: list[tuple[float, tuple[Sharding, Sharding], list[int], int]] = []
+    candidates: list[tuple[float, tuple[Sharding, Sharding], list[int], int]] = []
     for way, strategies in ways(setting, node, layout).items():
         row = state.row(node)[strategies]
         best = int(np.argmin(row))
         if way != now and np.isfinite(row[best]):
-            found.append((float(row[best]), way, strategies, strategies[best]))
-    found.sort(key=lambda f: f[0])
-    shown = found[:PRICED]
-    whole = [f for f in found[PRICED:] if not f[1][0].axes]
+            candidates.append((float(row[best]), way, strategies, strategies[best]))
+    candidates.sort(key=lambda f: f[0])
+    shown = candidates[:PRICED]
+    whole = [f for f in candidates[PRICED:] if not f[1][0].axes]
     out = [
         _alternative(setting, state, node, way, strategies, one)
         for _, way, strategies, one in shown + whole
     ]
     out.sort(key=lambda a: (a.best is None, (a.best or a.alone).extra_s))
-    return tuple(out), len(found) - len(out)
+    return tuple(out), len(candidates) - len(out)
 
 
 def _alternative(
@@ -150,9 +150,9 @@ def _put_back(held: Problem, setting: PlanSetting, choice: Sequence[int]) -> tup
     for _ in range(ROUNDS):
         moved = False
         for k, plan in enumerate(setting.choice):
-            mine = int(state.choice[k])
+            current = int(state.choice[k])
             row = state.row(k)
-            if mine != plan and row[plan] <= row[mine] + small and state.allowed(k)[plan]:
+            if current != plan and row[plan] <= row[current] + small and state.allowed(k)[plan]:
                 state.move(k, plan)
                 moved = True
         if not moved:
@@ -200,7 +200,7 @@ def _changes(
             node,
         )
 
-    found: dict[tuple[str, str, str], int] = {}
+    counts: dict[tuple[str, str, str], int] = {}
     total = 0
     for node in sorted(changed, key=weight):
         count = len(setting.members[node])
@@ -208,8 +208,8 @@ def _changes(
         before, after = setting.spec(node, setting.choice[node]), setting.spec(node, around[node])
         if before != after:
             key = (setting.name(node), before, after)
-            found[key] = found.get(key, 0) + count
-    rows = [Change(*key, count) for key, count in found.items()]
+            counts[key] = counts.get(key, 0) + count
+    rows = [Change(*key, count) for key, count in counts.items()]
     return tuple(rows[:CHANGES]), total
 
 

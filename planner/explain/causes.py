@@ -136,13 +136,13 @@ def pinned_by(plan: Extraction, pins: Sequence[Pin], group: int) -> tuple[str, .
 def asked_of_state(planned: Planned, group: int) -> tuple[str, ...]:
     """The requests about the training state that take strategies from a group."""
     analysis, mesh = planned.extraction.priced.analysis, planned.extraction.priced.mesh
-    asked, state = planned.request.state, planned.quotient.state
+    request, state = planned.request.state, planned.quotient.state
     if state is None:
         return ()
     parts = {
-        f"zero={asked.zero}": StateRequest(zero=asked.zero),
-        f"whole_below={asked.whole_below:g}": StateRequest(whole_below=asked.whole_below),
-        f"never_fsdp={list(asked.never_fsdp)}": StateRequest(never_fsdp=asked.never_fsdp),
+        f"zero={request.zero}": StateRequest(zero=request.zero),
+        f"whole_below={request.whole_below:g}": StateRequest(whole_below=request.whole_below),
+        f"never_fsdp={list(request.never_fsdp)}": StateRequest(never_fsdp=request.never_fsdp),
     }
     pinned = frozenset(pin.value for pin in planned.pins)
     out = []

@@ -100,9 +100,9 @@ class PlanSetting:
         values, graph = self.made[self.members[node][0]], self.plan.graph
 
         def weight(value: int) -> tuple[bool, bool, int, int]:
-            found = graph.values[value]
-            state = found.role is Role.MOMENT
-            return value not in self.inputs, state, -found.nbytes, value
+            array = graph.values[value]
+            state = array.role is Role.MOMENT
+            return value not in self.inputs, state, -array.nbytes, value
 
         return min(values, key=weight, default=None)
 
@@ -123,8 +123,8 @@ class PlanSetting:
         if value not in self.inputs:
             return value_text(self.plan, value)
         values = [v for g in members for v in self.made[g] if v in self.inputs]
-        own, paths = graph.values[value].name, [graph.values[v].name for v in values]
-        return common_path([path for path in paths if pattern(path) == pattern(own)])
+        value_path, paths = graph.values[value].name, [graph.values[v].name for v in values]
+        return common_path([path for path in paths if pattern(path) == pattern(value_path)])
 
     def spec(self, node: int, strategy: int) -> str:
         """What a decision says under a strategy, in words."""
@@ -137,30 +137,30 @@ class PlanSetting:
         row = self.priced.sets[node].use[strategy].tolist()
         ops = groups.groups[first].ops
         entry = groups.op_layouts[ops[0]] if ops else None
-        made = row_sharding(self, row, entry[2][0] if entry is not None and entry[2] else ())
+        sharding = row_sharding(self, row, entry[2][0] if entry is not None and entry[2] else ())
         mesh = self.priced.mesh
         summed = [
             name
             for name, size, factor in zip(mesh.names, mesh.sizes, row, strict=True)
             if size > 1 and factor in groups.groups[first].reduction
         ]
-        return f"{made} summed over {','.join(summed)}" if summed else str(made)
+        return f"{sharding} summed over {','.join(summed)}" if summed else str(sharding)
 
 
 def op_text(plan: Extraction, op: int) -> str:
     """``dot_general (model.py:9)``."""
-    found = plan.graph.ops[op]
-    return f"{found.kind} ({found.source})" if found.source else found.kind
+    operation = plan.graph.ops[op]
+    return f"{operation.kind} ({operation.source})" if operation.source else operation.kind
 
 
 def value_text(plan: Extraction, value: int) -> str:
     """``tanh f32[64,512] (model.py:9)``, or the path of an argument."""
-    found = plan.graph.values[value]
-    if found.op < 0:
-        return found.name or f"%{value}"
-    op = plan.graph.ops[found.op]
+    array = plan.graph.values[value]
+    if array.op < 0:
+        return array.name or f"%{value}"
+    op = plan.graph.ops[array.op]
     where = f" ({op.source})" if op.source else ""
-    return f"{op.kind} {array_text(found.shape, found.dtype)}{where}"
+    return f"{op.kind} {array_text(array.shape, array.dtype)}{where}"
 
 
 def row_sharding(setting: PlanSetting, row: Sequence[int], layout: Sequence[int]) -> Sharding:

@@ -30,15 +30,15 @@ def find_values(graph: Graph, target: str) -> tuple[int, ...]:
     Raises:
         RequestError: nothing has that name; names the nearest.
     """
-    if found := _VALUE.fullmatch(target):
-        index = int(found["index"])
+    if match := _VALUE.fullmatch(target):
+        index = int(match["index"])
         if index >= len(graph.values):
             raise RequestError(
                 f"no value {target}: the step has values %0 to %{len(graph.values) - 1}"
             )
         return (index,)
-    if found := _LINE.fullmatch(target):
-        return _of_line(graph, found["file"], int(found["line"]))
+    if match := _LINE.fullmatch(target):
+        return _of_line(graph, match["file"], int(match["line"]))
     paths = dict(zip(graph.input_paths, graph.inputs, strict=True))
     if target in paths:
         return (paths[target],)
@@ -47,9 +47,9 @@ def find_values(graph: Graph, target: str) -> tuple[int, ...]:
             return matched
     if not _KEYS.fullmatch(target) and (matched := _matching(paths, target)):
         return matched
-    made = tuple(o for op in graph.ops if op.kind == target for o in op.outputs)
-    if made:
-        return made
+    results = tuple(o for op in graph.ops if op.kind == target for o in op.outputs)
+    if results:
+        return results
     kinds = {op.kind for op in graph.ops}
     raise RequestError(f"nothing is called {target!r}{_nearest(target, [*paths, *kinds])}")
 

@@ -26,26 +26,26 @@ from planner.spec import Sharding
 MORE_SHOWN = 8
 
 
-def explanation_parts(found: Explanation) -> Iterable[RenderableType]:
+def explanation_parts(explanation: Explanation) -> Iterable[RenderableType]:
     """The parts of the report."""
-    yield Text(f"why {found.target} is sharded as it is", style="bold")
+    yield Text(f"why {explanation.target} is sharded as it is", style="bold")
     yield ""
-    memory = f"{bytes_text(found.peak_bytes)} per device at the peak"
-    if found.limit_bytes > 0:
-        memory += f", {percent_text(found.peak_bytes / found.limit_bytes)} of the limit"
+    memory = f"{bytes_text(explanation.peak_bytes)} per device at the peak"
+    if explanation.limit_bytes > 0:
+        memory += f", {percent_text(explanation.peak_bytes / explanation.limit_bytes)} of the limit"
     yield _under(
         pairs(
             (
-                ("plan", f"{found.mode} on {found.cluster}, mesh {found.mesh}"),
-                ("step time", f"{time_text(found.step_s)} predicted"),
+                ("plan", f"{explanation.mode} on {explanation.cluster}, mesh {explanation.mesh}"),
+                ("step time", f"{time_text(explanation.step_s)} predicted"),
                 ("peak memory", memory),
             )
         )
     )
-    for decision in found.decisions:
+    for decision in explanation.decisions:
         yield from _decision(decision)
-    if found.more:
-        once = list(dict.fromkeys(found.more))
+    if explanation.more:
+        once = list(dict.fromkeys(explanation.more))
         rest = len(once) - MORE_SHOWN
         lines = once[:MORE_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
         yield from section("the same text also means", text_lines(lines))
@@ -55,44 +55,46 @@ def _under(body: RenderableType) -> RenderableType:
     return Padding(body, (0, 0, 0, 2), expand=False)
 
 
-def _decision(found: Decision) -> Iterable[RenderableType]:
-    array = array_text(found.shape, found.dtype)
-    rows = [("array", array), ("sharded as", sharding_text(found.stored, found.used))]
-    if found.equal > 1:
-        rows.append(("equal ones", f"{found.equal}, such as repeated layers, decided as one"))
-    if found.shared:
-        names = ", ".join(found.together)
-        more = ", ..." if found.shared > len(found.together) else ""
-        rows.append(("shared with", f"{found.shared} values with the same sharding: {names}{more}"))
-    rows += [("dimension " + str(k), _dimension(d)) for k, d in enumerate(found.dimensions)]
-    rows.append(("allowed", f"{found.strategies} of {found.possible} shardings"))
-    rows.append(("forced by", "; ".join(found.forced) or _unforced(found)))
-    yield from section(found.what, pairs(rows))
+def _decision(decision: Decision) -> Iterable[RenderableType]:
+    array = array_text(decision.shape, decision.dtype)
+    rows = [("array", array), ("sharded as", sharding_text(decision.stored, decision.used))]
+    if decision.equal > 1:
+        rows.append(("equal ones", f"{decision.equal}, such as repeated layers, decided as one"))
+    if decision.shared:
+        names = ", ".join(decision.together)
+        more = ", ..." if decision.shared > len(decision.together) else ""
+        rows.append(
+            ("shared with", f"{decision.shared} values with the same sharding: {names}{more}")
+        )
+    rows += [("dimension " + str(k), _dimension(d)) for k, d in enumerate(decision.dimensions)]
+    rows.append(("allowed", f"{decision.strategies} of {decision.possible} shardings"))
+    rows.append(("forced by", "; ".join(decision.forced) or _unforced(decision)))
+    yield from section(decision.what, pairs(rows))
     yield ""
-    yield _under(_alternatives(found))
-    for row in found.alternatives:
+    yield _under(_alternatives(decision))
+    for row in decision.alternatives:
         if row.changes:
             yield from _changes(row)
 
 
-def _unforced(found: Decision) -> str:
-    less = [a for a in found.alternatives if a.best is not None and a.best.extra_s < -1e-9]
+def _unforced(decision: Decision) -> str:
+    less = [a for a in decision.alternatives if a.best is not None and a.best.extra_s < -1e-9]
     if less:
         return "nothing: a cheaper sharding exists, which the search missed"
     return "nothing: no other sharding is cheaper"
 
 
-def _dimension(found: Dimension) -> str:
-    now = f"split over {' and '.join(found.axes)}" if found.axes else "whole"
-    free = f"; could be over {' or '.join(found.open_to)}" if found.open_to else ""
-    return f"{found.size}, {now}{free}" + (f"; {found.why}" if found.why else "")
+def _dimension(dimension: Dimension) -> str:
+    now = f"split over {' and '.join(dimension.axes)}" if dimension.axes else "whole"
+    free = f"; could be over {' or '.join(dimension.open_to)}" if dimension.open_to else ""
+    return f"{dimension.size}, {now}{free}" + (f"; {dimension.why}" if dimension.why else "")
 
 
-def _alternatives(found: Decision) -> RenderableType:
-    if not found.alternatives:
+def _alternatives(decision: Decision) -> RenderableType:
+    if not decision.alternatives:
         return Text("alternatives: none")
     table = new_table("alternative", ">alone", ">memory", ">with others", ">memory", ">changes")
-    for row in found.alternatives:
+    for row in decision.alternatives:
         best = row.best
         cells = (
             ("does not fit", "", "")
@@ -106,8 +108,8 @@ def _alternatives(found: Decision) -> RenderableType:
             _memory(row.alone),
             *cells,
         )
-    if found.unpriced:
-        rest = f"{found.unpriced} more expensive one{'s' if found.unpriced > 1 else ''}"
+    if decision.unpriced:
+        rest = f"{decision.unpriced} more expensive one{'s' if decision.unpriced > 1 else ''}"
         add_row(table, rest, *[""] * 5, style="dim")
     return table
 
@@ -131,9 +133,9 @@ def _times(count: int) -> str:
     return f" x{count}" if count > 1 else ""
 
 
-def explanation_json(found: Explanation) -> dict[str, Any]:
+def explanation_json(explanation: Explanation) -> dict[str, Any]:
     """The explanation as plain data; a sharding is a list of entries, as in a plan."""
-    return {f.name: _plain(getattr(found, f.name)) for f in dataclasses.fields(found)}
+    return {f.name: _plain(getattr(explanation, f.name)) for f in dataclasses.fields(explanation)}
 
 
 def _plain(value: Any) -> Any:

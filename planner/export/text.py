@@ -86,9 +86,9 @@ def _memory_text(plan: Plan) -> str:
 
 def logical_rules_text(plan: Plan) -> str:
     """Python text: the mesh's axes, logical names by argument path, and the rules."""
-    found = plan.as_logical_axis_rules()
-    rules = "".join(f"    ({quoted(name)}, {_plain(axes)}),\n" for name, axes in found.rules)
-    names = {path: _row(row) for path, row in found.names.items()}
+    logical_axes = plan.as_logical_axis_rules()
+    rules = "".join(f"    ({quoted(name)}, {_plain(axes)}),\n" for name, axes in logical_axes.rules)
+    names = {path: _row(row) for path, row in logical_axes.names.items()}
     return (
         f'"""{heading(plan, "Logical axis rules")}\n\n'
         "LOGICAL_AXIS_RULES is what flax.linen.logical_axis_rules and MaxText's\n"

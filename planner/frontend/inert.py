@@ -60,5 +60,5 @@ def _unread(graph: Graph) -> list[str]:
 
 
 def _is_matrix(graph: Graph, value: int) -> bool:
-    found = graph.values[value]
-    return len(found.shape) > 1 and found.dtype.startswith(_FLOATS)
+    array = graph.values[value]
+    return len(array.shape) > 1 and array.dtype.startswith(_FLOATS)

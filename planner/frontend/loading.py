@@ -206,13 +206,13 @@ def _named(target: Target, name: str) -> CapturedCall:
     module = _load(target)
     function = getattr(module, name, None)
     if function is None:
-        found = sorted(
+        functions = sorted(
             n
             for n, v in vars(module).items()
             if callable(v) and getattr(v, "__module__", "") == module.__name__
         )
         raise RequestError(
-            f"{target.path} has no function {name!r}; it has {', '.join(found) or 'none'}"
+            f"{target.path} has no function {name!r}; it has {', '.join(functions) or 'none'}"
         )
     if not hasattr(module, "example_args") and all(hasattr(module, x) for x in OF_A_LOSS):
         return _loss(target, module, name).train_step()
@@ -247,15 +247,15 @@ def _captured(target: Target) -> CapturedCall:
     try:
         with capture.capturing(), user_code(f"running {target.path}"):
             try:
-                found = runpy.run_path(os.fspath(target.path), run_name="__main__")
+                namespace = runpy.run_path(os.fspath(target.path), run_name="__main__")
             except SystemExit as error:
                 if error.code not in (None, 0):
                     raise
-                found = {}
+                namespace = {}
     except capture.Captured as captured:
         return captured.call
-    if callable(found.get("train_step")) and callable(found.get("example_args")):
-        return _call(target, found["train_step"], found["example_args"])
+    if callable(namespace.get("train_step")) and callable(namespace.get("example_args")):
+        return _call(target, namespace["train_step"], namespace["example_args"])
     raise RequestError(
         f"{target.path} never called a parallelized function; name one: {target.path}:function "
         "(with example_args() beside it), or define model and example_inputs(), or loss(params, "

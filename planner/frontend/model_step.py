@@ -83,10 +83,10 @@ def _built(module: ModuleType) -> _Built:
         return tuple(static[k] if k in static else next(rest) for k in range(len(inputs)))
 
     def loss(outputs: Any, arrays: Any) -> Any:
-        own = getattr(module, "loss", None)
+        module_loss = getattr(module, "loss", None)
         full = whole(arrays)
-        if own is not None:
-            return own(outputs, full if isinstance(given, tuple) else full[0])
+        if module_loss is not None:
+            return module_loss(outputs, full if isinstance(given, tuple) else full[0])
         return _mean_of_squares(outputs)
 
     model = _model(module, nnx, linen)
@@ -101,16 +101,16 @@ def _model(module: ModuleType, nnx: Any, linen: Any) -> Any:
     if make is None:
         model = module.model
     else:
-        made: list[Any] = []
+        instances: list[Any] = []
 
         def probe() -> Any:
-            made[:] = [make()]
-            return made[0] if isinstance(made[0], nnx.Module) else None
+            instances[:] = [make()]
+            return instances[0] if isinstance(instances[0], nnx.Module) else None
 
         with _no_eager_sharding(nnx):
             model = nnx.eval_shape(probe)
         if model is None:
-            model = make() if isinstance(made[0], linen.Module) else made[0]
+            model = make() if isinstance(instances[0], linen.Module) else instances[0]
     if not isinstance(model, nnx.Module | linen.Module):
         raise RequestError(
             f"{module.__name__}: {name} is a {type(model).__name__}; expected a flax.nnx.Module or "

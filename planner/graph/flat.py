@@ -114,14 +114,14 @@ class FlatJaxpr:
     def live(self) -> FlatJaxpr:
         """Without the calls whose results nobody reads."""
         wanted = {v for v in self.outputs if isinstance(v, int)}
-        kept = []
+        live_calls = []
         for call in reversed(self.calls):
             if wanted.intersection(call.outs) or call.eqn.effects:
-                kept.append(call)
+                live_calls.append(call)
                 wanted.update(v for v in call.ins if isinstance(v, int))
-        if len(kept) == len(self.calls):
+        if len(live_calls) == len(self.calls):
             return self
-        return dataclasses.replace(self, calls=tuple(reversed(kept)))
+        return dataclasses.replace(self, calls=tuple(reversed(live_calls)))
 
     def codes(self) -> list[int]:
         """One number per call, equal where the primitives and the types are."""
@@ -232,8 +232,8 @@ def again(eqn: Any, inner: Run) -> Run:
 
         structs = [compat.as_struct(jax.typeof(values[k])) for k in left]
         closed, _ = compat.make_jaxpr(once, structs)
-        made = compat.rebuild(body.jaxpr, closed)
-        params = {**eqn.params, body.param: made}
+        rebuilt = compat.rebuild(body.jaxpr, closed)
+        params = {**eqn.params, body.param: rebuilt}
         with compat.provenance(eqn):
             return list(eqn.primitive.bind(*(values[k] for k in left), **params))
 
@@ -267,8 +267,8 @@ def runs_once(eqn: Any) -> bool:
     if eqn.primitive.name.startswith("rng_"):
         return True
     if eqn.primitive.name == "random_gamma":  # one key is split by the number of elements
-        key, made = (compat.aval_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-        if key != made:
+        key, out_shape = (compat.aval_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+        if key != out_shape:
             return True
     drawn = eqn.primitive.name == "random_bits"
     return drawn and not compat.draws_alike(compat.dtype_name(eqn.invars[0].aval))

@@ -287,18 +287,18 @@ class Graph:
 
     def verify(self) -> None:
         """Check the invariants of the module docstring; raises InternalError."""
-        made = {v.index for v in self.values if v.op == -1}
+        defined = {v.index for v in self.values if v.op == -1}
         for position, op in enumerate(self.ops):
             if op.index != position:
                 raise InternalError(f"operation {op.index} stands at {position}")
             for i in op.inputs:
-                if i != SCALAR and i not in made:
+                if i != SCALAR and i not in defined:
                     raise InternalError(f"{self.op_text(op)} reads %{i} before it is made")
             for o in op.outputs:
-                if o in made or self.values[o].op != op.index:
+                if o in defined or self.values[o].op != op.index:
                     raise InternalError(f"%{o} has two producers or the wrong one")
-                made.add(o)
-        missing = [o for o in self.outputs if o != SCALAR and o not in made]
+                defined.add(o)
+        missing = [o for o in self.outputs if o != SCALAR and o not in defined]
         if missing:
             raise InternalError(f"outputs {missing} are never made")
 
@@ -349,8 +349,8 @@ class Graph:
         stack = list(wanted)
         while stack:
             value = self.values[stack.pop()]
-            made = [] if value.op < 0 else [self.ops[value.op]]
-            ops = made + backs.get(value.index, [])
+            producers = [] if value.op < 0 else [self.ops[value.op]]
+            ops = producers + backs.get(value.index, [])
             for op in ops:
                 if not live[op.index]:
                     live[op.index] = True

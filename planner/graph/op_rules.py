@@ -20,16 +20,16 @@ def op_rules(graph: Graph, eqns: Sequence[EqnKey | None]) -> tuple[FactorRule, .
         graph: a traced step.
         eqns: a key per operation, None for borders.
     """
-    asked: dict[int, EqnKey] = {}
+    keys_by_op: dict[int, EqnKey] = {}
     alike: list[int] = []  # per operation, the one whose rule it has
     first: dict[int, int] = {}
     for op, eqn, code in zip(graph.ops, eqns, graph.codes, strict=True):
-        told = eqn is None or bool(op.attrs) or not eqn.params  # the code tells the parameters
-        at = first.setdefault(code, op.index) if told else op.index
+        by_code = eqn is None or bool(op.attrs) or not eqn.params  # the code tells the parameters
+        at = first.setdefault(code, op.index) if by_code else op.index
         alike.append(at)
         if at == op.index and eqn is not None and op.kind not in MARKS:
-            asked[at] = eqn
-    known = dict(zip(asked, rules_for(list(asked.values())), strict=True))
+            keys_by_op[at] = eqn
+    known = dict(zip(keys_by_op, rules_for(list(keys_by_op.values())), strict=True))
     for op, at in zip(graph.ops, alike, strict=True):
         if at == op.index and at not in known:
             ins = [graph.values[i].shape if i >= 0 else () for i in op.inputs]

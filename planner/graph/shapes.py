@@ -15,17 +15,17 @@ Step = Callable[..., Any]
 
 
 def by_shapes(
-    function: Step, args: Sequence[Any], made: Step, rewrite: Callable[..., Step]
+    function: Step, args: Sequence[Any], program: Step, rewrite: Callable[..., Step]
 ) -> Step:
     """A step that has a program for each shapes and dtypes of its arguments.
 
     Args:
         function: the step as it was; names and documentation come from it.
         args: arguments, or ShapeDtypeStructs, that there is a program for already.
-        made: that program.
+        program: the one for ``args``.
         rewrite: makes the program for others from their ShapeDtypeStructs (a tuple), once each.
     """
-    known = {_types(args): made}
+    known = {_types(args): program}
 
     @functools.wraps(function)
     def step(*args: Any) -> Any:

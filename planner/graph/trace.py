@@ -164,15 +164,15 @@ def trace(
     if isinstance(out_shape, StepOutcome) and not updated:
         paths = [p[1:] for p in paths]
     paths_in = [p for p, _ in ins]
-    made = (closed, in_tree, out_tree, out_shape, paths_in, paths, updated, origin)
-    return Traced(*made, tuple(sorted(inlined)))
+    fields = (closed, in_tree, out_tree, out_shape, paths_in, paths, updated, origin)
+    return Traced(*fields, tuple(sorted(inlined)))
 
 
 def _with_own_rows(closed: Any, args: Sequence[Any]) -> Any:
     """See ``planner.graph.jaxpr.own_rows``; calls are put in their places where that shows more."""
-    made = with_own_rows(closed)
-    if made is closed or not takes_indices(made):
-        return made
+    rewritten = with_own_rows(closed)
+    if rewritten is closed or not takes_indices(rewritten):
+        return rewritten
     flat = flatten(closed)
     leaves = jax.tree_util.tree_leaves(tuple(args))
     return with_own_rows(compat.make_jaxpr(lambda *leaves: execute(flat, leaves), leaves)[0])

@@ -146,7 +146,7 @@ def report_data(
     seconds, sent = op_seconds(extraction), extraction.sent()
     scalars = priced.analysis.scalar_bytes
     room = min(prediction.limit_bytes, priced.model.cluster.device.memory_bytes) - scalars
-    found = memory_over_time(extraction, room)
+    profile = memory_over_time(extraction, room)
     search = plan.search
     return ReportData(
         title=title,
@@ -185,7 +185,7 @@ def report_data(
             for m in plan.meshes
         ),
         segments=segments(extraction, seconds, sent),
-        step=step_in_time(extraction, prediction, found, seconds, sent, texts),
+        step=step_in_time(extraction, prediction, profile, seconds, sent, texts),
         collectives=_collectives(plan, texts),
         leaves=_leaves(plan.inputs, texts),
         compute=tuple((row.source or "no line", row.time_s) for row in plan.compute),

@@ -147,7 +147,7 @@ class _Drawing:
             if self.live[op.index]:
                 self.place(op)
         nodes = self.nodes()
-        kept = sorted(sorted(range(len(nodes)), key=lambda k: -nodes[k].compute_s)[:MOST_NODES])
+        shown = sorted(sorted(range(len(nodes)), key=lambda k: -nodes[k].compute_s)[:MOST_NODES])
         outer = graph.regions[_outer(graph, block.start)]
         every = range(block.start, block.end)
         carried = set(graph.next_values.values())
@@ -157,8 +157,8 @@ class _Drawing:
             block.length,
             block.count,
             f"{outer.kind} x{outer.weight:g}" if outer.index else "",
-            tuple(_renumbered(nodes, kept)),
-            len(nodes) - len(kept),
+            tuple(_renumbered(nodes, shown)),
+            len(nodes) - len(shown),
             sum(self.seconds[k] for k in every),
             sum(s.time_s for k in every for s in self.by_op.get(k, ())),
             any(o in carried for k in every for o in graph.ops[k].outputs),
@@ -195,27 +195,27 @@ class _Drawing:
         reduces = op.kind.startswith(("reduce_", "arg"))
         heavy = reduces or not (self.plan.priced.analysis.groups.fusable[op.index] or renames)
         level = max([self.depth[i] for i in inside], default=0)
-        mine = len(self.parent)
-        self.parent.append(mine)
+        new_node = len(self.parent)
+        self.parent.append(new_node)
         self.ops.append([op])
         if not heavy:
             for i in inside:
                 other = self.find(self.node[i])
-                if self.light[i] and self.depth[i] == level and other != mine:
-                    self.parent[other] = mine
-                    self.ops[mine] = [*self.ops[other], *self.ops[mine]]
+                if self.light[i] and self.depth[i] == level and other != new_node:
+                    self.parent[other] = new_node
+                    self.ops[new_node] = [*self.ops[other], *self.ops[new_node]]
                     self.ops[other] = []
         for o in op.outputs:
-            self.node[o], self.light[o] = mine, not heavy
+            self.node[o], self.light[o] = new_node, not heavy
             self.depth[o] = level + heavy
 
     def argument(self, value: int) -> int | None:
         """The argument of the step that a value is another name of."""
         while value not in self.params:
-            made = self.graph.values[value].op
-            if made < 0:
+            maker = self.graph.values[value].op
+            if maker < 0:
                 return None
-            op = self.graph.ops[made]
+            op = self.graph.ops[maker]
             inputs = [i for i in op.inputs if i != SCALAR]
             same = does_nothing(op) and op.kind not in ("loop_carry", "loop_out", "branch_out")
             if not (same or op.kind in _RENAMES) or len(inputs) != 1:
@@ -231,8 +231,8 @@ class _Drawing:
         reads: list[list[int]] = []
         for root in roots:
             inputs = [i for op in self.ops[root] for i in op.inputs if i in self.node]
-            found = {number[self.find(self.node[i])] for i in inputs} - {number[root]}
-            reads.append(sorted(found))
+            read_nodes = {number[self.find(self.node[i])] for i in inputs} - {number[root]}
+            reads.append(sorted(read_nodes))
         layer = _layers(reads)
         return [
             self.described(self.ops[root], tuple(reads[k]), layer[k])
@@ -250,9 +250,9 @@ class _Drawing:
         arguments: dict[int, None] = {}
         for op in ops:
             for i in op.inputs:
-                found = None if i == SCALAR or i in self.node else self.argument(i)
-                if found is not None:
-                    arguments[found] = None
+                argument = None if i == SCALAR or i in self.node else self.argument(i)
+                if argument is not None:
+                    arguments[argument] = None
         sums: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         compute, names_of = 0.0, self.plan.priced.mesh.names
         for op in ops:
@@ -310,9 +310,9 @@ def _layers(reads: Sequence[Sequence[int]]) -> list[int]:
     return layer
 
 
-def _renumbered(nodes: Sequence[Node], kept: Sequence[int]) -> Iterator[Node]:
-    """The nodes that are kept, with new numbers."""
-    number = {k: new for new, k in enumerate(kept)}
-    for k in kept:
+def _renumbered(nodes: Sequence[Node], shown: Sequence[int]) -> Iterator[Node]:
+    """The nodes that are shown, with new numbers."""
+    number = {k: new for new, k in enumerate(shown)}
+    for k in shown:
         before = tuple(number[b] for b in nodes[k].before if b in number)
         yield dataclasses.replace(nodes[k], before=before)

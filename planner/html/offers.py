@@ -22,23 +22,23 @@ COLOURS = 4
 """Kinds of devices that have a colour of their own (``--axis-0`` and so on)."""
 
 
-def write_offers(found: Offers, path: str | os.PathLike[str], title: str = "") -> None:
+def write_offers(offers: Offers, path: str | os.PathLike[str], title: str = "") -> None:
     """Write the page.
 
     Raises:
         RequestError: the file can't be written.
     """
     try:
-        Path(path).write_text(offers_html(found, title), encoding="utf-8")
+        Path(path).write_text(offers_html(offers, title), encoding="utf-8")
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}") from error
 
 
-def offers_html(found: Offers, title: str = "") -> str:
+def offers_html(offers: Offers, title: str = "") -> str:
     """The page; it has no script and asks nothing of any network."""
     style = asset("page.css")
     head = escape(title or "the step")
-    body = "\n".join((*_chart(found), *_table(found)))
+    body = "\n".join((*_chart(offers), *_table(offers)))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -68,21 +68,21 @@ tr.best td { font-weight: 600; }
 """
 
 
-def _points(found: Offers) -> tuple[list[tuple[Offer, float, float]], str]:
+def _points(offers: Offers) -> tuple[list[tuple[Offer, float, float]], str]:
     """Offers with their cost and throughput, and what the cost is."""
-    planned = [o for o in found.offers if o.plan is not None]
-    unit = found.unit
+    planned = [o for o in offers.offers if o.plan is not None]
+    unit = offers.unit
     if planned and all(o.price is not None for o in planned):
         return [(o, o.dollars_per_million, o.per_second) for o in planned], f"$ per million {unit}"
     cost = f"device seconds per million {unit}"
     return [(o, 1e6 * o.devices / o.per_second, o.per_second) for o in planned], cost
 
 
-def _chart(found: Offers) -> Iterator[str]:
-    points, cost = _points(found)
+def _chart(offers: Offers) -> Iterator[str]:
+    points, cost = _points(offers)
     if not points:
         return
-    kinds = list(dict.fromkeys(o.kind for o in found.offers))
+    kinds = list(dict.fromkeys(o.kind for o in offers.offers))
     across, up = _ticks([p[1] for p in points]), _ticks([p[2] for p in points])
 
     def x(value: float) -> float:
@@ -91,7 +91,7 @@ def _chart(found: Offers) -> Iterator[str]:
     def y(value: float) -> float:
         return HEIGHT - BELOW - (HEIGHT - BELOW - ABOVE) * value / up[-1]
 
-    label = f"{found.unit} per second over {cost}"
+    label = f"{offers.unit} per second over {cost}"
     yield f'<section class="card"><svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
     yield f'aria-label="{escape(label)}">'
     for value in across:
@@ -111,7 +111,7 @@ def _chart(found: Offers) -> Iterator[str]:
     yield f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(cost)}</text>'
     yield (
         f'<text transform="translate(14 {(HEIGHT - BELOW) / 2}) rotate(-90)" text-anchor="middle">'
-        f"{escape(found.unit)} per second</text>"
+        f"{escape(offers.unit)} per second</text>"
     )
     labels: list[tuple[float, float]] = []
     for offer, price, speed in points:
@@ -149,13 +149,13 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [step * k for k in range(math.ceil(most / step) + 1)]
 
 
-def _table(found: Offers) -> Iterator[str]:
-    unit, ties = found.unit, found.tied_fastest
+def _table(offers: Offers) -> Iterator[str]:
+    unit, ties = offers.unit, offers.tied_fastest
     yield '<section class="card scroll"><table><thead><tr>'
     for name in ("cluster", "batch", "step", f"{unit}/s", "MFU", "$/step", f"$/M {unit}", "memory"):
         yield f"<th>{escape(name)}</th>"
     yield "<th>how</th></tr></thead><tbody>"
-    for o in found.offers:
+    for o in offers.offers:
         cells = [o.cluster, str(o.examples or "-"), *["-"] * 6]
         if o.plan is not None:
             cells[2:] = [

@@ -59,7 +59,7 @@ def html(data: ReportData) -> str:
         "script": f'"use strict";\n(() => {{\n{script}\n}})();',
         "data": embedded(data),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
 
 def embedded(data: ReportData) -> str:

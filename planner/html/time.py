@@ -107,7 +107,7 @@ class _Piece:
 def step_in_time(
     plan: Extraction,
     prediction: Prediction,
-    found: Profile,
+    profile: Profile,
     seconds: Sequence[float],
     sent: Sequence[Sent],
     text: Text,
@@ -117,12 +117,12 @@ def step_in_time(
     Args:
         plan: the chosen plan.
         prediction: its predicted figures.
-        found: its memory over time.
+        profile: its memory over time.
         seconds: per operation, its compute seconds.
         sent: the plan's collectives.
         text: numbers texts.
     """
-    order = found.held.order
+    order = profile.held.order
     laid = timeline(plan, prediction, order, seconds, sent)
     mesh, shortest = plan.priced.mesh, laid.step_s / PIECES
     lanes = [_lane((), "one device", _compute(plan, order, laid), shortest, text)]
@@ -130,7 +130,7 @@ def step_in_time(
         names = tuple(mesh.names[k] for k in axes)
         joined = reach(plan.priced.model.cluster, mesh, axes)
         lanes.append(_lane(names, joined, _sending(plan, bars, sent), shortest, text))
-    return StepInTime(laid.step_s, laid.hiding, tuple(lanes), _memory(plan, found, laid, text))
+    return StepInTime(laid.step_s, laid.hiding, tuple(lanes), _memory(plan, profile, laid, text))
 
 
 def reach(cluster: Cluster, mesh: MeshSpec, axes: Sequence[int]) -> str:
@@ -210,24 +210,24 @@ def _lane(
     )
 
 
-def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> MemoryCurve:
-    rows = found.held.buffers
-    sizes = np.asarray(found.nbytes)
-    category = np.asarray(_categories(plan, found), np.int64)
+def _memory(plan: Extraction, profile: Profile, laid: Timeline, text: Text) -> MemoryCurve:
+    rows = profile.held.buffers
+    sizes = np.asarray(profile.nbytes)
+    category = np.asarray(_categories(plan, profile), np.int64)
     first = np.asarray([b.start for b in rows], np.int64)
     last = np.asarray([b.end for b in rows], np.int64)
-    moments = np.unique(np.concatenate([np.zeros(1, np.int64), first, last, [found.moment]]))
+    moments = np.unique(np.concatenate([np.zeros(1, np.int64), first, last, [profile.moment]]))
     rise, fall = np.searchsorted(moments, first), np.searchsorted(moments, last)
     held = np.zeros((len(CATEGORIES), len(moments)))
     for c in range(len(CATEGORIES)):
-        mine = category == c
-        change = np.bincount(rise[mine], sizes[mine], len(moments))
-        change -= np.bincount(fall[mine], sizes[mine], len(moments))
+        in_category = category == c
+        change = np.bincount(rise[in_category], sizes[in_category], len(moments))
+        change -= np.bincount(fall[in_category], sizes[in_category], len(moments))
         held[c] = np.maximum(np.cumsum(change), 0.0)
     held[CATEGORIES.index("batch and other inputs")] += plan.priced.analysis.scalar_bytes
     total = held.sum(axis=0)
     bin_of = np.asarray([_bin(int(m), laid) for m in moments], np.int64)
-    peak = int(np.searchsorted(moments, found.moment))
+    peak = int(np.searchsorted(moments, profile.moment))
     picked, at = [], 0
     for b in range(BINS):
         best = at  # what is in use when the bin begins
@@ -254,7 +254,7 @@ def _memory(plan: Extraction, found: Profile, laid: Timeline, text: Text) -> Mem
         tuple(sum(held) for _, held in top),
         tuple(c for (_, _, _, c), _ in top),
         tuple(len(held) for _, held in top),
-        found.traced,
+        profile.traced,
     )
 
 
@@ -267,7 +267,7 @@ def _bin(moment: int, laid: Timeline) -> int:
     return min(int(BINS * when / laid.step_s), BINS - 1) if laid.step_s > 0 else 0
 
 
-def _categories(plan: Extraction, found: Profile) -> list[int]:
+def _categories(plan: Extraction, profile: Profile) -> list[int]:
     graph = plan.graph
     of: dict[int, int] = dict.fromkeys(graph.outputs, CATEGORIES.index("results"))
     for v in graph.inputs:
@@ -278,7 +278,7 @@ def _categories(plan: Extraction, found: Profile) -> list[int]:
         CATEGORIES.index("gathered for use")
         if b.port is Port.GATHERED
         else of.get(b.value, len(CATEGORIES) - 1)
-        for b in found.held.buffers
+        for b in profile.held.buffers
     ]
 
 

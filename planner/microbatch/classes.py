@@ -105,11 +105,11 @@ def classify(step: Pair, batch: Sequence[int], whole: Any, *, exact: bool = True
     rules = rules_for([EqnKey.of(eqn) for eqn in keys])
     examples, fewer = step.counts(step.inputs[batch[0]])
     known = {id(eqn): rule for eqn, rule in zip(keys, rules, strict=True)}
-    found = _Classifier(known, examples, exact, examples // fewer)
+    classifier = _Classifier(known, examples, exact, examples // fewer)
     ins = [MAP if k in set(batch) else FREE for k in range(len(step.inputs))]
-    own = [k in set(batch) for k in range(len(step.inputs))]
-    out = found.walk(step, ins, own, [False] * len(ins))
-    return replace(out, inside=found.draws, coupled=tuple(dict.fromkeys(found.coupled)))
+    alone = [k in set(batch) for k in range(len(step.inputs))]
+    out = classifier.walk(step, ins, alone, [False] * len(ins))
+    return replace(out, inside=classifier.draws, coupled=tuple(dict.fromkeys(classifier.coupled)))
 
 
 class _Classifier:
@@ -141,7 +141,7 @@ class _Classifier:
             if not live:
                 out.of.update(dict.fromkeys(node.outs, FREE))
                 continue
-            own = all(v in out.alone for v in node.values)
+            is_alone = all(v in out.alone for v in node.values)
             placed = places.issuperset(node.values) and not node.whole.effects
             placed = placed and not draws(node.name)
             if placed:
@@ -149,13 +149,13 @@ class _Classifier:
             before = len(self.coupled)
             if not fed.isdisjoint(node.values):
                 fed.update(node.outs)
-            classes = self.any_node(pair, node, out, own, zeros, placed)
+            classes = self.any_node(pair, node, out, is_alone, zeros, placed)
             if len(self.coupled) > before and by_number(pair, node, fed):
                 raise refused(node, "reads or writes examples by their numbers in the batch")
-            own = own and len(self.coupled) == before  # a statistic is each microbatch's
+            is_alone = is_alone and len(self.coupled) == before  # a statistic is each microbatch's
             for o, c in zip(node.outs, classes, strict=True):
                 out.of[o] = c
-                if own:
+                if is_alone:
                     out.alone.add(o)
             if node.name in ZEROS and is_zero(node.ins[0], zeros):
                 zeros.update(node.outs)
@@ -163,7 +163,7 @@ class _Classifier:
         return out
 
     def any_node(
-        self, pair: Pair, node: Node, known: Classes, own: bool, zeros: set[int], placed: bool
+        self, pair: Pair, node: Node, known: Classes, is_alone: bool, zeros: set[int], placed: bool
     ) -> list[Class]:
         """The classes of the results of an equation; of one that couples examples, where that is
         allowed, MAP and SUM. ``placed``: whether it follows from positions and constants alone."""
@@ -177,7 +177,7 @@ class _Classifier:
             if free and any(scaled):
                 self.check_share(pair, node)
         try:
-            return self.node(pair, node, known, own, zeros)
+            return self.node(pair, node, known, is_alone, zeros)
         except CoupledError as error:
             if self.exact:
                 raise
@@ -192,7 +192,7 @@ class _Classifier:
                 raise refused(node, "takes the rows that the number of examples leaves")
 
     def node(
-        self, pair: Pair, node: Node, known: Classes, own: bool, zeros: set[int]
+        self, pair: Pair, node: Node, known: Classes, is_alone: bool, zeros: set[int]
     ) -> list[Class]:
         """The classes of the results of an equation."""
         ins = [FREE if isinstance(i, Number) else known.of[i] for i in node.ins]
@@ -239,9 +239,9 @@ class _Classifier:
                 "reads a value that is summed over the batch, such as a batch's statistics or "
                 "parameters that the step has updated already",
             )
-        return self.mapped(pair, node, own, zeros)
+        return self.mapped(pair, node, is_alone, zeros)
 
-    def mapped(self, pair: Pair, node: Node, own: bool, zeros: set[int]) -> list[Class]:
+    def mapped(self, pair: Pair, node: Node, is_alone: bool, zeros: set[int]) -> list[Class]:
         """Of an operation of examples."""
         rule = self.rules.get(id(node.whole))
         factor = None if rule is None else _example_factor(pair, node, rule)
@@ -249,16 +249,16 @@ class _Classifier:
             raise coupled(node, "mixes examples")
         if rule.sizes[factor] % self.examples:  # it splits groups of examples
             raise coupled(node, "may mix examples")
-        told = node.changed
-        if told:
-            raise coupled(node, f"computes with the batch's size: {told}")
+        changes = node.changed
+        if changes:
+            raise coupled(node, f"computes with the batch's size: {changes}")
         if all(pair.scaled(o) for o in node.outs):
             return [MAP] * len(node.outs)
         into_zeros = not node.name.startswith("scatter") or is_zero(node.ins[0], zeros)
         adds = node.name in ADDS or node.name == "reduce_window_sum"
         if any(pair.scaled(o) for o in node.outs) or not (adds and into_zeros):
             raise coupled(node, "reduces over examples and is not a sum of terms")
-        return [FREE if own else SUM] * len(node.outs)
+        return [FREE if is_alone else SUM] * len(node.outs)
 
     def structured(self, outer: Pair, node: Node, ins: list[Class], zeros: set[int]) -> list[Class]:
         """Of a loop, a conditional or a recomputed block."""
@@ -312,11 +312,11 @@ class _Classifier:
                 [(c, is_zero(o, zeros)) for c, o in zip(classes, inner.outputs, strict=True)]
             )
         out = []
-        for o, made in zip(node.outs, zip(*each, strict=True), strict=True):
-            kinds = {c for c, _ in made}
+        for o, by_branch in zip(node.outs, zip(*each, strict=True), strict=True):
+            kinds = {c for c, _ in by_branch}
             if outer.scaled(o):
                 out.append(MAP)
-            elif SUM in kinds and not all(c is SUM or nothing for c, nothing in made):
+            elif SUM in kinds and not all(c is SUM or nothing for c, nothing in by_branch):
                 raise coupled(node, "adds examples up in some of its branches")
             else:
                 out.append(max(kinds))
@@ -395,11 +395,11 @@ def _example_factor(pair: Pair, node: Node, rule: FactorRule) -> int | None:
             (scaled if d in grows else still).append(factors)
     if not all(scaled):
         return None
-    found = {dim[0] for dim in scaled if len(dim) == 1}
-    found |= {dim[0] for dim in scaled if not found.intersection(dim)}
-    if len(found) != 1:
+    candidates = {dim[0] for dim in scaled if len(dim) == 1}
+    candidates |= {dim[0] for dim in scaled if not candidates.intersection(dim)}
+    if len(candidates) != 1:
         return None
-    (factor,) = found
+    (factor,) = candidates
     # a minor factor may count them only where those major to it have one element
     fits = all(dim[0] == factor for dim in scaled) and not any(factor in dim for dim in still)
     return factor if fits else None

@@ -63,32 +63,32 @@ class Cut:
     def of(
         whole: Traced,
         step: Pair,
-        found: Classes,
+        step_classes: Classes,
         batch: Sequence[int],
         shares: Shares,
         apart: bool,
         axes: frozenset[str],
-        own: Own | None,
+        own_stats: Own | None,
     ) -> Cut:
         """Sort the equations; marks of the loop leave out ``axes``."""
-        of, live = found.of, step.live() if own is None else [True] * len(step.nodes)
+        of, live = step_classes.of, step.live() if own_stats is None else [True] * len(step.nodes)
         nodes = [n for n, x in zip(step.nodes, live, strict=True) if x]
-        inside, after = _sorted(nodes, found, apart)
-        made = {o for n in inside for o in n.outs}
-        if own is not None:
-            inside = [own.inside.get(id(n), n) for n in inside]
+        inside, after = _sorted(nodes, step_classes, apart)
+        loop_outs = {o for n in inside for o in n.outs}
+        if own_stats is not None:
+            inside = [own_stats.inside.get(id(n), n) for n in inside]
         ends = {o for o in step.outputs if not isinstance(o, Number)}
         read_after = {v for n in after for v in n.values} | ends
-        waiting = _waiting(inside, read_after, of) if own is None else []
+        waiting = _waiting(inside, read_after, of) if own_stats is None else []
         if waiting:
             behind = {id(n) for n in after} | {id(n) for n in waiting}
             after = [n for n in nodes if id(n) in behind]
             read_after.update(v for n in waiting for v in n.values)
-            made -= {o for n in waiting for o in n.outs}
-        summed = sorted(v for v in made & read_after if of[v] is SUM)
-        stacked = sorted(v for v in made & read_after if of[v] is MAP)
-        kept = sorted(v for v in made & read_after if of[v] < MAP)
-        needed = set(summed) | set(stacked) | set(kept)
+            loop_outs -= {o for n in waiting for o in n.outs}
+        summed = sorted(v for v in loop_outs & read_after if of[v] is SUM)
+        stacked = sorted(v for v in loop_outs & read_after if of[v] is MAP)
+        unchanged = sorted(v for v in loop_outs & read_after if of[v] < MAP)
+        needed = set(summed) | set(stacked) | set(unchanged)
         body = []
         for n in reversed(inside):
             if needed.intersection(n.outs):
@@ -104,20 +104,20 @@ class Cut:
         once.reverse()
         inputs = {step.inputs[k] for k in batch}
         reads = {v for n in body for v in n.values}
-        sliced = sorted((inputs | found.drawn) & (reads | set(stacked)))
-        numbers = own is None  # those of the whole batch
+        sliced = sorted((inputs | step_classes.drawn) & (reads | set(stacked)))
+        numbers = own_stats is None  # those of the whole batch
         run = [(n, merged(n.whole, n.small) if numbers else n.small) for n in body]
-        if own is not None:
+        if own_stats is not None:
             for v in (*summed, *stacked):
-                own.factor(v, v in set(stacked))
+                own_stats.factor(v, v in set(stacked))
         if axes:
             run = [(n, without_axes(eqn, axes)) for n, eqn in run]
         examples, _ = step.counts(step.inputs[batch[0]])
         part = functools.partial(shares.part, examples=examples)
         drawing = {
-            k: draws_of(n.whole, eqn, found.inside, part)
+            k: draws_of(n.whole, eqn, step_classes.inside, part)
             for k, (n, eqn) in enumerate(run)
-            if n.name in STRUCTURED and has_draws(n.whole, found.inside)
+            if n.name in STRUCTURED and has_draws(n.whole, step_classes.inside)
         }
         return Cut(
             whole,
@@ -130,11 +130,11 @@ class Cut:
             sliced,
             summed,
             stacked,
-            kept,
+            unchanged,
             apart,
             drawing,
-            own,
-            found.coupled,
+            own_stats,
+            step_classes.coupled,
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -157,9 +157,9 @@ class Cut:
         """Run all microbatches; their sums, stacks and what is left go into ``env``."""
 
         at = self.group_axes()
-        made = {o for n, _ in self.body for o in n.outs} | set(self.sliced)
+        loop_values = {o for n, _ in self.body for o in n.outs} | set(self.sliced)
         read = {v for n, _ in self.body for v in n.values} | set(self.stacked) | set(self.kept)
-        outer = sorted(v for v in read - made if isinstance(env[v], jax.core.Tracer))
+        outer = sorted(v for v in read - loop_values if isinstance(env[v], jax.core.Tracer))
 
         def turn(carry: tuple[list[Any], list[Any]], row: tuple[list[Any], Any]) -> Any:
             slices, number = row
@@ -168,12 +168,12 @@ class Cut:
             held = [*(env[v] for v in outer), *slices]
             if not self.apart:
                 held = list(jax.lax.optimization_barrier(tuple(held)))
-            made = self._shared(env, outer, held, number)
+            outs = self._shared(env, outer, held, number)
             sums = [
                 a + (x if self.apart else _alone(x)).astype(a.dtype)
-                for a, x in zip(carry[0], made[0], strict=True)
+                for a, x in zip(carry[0], outs[0], strict=True)
             ]
-            return (sums, made[1]), made[2]
+            return (sums, outs[1]), outs[2]
 
         def zeros(v: int, wide: bool) -> Any:
             aval = self.step.avals[v][1]
@@ -205,34 +205,34 @@ class Cut:
             whole = compat.aval_shape(self.step.avals[v][0])
             env[v] = self._scaled(v, self.shares.joined(x, whole, d, self.examples), True)
 
-    def _front(self, value: int, made: Any) -> Any:
+    def _front(self, value: int, array: Any) -> Any:
         """A sliced value with its examples first: random numbers may have samples in front."""
         (d,) = self.step.scaled(value)
-        return jnp.moveaxis(made, d, 0) if d else made
+        return jnp.moveaxis(array, d, 0) if d else array
 
     def _back(self, value: int, share: Any) -> Any:
         """A share of it, with the examples where they are."""
         (d,) = self.step.scaled(value)
         return jnp.moveaxis(share, 0, d) if d else share
 
-    def _scaled(self, value: int, made: Any, stacked: bool) -> Any:
+    def _scaled(self, value: int, array: Any, stacked: bool) -> Any:
         """What all microbatches made, as the whole batch has it."""
         factor = 1.0 if self.own is None else self.own.factor(value, stacked)
-        return made if factor == 1.0 else made * jnp.asarray(factor, made.dtype)
+        return array if factor == 1.0 else array * jnp.asarray(factor, array.dtype)
 
     def group_axes(self) -> dict[int, int]:
         """Per sum, the dimension of its groups: behind that of the turns of a scan, which stays the
         first, so that layers that are scanned can be parted between stages."""
         makers = {o: n for n, _ in self.body for o in n.outs}
-        found: dict[int, int] = {}
+        axes: dict[int, int] = {}
         for v in self.summed:
             n = makers.get(v)
             while n is not None and n.name in ("convert_element_type", "mul") and n.values:
                 n = makers.get(n.values[0])
-            found[v] = 0
+            axes[v] = 0
             if n is not None and n.name == "scan" and v not in n.outs[: loop_of(n.whole).carries]:
-                found[v] = 1 if self.step.avals[v][1].shape else 0
-        return found
+                axes[v] = 1 if self.step.avals[v][1].shape else 0
+        return axes
 
     def _shared(
         self, env: Mapping[int, Any], outer: list[int], held: list[Any], number: Any
@@ -244,12 +244,14 @@ class Cut:
             inner = dict(env)
             inner.update(zip(outer, others, strict=True))
             inner.update((v, self._back(v, x)) for v, x in zip(self.sliced, slices, strict=True))
-            own = [x for x in (number, group) if x is not None]
+            share_numbers = [x for x in (number, group) if x is not None]
             small = self.own is not None
             for k, (n, eqn) in enumerate(self.body):
                 if k in self.drawing:
-                    made = self.drawing[k]([_read(i, inner, small) for i in n.ins], own)
-                    inner.update(zip(n.outs, made, strict=True))
+                    drawn_values = self.drawing[k](
+                        [_read(i, inner, small) for i in n.ins], share_numbers
+                    )
+                    inner.update(zip(n.outs, drawn_values, strict=True))
                 else:
                     inner.update(_run(n, eqn, inner, small))
             return [[inner[v] for v in vs] for vs in (self.summed, self.kept, self.stacked)]
@@ -267,24 +269,26 @@ class Cut:
                 out_axes,
                 axis_size=self.shares.replicas,
             )
-            sums, kept, stacks = mapped(slices, others, groups)
+            sums, unchanged, stacks = mapped(slices, others, groups)
         except NotImplementedError as error:  # an operation without a batching rule
             raise NotExactError(
                 f"replicas={self.shares.replicas}: the step can't be computed for several groups "
                 f"of examples at once: {error}; plan with replicas=1, which reduces gradients in "
                 "every microbatch"
             ) from error
-        return sums, [x[0] for x in kept], stacks
+        return sums, [x[0] for x in unchanged], stacks
 
 
-def _sorted(nodes: Sequence[Node], found: Classes, apart: bool) -> tuple[list[Node], list[Node]]:
+def _sorted(
+    nodes: Sequence[Node], step_classes: Classes, apart: bool
+) -> tuple[list[Node], list[Node]]:
     """The equations that the loop runs, and those behind it; others can run before it."""
-    of = found.of
+    of = step_classes.of
     inside, after = [], []
     late: set[int] = set()  # what is FREE and comes out of a loop with examples
     for n in nodes:
         classes = {of[o] for o in n.outs}
-        here = classes & {MAP, SUM} and not found.drawn.intersection(n.outs)
+        here = classes & {MAP, SUM} and not step_classes.drawn.intersection(n.outs)
         if apart and classes == {SUM} and MAP not in {of[v] for v in n.values}:
             after.append(n)  # sums of sums can wait
         elif n.whole.effects and any(of[v] > MAP or v in late for v in n.values):
@@ -308,14 +312,14 @@ def _waiting(inside: Sequence[Node], read_after: set[int], of: Mapping[int, Clas
             continue
         if all(v in derived or v in read_after for v in sums):
             derived.update(dict.fromkeys(n.outs, n))
-    found: dict[int, Node] = {}
+    waiting: dict[int, Node] = {}
     wanted = [v for v in read_after if v in derived]
     while wanted:
         n = derived[wanted.pop()]
-        if id(n) not in found:
-            found[id(n)] = n
+        if id(n) not in waiting:
+            waiting[id(n)] = n
             wanted += [v for v in n.values if v in derived]
-    return list(found.values())
+    return list(waiting.values())
 
 
 def _alone(value: Any) -> Any:

@@ -80,17 +80,17 @@ class Node:
     @property
     def changed(self) -> str:
         """Integers that follow from the batch's size and are no shape, in words."""
-        found = [
+        changes = [
             f"{i.whole} is {i.small} in a microbatch"
             for i in self.ins
             if isinstance(i, Number) and i.changed
         ]
         power = self.whole.params.get("y"), self.small.params.get("y")
         if self.name == "integer_pow" and power[0] != power[1]:
-            found.append(f"the power {power[0]} is {power[1]} in a microbatch")
+            changes.append(f"the power {power[0]} is {power[1]} in a microbatch")
         if self.name == KERNEL and not same_body(self.whole.params, self.small.params):
-            found.append("the body of the kernel is another one in a microbatch")
-        return ", ".join(found)
+            changes.append("the body of the kernel is another one in a microbatch")
+        return ", ".join(changes)
 
     @property
     def values(self) -> tuple[int, ...]:

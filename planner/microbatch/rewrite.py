@@ -99,9 +99,9 @@ def microbatched(
             return _rewritten(other, args, shares, apart, exact, trace(other, args), places)
 
     first = cut(abstract(args), whole)
-    made = by_shapes(function, args, first, cut)
-    made.coupled = first.coupled  # type: ignore[attr-defined]
-    return made
+    step = by_shapes(function, args, first, cut)
+    step.coupled = first.coupled  # type: ignore[attr-defined]
+    return step
 
 
 def _rewritten(
@@ -168,12 +168,12 @@ def _rewritten(
             "this step can't be cut into microbatches of one example with statistics of their own "
             f"({classes.coupled[0]}): take fewer microbatches"
         )
-    own = own_statistics(step, classes, graph, shares.count) if classes.coupled else None
-    if own is not None:
-        step, classes = own.step, own.found
+    own_stats = own_statistics(step, classes, graph, shares.count) if classes.coupled else None
+    if own_stats is not None:
+        step, classes = own_stats.step, own_stats.found
     elif not exact:  # nothing couples examples
         classes = classify(step, batch, whole.jaxpr)
-    return Cut.of(whole, step, classes, batch, shares, apart, axes, own)
+    return Cut.of(whole, step, classes, batch, shares, apart, axes, own_stats)
 
 
 def with_examples(graph: Graph, places: Mapping[int, int], size: int) -> dict[int, tuple[int, ...]]:
@@ -187,8 +187,8 @@ def _takes_own(whole: Traced, step: Pair, batch: Sequence[int], shares: Shares) 
     """Whether microbatches of a step that couples examples can have statistics of their own."""
     try:
         classes = classify(step, batch, whole.jaxpr, exact=False)
-        own = own_statistics(step, classes, whole.graph, shares.count)
-        Cut.of(whole, own.step, own.found, batch, shares, False, frozenset(), own)
+        own_stats = own_statistics(step, classes, whole.graph, shares.count)
+        Cut.of(whole, own_stats.step, own_stats.found, batch, shares, False, frozenset(), own_stats)
     except NotExactError:
         return False
     return True
@@ -210,11 +210,11 @@ def example_places(whole: Traced) -> dict[int, int]:
     """The arguments that have a row per example, by position, and in which dimension: what is fed,
     and such state; raises RequestError where nothing is fed."""
     graph = whole.graph
-    found = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
-    found = [k for k in found if graph.values[graph.inputs[k]].shape]
+    fed = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.BATCH]
+    fed = [k for k in fed if graph.values[graph.inputs[k]].shape]
     read = {v for op in graph.ops for v in op.inputs} | set(graph.outputs)
-    found = [k for k in found if graph.inputs[k] in read] or found
-    if not found:
+    fed = [k for k in fed if graph.inputs[k] in read] or fed
+    if not fed:
         why = "no argument of the step is a batch: each comes back as a result or is a number"
         if any(graph.values[v].role is Role.ARGUMENT for v in graph.inputs):
             why = "nothing in this step, which trains nothing, distinguishes examples from weights"
@@ -224,7 +224,7 @@ def example_places(whole: Traced) -> dict[int, int]:
         )
     rows = [k for k, v in enumerate(graph.inputs) if graph.values[v].role is Role.EXAMPLES]
     inner = example_dims(graph, whole.rules)
-    return {k: inner.get(graph.inputs[k], 0) for k in sorted({*found, *rows})}
+    return {k: inner.get(graph.inputs[k], 0) for k in sorted({*fed, *rows})}
 
 
 def batch_size(whole: Traced) -> int:

@@ -84,14 +84,14 @@ def _padded(
     if long.out_tree != whole.out_tree or long.in_tree != whole.in_tree:
         raise NotExactError("this step can't be padded: its results have another structure")
     try:
-        found = classify(pair(whole.jaxpr, long.jaxpr), batch, whole.jaxpr)
-        made = merged_jaxpr(whole.jaxpr, long.jaxpr)
+        classes = classify(pair(whole.jaxpr, long.jaxpr), batch, whole.jaxpr)
+        merged = merged_jaxpr(whole.jaxpr, long.jaxpr)
     except NotExactError as error:
         error = error.without_own() if isinstance(error, CoupledError) else error
         raise NotExactError(_of_padding(str(error))) from None
-    if found.inside:
-        raise _drawn_inside(whole.jaxpr, found.inside)
-    program = _masked(whole.jaxpr, made)
+    if classes.inside:
+        raise _drawn_inside(whole.jaxpr, classes.inside)
+    program = _masked(whole.jaxpr, merged)
     shorter = [compat.aval_shape(v.aval) for v in compat.body(whole.jaxpr).outvars]
 
     def run(*given: Any) -> Any:
@@ -237,8 +237,8 @@ def _zeroed(x: Any, lengths: Sequence[int]) -> Any:
         if size != length:
             shape = [1] * x.ndim
             shape[d] = size
-            kept = (jnp.arange(size) < length).reshape(shape)
-            x = jnp.where(kept, x, jnp.zeros((), x.dtype))
+            mask = (jnp.arange(size) < length).reshape(shape)
+            x = jnp.where(mask, x, jnp.zeros((), x.dtype))
     return x
 
 
@@ -247,10 +247,10 @@ def _longer(short: Call, outs: Sequence[tuple[int, ...] | None], long: Call) -> 
     shapes = [compat.aval_shape(v.aval) for v in long.eqn.outvars]
 
     def run(values: Sequence[Any]) -> list[Any]:
-        made = list(short.run(values))
+        arrays = list(short.run(values))
         for k, (lengths, shape) in enumerate(zip(outs, shapes, strict=True)):
             for d, (a, b) in enumerate(zip(lengths or shape, shape, strict=True)):
-                made[k] = made[k] if a == b else filled(made[k], b, d)
-        return made
+                arrays[k] = arrays[k] if a == b else filled(arrays[k], b, d)
+        return arrays
 
     return run

@@ -155,18 +155,18 @@ def case_of(
     (shapes,) = abstract((params,))
     named, _ = jax.tree_util.tree_flatten_with_path(shapes)
     leaves = {jax.tree_util.keystr(path): x for path, x in named}
-    asked = asked_places(parse_placement(placement), list(leaves))
+    places = asked_places(parse_placement(placement), list(leaves))
     tables = {t.path: t for t in lookups.tables}
     counts = {p: min(t.rows, t.looked_up) for p, t in tables.items()} | dict(asked_for or {})
-    _check_tables(asked, lookups)
+    _check_tables(places, lookups)
     sought = {p: tables[p].row_bytes * counts[p] for p in tables}
     moments = moments_of(optimizer, shapes)
     price = {p: served_seconds(request.cluster, sought[p], moments[p]) for p in tables}
-    return Case(request.cluster, shapes, leaves, asked, counts, sought, moments, price)
+    return Case(request.cluster, shapes, leaves, places, counts, sought, moments, price)
 
 
-def _check_tables(asked: Mapping[str, str], lookups: LookUps) -> None:
-    for path, where in asked.items():
+def _check_tables(places: Mapping[str, str], lookups: LookUps) -> None:
+    for path, where in places.items():
         if where == PS and path in lookups.refused:
             raise RequestError(
                 f"placement: {path} can't be served by rows: {lookups.refused[path]}; leave it "

@@ -205,9 +205,9 @@ def place_and_plan(
             rows, best, best_s = rows | {path}, other, other_s
     if best is None:
         best = planned(rows, advice=True)  # raises, and says what would help
-    found = tuple(_placed(case, lookups, rows, spmd, tied))
-    plan = dataclasses.replace(best.plan, notes=(*best.plan.notes, *map(str, found)))
-    return Placement(found, plan), dataclasses.replace(best, plan=plan), step(rows)
+    leaves = tuple(_placed(case, lookups, rows, spmd, tied))
+    plan = dataclasses.replace(best.plan, notes=(*best.plan.notes, *map(str, leaves)))
+    return Placement(leaves, plan), dataclasses.replace(best, plan=plan), step(rows)
 
 
 def _placed(
@@ -283,10 +283,10 @@ def _planned(
 def _tried(planned: Callable[[frozenset[str]], Planned], rows: frozenset[str]) -> tuple[Any, float]:
     """What was planned and its seconds a step; None if nothing fits."""
     try:
-        found = planned(rows)
+        candidate = planned(rows)
     except MemoryLimitError:
         return None, math.inf
-    return found, found.plan.prediction.step_s
+    return candidate, candidate.plan.prediction.step_s
 
 
 def _by_size(tables: Iterable[LookupTable]) -> list[str]:

@@ -39,8 +39,8 @@ class Split:
     def rest(self, params: Any) -> Any:
         """The parameters without those that come: None stands for them."""
         leaves = jax.tree_util.tree_leaves(params)
-        kept = [None if k in self.remote else x for k, x in enumerate(leaves)]
-        return jax.tree_util.tree_unflatten(self.form, kept)
+        local_leaves = [None if k in self.remote else x for k, x in enumerate(leaves)]
+        return jax.tree_util.tree_unflatten(self.form, local_leaves)
 
     def named(self, params: Any, which: frozenset[int]) -> dict[str, Any]:
         """Some of the parameters by path."""
@@ -49,9 +49,10 @@ class Split:
 
     def joined(self, rest: Any, remote: Mapping[str, Any]) -> Any:
         """The parameters again, of both parts."""
-        kept = iter(jax.tree_util.tree_leaves(rest))
+        local_leaves = iter(jax.tree_util.tree_leaves(rest))
         leaves = [
-            remote[path] if k in self.remote else next(kept) for k, path in enumerate(self.paths)
+            remote[path] if k in self.remote else next(local_leaves)
+            for k, path in enumerate(self.paths)
         ]
         return jax.tree_util.tree_unflatten(self.form, leaves)
 
@@ -88,8 +89,8 @@ def hybrid_step(lookups: LookUps, split: Split, optimizer: Any) -> Callable[...,
         (value, missing), (here, away) = both(state["params"], remote)
         updates, opt = optimizer.update(here, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        told = {"loss": value, "gradients": away, "missing": missing}
-        return {"params": params, "opt": opt}, told
+        outputs = {"loss": value, "gradients": away, "missing": missing}
+        return {"params": params, "opt": opt}, outputs
 
     return step
 
@@ -115,7 +116,7 @@ def looks_across(split: Split, optimizer: Any, params: Any) -> str | None:
             break
         before = [a or b for a, b in zip(after, before, strict=True)]
     pairs = zip(split.paths, updates, away, strict=False)
-    return next((path for path, found, gone in pairs if found and not gone), None)
+    return next((path for path, looks, gone in pairs if looks and not gone), None)
 
 
 def check_across(split: Split, optimizer: Any, params: Any) -> None:

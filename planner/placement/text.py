@@ -22,40 +22,40 @@ _WHERE = {SPMD: "SPMD", "ps": "servers, by rows", WHOLE: "servers, whole"}
 
 
 def placement_parts(
-    found: Placement, others: Sequence[tuple[str, int]]
+    placement: Placement, others: Sequence[tuple[str, int]]
 ) -> Iterable[RenderableType]:
     """The parts of the report.
 
     Args:
-        found: the placement.
+        placement: of the parameters that it names.
         others: the parameters that it does not name, all under SPMD: (path, bytes).
     """
-    served = sum(leaf.place != SPMD for leaf in found.leaves)
-    total = len(found.leaves) + len(others)
+    served = sum(leaf.place != SPMD for leaf in placement.leaves)
+    total = len(placement.leaves) + len(others)
     yield Text(f"placement: {served} of {total} parameters on parameter servers", style="bold")
-    if found.leaves:
+    if placement.leaves:
         table = new_table(
             *("parameter", ">size", "lies", ">rows", ">bytes", ">on servers", ">under SPMD", "why")
         )
-        for leaf in found.leaves:
+        for leaf in placement.leaves:
             add_row(table, *_cells(leaf), style="" if leaf.place == SPMD else "green")
         yield ""
         yield Padding(table, (0, 0, 0, 2), expand=False)
     yield ""
-    yield Padding(text_lines(_legend(found, others)), (0, 0, 0, 2), expand=False)
+    yield Padding(text_lines(_legend(placement, others)), (0, 0, 0, 2), expand=False)
 
 
-def placement_json(found: Placement, plan: Plan) -> str:
+def placement_json(placement: Placement, plan: Plan) -> str:
     """A JSON object of ``placement``, a list of objects with the fields of ``Placed``, and
     ``plan``; what is infinite or was not asked for is null."""
-    entries = ",\n".join(f"  {json.dumps(_plain(leaf))}" for leaf in found.leaves)
+    entries = ",\n".join(f"  {json.dumps(_plain(leaf))}" for leaf in placement.leaves)
     listed = f"[\n{entries}\n]" if entries else "[]"
     return f'{{"placement": {listed},\n"plan": {plan.to_json().strip()}}}\n'
 
 
-def without_placement(plan: Plan, found: Placement) -> Plan:
+def without_placement(plan: Plan, placement: Placement) -> Plan:
     """The plan without the notes that say what ``placement_parts`` does."""
-    said = set(map(str, found.leaves))
+    said = set(map(str, placement.leaves))
     return dataclasses.replace(plan, notes=tuple(n for n in plan.notes if n not in said))
 
 
@@ -89,18 +89,18 @@ def _why(leaf: Placed) -> str:
     return f"{gap} a step less" if math.isfinite(leaf.served_s) else "no host link in the catalog"
 
 
-def _legend(found: Placement, others: Sequence[tuple[str, int]]) -> list[str]:
+def _legend(placement: Placement, others: Sequence[tuple[str, int]]) -> list[str]:
     lines = []
-    if any(leaf.rows for leaf in found.leaves):
+    if any(leaf.rows for leaf in placement.leaves):
         lines.append("rows, bytes: the most that a batch reads, where every index is another row")
-    if any(math.isfinite(leaf.served_s) for leaf in found.leaves):
+    if any(math.isfinite(leaf.served_s) for leaf in placement.leaves):
         lines.append("on servers: seconds a step that pulls, pushes and updates add")
-    if any(leaf.spmd_s is not None for leaf in found.leaves):
+    if any(leaf.spmd_s is not None for leaf in placement.leaves):
         lines.append("under SPMD: seconds a step that the plan is longer with it")
-    if any(leaf.place != SPMD for leaf in found.leaves):
+    if any(leaf.place != SPMD for leaf in placement.leaves):
         lines.append("what comes from servers is [1] in the plan, rows with their numbers [2]")
     if others:
         nbytes = bytes_text(sum(size for _, size in others))
-        which = "the other" if found.leaves else "all"
+        which = "the other" if placement.leaves else "all"
         lines.append(f"{which} {len(others)} ({nbytes}) under SPMD: [0]['params'] in the plan")
     return lines

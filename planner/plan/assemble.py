@@ -73,10 +73,10 @@ def assembled(
     plan = _plan(extraction, roles, solution, best, tried, request, fallbacks, begun)
     worth, dims = devices_worth(priced, solution.choice), quotient.example_dims
     idle = idle_text(extraction.graph, priced.mesh.num_devices, worth, dims)
-    kept = honored(extraction, pins, quotient.uses, batch_axes(request, priced.mesh))
+    pin_rows = honored(extraction, pins, quotient.uses, batch_axes(request, priced.mesh))
     pinned = frozenset(pin.value for pin in pins)
     notes = (*first, *_state_notes(extraction, plan.inputs, request, pinned), *plan.notes, *notes)
-    return dataclasses.replace(plan, notes=notes, pins=kept, idle=idle), extraction
+    return dataclasses.replace(plan, notes=notes, pins=pin_rows, idle=idle), extraction
 
 
 def _names_are_ours(request: Request) -> bool:
@@ -256,15 +256,17 @@ def _state_notes(
     if not level or math.prod(mesh.size(name) for name in axes) == 1:
         return ()
     state = find_state(graph, request.state)
-    asked = (state.parameters | state.others if level == LEVELS[-1] else state.others) - state.bound
+    targets = (
+        state.parameters | state.others if level == LEVELS[-1] else state.others
+    ) - state.bound
     least = max(request.state.whole_below, 1.0)
-    asked = frozenset(v for v in asked - pinned if graph.values[v].nbytes >= least)
+    targets = frozenset(v for v in targets - pinned if graph.values[v].nbytes >= least)
     leaves = dict(zip(graph.inputs, inputs, strict=True))
-    whole = sum(graph.values[v].nbytes for v in asked)
-    split = sum(graph.values[v].nbytes for v in asked if axes.intersection(leaves[v].spec.axes))
+    whole = sum(graph.values[v].nbytes for v in targets)
+    split = sum(graph.values[v].nbytes for v in targets if axes.intersection(leaves[v].spec.axes))
     if split >= MOST * whole:
         return ()
-    held = [v for v in sorted(asked) if axes.isdisjoint(leaves[v].spec.axes)]
+    held = [v for v in sorted(targets) if axes.isdisjoint(leaves[v].spec.axes)]
     named = leaves[max(held, key=lambda v: graph.values[v].nbytes)].path
     name = "FSDP" if level == LEVELS[-1] else f"ZeRO-{level}"
     return (

@@ -56,14 +56,14 @@ def read_by_transposes(graph: Graph) -> dict[int, int]:
     for op in graph.ops:
         for v in op.inputs:
             readers.setdefault(v, []).append(op.index)
-    found = {}
+    transposes = {}
     for op in graph.ops:
         if op.kind != "dot_general" or op.outputs[0] in graph.outputs:
             continue
         read = readers.get(op.outputs[0], [])
         if len(read) == 1 and graph.ops[read[0]].kind == "transpose":
-            found[op.index] = read[0]
-    return found
+            transposes[op.index] = read[0]
+    return transposes
 
 
 def _permutation(entry: Entry) -> tuple[int, ...] | None:

@@ -125,12 +125,12 @@ class Extraction:
                 outputs.append(Leaf(path, (), LITERAL, Sharding(()), 0, None, False))
                 continue
             v = graph.values[index]
-            own = inputs[source[k]] if k in source else None
-            spec = self.value_sharding(index) if own is None else own.spec
-            kept = DEVICE if own is None else own.memory
+            tied_input = inputs[source[k]] if k in source else None
+            spec = self.value_sharding(index) if tied_input is None else tied_input.spec
+            memory = DEVICE if tied_input is None else tied_input.memory
             local = v.nbytes // spec.shards(mesh)
             outputs.append(
-                Leaf(path, v.shape, v.dtype, spec, local, None, k in source, memory=kept)
+                Leaf(path, v.shape, v.dtype, spec, local, None, k in source, memory=memory)
             )
         return tuple(inputs), tuple(outputs)
 
@@ -254,12 +254,16 @@ class Extraction:
                     for s in self.steps(src, (0,) * len(row), 1, local, r.gradient):
                         place = Place.BEHIND if r.gradient else Place.WAITED
                         out.append(Sent(s, r.weight, op.outputs[0], r.op, op.kind, False, place))
-            for own in priced.analysis.facts[group.index].said:
-                one = dataclasses.replace(own, weight=1.0)
+            for collective in priced.analysis.facts[group.index].said:
+                one = dataclasses.replace(collective, weight=1.0)
                 seconds = float(Rates.of([priced.mesh.sizes], priced.model).said_s(one)[0])
-                s = ReshardStep(own.kind, own.axes, own.nbytes, seconds)
-                made = graph.ops[own.op].outputs
-                out.append(Sent(s, own.weight, made[0], own.op, REGION, False, Place.WAITED))
+                s = ReshardStep(collective.kind, collective.axes, collective.nbytes, seconds)
+                outputs = graph.ops[collective.op].outputs
+                out.append(
+                    Sent(
+                        s, collective.weight, outputs[0], collective.op, REGION, False, Place.WAITED
+                    )
+                )
         used = {x.value: x.op for x in reversed(groups.links) if x.a_use}
         for value, op_index in used.items():
             home, layout = groups.home[value]  # type: ignore[misc]

@@ -143,15 +143,15 @@ def record(make: Callable[..., T], **readers: Reader) -> Callable[[Any], T]:
         for name in needed:
             if name not in value:
                 raise Misfit(value, f"a field {name!r} in it")
-        found = {}
+        parts = {}
         for name, part in value.items():
             if name not in readers:
                 raise Misfit(value, f"no field {short(name)} in it")
             try:
-                found[name] = readers[name](part)
+                parts[name] = readers[name](part)
             except Misfit as error:
                 error.path.append(f".{name}")
                 raise
-        return make(**found)
+        return make(**parts)
 
     return read

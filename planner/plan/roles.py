@@ -188,24 +188,24 @@ def _weights(graph: Graph) -> list[bool]:
         out[value] = value not in fed
         plain[value] = False
     for op in graph.ops:
-        made = [v for v in op.inputs if v != SCALAR and graph.values[v].shape]
-        light = any(out[v] for v in made) and all(out[v] or plain[v] for v in made)
+        inputs = [v for v in op.inputs if v != SCALAR and graph.values[v].shape]
+        light = any(out[v] for v in inputs) and all(out[v] or plain[v] for v in inputs)
         for v in op.outputs:
-            out[v], plain[v] = light, all(plain[v] for v in made)
+            out[v], plain[v] = light, all(plain[v] for v in inputs)
     return out
 
 
 def _cuts(plan: Extraction, values: Sequence[int], axis: int, inner: Mapping[int, int]) -> str:
     """What an axis cuts of some arguments: examples, other dimensions, or nothing."""
-    name, found = plan.priced.mesh.names[axis], ""
+    name, cut = plan.priced.mesh.names[axis], ""
     for value in values:
         for port in ("use", "store"):
             dims = plan.value_sharding(value, port).dims
             if name in (*dims, ())[inner.get(value, 0)]:
                 return DATA
             if any(name in dim for dim in dims):
-                found = SEQ
-    return found
+                cut = SEQ
+    return cut
 
 
 def _is_of_members(plan: Extraction, axis: int) -> bool:

@@ -82,16 +82,16 @@ def mesh(value: Any) -> MeshSpec:
 
 def leaf(value: Any) -> Leaf:
     """An argument or a result; its shardings have the rank of its shape."""
-    found = _LEAF(value)
-    rank = len(found.shape)
-    used = None if found.used_as is None else Sharding.of(found.used_as.dims, rank)
-    return dataclasses.replace(found, spec=Sharding.of(found.spec.dims, rank), used_as=used)
+    row = _LEAF(value)
+    rank = len(row.shape)
+    used = None if row.used_as is None else Sharding.of(row.used_as.dims, rank)
+    return dataclasses.replace(row, spec=Sharding.of(row.spec.dims, rank), used_as=used)
 
 
 def activation(value: Any) -> Activation:
     """A value between operations; its sharding has the rank of its shape."""
-    found = _ACTIVATION(value)
-    return dataclasses.replace(found, spec=Sharding.of(found.spec.dims, len(found.shape)))
+    row = _ACTIVATION(value)
+    return dataclasses.replace(row, spec=Sharding.of(row.spec.dims, len(row.shape)))
 
 
 _LEAF = record(

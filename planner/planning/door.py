@@ -101,7 +101,9 @@ def plan_tried(
             cluster and the recipe, have in common; empty at first.
     """
     begun = time.perf_counter()
-    return _asked(function, args, cluster, donate_argnums, options, begun, advice=False, made=made)
+    return _asked(
+        function, args, cluster, donate_argnums, options, begun, advice=False, rewriters=made
+    )
 
 
 def _asked(
@@ -113,22 +115,24 @@ def _asked(
     begun: float,
     *,
     advice: bool = True,
-    made: dict[str, Rewriter] | None = None,
+    rewriters: dict[str, Rewriter] | None = None,
 ) -> Planned:
-    asked = given_options("make_plan", options)
-    rewriting = {name: asked.pop(name, None) for name in REWRITINGS}
-    rules = asked.pop("logical_axis_rules", None)
+    request_options = given_options("make_plan", options)
+    rewriting = {name: request_options.pop(name, None) for name in REWRITINGS}
+    rules = request_options.pop("logical_axis_rules", None)
     function = with_logical_axis_rules(function, rules)
-    placed = "mesh" not in asked
-    asked.setdefault("mesh", placed_mesh(args, cluster))
-    request = parse_request(cluster, **asked)
+    placed = "mesh" not in request_options
+    request_options.setdefault("mesh", placed_mesh(args, cluster))
+    request = parse_request(cluster, **request_options)
     request = dataclasses.replace(request, advice=advice, placed=placed)
     if request.staged:
         rewriting["stages"] = _staged(rewriting["stages"])
     unsaid = rewriting["stages"] is None
     wish = parse_wish(rewriting, function, request.mode != "STAND_ALONE")
     with paused():
-        rewriter = ({} if made is None else made).setdefault("rewriter", Rewriter(function, args))
+        rewriter = ({} if rewriters is None else rewriters).setdefault(
+            "rewriter", Rewriter(function, args)
+        )
         door = Door(rewriter, args, request, donate_argnums, begun)
         plain = dataclasses.replace(wish, open=wish.open - {"pad_batch"})
         planned = _under(plain, door)

@@ -59,8 +59,8 @@ class Door:
     def row_of(self, recipe: Recipe) -> Row:
         """The step under a recipe; made once."""
         if recipe not in self.rows:
-            made, traced = self.rewriter(recipe)
-            row = Row(traced, self.args, self.request, self.donate_argnums, made)
+            function, traced = self.rewriter(recipe)
+            row = Row(traced, self.args, self.request, self.donate_argnums, function)
             self.rows[recipe] = row
         return self.rows[recipe]
 
@@ -112,22 +112,22 @@ def searched(wish: Wish, door: Door) -> Planned:
     cuts.counts = counts
     recipe = wish.recipe
     plain = rewriter.cut(recipe.microbatches, recipe.stages > 1, statistics=recipe.statistics)[1]
-    kept: dict[int, tuple[str, ...]] = {}
+    device_policies: dict[int, tuple[str, ...]] = {}
 
     def enumerated() -> Iterator[tuple[int, tuple[str, ...]]]:
         for some in (False, True):
             n = wish.recipe.chunks
             if "chunks" in wish.open:
                 n = chunks_worth(plain) if some else 1
-            if n not in kept:
-                kept[n] = _policies(wish, plain, n)
-                yield n, kept[n]
+            if n not in device_policies:
+                device_policies[n] = _policies(wish, plain, n)
+                yield n, device_policies[n]
 
     best, seen = search_recipes(counts, enumerated(), look, wish.recipe, least_of)
     if cuts.refused:
         counts, why = (1,), cuts.refused
         seen = {recipe: o for recipe, o in seen.items() if recipe.microbatches == 1}
-    total = len(counts) * sum(map(len, kept.values()))
+    total = len(counts) * sum(map(len, device_policies.values()))
     tight = not wish.always and first.fits
     if total == 1:  # nothing but the step as it is
         return first.planned(begun)
@@ -136,11 +136,11 @@ def searched(wish: Wish, door: Door) -> Planned:
     on_host = on_host and not wish.recipe.schedule
     away: dict[int, tuple[str, ...]] = {}
     if on_host and (not tight if best is None else seen[best].cost_s > SQUEEZED * least_s):
-        found = ((n, _policies(wish, plain, n, on_host=True)) for n in kept)
-        away = {n: mine for n, mine in found if mine}
+        host_policies = ((n, _policies(wish, plain, n, on_host=True)) for n in device_policies)
+        away = {n: remats for n, remats in host_policies if remats}
         best, seen = search_recipes(counts, away.items(), look, wish.recipe, known=(best, seen))
         total += len(counts) * sum(map(len, away.values()))
-    tried = _tried_text(len(seen), total, counts, kept, away)
+    tried = _tried_text(len(seen), total, counts, device_policies, away)
     if best is not None and 0.0 < seen[best].cost_s <= CLOSE * least_s:
         percent = 100 * (seen[best].cost_s / least_s - 1)
         faster = f"at most {percent:.2g} % faster" if percent > 0 else "no faster"
@@ -169,8 +169,8 @@ def _plain_is_as_good(
     if best is None or plain in seen:
         return False
     worth_s = seen[best].cost_s * WORTH
-    found = look(plain, worth_s)
-    return found.cost_s <= worth_s and not found.fill > FULL >= seen[best].fill
+    outcome = look(plain, worth_s)
+    return outcome.cost_s <= worth_s and not outcome.fill > FULL >= seen[best].fill
 
 
 def _best_of(
@@ -206,15 +206,17 @@ def _tried_text(
     seen: int,
     total: int,
     counts: Sequence[int],
-    kept: Mapping[int, tuple[str, ...]],
+    device_policies: Mapping[int, tuple[str, ...]],
     away: Mapping[int, tuple[str, ...]],
 ) -> str:
-    """What was tried; ``kept``, ``away``: policies by number of chunks."""
-    names = dict.fromkeys(p for some in (kept, away) for mine in some.values() for p in mine)
+    """What was tried; ``device_policies``, ``away``: policies by number of chunks."""
+    names = dict.fromkeys(
+        p for some in (device_policies, away) for remats in some.values() for p in remats
+    )
     return (
         f"{seen} of {total} recipes planned: {' or '.join(map(str, counts))} microbatches, "
         f"remat {', '.join(names)}"
-        + (f", {' or '.join(map(str, kept))} chunks" if len(kept) > 1 else "")
+        + (f", {' or '.join(map(str, device_policies))} chunks" if len(device_policies) > 1 else "")
     )
 
 
@@ -312,8 +314,8 @@ def _policies(wish: Wish, traced: Traced, chunks: int, *, on_host: bool = False)
     if "remat" not in wish.open:
         return (wish.recipe.remat,)
     inside = in_chunks if chunks > 1 else None
-    made = policies(traced, inside, on_host=on_host)
-    return made if on_host else (NONE, *made)
+    remats = policies(traced, inside, on_host=on_host)
+    return remats if on_host else (NONE, *remats)
 
 
 def _counts(wish: Wish, rewriter: Rewriter) -> tuple[tuple[int, ...], str]:

@@ -100,8 +100,8 @@ class Row:
         function: Callable[..., Any] | None,
     ) -> None:
         self.traced, self.args = traced, args
-        made = recipe_of(function)
-        request = dataclasses.replace(request, stages=1 if made.schedule else made.stages)
+        recipe = recipe_of(function)
+        request = dataclasses.replace(request, stages=1 if recipe.schedule else recipe.stages)
         self.request = on_region_mesh(traced, request)
         self.donate_argnums, self.function = donate_argnums, function
         self.step = self.prepare(traced)
@@ -220,40 +220,40 @@ class Row:
         again = Again(
             self._retraced, lambda r: self.prepare(self.traced, r).quotient, self._recomputed
         )
-        made = recipe_of(self.function)
+        recipe = recipe_of(self.function)
         tried, least = self.searched
         if least is None:  # not in near_s: too long for every row that is looked at
             step = self.step
             tried = search_others(step.quotient, step.pins, self.request, self.led, tried)
-        planned = _planned(self.step, tried, least, self.request, begun, again, made, also)
-        told = metadata_notes(self.args, rules_of(self.function), self.request.mesh)
+        planned = _planned(self.step, tried, least, self.request, begun, again, recipe, also)
+        step_notes = metadata_notes(self.args, rules_of(self.function), self.request.mesh)
         if self.request.mode in WITHOUT_PINS:
-            told = ignored_marks(self.traced, self.request.mode)
-        told = (*told, *inlined_notes((self.traced.origin or self.traced).inlined))
+            step_notes = ignored_marks(self.traced, self.request.mode)
+        step_notes = (*step_notes, *inlined_notes((self.traced.origin or self.traced).inlined))
         plan = dataclasses.replace(
             planned.plan,
-            notes=(*told, *planned.plan.notes),
-            microbatches=made.microbatches,
-            replicas=made.replicas,
-            pad_batch=made.pad_batch,
-            remat=made.remat,
-            statistics=made.statistics,
+            notes=(*step_notes, *planned.plan.notes),
+            microbatches=recipe.microbatches,
+            replicas=recipe.replicas,
+            pad_batch=recipe.pad_batch,
+            remat=recipe.remat,
+            statistics=recipe.statistics,
             coupled=coupled_of(self.function),
             recomputed=recomputed_of(self.function),
-            chunks=made.chunks,
+            chunks=recipe.chunks,
             chunked=chunked_of(self.function),
-            stages=made.stages,
+            stages=recipe.stages,
             staged=staged_of(self.function),
         )
-        if made.pad_batch:  # then the batch is split inside the step
+        if recipe.pad_batch:  # then the batch is split inside the step
             notes = tuple(n for n in plan.notes if NOT_SPLIT not in n)
             idle = plan.idle and f"{plan.idle.partition(';')[0]}; the search has no faster split"
             examples = batch_size(self.traced.origin or self.traced)
             plan = dataclasses.replace(plan, notes=notes, idle=idle, examples=examples)
-        elif plan.idle and made.microbatches > 1:
+        elif plan.idle and recipe.microbatches > 1:
             plan = dataclasses.replace(plan, idle=_idle_in_parts(plan, self.traced.origin))
-        if made.schedule:
-            plan = scheduled(plan, planned.extraction, self.traced, made)
+        if recipe.schedule:
+            plan = scheduled(plan, planned.extraction, self.traced, recipe)
         return dataclasses.replace(planned, plan=plan)
 
     def _retraced(self, shapes: Shapes) -> tuple[Quotient, Sequence[Pin]]:
@@ -263,11 +263,11 @@ class Row:
         return again.quotient, again.pins
 
     def _recomputed(self, on_host: bool) -> tuple[str, Quotient, Sequence[Pin]] | None:
-        found = recomputed(self.traced, parse_policy(OFFLOAD if on_host else FULL))
-        if found is None:
+        recomputation = recomputed(self.traced, parse_policy(OFFLOAD if on_host else FULL))
+        if recomputation is None:
             return None
-        again = self.prepare(trace(found.function, self.args))
-        return found.what, again.quotient, again.pins
+        again = self.prepare(trace(recomputation.function, self.args))
+        return recomputation.what, again.quotient, again.pins
 
 
 def _limited(planned: Planned, request: Request) -> Planned:
@@ -350,15 +350,15 @@ def _confirmed(
 ) -> Planned:
     """The best of the plans as the compiler sees them."""
     request = planned.request
-    made = [(planned.plan, planned.extraction), *planned.others]
+    candidates = [(planned.plan, planned.extraction), *planned.others]
     number, plan = confirmer()(
-        [plan for plan, _ in made],
+        [plan for plan, _ in candidates],
         traced,
         request.cluster,
         donate_argnums=donate_argnums,
         seconds=request.confirm_limit_s,
     )
-    return dataclasses.replace(planned, plan=plan, extraction=made[number][1])
+    return dataclasses.replace(planned, plan=plan, extraction=candidates[number][1])
 
 
 def _shortage(case: Case, also: str) -> MemoryLimitError:

@@ -144,12 +144,12 @@ def _through(
         device_bytes=old.device_bytes,
         peak_holders=(f"stage {worst}: state, sums, and what waits for the backward pass",),
     )
-    told = stage_lines(apart)
+    stage_texts = stage_lines(apart)
     lines = [
         f"{line}; "
         + (f"{where}'s " if len(order.place) > plan.stages else "")
         + f"{time_text(ran.busy_s[d])} busy, {bytes_text(peaks[d])}"
-        for line, d in zip(told, order.place, strict=False)
+        for line, d in zip(stage_texts, order.place, strict=False)
         for where in [f"device group {d}"]
     ]
     note = (
@@ -166,7 +166,7 @@ def _through(
         plan,
         mesh=mesh,
         prediction=prediction,
-        staged=(*lines, *told[len(lines) :]),
+        staged=(*lines, *stage_texts[len(lines) :]),
         cuts=apart.cuts,
         compute=(),
         strategy=f"pipeline parallel over {plan.stages} by {plan.schedule}; {plan.strategy}",
@@ -251,7 +251,7 @@ def _without_sums(
     added. Layers that one array holds are neither taken out of it nor joined: each stage has its
     own."""
     out, split = list(spent), apart.split
-    found: dict[tuple[str, int], float] = {}
+    sum_seconds: dict[tuple[str, int], float] = {}
 
     def taken(call: Call) -> float:
         span = apart.ops[id(call)]
@@ -267,12 +267,12 @@ def _without_sums(
         seconds = sum(taken(call) for call in calls if call not in joins)
         makers = [split.makers[p] for parts in pieces for p in parts if isinstance(p, int)]
         for key in makers:
-            found[key] = found.get(key, 0.0) + seconds / len(makers)
-    own = {v for stages in apart.homes.sliced.values() for values in stages for v in values}
+            sum_seconds[key] = sum_seconds.get(key, 0.0) + seconds / len(makers)
+    sliced = {v for stages in apart.homes.sliced.values() for values in stages for v in values}
     for call in split.body.flat.calls:
-        if own.intersection(call.outs):
+        if sliced.intersection(call.outs):
             taken(call)
-    return out, found
+    return out, sum_seconds
 
 
 def _by_device(
@@ -341,15 +341,15 @@ def _peaks(
 def _sizes(extraction: Extraction, apart: Apart) -> Callable[[int], float]:
     """Bytes of a value of a microbatch on a device."""
     graph, mesh = extraction.graph, extraction.priced.mesh
-    found: dict[int, float] = {}
+    sizes: dict[int, float] = {}
     for call in apart.split.body.flat.calls:
         for k, (v, var) in enumerate(zip(call.outs, call.eqn.outvars, strict=False)):
             value = _value(graph, result_place(call, k, apart.ops))
             shards = 1.0 if value is None else extraction.value_sharding(value).shards(mesh)
-            if call.made and call.ins and call.ins[0] in found:  # a conversion of a stage's part
-                shards = nbytes(call.eqn.invars[0].aval) / found[call.ins[0]]
-            found[v] = nbytes(var.aval) / shards
-    return lambda v: found.get(v, 0.0)
+            if call.made and call.ins and call.ins[0] in sizes:  # a conversion of a stage's part
+                shards = nbytes(call.eqn.invars[0].aval) / sizes[call.ins[0]]
+            sizes[v] = nbytes(var.aval) / shards
+    return lambda v: sizes.get(v, 0.0)
 
 
 def _value(graph: Graph, place: Place | None) -> int | None:

@@ -110,12 +110,12 @@ class _Walk(Generic[T]):
             if i + 1 < len(self.counts) and self.too_large(recipe):
                 return None
             self.seen[recipe] = self.look(recipe, self.enough_s)
-        found = self.seen[recipe]
+        outcome = self.seen[recipe]
         best = None if self.best is None else self.seen[self.best]
-        if found.cost_s < math.inf and (best is None or beats(found, best)):
-            self.best, self.best_s = recipe, found.cost_s
+        if outcome.cost_s < math.inf and (best is None or beats(outcome, best)):
+            self.best, self.best_s = recipe, outcome.cost_s
             return True
-        return False if found.fits else None
+        return False if outcome.fits else None
 
     def hopeless(self, recipe: Recipe) -> bool:
         """Whether one that rewrites less is too slow already, whatever memory it takes."""
@@ -158,10 +158,10 @@ class _Walk(Generic[T]):
         """Do less again than ``j``, one policy after the other, while that fits."""
         slower = 0
         while j > 0 and slower < PATIENCE and not self.close:
-            found = self.at(i, j - 1)
-            if found is None:
+            is_best = self.at(i, j - 1)
+            if is_best is None:
                 break
-            j, slower = j - 1, 0 if found else slower + 1
+            j, slower = j - 1, 0 if is_best else slower + 1
             looked = self.seen.get(self.recipe(i, j))
             if looked is not None and looked.too_slow and self.in_vain(i):
                 return 0
@@ -198,10 +198,10 @@ def search_recipes(
     """
     best, seen = known[0], dict(known[1])
     best_s = math.inf if best is None else seen[best].cost_s
-    for chunks, mine in policies:
+    for chunks, remats in policies:
         plain = dataclasses.replace(base, chunks=chunks)
         walk = _Walk(
-            counts, mine, chunks, base, look, least_of, least_of(plain), seen, best, best_s
+            counts, remats, chunks, base, look, least_of, least_of(plain), seen, best, best_s
         )
         if not walk.close:
             _go(walk)

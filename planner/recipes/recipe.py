@@ -35,7 +35,7 @@ class Rewriter:
         key = parts, apart and parts > 1, replicas, statistics if parts > 1 else WHOLE
         if key not in self._cuts:
             whole = None if parts == replicas == 1 else self.cut(1)[1]
-            made = microbatched(
+            step = microbatched(
                 self.function,
                 self.args,
                 parts,
@@ -44,7 +44,7 @@ class Rewriter:
                 replicas=replicas,
                 statistics=statistics,
             )
-            self._cuts[key] = made, trace(made, self.args, whole)
+            self._cuts[key] = step, trace(step, self.args, whole)
         return self._cuts[key]
 
     def __call__(self, recipe: Recipe) -> tuple[Callable[..., Any], Traced]:
@@ -68,25 +68,29 @@ class Rewriter:
                 recipe.microbatches, recipe.stages > 1, recipe.replicas, recipe.statistics
             )
         inside = in_chunks if recipe.chunks > 1 else None
-        kept, again = rematerialized(cut, traced, self.args, policy_text(recipe.remat), inside)
-        traced = traced if kept is cut else trace(kept, self.args, self.cut(1)[1])
+        remat_step, again = rematerialized(
+            cut, traced, self.args, policy_text(recipe.remat), inside
+        )
+        traced = traced if remat_step is cut else trace(remat_step, self.args, self.cut(1)[1])
         if recipe.schedule:
-            piped, stages = layered(kept, traced, self.args, recipe)
+            piped, stages = layered(remat_step, traced, self.args, recipe)
         else:
-            piped, stages = staged(kept, traced, self.args, recipe.microbatches, recipe.stages)
-        traced = traced if piped is kept else trace(piped, self.args, self.cut(1)[1])
-        made, chunks = chunked(piped, traced, self.args, recipe.chunks)
+            piped, stages = staged(
+                remat_step, traced, self.args, recipe.microbatches, recipe.stages
+            )
+        traced = traced if piped is remat_step else trace(piped, self.args, self.cut(1)[1])
+        chunked_step, chunks = chunked(piped, traced, self.args, recipe.chunks)
 
         @functools.wraps(self.function)
         def step(*args: Any) -> Any:
-            return made(*args)
+            return chunked_step(*args)
 
         step.recipe = recipe  # type: ignore[attr-defined]
         step.coupled = coupled_of(cut)  # type: ignore[attr-defined]
         step.recomputed = again  # type: ignore[attr-defined]
         step.chunked = chunks  # type: ignore[attr-defined]
         step.staged = stages  # type: ignore[attr-defined]
-        return step, traced if made is piped else trace(step, self.args, self.cut(1)[1])
+        return step, traced if chunked_step is piped else trace(step, self.args, self.cut(1)[1])
 
 
 def rewritten(
@@ -103,8 +107,8 @@ def rewritten(
 
 def recipe_of(function: Any) -> Recipe:
     """Under which recipe ``rewritten`` made a function."""
-    found = getattr(function, "recipe", PLAIN)
-    return found if isinstance(found, Recipe) else PLAIN
+    recipe = getattr(function, "recipe", PLAIN)
+    return recipe if isinstance(recipe, Recipe) else PLAIN
 
 
 def coupled_of(function: Any) -> tuple[str, ...]:

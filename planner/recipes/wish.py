@@ -33,42 +33,43 @@ class Wish:
     always: bool
 
 
-def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches: bool) -> Wish:
+def parse_wish(options: Mapping[str, Any], function: Callable[..., Any], searches: bool) -> Wish:
     """Check and parse ``microbatches=``, ``remat=``, ``chunks=``, ``stages=`` and their like.
 
     Args:
-        asked: by name, a number or a policy, ``"auto"``, or None: the plain step's where that fits.
+        options: by name, a number or a policy, ``"auto"``, or None: the plain step's where that
+            fits.
         function: the step; one that is rewritten already keeps its recipe.
         searches: whether what is None may be searched if nothing fits.
 
     Raises:
         RequestError: a value that has no meaning.
     """
-    made = recipe_of(function)
-    if made != PLAIN:
-        return Wish(made, frozenset(), False)
-    manual = _manual(asked.get("stages"))
-    order = _order(asked.get("schedule"))
+    old_recipe = recipe_of(function)
+    if old_recipe != PLAIN:
+        return Wish(old_recipe, frozenset(), False)
+    manual = _manual(options.get("stages"))
+    order = _order(options.get("schedule"))
     if order is not None:
-        asked = _by_order(order, asked, manual)
+        options = _by_order(order, options, manual)
     if manual:
-        _schedule(asked)
+        _schedule(options)
         count = max(stage for _, stage in manual) + 1
-        asked = {"schedule": SCHEDULES[0], **_given(asked), "stages": count}
-    remat = asked.get("remat")
+        options = {"schedule": SCHEDULES[0], **_given(options), "stages": count}
+    remat = options.get("remat")
     recipe = Recipe(
-        _number("microbatches", asked.get("microbatches")),
+        _number("microbatches", options.get("microbatches")),
         NONE if remat in (None, AUTO) else policy_text(remat),
-        _number("chunks", asked.get("chunks")),
-        _number("stages", asked.get("stages")),
-        _schedule(asked),
-        _number("replicas", asked.get("replicas")),
-        _rows(asked),
-        _statistics(asked),
+        _number("chunks", options.get("chunks")),
+        _number("stages", options.get("stages")),
+        _schedule(options),
+        _number("replicas", options.get("replicas")),
+        _rows(options),
+        _statistics(options),
         manual,
         order=() if order is None else rows_of(order),
     )
-    values = {name: asked.get(name) for name in REWRITINGS}
+    values = {name: options.get(name) for name in REWRITINGS}
     left = {name for name, v in values.items() if v == AUTO or (v is None and searches)}
     if values["stages"] is None:  # a step that fits needs none, and one that does not gains little
         left.discard("stages")
@@ -90,33 +91,33 @@ def parse_wish(asked: Mapping[str, Any], function: Callable[..., Any], searches:
     return Wish(recipe, frozenset(left), always or (recipe.stages > 1 and "remat" in left))
 
 
-def _statistics(asked: Mapping[str, Any]) -> str:
+def _statistics(options: Mapping[str, Any]) -> str:
     """Whose statistics: the whole batch's, or those of each microbatch."""
-    value = asked.get("statistics")
+    value = options.get("statistics")
     if value in (None, WHOLE):
         return WHOLE
     if value != PER_MICROBATCH:
         raise RequestError(f"statistics={value!r}: expected {WHOLE!r} or {PER_MICROBATCH!r}")
     for name in ("stages", "replicas", "pad_batch"):
-        if asked.get(name) not in (None, 1, "1", 0, "0", NONE):
+        if options.get(name) not in (None, 1, "1", 0, "0", NONE):
             raise RequestError(
                 f"statistics={value!r} goes with microbatches alone; leave "
-                f"{name}={asked[name]!r} out"
+                f"{name}={options[name]!r} out"
             )
     return PER_MICROBATCH
 
 
-def _rows(asked: Mapping[str, Any]) -> int:
+def _rows(options: Mapping[str, Any]) -> int:
     """Examples of the padded batch; 0 where it is not padded, or the search decides."""
-    value = asked.get("pad_batch")
+    value = options.get("pad_batch")
     if value in (None, AUTO, 0, "0", NONE):
         return 0
     rows = _number("pad_batch", value)
     for name in ("microbatches", "replicas", "stages"):
-        if asked.get(name) not in (None, 1, "1", AUTO):
+        if options.get(name) not in (None, 1, "1", AUTO):
             raise RequestError(
-                f"pad_batch={rows} and {name}={asked[name]!r}: a padded batch is not cut up; leave "
-                "one of them out"
+                f"pad_batch={rows} and {name}={options[name]!r}: a padded batch is not cut up; "
+                "leave one of them out"
             )
     return rows
 
@@ -127,8 +128,8 @@ IN_CHUNKS = ("interleaved-2", "zb-v")
 """More: two chunks on each group of devices."""
 
 
-def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in asked.items() if value is not None}
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _manual(stages: Any) -> tuple[tuple[str, int], ...]:
@@ -159,8 +160,8 @@ def _manual(stages: Any) -> tuple[tuple[str, int], ...]:
     return tuple(stages.items())
 
 
-def _schedule(asked: Mapping[str, Any]) -> str:
-    name = asked.get("schedule")
+def _schedule(options: Mapping[str, Any]) -> str:
+    name = options.get("schedule")
     if name is None:
         return ""
     if isinstance(name, Order):
@@ -172,9 +173,9 @@ def _schedule(asked: Mapping[str, Any]) -> str:
             f"schedule={name!r}: expected auto, one of {', '.join(SCHEDULES)}, zb-v, interleaved-2 "
             "with the number of chunks per device, or a file of your own (schedule.json)"
         )
-    if chunks_of(name) > 1 and _manual(asked.get("stages")):
+    if chunks_of(name) > 1 and _manual(options.get("stages")):
         raise RequestError(f"schedule={name!r}: manual stages have one chunk per device")
-    if asked.get("stages") in (None, 1, "1"):
+    if options.get("stages") in (None, 1, "1"):
         raise RequestError(
             f"schedule={name!r} orders the passes of pipeline stages; give stages=2 or more, or "
             "auto, too"
@@ -208,10 +209,10 @@ def _order(schedule: Any) -> Order | None:
 
 
 def _by_order(
-    order: Order, asked: Mapping[str, Any], manual: tuple[tuple[str, int], ...]
+    order: Order, options: Mapping[str, Any], manual: tuple[tuple[str, int], ...]
 ) -> dict[str, Any]:
     """What is asked, with the numbers of stages and microbatches that an order has."""
-    stages, given = len(order.devices), asked.get("stages")
+    stages, given = len(order.devices), options.get("stages")
     if manual:
         given = max(stage for _, stage in manual) + 1
         if len(order.place) > stages:
@@ -219,14 +220,14 @@ def _by_order(
                 f"schedule {order.name!r} has {len(order.place)} chunks on {stages} groups of "
                 "devices; manual stages have one each"
             )
-    for name, own, said in (
+    for name, count, said in (
         ("stages", stages, given),
-        ("microbatches", order.microbatches, asked.get("microbatches")),
+        ("microbatches", order.microbatches, options.get("microbatches")),
     ):
-        if said not in (None, AUTO, own, str(own)):
-            raise RequestError(f"{name}={said}: schedule {order.name!r} is one of {own} {name}")
-    here = asked.get("stages") if manual else stages
-    return {**asked, "schedule": order, "stages": here, "microbatches": order.microbatches}
+        if said not in (None, AUTO, count, str(count)):
+            raise RequestError(f"{name}={said}: schedule {order.name!r} is one of {count} {name}")
+    here = options.get("stages") if manual else stages
+    return {**options, "schedule": order, "stages": here, "microbatches": order.microbatches}
 
 
 def _number(name: str, value: Any) -> int:

@@ -31,14 +31,14 @@ def repeated_blocks(flat: FlatJaxpr, sites: Sites, skip: frozenset[int]) -> Flat
     chunks = sites.chunks(flat) if sites.policy.flop_per_byte else WHOLE
     rewriting = _Rewriting(flat, flat.readers, flat.values, sites.policy.on_host)
     key = "repeated blocks", skip, chunks.values
-    found = flat.memo.get(key) or flat.memo.setdefault(key, _repeated(flat, skip, chunks))
-    for repeated in found:
+    block_groups = flat.memo.get(key) or flat.memo.setdefault(key, _repeated(flat, skip, chunks))
+    for repeated in block_groups:
         done = [(part, block, sites.cut(block)) for part, block in repeated.blocks]
-        part, block, made = done[len(done) // 2]
-        sites.found.append(Site(repeated.what, repeated.count, block, made))
-        for part, block, made in done:
-            if pays(block, made):
-                rewriting.again(part, block, made)
+        part, block, block_cut = done[len(done) // 2]
+        sites.found.append(Site(repeated.what, repeated.count, block, block_cut))
+        for part, block, block_cut in done:
+            if pays(block, block_cut):
+                rewriting.again(part, block, block_cut)
     return rewriting.done()
 
 
@@ -110,15 +110,15 @@ class _Rewriting:
     away: dict[int, int] = field(default_factory=dict)
     """What waits in host memory: its number there."""
 
-    def again(self, part: range, block: Block, made: Cut) -> None:
+    def again(self, part: range, block: Block, block_cut: Cut) -> None:
         """Do a block again in front of the first operation of the backward pass that wants it."""
-        dropped = block.wanted - made.kept
+        dropped = block.wanted - block_cut.kept
         if self.on_host:
-            waiting = sorted(block.held | made.kept)
+            waiting = sorted(block.held | block_cut.kept)
             self.away.update(zip(waiting, self._fresh(len(waiting)), strict=True))
         self.before.setdefault(
             min(r for v in dropped for r in self.readers[v] if r not in part), []
-        ).append((block, made))
+        ).append((block, block_cut))
 
     def done(self) -> FlatJaxpr:
         """The program."""
@@ -126,8 +126,8 @@ class _Rewriting:
         names: dict[int, int] = {}  # what the backward pass reads in place of a value
         behind: set[int] = set()  # what the backward pass has made so far
         for at, call in enumerate(self.flat.calls):
-            for block, made in self.before.get(at, ()):
-                out += self._copies(at, block, made, names, behind)
+            for block, block_cut in self.before.get(at, ()):
+                out += self._copies(at, block, block_cut, names, behind)
             out.append(call.reading(names) if call.backward else call)
             if call.backward:
                 behind.update(call.outs)
@@ -137,23 +137,23 @@ class _Rewriting:
         return FlatJaxpr(tuple(out), flat.inputs, flat.outputs, flat.consts, self.values)
 
     def _copies(
-        self, at: int, block: Block, made: Cut, names: dict[int, int], behind: set[int]
+        self, at: int, block: Block, block_cut: Cut, names: dict[int, int], behind: set[int]
     ) -> list[Call]:
         """The operations of a block once more, from what is kept. They wait for the cotangent that
         the block's backward pass begins with: a barrier ties the two, or a compiler could do them
         at once, or merge them with the first ones."""
         reader = self.flat.calls[at]
-        calls = [block.calls[k] for k in made.again]
+        calls = [block.calls[k] for k in block_cut.again]
         inside = {v for c in calls for v in c.outs}
         read = dict.fromkeys(v for c in calls for v in c.ins if isinstance(v, int))
-        kept = [v for v in read if v not in inside or v in block.held or v in made.kept]
+        saved = [v for v in read if v not in inside or v in block.held or v in block_cut.kept]
         tied = self._cotangents(at, behind)
-        given = [self.away.get(v, v) for v in kept] + [names.get(v, v) for v in tied]
+        given = [self.away.get(v, v) for v in saved] + [names.get(v, v) for v in tied]
         fresh = self._fresh(len(given))
         out = [_at(reader, tuple(given), fresh, _barrier, True)]
-        renamed = dict(zip(kept, fresh, strict=False))
-        names.update(zip(tied, fresh[len(kept) :], strict=True))
-        for v in kept:
+        renamed = dict(zip(saved, fresh, strict=False))
+        names.update(zip(tied, fresh[len(saved) :], strict=True))
+        for v in saved:
             if v in self.away:
                 (here,) = self._fresh(1)
                 out.append(_at(reader, (renamed[v],), (here,), _to_device, True))
@@ -163,9 +163,9 @@ class _Rewriting:
             copy = call.reading(renamed).running(run_behind(call, reader))
             out.append(dataclasses.replace(copy, outs=outs, backward=True))
             for v, new in zip(call.outs, outs, strict=True):
-                if v not in kept:
+                if v not in saved:
                     renamed[v] = new
-                    if v not in block.held and v not in made.kept:
+                    if v not in block.held and v not in block_cut.kept:
                         names[v] = new
         return out
 
@@ -177,9 +177,9 @@ class _Rewriting:
         """What the backward pass has made that the next operation to read any of it reads."""
         for call in self.flat.calls[at:]:
             read = dict.fromkeys(v for v in call.ins if isinstance(v, int))
-            found = [v for v in read if v in behind]
-            if call.backward and found:
-                return found
+            cotangents = [v for v in read if v in behind]
+            if call.backward and cotangents:
+                return cotangents
         return []
 
 

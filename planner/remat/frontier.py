@@ -133,8 +133,8 @@ def cut(block: Block, policy: Policy) -> Cut:
     sizes, costs = _sizes(block), [call_cost(c) for c in block.calls]
     price = policy.flop_per_byte or (LEAST_PRICE if block.never & block.wanted else 0.0)
     if not price or not block.wanted:
-        kept = frozenset(v for v in block.wanted if v not in block.held)
-        return Cut(kept, (), sum(sizes[v] for v in kept), 0.0)
+        saved = frozenset(v for v in block.wanted if v not in block.held)
+        return Cut(saved, (), sum(sizes[v] for v in saved), 0.0)
     net = nx.DiGraph()
     net.add_nodes_from((_SOURCE, _SINK))
     maker = {v: k for k, c in enumerate(block.calls) for v in c.outs}
@@ -160,18 +160,18 @@ def cut(block: Block, policy: Policy) -> Cut:
     # on the sink's side: operations that are done again, values that are needed
     reached = _sink_side(net)
     again = tuple(k for k in range(len(block.calls)) if ("op", k) in reached)
-    kept = frozenset(
+    saved = frozenset(
         v
         for v in maker.keys() | block.entries.keys()
         if ("value", v) in reached and not (v in maker and ("op", maker[v]) in reached)
     )
-    needed = _needed(block, again, kept)
+    needed = _needed(block, again, saved)
     read = {v for k in needed for v in block.calls[k].ins if isinstance(v, int)} | block.wanted
-    kept &= read
-    made = {v for k in needed for v in block.calls[k].outs}
+    saved &= read
+    recomputed = {v for k in needed for v in block.calls[k].outs}
     flop = sum(costs[k] for k in needed)
-    flop += sum(loop.flop for loop in block.loops if made & loop.leaving)
-    return Cut(kept, needed, sum(sizes[v] for v in kept), flop)
+    flop += sum(loop.flop for loop in block.loops if recomputed & loop.leaving)
+    return Cut(saved, needed, sum(sizes[v] for v in saved), flop)
 
 
 def compared_maxima(calls: Sequence[Call]) -> frozenset[int]:
@@ -180,7 +180,7 @@ def compared_maxima(calls: Sequence[Call]) -> frozenset[int]:
     They must not be kept where the values are computed again: the gradient of a maximum divides by
     the number of values that are equal to it, and a compiler may round the second time otherwise.
     """
-    found: set[int] = set()
+    maxima: set[int] = set()
     moved: dict[int, int] = {}
     for call in calls:
         if call.kind in ("reduce_max", "reduce_min"):
@@ -190,8 +190,8 @@ def compared_maxima(calls: Sequence[Call]) -> frozenset[int]:
             if isinstance(source, int) and source in moved:
                 moved[call.outs[0]] = moved[source]
         elif call.kind in ("eq", "ne"):
-            found.update(moved[v] for v in call.ins if isinstance(v, int) and v in moved)
-    return frozenset(found)
+            maxima.update(moved[v] for v in call.ins if isinstance(v, int) and v in moved)
+    return frozenset(maxima)
 
 
 def _sink_side(net: Any) -> Set[Any]:
@@ -207,25 +207,25 @@ def _sink_side(net: Any) -> Set[Any]:
     return seen
 
 
-def _needed(block: Block, again: Sequence[int], kept: Set[int]) -> tuple[int, ...]:
+def _needed(block: Block, again: Sequence[int], saved: Set[int]) -> tuple[int, ...]:
     """Of the operations that may be done again, those that what is wanted depends on."""
-    wanted = {v for v in block.wanted if v not in kept}
+    wanted = {v for v in block.wanted if v not in saved}
     out = []
     for k in reversed(again):
         call = block.calls[k]
         if wanted.intersection(call.outs):
             out.append(k)
-            wanted.update(v for v in call.ins if isinstance(v, int) and v not in kept)
+            wanted.update(v for v in call.ins if isinstance(v, int) and v not in saved)
     return tuple(reversed(out))
 
 
 def _sizes(block: Block) -> dict[int, int]:
-    made = (
+    result_sizes = (
         (v, nbytes(var.aval))
         for c in block.calls
         for v, var in zip(c.outs, c.eqn.outvars, strict=True)
     )
-    return dict(itertools.chain(block.entries.items(), made))
+    return dict(itertools.chain(block.entries.items(), result_sizes))
 
 
 def is_product(eqn: Any) -> bool:

@@ -106,12 +106,12 @@ def rematerialized(
     Raises:
         RequestError: there is no such policy.
     """
-    asked = parse_policy(policy)
+    parsed_policy = parse_policy(policy)
     if policy == NONE and chunks is None:
         return function, ()
 
     def made(traced: Traced) -> Rematerialized:
-        return recomputed(traced, asked, chunks) or Rematerialized((), function)
+        return recomputed(traced, parsed_policy, chunks) or Rematerialized((), function)
 
     first = made(traced)
     if not first.lines:
@@ -130,8 +130,8 @@ def policies(
 
     The prices in between are those of ``PRICES`` at which some block changes what it keeps.
     """
-    asked = parse_policy(NONE)
-    sites = Sites(asked) if chunks is None else Sites(asked, chunks)
+    parsed_policy = parse_policy(NONE)
+    sites = Sites(parsed_policy) if chunks is None else Sites(parsed_policy, chunks)
     _rewritten(traced.flat, sites)
     blocks = [s.block for s in sites.found]
 

@@ -37,17 +37,17 @@ def paired_scans(flat: FlatJaxpr, sites: Sites) -> tuple[FlatJaxpr, frozenset[in
         if never or sites.policy.flop_per_byte:
             never |= compared_maxima(body.calls)
         block = _block(call, body, dropped, InChunks(never, chunks.loops))
-        made = sites.cut(block)
+        body_cut = sites.cut(block)
         what = f"the body of the scan at {user_line(call.eqn) or 'an unknown line'}"
-        sites.found.append(Site(what, int(call.eqn.params["length"]), block, made))
-        if not pays(block, made):
+        sites.found.append(Site(what, int(call.eqn.params["length"]), block, body_cut))
+        if not pays(block, body_cut):
             continue
-        kept = sorted(made.kept)
-        stacks = tuple(range(values, values + len(kept)))
+        saved_values = sorted(body_cut.kept)
+        stacks = tuple(range(values, values + len(saved_values)))
         values += len(stacks)
         away = sites.policy.on_host
-        calls[at] = _forward(call, body, dropped, kept, stacks, away)
-        calls[partner] = _backward(call, calls[partner], body, dropped, made, stacks, away)
+        calls[at] = _forward(call, body, dropped, saved_values, stacks, away)
+        calls[partner] = _backward(call, calls[partner], body, dropped, body_cut, stacks, away)
     if not paired:
         return flat, frozenset()
     done = FlatJaxpr(tuple(calls), flat.inputs, flat.outputs, flat.consts, values)
@@ -65,10 +65,10 @@ def partner_of(
     by_reader: dict[int, set[int]] = {}
     sizes = dict(zip(call.outs, (nbytes(v.aval) for v in call.eqn.outvars), strict=True))
     for value in call.outs[n_carry:]:
-        mine = set(readers[value])
-        if len(mine) != 1 or value in outputs:
+        value_readers = set(readers[value])
+        if len(value_readers) != 1 or value in outputs:
             continue
-        other = flat.calls[reader := mine.pop()]
+        other = flat.calls[reader := value_readers.pop()]
         if other.kind != "scan" or other.eqn.params["length"] != length or not other.backward:
             continue
         consts, carries, _ = loop_of(other.eqn).split(other.ins)
@@ -86,13 +86,13 @@ def _block(call: Call, body: FlatJaxpr, dropped: frozenset[int], chunks: InChunk
     _, carries, _ = loop.split(body.inputs)
     avals = compat.body(call.eqn.params["jaxpr"]).invars[loop.consts :]
     entries = {v: nbytes(a.aval) for v, a in zip(carries, avals, strict=False)}
-    made = {v for c in body.calls for v in c.outs}
+    body_values = {v for c in body.calls for v in c.outs}
     wanted = {
         o
         for v, o in zip(call.outs, body.outputs, strict=True)
         if v in dropped and isinstance(o, int)
     }
-    wanted &= made | entries.keys()
+    wanted &= body_values | entries.keys()
     return Block(body.calls, frozenset(wanted), entries, frozenset(), chunks.values, chunks.loops)
 
 
@@ -100,7 +100,7 @@ def _forward(
     call: Call,
     body: FlatJaxpr,
     dropped: frozenset[int],
-    kept: Sequence[int],
+    saved_values: Sequence[int],
     stacks: tuple[int, ...],
     away: bool,
 ) -> Call:
@@ -117,7 +117,7 @@ def _forward(
             body.run(body.calls, env)
             results = [body.read(v, env) for v in body.outputs]
             ys = results[n_carry:]
-            saved = [to_host(env[v]) if away else env[v] for v in kept]
+            saved = [to_host(env[v]) if away else env[v] for v in saved_values]
             return results[:n_carry], ([ys[k] for k in left], saved)
 
         carry, (ys, saved) = scan(call.eqn, once, first, rows)
@@ -132,36 +132,36 @@ def _backward(
     call: Call,
     body: FlatJaxpr,
     dropped: frozenset[int],
-    made: Cut,
+    body_cut: Cut,
     stacks: tuple[int, ...],
     away: bool,
 ) -> Call:
     """The scan that computes what is dropped again from what is kept."""
     loop, earlier = loop_of(call.eqn), loop_of(forward.eqn)
     place = dict(zip(forward.outs, body.outputs, strict=True))
-    calls = [body.calls[k] for k in made.again]
+    calls = [body.calls[k] for k in body_cut.again]
     consts, carries, rows = loop.split(call.ins)
     left = [v for v in rows if v not in dropped]
     f_consts, _, f_rows = earlier.split(forward.ins)
     cuts = np.cumsum([len(x) for x in (consts, carries, left, f_consts, f_rows)])
     rest = [None] * earlier.carries
-    kept = sorted(made.kept)
+    saved_values = sorted(body_cut.kept)
 
     def run(values: Sequence[Any]) -> list[Any]:
         parts = [list(values[a:b]) for a, b in zip((0, *cuts), (*cuts, None), strict=True)]
-        consts, first, own, f_consts, f_xs, saved = parts
+        consts, first, left_xs, f_consts, f_xs, saved = parts
 
         def once(carry: Any, xs: Any) -> Any:
-            mine, theirs, saved = xs
-            env = body.env((*f_consts, *rest, *theirs))
-            env.update(zip(kept, map(to_device, saved) if away else saved, strict=True))
+            left_row, f_row, saved = xs
+            env = body.env((*f_consts, *rest, *f_row))
+            env.update(zip(saved_values, map(to_device, saved) if away else saved, strict=True))
             body.run(calls, env)
-            given = iter(mine)
+            given = iter(left_row)
             full = [body.read(place[v], env) if v in dropped else next(given) for v in rows]
             results = compat.evaluate_body(call.eqn.params["jaxpr"], (*consts, *carry, *full))
             return list(results[: loop.carries]), list(results[loop.carries :])
 
-        carry, ys = scan(call.eqn, once, first, (own, f_xs, saved))
+        carry, ys = scan(call.eqn, once, first, (left_xs, f_xs, saved))
         return [*carry, *ys]
 
     ins = (*consts, *carries, *left, *f_consts, *f_rows, *stacks)

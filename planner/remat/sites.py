@@ -47,11 +47,16 @@ class Sites:
         key = block.key
         if key not in self.known:
             self.known[key] = block, cut(block, self.policy)
-        like, made = self.known[key]
+        like, known_cut = self.known[key]
         if like is block:
-            return made
+            return known_cut
         names = dict(zip(_numbers(like), _numbers(block), strict=True))
-        return Cut(frozenset(names[v] for v in made.kept), made.again, made.kept_bytes, made.flop)
+        return Cut(
+            frozenset(names[v] for v in known_cut.kept),
+            known_cut.again,
+            known_cut.kept_bytes,
+            known_cut.flop,
+        )
 
 
 def _numbers(block: Block) -> list[int]:
@@ -60,21 +65,21 @@ def _numbers(block: Block) -> list[int]:
     return list(dict.fromkeys(itertools.chain(named, sorted(block.entries))))
 
 
-def pays(block: Block, made: Cut) -> bool:
+def pays(block: Block, block_cut: Cut) -> bool:
     """Whether a cut frees anything."""
-    return made.kept_bytes < block.bytes_now and bool(made.again)
+    return block_cut.kept_bytes < block.bytes_now and bool(block_cut.again)
 
 
 def site_text(site: Site) -> str:
     """What a block stores and what it recomputes."""
-    block, made = site.block, site.cut
+    block, block_cut = site.block, site.cut
     products = [k for k, c in enumerate(block.calls) if is_product(c.eqn)]
-    again = len(set(products) & set(made.again))
+    again = len(set(products) & set(block_cut.again))
     size, unit = next((u for u in _UNITS if u[0] <= block.bytes_now), _UNITS[-1])
     return (
-        f"{site.what}: stores {made.kept_bytes / size:.3g} of {block.bytes_now / size:.3g} {unit} "
-        f"of residuals for the backward pass (x{site.count}, before sharding); recomputes {again} "
-        f"of {len(products)} products and {len(made.again) - again} other operations"
+        f"{site.what}: stores {block_cut.kept_bytes / size:.3g} of {block.bytes_now / size:.3g} "
+        f"{unit} of residuals for the backward pass (x{site.count}, before sharding); recomputes "
+        f"{again} of {len(products)} products and {len(block_cut.again) - again} other operations"
     )
 
 

@@ -134,6 +134,6 @@ def fold_collectives(rows: Sequence[CollectiveRow]) -> tuple[CollectiveSum, ...]
 
 def _pieces(path: str) -> tuple[str, list[str]]:
     """The argument's index, and the rest as text and numbers in turn."""
-    found = _ARGUMENT.match(path)
-    head = found.group() if found else ""
+    match = _ARGUMENT.match(path)
+    head = match.group() if match else ""
     return head, _DIGITS.split(path[len(head) :])

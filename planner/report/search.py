@@ -36,9 +36,9 @@ class Searched:
     written: str | None
 
 
-def search_rows(found: Searched) -> tuple[tuple[str, str], ...]:
+def search_rows(searched: Searched) -> tuple[tuple[str, str], ...]:
     """What to tell, as names and texts."""
-    problem, solution = found.problem, found.solution
+    problem, solution = searched.problem, searched.solution
     sizes = [cost.size for cost in problem.cost_s]
     limit = problem.limit_bytes
     peak = f"{bytes_text(solution.peak_bytes)}, no limit"
@@ -46,7 +46,7 @@ def search_rows(found: Searched) -> tuple[tuple[str, str], ...]:
         share = solution.peak_bytes / limit if limit else math.inf
         peak = f"{bytes_text(solution.peak_bytes)} of {bytes_text(limit)} ({percent_text(share)})"
     rows = [
-        ("problem", found.name),
+        ("problem", searched.name),
         ("nodes", count_text(len(sizes))),
         ("edges", count_text(len(problem.edges))),
         ("strategies", f"{sum(sizes)}, at most {max(sizes)} of a node"),
@@ -57,35 +57,35 @@ def search_rows(found: Searched) -> tuple[tuple[str, str], ...]:
         ("feasible", "yes" if solution.feasible else "no"),
         ("proved optimal", "yes" if solution.proved else "no"),
         ("search", solution.search),
-        ("stopped because", ("interrupted; " if found.interrupted else "") + solution.reason),
-        ("wall time", f"{time_text(solution.wall_s)}, and {time_text(found.read_s)} to read"),
+        ("stopped because", ("interrupted; " if searched.interrupted else "") + solution.reason),
+        ("wall time", f"{time_text(solution.wall_s)}, and {time_text(searched.read_s)} to read"),
     ]
-    return (*rows, ("choice", found.written)) if found.written else tuple(rows)
+    return (*rows, ("choice", searched.written)) if searched.written else tuple(rows)
 
 
-def search_text(found: Searched) -> str:
+def search_text(searched: Searched) -> str:
     """One plain line for each row."""
-    rows = search_rows(found)
+    rows = search_rows(searched)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def render_search(found: Searched, console: Console) -> None:
+def render_search(searched: Searched, console: Console) -> None:
     """Print the rows as a table on a console."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     good = {"yes": "green", "no": "red"}
-    for name, text in search_rows(found):
+    for name, text in search_rows(searched):
         table.add_row(Text(name), Text(text, style=good.get(text, "")))
     console.print(table)
 
 
-def search_json(found: Searched) -> Mapping[str, object]:
+def search_json(searched: Searched) -> Mapping[str, object]:
     """The same as plain data; what is infinite or unknown is None."""
-    problem, solution = found.problem, found.solution
+    problem, solution = searched.problem, searched.solution
     return {
-        "problem": found.name,
+        "problem": searched.name,
         "nodes": len(problem.cost_s),
         "edges": len(problem.edges),
         "strategies": sum(cost.size for cost in problem.cost_s),
@@ -99,9 +99,9 @@ def search_json(found: Searched) -> Mapping[str, object]:
         "proved": solution.proved,
         "search": solution.search,
         "reason": solution.reason,
-        "interrupted": found.interrupted,
+        "interrupted": searched.interrupted,
         "wall_s": solution.wall_s,
-        "read_s": found.read_s,
+        "read_s": searched.read_s,
     }
 
 

@@ -70,12 +70,12 @@ def _unsearched_text(bound_s: float, best_s: float) -> str:
 
 def likely_text(plan: Plan) -> str:
     """The likely range of the step time, and by which runs; empty where none says."""
-    found = step_range(plan)
-    if found is None:
+    likely = step_range(plan)
+    if likely is None:
         return ""
-    by = found.interval
+    by = likely.interval
     return (
-        f"{range_text(found.low_s, found.high_s)}: 80 % of {by.of} took {by.low:.2f}x to "
+        f"{range_text(likely.low_s, likely.high_s)}: 80 % of {by.of} took {by.low:.2f}x to "
         f"{by.high:.2f}x as long as predicted"
     )
 

@@ -101,12 +101,12 @@ def without_axes(pin: Pin, names: Collection[str]) -> Pin | None:
 
 def region_meshes(traced: Traced) -> list[tuple[tuple[tuple[str, int], ...], str]]:
     """The meshes of a step's ``shard_map`` regions, axes and sizes, with the first line of each."""
-    found: dict[tuple[tuple[str, int], ...], str] = {}
+    first_lines: dict[tuple[tuple[str, int], ...], str] = {}
     for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True):
         if op.kind == REGION and eqn is not None and is_region(eqn):
             axes = tuple(region_axes(eqn).items())
-            found.setdefault(axes, f"shard_map ({op.source or 'no line'})")
-    return list(found.items())
+            first_lines.setdefault(axes, f"shard_map ({op.source or 'no line'})")
+    return list(first_lines.items())
 
 
 def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
@@ -226,23 +226,23 @@ def on_region_mesh(traced: Traced, request: Request) -> Request:
             )
     if request.mode in WITHOUT_PINS:
         return request
-    found: dict[tuple[tuple[str, int], ...], str] = {}
+    first_lines: dict[tuple[tuple[str, int], ...], str] = {}
     for every, where in region_meshes(traced):
-        found.setdefault(tuple((n, k) for n, k in every if k > 1), where)
-    if not found:
+        first_lines.setdefault(tuple((n, k) for n, k in every if k > 1), where)
+    if not first_lines:
         return request
-    (axes, where), *others = found.items()
+    (axes, where), *others = first_lines.items()
     if others:
         raise RequestError(
             f"{where} runs on a mesh of {_text(axes)}, {others[0][1]} on one of "
             f"{_text(others[0][0])}: a step has one mesh; build both regions on it"
         )
-    theirs = math.prod(k for _, k in axes)
-    if theirs != devices:
+    region_devices = math.prod(k for _, k in axes)
+    if region_devices != devices:
         raise RequestError(
-            f"{where} runs on a mesh of {_text(axes)}, {theirs} devices; the cluster "
+            f"{where} runs on a mesh of {_text(axes)}, {region_devices} devices; the cluster "
             f"{request.cluster.text} has {devices}: build a mesh with the same number, or plan "
-            f"for {theirs}"
+            f"for {region_devices}"
         )
     if request.mesh is not None:
         given = {n: k for n, k in zip(request.mesh.names, request.mesh.sizes, strict=True) if k > 1}

@@ -275,9 +275,9 @@ OPTIONS = tuple(Options.__annotations__)
 def flags() -> dict[str, Flag]:
     """The options that the command line has, by name."""
     hints = get_type_hints(Options, include_extras=True)
-    found = {name: get_args(hint) for name, hint in hints.items()}
+    hint_args = {name: get_args(hint) for name, hint in hints.items()}
     return {
-        name: extra for name, args in found.items() for extra in args if isinstance(extra, Flag)
+        name: extra for name, args in hint_args.items() for extra in args if isinstance(extra, Flag)
     }
 
 
@@ -287,14 +287,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def takes_options(function: _Function) -> _Function:
     """Show the options in the signature of a function that takes ``**options``."""
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [
+        p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     hints = get_type_hints(Options)
     listed = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
         for name, hint in hints.items()
         if name not in signature.parameters
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*named, *listed])  # type: ignore[attr-defined]
     return function
 
 

@@ -90,14 +90,14 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         RequestError: an option that has no meaning here, or a value that it can't have.
         TypeError: a keyword is no option.
     """
-    asked = Options(**given_options("make_plan", options))  # type: ignore[typeddict-item]
-    if "logical_axis_rules" in asked:
+    plan_options = Options(**given_options("make_plan", options))  # type: ignore[typeddict-item]
+    if "logical_axis_rules" in plan_options:
         raise RequestError(
             "logical_axis_rules: not supported here; set them around the call with "
             "flax.linen.logical_axis_rules(...)"
         )
-    mode, memory = asked.get("mode"), asked.get("memory")
-    whole_below, host = asked.get("whole_below", 0.0) or 0.0, asked.get("host_memory")
+    mode, memory = plan_options.get("mode"), plan_options.get("memory")
+    whole_below, host = plan_options.get("whole_below", 0.0) or 0.0, plan_options.get("host_memory")
     current = get_parallel_mode()
     if mode is None and current.update != "sync":
         raise RequestError(
@@ -106,11 +106,11 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
             "devices to plan; call executor.parameter_server.train(loop, ...), or give mode= (or "
             "--mode) to plan a step all the same, as for the devices of one worker"
         )
-    search = asked.get("search") or current.search
+    search = plan_options.get("search") or current.search
     chosen = check_mode(mode, search) if mode else dataclasses.replace(current, search=search)
     check_mode(chosen.mode, search)
-    _check_short(chosen, mode or "in force", asked)
-    zero = asked.get("zero")
+    _check_short(chosen, mode or "in force", plan_options)
+    zero = plan_options.get("zero")
     try:
         described = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         limit = float(parse_bytes(memory)) if isinstance(memory, str) else memory
@@ -124,7 +124,7 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         if not host > 0:
             raise RequestError(f"host_memory {host!r}: expected a positive number of bytes")
         described = dataclasses.replace(described, host_memory_bytes=host / (1.0 - HOST_RESERVE))
-    mesh = _parsed_mesh(asked.get("mesh"), chosen, mode, described)
+    mesh = _parsed_mesh(plan_options.get("mesh"), chosen, mode, described)
     model = AnalyticCostModel(described)
     return Request(
         described,
@@ -133,15 +133,15 @@ def parse_request(cluster: str | Cluster, **options: Unpack[Options]) -> Request
         chosen.search,
         None if mesh is None else mesh.slim(),
         float(model.memory_limit_bytes if limit is None else limit),
-        asked.get("time_limit_s", 60.0),
+        plan_options.get("time_limit_s", 60.0),
         state=check_state_request(
-            chosen.zero if zero is None else zero, small, asked.get("never_fsdp", ())
+            chosen.zero if zero is None else zero, small, plan_options.get("never_fsdp", ())
         ),
-        decided=parsed(asked),
-        shardings=check_rules(asked.get("shardings")),
-        dump_problem=asked.get("dump_problem"),
-        **_confirming(asked, described),
-        compiler_options=parse_compiler_options(asked.get("compiler_options") or {}),
+        decided=parsed(plan_options),
+        shardings=check_rules(plan_options.get("shardings")),
+        dump_problem=plan_options.get("dump_problem"),
+        **_confirming(plan_options, described),
+        compiler_options=parse_compiler_options(plan_options.get("compiler_options") or {}),
         device_bytes=float(described.device.memory_bytes) if limit is None else 0.0,
         tensor=chosen.tensor,
         staged=chosen.staged,
@@ -177,9 +177,9 @@ def _parsed_mesh(
     return mesh
 
 
-def _check_short(chosen: ParallelMode, name: str, asked: Options) -> None:
+def _check_short(chosen: ParallelMode, name: str, plan_options: Options) -> None:
     """Raises RequestError where an option contradicts what a mode's name says."""
-    zero = asked.get("zero")
+    zero = plan_options.get("zero")
     if chosen.zero is not None and zero not in (None, chosen.zero):
         raise RequestError(
             f"zero={zero} contradicts the mode {name}, which is ZeRO level {chosen.zero}: leave "
@@ -187,12 +187,12 @@ def _check_short(chosen: ParallelMode, name: str, asked: Options) -> None:
         )
 
 
-def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
+def _confirming(plan_options: Options, cluster: Cluster) -> dict[str, Any]:
     """Options of ``confirm``; raises RequestError."""
-    confirm, count = asked.get("confirm"), asked.get("candidates")
+    confirm, count = plan_options.get("confirm"), plan_options.get("candidates")
     if confirm is None:
         for name in ("candidates", "confirm_limit_s"):
-            if asked.get(name) is not None:
+            if plan_options.get(name) is not None:
                 raise RequestError(f"{name}: has a meaning with confirm= (--confirm) only; give it")
         return {}
     if confirm not in COMPILERS:
@@ -208,5 +208,5 @@ def _confirming(asked: Options, cluster: Cluster) -> dict[str, Any]:
     return {
         "confirm": confirm,
         "candidates": 3 if count is None else count,
-        "confirm_limit_s": asked.get("confirm_limit_s") or 90.0,
+        "confirm_limit_s": plan_options.get("confirm_limit_s") or 90.0,
     }

@@ -59,10 +59,10 @@ def batches_of(
     known = [kinds.setdefault(kind_of(call), len(kinds)) for call in flat.calls]
     alone: set[int] = set()
     for _ in range(ROUNDS):
-        found = _round(flat, place, length, taken, alone, known)
-        if isinstance(found, Batches):
-            return found
-        alone |= found
+        outcome = _round(flat, place, length, taken, alone, known)
+        if isinstance(outcome, Batches):
+            return outcome
+        alone |= outcome
     return Batches((), {}, frozenset())
 
 

@@ -134,9 +134,9 @@ def layout_of(
         return out
     _add_moments(out)
     inside = {k for x in out.loops for k in range(x.run.start, x.run.end)}
-    found = batches_of(flat, out.place, lambda stack: len(out.rows[stack]), inside)
-    out.same, out.dropped = found.same, found.dropped
-    for batch in found.batches:
+    batches = batches_of(flat, out.place, lambda stack: len(out.rows[stack]), inside)
+    out.same, out.dropped = batches.same, batches.dropped
+    for batch in batches.batches:
         results = zip(*(flat.calls[at].outs for at in batch.calls), strict=True)
         out.batches.append((batch, tuple(_stack(out, values) for values in results)))
         inside.update(batch.calls)
@@ -176,19 +176,21 @@ def _add(out: Layout, run: Run) -> None:
     results, stacks = [], []
     for call in range(run.length):
         for o in range(len(out.flat.calls[run.start + call].outs)):
-            made = [out.flat.calls[run.start + b * run.length + call].outs[o] for b in order]
+            per_block = [out.flat.calls[run.start + b * run.length + call].outs[o] for b in order]
             read = [
                 v
-                for v in made
+                for v in per_block
                 if v in outputs or any(not run.start <= r < run.end for r in out.flat.readers[v])
             ]
             last = out.flat.calls[run.end - run.length + call].outs[o]
             if read and not (read == [last] and (call, o) in carried):
                 results.append((call, o))
-                stacks.append(_stack(out, made))
+                stacks.append(_stack(out, per_block))
     for number, (call, o, first) in enumerate(run.carries):
-        made = [out.flat.calls[run.start + b * run.length + call].outs[o] for b in range(run.count)]
-        entered = (first, *made[:-1])
+        per_block = [
+            out.flat.calls[run.start + b * run.length + call].outs[o] for b in range(run.count)
+        ]
+        entered = (first, *per_block[:-1])
         if isinstance(first, int):
             out.entries[entered[::-1] if reverse else entered] = len(out.loops), number
     out.loops.append(Loop(run, reverse, sources, tuple(results), tuple(stacks)))

@@ -59,7 +59,7 @@ def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) ->
         return None
     form = Form(layout, traced)
     structs = [compat.as_struct(aval) for aval in traced.jaxpr.in_avals]
-    mine = form.args(structs)
+    form_args = form.args(structs)
 
     def other(given: Sequence[Any]) -> Callable[..., Any]:
         """The step for other shapes, of a batch of another size."""
@@ -72,9 +72,9 @@ def rolled(function: Callable[..., Any], traced: Traced, args: Sequence[Any]) ->
         return form.program(again.flat)
 
     first = form.program(flat)
-    step = by_shapes(first, mine, first, other)
+    step = by_shapes(first, form_args, first, other)
     try:
-        trace(step, mine)
+        trace(step, form_args)
     except MeshwrightError:  # a carry whose type changes, for one
         return None
-    return Rolled(step, mine, layout.repeats)
+    return Rolled(step, form_args, layout.repeats)

@@ -57,8 +57,8 @@ class Values:
         ]
         axes = tuple(0 if rows else None for rows in by_row)
         with compat.provenance(call.origin):
-            made = jax.vmap(lambda *values: call.run(values), in_axes=axes)(*ins)
-        self.stacks.update(zip(unit.stacks, made, strict=True))
+            results = jax.vmap(lambda *values: call.run(values), in_axes=axes)(*ins)
+        self.stacks.update(zip(unit.stacks, results, strict=True))
 
     def loop(self, loop: Loop) -> None:
         """Run a loop; what it makes goes into the stacks."""
@@ -71,11 +71,11 @@ class Values:
         entering = self.layout.entering.get(self.layout.loops.index(loop), [])
 
         def once(carry: Any, rows: Any) -> Any:
-            made: dict[tuple[int, int], Any] = {}
+            results: dict[tuple[int, int], Any] = {}
 
             def operand(x: Operand, atom: Any) -> Any:
                 if isinstance(x, Own):
-                    return made[x.call, x.out]
+                    return results[x.call, x.out]
                 if isinstance(x, Carry):
                     return carry[x.number]
                 if isinstance(x, Const):
@@ -84,9 +84,9 @@ class Values:
 
             for k, call in enumerate(body):
                 ins = [operand(x, v) for x, v in zip(run.operands[k], call.ins, strict=True)]
-                made.update({(k, o): x for o, x in enumerate(call.run(ins))})
-            ends = tuple(made[call, out] for call, out, _ in run.carries)
-            return ends, (*(made[key] for key in loop.results), *(carry[k] for k, _ in entering))
+                results.update({(k, o): x for o, x in enumerate(call.run(ins))})
+            ends = tuple(results[call, out] for call, out, _ in run.carries)
+            return ends, (*(results[key] for key in loop.results), *(carry[k] for k, _ in entering))
 
         first = tuple(
             _typed(self.read(atom), body[call].eqn.outvars[out].aval)
@@ -94,12 +94,12 @@ class Values:
         )
         with compat.provenance(body[0].origin):
             rows = tuple(self.rows(s) for s in loop.sources)
-            ends, made = jax.lax.scan(once, first, rows, length=run.count, reverse=loop.reverse)
+            ends, stacked = jax.lax.scan(once, first, rows, length=run.count, reverse=loop.reverse)
         last = run.end - run.length
         for (call, out, _), value in zip(run.carries, ends, strict=True):
             self.env[self.flat.calls[last + call].outs[out]] = value
         stacks = (*loop.stacks, *(stack for _, stack in entering))
-        self.stacks.update(zip(stacks, made, strict=True))
+        self.stacks.update(zip(stacks, stacked, strict=True))
 
     def rows(self, source: Part | tuple[int, ...]) -> Any:
         """The rows that a loop reads."""

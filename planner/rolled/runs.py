@@ -149,10 +149,10 @@ def _twins(flat: FlatJaxpr) -> Mapping[int, int]:
     return twins
 
 
-def _outside(twins: Mapping[int, int], makers: Maker, made: range) -> Mapping[int, int]:
+def _outside(twins: Mapping[int, int], makers: Maker, run_calls: range) -> Mapping[int, int]:
     """The twins that some calls do not make; each goes by the first of those that are left."""
     first: dict[int, int] = {}
-    left = (v for v in twins if makers[v][0] not in made)
+    left = (v for v in twins if makers[v][0] not in run_calls)
     return {v: first.setdefault(twins[v], v) for v in left}
 
 
@@ -201,10 +201,10 @@ def _run(
         row: list[Operand] = []
         blocks = [flat.calls[start + b * length + k].ins for b in range(count)]
         for atoms in zip(*blocks, strict=True):
-            made = _pattern(atoms, makers, start, length, end)
-            if made is None:
+            pattern = _pattern(atoms, makers, start, length, end)
+            if pattern is None:
                 return None
-            back, call, out = made
+            back, call, out = pattern
             if back == 1:
                 known = carries.setdefault((call, out, _key(atoms[0])), (len(carries), atoms[0]))
                 row.append(Carry(known[0]))

@@ -110,14 +110,14 @@ def compose(
             origins.append(step.rule.origin)
 
     def final(values: Sequence[Any]) -> list[list[list[int]]]:
-        found = []
+        mapped_values = []
         for value in values:
             if value not in dims:
                 shape = shape_of(value)
                 start = factors.add(shape)
                 dims[value] = [[start + axis] for axis in range(len(shape))]
-            found.append([[factors.find(f) for f in dim] for dim in dims[value]])
-        return found
+            mapped_values.append([[factors.find(f) for f in dim] for dim in dims[value]])
+        return mapped_values
 
     operands, results = final(args), final(outs)
     # what is summed on the way and yet is in a result meets itself again, as when a mean is taken

@@ -97,14 +97,14 @@ class FactorRule:
 
     def sites(self) -> dict[int, frozenset[Site]]:
         """Where each shardable factor occurs, with its stride within the dimension."""
-        found: dict[int, set[Site]] = {factor: set() for factor in self.shardable}
+        by_factor: dict[int, set[Site]] = {factor: set() for factor in self.shardable}
         for side, index, axis, dim in self.dims():
             stride = 1
             for factor in reversed(dim):
-                if factor in found:
-                    found[factor].add((side, index, axis, stride))
+                if factor in by_factor:
+                    by_factor[factor].add((side, index, axis, stride))
                 stride *= self.sizes[factor]
-        return {factor: frozenset(where) for factor, where in found.items()}
+        return {factor: frozenset(where) for factor, where in by_factor.items()}
 
     def verify(
         self,
@@ -195,18 +195,18 @@ def canonical_rule(
         fitted = []
         seen: set[int] = set()
         for dim, size in zip(mapped, shape, strict=True):
-            kept = [f for f in dim if sizes[f] > 1]
-            if math.prod(sizes[f] for f in kept) != max(size, 1):
-                blocked.update(kept)
-                kept = []
+            factors = [f for f in dim if sizes[f] > 1]
+            if math.prod(sizes[f] for f in factors) != max(size, 1):
+                blocked.update(factors)
+                factors = []
                 if size > 1:
-                    kept = [len(sizes)]
+                    factors = [len(sizes)]
                     blocked.add(len(sizes))
                     sizes.append(size)
-            blocked.update(seen.intersection(kept))
-            blocked.update(f for f in kept if kept.count(f) > 1)
-            seen.update(kept)
-            fitted.append(kept)
+            blocked.update(seen.intersection(factors))
+            blocked.update(f for f in factors if factors.count(f) > 1)
+            seen.update(factors)
+            fitted.append(factors)
         return fitted
 
     fit_operands = [fit(m, s) for m, s in zip(operands, in_shapes, strict=True)]

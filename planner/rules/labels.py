@@ -83,9 +83,9 @@ def reshape_labels(
     """
     if math.prod(before) != math.prod(after) or 0 in before:
         return None
-    mine, other = _strides(before), _strides(after)
-    cuts = sorted({*mine, *other})
-    common = sorted({*mine} & {*other})
+    strides, other = _strides(before), _strides(after)
+    cuts = sorted({*strides, *other})
+    common = sorted({*strides} & {*other})
     sizes: dict[Label, int] = {}
     for low, high in pairwise(common):
         inside = [cut for cut in cuts if low <= cut <= high]
@@ -93,13 +93,13 @@ def reshape_labels(
             sizes.update({(minor, major): major // minor for minor, major in pairwise(inside)})
 
     def labels(shape: Shape) -> list[Label | list[Label]]:
-        found: list[Label | list[Label]] = []
+        dims: list[Label | list[Label]] = []
         stride = math.prod(shape)
         for size in shape:
             top, stride = stride, stride // size
             pieces: list[Label] = list(pairwise(c for c in cuts if stride <= c <= top))
-            found.append(pieces[::-1] if all(piece in sizes for piece in pieces) else None)
-        return found
+            dims.append(pieces[::-1] if all(piece in sizes for piece in pieces) else None)
+        return dims
 
     return labels(before), labels(after), sizes
 

@@ -33,30 +33,30 @@ class RuleBook:
 
     def rules_for(self, items: Sequence[EqnKey]) -> list[FactorRule]:
         """The rule of each equation, in order."""
-        found: list[FactorRule | Hashable] = []
+        rules_or_keys: list[FactorRule | Hashable] = []
         missing: dict[Hashable, EqnKey] = {}
         for item in items:
             rule = pointwise_rule(item.name, item.in_shapes, item.out_shapes)
             if rule is not None:
-                found.append(rule)
+                rules_or_keys.append(rule)
                 continue
             signature = item.signature()
-            found.append(signature)
+            rules_or_keys.append(signature)
             if signature not in self._known:
                 missing.setdefault(signature, item)
         self._look_up(missing)
-        return [r if isinstance(r, FactorRule) else self._known[r] for r in found]
+        return [r if isinstance(r, FactorRule) else self._known[r] for r in rules_or_keys]
 
     def _look_up(self, missing: dict[Hashable, EqnKey]) -> None:
         """Find and remember the rules of equations not met before."""
-        asked = [
+        signatures = [
             signature
             for signature, item in missing.items()
             if self._use_shardy
             and item.name not in LINALG
             and not (item.name == REGION or is_kernel(item))
         ]
-        read = dict(zip(asked, read_rules([missing[s] for s in asked]), strict=True))
+        read = dict(zip(signatures, read_rules([missing[s] for s in signatures]), strict=True))
         for signature, item in missing.items():
             ins, outs = item.in_shapes, item.out_shapes
             rule = kernel_rule(item) if is_kernel(item) else None
@@ -85,8 +85,8 @@ def _guarded(item: EqnKey, rule: FactorRule) -> FactorRule:
       adds up the wrong shards where an axis of the mesh splits neither operand (jax 0.10 to 0.12).
     """
     if rule.reduction and not _combines(item):
-        kept = rule.replicated | rule.reduction
-        return dataclasses.replace(rule, replicated=kept, reduction=frozenset())
+        replicated = rule.replicated | rule.reduction
+        return dataclasses.replace(rule, replicated=replicated, reduction=frozenset())
     dims: Sequence[int] = ()
     values = (*rule.operands[:1], *rule.results[:1])
     if item.name == "conv_general_dilated":

@@ -125,10 +125,10 @@ class _Body:
         """The list or object under a key of an object."""
         if key not in part:
             raise ValueError(f"no {key!r} where there is {_got(part)}")
-        found = self.list(part[key])
-        if type(found) is not kind:
-            raise ValueError(f"{key!r} is {_got(found)}, expected {_KINDS[kind]}")
-        return found
+        member = self.list(part[key])
+        if type(member) is not kind:
+            raise ValueError(f"{key!r} is {_got(member)}, expected {_KINDS[kind]}")
+        return member
 
     def numbers(self, value: Any, where: str, what: str, shape: tuple[int, ...] = (-1,)) -> Array:
         """An array of a shape, one object for one text; ``(-1,)`` takes what comes, if any."""
@@ -153,15 +153,15 @@ class _Body:
 def _parsed(raw: bytes) -> _Body:
     """Parse an instance, its distinct innermost lists once each."""
     seen: dict[bytes, int] = {}
-    kept: list[bytes] = []
+    pieces: list[bytes] = []
     for piece in raw.split(b"]"):
         head, bracket, row = piece.rpartition(b"[")
         if bracket:
-            kept.append(b'%s"%s%d"' % (head, _MARK.encode(), seen.setdefault(row, len(seen))))
+            pieces.append(b'%s"%s%d"' % (head, _MARK.encode(), seen.setdefault(row, len(seen))))
         else:
-            kept.append(row + b"]")
+            pieces.append(row + b"]")
     try:
-        text = b"".join(kept).removesuffix(b"]")
+        text = b"".join(pieces).removesuffix(b"]")
         frame = json.loads(text, strict=False, object_pairs_hook=unique)
         return _Body(frame, json.loads(b"[[" + b"],[".join(seen) + b"]]"))
     except (ValueError, RecursionError):

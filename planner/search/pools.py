@@ -27,16 +27,18 @@ def side_by_side(
         out, but for the first; no pools where that alone is left.
     """
     used = {usage.pool for usage in usages}
-    kept = [k for k, (_, limit) in enumerate(limits) if not k or (k in used and limit < math.inf)]
-    if len(kept) == 1 or limits[0][1] == math.inf:
+    pool_ids = [
+        k for k, (_, limit) in enumerate(limits) if not k or (k in used and limit < math.inf)
+    ]
+    if len(pool_ids) == 1 or limits[0][1] == math.inf:
         return tuple(u for u in usages if u.pool == 0), limits[0][1], ()
     limit = limits[0][1]
     pools, first = [], 0
-    for k in kept:
-        name, own = limits[k]
-        pools.append(Pool(name, own, first, limit / own))
+    for k in pool_ids:
+        name, pool_limit = limits[k]
+        pools.append(Pool(name, pool_limit, first, limit / pool_limit))
         first += max((u.end for u in usages if u.pool == k), default=0) + 1
-    number = {k: n for n, k in enumerate(kept)}
+    number = {k: n for n, k in enumerate(pool_ids)}
     known: dict[tuple[int, int], tuple[Array, Array]] = {}  # equal arrays stay one object
     out = []
     for u in usages:

@@ -70,9 +70,9 @@ class Fusion:
         """Note what a pin asks of a value's dimensions, those that it leaves out to be whole; None:
         anything goes."""
         whole: tuple[frozenset[str] | None, ...] = (frozenset(),) * (len(layout) - len(axes))
-        for atom, asked in zip(layout, (*axes, *whole), strict=False):
-            if atom != LAYOUT_NONE and asked is not None:
-                self.gheld[self.gfind(group)].setdefault(self.find(atom), asked)
+        for atom, pinned_axes in zip(layout, (*axes, *whole), strict=False):
+            if atom != LAYOUT_NONE and pinned_axes is not None:
+                self.gheld[self.gfind(group)].setdefault(self.find(atom), pinned_axes)
 
     def _held_together(
         self, groups: Iterable[int], root: Callable[[int], int]
@@ -80,10 +80,10 @@ class Fusion:
         """What pins ask of the factors of some groups once these are one; None: contradictions."""
         out: dict[int, frozenset[str]] = {}
         for group in groups:
-            for atom, asked in self.gheld[group].items():
-                if out.setdefault(root(atom), asked) != asked:
+            for atom, pinned_axes in self.gheld[group].items():
+                if out.setdefault(root(atom), pinned_axes) != pinned_axes:
                     return None
-        named = [axis for asked in out.values() for axis in asked]
+        named = [axis for axes in out.values() for axis in axes]
         return out if len(set(named)) == len(named) else None
 
     def new_atom(self, group: int, size: int, blocked: bool = False) -> int:
@@ -132,8 +132,10 @@ class Fusion:
             for a in layout
         )
 
-    def adopt(self, group: int, theirs: Layout, rule: FactorRule, operand: int) -> Placed | None:
-        """Place a rule in the group of one of its operands, whose layout is ``theirs``.
+    def adopt(
+        self, group: int, operand_layout: Layout, rule: FactorRule, operand: int
+    ) -> Placed | None:
+        """Place a rule in the group of one of its operands, whose layout is ``operand_layout``.
 
         The same as ``instantiate`` in a new group and ``try_union`` along that operand,
         without making the group. Dimensions of the rule have one factor at most.
@@ -143,12 +145,12 @@ class Fusion:
             would refuse.
         """
         group = self.gfind(group)
-        key = (group, theirs, id(rule), operand)
+        key = (group, operand_layout, id(rule), operand)
         if key in self.adopted:
             return self.adopted[key][0]
-        mine = rule.operands[operand]
+        rule_dims = rule.operands[operand]
         atoms: list[int] = [LAYOUT_NONE] * len(rule.sizes)
-        for dim, atom in zip(mine, theirs, strict=True):
+        for dim, atom in zip(rule_dims, operand_layout, strict=True):
             if (not dim) != (atom == LAYOUT_NONE):
                 return None
             if dim:
@@ -159,7 +161,7 @@ class Fusion:
         values = (*rule.operands, *rule.results)
         spans = all(atoms[dim[0]] != LAYOUT_NONE for dims in values for dim in dims if dim)
         if not spans:
-            if self._has_more(group, set(theirs)):
+            if self._has_more(group, set(operand_layout)):
                 return None
             for f, (size, atom) in enumerate(zip(rule.sizes, atoms, strict=True)):
                 if atom == LAYOUT_NONE:
@@ -171,12 +173,12 @@ class Fusion:
             tuple([atoms[dim[0]] if dim else LAYOUT_NONE for dim in dims]) for dims in values
         ]
         self.glayouts[group].update([layout for layout in layouts if layout])
-        found = layouts[: len(rule.operands)], layouts[len(rule.operands) :]
+        placed = layouts[: len(rule.operands)], layouts[len(rule.operands) :]
         if spans:  # no factor was made: the next equal operation gets the same layouts
-            self.adopted[key] = (found, rule)
-        return found
+            self.adopted[key] = (placed, rule)
+        return placed
 
-    def try_union(self, group: int, layout: Layout, other: int, theirs: Layout) -> bool:
+    def try_union(self, group: int, layout: Layout, other: int, other_layout: Layout) -> bool:
         """Unify two groups along matching layouts.
 
         False (nothing changed) when a value would clash, when pins in the two ask for different
@@ -184,7 +186,7 @@ class Fusion:
         reason to tie two large ones.
         """
         group, other = self.gfind(group), self.gfind(other)
-        if group == other and layout == theirs:
+        if group == other and layout == other_layout:
             return True
         merged: dict[int, int] = {}
 
@@ -194,12 +196,12 @@ class Fusion:
                 atom = merged[atom]
             return atom
 
-        for mine, their in zip(layout, theirs, strict=True):
-            if LAYOUT_NONE in (mine, their):
-                if mine != their:
+        for group_atom, their in zip(layout, other_layout, strict=True):
+            if LAYOUT_NONE in (group_atom, their):
+                if group_atom != their:
                     return False
                 continue
-            x, y = root(mine), root(their)
+            x, y = root(group_atom), root(their)
             if x == y:
                 continue
             if self.size[x] != self.size[y]:
@@ -208,7 +210,7 @@ class Fusion:
         if group == other and not merged:
             return True
         if group != other:
-            shared = set(theirs) | set(layout)
+            shared = set(other_layout) | set(layout)
             if all(self._has_more(g, shared) for g in (group, other)):
                 return False
         held = self._held_together({group, other}, root)

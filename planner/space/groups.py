@@ -179,13 +179,13 @@ class _Grouping:
     def repeated(self, op: Op) -> bool:
         """Place an operation that computes again what another has computed, with that one:
         compilers compute and send the value once."""
-        made = [self.same[v] for v in op.outputs]
-        if not made or made[0] == op.outputs[0] or made[0] not in self.fusion.home:
+        firsts = [self.same[v] for v in op.outputs]
+        if not firsts or firsts[0] == op.outputs[0] or firsts[0] not in self.fusion.home:
             return False
-        for value, first in zip(op.outputs, made, strict=True):
+        for value, first in zip(op.outputs, firsts, strict=True):
             if first in self.fusion.home:
                 self.fusion.home[value] = self.fusion.home[first]
-        first_op = self.graph.values[made[0]].op
+        first_op = self.graph.values[firsts[0]].op
         entry = self.op_layouts[first_op]
         self.op_layouts[op.index] = entry
         if entry is not None:
@@ -197,8 +197,8 @@ class _Grouping:
         for value in self.graph.values:
             if value.op != -1 or not value.splits:
                 continue
-            own = len(value.shape) >= 2 and self.anchors_of(value.index) > 0
-            group = self.fusion.new_group("input" if own else "fused", value.name)
+            separate = len(value.shape) >= 2 and self.anchors_of(value.index) > 0
+            group = self.fusion.new_group("input" if separate else "fused", value.name)
             self.place(value.index, group, self.fusion.fresh(group, value.shape))
 
     def place(self, value: int, group: int, layout: Layout) -> None:
@@ -210,17 +210,21 @@ class _Grouping:
     def use(self, op: Op, position: int, value: int, group: int, layout: Layout) -> None:
         """Link ``value`` into an operand of a group that stands alone."""
         weight = self.graph.regions[op.region].weight
-        source, theirs = self.fusion.home[value]
+        source, source_layout = self.fusion.home[value]
         first = self.same[value]
         if self.anchors_of(first) >= 2 and self.fusion.gkind[source] != "input":
             if first not in self.copies:
                 copy = self.fusion.new_group("copy", self.graph.values[value].name or f"%{value}")
-                made = self.fusion.fresh(copy, self.graph.values[value].shape)
+                copy_layout = self.fusion.fresh(copy, self.graph.values[value].shape)
                 w = self.weight_of(value, op)
-                self.links.append((source, theirs, copy, made, value, w, op.index, position, False))
-                self.copies[first] = (copy, made)
-            source, theirs = self.copies[first]
-        self.links.append((source, theirs, group, layout, value, weight, op.index, position, False))
+                self.links.append(
+                    (source, source_layout, copy, copy_layout, value, w, op.index, position, False)
+                )
+                self.copies[first] = (copy, copy_layout)
+            source, source_layout = self.copies[first]
+        self.links.append(
+            (source, source_layout, group, layout, value, weight, op.index, position, False)
+        )
 
     def weight_of(self, value: int, reader: Op) -> float:
         """How often a value is made in a step; what enters a loop is made in its body."""
@@ -241,37 +245,37 @@ class _Grouping:
     def fuse(self, op: Op, rule: FactorRule) -> None:
         """Join an operation with the groups of its operands, or link where that would clash."""
         fusion, values = self.fusion, self.graph.values
-        found, joins = None, -1
+        placed, joins = None, -1
         for position, value in enumerate(op.inputs):
             if value != SCALAR and values[value].splits:
-                source, theirs = fusion.home[value]
+                source, layout = fusion.home[value]
                 stacks = op.kind == "loop_ys" and fusion.gheld[fusion.gfind(source)]
                 if fusion.gkind[source] == "fused" and not stacks:
-                    found = fusion.adopt(source, theirs, rule, position)
-                    if found is not None:
+                    placed = fusion.adopt(source, layout, rule, position)
+                    if placed is not None:
                         group, joins = source, position
                         break
-        if found is None:
+        if placed is None:
             group = fusion.new_group("fused", op.kind)
-            found, joins = fusion.instantiate(group, rule), len(op.inputs)
-        ins, outs = found
+            placed, joins = fusion.instantiate(group, rule), len(op.inputs)
+        ins, outs = placed
         fusion.gops[fusion.gfind(group)].append(op.index)
         self.op_layouts[op.index] = (group, ins, outs)
         for position, value in enumerate(op.inputs):
             if value == SCALAR or not values[value].splits or position == joins:
                 continue
-            source, theirs = fusion.home[value]
+            source, layout = fusion.home[value]
             joined = (
                 position > joins
                 and fusion.gkind[source] == "fused"
-                and fusion.try_union(group, ins[position], source, theirs)
+                and fusion.try_union(group, ins[position], source, layout)
             )
             if not joined:
                 weight = self.graph.regions[op.region].weight
                 if op.kind == "loop_ys":  # a slice is made in every iteration
                     weight = max(weight, self.weight_of(value, op))
                 self.links.append(
-                    (source, theirs, group, ins[position], value, weight, op.index, position, False)
+                    (source, layout, group, ins[position], value, weight, op.index, position, False)
                 )
         for k, value in enumerate(op.outputs):
             if self.graph.values[value].splits:
@@ -292,9 +296,11 @@ class _Grouping:
             if not self.graph.values[value].splits:
                 continue
             hub = self.fusion.new_group("fused", f"{op.kind} result")
-            made = self.fusion.fresh(hub, shape)
-            self.links.append((group, outs[k], hub, made, value, weight, op.index, -2 - k, True))
-            self.fusion.home[value] = (hub, made)
+            hub_layout = self.fusion.fresh(hub, shape)
+            self.links.append(
+                (group, outs[k], hub, hub_layout, value, weight, op.index, -2 - k, True)
+            )
+            self.fusion.home[value] = (hub, hub_layout)
 
     def region(self, op: Op, rule: FactorRule) -> None:
         """A ``shard_map``: nothing of it is decided, and its results are as the marks behind it
@@ -307,8 +313,8 @@ class _Grouping:
         for value in op.outputs:
             if self.graph.values[value].splits:
                 hub = self.fusion.new_group("fused", f"{op.kind} result")
-                made = self.fusion.fresh(hub, self.graph.values[value].shape)
-                self.fusion.home[value] = (hub, made)
+                hub_layout = self.fusion.fresh(hub, self.graph.values[value].shape)
+                self.fusion.home[value] = (hub, hub_layout)
 
     def border(self, op: Op) -> None:
         """A value enters a region or passes a mark: same value, new decision."""
@@ -318,14 +324,16 @@ class _Grouping:
                 continue
             kind = "edge" if op.kind == EDGE else "fused"  # its readers decide anew
             group = self.fusion.new_group(kind, op.kind)
-            made = self.fusion.fresh(group, shape)
-            self.place(out, group, made)
+            layout = self.fusion.fresh(group, shape)
+            self.place(out, group, layout)
             self.fusion.gops[group].append(op.index)
-            self.op_layouts[op.index] = (group, [made], [made])
+            self.op_layouts[op.index] = (group, [layout], [layout])
             if value != SCALAR:
-                source, theirs = self.fusion.home[value]
+                source, source_layout = self.fusion.home[value]
                 weight = self.graph.regions[op.region].weight
-                self.links.append((source, theirs, group, made, value, weight, op.index, 0, False))
+                self.links.append(
+                    (source, source_layout, group, layout, value, weight, op.index, 0, False)
+                )
 
     def add(self, op: Op, rule: FactorRule) -> None:
         """Place one operation."""
@@ -365,15 +373,15 @@ def _freeze(graph: Graph, grouping: _Grouping) -> Groups:
         if fusion.gfind(raw) != raw:
             continue
         number[raw] = len(groups)
-        mine = list(dict.fromkeys(fusion.find(a) for a in fusion.gatoms[raw]))
+        atoms = list(dict.fromkeys(fusion.find(a) for a in fusion.gatoms[raw]))
         reduce = {fusion.find(a) for a in fusion.greduce[raw]}
-        local.update({a: k for k, a in enumerate(mine)})
+        local.update({a: k for k, a in enumerate(atoms)})
         groups.append(
             Group(
                 number[raw],
                 fusion.gkind[raw],
-                tuple(fusion.size[a] for a in mine),
-                tuple(not fusion.blocked[a] and fusion.size[a] > 1 for a in mine),
+                tuple(fusion.size[a] for a in atoms),
+                tuple(not fusion.blocked[a] and fusion.size[a] > 1 for a in atoms),
                 frozenset(local[a] for a in reduce),
                 tuple(o for o in fusion.gops[raw] if live[o]),
                 fusion.gname[raw],

@@ -22,22 +22,22 @@ def _of_each(graph: Graph, rules: Sequence[FactorRule], sum_: Op) -> bool:
     along = {d for d, dim in enumerate(rule.operands[0]) if dim and not left.intersection(dim)}
     size = math.prod(graph.values[value].shape)
     for _ in range(STEPS):
-        made = graph.values[value].op
-        if made < 0:
+        maker = graph.values[value].op
+        if maker < 0:
             return False
-        op, rule = graph.ops[made], rules[made]
+        op, rule = graph.ops[maker], rules[maker]
         factors = {f for d in along for f in rule.results[op.outputs.index(value)][d]}
         if op.kind == "dot_general":
             pairs = ({f for dim in x for f in dim} for x in rule.operands)
             return bool(factors) and all(factors <= pair for pair in pairs)
-        found = []
+        candidates = []
         for k, v in enumerate(op.inputs):
             if v != SCALAR and math.prod(graph.values[v].shape) == size:
                 dims = {d for d, dim in enumerate(rule.operands[k]) if factors.intersection(dim)}
-                found.append((graph.values[v].role is Role.GRADIENT, -k, v, dims))
-        if not found:
+                candidates.append((graph.values[v].role is Role.GRADIENT, -k, v, dims))
+        if not candidates:
             return False
-        *_, value, along = max(found)
+        *_, value, along = max(candidates)
     return False
 
 
@@ -62,15 +62,15 @@ def sums_of_each(graph: Graph, rules: Sequence[FactorRule]) -> set[int]:
 def sums_of_groups(graph: Graph) -> set[int]:
     """Sums that may stay parts, which become shards where a mark alone reads them: of gradients,
     and of what a loop leaves (of groups of examples, ``planner.microbatch.rewrite``)."""
-    found = {
+    sums = {
         op.outputs[0]
         for op in graph.ops
         if op.kind == "reduce_sum"
-        and (made := graph.values[op.inputs[0]].op) >= 0
-        and (graph.ops[made].kind == "loop_out" or sums_gradient(graph, op.outputs[0]))
+        and (maker := graph.values[op.inputs[0]].op) >= 0
+        and (graph.ops[maker].kind == "loop_out" or sums_gradient(graph, op.outputs[0]))
     }
-    if not found:
-        return found
+    if not sums:
+        return sums
     marks = {v for op in graph.ops if op.kind == MARK for v in op.inputs}
     others = {v for op in graph.ops if op.kind != MARK for v in op.inputs}
-    return found & (marks - others - set(graph.outputs))
+    return sums & (marks - others - set(graph.outputs))

@@ -52,16 +52,16 @@ class StrategySet:
         """[S] what is taken of a decision; the first option where the group has no choice."""
         if decision not in self.decisions:
             return np.zeros(self.count, np.int64)
-        found: IntArray = self.options[:, self.decisions.index(decision)]
-        return found
+        column: IntArray = self.options[:, self.decisions.index(decision)]
+        return column
 
     def times(self, decision: str, count: int) -> StrategySet:
         """Every strategy with each of ``count`` options of a decision, the first option first."""
         use, store, options = (
             np.concatenate([x] * count) for x in (self.use, self.store, self.options)
         )
-        own = np.repeat(np.arange(count), self.count)
-        options = np.concatenate([options, own[:, None]], axis=1)
+        choices = np.repeat(np.arange(count), self.count)
+        options = np.concatenate([options, choices[:, None]], axis=1)
         return StrategySet(use, store, options, (*self.decisions, decision))
 
 
@@ -123,9 +123,9 @@ def enumerate_strategies(
         *others, (name, count) = decisions
         return enumerate_strategies(sizes, shardable, mesh, kind, tuple(others)).times(name, count)
     usable = usable_factors(sizes, shardable, mesh, kind)
-    found = _combined(usable, [n > 1 for n in mesh], kind)
-    good = _dividing(found.store, sizes, np.asarray([mesh], np.int64))[0]
-    return found.take(good)
+    strategies = _combined(usable, [n > 1 for n in mesh], kind)
+    good = _dividing(strategies.store, sizes, np.asarray([mesh], np.int64))[0]
+    return strategies.take(good)
 
 
 def strategies_of(group: Group, mesh: tuple[int, ...]) -> StrategySet:
@@ -148,8 +148,8 @@ def joint_strategies(
     """
     if decisions:
         *others, (name, count) = decisions
-        found, has = joint_strategies(sizes, shardable, meshes, kind, tuple(others))
-        return found.times(name, count), np.concatenate([has] * count, axis=1)
+        strategies, has = joint_strategies(sizes, shardable, meshes, kind, tuple(others))
+        return strategies.times(name, count), np.concatenate([has] * count, axis=1)
     usable = [usable_factors(sizes, shardable, mesh, kind) for mesh in meshes]
     split = [tuple(n > 1 for n in mesh) for mesh in meshes]
     sets = [_combined(*one, kind) for one in dict.fromkeys(zip(usable, split, strict=True))]
@@ -180,8 +180,8 @@ def digits(
     for dim, factor in enumerate(layout):
         if factor >= 0:
             table[factor + 1] = dim + 1
-    found: IntArray = table[assign + 1]
-    return found
+    axis_digits: IntArray = table[assign + 1]
+    return axis_digits
 
 
 def codes(

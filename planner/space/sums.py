@@ -49,17 +49,17 @@ def with_joined_sums(
         inner = [addends.get(i, ()) if i != SCALAR and readers[i] == 1 else () for i in op.inputs]
         if not live[op.index] or not inner or not all(inner):
             continue
-        found = tuple(k for ks in inner for k in ks)
-        first = links[found[0]]
-        alike = all((links[k].b, links[k].weight) == (first.b, first.weight) for k in found)
+        members = tuple(k for ks in inner for k in ks)
+        first = links[members[0]]
+        alike = all((links[k].b, links[k].weight) == (first.b, first.weight) for k in members)
         if (op.kind in ADDITIONS and alike) or op.kind in TURNS:
-            addends[op.outputs[0]] = found
+            addends[op.outputs[0]] = members
     last: dict[int, tuple[int, ...]] = {}
-    for found in addends.values():  # a later addition holds the addends of those before it
-        last.update(dict.fromkeys(found, found))
+    for members in addends.values():  # a later addition holds the addends of those before it
+        last.update(dict.fromkeys(members, members))
     out = list(links)
-    for number, found in enumerate(dict.fromkeys(last.values())):
-        if len(found) > 1:
-            for k in found:
-                out[k] = dataclasses.replace(links[k], share=1 / len(found), sum=number)
+    for number, members in enumerate(dict.fromkeys(last.values())):
+        if len(members) > 1:
+            for k in members:
+                out[k] = dataclasses.replace(links[k], share=1 / len(members), sum=number)
     return tuple(out)

@@ -50,12 +50,12 @@ class Body:
 def body_at(flat: FlatJaxpr, parts: int) -> int:
     """Where the loop over microbatches stands: of the scans of that length the one that does
     most."""
-    found = [
+    loops = [
         at for at, c in enumerate(flat.calls) if c.kind == "scan" and loop_of(c.eqn).trips == parts
     ]
-    if not found:
+    if not loops:
         raise refused("it has no loop over microbatches")
-    return max(found, key=lambda at: len(flatten(flat.calls[at].eqn.params["jaxpr"]).calls))
+    return max(loops, key=lambda at: len(flatten(flat.calls[at].eqn.params["jaxpr"]).calls))
 
 
 def body_of(call: Call) -> Body:
@@ -101,7 +101,7 @@ def body_of(call: Call) -> Body:
         summed.append(added)
         sums.append(tuple(c for c in (joined, wider, add) if c is not None and id(c) in adds))
     calls = tuple(
-        kept for c in flat.calls for kept in apart.get(id(c), [] if id(c) in adds else [c])
+        part for c in flat.calls for part in apart.get(id(c), [] if id(c) in adds else [c])
     )
     if any(isinstance(v, int) and v in set(carries) for c in calls for v in c.ins):
         raise refused("a microbatch reads what those before it added up")
@@ -157,9 +157,9 @@ def depends(calls: Sequence[Call], on: Sequence[int]) -> frozenset[int]:
 
 def closure(calls: Sequence[Call], wanted: Sequence[int]) -> list[Call]:
     """The calls that make some values, in order."""
-    need, found = set(wanted), []
+    need, makers = set(wanted), []
     for c in reversed(calls):
         if need.intersection(c.outs):
-            found.append(c)
+            makers.append(c)
             need.update(v for v in c.ins if isinstance(v, int))
-    return found[::-1]
+    return makers[::-1]

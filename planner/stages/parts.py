@@ -63,12 +63,12 @@ def parts_of(body: Body, chain: Chain) -> Parts:
         else:
             base.append(call)
     summed = body.added
-    own = {v for t in (chain.forward, chain.backward) for s in t.sums.values() for v in s.values}
-    if bad := summed & (ahead | back) - own - out_ahead - out_back:
+    sums = {v for t in (chain.forward, chain.backward) for s in t.sums.values() for v in s.values}
+    if bad := summed & (ahead | back) - sums - out_ahead - out_back:
         raise refused(f"a sum over stages is added up as one value ({len(bad)})")
     for v in body.stacked:
         if isinstance(v, int) and (v in of_tail or v in (ahead | back) - out_ahead):
             raise refused("a result per example is made behind the first stage's backward pass")
-    late = sorted(v for v in summed - own if v in of_tail)
-    soon = sorted(v for v in summed - own if v not in of_tail)
+    late = sorted(v for v in summed - sums if v in of_tail)
+    soon = sorted(v for v in summed - sums if v not in of_tail)
     return Parts(tuple(base), tuple(middle), tuple(tail), soon, late)

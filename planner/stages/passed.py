@@ -22,7 +22,7 @@ def passed_along(body: Body, chain: Chain, rest: Parts) -> Chain:
     middle = made_by(rest.middle) | {r for _, r in ahead.exits}
     first = sorted(dear & ahead.shared - middle)
     second = sorted(back.shared & (middle | dear) - set(first))
-    own = sorted(back.shared & set(first))
+    residuals = sorted(back.shared & set(first))
     return dataclasses.replace(
         chain,
         forward=dataclasses.replace(
@@ -34,7 +34,7 @@ def passed_along(body: Body, chain: Chain, rest: Parts) -> Chain:
             back,
             carries=(*back.carries, *((v, v, v) for v in second)),
             shared=back.shared - set(first) - set(second),
-            residuals=(*back.residuals, *own),
+            residuals=(*back.residuals, *residuals),
         ),
     )
 

@@ -85,9 +85,9 @@ class _Run:
 
     def rest(self, calls: Sequence[Call], outs: Sequence[Any], given: Env, i: Any) -> list[Any]:
         """Some calls outside of the stages, of microbatch ``i``."""
-        made = {v for c in calls for v in c.outs} | given.keys()
+        available = {v for c in calls for v in c.outs} | given.keys()
         read = [v for c in calls for v in c.ins] + list(outs)
-        env = self.at([v for v in read if isinstance(v, int) and v not in made], i)
+        env = self.at([v for v in read if isinstance(v, int) and v not in available], i)
         env.update(given)
         FlatJaxpr.run(calls, env)
         return [FlatJaxpr.read(v, env) for v in outs]
@@ -98,27 +98,27 @@ class _Run:
         """All stages' task at once: of (carries, residuals), each [stages, ...]."""
         stacks = list(task.stacks)
         joined = [by_stage(task.stacks[v].joined(self.free, self.count)) for v in stacks]
-        own = list(task.rows)
-        over = [by_stage(jnp.stack([self.rows[r] for r in task.rows[v].values])) for v in own]
+        rows = list(task.rows)
+        over = [by_stage(jnp.stack([self.rows[r] for r in task.rows[v].values])) for v in rows]
         if task is self.ahead:
             out = sorted({*(u for u, _ in task.exits), *self.back.residuals, *task.sums})
             out = [v for v in out if v in {x for c in task.calls for x in c.outs}]
         else:
             out = sorted({*(u for u, _ in task.exits), *task.sums})
-        out = sorted({*out, *(made for _, made, _ in task.carries)})
+        out = sorted({*out, *(carry for _, carry, _ in task.carries)})
 
-        def lane(i: Any, mine: list[Any], sliced: list[Any], carries: Any, left: Any) -> Env:
+        def lane(i: Any, pieces: list[Any], sliced: list[Any], carries: Any, left: Any) -> Env:
             env = self.at(sorted(task.shared), i)
-            env.update(zip(stacks, mine, strict=True))
-            env.update((v, row_of(x, i)) for v, x in zip(own, sliced, strict=True))
+            env.update(zip(stacks, pieces, strict=True))
+            env.update((v, row_of(x, i)) for v, x in zip(rows, sliced, strict=True))
             env.update(left)
             env.update(zip((read for read, _, _ in task.carries), carries, strict=True))
             FlatJaxpr.run(task.calls, env)
             return {v: env[v] for v in out}
 
         def run(i: Any, carries: list[Any], left: Env) -> Env:
-            made = jax.vmap(lane)(jnp.clip(i, 0, self.parts - 1), joined, over, carries, left)
-            return {v: by_stage(x) for v, x in made.items()}
+            env = jax.vmap(lane)(jnp.clip(i, 0, self.parts - 1), joined, over, carries, left)
+            return {v: by_stage(x) for v, x in env.items()}
 
         return run
 
@@ -140,34 +140,34 @@ class _Run:
     def results(self) -> list[Any]:
         count, parts = self.count, self.parts
         forward, backward = self.lanes(self.ahead, "F"), self.lanes(self.back, "B")
-        kept = self.back.residuals
+        residuals = self.back.residuals
         first = [c for _, _, c in self.ahead.carries]
 
         def step_forward(t: Any, h: list[Any], rings: Env) -> tuple[list[Any], Env, Env, Env]:
             begun = self.rest([], first, {}, jnp.clip(t, 0, parts - 1))
             h = [self.entered(x, a, 0) for x, a in zip(h, begun, strict=True)]
-            made = forward(t - self.stage, h, {})
+            env = forward(t - self.stage, h, {})
             inputs = dict(zip((r for r, _, _ in self.ahead.carries), h, strict=True))
-            rings = {v: self.put(rings[v], made.get(v, inputs.get(v)), t) for v in rings}
-            return [shift(made[u], 1) for _, u, _ in self.ahead.carries], rings, made, inputs
+            rings = {v: self.put(rings[v], env.get(v, inputs.get(v)), t) for v in rings}
+            return [shift(env[u], 1) for _, u, _ in self.ahead.carries], rings, env, inputs
 
         def step_backward(t: Any, d: list[Any], rings: Env) -> tuple[list[Any], Env]:
             i = t - 2 * (count - 1) + self.stage
-            left = {v: self.take(rings[v], i + self.stage) for v in kept}
-            made = backward(i, d, left)
-            return [shift(made[u], -1) for _, u, _ in self.back.carries], made
+            left = {v: self.take(rings[v], i + self.stage) for v in residuals}
+            env = backward(i, d, left)
+            return [shift(env[u], -1) for _, u, _ in self.back.carries], env
 
-        def add(sums: Env, task: Task, made: Env, i: Any) -> Env:
+        def add(sums: Env, task: Task, env: Env, i: Any) -> Env:
             valid = (i >= 0) & (i < parts)
             out = dict(sums)
             for v in task.sums:
-                mask = valid.reshape(-1, *(1,) * (made[v].ndim - 1))
-                out[v] = by_stage(sums[v] + jnp.where(mask, made[v], 0).astype(sums[v].dtype))
+                mask = valid.reshape(-1, *(1,) * (env[v].ndim - 1))
+                out[v] = by_stage(sums[v] + jnp.where(mask, env[v], 0).astype(sums[v].dtype))
             return out
 
-        def tail(t: Any, sums: Env, made: Env) -> Env:
+        def tail(t: Any, sums: Env, env: Env) -> Env:
             i = t - 2 * (count - 1)
-            given = {r: self.picked(made[u], 0) for u, r in self.back.exits}
+            given = {r: self.picked(env[u], 0) for u, r in self.back.exits}
             outs = self.rest(self.tail, self.late, given, jnp.clip(i, 0, parts - 1))
             valid = (i >= 0) & (i < parts)
             new = dict(sums)
@@ -177,29 +177,29 @@ class _Run:
 
         def warm(state: Any, t: Any) -> Any:
             h, d, rings, sums = state
-            h, rings, made, _ = step_forward(t, h, rings)
-            return (h, d, rings, add(sums, self.ahead, made, t - self.stage)), None
+            h, rings, env, _ = step_forward(t, h, rings)
+            return (h, d, rings, add(sums, self.ahead, env, t - self.stage)), None
 
         def steady(state: Any, t: Any) -> Any:
             h, d, rings, sums = state
-            h, rings, made, _ = step_forward(t, h, rings)
-            sums = add(sums, self.ahead, made, t - self.stage)
+            h, rings, env, _ = step_forward(t, h, rings)
+            sums = add(sums, self.ahead, env, t - self.stage)
             i = t - (count - 1)
-            given = {r: self.picked(made[u], count - 1) for u, r in self.ahead.exits}
+            given = {r: self.picked(env[u], count - 1) for u, r in self.ahead.exits}
             wanted = [*self.begins, *self.soon, *self.pipeline.body.stacked]
             outs = iter(self.rest(self.pipeline.rest.middle, wanted, given, i))
             d = [self.entered(x, next(outs), count - 1) for x in d]
             for v in self.soon:
                 sums = {**sums, v: sums[v] + next(outs).astype(sums[v].dtype)}
-            d, made = step_backward(t, d, rings)
-            sums = add(sums, self.back, made, t - 2 * (count - 1) + self.stage)
-            return (h, d, rings, tail(t, sums, made)), list(outs)
+            d, env = step_backward(t, d, rings)
+            sums = add(sums, self.back, env, t - 2 * (count - 1) + self.stage)
+            return (h, d, rings, tail(t, sums, env)), list(outs)
 
         def cool(state: Any, t: Any) -> Any:
             h, d, rings, sums = state
-            d, made = step_backward(t, d, rings)
-            sums = add(sums, self.back, made, t - 2 * (count - 1) + self.stage)
-            return (h, d, rings, tail(t, sums, made)), None
+            d, env = step_backward(t, d, rings)
+            sums = add(sums, self.back, env, t - 2 * (count - 1) + self.stage)
+            return (h, d, rings, tail(t, sums, env)), None
 
         state: Any = self.zeros(forward, backward)
         state, _ = jax.lax.scan(warm, state, jnp.arange(count - 1))
@@ -276,16 +276,16 @@ class _Run:
             for v, x in left.items()
         }
         sums: Env = {}
-        for task, made in ((self.ahead, ahead), (self.back, back)):
+        for task, env in ((self.ahead, ahead), (self.back, back)):
             for v, stack in task.sums.items():
-                sums[v] = by_stage(jnp.zeros(made[v].shape, self.types[stack.values[0]][1]))
+                sums[v] = by_stage(jnp.zeros(env[v].shape, self.types[stack.values[0]][1]))
         sums.update((v, jnp.zeros(*self.types[v])) for v in (*self.soon, *self.late))
         return h, d, rings, sums
 
     @functools.cached_property
     def types(self) -> dict[int, tuple[tuple[int, ...], Any]]:
         """Shape and dtype in which a value is added up."""
-        found: dict[int, tuple[tuple[int, ...], Any]] = {}
+        sum_types: dict[int, tuple[tuple[int, ...], Any]] = {}
         avals = {
             v: var.aval
             for c in self.pipeline.body.flat.calls
@@ -295,21 +295,21 @@ class _Run:
             for v in value if isinstance(value, tuple) else (value,):
                 if isinstance(v, int):
                     whole = not isinstance(value, tuple)
-                    found[v] = (x.shape if whole else compat.aval_shape(avals[v]), x.dtype)
-        return found
+                    sum_types[v] = (x.shape if whole else compat.aval_shape(avals[v]), x.dtype)
+        return sum_types
 
     def finished(self, sums: Env, stacks: Sequence[Any]) -> list[Any]:
         """The loop's results."""
-        found: Env = {v: sums[v] for v in (*self.soon, *self.late)}
+        totals: Env = {v: sums[v] for v in (*self.soon, *self.late)}
         for task in (self.ahead, self.back):
             for v, stack in task.sums.items():
-                found.update(stack.apart(sums[v]))
+                totals.update(stack.apart(sums[v]))
         body = self.pipeline.body
         out = []
         for v, x in zip(body.summed, self.start, strict=True):
             if isinstance(v, tuple):
-                total = jnp.concatenate([found[k] for k in v])
+                total = jnp.concatenate([totals[k] for k in v])
             else:
-                total = found[v] if isinstance(v, int) else v.val * self.parts
+                total = totals[v] if isinstance(v, int) else v.val * self.parts
             out.append(x + jnp.asarray(total, x.dtype))
         return [*out, *stacks]

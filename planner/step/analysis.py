@@ -100,11 +100,13 @@ class Scheduled:
         """
         live = graph.live_ops()
         late = late and self.puts_off
-        found = written(graph, groups.fuses, live, self.fused_operands, late, self.normalizes)
+        written_values = written(
+            graph, groups.fuses, live, self.fused_operands, late, self.normalizes
+        )
         return find_buffers(
             graph,
             groups,
-            found.without(self.inside),
+            written_values.without(self.inside),
             live,
             self.donated,
             self.tile,
@@ -145,24 +147,24 @@ def empty_workload(
     live = graph.live_ops()
     fused = find_fused(graph, rules)
     if device is None or not device.fuses_operands:
-        kept = materialised(graph, groups.fuses, live)
-        kept = tuple([k and not i for k, i in zip(kept, fused.inside, strict=True)])
-        begins = starts(graph, groups.fuses, kept, live)
+        is_written = materialised(graph, groups.fuses, live)
+        is_written = tuple([k and not i for k, i in zip(is_written, fused.inside, strict=True)])
+        begins = starts(graph, groups.fuses, is_written, live)
         shares = [1.0] * len(live)
-        return Workload(graph, groups, kept, fused, *begins, shares, device=device)
-    found = written(graph, groups.fuses, live, True).without(fused.inside)
-    begins = starts(graph, groups.fuses, found.kept, live)
-    home = absorbing(graph, groups.fuses, found.kept, live)
+        return Workload(graph, groups, is_written, fused, *begins, shares, device=device)
+    written_values = written(graph, groups.fuses, live, True).without(fused.inside)
+    begins = starts(graph, groups.fuses, written_values.kept, live)
+    home = absorbing(graph, groups.fuses, written_values.kept, live)
     handed = gradients_in_updates(graph, groups, live, lambda _: False)
     return Workload(
         graph,
         groups,
-        found.kept,
+        written_values.kept,
         fused,
         *begins,
         seen_shares(graph, rules, home, fused, device),
-        product_kernels(graph, rules, groups, home, found, device, handed),
-        vector_bytes(graph, rules, groups, home, found, device, handed),
+        product_kernels(graph, rules, groups, home, written_values, device, handed),
+        vector_bytes(graph, rules, groups, home, written_values, device, handed),
         device,
     )
 
@@ -210,11 +212,13 @@ def analyse(
                 said[group].append(Said(kind, axes, nbytes, weight * times, op.index))  # type: ignore[arg-type]
         reductions[group].extend(_reductions(graph, groups, op, ins, outs))
     scheduled = Scheduled(tuple(donated), device, fused.inside, chosen)
-    found = written(
+    written_values = written(
         graph, groups.fuses, live, scheduled.fused_operands, normalizes=scheduled.normalizes
     ).without(fused.inside)
     tile, room = scheduled.tile, scheduled.room
-    held = find_buffers(graph, groups, found, live, donated, tile, chosen=chosen, packing=room)
+    held = find_buffers(
+        graph, groups, written_values, live, donated, tile, chosen=chosen, packing=room
+    )
     facts = map(
         Facts.of,
         groups.groups,
@@ -231,7 +235,7 @@ def analyse(
         groups,
         tuple(facts),
         held.buffers,
-        found.reads,
+        written_values.reads,
         scheduled,
         float(sum(graph.values[i].nbytes for i in graph.inputs if not graph.values[i].shape)),
         (1,) * len(groups.groups),
@@ -255,9 +259,9 @@ def _reductions(
         over = frozenset(f for f in ins[0] if f >= 0 and f not in outs[0])
         if over:
             out = float(sum(graph.values[o].nbytes for o in op.outputs))
-            kept = frozenset(f for f in outs[0] if f >= 0)
+            result_factors = frozenset(f for f in outs[0] if f >= 0)
             gradient = any(sums_gradient(graph, o) for o in op.outputs)
-            yield Reduction(over, kept, out, weight, op.index, gradient)
+            yield Reduction(over, result_factors, out, weight, op.index, gradient)
 
 
 def _decided(

@@ -47,7 +47,7 @@ class Lifetimes:
 def find_buffers(
     graph: Graph,
     groups: Groups,
-    found: Written,
+    written_values: Written,
     live: Sequence[bool],
     donated: Sequence[bool],
     tile: tuple[int, int] = (1, 1),
@@ -56,12 +56,12 @@ def find_buffers(
     inside: frozenset[int] = frozenset(),
     packing: float = 1.0,
 ) -> Lifetimes:
-    """The buffers of a step whose kernels are ``found``. Near-linear in operations.
+    """The buffers of a step whose kernels are ``written_values``. Near-linear in operations.
 
     Args:
         graph: the step.
         groups: its groups.
-        found: what is written, and when it is read.
+        written_values: what is written, and when it is read.
         live: per operation, whether its results are used.
         donated: per input, whether results may take its memory.
         tile: rows and lanes that the two minor dimensions of an array are padded to.
@@ -71,12 +71,12 @@ def find_buffers(
         packing: bytes allotted to temporaries over theirs.
     """
     hosted = chosen.get(OFFLOAD, frozenset())
-    held = _Finding(graph, groups, found, live, tile, moves, inside, packing)
+    held = _Finding(graph, groups, written_values, live, tile, moves, inside, packing)
     held.run(donated, hosted)
     buffers: Sequence[Buffer] = held.buffers
     for name, values in chosen.items():
         buffers = DECISIONS[name].buffers(buffers, graph, values)
-    return Lifetimes(tuple(buffers), found.order)
+    return Lifetimes(tuple(buffers), written_values.order)
 
 
 def has_gaps(b: Buffer, stays: frozenset[int]) -> bool:
@@ -104,15 +104,15 @@ def loops_entered(graph: Graph, live: Sequence[bool]) -> dict[int, int]:
 def made_of_parameters(graph: Graph, fuses: Sequence[bool]) -> set[int]:
     """Values that kernels compute from parameters as they read them: casts, what loops hand in."""
     kinds = (Role.PARAMETER, Role.FROZEN)
-    found = {v for v in graph.inputs if graph.values[v].role in kinds}
-    given = frozenset(found)
+    derived = {v for v in graph.inputs if graph.values[v].role in kinds}
+    given = frozenset(derived)
     for op in graph.ops:
         read = [i for i in op.inputs if i != SCALAR]
         if op.kind == "optimization_barrier":
-            found.update(o for i, o in zip(op.inputs, op.outputs, strict=True) if i in found)
-        elif (fuses[op.index] or op.kind in ENTERED) and read and found.issuperset(read):
-            found.update(op.outputs)
-    return found - given
+            derived.update(o for i, o in zip(op.inputs, op.outputs, strict=True) if i in derived)
+        elif (fuses[op.index] or op.kind in ENTERED) and read and derived.issuperset(read):
+            derived.update(op.outputs)
+    return derived - given
 
 
 class _Finding:
@@ -122,19 +122,19 @@ class _Finding:
         self,
         graph: Graph,
         groups: Groups,
-        found: Written,
+        written_values: Written,
         live: Sequence[bool],
         tile: tuple[int, int],
         moves: Callable[[GroupLink], bool] | None,
         inside: frozenset[int],
         packing: float,
     ) -> None:
-        self.graph, self.groups, self.found, self.live = graph, groups, found, live
+        self.graph, self.groups, self.found, self.live = graph, groups, written_values, live
         self.tile, self.moves, self.inside, self.packing = tile, moves, inside, packing
         self.stays = frozenset((*graph.inputs, *graph.outputs))
         padded = tile != (1, 1)
         self.lanes = image_lanes(graph, groups.op_layouts, groups.fuses) if padded else {}
-        self.begin, self.stop = extents(graph, found.time)
+        self.begin, self.stop = extents(graph, written_values.time)
         self.entered = loops_entered(graph, live)
         self.weights = made_of_parameters(graph, groups.fuses)
         self.buffers: list[Buffer] = []
@@ -169,10 +169,10 @@ class _Finding:
         if on_device and self.tile != (1, 1) and len(known.shape) > 1 and all(known.shape):
             tiled = Tiled(known.shape, self.tile, self.lanes.get(value, ()))
         first, last = int(scale * start), int(scale * end)
-        found = Buffer(group, first, last, nbytes, layout, port, when, pool, value, tiled)
-        if on_device and has_gaps(found, self.stays):
-            found = dataclasses.replace(found, nbytes=self.packing * nbytes)
-        self.buffers.append(found)
+        buffer = Buffer(group, first, last, nbytes, layout, port, when, pool, value, tiled)
+        if on_device and has_gaps(buffer, self.stays):
+            buffer = dataclasses.replace(buffer, nbytes=self.packing * nbytes)
+        self.buffers.append(buffer)
 
     def run(self, donated: Sequence[bool], hosted: frozenset[int]) -> None:
         """Find them, in ``buffers``."""
@@ -189,8 +189,8 @@ class _Finding:
         carries = {new: old for old, new in graph.next_values.items()}
         for span in intervals(graph, self.found, self.live, donated, hosted):
             when = None if span.when is None else When(OFFLOAD, int(span.when is Memory.HOST))
-            mine = carries.get(span.value, span.value) if span.when else span.value
-            home = groups.home[mine]
+            home_value = carries.get(span.value, span.value) if span.when else span.value
+            home = groups.home[home_value]
             if home is None or self.found.base[span.value] in inside:
                 continue
             group, layout = home
@@ -258,26 +258,26 @@ class _Finding:
         """Hold a value in the layout of the link's reader while it is read, at ``times``."""
         base, first, last = self.found.base[link.value], times[0], times[-1] + 1
         share = self.share(link)
-        made = self.graph.values[base].op
-        mine = made >= 0 and base not in self.graph.outputs and self.found.kept[base]
+        maker = self.graph.values[base].op
+        temporary = maker >= 0 and base not in self.graph.outputs and self.found.kept[base]
         if self.moves is None:
             taken = self.lent.setdefault(base, [])
             if base in self.weights and not self.found.kept[base]:
                 self.add(link.b, first, last, link.value, link.dst, Port.COPY, share=share)
-            if mine and not any(first < b and a < last for a, b in taken):
+            if temporary and not any(first < b and a < last for a, b in taken):
                 taken.append((first, last))
                 self.add(link.b, first, last, link.value, link.dst, Port.USE, share=share)
         elif self.moves(link):  # what is sent is written, even if its readers could compute it
             self.add(link.b, first - 0.5, last - 0.5, link.value, link.dst, Port.USE, share=share)
             others = [r + 0.5 for r in self.found.reads[base] if r not in times]
-            if mine and base not in self.until:
+            if temporary and base not in self.until:
                 self.until[base] = max([self.leaves(link, first), *others])
 
     def leaves(self, link: GroupLink, first: float) -> float:
         """When a value that is sent first at ``first`` is not needed any more: behind the loop, if
         one that it does not come from sends it in every turn."""
-        made = self.graph.values[self.found.base[link.value]].op
-        home = self.graph.ops[made].region if made >= 0 else 0
+        maker = self.graph.values[self.found.base[link.value]].op
+        home = self.graph.ops[maker].region if maker >= 0 else 0
         region = self.graph.ops[link.op].region
         turns = -1
         while region not in (home, -1):
@@ -291,7 +291,7 @@ class _Finding:
         gradient updates is written beside the old values, then copied. A GPU's product is written
         in either order, and only one that is moved before the update comes out transposed.
         """
-        graph, found = self.graph, self.found
+        graph, written_values = self.graph, self.found
         root = [-1] * len(graph.values)
         moved = self.moved()
         for op in graph.ops:
@@ -299,10 +299,10 @@ class _Finding:
                 continue
             out = graph.values[op.outputs[0]]
             if op.kind == "transpose":
-                base = found.base[out.index]
-                made = graph.values[base].op
-                turns = base in moved if found.merges else op.region > 0
-                if turns and made >= 0 and graph.ops[made].kind in PRODUCTS:
+                base = written_values.base[out.index]
+                maker = graph.values[base].op
+                turns = base in moved if written_values.merges else op.region > 0
+                if turns and maker >= 0 and graph.ops[maker].kind in PRODUCTS:
                     root[out.index] = out.index
             elif self.groups.fuses[op.index] or op.kind in MARKS:
                 roots = [
@@ -314,7 +314,7 @@ class _Finding:
             if value >= 0 and root[value] >= 0 and graph.values[value].op >= 0:
                 updated.setdefault(root[value], []).append(value)
         for values in updated.values():
-            at = max(found.time[graph.values[v].op] for v in values)
+            at = max(written_values.time[graph.values[v].op] for v in values)
             for value in values:
                 home = self.groups.home[value]
                 if home is not None:
@@ -341,8 +341,8 @@ class _Finding:
                 continue
             for value, layout in zip(op.outputs, entry[2], strict=True):
                 at = self.found.time[op.index]
-                made = self.found.kept[value] or value in self.found.passed
-                if made and (self.moves is None or value in scattered):
+                produced = self.found.kept[value] or value in self.found.passed
+                if produced and (self.moves is None or value in scattered):
                     out[value] = at
                     self.add(entry[0], filled.get(value, at), at + 1, value, layout, Port.USE)
         return out
@@ -350,17 +350,17 @@ class _Finding:
     def filled(self) -> dict[int, int]:
         """Tables of zeros that rows are added to: per result, from when on XLA:GPU holds it. It
         fills them as soon as the backward pass of their loop begins, as nothing is waited for."""
-        graph, found = self.graph, self.found
+        graph, written_values = self.graph, self.found
         begun: dict[int, int] = {}
         for op in graph.ops:
             if op.phase is Phase.BACKWARD:
-                at = found.time[op.index]
+                at = written_values.time[op.index]
                 begun[op.region] = min(at, begun.get(op.region, at))
         return {
             op.outputs[0]: begun[op.region]
             for op in graph.ops
-            if found.normalizes
+            if written_values.normalizes
             and op.kind in OVERWRITES
             and op.phase is Phase.BACKWARD
-            and (op.inputs[0] == SCALAR or not found.sources[op.inputs[0]])
+            and (op.inputs[0] == SCALAR or not written_values.sources[op.inputs[0]])
         }

@@ -129,9 +129,9 @@ def fold_analysis(
     left, right = (np.array([e[k] for e in edges], np.int64) for k in (0, 1))
     edge_kinds = numbered(e[2] for e in edges)
     color = stable_colors(first, left, right, edge_kinds)
-    made = _quotient(analysis, color.tolist(), list(bundled.values()), left, right, edge_kinds)
+    quotient = _quotient(analysis, color.tolist(), list(bundled.values()), left, right, edge_kinds)
     uses = find_uses(pins, analysis.graph, analysis.groups)
-    return dataclasses.replace(made, state=state, uses=uses)
+    return dataclasses.replace(quotient, state=state, uses=uses)
 
 
 def _link_kind(link: GroupLink) -> tuple[Hashable, ...]:
@@ -182,7 +182,7 @@ def _pinned(
         if place is not None:
             v = graph.values[value]
             out.setdefault(place[0], set()).add((place[1], v.shape, v.nbytes, mark))
-    return {group: frozenset(found) for group, found in out.items()}
+    return {group: frozenset(facts) for group, facts in out.items()}
 
 
 def _quotient(
@@ -199,11 +199,11 @@ def _quotient(
     at = np.asarray(color, np.int64)
     classes = np.stack([at[left], at[right], kinds])
     _, where, times = np.unique(classes, axis=1, return_index=True, return_counts=True)
-    kept: list[GroupLink] = []
+    class_links: list[GroupLink] = []
     bundles: list[int] = []
 
     def add(link: GroupLink, bundle: int, times: int) -> None:
-        kept.append(
+        class_links.append(
             dataclasses.replace(link, a=color[link.a], b=color[link.b], weight=link.weight * times)
         )
         bundles.append(bundle)
@@ -220,7 +220,7 @@ def _quotient(
         analysis,
         groups=Groups(
             tuple(dataclasses.replace(groups.groups[g], index=c) for c, g in enumerate(one)),
-            tuple(kept),
+            tuple(class_links),
             tuple(
                 None if h is None or h[0] not in first else (color[h[0]], h[1]) for h in groups.home
             ),
@@ -252,11 +252,11 @@ def _buffers(
         starts.append(b.start)
         ends.append(b.end)
     worst = worst_moments(kinds, starts, ends)
-    found = []
+    buffers = []
     for kind, begin, stop, count in worst.runs:
         b = first[kind]
         group, nbytes = color[b.group], count * b.nbytes
-        found.append(
+        buffers.append(
             dataclasses.replace(b, group=group, start=begin, end=stop, nbytes=nbytes, value=-1)
         )
-    return tuple(found), tuple(worst.kept.tolist())
+    return tuple(buffers), tuple(worst.kept.tolist())

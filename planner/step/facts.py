@@ -83,14 +83,14 @@ class Facts:
     ) -> Facts:
         """The facts of a group whose operations do this."""
         g = group
-        own = (g.kind, g.sizes, g.shardable, g.reduction, g.decisions)
-        return Facts(*own, work, reductions, said, stored, decided, fed)
+        of_group = (g.kind, g.sizes, g.shardable, g.reduction, g.decisions)
+        return Facts(*of_group, work, reductions, said, stored, decided, fed)
 
     @cached_property
     def _hash(self) -> int:
-        own = (self.kind, self.sizes, self.shardable, self.reduction, self.decisions)
+        of_group = (self.kind, self.sizes, self.shardable, self.reduction, self.decisions)
         return hash(
-            (own, self.work, self.reductions, self.said, self.stored, self.decided, self.fed)
+            (of_group, self.work, self.reductions, self.said, self.stored, self.decided, self.fed)
         )
 
     def __hash__(self) -> int:

@@ -49,12 +49,12 @@ def worst_moments(kinds: Sequence[int], starts: Sequence[int], ends: Sequence[in
     Complexity: O(U log U) for U usages, plus kept moments times kinds.
     """
     kind, start, end = (np.asarray(x, np.int64) for x in (kinds, starts, ends))
-    kept = maximal_moments(start, end)
-    kept = kept[~_between(_hashes(kind, start, end, kept))]
+    moments = maximal_moments(start, end)
+    moments = moments[~_between(_hashes(kind, start, end, moments))]
     count = int(kind.max(initial=-1)) + 1
-    live = np.zeros((count, len(kept) + 2), np.int64)
-    np.add.at(live, (kind, np.searchsorted(kept, start) + 1), 1)
-    np.subtract.at(live, (kind, np.searchsorted(kept, end) + 1), 1)
+    live = np.zeros((count, len(moments) + 2), np.int64)
+    np.add.at(live, (kind, np.searchsorted(moments, start) + 1), 1)
+    np.subtract.at(live, (kind, np.searchsorted(moments, end) + 1), 1)
     live = np.cumsum(live, axis=1)
     live[:, -1] = 0
     rows, at = np.nonzero(np.diff(live, axis=1))
@@ -63,7 +63,7 @@ def worst_moments(kinds: Sequence[int], starts: Sequence[int], ends: Sequence[in
         number = int(live[k, first + 1])
         if number and k == after:
             runs.append((int(k), int(first), int(stop), number))
-    return Moments(kept, tuple(runs))
+    return Moments(moments, tuple(runs))
 
 
 def _hashes(

@@ -93,10 +93,10 @@ def sum_of(file: File) -> Sum:
 
 def files_in(folder: File) -> list[str]:
     """Paths of all files below a folder, sorted; links to folders are not followed."""
-    found = []
+    paths = []
     for where, _, names in os.walk(folder):
-        found += [(File(where) / name).relative_to(folder).as_posix() for name in names]
-    return sorted(found)
+        paths += [(File(where) / name).relative_to(folder).as_posix() for name in names]
+    return sorted(paths)
 
 
 def write_part(state: File, process: int) -> None:
@@ -110,9 +110,9 @@ def seal(folder: File) -> None:
     sums: dict[str, Sum] = {}
     names = files_in(folder)
     for part in [x for x in names if File(x).name.startswith(PART)]:
-        found = _read(folder / part)
+        part_sums = _read(folder / part)
         above = File(part).parent
-        sums.update({(above / name).as_posix(): known for name, known in found.items()})
+        sums.update({(above / name).as_posix(): known for name, known in part_sums.items()})
         (folder / part).unlink()
     left = [x for x in names if not File(x).name.startswith(PART) and x not in (NAME, *LATE)]
     known = {x: sums[x] for x in left if x in sums}
@@ -121,10 +121,10 @@ def seal(folder: File) -> None:
 
 def add_late(folder: File) -> None:
     """After the commit, add the files that it changed; a step that is gone by now is left alone."""
-    found = read_sums(folder)
-    if found is not None:
+    checksums = read_sums(folder)
+    if checksums is not None:
         late = [name for name in LATE if (folder / name).is_file()]
-        _write(folder / NAME, dict(found.files) | _sums(folder, late))
+        _write(folder / NAME, dict(checksums.files) | _sums(folder, late))
 
 
 def read_sums(folder: File) -> Checksums | None:
@@ -146,15 +146,15 @@ def verified(folder: File) -> tuple[int, int, list[str]]:
     Raises:
         CheckpointError: there are no checksums, or files are missing or damaged.
     """
-    found = read_sums(folder)
-    if found is None:
+    checksums = read_sums(folder)
+    if checksums is None:
         raise CheckpointError(
             f"{folder} has no checksums: it was written by an older version or another program; "
             "`planner checkpoint convert` writes a copy that has them"
         )
-    found.check(found.files)
-    others = [name for name in files_in(folder) if name not in found.files and name != NAME]
-    return len(found.files), sum(size for size, _ in found.files.values()), others
+    checksums.check(checksums.files)
+    others = [name for name in files_in(folder) if name not in checksums.files and name != NAME]
+    return len(checksums.files), sum(size for size, _ in checksums.files.values()), others
 
 
 def _sums(folder: File, names: list[str]) -> dict[str, Sum]:

@@ -51,10 +51,10 @@ class ChecksumGuard:
             return []
         if self._of_arrays is None:
             self._of_arrays = data_files(self._state)
-        found: set[str] = set()
+        files: set[str] = set()
         for array in arrays:
-            found |= {f"{self._state.name}/{x}" for x in self._of_arrays.get(array, ())}
-        return sorted(found & self._sums.files.keys())
+            files |= {f"{self._state.name}/{x}" for x in self._of_arrays.get(array, ())}
+        return sorted(files & self._sums.files.keys())
 
     def check(self, files: Iterable[str]) -> None:
         """Compare files that were not compared yet; raises CheckpointError, naming them."""
@@ -73,7 +73,7 @@ def data_files(state: File) -> dict[str, set[str]]:
     """
     if not (state / "manifest.ocdbt").exists():
         return {}
-    found: dict[str, set[str]] = {}
+    files_by_array: dict[str, set[str]] = {}
     try:
         store = ts.KvStore.open(f"file://{state}/").result()
         root = ts.ocdbt.dump(store).result()["versions"][-1]["root"]
@@ -82,16 +82,16 @@ def data_files(state: File) -> dict[str, set[str]]:
             if ".." in name.split("/"):
                 raise CheckpointError(f"{state} refers to {name!r}, outside of the folder")
             array = key.rpartition(b"/")[0].decode(errors="replace")
-            found.setdefault(array, set()).add(name)
+            files_by_array.setdefault(array, set()).add(name)
     except (ValueError, KeyError, IndexError) as error:
         raise CheckpointError(f"{state} is damaged, or not a checkpoint: {brief(error)}") from error
-    return found
+    return files_by_array
 
 
 def writer_of(file: str) -> int:
     """The process that wrote a data file; 0 if its name does not say."""
-    found = re.search(r"ocdbt\.process_([0-9]{1,9})/", file)
-    return int(found[1]) if found else 0
+    match = re.search(r"ocdbt\.process_([0-9]{1,9})/", file)
+    return int(match[1]) if match else 0
 
 
 def _values(store: Any, node: str | None, prefix: bytes) -> Iterator[tuple[bytes, str]]:

@@ -91,8 +91,8 @@ def contents(folder: File) -> Contents:
     guard = ChecksumGuard(folder)
     _check_names(folder)
     try:
-        found = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
-        tree, own = found.tree, (found.custom_metadata or {}).get(NOTES)
+        metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+        tree, note_fields = metadata.tree, (metadata.custom_metadata or {}).get(NOTES)
         flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_description)[0]
     except Exception as error:
         raise CheckpointError(
@@ -100,7 +100,7 @@ def contents(folder: File) -> Contents:
         ) from error
     leaves: dict[Path, Stored] = {}
     names: dict[Path, str] = {}
-    ours = own is not None
+    ours = note_fields is not None
     for path, leaf in flat:
         keys = tuple(key_text(k) for k in path)
         if not is_description(leaf):
@@ -111,14 +111,14 @@ def contents(folder: File) -> Contents:
             keys = tuple(unstored_key(k) for k in keys)
         leaves[keys] = _leaf(folder, keys, leaf, guard)
         names[keys] = str(leaf.name)
-    if own is None:
+    if note_fields is None:
         return Contents(leaves, _sequences(tree), tree, names, guard)
     where = f"the notes of {folder}"
-    own = object_of(own, where)
-    for keys, like in _empty(own.get("empty"), where):
+    note_fields = object_of(note_fields, where)
+    for keys, like in _empty(note_fields.get("empty"), where):
         leaves[keys] = Stored(keys, like.shape, like.dtype, like.__getitem__)
-    sequences = paths_of(own.get("sequences"), where)
-    return Contents(leaves, sequences, tree, names, guard, str(own.get("owner", ""))[:200])
+    sequences = paths_of(note_fields.get("sequences"), where)
+    return Contents(leaves, sequences, tree, names, guard, str(note_fields.get("owner", ""))[:200])
 
 
 def _empty(entries: Any, where: str) -> Iterator[tuple[Path, np.ndarray]]:
@@ -131,10 +131,10 @@ def _empty(entries: Any, where: str) -> Iterator[tuple[Path, np.ndarray]]:
         if not isinstance(shape, list) or 0 not in shape or not all(map(_is_size, shape)):
             raise CheckpointError(f"{where}: {shape!r} is no shape of an empty array")
         try:
-            made = np.empty(tuple(shape), jax.numpy.dtype(empty.get("dtype")))
+            array = np.empty(tuple(shape), jax.numpy.dtype(empty.get("dtype")))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{where}: {brief(error)}") from error
-        yield keys_of(empty.get("path"), where), made
+        yield keys_of(empty.get("path"), where), array
 
 
 def _is_size(n: Any) -> bool:

@@ -66,8 +66,8 @@ def tensor_files(where: File) -> tuple[File, ...]:
     if where.is_dir():
         indices = sorted(where.glob(f"*{INDEX}"))
         if len(indices) > 1:
-            told = ", ".join(x.name for x in indices)
-            raise CheckpointError(f"{where} has several indices: {told}; name one of them")
+            index_names = ", ".join(x.name for x in indices)
+            raise CheckpointError(f"{where} has several indices: {index_names}; name one of them")
         if indices:
             return tensor_files(indices[0])
         files = tuple(sorted(where.glob(f"*{SUFFIX}")))
@@ -116,26 +116,26 @@ def read_tensors(
     metadata: dict[str, str] = {}
     for file in files:
         header, begin, raw = _header(file)
-        own = header.pop("__metadata__", {})
-        sums = check_header(raw, own, file)
+        file_metadata = header.pop("__metadata__", {})
+        sums = check_header(raw, file_metadata, file)
         if sums is None and verify:
             raise CheckpointError(
                 f"{file} has no checksums: it was written by an older version or another program"
             )
-        for key, value in own.items():
+        for key, value in file_metadata.items():
             metadata.setdefault(key, value)
         order = sorted(header, key=lambda name: header[name]["data_offsets"])
         if sums is not None and len(sums) != len(order):
             raise CheckpointError(f"{file} is damaged: {len(sums)} crc32 for {len(order)} tensors")
         for k, name in enumerate(order):
-            told = header[name]
+            entry = header[name]
             if name in leaves:
                 raise CheckpointError(f"{file}: {name} is in another file as well")
-            dtype = TYPES.get(told["dtype"])
+            dtype = TYPES.get(entry["dtype"])
             if dtype is None:
-                raise CheckpointError(f"{file}: {name} is of type {told['dtype']}, unknown here")
+                raise CheckpointError(f"{file}: {name} is of type {entry['dtype']}, unknown here")
             crc = None if sums is None else sums[k]
-            leaves[name] = _leaf(file, name, dtype, told, begin, crc)
+            leaves[name] = _leaf(file, name, dtype, entry, begin, crc)
     return leaves, metadata
 
 
@@ -180,7 +180,7 @@ def write_tensors(
                 _write(out, {path_text(p, separator): leaves[p] for p in group}, metadata)
             written.append(file)
         if count > 1:
-            told = {
+            index_content = {
                 "metadata": {"total_size": sum(x.nbytes for x in leaves.values())},
                 "weight_map": {
                     path_text(p, separator): file.name
@@ -189,7 +189,7 @@ def write_tensors(
                 },
             }
             with _in_place(index) as out:
-                out.write(index_bytes(told))
+                out.write(index_bytes(index_content))
             written.append(index)
     except BaseException as error:
         for file in written:
@@ -221,10 +221,10 @@ def _header(file: File) -> tuple[dict[str, Any], int, bytes]:
 
 
 def _leaf(
-    file: File, name: str, dtype: np.dtype[Any], told: Any, begin: int, crc: int | None
+    file: File, name: str, dtype: np.dtype[Any], entry: Any, begin: int, crc: int | None
 ) -> Stored:
-    shape = tuple(told["shape"])
-    first, last = (begin + offset for offset in told["data_offsets"])
+    shape = tuple(entry["shape"])
+    first, last = (begin + offset for offset in entry["data_offsets"])
     unchecked = [] if crc is None else [crc]
 
     def read(index: Index) -> np.ndarray:

@@ -103,12 +103,12 @@ def check_index(raw: bytes, index: Mapping[str, Any], where: File) -> bool:
     return True
 
 
-def _holds(raw: bytes, told: Any) -> bool:
+def _holds(raw: bytes, crc: Any) -> bool:
     """Whether bytes have the CRC-32 that their field says, with zeros in that field."""
-    if not isinstance(told, str) or not re.fullmatch(r"[0-9a-f]{8}", told):
+    if not isinstance(crc, str) or not re.fullmatch(r"[0-9a-f]{8}", crc):
         return False
-    field = _field(told)
-    return raw.count(field) == 1 and zlib.crc32(raw.replace(field, _field(_ZEROS))) == int(told, 16)
+    field = _field(crc)
+    return raw.count(field) == 1 and zlib.crc32(raw.replace(field, _field(_ZEROS))) == int(crc, 16)
 
 
 def _field(crc: str) -> bytes:

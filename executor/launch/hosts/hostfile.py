@@ -82,27 +82,27 @@ def _host(words: list[str]) -> Host:
     user, at, name = words[0].rpartition("@")
     if not re.fullmatch(r"[A-Za-z0-9_.:%\[\]][A-Za-z0-9_.:%\[\]-]*", name) or (at and not user):
         raise ValueError(f"{words[0][:60]!r} is no host")
-    found: dict[str, str] = {"user": user} if user else {}
+    options: dict[str, str] = {"user": user} if user else {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key not in ("slots", "port", "user") or not equals or not value:
             raise ValueError(f"got {word[:60]!r}")
-        if key in found:
+        if key in options:
             raise ValueError(f"{key} is given twice")
-        found[key] = value
-    who = found.get("user")
+        options[key] = value
+    who = options.get("user")
     if who is not None and not re.fullmatch(USER, who):
         raise ValueError(f"user {who[:60]!r}")
-    return Host(name, _count(found, "slots"), _count(found, "port"), who)
+    return Host(name, _count(options, "slots"), _count(options, "port"), who)
 
 
-def _count(found: dict[str, str], key: str) -> int | None:
-    if key not in found:
+def _count(options: dict[str, str], key: str) -> int | None:
+    if key not in options:
         return None
     top = 65535 if key == "port" else 100_000
-    if not re.fullmatch("0*[0-9]{1,6}", found[key]) or not 1 <= int(found[key]) <= top:
-        raise ValueError(f"{key}={found[key][:60]}, a whole number from 1 to {top} is needed")
-    return int(found[key])
+    if not re.fullmatch("0*[0-9]{1,6}", options[key]) or not 1 <= int(options[key]) <= top:
+        raise ValueError(f"{key}={options[key][:60]}, a whole number from 1 to {top} is needed")
+    return int(options[key])
 
 
 def room(hosts: tuple[Host, ...], processes: int) -> tuple[tuple[Host, int], ...]:

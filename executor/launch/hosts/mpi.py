@@ -42,10 +42,10 @@ class Mpi:
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: mpirun. A new job of OpenMPI has another port."""
         need("mpirun", "openmpi-bin")
-        told = {**new_secret(), **shared(job, restart)}
-        words = command(self, job, sorted(told), root=os.geteuid() == 0)
+        variables = {**new_secret(), **shared(job, restart)}
+        words = command(self, job, sorted(variables), root=os.geteuid() == 0)
         return Start(
-            job.processes, (Task(words, {**outer(), **told}, read=read, flags=("--usr1",)),)
+            job.processes, (Task(words, {**outer(), **variables}, read=read, flags=("--usr1",)),)
         )
 
 

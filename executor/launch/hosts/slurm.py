@@ -31,9 +31,9 @@ class Slurm:
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: srun. Every step has another port."""
         need("srun", "slurm-client")
-        told = {**outer(), **new_secret(), **shared(job, restart)}
+        variables = {**outer(), **new_secret(), **shared(job, restart)}
         return Start(
-            job.processes, (Task(command(self, job), told, read=read, flags=("--relay",)),)
+            job.processes, (Task(command(self, job), variables, read=read, flags=("--relay",)),)
         )
 
 

@@ -72,30 +72,30 @@ class Ssh:
                 "processes; raise their slots, or name more hosts"
             )
         there = self._without(failed, self._reachable(rooms, job.processes), job.processes)
-        found = places(there, job.processes)
+        placed = places(there, job.processes)
         if self.sync is not None:
-            used = {place.host: None for place in found}
+            used = {place.host: None for place in placed}
             for host in used:
                 bring(host, self.sync, self.options)
-        told = new_secret()
-        if SECRET in told:
-            used = {place.host: None for place in found}
-            told = {ONCE: hand_secret(tuple(used), told[SECRET], self.options)}
-        port = self._free_port(found[0].host)
-        where = f"{address(found[0].host, [p.host for p in found], self.options)}:{port}"
-        return Start(len(found), tasks(self, job, restart, found, where, told))
+        variables = new_secret()
+        if SECRET in variables:
+            used = {place.host: None for place in placed}
+            variables = {ONCE: hand_secret(tuple(used), variables[SECRET], self.options)}
+        port = self._free_port(placed[0].host)
+        where = f"{address(placed[0].host, [p.host for p in placed], self.options)}:{port}"
+        return Start(len(placed), tasks(self, job, restart, placed, where, variables))
 
     def _reachable(
         self, rooms: tuple[tuple[Host, int], ...], processes: int
     ) -> tuple[tuple[Host, int], ...]:
         """The hosts that answer, if enough do."""
-        asked = [pair for pair in rooms if pair[1]]
+        candidates = [pair for pair in rooms if pair[1]]
         with ThreadPoolExecutor(16) as pool:
-            said = list(pool.map(lambda pair: ask(pair[0], self.options), asked))
-        there = tuple(pair for pair, reason in zip(asked, said, strict=True) if reason is None)
+            said = list(pool.map(lambda pair: ask(pair[0], self.options), candidates))
+        there = tuple(pair for pair, reason in zip(candidates, said, strict=True) if reason is None)
         lost = [
             f"{pair[0].name} ({reason})"
-            for pair, reason in zip(asked, said, strict=True)
+            for pair, reason in zip(candidates, said, strict=True)
             if reason is not None
         ]
         count = len(places(there, processes))
@@ -153,21 +153,21 @@ def tasks(
     ssh: Ssh,
     job: Job,
     restart: int,
-    found: Sequence[Place],
+    placed: Sequence[Place],
     coordinator: str,
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Task, ...]:
     """One connection a process. Its variables, those of ``more`` too, stand in the command line
     there, for everybody on the host to see; a secret does not."""
     out = []
-    for k, place in enumerate(found):
-        told = {
+    for k, place in enumerate(placed):
+        variables = {
             **more,
             **shared(job, restart),
-            **roles(len(found), k, place.local, coordinator),
+            **roles(len(placed), k, place.local, coordinator),
             "TERM": "dumb",
         }
-        inner = ["env", *(f"{name}={value}" for name, value in told.items())]
+        inner = ["env", *(f"{name}={value}" for name, value in variables.items())]
         inner += sent(job, ssh.python, "--silence", str(SILENCE_S))
         command = f"cd {shlex.quote(ssh.folder)} && exec {shlex.join(inner)}"
         words = connection(place.host, ssh.options)

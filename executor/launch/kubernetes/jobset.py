@@ -52,17 +52,17 @@ class Pods:
         """
         requests: Json = {}
         limits: Json = {"nvidia.com/gpu": self.gpus} if gpus and self.gpus is not None else {}
-        for name, asked in (("cpu", self.cpu), ("memory", self.memory)):
-            if asked is None:
+        for name, quantity in (("cpu", self.cpu), ("memory", self.memory)):
+            if quantity is None:
                 continue
-            if not re.fullmatch(QUANTITY.format("|[num]" if name == "cpu" else ""), asked):
+            if not re.fullmatch(QUANTITY.format("|[num]" if name == "cpu" else ""), quantity):
                 raise LaunchError(
-                    f"--pod-{name} {asked}: expected a quantity of Kubernetes, such as "
+                    f"--pod-{name} {quantity}: expected a quantity of Kubernetes, such as "
                     f"{'8 or 500m' if name == 'cpu' else '32Gi'}"
                 )
-            requests[name] = asked
+            requests[name] = quantity
             if name == "memory":
-                limits[name] = asked
+                limits[name] = quantity
         parts = {"requests": requests, "limits": limits}
         return {name: part for name, part in parts.items() if part}
 
@@ -73,14 +73,14 @@ def manifest(job: Job, pods: Pods, max_restarts: int) -> Json:
     Raises:
         LaunchError: the name is none that Kubernetes takes.
     """
-    told = shared(job, 0)
-    del told["MESHWRIGHT_RESTART"]
-    told |= {
+    variables = shared(job, 0)
+    del variables["MESHWRIGHT_RESTART"]
+    variables |= {
         "MESHWRIGHT_PROCESSES": str(job.processes),
         "MESHWRIGHT_COORDINATOR": f"{_host(pods.name, 0)}.{pods.name}:{PORT}",
     }
     check_name(pods.name, _host(pods.name, job.processes - 1), LONGEST)
-    environment: list[Json] = [{"name": name, "value": value} for name, value in told.items()]
+    environment: list[Json] = [{"name": name, "value": value} for name, value in variables.items()]
     environment.append(
         {"name": "MESHWRIGHT_RESTART", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}
     )
@@ -120,17 +120,17 @@ def _host(name: str, process: int) -> str:
 
 def _failures(max_restarts: int) -> Json:
     """All over again, whatever failed; what asked for it is named apart."""
-    asked = {
+    restart_rule = {
         "name": "asked",
         "action": "RestartJobSet",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    return {"maxRestarts": max_restarts, "rules": [asked]}
+    return {"maxRestarts": max_restarts, "rules": [restart_rule]}
 
 
 def _indexed(job: Job, container: Json) -> Json:
     """A Job that fails with its first pod: the others can't go on without it."""
-    asked = {
+    restart_rule = {
         "action": "FailJob",
         "onExitCodes": {"containerName": "worker", "operator": "In", "values": [AGAIN]},
     }
@@ -143,7 +143,7 @@ def _indexed(job: Job, container: Json) -> Json:
         "completions": job.processes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [asked, evicted]},
+        "podFailurePolicy": {"rules": [restart_rule, evicted]},
         "template": {
             "spec": {
                 "restartPolicy": "Never",

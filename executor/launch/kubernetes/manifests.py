@@ -82,8 +82,8 @@ def strict(schema: Mapping[str, Any]) -> Json:
             out["additionalProperties"] = False
         return out
 
-    found: Json = walk(dict(schema))
-    return found
+    strict_schema: Json = walk(dict(schema))
+    return strict_schema
 
 
 def schema_of(crd: Any, source: str, kind: Kind) -> Json:
@@ -94,18 +94,18 @@ def schema_of(crd: Any, source: str, kind: Kind) -> Json:
     """
     try:
         versions = crd["spec"]["versions"]
-        (found,) = [v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == kind.version]
+        (schema,) = [v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == kind.version]
     except (KeyError, TypeError, ValueError) as error:
         raise LaunchError(
             f"{source}: no CustomResourceDefinition with {kind.version}; expected what "
             f"kubectl get crd {kind.crd} -o yaml prints"
         ) from error
-    if not isinstance(found, dict) or not isinstance(found.get("properties"), dict):
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
         raise LaunchError(f"{source}: {kind.version} has no object with properties as its schema")
-    properties = dict(found["properties"])
+    properties = dict(schema["properties"])
     # Kubernetes itself knows what stands in metadata; a CRD says "object" only.
     properties["metadata"] = kind.schema["properties"]["metadata"]
-    return strict({**found, "properties": properties})
+    return strict({**schema, "properties": properties})
 
 
 def check_manifest(document: Json, schema: Json, source: str) -> None:
@@ -119,10 +119,10 @@ def check_manifest(document: Json, schema: Json, source: str) -> None:
     except ImportError as error:
         raise LaunchError(MISSING.format("jsonschema", error)) from error
     try:
-        found = list(Draft202012Validator(schema).iter_errors(document))
+        errors = list(Draft202012Validator(schema).iter_errors(document))
     except Exception as error:  # a library's, of any kind, where the schema itself is damaged
         raise LaunchError(f"{source}: the schema can't be used: {_line(error)}") from error
-    wrong = sorted(found, key=lambda e: list(map(str, e.path)))
+    wrong = sorted(errors, key=lambda e: list(map(str, e.path)))
     if wrong:
         where = "/".join(str(part) for part in wrong[0].absolute_path) or "the manifest"
         raise LaunchError(f"{source} does not allow {where}: {_line(wrong[0].message)}")

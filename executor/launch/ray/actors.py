@@ -39,7 +39,7 @@ class Ray:
             raise LaunchError("--launcher ray needs Ray; pip install 'meshwright[ray]'")
         if self.address is not None:
             look_for(self.address)
-        told = {
+        driver_job = {
             "address": self.address,
             "processes": job.processes,
             "gpus": self.gpus,
@@ -48,7 +48,7 @@ class Ray:
             "folder": os.getcwd(),
         }
         words = (sys.executable, "-P", driver.__file__)
-        env = {**outer(), driver.JOB: json.dumps(told)}
+        env = {**outer(), driver.JOB: json.dumps(driver_job)}
         return Start(job.processes, (Task(words, env, read=read, flags=("--usr1",)),))
 
 

@@ -128,44 +128,44 @@ def main() -> int:
     except (ConnectionError, RuntimeError, ValueError) as error:
         print(f"cannot reach Ray at {job['address'] or 'local'}: {error}", flush=True)
         return 2
-    told = threading.Event()
+    stop_event = threading.Event()
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda *_: told.set())
+        signal.signal(number, lambda *_: stop_event.set())
     try:
-        return show_output(ray, start(ray, job), told)
+        return show_output(ray, start(ray, job), stop_event)
     finally:
         ray.shutdown()
 
 
 def start(ray: Any, job: dict[str, Any]) -> list[Any]:
     """The actors, each with its process begun."""
-    found = placed_actors(ray, job)
-    host, port = ray.get(found[0][0].where.remote(found[0][1]))
+    placed = placed_actors(ray, job)
+    host, port = ray.get(placed[0][0].where.remote(placed[0][1]))
     begun = []
-    for k, (worker, node) in enumerate(found):
+    for k, (worker, node) in enumerate(placed):
         environment = {
             **job["environment"],
-            "MESHWRIGHT_PROCESSES": str(len(found)),
+            "MESHWRIGHT_PROCESSES": str(len(placed)),
             "MESHWRIGHT_PROCESS": str(k),
-            "MESHWRIGHT_LOCAL": str(sum(other == node for _, other in found[:k])),
+            "MESHWRIGHT_LOCAL": str(sum(other == node for _, other in placed[:k])),
             "MESHWRIGHT_COORDINATOR": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         }
         begun.append(worker.begin.remote(job["words"], environment, job["folder"]))
     ray.get(begun)
-    return [worker for worker, _ in found]
+    return [worker for worker, _ in placed]
 
 
-def show_output(ray: Any, workers: list[Any], told: threading.Event) -> int:
+def show_output(ray: Any, workers: list[Any], stop_event: threading.Event) -> int:
     """Show what the processes write until all have ended; the largest exit code."""
-    asked = {worker.more.remote(): k for k, worker in enumerate(workers)}
+    pending = {worker.more.remote(): k for k, worker in enumerate(workers)}
     worst, passed_on = 0, False
-    while asked:
-        if told.is_set() and not passed_on:
+    while pending:
+        if stop_event.is_set() and not passed_on:
             passed_on = True
-            for k in asked.values():
+            for k in pending.values():
                 workers[k].say.remote("T")
-        for ready in ray.wait(list(asked), num_returns=1, timeout=WAIT_S)[0]:
-            k = asked.pop(ready)
+        for ready in ray.wait(list(pending), num_returns=1, timeout=WAIT_S)[0]:
+            k = pending.pop(ready)
             try:
                 lines, code = ray.get(ready)
             except ray.exceptions.RayError as error:
@@ -173,7 +173,7 @@ def show_output(ray: Any, workers: list[Any], told: threading.Event) -> int:
             for line in lines:
                 print(f"{k}: {line}", flush=True)
             if code is None:
-                asked[workers[k].more.remote()] = k
+                pending[workers[k].more.remote()] = k
             else:
                 worst = max(worst, code)
     return worst

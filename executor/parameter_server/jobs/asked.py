@@ -61,29 +61,29 @@ def job_request(environment: Mapping[str, str], **given: Any) -> JobRequest:
         raise RequestError(
             f"address={address!r}: got {_kind(address)}, expected text such as 'head:6379'"
         )
-    told, source = _told(environment)
+    env_fields, source = _told(environment)
     for name, value in given.items():
-        if value is not None and told.get(name) not in (None, value):
+        if value is not None and env_fields.get(name) not in (None, value):
             raise RequestError(
-                f"train({name}={value!r}), but {source} says {name}={told[name]!r}; leave {name} "
-                "out of the script, or make them agree"
+                f"train({name}={value!r}), but {source} says {name}={env_fields[name]!r}; leave "
+                f"{name} out of the script, or make them agree"
             )
-    words = {name: value for name, value in {**told, **given}.items() if value is not None}
-    words |= {name: value for name, value in told.items() if value is not None}
-    found = JobRequest(**words)
+    words = {name: value for name, value in {**env_fields, **given}.items() if value is not None}
+    words |= {name: value for name, value in env_fields.items() if value is not None}
+    request = JobRequest(**words)
     for name in ("workers", "servers"):
-        if getattr(found, name) < 1:
-            raise RequestError(f"{name}={getattr(found, name)}: expected at least 1")
-    if found.backend not in ("ray", "local"):
-        raise RequestError(f"backend {found.backend!r}: expected 'ray' or 'local'")
-    if found.gpus < 0 or (found.gpus and found.backend == "local"):
+        if getattr(request, name) < 1:
+            raise RequestError(f"{name}={getattr(request, name)}: expected at least 1")
+    if request.backend not in ("ray", "local"):
+        raise RequestError(f"backend {request.backend!r}: expected 'ray' or 'local'")
+    if request.gpus < 0 or (request.gpus and request.backend == "local"):
         raise RequestError(
-            f"gpus={found.gpus} with backend {found.backend!r}: expected a number from 0 on, with "
-            "'ray' only; threads share what their process has"
+            f"gpus={request.gpus} with backend {request.backend!r}: expected a number from 0 on, "
+            "with 'ray' only; threads share what their process has"
         )
-    if found.backend == "ray" and found.address is not None:
-        look_for(found.address)
-    return found
+    if request.backend == "ray" and request.address is not None:
+        look_for(request.address)
+    return request
 
 
 def _kind(x: object) -> str:
@@ -92,28 +92,32 @@ def _kind(x: object) -> str:
 
 def _told(environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """What the environment says, and who that was."""
-    own: dict[str, Any] = {}
+    env_fields: dict[str, Any] = {}
     for name in (field.name for field in fields(JobRequest)):
         text = environment.get(PREFIX + name.upper())
         if text is not None and name in ("workers", "servers", "gpus"):
             if not text.isdecimal():
                 raise RequestError(f"{PREFIX}{name.upper()}={text!r}: expected a whole number")
-            own[name] = int(text)
+            env_fields[name] = int(text)
         elif text is not None:
-            own[name] = text
-    source = f"planner launch ({', '.join(PREFIX + name.upper() for name in own)})" if own else ""
-    role = None if {"workers", "servers"} <= own.keys() else ps_role((), environment)
+            env_fields[name] = text
+    source = (
+        f"planner launch ({', '.join(PREFIX + name.upper() for name in env_fields)})"
+        if env_fields
+        else ""
+    )
+    role = None if {"workers", "servers"} <= env_fields.keys() else ps_role((), environment)
     if role is None:
-        return own, source
+        return env_fields, source
     if role.instead:
         who = role.role if role.rank is None else f"{role.role} {role.rank}"
         raise RequestError(f"{role.source} makes this process the {who}: {role.instead}")
     older = {"workers": role.workers, "servers": role.servers, "address": role.address}
-    taken = [name for name, value in older.items() if value is not None and name not in own]
+    taken = [name for name, value in older.items() if value is not None and name not in env_fields]
     log.warning("%s: as %s says", " and ".join(taken), role.source)
     for note in role.notes:
         log.warning("%s", note)
-    return {**older, **own}, f"{source} with {role.source}" if own else role.source
+    return {**older, **env_fields}, f"{source} with {role.source}" if env_fields else role.source
 
 
 def gpus_of(ray: Any, job: JobRequest) -> dict[str, Any]:

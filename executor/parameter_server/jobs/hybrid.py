@@ -145,26 +145,29 @@ class Hybrid:
         """The step for a batch, the rows that it asks for, and these with what fills them up."""
         shapes = _key(batch)
         if shapes not in self._found:
-            found = find_lookups(self.loss, self._shapes, batch)
-            wanted = joined.needed(found.indices, abstract(batch))
-            self._found[shapes] = found, jax.jit(found.indices), wanted
+            new_lookups = find_lookups(self.loss, self._shapes, batch)
+            wanted = joined.needed(new_lookups.indices, abstract(batch))
+            self._found[shapes] = new_lookups, jax.jit(new_lookups.indices), wanted
         lookups, indices, wanted = self._found[shapes]
         if self._parts is not None:
             joined.check_same(batch)
         with jax.default_device(_host()):
             index = jax.device_get(indices(*joined.on_host(batch, wanted)))
         tables = {t.path: t for t in (*lookups.tables, *lookups.unused)}
-        asked = {t.path: unique_rows(t, x) for t, x in zip(lookups.tables, index, strict=True)}
+        batch_ids = {t.path: unique_rows(t, x) for t, x in zip(lookups.tables, index, strict=True)}
         begins = self._placed is None
         if begins:
-            self._begin(lookups, asked, batch)
+            self._begin(lookups, batch_ids, batch)
         served = self.placement.at(PS)
         if missing := sorted(served - set(tables)):
             raise RequestError(
                 f"{missing[0]} is on servers, by rows, and with a batch of these shapes it can't "
                 f"be: {lookups.refused[missing[0]]}"
             )
-        ids = {p: asked[p] if p in asked else unique_rows(tables[p], ()) for p in sorted(served)}
+        ids = {
+            p: batch_ids[p] if p in batch_ids else unique_rows(tables[p], ())
+            for p in sorted(served)
+        }
         room = {p: padded(x, tables[p].rows, self._sizes[p]) for p, x in ids.items()}
         self._sizes.update({path: len(x) for path, x in room.items()})
         with _DEVICES:
@@ -193,14 +196,14 @@ class Hybrid:
             raise RequestError("the parameters are placed at the first call: call it once")
         return self._placed
 
-    def _begin(self, lookups: LookUps, asked: Mapping[str, Ids], batch: Sequence[Any]) -> None:
+    def _begin(self, lookups: LookUps, batch_ids: Mapping[str, Ids], batch: Sequence[Any]) -> None:
         """Place the parameters, and give the servers theirs."""
-        self._sizes = {path: len(padded(x, 0)) for path, x in asked.items()}
-        counts = {path: len(x) for path, x in asked.items()}
+        self._sizes = {path: len(padded(x, 0)) for path, x in batch_ids.items()}
+        counts = {path: len(x) for path, x in batch_ids.items()}
         args = (lookups, self._shapes, batch, self.optimizer, self._asked, self._request)
         with _DEVICES:
-            found = place_and_plan(*args, asked_for=counts, sizes=self._sizes)[0]
-        split = split_of(self._shapes, found.at(PS), found.at(WHOLE))
+            placement = place_and_plan(*args, asked_for=counts, sizes=self._sizes)[0]
+        split = split_of(self._shapes, placement.at(PS), placement.at(WHOLE))
         if split.remote and self.server.optimizer is None:
             served = split.paths[min(split.remote)]
             raise RequestError(
@@ -210,12 +213,12 @@ class Hybrid:
         rest = split.rest(self._params)
         alone = self._parts is None and self.server.num_workers > 1
         if alone and jax.tree_util.tree_leaves(rest):
-            kept = next(p for k, p in enumerate(split.paths) if k not in split.remote)
+            spmd_path = next(p for k, p in enumerate(split.paths) if k not in split.remote)
             raise RequestError(
                 f"there are {self.server.num_workers} workers, each with devices of its own, and "
-                f"{kept} is under SPMD: every worker would train another copy of it; make their "
-                "devices one mesh (join_devices(server), first in the loop), place the rest on the "
-                "servers, too ({..., '': 'ps_whole'}), or use one worker"
+                f"{spmd_path} is under SPMD: every worker would train another copy of it; make "
+                "their devices one mesh (join_devices(server), first in the loop), place the rest "
+                "on the servers, too ({..., '': 'ps_whole'}), or use one worker"
             )
         first = self._params if self.server.rank == 0 else self._shapes
         tables, whole = (
@@ -226,7 +229,7 @@ class Hybrid:
         if self._parts is not None:
             joined.check_clock(self.server)
         self._state = {"params": rest, "opt": self.optimizer.init(rest)}
-        self._placed, self._params = (found, split), None
+        self._placed, self._params = (placement, split), None
 
     def _first(self, x: Any) -> Any:
         """A first value as JAX would hold it, which has no 64 bits as it is; or a shape."""
@@ -239,9 +242,9 @@ class Hybrid:
 
     def _pulled(self, ids: Mapping[str, Ids], step: CompiledStep) -> dict[str, Any]:
         """The rows, with zeros behind them up to the size of the step."""
-        asked = {path: self._part(path, x) for path, x in ids.items()}
+        local_ids = {path: self._part(path, x) for path, x in ids.items()}
         out: dict[str, Any] = {}
-        for path, values in (self.server.pull_rows(asked) if ids else {}).items():
+        for path, values in (self.server.pull_rows(local_ids) if ids else {}).items():
             size = self._sizes[path]
             if self._parts is not None:
                 out[path] = self._parts.join(values, size, step.in_shardings[1][path])
@@ -254,8 +257,8 @@ class Hybrid:
         """Gradients in this process's memory; of rows its part of them."""
         parts = self._parts
         if parts is None:
-            found: dict[str, Any] = jax.device_get(gradients)
-            return found
+            host_gradients: dict[str, Any] = jax.device_get(gradients)
+            return host_gradients
         whole = {path: x for path, x in gradients.items() if path in self._whole}
         rows = {path: parts.part(x) for path, x in gradients.items() if path not in whole}
         return {**parts.everywhere(whole), **rows}
@@ -263,11 +266,11 @@ class Hybrid:
     def _push(self, ids: Mapping[str, Ids], gradients: Mapping[str, Any]) -> None:
         rows = {}
         for path, x in ids.items():
-            mine = self._part(path, x)
-            change = gradients[path][: len(mine)]
+            local_ids = self._part(path, x)
+            change = gradients[path][: len(local_ids)]
             if self._parts is not None:  # the servers take the mean, in which each row is once
                 change = change * np.asarray(self._parts.count, change.dtype)
-            rows[path] = mine, change
+            rows[path] = local_ids, change
         if self._whole:
             whole = {path: gradients[path] for path in self._whole}
             self._whole = self.server.push_pull(whole, rows=rows or None)
@@ -278,14 +281,14 @@ class Hybrid:
 
     def _step(self, lookups: LookUps, batch: Sequence[Any], shapes: Any) -> CompiledStep:
         """The step for as many rows as there are now; planned for the first such call."""
-        found, split = self._where
-        key = shapes, tuple(self._sizes[p] for p in sorted(found.at(PS)))
+        placement, split = self._where
+        key = shapes, tuple(self._sizes[p] for p in sorted(placement.at(PS)))
         if key not in self._steps:
-            known = None if self._steps else found.plan
+            known = None if self._steps else placement.plan
             args = (lookups, split, self.optimizer, self._shapes, self._sizes, batch, self._request)
             traced, plan = plan_hybrid(*args, plan=known)
             if known is None:
-                plan = dataclasses.replace(plan, notes=(*plan.notes, *map(str, found.leaves)))
+                plan = dataclasses.replace(plan, notes=(*plan.notes, *map(str, placement.leaves)))
             self._steps[key] = CompiledStep(traced, agree(plan), donate_argnums=0)
         self._current = self._steps[key]
         return self._current
@@ -340,9 +343,9 @@ def _fitting(state: Any, begin: Any) -> Any:
         for y in (state, begin)
     )
     for path in dict.fromkeys([*want, *got]):
-        ours, theirs = (_words(x.get(path)) for x in (got, want))
-        if ours != theirs:
-            raise RequestError(f"state: {path} is {ours}, expected {theirs}")
+        ours, expected = (_words(x.get(path)) for x in (got, want))
+        if ours != expected:
+            raise RequestError(f"state: {path} is {ours}, expected {expected}")
     leaves = [got[path] for path in want]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(begin), leaves)
 

@@ -162,11 +162,11 @@ class TrainingJob:
         """
         if self.places is None:
             return self
-        found = earlier(self.places, self.rule.mode)
-        if found is None:
+        previous = earlier(self.places, self.rule.mode)
+        if previous is None:
             forget(self.places, None)
             return self
-        there, versions = found
+        there, versions = previous
         dumps = [read(there.of(k), version) for k, version in enumerate(versions)]
         self._check_mode(dumps)
         check_dumps(dumps, self.optimizer)
@@ -185,12 +185,12 @@ class TrainingJob:
         return replace(self, begin=versions, number=self._number(busy))
 
     def _check_mode(self, dumps: Sequence[Any]) -> None:
-        kept, now = (VALUES + SECOND in dumps[0][1]), self.rule.mode == "sync"
-        if kept != now and self.places is not None:
+        saved_sync, now = (VALUES + SECOND in dumps[0][1]), self.rule.mode == "sync"
+        if saved_sync != now and self.places is not None:
             raise RequestError(
                 f"the snapshots in {self.places.folder} are of mode "
-                f"{SYNC if kept else STALE}, got mode {self.rule.mode!r}: go on in theirs, or in "
-                "another folder"
+                f"{SYNC if saved_sync else STALE}, got mode {self.rule.mode!r}: go on in theirs, "
+                "or in another folder"
             )
 
     def _number(self, dumps: Sequence[Any]) -> int | None:
@@ -259,7 +259,7 @@ def _in_words(error: Exception) -> RequestError | None:
 def served(
     job: TrainingJob,
     shapes: Any,
-    found: Sequence[Any],
+    server_states: Sequence[Any],
     tables: Sequence[Any],
     returned: Sequence[Any],
     lost: Sequence[int] = (),
@@ -270,13 +270,15 @@ def served(
     """The end of a job, from what its servers hold."""
     params = None
     if shapes is not None:
-        params = job.layout(shapes).gather([values.values for values, _ in found], copy=True)
+        params = job.layout(shapes).gather(
+            [values.values for values, _ in server_states], copy=True
+        )
     return Served(
         params,
         joined(tables),
         tuple(returned),
         tuple(sorted(lost)),
-        tuple(counts for _, counts in found),
+        tuple(counts for _, counts in server_states),
         evaluations,
         restarts or {},
         tuple(unsaved),

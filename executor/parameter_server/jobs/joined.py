@@ -100,8 +100,8 @@ def check_joined(server: Any) -> int:
     check_rule(server)
     counts = Counter(d.process_index for d in jax.devices())
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{counts[k]} in process {k}" for k in sorted(counts))
-        raise RequestError(f"joined devices: {told}; expected as many in each")
+        counts_text = ", ".join(f"{counts[k]} in process {k}" for k in sorted(counts))
+        raise RequestError(f"joined devices: {counts_text}; expected as many in each")
     return processes
 
 
@@ -140,8 +140,8 @@ class JoinedParts:
 
     def everywhere(self, arrays: Mapping[str, jax.Array]) -> dict[str, Array]:
         """Arrays that the devices have, whole, in every process."""
-        found = _spread(None, self.whole)(dict(arrays)) if arrays else {}
-        return {name: np.asarray(x.addressable_data(0)) for name, x in found.items()}
+        gathered = _spread(None, self.whole)(dict(arrays)) if arrays else {}
+        return {name: np.asarray(x.addressable_data(0)) for name, x in gathered.items()}
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,8 +182,8 @@ def on_host(batch: Sequence[Any], wanted: Sequence[bool]) -> Any:
         return multihost_utils.process_allgather(leaf, tiled=True)
 
     leaves, tree = jax.tree_util.tree_flatten(tuple(batch))
-    found = [here(x, w) for x, w in zip(leaves, wanted, strict=True)]
-    return jax.tree_util.tree_unflatten(tree, found)
+    host_leaves = [here(x, w) for x, w in zip(leaves, wanted, strict=True)]
+    return jax.tree_util.tree_unflatten(tree, host_leaves)
 
 
 def _zeros(leaf: jax.Array) -> Any:
@@ -203,10 +203,10 @@ def check_same(batch: Sequence[Any]) -> None:
         RequestError: they have not: they have been given different batches.
     """
     leaves = jax.tree_util.tree_leaves(batch)
-    own = [x for x in leaves if not isinstance(x, jax.Array) or x.is_fully_addressable]
-    if not own:
+    local_leaves = [x for x in leaves if not isinstance(x, jax.Array) or x.is_fully_addressable]
+    if not local_leaves:
         return
-    if other := _others(functools.reduce(_checksum, own, len(own))):
+    if other := _others(functools.reduce(_checksum, local_leaves, len(local_leaves))):
         raise RequestError(
             f"another batch than in process 0: in {other}; expected the whole batch as the same "
             "NumPy arrays in every process, or arrays over all processes "
@@ -227,12 +227,12 @@ def check_clock(server: ParameterServer) -> None:
         )
 
 
-def _others(mine: int) -> str:
+def _others(checksum: int) -> str:
     """The processes that have another number than process 0."""
     from jax.experimental import multihost_utils
 
-    found = np.asarray(multihost_utils.process_allgather(np.uint32(mine))).reshape(-1)
-    return ", ".join(str(k) for k in range(len(found)) if found[k] != found[0])
+    checksums = np.asarray(multihost_utils.process_allgather(np.uint32(checksum))).reshape(-1)
+    return ", ".join(str(k) for k in range(len(checksums)) if checksums[k] != checksums[0])
 
 
 def _checksum(before: int, leaf: Any) -> int:

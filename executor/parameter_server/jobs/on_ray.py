@@ -68,14 +68,14 @@ def ray_at(address: str | None) -> Iterator[Any]:
                 "another training in this process has started Ray, and ends it when it ends itself:"
                 " call ray.init(address='local', include_dashboard=False) before both"
             )
-        mine = not ray.is_initialized()
-        if mine:
+        is_owner = not ray.is_initialized()
+        if is_owner:
             _start(ray, address)
-        _OWN.running = mine
+        _OWN.running = is_owner
     try:
         yield ray
     finally:
-        if mine:
+        if is_owner:
             with _OWN.lock:
                 _OWN.running = False
                 ray.shutdown()
@@ -160,8 +160,8 @@ class Team:
                 continue
             rank = self.running.pop(done[0])
             try:
-                self.returned[rank], own, self.left[rank] = self.ray.get(done[0])
-                self.shapes = self.shapes if own is None else own
+                self.returned[rank], shapes, self.left[rank] = self.ray.get(done[0])
+                self.shapes = self.shapes if shapes is None else shapes
             except self.ray.exceptions.RayTaskError as error:
                 cause = error.cause or error
                 if isinstance(cause, TypeError) and "pickle" in str(cause):
@@ -199,8 +199,8 @@ class Team:
     def tell(self) -> None:
         """Say who has left: a server that came back from a snapshot may wait for them."""
         for rank in {*self.returned, *self.lost}:
-            told = self.left.get(rank, [(rank,)] * self.links.count)
-            self.links.call("leave", told, self.job.wait_s)
+            messages = self.left.get(rank, [(rank,)] * self.links.count)
+            self.links.call("leave", messages, self.job.wait_s)
 
     def missing(self, rank: int, error: Exception) -> None:
         """A worker's process is gone."""
@@ -219,17 +219,17 @@ class Team:
 
 def worker_process(job: TrainingJob, links: RayLinks, rank: int) -> tuple[Any, Any, list[Any]]:
     """A worker's life in a process of its own, which parts from those that it has joined."""
-    found = worker_life(job, links, rank)
+    outcome = worker_life(job, links, rank)
     if is_joined():
         nobody = [None] * (links.count - 1)
         while links.call("members", [(), *nobody], job.wait_s)[0]:  # who fails ends the job
             time.sleep(AGAIN_S)
-            links.call("leave", found[2], job.wait_s)  # a server may have come back meanwhile
+            links.call("leave", outcome[2], job.wait_s)  # a server may have come back meanwhile
         try:
             finalize()
         except Exception as error:  # the work is done
             LOG.warning("worker %d has returned; parting from the others: %s", rank, error)
-    return found
+    return outcome
 
 
 def on_ray(job: TrainingJob) -> Served:
@@ -266,7 +266,7 @@ def on_ray(job: TrainingJob) -> Served:
             team.follow()
             evaluations = evaluator.finish()
             none: list[tuple[Any, ...]] = [()] * job.servers
-            found = links.call("now", none, job.wait_s)
+            server_states = links.call("now", none, job.wait_s)
             tables = links.call("tables", none, job.wait_s)
             try:
                 unsaved = [x for x in links.call("finish", none, job.wait_s) if x]
@@ -274,7 +274,7 @@ def on_ray(job: TrainingJob) -> Served:
                 unsaved = [str(error)]
             returned = [team.returned.get(k) for k in range(job.workers)]
             ended = (team.lost, team.restarts, evaluations, unsaved)
-            return served(job, team.shapes, found, tables, returned, *ended)
+            return served(job, team.shapes, server_states, tables, returned, *ended)
         finally:
             evaluator.stop()
             for ref in team.running if team is not None else ():

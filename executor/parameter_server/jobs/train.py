@@ -115,8 +115,8 @@ def train(
     on = job_request(os.environ, gpus=gpus, **given)
     if on.backend == "local" and (replicas or restarts):
         raise RequestError("replicas and restarts need processes: backend='ray'")
-    kept = {"snapshots": snapshots is not None, "replicas": replicas, "restarts": restarts}
-    check_update_on(update_on, rule, optimizer, evaluate=evaluate, **kept)
+    recovery = {"snapshots": snapshots is not None, "replicas": replicas, "restarts": restarts}
+    check_update_on(update_on, rule, optimizer, evaluate=evaluate, **recovery)
     if row_cache < 0 or (row_cache and rule.mode == "sync"):
         raise RequestError(
             f"row_cache={row_cache} in mode {rule.mode!r}: expected a number from 0 on, in mode "
@@ -171,9 +171,9 @@ def _local(job: TrainingJob) -> Served:
     with evaluator:
         ended = together(partial(worker_life, job, links), job.workers, links.fail)
         evaluations = evaluator.finish()
-    returned = [found for found, _, _ in ended]
-    shapes = next((own for _, own, _ in ended if own is not None), None)
-    found = [shard.now() for shard in shards]
+    returned = [outcome for outcome, _, _ in ended]
+    shapes = next((tree for _, tree, _ in ended if tree is not None), None)
+    states = [shard.now() for shard in shards]
     tables = [shard.tables() for shard in shards]
     unsaved = [why for writer in writers if (why := writer.finish())]
-    return served(job, shapes, found, tables, returned, evaluations=evaluations, unsaved=unsaved)
+    return served(job, shapes, states, tables, returned, evaluations=evaluations, unsaved=unsaved)

@@ -31,14 +31,14 @@ class Servers:
     @property
     def variables(self) -> dict[str, str]:
         """What the script is told."""
-        told = {
+        settings = {
             "WORKERS": str(self.workers),
             "SERVERS": str(self.servers),
             "BACKEND": self.backend,
             "ADDRESS": self.address,
             "GPUS": None if self.gpus is None else str(self.gpus),
         }
-        return {PREFIX + name: value for name, value in told.items() if value is not None}
+        return {PREFIX + name: value for name, value in settings.items() if value is not None}
 
     def start(self, job: Job, restart: int, failed: Sequence[str] = (), /) -> Start:
         """One task: the script. What it started on this host ends with its guard; on a cluster,

@@ -39,9 +39,9 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
                 "word; expected letters, digits and _@%+=:,./- only; put it into a file, or into "
                 "--env NAME=VALUE"
             )
-    told = shared(job, 0)
-    del told["MESHWRIGHT_RESTART"]  # KubeRay tells nobody which try it is
-    head = {**told, **replace(servers, address="auto").variables}
+    env = shared(job, 0)
+    del env["MESHWRIGHT_RESTART"]  # KubeRay tells nobody which try it is
+    head = {**env, **replace(servers, address="auto").variables}
     size = servers.workers
     return {
         "apiVersion": "ray.io/v1",
@@ -63,7 +63,7 @@ def manifest(job: Job, pods: Pods, servers: Servers, max_restarts: int) -> Json:
                         "minReplicas": size,
                         "maxReplicas": size,
                         "rayStartParams": {},
-                        "template": _pod("ray-worker", job, pods.resources(), pods.image, told),
+                        "template": _pod("ray-worker", job, pods.resources(), pods.image, env),
                     }
                 ],
             },

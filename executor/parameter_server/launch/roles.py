@@ -103,8 +103,8 @@ def _tf_config(text: str) -> Found:
         '"index": 0}}'
     )
     try:
-        told = json.loads(text)
-        cluster, task = dict(told.get("cluster", {})), dict(told.get("task", {}))
+        config = json.loads(text)
+        cluster, task = dict(config.get("cluster", {})), dict(config.get("task", {}))
         for kind, hosts in cluster.items():
             if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
                 raise TypeError(f"{kind!r} is {json.dumps(hosts)}")
@@ -114,11 +114,11 @@ def _tf_config(text: str) -> Found:
         index = int(task.get("index", 0))
     except (ValueError, TypeError, AttributeError) as error:
         raise RoleError(f"TF_CONFIG: {error}; {expected}") from error
-    found: Found = {"hosts": ",".join(servers), "workers": str(workers)} if servers else {}
+    settings: Found = {"hosts": ",".join(servers), "workers": str(workers)} if servers else {}
     if "type" in task:
         kind = str(task["type"])
-        found |= {"role": kind, "rank": str(index + len(lead) * (kind == "worker"))}
-    return found
+        settings |= {"role": kind, "rank": str(index + len(lead) * (kind == "worker"))}
+    return settings
 
 
 SYSTEMS = (
@@ -281,21 +281,21 @@ def _role_in(
     system: System, flags: Mapping[str, str], unknown: Sequence[str], environ: Environment
 ) -> PsRole | None:
     """What one system's words say; None if they do not speak of servers."""
-    found, names = _said(system, flags, environ)
-    role = found.get("role")
+    settings, names = _said(system, flags, environ)
+    role = settings.get("role")
     if role is not None and role not in system.roles:
         name = names["role"]
         raise RoleError(f"{name}={role!r}: expected one of {', '.join(system.roles)}")
     kind = None if role is None else system.roles[role]
-    hosts = [host.strip() for host in found.get("hosts", "").split(",") if host.strip()]
-    servers = _count(found, names, "servers")
+    hosts = [host.strip() for host in settings.get("hosts", "").split(",") if host.strip()]
+    servers = _count(settings, names, "servers")
     if hosts and servers not in (None, len(hosts)):
         raise RoleError(
             f"{system.name}: {names['servers']} says {servers} servers, {names['hosts']} lists "
             f"{len(hosts)}; make them agree"
         )
     servers = len(hosts) if hosts else servers
-    workers = _count(found, names, "workers")
+    workers = _count(settings, names, "workers")
     notes = [
         f"{name}: no meaning here: {why}"
         for name, why in system.unused.items()
@@ -307,7 +307,7 @@ def _role_in(
         notes.append("no -s: as many servers as workers, as MXNet's launch.py does")
     if not servers and kind not in ("server", "scheduler"):
         return None
-    rank = _rank(found, names, kind, hosts)
+    rank = _rank(settings, names, kind, hosts)
     if kind in (None, "worker") and workers == 1:
         rank = 0
     if kind is None and rank is None:  # who says numbers only is who starts the job
@@ -317,8 +317,8 @@ def _role_in(
     _within(system.name, kind, rank, workers, servers)
     read = ", ".join(dict.fromkeys(names.values()))
     source = f"{system.name} ({read})"
-    address = _address(found, hosts)
-    port = None if address else found.get("port")
+    address = _address(settings, hosts)
+    port = None if address else settings.get("port")
     return PsRole(kind, rank, workers, servers, address, source, tuple(notes), port)
 
 
@@ -326,46 +326,46 @@ def _said(
     system: System, flags: Mapping[str, str], environ: Environment
 ) -> tuple[Found, dict[str, str]]:
     """What was said by meaning, and under which name; the first name in the table counts."""
-    found: Found = {}
+    settings: Found = {}
     names: dict[str, str] = {}
     if "" in flags and flags[""] in system.words:
-        found["role"], names["role"] = system.words[flags[""]], flags[""]
-    told = [(name, meaning, flags) for name, meaning in system.flags.items()]
-    told += [(name, meaning, environ) for name, meaning in system.variables.items()]
-    for name, meaning, given in told:
+        settings["role"], names["role"] = system.words[flags[""]], flags[""]
+    candidates = [(name, meaning, flags) for name, meaning in system.flags.items()]
+    candidates += [(name, meaning, environ) for name, meaning in system.variables.items()]
+    for name, meaning, given in candidates:
         if name in given and system.read is not None:
-            found = system.read(given[name])
-            names = dict.fromkeys(found, name)
-        elif name in given and meaning not in found:
-            found[meaning], names[meaning] = given[name], name
-    return found, names
+            settings = system.read(given[name])
+            names = dict.fromkeys(settings, name)
+        elif name in given and meaning not in settings:
+            settings[meaning], names[meaning] = given[name], name
+    return settings, names
 
 
-def _count(found: Found, names: Mapping[str, str], meaning: str) -> int | None:
-    if meaning not in found:
+def _count(settings: Found, names: Mapping[str, str], meaning: str) -> int | None:
+    if meaning not in settings:
         return None
     try:
-        number = int(found[meaning])
+        number = int(settings[meaning])
     except ValueError:
         number = -1
     least = int(meaning == "workers")
     if number < least:
         raise RoleError(
-            f"{names[meaning]}={found[meaning]!r}: expected a whole number from {least} on"
+            f"{names[meaning]}={settings[meaning]!r}: expected a whole number from {least} on"
         )
     return number
 
 
 def _rank(
-    found: Found, names: Mapping[str, str], kind: str | None, hosts: Sequence[str]
+    settings: Found, names: Mapping[str, str], kind: str | None, hosts: Sequence[str]
 ) -> int | None:
     if kind == "scheduler":
         return None
     own_rank = "server_rank" if kind == "server" else "worker_rank"
-    rank = _count(found, names, own_rank if own_rank in found else "rank")
-    own = f"{found.get('own_host', '')}:{found.get('own_port', '')}"
-    if kind == "server" and rank is None and own in hosts:
-        return hosts.index(own)
+    rank = _count(settings, names, own_rank if own_rank in settings else "rank")
+    address = f"{settings.get('own_host', '')}:{settings.get('own_port', '')}"
+    if kind == "server" and rank is None and address in hosts:
+        return hosts.index(address)
     return rank
 
 
@@ -378,12 +378,12 @@ def _within(
         raise RoleError(f"{system}: {kind} {rank} of {of}, expected a number from 0 to {of - 1}")
 
 
-def _address(found: Found, hosts: Sequence[str]) -> str | None:
+def _address(settings: Found, hosts: Sequence[str]) -> str | None:
     """Where Ray's head is to be: at the scheduler's place, else the first server's."""
-    place = found.get("host") or (hosts[0] if hosts else "")
+    place = settings.get("host") or (hosts[0] if hosts else "")
     if not place:
         return None
     if place.count(":") > 1 and "]" not in place:  # an IPv6 address
         place = f"[{place}]"
     has_port = ":" in place.rpartition("]")[2]
-    return place if has_port else f"{place}:{found.get('port', '6379')}"
+    return place if has_port else f"{place}:{settings.get('port', '6379')}"

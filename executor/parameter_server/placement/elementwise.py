@@ -59,8 +59,8 @@ def check_elementwise(optimizer: optax.GradientTransformation) -> None:
         pushed[9][0][0, 0] = np.nan
         whole = flat(_moved(optimizer, list, values, pushed))
         for part in (slice(half), slice(half, None)):
-            found = _moved(optimizer, partial(server, part), values, pushed)
-            _compare(whole[part], found[0], CLOSE[floating])
+            moved = _moved(optimizer, partial(server, part), values, pushed)
+            _compare(whole[part], moved[0], CLOSE[floating])
 
     _in_either(check)
 
@@ -130,10 +130,10 @@ def _drawn(
 
 def _flat(dtypes: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
     """As servers hold dense parameters, in the order of the tree within each dtype."""
-    found: dict[str, list[Array]] = {}
+    by_dtype: dict[str, list[Array]] = {}
     for dtype, x in zip(dtypes, arrays, strict=True):
-        found.setdefault(dtype, []).append(x.ravel())
-    return {dtype: np.concatenate(found[dtype]) for dtype in sorted(found)}
+        by_dtype.setdefault(dtype, []).append(x.ravel())
+    return {dtype: np.concatenate(by_dtype[dtype]) for dtype in sorted(by_dtype)}
 
 
 def _few(shape: Sequence[int]) -> list[int]:
@@ -154,10 +154,10 @@ def _try(
         return
     values, pushed = _drawn([(_few(x.shape), x.dtype) for x in leaves], floating)
     whole = served(_moved(optimizer, user, values, pushed))
-    found = _moved(optimizer, served, values, pushed)
+    moved = _moved(optimizer, served, values, pushed)
     # XLA rounds what it compiles as a scalar in another way, a schedule's rate for one
     close = served([np.full(x.shape, LOOSE if x.size == 1 else CLOSE[floating]) for x in values])
-    for one, other, within in zip(*map(jax.tree.leaves, (whole, found, close)), strict=True):
+    for one, other, within in zip(*map(jax.tree.leaves, (whole, moved, close)), strict=True):
         _compare(one, other, within)
 
 

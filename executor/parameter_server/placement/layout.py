@@ -86,14 +86,14 @@ class Layout:
     @cached_property
     def sizes(self) -> tuple[dict[str, int], ...]:
         """Elements of every server's flat arrays, by dtype."""
-        found: list[dict[str, int]] = []
+        by_server: list[dict[str, int]] = []
         for pieces in self.of_server:
             sizes: dict[str, int] = {}
             for piece in pieces:
                 dtype = self.dtypes[piece.leaf]
                 sizes[dtype] = sizes.get(dtype, 0) + piece.size
-            found.append(dict(sorted(sizes.items())))
-        return tuple(found)
+            by_server.append(dict(sorted(sizes.items())))
+        return tuple(by_server)
 
     def busy(self, *, tables: bool) -> tuple[int, ...]:
         """The servers that take part in pushes and pulls: who holds nothing does not. Rows of
@@ -141,12 +141,12 @@ class Layout:
             RequestError: another form, shape or dtype, or no array; names the leaf.
         """
         leaves = [np.asarray(x).reshape(-1) for x in self._leaves(tree)]
-        made = into or [{d: np.empty(n, np.dtype(d)) for d, n in s.items()} for s in self.sizes]
+        flats = into or [{d: np.empty(n, np.dtype(d)) for d, n in s.items()} for s in self.sizes]
         for p in self.pieces:
-            made[p.server][self.dtypes[p.leaf]][p.offset : p.offset + p.size] = leaves[p.leaf][
+            flats[p.server][self.dtypes[p.leaf]][p.offset : p.offset + p.size] = leaves[p.leaf][
                 p.begin : p.end
             ]
-        return made
+        return flats
 
     def gather(self, flats: Sequence[Mapping[str, Array]], *, copy: bool = False) -> Any:
         """What the servers hold as a pytree of read-only arrays.
@@ -163,10 +163,10 @@ class Layout:
             if whole and not copy and str(held.dtype) == name:
                 leaves[p.leaf] = held
                 continue
-            made = leaves[p.leaf]
-            if made is None:
-                made = leaves[p.leaf] = np.empty(math.prod(shape), np.dtype(name))
-            widen(held, made[p.begin : p.end])
+            array = leaves[p.leaf]
+            if array is None:
+                array = leaves[p.leaf] = np.empty(math.prod(shape), np.dtype(name))
+            widen(held, array[p.begin : p.end])
         shaped = [
             (np.empty(0, np.dtype(d)) if x is None else x).reshape(s)
             for x, s, d in zip(leaves, self.shapes, self.dtypes, strict=True)

@@ -52,11 +52,11 @@ def respread(old: Layout, new: Layout, flats: Sequence[Flats]) -> list[dict[str,
     for p in old.pieces:
         there = flats[p.server][old.dtypes[p.leaf]]
         leaves[p.leaf][p.begin : p.end] = there[p.offset : p.offset + p.size]
-    made = [{d: np.empty(n, kinds[d]) for d, n in sizes.items()} for sizes in new.sizes]
+    new_flats = [{d: np.empty(n, kinds[d]) for d, n in sizes.items()} for sizes in new.sizes]
     for p in new.pieces:
-        flat = made[p.server][new.dtypes[p.leaf]]
+        flat = new_flats[p.server][new.dtypes[p.leaf]]
         flat[p.offset : p.offset + p.size] = leaves[p.leaf][p.begin : p.end]
-    return made
+    return new_flats
 
 
 def reshard(
@@ -81,7 +81,7 @@ def reshard(
     last = {w: [min(_number(d, w) for d in busy), True] for w in facts["last"]}
     values = respread(old, new, [without_prefix(arrays, VALUES) for _, arrays in dumps])
     second = {name: first[name] for name in (VALUES + SECOND,) if name in first}
-    made = [second | {f"{VALUES}{d}": x for d, x in flat.items()} for flat in values]
+    new_arrays = [second | {f"{VALUES}{d}": x for d, x in flat.items()} for flat in values]
     check_dumps(dumps, optimizer)
     if optimizer is not None:
         forms = [_places(optimizer, arrays) for _, arrays in dumps]
@@ -98,25 +98,25 @@ def reshard(
                 for form, (_, arrays) in zip(forms, dumps, strict=True)
             ]
             spread[name] = respread(old, new, flats)
-        for server, arrays in enumerate(made):
-            for (name, dtype), (k, own) in _places(optimizer, arrays).items():
+        for server, arrays in enumerate(new_arrays):
+            for (name, dtype), (k, leaf_dtype) in _places(optimizer, arrays).items():
                 arrays[f"{STATE}{k}"] = (
-                    once.get((name, own), once[name, None])
+                    once.get((name, leaf_dtype), once[name, None])
                     if dtype is None
                     else spread[name][server][dtype]
                 )
     rows = tables.reshard_tables(
         [without_prefix(arrays, TABLES) for _, arrays in dumps], new.servers
     )
-    for arrays, part in zip(made, rows, strict=True):
+    for arrays, part in zip(new_arrays, rows, strict=True):
         arrays.update({f"{TABLES}{name}": x for name, x in part.items()})
     about = dict(facts["about"]) | new.about
     changed = {"last": last, "about": about, "queues": dumps[0][0]["queues"]}
     taking_part = new.busy(tables=bool(about.get("tables")))
     counts = [facts["counts"] if k in taking_part else asdict(Counts()) for k in range(new.servers)]
     return [
-        (dict(facts) | changed | {"counts": own}, arrays)
-        for own, arrays in zip(counts, made, strict=True)
+        (dict(facts) | changed | {"counts": server_counts}, arrays)
+        for server_counts, arrays in zip(counts, new_arrays, strict=True)
     ]
 
 
@@ -142,11 +142,11 @@ def _places(
     goes along with the values of a dtype by that too."""
     values = without_prefix(arrays, VALUES)
     leaves, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, values))
-    found: dict[tuple[str, str | None], tuple[int, np.dtype[Any]]] = {}
+    places: dict[tuple[str, str | None], tuple[int, np.dtype[Any]]] = {}
     for k, (path, leaf) in enumerate(leaves):
         key = getattr(path[-1], "key", None) if path else None
         if key in values and key != SECOND and leaf.shape == values[key].shape:
-            found[jax.tree_util.keystr(path[:-1]), str(key)] = k, leaf.dtype
+            places[jax.tree_util.keystr(path[:-1]), str(key)] = k, leaf.dtype
         else:
-            found[jax.tree_util.keystr(path), None] = k, leaf.dtype
-    return found
+            places[jax.tree_util.keystr(path), None] = k, leaf.dtype
+    return places

@@ -97,19 +97,19 @@ def read(folder: Path, version: int, *, arrays: bool = True) -> Dump:
         with np.load(path) as file:
             said = json.loads(bytes(file[FACTS]))
             forms = said["forms"].items() if arrays else ()
-            found = {n: file[n].view(np.dtype(d)).reshape(s) for n, (d, s) in forms}
+            contents = {n: file[n].view(np.dtype(d)).reshape(s) for n, (d, s) in forms}
     except Exception as error:
         raise RequestError(
             f"snapshot {path} can't be read ({type(error).__name__}: {error}); remove it to go on "
             "from the one before it"
         ) from error
-    return said["facts"], found
+    return said["facts"], contents
 
 
 def listed(folder: Path) -> list[int]:
     """The numbers of updates of a server's snapshots, the oldest first."""
-    found = (re.fullmatch(r"([0-9]{12})\.npz", p.name) for p in folder.glob("*.npz"))
-    return sorted(int(m[1]) for m in found if m)
+    matches = (re.fullmatch(r"([0-9]{12})\.npz", p.name) for p in folder.glob("*.npz"))
+    return sorted(int(m[1]) for m in matches if m)
 
 
 def chosen(places: Places, mode: str) -> tuple[int, ...] | None:
@@ -139,7 +139,7 @@ def busy_of(facts: Mapping[str, Any]) -> tuple[int, ...]:
 def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
     """What a job that begins in this folder goes on from: an earlier job's servers, of whatever
     number, and the snapshot of each; the one with the most updates."""
-    found = []
+    candidates = []
     for before in places.folder.glob(f"{BEFORE}of-*"):  # a job was ended within replace_all
         here = before.with_name(before.name.removeprefix(BEFORE))
         if not here.exists():
@@ -151,8 +151,8 @@ def earlier(places: Places, mode: str) -> tuple[Places, tuple[int, ...]] | None:
             versions = chosen(other, mode)
             if versions is not None:
                 done = max(versions)  # one that takes part in nothing has none
-                found.append((done, other.servers == places.servers, other, versions))
-    return max(found, key=lambda f: f[:2])[2:] if found else None
+                candidates.append((done, other.servers == places.servers, other, versions))
+    return max(candidates, key=lambda f: f[:2])[2:] if candidates else None
 
 
 def replace_all(places: Places, dumps: Sequence[Dump]) -> None:

@@ -49,13 +49,13 @@ def laid_aside(waiting: Mapping[int, Pushed]) -> dict[str, Array]:
 
 def differ(got: Mapping[str, Any], held: Mapping[str, Any]) -> str:
     """What differs in two descriptions of parameters, the first of it."""
-    mine, theirs = (
+    got_forms, held_forms = (
         dict(zip(x["paths"], zip(x["dtypes"], x["shapes"], strict=True), strict=True))
         | x.get("tables", {})
         for x in (got, held)
     )
-    for path in sorted({*mine, *theirs}):
-        one, other = mine.get(path), theirs.get(path)
+    for path in sorted({*got_forms, *held_forms}):
+        one, other = got_forms.get(path), held_forms.get(path)
         if one is None or other is None or list(one) != list(other):
             return f"{path}: got {one}, they have {other}"
     return "cut in another way"
@@ -76,8 +76,8 @@ def shard_facts(shard: ServerState) -> dict[str, Any]:
         "queues": {n: queue.to_facts() for n, queue in shard.queues.items()},
         "counts": asdict(shard.counts),
     }
-    found: dict[str, Any] = json.loads(json.dumps(facts))
-    return found
+    json_facts: dict[str, Any] = json.loads(json.dumps(facts))
+    return json_facts
 
 
 def take_up(shard: ServerState, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
@@ -94,28 +94,30 @@ def take_up(shard: ServerState, facts: Mapping[str, Any], arrays: Mapping[str, A
     shard.left = set(facts["left"])
     shard.queues = {int(n): Queue.from_facts(q) for n, q in facts["queues"].items()}
     counts: dict[str, Any] = facts["counts"]
-    told: dict[str, Any] = {k: _by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()}
-    shard.counts = Counts(**told)
+    count_fields: dict[str, Any] = {
+        k: _by_rank(v) if isinstance(v, dict) else v for k, v in counts.items()
+    }
+    shard.counts = Counts(**count_fields)
     shard.read_at.clear()
     shard.waiting = _waiting_from(arrays)
 
 
-def _by_rank(found: Mapping[str, Any]) -> dict[int, Any]:
+def _by_rank(by_name: Mapping[str, Any]) -> dict[int, Any]:
     """With numbers for names, which JSON has not."""
-    return {int(k): v for k, v in found.items()}
+    return {int(k): v for k, v in by_name.items()}
 
 
 def _waiting_from(arrays: Mapping[str, Array]) -> dict[int, Pushed]:
     """Pushes laid aside, from dumped arrays."""
-    found: dict[int, Pushed] = {}
+    waiting: dict[int, Pushed] = {}
     for name, x in arrays.items():
         if not name.startswith("waiting/"):
             continue
         _, worker, kind, key = name.split("/", 3)
-        pushed = found.setdefault(int(worker), Pushed({}, {}))
+        pushed = waiting.setdefault(int(worker), Pushed({}, {}))
         if kind == "dense":
-            found[int(worker)] = replace(pushed, dense={**pushed.dense, key: x})
+            waiting[int(worker)] = replace(pushed, dense={**pushed.dense, key: x})
         elif kind == "ids":
             rows = (x, arrays[f"waiting/{worker}/rows/{key}"])
-            found[int(worker)] = replace(pushed, rows={**pushed.rows, key: rows})
-    return found
+            waiting[int(worker)] = replace(pushed, rows={**pushed.rows, key: rows})
+    return waiting

@@ -84,28 +84,28 @@ def _dense(pushes: Sequence[Pushed]) -> dict[str, Any]:
     as zero."""
     if len(pushes) == 1:
         return dict(pushes[0].dense)
-    found: dict[str, Any] = {}
+    gradients: dict[str, Any] = {}
     for name in dict.fromkeys(name for push in pushes for name in push.dense):
         parts = [push.dense[name] for push in pushes if name in push.dense]
         if name in ROUNDED and len(pushes).bit_count() == 1:
-            found[name] = Mean(parts, parts[0].dtype.type(len(pushes)))
+            gradients[name] = Mean(parts, parts[0].dtype.type(len(pushes)))
         else:  # XLA would multiply by the reciprocal
-            found[name] = _mean(parts, len(pushes))
-    return found
+            gradients[name] = _mean(parts, len(pushes))
+    return gradients
 
 
 def _mean(parts: Sequence[Array], count: int) -> Array:
     """The sum of flat arrays, divided, block by block: a block stays in the processor's cache."""
     room = np.empty(parts[0].nbytes + 64, np.uint8)  # XLA:CPU reads multiples of 64 where they lie
     begin = -room.ctypes.data % 64
-    made: Array = room[begin : begin + parts[0].nbytes].view(parts[0].dtype)
-    for begin in range(0, made.size, BLOCK):
-        out = made[begin : begin + BLOCK]
+    average: Array = room[begin : begin + parts[0].nbytes].view(parts[0].dtype)
+    for begin in range(0, average.size, BLOCK):
+        out = average[begin : begin + BLOCK]
         out[...] = parts[0][begin : begin + BLOCK]
         for part in parts[1:]:
             out += part[begin : begin + BLOCK]
         np.divide(out, count, out=out, casting="unsafe")
-    return made
+    return average
 
 
 def _rows(pushes: Sequence[Pushed]) -> Mapping[str, tuple[Array, Array]]:
@@ -158,10 +158,10 @@ def _update(
 ) -> Callable[..., Any]:
     """The compiled update; one for all stores of an optimizer, so that it is compiled once."""
 
-    def mean(found: Any) -> Any:
-        if not isinstance(found, Mean):
-            return found
-        return functools.reduce(jnp.add, found.parts) / found.count
+    def mean(gradient: Any) -> Any:
+        if not isinstance(gradient, Mean):
+            return gradient
+        return functools.reduce(jnp.add, gradient.parts) / gradient.count
 
     def updated(values: Any, state: Any, pushed: Any, scale: Any) -> Any:
         pushed = {name: mean(x) for name, x in pushed.items()}
@@ -262,9 +262,9 @@ class Store:
     def dump(self) -> dict[str, Array]:
         """Everything, in memory of its own, by name; ``load`` takes it back."""
         leaves = jax.tree.leaves(self.state)
-        found = {f"{VALUES}{d}": np.array(x) for d, x in (self.values or {}).items()}
-        found |= {f"{STATE}{k}": np.array(x) for k, x in enumerate(leaves)}
-        return found | {f"{TABLES}{name}": x for name, x in self.tables.dump().items()}
+        arrays = {f"{VALUES}{d}": np.array(x) for d, x in (self.values or {}).items()}
+        arrays |= {f"{STATE}{k}": np.array(x) for k, x in enumerate(leaves)}
+        return arrays | {f"{TABLES}{name}": x for name, x in self.tables.dump().items()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Begin with what ``dump`` gave.
@@ -274,9 +274,9 @@ class Store:
         """
         self.tables.load(without_prefix(arrays, TABLES))
         self.values = {name: jnp.array(x) for name, x in without_prefix(arrays, VALUES).items()}
-        kept = [jnp.array(arrays[key]) for key in states(arrays)]
+        leaves = [jnp.array(arrays[key]) for key in states(arrays)]
         forms = _forms(self.optimizer, self.values)
-        if len(kept) != len(forms) or any(_form(x) not in f for x, f in zip(kept, forms)):  # noqa: B905
+        if len(leaves) != len(forms) or any(_form(x) not in f for x, f in zip(leaves, forms)):  # noqa: B905
             raise RequestError(OTHER)
         form = None if self.optimizer is None else jax.eval_shape(self.optimizer.init, self.values)
-        self.state = jax.tree.unflatten(jax.tree.structure(form), kept)
+        self.state = jax.tree.unflatten(jax.tree.structure(form), leaves)

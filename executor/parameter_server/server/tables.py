@@ -143,11 +143,11 @@ class Tables:
     def dump(self) -> dict[str, Array]:
         """All there is, copied: ``kind/number/table`` names the values (kind "values", number 0)
         and each leaf of the optimizer's state, for each row ("rows") or not ("shared")."""
-        found = {f"values/0/{name}": np.array(t.values) for name, t in self.held.items()}
+        arrays = {f"values/0/{name}": np.array(t.values) for name, t in self.held.items()}
         for name, table in self.held.items():
             for k, (leaf, by_row) in enumerate(zip(table.leaves, table.by_row, strict=True)):
-                found[f"{'rows' if by_row else 'shared'}/{k}/{name}"] = np.array(leaf)
-        return found
+                arrays[f"{'rows' if by_row else 'shared'}/{k}/{name}"] = np.array(leaf)
+        return arrays
 
     def load(self, dumped: Mapping[str, Array]) -> None:
         """Begin with what ``dump`` gave.
@@ -237,14 +237,14 @@ class Tables:
 
 def joined(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Whole tables from what each server holds, in order of the servers."""
-    found = {}
+    tables = {}
     for name in sorted(parts[0]):
         held = [part[name] for part in parts]
         whole = np.empty((sum(map(len, held)), *held[0].shape[1:]), held[0].dtype)
         for server, rows in enumerate(held):
             whole[server :: len(held)] = rows
-        found[name] = whole
-    return found
+        tables[name] = whole
+    return tables
 
 
 def reshard_tables(dumps: Sequence[Mapping[str, Array]], servers: int) -> list[dict[str, Array]]:

@@ -104,8 +104,8 @@ class ServerCalls:
         """
         coded: list[dict[str, Coded]] = [{}] * len(flats)
         if self.feedback is not None:
-            found = [self.feedback.encode(server, flat) for server, flat in enumerate(flats)]
-            flats, coded = [dense for dense, _ in found], [x for _, x in found]
+            encoded = [self.feedback.encode(server, flat) for server, flat in enumerate(flats)]
+            flats, coded = [dense for dense, _ in encoded], [x for _, x in encoded]
         parts = zip(flats, rows, coded, strict=True)
         self.number += 1
         return self._keep([Pushed(flat, part, x, dtype=self._dtype) for flat, part, x in parts])
@@ -125,9 +125,9 @@ class ServerCalls:
 
     def push(self, method: str, args: Sequence[Args]) -> dict[int, Any]:
         """Send a push, by ``push`` or ``push_pull``; the answers of the servers that take part."""
-        found = self._ask(method, args)
+        answers = self._ask(method, args)
         self._taken = args[0][1]
-        return found
+        return answers
 
     def pull(self, ahead: int = 0) -> dict[int, Any]:
         """The values of the servers that take part; ``ahead`` as for ``Clocks.blockers``."""
@@ -135,8 +135,8 @@ class ServerCalls:
 
     def _ask(self, method: str, args: Sequence[Args]) -> dict[int, Any]:
         """The answers of the servers that take part."""
-        found = self.call(method, [a if k in self.busy else None for k, a in enumerate(args)])
-        return {server: found[server] for server in self.busy}
+        answers = self.call(method, [a if k in self.busy else None for k, a in enumerate(args)])
+        return {server: answers[server] for server in self.busy}
 
     @property
     def leaving(self) -> list[tuple[int, int | None]]:

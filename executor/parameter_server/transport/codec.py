@@ -134,10 +134,10 @@ def encode(kind: str, values: Array, residual: Array | None) -> tuple[Coded, Arr
             codes[begin:end] = total[:count]
             decoded = codes[begin:end]
         elif kind == "int8":
-            scales[scale], found = _int8(blocks, sizes)
-            decoded = found.reshape(-1)[:count]
+            scales[scale], multiples = _int8(blocks, sizes)
+            decoded = multiples.reshape(-1)[:count]
             codes[begin:end] = decoded
-            np.multiply(found, scales[scale, None], out=sizes)
+            np.multiply(multiples, scales[scale, None], out=sizes)
             decoded = magnitude[:count]
         else:
             scales[scale], packed, signs = _ternary(blocks, sizes)
@@ -210,8 +210,8 @@ def _int8(blocks: Array, sizes: Array) -> tuple[Array, Array]:
     scale = sizes.max(axis=1) / blocks.dtype.type(127)
     scale[scale < np.finfo(scale.dtype).tiny] = 0  # its inverse might not be finite
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    found = np.multiply(blocks, inverse[:, None], out=sizes)
-    return scale, np.rint(found, out=found)
+    multiples = np.multiply(blocks, inverse[:, None], out=sizes)
+    return scale, np.rint(multiples, out=multiples)
 
 
 def _ternary(blocks: Array, sizes: Array) -> tuple[Array, Array, Array]:
@@ -219,9 +219,9 @@ def _ternary(blocks: Array, sizes: Array) -> tuple[Array, Array, Array]:
     least = blocks.dtype.type(KEPT) * sizes.mean(axis=1, keepdims=True)
     above, below = blocks > least, blocks < -least
     signs = above.view(np.int8) - below.view(np.int8)
-    kept = above | below
-    count = np.count_nonzero(kept, axis=1)
-    np.multiply(sizes, kept, out=sizes)
+    mask = above | below
+    count = np.count_nonzero(mask, axis=1)
+    np.multiply(sizes, mask, out=sizes)
     scale = sizes.sum(axis=1) / np.maximum(count, 1).astype(sizes.dtype)
     four = (above.view(np.uint8) + 2 * below.view(np.uint8)).reshape(-1).view("<u4")
     packed = (four | four >> 6 | four >> 12 | four >> 18) & 0xFF

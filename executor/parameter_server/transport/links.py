@@ -101,12 +101,12 @@ class LocalLinks:
             None if a is None else self.pool.submit(getattr(shard, method), *a)
             for shard, a in zip(self.shards, args, strict=True)
         ]
-        found = []
+        answers = []
         for number, future in enumerate(calls):
             try:
-                found.append(None if future is None else future.result(wait_s))
+                answers.append(None if future is None else future.result(wait_s))
             except FutureTimeoutError as error:
                 raise WaitError(
                     f"server {number} did not answer {method} in {wait_s:g} s"
                 ) from error
-        return found
+        return answers

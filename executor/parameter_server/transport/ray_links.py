@@ -76,12 +76,13 @@ class RayLinks:
         if server in self._far or server in self._slots:
             return self._slots.get(server)
         room = self._rooms[server]
-        with made(ray.get_runtime_context().get_node_id(), room, self._reserved) as found:
+        with made(ray.get_runtime_context().get_node_id(), room, self._reserved) as slot_and_key:
             try:
-                if found is not None and ray.get(
-                    self.actors[server].share.remote(self.rank, found[1], room), timeout=SHARE_S
+                if slot_and_key is not None and ray.get(
+                    self.actors[server].share.remote(self.rank, slot_and_key[1], room),
+                    timeout=SHARE_S,
                 ):
-                    self._slots[server] = found[0]
+                    self._slots[server] = slot_and_key[0]
                 else:
                     self._far.add(server)
             except ray.exceptions.GetTimeoutError:  # it has not the time
@@ -118,40 +119,40 @@ class RayLinks:
         """See ``Links``."""
         import ray
 
-        found: list[Any] = [None] * self.count
+        by_server: list[Any] = [None] * self.count
         try:
-            asked = {k: self._ask(k, method, a) for k, a in enumerate(args) if a is not None}
+            requests = {k: self._ask(k, method, a) for k, a in enumerate(args) if a is not None}
             until = time.monotonic() + wait_s
-            refs = [ref for ref, _ in asked.values()]
+            refs = [ref for ref, _ in requests.values()]
             answers = ray.get(refs, timeout=_left(until))
             opened = [
-                _opened(x, slot) for x, (_, slot) in zip(answers, asked.values(), strict=True)
+                _opened(x, slot) for x, (_, slot) in zip(answers, requests.values(), strict=True)
             ]
-            for server, answer in zip(asked, fetch(opened, _left(until)), strict=True):
-                found[server] = answer
-            return found
+            for server, answer in zip(requests, fetch(opened, _left(until)), strict=True):
+                by_server[server] = answer
+            return by_server
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
             self._slots.clear()  # one of them is lost; below it is seen which
         except ray.exceptions.GetTimeoutError as error:
             self._slots.clear()  # a server may still look at what is there
-            raise _late(dict(zip(asked, refs, strict=True)), method, wait_s) from error
+            raise _late(dict(zip(requests, refs, strict=True)), method, wait_s) from error
         except ray.exceptions.RayTaskError as error:
             self._slots.clear()
             raise (error.cause or error) from error
         except BaseException:
             self._slots.clear()
             raise
-        for server, under_way in asked.items():
+        for server, under_way in requests.items():
             what = args[server] or ()
-            found[server] = self._one(server, method, what, under_way, until, first)
-        return found
+            by_server[server] = self._one(server, method, what, under_way, until, first)
+        return by_server
 
     def _one(
         self,
         server: int,
         method: str,
         args: tuple[Any, ...],
-        asked: tuple[Any, Slot | None] | None,
+        request: tuple[Any, Slot | None] | None,
         until: float,
         first: First,
     ) -> Any:
@@ -161,11 +162,11 @@ class RayLinks:
         actor = self.actors[server]
         while True:
             try:
-                if asked is None:
+                if request is None:
                     for name, what in first(server):
                         ray.get(getattr(actor, name).remote(*what), timeout=_left(until))
-                    asked = getattr(actor, method).remote(*args), None
-                answer = _opened(ray.get(asked[0], timeout=_left(until)), asked[1])
+                    request = getattr(actor, method).remote(*args), None
+                answer = _opened(ray.get(request[0], timeout=_left(until)), request[1])
                 return fetch([answer], _left(until))[0]
             except ray.exceptions.ActorDiedError as error:
                 raise gone(server, method, error) from error
@@ -176,7 +177,7 @@ class RayLinks:
                         f"{method}"
                     ) from error
                 time.sleep(AGAIN_S)
-                asked = None
+                request = None
             except ray.exceptions.GetTimeoutError as error:
                 raise WaitError(f"server {server} did not answer {method} in time") from error
             except ray.exceptions.RayTaskError as error:

@@ -41,12 +41,12 @@ class Copy:
     """Repeats every change of a server, in their order. One call at a time.
 
     Args:
-        made: arguments of the server's ``Shard``.
+        shard_args: arguments of the server's ``Shard``.
     """
 
-    def __init__(self, made: tuple[Any, ...]) -> None:
-        self.made = made
-        self.shard = None if _came_back() else Shard(*made)
+    def __init__(self, shard_args: tuple[Any, ...]) -> None:
+        self.made = shard_args
+        self.shard = None if _came_back() else Shard(*shard_args)
         self.number = -1
 
     def load(self, number: int, dump: tuple[dict[str, Any], dict[str, Array]]) -> bool:
@@ -75,7 +75,7 @@ class Serving(Shard):
     """A ``Shard`` in an actor.
 
     Args:
-        made: arguments of ``Shard``.
+        shard_args: arguments of ``Shard``.
         index: of this server.
         places: of snapshots; None makes none.
         twin: the actor of its ``Copy``; None has none.
@@ -85,14 +85,14 @@ class Serving(Shard):
 
     def __init__(
         self,
-        made: tuple[Any, ...],
+        shard_args: tuple[Any, ...],
         index: int,
         places: Places | None,
         twin: Any,
         begin: int | None,
         again: tuple[int, int | None],
     ) -> None:
-        super().__init__(*made)
+        super().__init__(*shard_args)
         self.index, self.twin, self.number = index, twin, -1
         self.slots: dict[int, Slot | None] = {}
         self.mine = threading.local()
@@ -118,13 +118,13 @@ class Serving(Shard):
         import ray
 
         try:
-            found = self.twin and ray.get(self.twin.dump.remote(), timeout=self.wait_s)
+            twin_dump = self.twin and ray.get(self.twin.dump.remote(), timeout=self.wait_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             LOG.warning("server %d: its copy does not answer: %s", self.index, error)
-            found = None
+            twin_dump = None
         copied = begin
-        if found is not None and found[0] >= 0:
-            copied = found[1][0]["version"]
+        if twin_dump is not None and twin_dump[0] >= 0:
+            copied = twin_dump[1][0]["version"]
         if places is not None:  # of newer ones it went on without its copy, or has none
             folder = places.of(self.index)
             for version in [v for v in reversed(listed(folder)) if v > copied]:
@@ -134,10 +134,10 @@ class Serving(Shard):
                     LOG.warning("server %d: %s", self.index, error)
                 else:
                     return True
-        if found is None and places is None:
+        if twin_dump is None and places is None:
             self.gone = f"server {self.index} was lost, and its copy too"
-        elif found is not None and found[0] >= 0:
-            self.number, dump = found
+        elif twin_dump is not None and twin_dump[0] >= 0:
+            self.number, dump = twin_dump
             self.load(*dump)
             return True
         return False
@@ -161,11 +161,11 @@ class Serving(Shard):
             raise LostError(LEFT.format(worker=worker))
         if slot is None or slot.token != letter.token:
             return None
-        found = getattr(self, method)(*slot.read(letter, copy=method != "push_pull"))
-        if not isinstance(found, Values) or is_shared(found):
-            return found
-        written = slot.write(found, answer=True)
-        return found if written is None else written
+        reply = getattr(self, method)(*slot.read(letter, copy=method != "push_pull"))
+        if not isinstance(reply, Values) or is_shared(reply):
+            return reply
+        written = slot.write(reply, answer=True)
+        return reply if written is None else written
 
     def _check(self) -> None:
         if self.gone:
@@ -180,9 +180,9 @@ class Serving(Shard):
     def join(self, *args: Any) -> tuple[int, int]:
         """See ``Shard``."""
         self._check()
-        found = super().join(*args)
+        numbers = super().join(*args)
         self._settle()
-        return found
+        return numbers
 
     def leave(self, *args: Any) -> None:
         """See ``Shard``."""

@@ -81,12 +81,12 @@ class Slot:
 
     def flats(self, sizes: Mapping[str, int]) -> Flat:
         """Flat arrays in the room for them: number of elements by dtype."""
-        found, begin = {}, self.begin
+        flat, begin = {}, self.begin
         for name, count in sizes.items():
             end = begin + count * np.dtype(name).itemsize
-            found[name] = self.bytes[begin:end].view(np.dtype(name))
+            flat[name] = self.bytes[begin:end].view(np.dtype(name))
             begin = aligned(end)
-        return found
+        return flat
 
     def write(self, what: Any, *, answer: bool = False) -> Letter | None:
         """Put something here; None where there is no room for it."""

@@ -73,15 +73,15 @@ def publish(flat: Flat) -> Any:
     return Shared(ray.put(raw), {name: str(x.dtype) for name, x in flat.items()})
 
 
-def fetch(found: Sequence[Any], wait_s: float) -> list[Any]:
+def fetch(answers: Sequence[Any], wait_s: float) -> list[Any]:
     """Answers of servers, their values read where they lie: read-only, nothing is copied."""
-    refs = [x.values.ref for x in found if is_shared(x)]
+    refs = [x.values.ref for x in answers if is_shared(x)]
     if not refs:
-        return list(found)
+        return list(answers)
     import ray
 
     read = iter(ray.get(refs, timeout=wait_s))
-    return [replace(x, values=_typed(next(read), x.values)) if is_shared(x) else x for x in found]
+    return [replace(x, values=_typed(next(read), x.values)) if is_shared(x) else x for x in answers]
 
 
 def _typed(raw: Flat, shared: Shared) -> Flat:

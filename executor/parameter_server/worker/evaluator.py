@@ -48,13 +48,13 @@ class ValueReader:
         if self.shapes is None:
             return None
         layout = layout_of(self.shapes, self.links.count, **self.cut)
-        found = [values for values, _ in self._call("now")]
+        server_values = [values for values, _ in self._call("now")]
         if self.busy is None:
             self.busy = layout.busy(tables=any(self._call("tables")))
-        version = min(found[k].version for k in self.busy)
+        version = min(server_values[k].version for k in self.busy)
         if version == seen:
             return None
-        params = layout.gather([values.values for values in found])
+        params = layout.gather([values.values for values in server_values])
         tables = joined(self._call("tables"))
         try:
             return version, self.evaluate(params, tables) if tables else self.evaluate(params)

@@ -88,10 +88,10 @@ class Exchange:
         for name, ids in checked_tables(rows, "pull_rows", "ids").items():
             unique[name], back[name] = np.unique(tables.checked(name, ids), return_inverse=True)
         if self._cache is None:
-            found = self._read_rows(unique)
+            by_table = self._read_rows(unique)
         else:
-            found = self._cache.read(unique, self._calls.number, self._read_rows, tables.empty)
-        return {name: found[name][back[name]] for name in rows}
+            by_table = self._cache.read(unique, self._calls.number, self._read_rows, tables.empty)
+        return {name: by_table[name][back[name]] for name in rows}
 
     def _read_rows(self, ids: Mapping[str, Array]) -> dict[str, Array]:
         self.settle()
@@ -99,9 +99,9 @@ class Exchange:
         for name, wanted in ids.items():
             for part, (_, local) in zip(parts, self.tables.split(wanted), strict=True):
                 part[name] = local
-        found = self._calls.call("pull_rows", [(self._calls.rank, part) for part in parts])
-        self.version = min(x.version for x in found)
-        return self.tables.merge(ids, [x.values for x in found])
+        answers = self._calls.call("pull_rows", [(self._calls.rank, part) for part in parts])
+        self.version = min(x.version for x in answers)
+        return self.tables.merge(ids, [x.values for x in answers])
 
     def push(self, gradients: Any, rows: Mapping[str, Any] | None) -> bool:
         """Send gradients; see ``ParameterServer.push``."""
@@ -143,12 +143,12 @@ class Exchange:
     def _push_pulled(self, pushed: Sequence[Args]) -> Read:
         return self._read(self._calls.push("push_pull", pushed))
 
-    def _read(self, found: Mapping[int, Any]) -> Read:
+    def _read(self, answers: Mapping[int, Any]) -> Read:
         """What servers answered."""
         flats: list[Flat] = [{}] * self._links.count
-        for server, answer in found.items():
+        for server, answer in answers.items():
             flats[server] = answer.values
-        return {server: x.version for server, x in found.items()}, self.layout.gather(flats)
+        return {server: x.version for server, x in answers.items()}, self.layout.gather(flats)
 
     def _now(self, read: Read) -> Any:
         """Hand values to the loop, whose next gradients are of them."""

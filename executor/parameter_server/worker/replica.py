@@ -62,10 +62,10 @@ def check_update_on(
         )
     if optimizer is None:
         raise RequestError("update_on='worker' without an optimizer: nothing is to run there")
-    asked = [name for name, value in others.items() if value]
-    if asked:
+    refused = [name for name, value in others.items() if value]
+    if refused:
         raise RequestError(
-            f"{', '.join(asked)} with update_on='worker': the servers do not have the parameters "
+            f"{', '.join(refused)} with update_on='worker': the servers do not have the parameters "
             "while the job runs; expected update_on='server'"
         )
 

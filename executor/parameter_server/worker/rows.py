@@ -49,18 +49,18 @@ class TableLayout:
             raise RequestError(
                 f"table {name!r}: expected one of {sorted(self.like)}, as given to init(tables=)"
             )
-        found, rows = np.asarray(ids), self.like[name].shape[0]
-        if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.size == 0):
+        array, rows = np.asarray(ids), self.like[name].shape[0]
+        if array.ndim != 1 or not (np.issubdtype(array.dtype, np.integer) or array.size == 0):
             raise RequestError(
-                f"table {name!r}: got ids {found.dtype}{list(found.shape)}, expected integers [n]"
+                f"table {name!r}: got ids {array.dtype}{list(array.shape)}, expected integers [n]"
             )
-        wrong = np.flatnonzero((found < 0) | (found >= rows))
+        wrong = np.flatnonzero((array < 0) | (array >= rows))
         if wrong.size:
             raise RequestError(
-                f"table {name!r}: got id {found[wrong[0]]} (number {wrong[0]} of {found.size}), "
+                f"table {name!r}: got id {array[wrong[0]]} (number {wrong[0]} of {array.size}), "
                 f"expected 0 to {rows - 1}: the table has {rows} rows"
             )
-        return found.astype(np.int64)
+        return array.astype(np.int64)
 
     def empty(self, name: str, n: int) -> Array:
         """Room for n rows of a table."""
@@ -69,8 +69,8 @@ class TableLayout:
     def split(self, ids: Array) -> list[tuple[Array, Array]]:
         """For every server, which of these ids are its own (positions), and its numbers of them."""
         owners = ids % self.servers
-        own = [np.flatnonzero(owners == server) for server in self._all]
-        return [(at, ids[at] // self.servers) for at in own]
+        positions = [np.flatnonzero(owners == server) for server in self._all]
+        return [(at, ids[at] // self.servers) for at in positions]
 
     def push(self, rows: Mapping[str, Any]) -> tuple[Rows, list[Rows]]:
         """What is pushed: every row once, and what each server gets of it.
@@ -106,13 +106,13 @@ class TableLayout:
         return sums, parts
 
     def merge(
-        self, ids: Mapping[str, Array], found: Sequence[Mapping[str, Array]]
+        self, ids: Mapping[str, Array], parts: Sequence[Mapping[str, Array]]
     ) -> dict[str, Array]:
         """The rows with these ids, from what each server gave of them."""
         rows = {}
         for name, wanted in ids.items():
             rows[name] = self.empty(name, len(wanted))
-            for (at, _), part in zip(self.split(wanted), found, strict=True):
+            for (at, _), part in zip(self.split(wanted), parts, strict=True):
                 rows[name][at] = part[name]
         return rows
 
@@ -177,15 +177,15 @@ class RowCache:
         here = {name: self.take(name, wanted, now) for name, wanted in ids.items()}
         missing = {name: wanted[~here[name][0]] for name, wanted in ids.items()}
         got = read(missing) if any(map(len, missing.values())) else {}
-        found = {}
+        rows = {}
         for name, wanted in ids.items():
             which, held = here[name]
-            found[name] = empty(name, len(wanted))
-            found[name][which] = held
+            rows[name] = empty(name, len(wanted))
+            rows[name][which] = held
             if name in got:
-                found[name][~which] = got[name]
+                rows[name][~which] = got[name]
                 self.put(name, missing[name], got[name], now)
-        return found
+        return rows
 
     def take(self, name: str, ids: Array, now: int) -> tuple[Array, Any]:
         """Which of these ids (once each, in order) are here, [n] bool, and their rows."""

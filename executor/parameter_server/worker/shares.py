@@ -167,11 +167,11 @@ class Shares:
         """The items of the next share, of ``count``; see ``ParameterServer.shares``."""
         check_shares(count, self._workers, how=how, policy=policy, epochs=epochs, seed=seed)
         whole = None if seed is None else int(seed)
-        asked: dict[str, Any] = {"epochs": int(epochs), "seed": whole}
+        settings: dict[str, Any] = {"epochs": int(epochs), "seed": whole}
         if how == "fixed":
-            return fixed(count, self._calls.rank, self._workers, policy=policy, **asked)
+            return fixed(count, self._calls.rank, self._workers, policy=policy, **settings)
         self._queues += 1
-        wanted = ItemRequest(self._queues, count, **asked)
+        wanted = ItemRequest(self._queues, count, **settings)
         take = partial(self._take, wanted)
         back = partial(self._calls.give_back, wanted.queue)
         return queued(wanted, take, self._away, self._join, back, self._wait_s)

@@ -164,15 +164,15 @@ class ParameterServer:
         if self._replica is not None and tables:
             raise RequestError("tables with update_on='worker': servers update their rows")
         layout = layout_of(params, self._links.count, **self._cut)
-        kept = table_layout(tables or {}, self._links.count, added=self.optimizer is None)
+        row_layout = table_layout(tables or {}, self._links.count, added=self.optimizer is None)
         if self.is_chief and self.optimizer is not None and self._replica is None:
             check_form(self.optimizer, params, tables or {})
-        self._exchange.begin(layout, kept)
+        self._exchange.begin(layout, row_layout)
         self._calls.busy = layout.busy(tables=bool(tables))
-        about = layout.about | {"tables": kept.about}
+        about = layout.about | {"tables": row_layout.about}
         if self.is_chief:
             flats = layout.scatter(jax.device_get(params))
-            parts = kept.scatter(tables or {})
+            parts = row_layout.scatter(tables or {})
             self._calls.call("init", [(*both, about) for both in zip(flats, parts, strict=True)])
             self._calls.all("describe", self.shapes)
         self._calls.join()
@@ -297,8 +297,8 @@ class ParameterServer:
 
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that are there."""
-        found: Sequence[int] = self._calls.all("members")[0]
-        return tuple(found)
+        ranks: Sequence[int] = self._calls.all("members")[0]
+        return tuple(ranks)
 
     def shares(
         self,

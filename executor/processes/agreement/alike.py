@@ -52,19 +52,20 @@ def compare_parts(name: str, parts: Parts) -> None:
         return
     hashes = {part: [_short(entry) for entry in entries] for part, entries in parts.items()}
     totals = {
-        part: found if "" in found else [hash_of(" ".join(found))] for part, found in hashes.items()
+        part: digests if "" in digests else [hash_of(" ".join(digests))]
+        for part, digests in hashes.items()
     }
     if not meet(name, totals, _differences):
         return
     where = meet(f"{name}, compared", hashes, _differences)
     if not where:  # one process has parts that another has not, as those of a stage
         return
-    mine = {
+    texts = {
         part: {k: parts[part][int(k)].text if int(k) < len(parts[part]) else "nothing" for k in ks}
         for part, ks in _asked(where).items()
     }
-    shown = {"host": socket.gethostname(), "has": mine}
-    text = meet(f"{name}, named", shown, lambda told: _named(where, told))
+    shown = {"host": socket.gethostname(), "has": texts}
+    text = meet(f"{name}, named", shown, lambda reports: _named(where, reports))
     raise ProcessMismatchError(f"processes differ: {text}")
 
 
@@ -76,11 +77,11 @@ Differences = list[tuple[str, int, int, int]]
 """Part, entry, process, and the process that it differs from."""
 
 
-def _differences(told: list[dict[str, list[str]]]) -> Differences:
+def _differences(reports: list[dict[str, list[str]]]) -> Differences:
     """Whose entries differ from those of most processes (of the first, among equally many)."""
-    found: Differences = []
-    for part in told[0]:
-        lists = [values.get(part, []) for values in told]
+    differences: Differences = []
+    for part in reports[0]:
+        lists = [values.get(part, []) for values in reports]
         named: Counter[int] = Counter()
         for k in range(max(map(len, lists))):
             column = [x[k] if k < len(x) else "-" for x in lists]
@@ -91,21 +92,21 @@ def _differences(told: list[dict[str, list[str]]]) -> Differences:
             for process, x in enumerate(column):
                 if x not in ("", usual) and named[process] < (1 if part == "program" else MOST):
                     named[process] += 1
-                    found.append((part, k, process, column.index(usual)))
-    return found
+                    differences.append((part, k, process, column.index(usual)))
+    return differences
 
 
 def _asked(where: Differences) -> dict[str, list[str]]:
     return {part: sorted({str(k) for p, k, _, _ in where if p == part}) for part, *_ in where}
 
 
-def _named(where: Differences, told: list[dict[str, Any]]) -> str:
+def _named(where: Differences, reports: list[dict[str, Any]]) -> str:
     texts = []
     for part, k, process, first in where[:NAMED]:
-        has, other = (told[p]["has"][part][str(k)] for p in (process, first))
+        has, other = (reports[p]["has"][part][str(k)] for p in (process, first))
         texts.append(
-            f"process {process} ({told[process]['host']}) has {has}, "
-            f"process {first} ({told[first]['host']}) has {other}"
+            f"process {process} ({reports[process]['host']}) has {has}, "
+            f"process {first} ({reports[first]['host']}) has {other}"
         )
     if len(where) > NAMED:
         texts.append(f"{len(where) - NAMED} differences more")

@@ -301,8 +301,8 @@ def _argument(name: str, x: Any, sharding: Any, whole: bool) -> list[Fingerprint
 
 
 def _content(name: str, host: Any) -> Fingerprint:
-    found = _host(host)
-    return Fingerprint(f"{name} {array_hash(found)}", name, found)
+    array = _host(host)
+    return Fingerprint(f"{name} {array_hash(array)}", name, array)
 
 
 def _bounds(index: tuple[slice, ...], whole: Any) -> str:

@@ -28,31 +28,31 @@ _checked: set[tuple[str, str]] = set()
 Kernel = Callable[[Sequence[Any], Sequence[tuple[int, ...]]], list[Any]]
 
 
-def check_rule(own: Registered, eqn: Any) -> None:
+def check_rule(rule: Registered, eqn: Any) -> None:
     """Try a registered rule on small arrays, once.
 
     Args:
-        own: the rule.
+        rule: the registered rule.
         eqn: a call that it is for.
 
     Raises:
         RequestError: results differ where the call is split along a dimension of the rule.
     """
-    if (own.name, own.text) in _checked:
+    if (rule.name, rule.text) in _checked:
         return
-    run = _runner(own, eqn)
-    for letter in own.letters:
+    run = _runner(rule, eqn)
+    for letter in rule.letters:
         problem = "it takes no small arrays"
         for unit in UNITS:
             try:
                 with jax.ensure_compile_time_eval():
-                    apart = _difference(own, eqn, run, letter, unit)
+                    apart = _difference(rule, eqn, run, letter, unit)
             except Exception as error:  # a kernel may refuse sizes, or this backend
                 problem = str(error).strip().partition("\n")[0][:120]
                 continue
             if not apart <= CLOSE:
                 raise RequestError(
-                    f"register_rule({own.name!r}, {own.text!r}): splitting {letter} changes the "
+                    f"register_rule({rule.name!r}, {rule.text!r}): splitting {letter} changes the "
                     f"results, by {apart:.2g} of the largest (two parts of {unit} each, random "
                     f"numbers); put {letter} into whole="
                 )
@@ -60,15 +60,15 @@ def check_rule(own: Registered, eqn: Any) -> None:
         else:
             log.warning(
                 "register_rule(%r, %r): %s could not be checked here: %s",
-                *(own.name, own.text, letter, problem),
+                *(rule.name, rule.text, letter, problem),
             )
-    _checked.add((own.name, own.text))
+    _checked.add((rule.name, rule.text))
 
 
-def _runner(own: Registered, eqn: Any) -> Kernel:
+def _runner(rule: Registered, eqn: Any) -> Kernel:
     """Runs the kernel on arrays of any size, which make results of given shapes."""
-    if own.local is not None:
-        local = own.local
+    if rule.local is not None:
+        local = rule.local
         return lambda arrays, outs: jax.tree.leaves(local(*arrays))
 
     def run(arrays: Sequence[Any], outs: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -78,17 +78,17 @@ def _runner(own: Registered, eqn: Any) -> Kernel:
     return run
 
 
-def _difference(own: Registered, eqn: Any, run: Kernel, letter: str, unit: int) -> float:
+def _difference(rule: Registered, eqn: Any, run: Kernel, letter: str, unit: int) -> float:
     """The largest difference between two parts and the whole, over the largest result."""
-    every = {x for dims in (*own.operands, *own.results) for dim in dims for x in dim}
+    every = {x for dims in (*rule.operands, *rule.results) for dim in dims for x in dim}
     half = dict.fromkeys(every, unit)
-    for dims in (*own.operands, *own.results):
+    for dims in (*rule.operands, *rule.results):
         for dim in dims:  # what is major to a split dimension has one element
             if letter in dim:
                 half.update(dict.fromkeys(dim[: dim.index(letter)], 1))
     whole = {**half, letter: 2 * half[letter]}
     ones = [compat.aval_shape(v.aval) for v in (*eqn.invars, *eqn.outvars)]
-    sides = (*own.operands, *own.results)
+    sides = (*rule.operands, *rule.results)
 
     def shapes(sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         out = []
@@ -104,16 +104,16 @@ def _difference(own: Registered, eqn: Any, run: Kernel, letter: str, unit: int) 
     want = run(arrays, shapes(whole)[count:])
     parts = []
     for k in range(2):
-        mine = [_half(x, dims, letter, k) for x, dims in zip(arrays, own.operands, strict=True)]
-        parts.append(run(mine, shapes(half)[count:]))
+        halves = [_half(x, dims, letter, k) for x, dims in zip(arrays, rule.operands, strict=True)]
+        parts.append(run(halves, shapes(half)[count:]))
     apart = 0.0
-    for n, dims in enumerate(own.results):
+    for n, dims in enumerate(rule.results):
         at = next((d for d, dim in enumerate(dims) if letter in dim), None)
         pair = [np.asarray(p[n], np.float64) for p in parts]
         expected = np.asarray(want[n], np.float64)
-        made = pair[0] if at is None else np.concatenate(pair, at)
+        joined = pair[0] if at is None else np.concatenate(pair, at)
         size = max(float(np.max(np.abs(expected), initial=0.0)), 1e-30)
-        wrong = np.where(np.isnan(made) & np.isnan(expected), 0.0, np.abs(made - expected))
+        wrong = np.where(np.isnan(joined) & np.isnan(expected), 0.0, np.abs(joined - expected))
         apart = max(apart, float(np.max(wrong, initial=0.0)) / size)
         if np.isnan(wrong).any():
             return math.inf

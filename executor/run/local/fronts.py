@@ -20,30 +20,30 @@ NARROW = 2
 
 
 def in_front(
-    shape: Sequence[int], out: Spec, own: Spec, itemsize: int, sizes: Mapping[str, int]
+    shape: Sequence[int], out: Spec, scatter_spec: Spec, itemsize: int, sizes: Mapping[str, int]
 ) -> frozenset[str]:
     """The axes along which XLA:TPU scatters a sum only if their shards are in front of it. It
     all-reduces and slices where shards are no whole tiles, and dimensions in the middle.
 
     Args:
         shape: of the whole result.
-        out, own: its sharding, and the part of that along which it is scattered.
+        out, scatter_spec: its sharding, and the part of that along which it is scattered.
         itemsize: bytes of an element.
         sizes: of the axes.
     """
-    found: set[str] = set()
+    front_axes: set[str] = set()
     wide = itemsize > NARROW
-    split = [tuple(x for x in e if x not in s) for e, s in zip(out, own, strict=True)]
+    split = [tuple(x for x in e if x not in s) for e, s in zip(out, scatter_spec, strict=True)]
     now = [n // math.prod(sizes[x] for x in e) for n, e in zip(shape, split, strict=True)]
-    for d, entry in enumerate(own):
+    for d, entry in enumerate(scatter_spec):
         for axis in entry:
             now[d] //= sizes[axis]
-            kept = [k for k, n in enumerate(now) if n > 1 or k == d]
-            shard, at = [now[k] for k in kept], kept.index(d)
-            tiled = at != len(kept) - 1 or shard[at - 1] % ROWS == 0
-            if len(kept) > 1 and tiled and not _stays(shard, at, wide):
-                found.add(axis)
-    return frozenset(found)
+            dims = [k for k, n in enumerate(now) if n > 1 or k == d]
+            shard, at = [now[k] for k in dims], dims.index(d)
+            tiled = at != len(dims) - 1 or shard[at - 1] % ROWS == 0
+            if len(dims) > 1 and tiled and not _stays(shard, at, wide):
+                front_axes.add(axis)
+    return frozenset(front_axes)
 
 
 def _stays(shard: Sequence[int], d: int, wide: bool) -> bool:

@@ -37,15 +37,15 @@ class OnShards:
     def run(self, eqn: Any, ins: Sequence[Any], mesh: Any) -> list[Any]:
         """The kernel's results; all mesh axes are manual."""
         outs = [compat.aval_shape(v.aval) for v in eqn.outvars]
-        own = registered(eqn)
-        if own is not None:
-            check_rule(own, eqn)
+        rule = registered(eqn)
+        if rule is not None:
+            check_rule(rule, eqn)
         local_outs = [_local(shape, s, mesh) for shape, s in zip(outs, self.outs, strict=True)]
 
         def local(*shards: Any) -> list[Any]:
             shapes = [x.shape for x in shards]
-            if own is not None and own.local is not None:
-                return jax.tree.leaves(own.local(*shards))
+            if rule is not None and rule.local is not None:
+                return jax.tree.leaves(rule.local(*shards))
             params = on_shards(eqn, shapes, local_outs, self.unused)
             return compat.evaluate_equation(eqn.replace(params=params), shards)
 
@@ -97,7 +97,7 @@ def kernels_on_shards(
         known: the plan's constraints by operation, slot and position.
         spell: a constraint in the axes of the jax mesh, for a number of dimensions.
     """
-    found = {}
+    kernels = {}
     for op in traced.graph.ops:
         eqn = traced.eqns[op.index]
         if op.kind in ALONE and eqn is not None:
@@ -106,7 +106,7 @@ def kernels_on_shards(
             how = _solved if solves else _alone
             alone = split and how(eqn, spell(split, len(eqn.in_shapes[int(solves)])))
             if alone:
-                found[op.index] = alone
+                kernels[op.index] = alone
             continue
         if not op.kernel or op.kind == REGION or eqn is None:
             continue
@@ -122,5 +122,5 @@ def kernels_on_shards(
 
         ins, outs = specs("in", eqn.in_shapes), specs("made", eqn.out_shapes)
         if any(entry for spec in (*ins, *outs) for entry in spec):
-            found[op.index] = OnShards(ins, outs, eqn.unused)
-    return found
+            kernels[op.index] = OnShards(ins, outs, eqn.unused)
+    return kernels

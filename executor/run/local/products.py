@@ -106,8 +106,8 @@ def _table(params: Mapping[str, Any], rows: Spec, updates: Spec) -> Local:
     sums = frozenset(x for e in counted for x in e)
     if not plain:
         return None, sums
-    kept = iter([updates[d] for d in window])
-    spec = tuple(() if d in inserted else next(kept) for d in range(len(window) + len(inserted)))
+    entries = iter([updates[d] for d in window])
+    spec = tuple(() if d in inserted else next(entries) for d in range(len(window) + len(inserted)))
     used = [x for entry in spec for x in entry]
     fits = tuple(rows) == (*counted, ()) and not sums & set(used)
     return (spec if fits else None), sums
@@ -182,9 +182,9 @@ def scattered(eqn: Any, ins: Sequence[Any], how: Scatter, mesh: Any) -> Any:
 def _scattered(x: Any, d: int, axes: Sequence[str], *, front: bool) -> Any:
     """A sum scattered along axes, as an array without dimensions of one element: XLA:TPU
     all-reduces the rows of [1, rows, columns]."""
-    kept = [k for k, n in enumerate(x.shape) if n > 1 or k == d]
-    whole, at = x.shape, kept.index(d)
-    x = (_in_front if front else _in_place)(x.reshape([whole[k] for k in kept]), at, axes)
+    dims = [k for k, n in enumerate(x.shape) if n > 1 or k == d]
+    whole, at = x.shape, dims.index(d)
+    x = (_in_front if front else _in_place)(x.reshape([whole[k] for k in dims]), at, axes)
     return x.reshape([x.shape[at] if k == d else n for k, n in enumerate(whole)])
 
 
@@ -226,16 +226,16 @@ def _own_rows(eqn: Any, row: int, shards: Sequence[Any], axes: Sequence[str]) ->
         axes: that split the rows, major first.
     """
     table, indices = shards
-    mine = table.shape[row]
-    rows = mine * math.prod(map(jax.lax.axis_size, axes))
+    shard_rows = table.shape[row]
+    rows = shard_rows * math.prod(map(jax.lax.axis_size, axes))
     index = jnp.clip(indices, *_within(indices.dtype, rows)).astype(jnp.int32)
     fills = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     if not fills:  # a promise that is broken reads the nearest row, as in one XLA gather
         index = jnp.clip(index, 0, rows - 1)
-    place = index - mine * jax.lax.axis_index(tuple(axes))
-    held = (place >= 0) & (place < mine)
+    place = index - shard_rows * jax.lax.axis_index(tuple(axes))
+    held = (place >= 0) & (place < shard_rows)
     widths = [1 if d == row else n for d, n in enumerate(table.shape)]
-    found = jax.lax.gather(
+    gathered = jax.lax.gather(
         table,
         jnp.where(held, place, 0),
         eqn.params["dimension_numbers"],
@@ -243,12 +243,14 @@ def _own_rows(eqn: Any, row: int, shards: Sequence[Any], axes: Sequence[str]) ->
         mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
     window = eqn.params["dimension_numbers"].offset_dims
-    along = [d for d in range(found.ndim) if d not in window]
-    found = jnp.where(_along(held, along, found.ndim), found, jnp.zeros((), found.dtype))
+    along = [d for d in range(gathered.ndim) if d not in window]
+    gathered = jnp.where(
+        _along(held, along, gathered.ndim), gathered, jnp.zeros((), gathered.dtype)
+    )
     if not fills:
-        return found
+        return gathered
     outside = ((index < 0) | (index >= rows)) & (jax.lax.axis_index(tuple(axes)) == 0)
-    return jnp.where(_along(outside, along, found.ndim), _fill(eqn, found.dtype), found)
+    return jnp.where(_along(outside, along, gathered.ndim), _fill(eqn, gathered.dtype), gathered)
 
 
 def _along(flags: Any, dims: Sequence[int], rank: int) -> Any:

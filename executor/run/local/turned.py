@@ -74,32 +74,32 @@ def turned_products(
         apart: operations that stay what they are.
     """
     graph, eqns, bodies = traced.graph, traced.eqns, traced.bodies
-    found: dict[int, Turned] = {}
+    products: dict[int, Turned] = {}
     for op, transpose in read_by_transposes(graph).items():
         product, turning = eqns[op], eqns[transpose]
         if not _plain(product) or turning is None or {op, transpose} & set(apart):
             continue
         how = of_result(product, tuple(turning.params["permutation"]), transpose)
         if how is not None and bodies[op] == bodies[transpose]:
-            found[op] = how
-    done = {how.transpose for how in found.values()}
+            products[op] = how
+    done = {how.transpose for how in products.values()}
     busy = {op for op, _, _ in held} | done | set(apart)
     for node in graph.ops:
         product = eqns[node.index]
-        if node.kind != "dot_general" or node.index in {*found, *apart} or not _plain(product):
+        if node.kind != "dot_general" or node.index in {*products, *apart} or not _plain(product):
             continue
         for k, value in enumerate(node.inputs):
-            made = graph.values[value].op if value >= 0 else -1
-            turning = eqns[made] if made >= 0 else None
-            whole = made < 0 or graph.ops[made].kind != "transpose" or made in busy
+            producer = graph.values[value].op if value >= 0 else -1
+            turning = eqns[producer] if producer >= 0 else None
+            whole = producer < 0 or graph.ops[producer].kind != "transpose" or producer in busy
             order: Order = ()
-            if not whole and turning is not None and bodies[made] == bodies[node.index]:
+            if not whole and turning is not None and bodies[producer] == bodies[node.index]:
                 order = tuple(turning.params["permutation"])
             how = of_operand(product, k, order)
             if how is not None:
-                found[node.index] = how
+                products[node.index] = how
                 break
-    return found
+    return products
 
 
 def of_result(product: Any, order: Order, transpose: int = -1) -> Turned | None:
@@ -147,25 +147,25 @@ def of_operand(product: Any, operand: int, order: Order = ()) -> Turned | None:
     free = _free(numbers, shapes)
     pairs = []  # what is summed, then the batch: in the order in which the operand has it
     for dims in numbers:
-        found = sorted(zip((place[d] for d in dims[operand]), dims[1 - operand], strict=True))
-        pairs.append((tuple(d for d, _ in found), tuple(d for _, d in found)))
-    mine = sorted(place[d] for d in free[operand])
+        dim_pairs = sorted(zip((place[d] for d in dims[operand]), dims[1 - operand], strict=True))
+        pairs.append((tuple(d for d, _ in dim_pairs), tuple(d for _, d in dim_pairs)))
+    free_dims = sorted(place[d] for d in free[operand])
     summed = pairs[0][0]
-    ends = bool(mine and summed) and mine[-1] < summed[0]
-    begins = bool(mine and summed) and summed[-1] < mine[0]
+    ends = bool(free_dims and summed) and free_dims[-1] < summed[0]
+    begins = bool(free_dims and summed) and summed[-1] < free_dims[0]
     swapped = bool(numbers[1][0]) and (begins if operand == 0 else ends)
     if not (order or swapped):
         return None
     names = [("batch", k) for k in range(len(pairs[1][0]))]
     sides = [[(k, d) for d in free[k]] for k in (0, 1)]
-    sides[operand] = [(operand, d) for d in mine]
-    made = [*names, *sides[int(swapped)], *sides[int(not swapped)]]
+    sides[operand] = [(operand, d) for d in free_dims]
+    product_dims = [*names, *sides[int(swapped)], *sides[int(not swapped)]]
     wanted = [
         *(("batch", pairs[1][0].index(place[d])) for d in numbers[1][operand]),
         *((0, place[d] if operand == 0 else d) for d in free[0]),
         *((1, place[d] if operand == 1 else d) for d in free[1]),
     ]
-    last = tuple(made.index(x) for x in wanted)
+    last = tuple(product_dims.index(x) for x in wanted)
     back = operand == int(swapped)  # the large operand comes first
     whole = [(a, b) if back else (b, a) for a, b in pairs]
     return Turned(
@@ -197,16 +197,16 @@ def multiplied(eqn: Any, ins: Sequence[Any], how: Turned) -> Any:
     ins = [jax.lax.transpose(x, order) if order else x for x, order in firsts]
     ins = ins[::-1] if how.swapped else ins
     turned = eqn.replace(params={**eqn.params, "dimension_numbers": how.numbers})
-    (made,) = compat.evaluate_equation(turned, ins)
-    return jax.lax.transpose(made, how.last) if how.last else made
+    (product,) = compat.evaluate_equation(turned, ins)
+    return jax.lax.transpose(product, how.last) if how.last else product
 
 
 def permuted(
-    specs: Mapping[Place, tuple[Any, ...]], found: Mapping[int, Turned]
+    specs: Mapping[Place, tuple[Any, ...]], products: Mapping[int, Turned]
 ) -> dict[Place, tuple[Any, ...]]:
     """Shardings by place, one entry per dimension, for the arrays that are there now."""
     out = dict(specs)
-    for op, how in found.items():
+    for op, how in products.items():
         for place, order in how.places(op):
             if place in out:
                 out[place] = tuple(out[place][d] for d in order)

@@ -79,9 +79,9 @@ class StagedStep(CompiledStep):
             self._compare(args)
         leaves = self._placed(jax.tree_util.tree_leaves(args))
         results = self._walked(leaves)
-        kept = {id(x) for x in results} | {id(leaves[k]) for k in self._back}
+        live_ids = {id(x) for x in results} | {id(leaves[k]) for k in self._back}
         for k in self._donated:
-            if id(leaves[k]) not in kept:
+            if id(leaves[k]) not in live_ids:
                 leaves[k].delete()
         result = jax.tree_util.tree_unflatten(self.traced.out_tree, results)
         return result, jax.tree_util.tree_unflatten(self.traced.in_tree, leaves)

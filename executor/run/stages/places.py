@@ -91,9 +91,9 @@ class Places:
         """What a stage's devices hold of an array of all devices; copies nothing."""
         held = {s.device: s.data for s in x.addressable_shards}
         mesh = self.stages[stage]
-        mine = [held[d] for d in mesh.devices.flat if d in held]
+        shards = [held[d] for d in mesh.devices.flat if d in held]
         sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, mine)
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
     def part(self, x: jax.Array, stage: int) -> Any:
         """A stage's part of the first dimension of an array that is split over the stages."""
@@ -147,8 +147,8 @@ def split_first(spec: PartitionSpec, axis: str) -> PartitionSpec:
     """The same with the first dimension split along another axis first."""
     entries = list(spec) or [None]
     first = entries[0]
-    own = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-    return PartitionSpec((axis, *own), *entries[1:])
+    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    return PartitionSpec((axis, *axes), *entries[1:])
 
 
 def divides(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> bool:
@@ -162,8 +162,8 @@ def inside(spec: PartitionSpec) -> PartitionSpec:
     """The same inside of a stage."""
     out: list[Any] = []
     for e in spec:
-        own = tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != STAGE)
-        out.append(own if len(own) > 1 else own[0] if own else None)
+        axes = tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != STAGE)
+        out.append(axes if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*out)
 
 

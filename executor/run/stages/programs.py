@@ -71,7 +71,7 @@ class Builder:
         """How values that leave their place are split: as the plan says; where it does not, as one
         of the same shape, and between processes not at all."""
         mesh, said = self.places.stages[0], self.lowered[0].shardings
-        found: dict[int, PartitionSpec] = {}
+        specs: dict[int, PartitionSpec] = {}
         alike: dict[tuple[int, ...], PartitionSpec] = {}
         unknown: dict[int, tuple[int, ...]] = {}
         for call in calls:
@@ -81,12 +81,12 @@ class Builder:
                 place, shape = result_place(call, k, ops), compat.aval_shape(var.aval)
                 held = None if place is None else said.get((place[0], "out", place[1]))
                 if held is not None and divides(mesh, held.spec, shape):
-                    found[v] = alike[shape] = held.spec
+                    specs[v] = alike[shape] = held.spec
                 else:
                     unknown[v] = shape
         if self.places.many:
-            found.update((v, alike.get(shape, PartitionSpec())) for v, shape in unknown.items())
-        return found
+            specs.update((v, alike.get(shape, PartitionSpec())) for v, shape in unknown.items())
+        return specs
 
     def _held(
         self, place: int, values: Sequence[int], specs: Mapping[int, PartitionSpec]
@@ -149,7 +149,7 @@ class Builder:
 
     def behind(
         self,
-        made: Sequence[Made],
+        tasks: Sequence[Made],
         wanted: frozenset[int],
         split: Split,
         joined: frozenset[int],
@@ -163,21 +163,21 @@ class Builder:
         """
         loop = split.body.call
         results = {v: k for k, v in enumerate(loop.outs)}
-        own = {v for m in made for v in m.outs}
+        produced = {v for m in tasks for v in m.outs}
         ins: dict[Any, None] = {}
-        for m in made:
+        for m in tasks:
             ins.update(
-                (v, None) for v in m.ins if isinstance(v, int) and v not in own | consts.keys()
+                (v, None) for v in m.ins if isinstance(v, int) and v not in produced | consts.keys()
             )
             if m.call is None:
                 ins.update((name, None) for name in self._pieces(split, results[m.outs[0]], joined))
         names = tuple(ins)
-        outs = tuple(v for m in made for v in m.outs if v in wanted)
-        place = made[0].place
+        outs = tuple(v for m in tasks for v in m.outs if v in wanted)
+        place = tasks[0].place
 
         def behind(*values: Any) -> list[Any]:
             env = {**consts, **dict(zip(names, values, strict=True))}
-            for m in made:
+            for m in tasks:
                 if m.call is not None:
                     self.evaluate([m.call], env, place)
                 else:

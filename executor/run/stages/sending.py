@@ -92,13 +92,13 @@ class Sender:
         for x, shape, spec, long in zip(values, shapes, whole, one, strict=True):
             full = (count * shape.shape[0], *shape.shape[1:]) if long else (count,)
             held = NamedSharding(mesh, spec)
-            own = {}
+            by_device = {}
             if isinstance(x, jax.Array):
-                own = {
+                by_device = {
                     s.device: s.data if long else s.data.reshape(1) for s in x.addressable_shards
                 }
             blank = self._blank(held, full, shape.dtype)
-            data = [own.get(d, b) for d, b in blank.items()]
+            data = [by_device.get(d, b) for d, b in blank.items()]
             inputs.append(jax.make_array_from_single_device_arrays(full, held, data))
         program = self._program(mesh, axis, places.group[before], tuple(whole), tuple(one))
         if places.waits:
@@ -137,8 +137,8 @@ class Sender:
         key = sharding, shape, str(dtype)
         if key not in self._blanks:
             part = sharding.shard_shape(shape)
-            mine = [d for d in sharding.mesh.devices.flat if self.places.is_local(d)]
-            self._blanks[key] = [jax.device_put(np.zeros(part, dtype), d) for d in mine]
+            devices = [d for d in sharding.mesh.devices.flat if self.places.is_local(d)]
+            self._blanks[key] = [jax.device_put(np.zeros(part, dtype), d) for d in devices]
         return {next(iter(x.devices())): x for x in self._blanks[key]}
 
     def _program(
@@ -156,8 +156,8 @@ class Sender:
                 return [jax.lax.ppermute(x, PAIR, [(0, 1)]) for x in xs]
 
             def spread(xs: list[Any]) -> list[Any]:
-                found = [jax.lax.all_gather(x, STAGE)[group] for x in xs]
-                return [x if is_long else x[0] for x, is_long in zip(found, long, strict=True)]
+                gathered = [jax.lax.all_gather(x, STAGE)[group] for x in xs]
+                return [x if is_long else x[0] for x, is_long in zip(gathered, long, strict=True)]
 
             outs = [inner(s) for s in specs] if axis == STAGE else list(specs)
             run = jax.shard_map(
@@ -174,8 +174,8 @@ class Sender:
 def inner(spec: PartitionSpec) -> PartitionSpec:
     """The same without the axis that ``split_first`` put in front."""
     first = spec[0]
-    own = () if isinstance(first, str) else tuple(first)[1:]
-    entries = [own if len(own) > 1 else own[0] if own else None, *spec[1:]]
+    axes = () if isinstance(first, str) else tuple(first)[1:]
+    entries = [axes if len(axes) > 1 else axes[0] if axes else None, *spec[1:]]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -213,8 +213,10 @@ def nowhere(x: Any, sharding: NamedSharding) -> jax.Array:
     if impl is not None:
         keys: jax.Array = jax.random.wrap_key_data(nowhere(_bits(x), sharding), impl=impl)
         return keys
-    made: jax.Array = jax.make_array_from_single_device_arrays(x.shape, sharding, [], dtype=x.dtype)
-    return made
+    array: jax.Array = jax.make_array_from_single_device_arrays(
+        x.shape, sharding, [], dtype=x.dtype
+    )
+    return array
 
 
 def key_impl(x: Any) -> Any:

@@ -121,7 +121,7 @@ class Runner:
         out = []
         known = {*flat.inputs, *flat.consts}
         for stage, calls in enumerate(where.ahead):
-            made = {v for c in calls for v in c.outs}
+            outputs = {v for c in calls for v in c.outs}
             need = [
                 self.outer.get(v)
                 for (_, s), task in apart.split.tasks.items()
@@ -129,7 +129,7 @@ class Runner:
                 for v in (*task.fixed, *task.rows)
             ]
             need = list({v for v in need if isinstance(v, int)})
-            outs = sorted(v for v in need if isinstance(v, int) and v in made)
+            outs = sorted(v for v in need if isinstance(v, int) and v in outputs)
             read = sorted({v for c in calls for v in c.ins if isinstance(v, int)} & known)
             if outs:
                 out.append(builder.once(calls, read, outs, stage, {}))
@@ -150,11 +150,11 @@ class Runner:
         groups: dict[tuple[int, int], list[Made]] = {}
         for m in where.behind:
             groups.setdefault((m.level, m.place), []).append(m)
-        key_of = {v: key for key, made in groups.items() for m in made for v in m.outs}
+        key_of = {v: key for key, group in groups.items() for m in group for v in m.outs}
         wanted = {v for v in flat.outputs if isinstance(v, int)}
-        for key, made in groups.items():
+        for key, group in groups.items():
             wanted |= {
-                v for m in made for v in m.ins if isinstance(v, int) and key_of.get(v) != key
+                v for m in group for v in m.ins if isinstance(v, int) and key_of.get(v) != key
             }
         out = []
         ties = {
@@ -171,9 +171,9 @@ class Runner:
             and flat.inputs[j] not in flat.outputs
         }
         for key in sorted(groups):
-            made, held = groups[key], {v: s for v, s in final.items() if key_of.get(v) == key}
+            group, held = groups[key], {v: s for v, s in final.items() if key_of.get(v) == key}
             program = builder.behind(
-                made,
+                group,
                 frozenset(wanted),
                 apart.split,
                 where.joined,

@@ -107,8 +107,8 @@ class Shapes:
                 jax.block_until_ready(results)
             return results  # type: ignore[no-any-return]
         if id(program) not in self.known:
-            found = jax.eval_shape(program.run, *map(absent, args))
-            self.known[id(program)] = [absent(x) for x in found]
+            structs = jax.eval_shape(program.run, *map(absent, args))
+            self.known[id(program)] = [absent(x) for x in structs]
         return self.known[id(program)]
 
 
@@ -165,23 +165,23 @@ def passes(
         for k in task.rows:
             args[k] = rows(names[k], stage)[i]
         if task.others:
-            made = store.at([(names[k], i) for k in task.others], stage)
-            for k, x in zip(task.others, made, strict=True):
+            operands = store.at([(names[k], i) for k in task.others], stage)
+            for k, x in zip(task.others, operands, strict=True):
                 args[k] = x
         results = shapes.run(task.program, args)
-        found = dict(zip(task.program.outs, results, strict=True))
+        outputs = dict(zip(task.program.outs, results, strict=True))
         for v in task.outs:
-            store.held[v, i] = found[v], stage
+            store.held[v, i] = outputs[v], stage
             left[v, i] = readers.get(v, 0)
         if task.sums:
-            new = [found[v] for v in task.sums]
+            new = [outputs[v] for v in task.sums]
             if task.sums[0] in sums and shapes.places.mine(stage):
                 new = _added([sums[v] for v in task.sums], new)
                 if shapes.places.waits:
                     jax.block_until_ready(new)
             sums.update(zip(task.sums, new, strict=True))
         for v in task.stacked:
-            stacks["stack", v, i] = found[v], stage
+            stacks["stack", v, i] = outputs[v], stage
         for k in task.others:
             v = names[k]
             left[v, i] -= 1

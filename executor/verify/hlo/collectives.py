@@ -141,13 +141,13 @@ def text_counts(text: str) -> dict[str, int]:
     Raises:
         ValueError: not HLO text.
     """
-    found = Counter(
+    counts = Counter(
         kind
         for computation in parse(text).computations.values()
         for at in computation.instructions.values()
         if (kind := _kind(computation, at)) is not None
     )
-    return dict(sorted(found.items()))
+    return dict(sorted(counts.items()))
 
 
 class _Reader:
@@ -245,7 +245,7 @@ def _chain(at: Instruction) -> Chain | None:
 
 def _chain_starts(computations: Mapping[str, Computation]) -> dict[Chain, tuple[str, str]]:
     """Where each chain is started: the computation, and the collective that the start reads."""
-    found: dict[Chain, tuple[str, str]] = {}
+    starts: dict[Chain, tuple[str, str]] = {}
     for name, computation in computations.items():
         for start in computation.instructions.values():
             if start.opcode != "custom-call" or start.target != _STARTS_CHAIN:
@@ -254,8 +254,8 @@ def _chain_starts(computations: Mapping[str, Computation]) -> dict[Chain, tuple[
                 at = computation.instructions.get(read)
                 chain = _chain(at) if at is not None else None
                 if chain:
-                    found[chain] = (name, read)
-    return found
+                    starts[chain] = (name, read)
+    return starts
 
 
 def _beside(
@@ -264,23 +264,23 @@ def _beside(
     """Cycles scheduled between start and end of the asynchronous collectives of a computation: by
     chain, and for a ``-start`` by its computation and name."""
     begun: dict[Chain | str, float] = {}
-    found: dict[Chain | str, float] = {}
+    cycles: dict[Chain | str, float] = {}
     passed = 0.0
     for at in computation.instructions.values():
         inside = [computations[c] for c in at.callees if c in computations]
         for inner in (i for c in inside for i in c.instructions.values()):
             key = _chain(inner) if _kind(computation, inner) else None
             if key is not None:
-                found[key] = passed - begun.setdefault(key, passed)
+                cycles[key] = passed - begun.setdefault(key, passed)
         if at.opcode.endswith("-done"):
             for read in at.operands:
                 start = f"{computation.name}/{read}"
                 if start in begun:
-                    found[start] = passed - begun[start]
+                    cycles[start] = passed - begun[start]
         passed += at.cycles
         if at.opcode.endswith("-start"):
             begun[f"{computation.name}/{at.name}"] = passed
-    return found
+    return cycles
 
 
 def _kind(computation: Computation, at: Instruction) -> str | None:

@@ -51,10 +51,10 @@ def _test(computations: Mapping[str, Computation], condition: Computation) -> _T
         return None
     callee, given = condition, None
     if root.opcode in ("fusion", "call"):
-        found = computations.get(root.callee("calls") or root.applied)
-        if found is None:
+        computation = computations.get(root.callee("calls") or root.applied)
+        if computation is None:
             return None
-        callee, given = found, root.operands
+        callee, given = computation, root.operands
         root = callee.instructions.get(callee.root)
     if root is None or root.opcode != "compare":
         return None

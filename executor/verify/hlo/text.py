@@ -103,16 +103,16 @@ class Instruction:
     @property
     def trips(self) -> int | None:
         """How often a loop runs, where the compiler wrote it."""
-        found = _TRIPS.search(self.attributes.get("backend_config", ""))
-        return int(found.group(1)) if found else None
+        match = _TRIPS.search(self.attributes.get("backend_config", ""))
+        return int(match.group(1)) if match else None
 
     @property
     def cycles(self) -> int:
         """The compiler's estimate (TPU); 0 elsewhere, and where it wrote the largest integer."""
         if "estimated_cycles" not in self.behind:
             return 0
-        found = _CYCLES.search(self.attributes.get("backend_config", ""))
-        known = int(found.group(1)) if found else 0
+        match = _CYCLES.search(self.attributes.get("backend_config", ""))
+        known = int(match.group(1)) if match else 0
         return known if known < MOST_CYCLES else 0
 
     @property
@@ -145,14 +145,14 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The operation of the step that it comes from."""
-        found = _OP_NAME.search(self.attributes.get("metadata", ""))
-        return found.group(1) if found else ""
+        match = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return match.group(1) if match else ""
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Of a permute: (source, target) device numbers."""
-        found = _PAIR.findall(self.attributes.get("source_target_pairs", ""))
-        return tuple((int(a), int(b)) for a, b in found)
+        pairs = _PAIR.findall(self.attributes.get("source_target_pairs", ""))
+        return tuple((int(a), int(b)) for a, b in pairs)
 
     def groups(self, devices: int) -> Groups:
         """Device numbers of each group of a collective among ``devices``, in any of HLO's three
@@ -205,7 +205,7 @@ def parse(text: str) -> HloModule:
     Raises:
         ValueError: not HLO text: no entry computation.
     """
-    found: dict[str, Computation] = {}
+    computations: dict[str, Computation] = {}
     entry = name = root = ""
     lines: dict[str, Instruction] = {}
     for line in _joined(text.splitlines()):
@@ -215,7 +215,7 @@ def parse(text: str) -> HloModule:
                 name, lines, root = head.group(2), {}, ""
                 entry = name if head.group(1) else entry
         elif line.startswith("}"):
-            found[name] = Computation(name, lines, root)
+            computations[name] = Computation(name, lines, root)
             name = ""
         else:
             at = _NAME.match(line)
@@ -226,7 +226,7 @@ def parse(text: str) -> HloModule:
     if not entry:
         raise ValueError("not the text of an HLO module: no ENTRY computation")
     partitions = _PARTITIONS.search(text[: text.find("\n")])
-    return HloModule(found, entry, int(partitions.group(1)) if partitions else 1)
+    return HloModule(computations, entry, int(partitions.group(1)) if partitions else 1)
 
 
 def _joined(lines: Sequence[str]) -> Iterator[str]:
@@ -259,16 +259,16 @@ def _instruction(name: str, rest: str) -> Instruction:
 def _closing(text: str, opened: int) -> int:
     """One past the parenthesis that closes the one at ``opened``."""
     depth = 0
-    for found in _PAREN.finditer(text, opened):
-        depth += 1 if found.group() == "(" else -1
+    for paren in _PAREN.finditer(text, opened):
+        depth += 1 if paren.group() == "(" else -1
         if depth == 0:
-            return found.end()
+            return paren.end()
     return len(text)
 
 
 def _attributes(text: str) -> dict[str, str]:
     """``, name=value, ...`` split where no bracket and no quote is open."""
-    found: dict[str, str] = {}
+    attributes: dict[str, str] = {}
     name, start, depth = "", 0, 0
     for part in _PART.finditer(text):
         first = part.group()[0]
@@ -277,11 +277,11 @@ def _attributes(text: str) -> dict[str, str]:
         elif first in "])}":
             depth -= 1
         elif first == "," and depth == 0:
-            found[name] = text[start : part.start()]
+            attributes[name] = text[start : part.start()]
             name, start = part.group(1), part.end()
-    found[name] = text[start:]
-    found.pop("", None)
-    return found
+    attributes[name] = text[start:]
+    attributes.pop("", None)
+    return attributes
 
 
 def type_bytes(text: str) -> int:
@@ -300,13 +300,13 @@ def _bits(kind: str) -> int:
 
 def _iota(text: str) -> NDArray[np.int64]:
     """``[4,2]T(1,0)``: 0, 1, ... in that shape, transposed, flat."""
-    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if found is None:
+    match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if match is None:
         raise ValueError(f"cannot read device numbers {text[:60]!r}")
-    shape = [int(n) for n in found.group(1).split(",")]
+    shape = [int(n) for n in match.group(1).split(",")]
     numbers = np.arange(math.prod(shape)).reshape(shape)
-    if found.group(2):
-        numbers = numbers.transpose([int(n) for n in found.group(2).split(",")])
+    if match.group(2):
+        numbers = numbers.transpose([int(n) for n in match.group(2).split(",")])
     return numbers.reshape(-1)
 
 

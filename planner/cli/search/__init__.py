@@ -98,13 +98,13 @@ def run_search(options: argparse.Namespace) -> int:
     if options.out is not None:
         _write(options.out, solution)
     written = None if options.out is None else str(options.out)
-    found = Searched(str(options.problem), problem, solution, read_s, interrupted, written)
+    searched = Searched(str(options.problem), problem, solution, read_s, interrupted, written)
     if options.json:
-        print(json.dumps(search_json(found)))
+        print(json.dumps(search_json(searched)))
     elif sys.stdout.isatty():
-        render_search(found, Console())
+        render_search(searched, Console())
     else:
-        print(search_text(found))
+        print(search_text(searched))
     code = FOUND if solution.feasible else NOTHING_FEASIBLE
     return _left(INTERRUPTED if interrupted else code)
 

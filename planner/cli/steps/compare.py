@@ -109,9 +109,9 @@ def run_compare(options: argparse.Namespace) -> int:
             raise RequestError("--html is for several clusters or batches; see planner inspect")
         options.cluster = (options.cluster or [None])[0]
         stay_on_cpu()
-        found = _compared(parse_target(options.model, options.arguments), options)
-        data = comparison_json(found) if options.json else {}
-        parts = comparison_parts(found)
+        comparison = _compared(parse_target(options.model, options.arguments), options)
+        data = comparison_json(comparison) if options.json else {}
+        parts = comparison_parts(comparison)
     if options.json:
         print(json.dumps(data))
     else:
@@ -152,7 +152,7 @@ def _run_offers(options: argparse.Namespace) -> int:
                 say(f"planning {target} for {name} ...")
 
             try:
-                found = compare_hardware(
+                offers = compare_hardware(
                     call.function,
                     *call.args,
                     clusters=clusters or [given],
@@ -164,11 +164,11 @@ def _run_offers(options: argparse.Namespace) -> int:
             except ClusterError as error:
                 raise RequestError(str(error)) from error
     if options.html is not None:
-        write_offers(found, options.html, Path(options.model.split(":")[0]).name)
+        write_offers(offers, options.html, Path(options.model.split(":")[0]).name)
     if options.json:
-        print(json.dumps(offers_json(found)))
+        print(json.dumps(offers_json(offers)))
     else:
-        print_parts(offers_parts(found), options.no_color)
+        print_parts(offers_parts(offers), options.no_color)
     sys.stdout.flush()
     return COMPARED
 

@@ -91,9 +91,9 @@ def _add_forms(parser: argparse.ArgumentParser) -> None:
 
 def run_diff(options: argparse.Namespace) -> int:
     """Compare two files and print; raises RequestError."""
-    found = difference(load_plan(options.old), load_plan(options.new))
-    _print(found, options, options.old.name, options.new.name)
-    return SAME if found.same or not options.exit_code else DIFFERENT
+    diff = difference(load_plan(options.old), load_plan(options.new))
+    _print(diff, options, options.old.name, options.new.name)
+    return SAME if diff.same or not options.exit_code else DIFFERENT
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -103,9 +103,9 @@ def run_check(options: argparse.Namespace) -> int:
         options.cluster = old.cluster
     stay_on_cpu(options.cluster)
     new = _planned(parse_target(options.model, options.arguments), options)
-    found = difference(old, new)
-    _print(found, options, options.plan.name, "the step as it is now")
-    return SAME if found.same else DIFFERENT
+    diff = difference(old, new)
+    _print(diff, options, options.plan.name, "the step as it is now")
+    return SAME if diff.same else DIFFERENT
 
 
 def _planned(target: Target, options: argparse.Namespace) -> Plan:
@@ -115,13 +115,13 @@ def _planned(target: Target, options: argparse.Namespace) -> Plan:
             return make_plan(call.function, *call.args, **merged)
 
 
-def _print(found: Difference, options: argparse.Namespace, before: str, after: str) -> None:
+def _print(diff: Difference, options: argparse.Namespace, before: str, after: str) -> None:
     if options.json:
-        print(json.dumps(difference_json(found)))
+        print(json.dumps(difference_json(diff)))
     elif options.markdown:
-        print(difference_markdown(found, before, after), end="")
+        print(difference_markdown(diff, before, after), end="")
     else:
-        print_parts(difference_parts(found, before, after), options.no_color)
+        print_parts(difference_parts(diff, before, after), options.no_color)
     sys.stdout.flush()
 
 

@@ -59,11 +59,11 @@ def add_explain(commands: Any, text: str) -> None:
 def run_explain(options: argparse.Namespace) -> int:
     """Plan, explain and print; raises RequestError and ModelError."""
     stay_on_cpu(options.cluster)
-    found = _explained(parse_target(options.model, options.arguments), options)
+    explanation = _explained(parse_target(options.model, options.arguments), options)
     if options.json:
-        print(json.dumps(explanation_json(found)))
+        print(json.dumps(explanation_json(explanation)))
     else:
-        print_parts(explanation_parts(found), options.no_color)
+        print_parts(explanation_parts(explanation), options.no_color)
     sys.stdout.flush()
     return EXPLAINED
 

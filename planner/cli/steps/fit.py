@@ -70,7 +70,7 @@ def run_fit(options: argparse.Namespace) -> int:
                 def progress(name: str) -> None:
                     say(f"planning {target} for {name} ...")
 
-                found = fit(
+                fits = fit(
                     call.function,
                     *call.args,
                     kinds=options.device or KINDS,
@@ -81,9 +81,9 @@ def run_fit(options: argparse.Namespace) -> int:
     except ClusterError as error:
         raise RequestError(str(error)) from error
     if options.json:
-        print(json.dumps(fits_json(found)))
+        print(json.dumps(fits_json(fits)))
     else:
-        print_parts(fits_parts(found), options.no_color)
+        print_parts(fits_parts(fits), options.no_color)
     sys.stdout.flush()
     return FITTED
 

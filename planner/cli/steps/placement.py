@@ -43,15 +43,15 @@ def placement_from_text(text: str) -> str | dict[str, str]:
     """
     if text == AUTO:
         return text
-    found = list(_RULE.finditer(text))
-    if not found or found[-1].end() != len(text) or text.endswith(","):
-        left = text[found[-1].end() :] if found else text
+    matches = list(_RULE.finditer(text))
+    if not matches or matches[-1].end() != len(text) or text.endswith(","):
+        left = text[matches[-1].end() :] if matches else text
         raise RequestError(
             f"placement {text!r}: can't read {left!r}; expected auto, or REGEX=PLACE with commas "
             "between, such as embed=ps,head=ps_whole; PLACE is ps, ps_whole, spmd or auto"
         )
     rules: dict[str, str] = {}
-    for pattern, place in (rule.groups() for rule in found):
+    for pattern, place in (rule.groups() for rule in matches):
         if pattern in rules:
             raise RequestError(f"placement {text!r}: two rules for {pattern!r}; keep one")
         rules[pattern] = place
@@ -98,10 +98,10 @@ def place_target(target: Target, options: argparse.Namespace) -> PlacedTarget:
         name = getattr(loss.function, "__name__", "loss")
         check_scalar(lookups, f"{target.path}: {name}")  # so that the error names the file
         with _says_what_is_state():
-            found, planned, call = place_and_plan(
+            chosen_placement, planned, call = place_and_plan(
                 lookups, loss.params, loss.batch, loss.optimizer, placement, request
             )
-    return PlacedTarget(found, _others(loss, found), planned, call, merged)
+    return PlacedTarget(chosen_placement, _others(loss, chosen_placement), planned, call, merged)
 
 
 @contextlib.contextmanager
@@ -117,8 +117,8 @@ def _says_what_is_state() -> Iterator[None]:
         ) from error
 
 
-def _others(loss: Loss, found: Placement) -> tuple[tuple[str, int], ...]:
+def _others(loss: Loss, placement: Placement) -> tuple[tuple[str, int], ...]:
     named, _ = jax.tree_util.tree_flatten_with_path(abstract((loss.params,))[0])
-    listed = {leaf.path for leaf in found.leaves}
+    listed = {leaf.path for leaf in placement.leaves}
     sizes = ((jax.tree_util.keystr(p), math.prod(x.shape) * x.dtype.itemsize) for p, x in named)
     return tuple((path, nbytes) for path, nbytes in sizes if path not in listed)

@@ -81,8 +81,8 @@ def check_buffer(buffer: Buffer, graph: Graph, layouts: Layouts, end: int) -> No
 def _agree(where: str, group: Group, facts: Facts) -> None:
     """The facts repeat what the group says of itself."""
     for name in ("kind", "sizes", "shardable", "reduction", "decisions"):
-        mine, theirs = getattr(facts, name), getattr(group, name)
-        demand(mine == theirs, where, f"{name} is {mine}, the group has {theirs}")
+        stated, expected = getattr(facts, name), getattr(group, name)
+        demand(stated == expected, where, f"{name} is {stated}, the group has {expected}")
 
 
 def _inside(where: str, facts: Facts) -> None:
@@ -106,9 +106,9 @@ def _inside(where: str, facts: Facts) -> None:
         demand(_is_count(reduction.nbytes), part, f"{reduction.nbytes} bytes")
     if facts.stored is not None:
         _factors(f"{where}, stored array", (f for f in facts.stored[1] if f >= 0), count)
-    for name, own in facts.decided:
+    for name, decision_facts in facts.decided:
         demand(name in DECISIONS, where, f"facts of {name!r}, which is no decision")
-        for one in own if isinstance(own, tuple) else ():
+        for one in decision_facts if isinstance(decision_facts, tuple) else ():
             if isinstance(one, Hosted):
                 _factors(f"{where}, array on the host", one.factors, count)
     for fed in facts.fed:

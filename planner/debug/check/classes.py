@@ -67,11 +67,11 @@ def _flows(quotient: Quotient) -> None:
     got = _weights(quotient.part, same)
     for key in expected.keys() | got.keys():
         a, b = key[0], key[1]
-        mine, theirs = got.get(key, 0.0), expected.get(key, 0.0)
+        class_weight, member_weight = got.get(key, 0.0), expected.get(key, 0.0)
         demand(
-            math.isclose(mine, theirs, rel_tol=1e-9),
+            math.isclose(class_weight, member_weight, rel_tol=1e-9),
             f"links from class {a} to class {b}",
-            f"have weight {mine:g}, those of the members {theirs:g}",
+            f"have weight {class_weight:g}, those of the members {member_weight:g}",
         )
 
 
@@ -87,14 +87,14 @@ def _weights(analysis: Analysis, color: Sequence[int]) -> dict[tuple[Any, ...], 
 def _memory(quotient: Quotient) -> None:
     """At every moment that is kept, the classes hold the bytes of their members, kind by kind."""
     moments = np.asarray(quotient.moments, np.int64)
-    mine, theirs = quotient.part.buffers, quotient.whole.buffers
+    class_buffers, member_buffers = quotient.part.buffers, quotient.whole.buffers
     same = range(len(quotient.part.groups.groups))
     numbers: dict[_Kind, int] = {}
-    for buffers, color in ((mine, same), (theirs, quotient.color)):
+    for buffers, color in ((class_buffers, same), (member_buffers, quotient.color)):
         for b in buffers:
             numbers.setdefault(_kind(b, color), len(numbers))
-    got = _held(mine, same, np.arange(len(moments)), numbers)
-    expected = _held(theirs, quotient.color, moments, numbers)
+    got = _held(class_buffers, same, np.arange(len(moments)), numbers)
+    expected = _held(member_buffers, quotient.color, moments, numbers)
     for kind, at in np.argwhere(~np.isclose(got, expected, rtol=1e-9, atol=0.5))[:1].tolist():
         color, layout, *_ = list(numbers)[kind]
         demand(

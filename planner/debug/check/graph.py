@@ -38,8 +38,8 @@ def _values(graph: Graph) -> None:
             where, "produced by operation", [op for op in (value.op,) if op != -1], len(graph.ops)
         )
         if value.op >= 0:
-            made = graph.ops[value.op].outputs
-            demand(value.index in made, where, f"operation {value.op} does not make it")
+            outputs = graph.ops[value.op].outputs
+            demand(value.index in outputs, where, f"operation {value.op} does not make it")
         if value.of != -1:
             demand(value.of in inputs, where, f"{value.role} of %{value.of}, which is no input")
         elif value.role is Role.GRADIENT:
@@ -70,8 +70,8 @@ def _ties(graph: Graph) -> None:
         old, new = graph.values[graph.inputs[i]], graph.outputs[o]
         demand(old.carried, where, f"%{old.index} is not carried")
         if new != SCALAR:
-            made = graph.values[new]
-            demand(made.shape == old.shape, where, f"{old} becomes {made}")
+            new_value = graph.values[new]
+            demand(new_value.shape == old.shape, where, f"{old} becomes {new_value}")
     for side, what in ((0, "input"), (1, "result")):
         taken = [tie[side] for tie in graph.ties]
         demand(len(taken) == len(set(taken)), "ties", f"the same {what} twice")
@@ -99,8 +99,12 @@ def _blocks(graph: Graph) -> None:
             demand(expected[at] == (-1, 0), where, f"operation {at} is in two blocks")
             expected[at] = (number, (at - block.start) // block.length)
             first = block.start + (at - block.start) % block.length
-            mine, theirs = graph.ops[at].kind, graph.ops[first].kind
-            demand(mine == theirs, where, f"operation {at} is {mine}, in the first copy {theirs}")
+            kind, first_kind = graph.ops[at].kind, graph.ops[first].kind
+            demand(
+                kind == first_kind,
+                where,
+                f"operation {at} is {kind}, in the first copy {first_kind}",
+            )
     for op, segment in zip(graph.ops, expected, strict=True):
         demand(
             op.segment == segment,

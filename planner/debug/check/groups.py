@@ -82,12 +82,12 @@ def _operations(groups: Groups, graph: Graph, layouts: Layouts) -> None:
         f"{len(groups.op_layouts)} for {len(graph.ops)} operations",
     )
     owner: dict[int, int] = {}
-    for mine in groups.groups:
-        for at in mine.ops:
+    for holder in groups.groups:
+        for at in holder.ops:
             demand(
-                at not in owner, f"operation {at}", f"in groups {owner.get(at)} and {mine.index}"
+                at not in owner, f"operation {at}", f"in groups {owner.get(at)} and {holder.index}"
             )
-            owner[at] = mine.index
+            owner[at] = holder.index
     for op, entry in zip(graph.ops, groups.op_layouts, strict=True):
         where = f"operation {op.index} {op.kind}"
         if entry is None:

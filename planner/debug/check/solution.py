@@ -55,8 +55,10 @@ def _bytes_at(problem: Problem, solution: Solution) -> float:
     """What is live at the moment that the solution calls its peak, in the fullest pool."""
     moments, nbytes = memory_profile(problem, solution.choice)
     firsts = [pool.first for pool in problem.pools] or [0]
-    found = [np.searchsorted(moments, solution.peak_moment + f, side="right") - 1 for f in firsts]
-    return max(float(nbytes[at]) if at >= 0 else 0.0 for at in found)
+    positions = [
+        np.searchsorted(moments, solution.peak_moment + f, side="right") - 1 for f in firsts
+    ]
+    return max(float(nbytes[at]) if at >= 0 else 0.0 for at in positions)
 
 
 def _same(where: str, what: str, got: float, expected: float, unit: str) -> None:

@@ -60,8 +60,8 @@ def facts_lines(facts: Facts) -> Iterator[str]:
         )
     if facts.stored is not None:
         yield f"stored {layout_text(facts.stored[1])}: {number(facts.stored[0])} bytes"
-    for name, own in facts.decided:
-        for one in own if isinstance(own, tuple) else (own,):
+    for name, decision_facts in facts.decided:
+        for one in decision_facts if isinstance(decision_facts, tuple) else (decision_facts,):
             yield f"{name}: {_hosted(one) if isinstance(one, Hosted) else one}"
     for fed in facts.fed:
         yield f"fed, by {factors_text(fed.factors)}: {number(fed.share)} of the batch"

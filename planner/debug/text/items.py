@@ -77,14 +77,14 @@ def later_copies(graph: Graph) -> frozenset[int]:
 def repeated_groups(groups: Groups, graph: Graph) -> frozenset[int]:
     """The groups all of whose operations stand in later copies of repeated blocks."""
     later = later_copies(graph)
-    found: list[set[int]] = [set(g.ops) for g in groups.groups]
+    group_ops: list[set[int]] = [set(g.ops) for g in groups.groups]
     for value, home in zip(graph.values, groups.home, strict=True):
         if home is not None:
-            found[home[0]].add(value.op)
+            group_ops[home[0]].add(value.op)
     for link in groups.links:
         if groups.groups[link.b].kind == "copy":
-            found[link.b].add(link.op)
-    return frozenset(g for g, ops in enumerate(found) if ops and ops <= later)
+            group_ops[link.b].add(link.op)
+    return frozenset(g for g, ops in enumerate(group_ops) if ops and ops <= later)
 
 
 def left_out(count: int, what: str) -> Sequence[str]:

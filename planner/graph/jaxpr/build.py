@@ -67,8 +67,8 @@ TPU (jax.lax.Precision's documentation)."""
 
 def _passes(precision: Any) -> int:
     """``Op.passes`` of a primitive's ``precision``: None, a member of an enum or one an operand."""
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    return max((_PASSES.get(getattr(p, "name", ""), 1) for p in asked), default=1)
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return max((_PASSES.get(getattr(p, "name", ""), 1) for p in precisions), default=1)
 
 
 @dataclass(eq=False)
@@ -126,9 +126,9 @@ class Builder(PlacedWalk[int]):
             if cached is None:
                 cached = self.attrs_cache[id(eqn.params)] = (eqn.params, _attrs(eqn))
             attrs = cached[1]
-        own = None if eqn is None else registered(eqn)
-        if own is not None:  # so that a process without the rule refuses the plan
-            attrs = f"{attrs} rule {own.text}".strip()
+        rule = None if eqn is None else registered(eqn)
+        if rule is not None:  # so that a process without the rule refuses the plan
+            attrs = f"{attrs} rule {rule.text}".strip()
         passes = 1 if eqn is None else _passes(eqn.params.get("precision"))
         self.ops.append(
             Op(
@@ -206,8 +206,8 @@ class Builder(PlacedWalk[int]):
         body = eqn.params["jaxpr"]
         held = held_inside(body), held_inside(body, masked=True)
         region, avals, effect = self.current, record.out_avals, bool(eqn.effects)
-        made = self.op(REGION, entered, avals, region, source, record, effect, work, sends, held)
-        return [edge(*each) for each in zip(made, avals, after, strict=True)]
+        results = self.op(REGION, entered, avals, region, source, record, effect, work, sends, held)
+        return [edge(*each) for each in zip(results, avals, after, strict=True)]
 
     def call(self, eqn: Any, ins: list[int], body: Body) -> Sequence[int]:
         """Walk through a call, with its name and what fuses or recomputes it."""
@@ -239,9 +239,9 @@ class Builder(PlacedWalk[int]):
             for k, kind in enumerate(body.closing):
                 read = carries if kind == "loop_test" else carries[k : k + 1]
                 self.op(kind, (results[k], *read), (), inner, source)
-        made = [*carries, *results[loop.carries :]]
+        loop_results = [*carries, *results[loop.carries :]]
         outs: list[int] = []
-        for kind, value, var in zip(loop.leaving, made, eqn.outvars, strict=True):
+        for kind, value, var in zip(loop.leaving, loop_results, eqn.outvars, strict=True):
             outs += self.op(kind, (value,), (var.aval,), region, source)
         return outs
 
@@ -288,7 +288,7 @@ def graph_of(
     inputs = [builder.value(v.aval, -1, n) for v, n in zip(inner.invars, names, strict=True)]
     outputs = builder.run(closed, inputs)
     _note_unused(builder, outputs)
-    found = ties(
+    tie_pairs = ties(
         in_paths,
         out_paths,
         [v.aval for v in inner.invars],
@@ -303,6 +303,6 @@ def graph_of(
         outputs=tuple(outputs),
         input_paths=tuple(names),
         output_paths=tuple(jax.tree_util.keystr(p) for p in out_paths),
-        ties=found,
+        ties=tie_pairs,
     )
     return labelled(graph, builder.named), builder

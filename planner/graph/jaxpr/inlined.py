@@ -31,8 +31,8 @@ def with_inlined(jaxpr: Any, names: set[str]) -> Any:
     eqns = [_called(eqn, names) for eqn in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
         return jaxpr
-    made = inner.replace(eqns=eqns)
-    return made if inner is jaxpr else compat.with_consts(made, compat.consts(jaxpr))
+    rewritten = inner.replace(eqns=eqns)
+    return rewritten if inner is jaxpr else compat.with_consts(rewritten, compat.consts(jaxpr))
 
 
 def _called(eqn: Any, names: set[str]) -> Any:
@@ -60,8 +60,8 @@ def _call(eqn: Any) -> Any:
     arrays than it says."""
 
     def run(*operands: Any) -> list[Any]:
-        made = eqn.primitive.impl(*operands, **eqn.params)
-        results = made if eqn.primitive.multiple_results else [made]
+        output = eqn.primitive.impl(*operands, **eqn.params)
+        results = output if eqn.primitive.multiple_results else [output]
         return [
             jax.lax.convert_element_type(x, v.aval.dtype) if getattr(x, "weak_type", False) else x
             for x, v in zip(results, eqn.outvars, strict=True)

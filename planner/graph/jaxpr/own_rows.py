@@ -62,8 +62,8 @@ def with_own_rows(jaxpr: Any) -> Any:
             makers[eqn.outvars[0]] = eqn
     if not changed:
         return jaxpr
-    made = inner.replace(eqns=_with_fewer_columns(inner, eqns))
-    return made if inner is jaxpr else compat.with_consts(made, compat.consts(jaxpr))
+    rewritten = inner.replace(eqns=_with_fewer_columns(inner, eqns))
+    return rewritten if inner is jaxpr else compat.with_consts(rewritten, compat.consts(jaxpr))
 
 
 def takes_indices(jaxpr: Any) -> bool:
@@ -81,13 +81,13 @@ def takes_indices(jaxpr: Any) -> bool:
 def _by_argument(body: Body) -> bool:
     inner = compat.body(body.jaxpr)
     given = set(inner.invars)
-    own = any(
+    direct = any(
         (eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS)
         and not compat.is_literal(eqn.invars[1])
         and eqn.invars[1] in given
         for eqn in inner.eqns
     )
-    return own or takes_indices(inner)
+    return direct or takes_indices(inner)
 
 
 def _rewritten(eqn: Any, facts: Mapping[Any, _Fact], makers: Mapping[Any, Any]) -> Any:
@@ -103,8 +103,8 @@ def _fact(eqn: Any, facts: Mapping[Any, _Fact]) -> _Fact | None:
     """What is known of the result of an equation."""
     name = eqn.primitive.name
     if name == "iota":
-        dim, made = int(eqn.params["dimension"]), eqn.outvars[0].aval
-        return _Count(dim) if _holds(made.dtype, compat.aval_shape(made)[dim]) else None
+        dim, aval = int(eqn.params["dimension"]), eqn.outvars[0].aval
+        return _Count(dim) if _holds(aval.dtype, compat.aval_shape(aval)[dim]) else None
     known = [None if compat.is_literal(v) else facts.get(v) for v in eqn.invars]
     if not eqn.outvars or known == [None] * len(known):
         return None
@@ -222,23 +222,23 @@ def _with_fewer_columns(inner: Any, eqns: Sequence[Any]) -> list[Any]:
     for v in inner.outvars:
         if not compat.is_literal(v):
             wanted.setdefault(v, set()).add(v)
-    made = {
-        v: next(iter(found))
-        for v, found in wanted.items()
-        if len(found) == 1 and isinstance(next(iter(found)), _Columns)
+    narrowed = {
+        v: next(iter(forms))
+        for v, forms in wanted.items()
+        if len(forms) == 1 and isinstance(next(iter(forms)), _Columns)
     }
-    new = {v: compat.variable_like(v, columns.shape) for v, columns in made.items()}
+    new = {v: compat.variable_like(v, columns.shape) for v, columns in narrowed.items()}
     out = []
     for before, eqn in zip(inner.eqns, eqns, strict=True):
         columns = [v for v in eqn.invars if isinstance(v, _Columns)]
         if columns:
-            (own,) = columns
-            less = new.get(own.whole)
-            reads = [less if v is own else v for v in eqn.invars]
+            (subset,) = columns
+            less = new.get(subset.whole)
+            reads = [less if v is subset else v for v in eqn.invars]
             eqn = before if less is None else eqn.replace(invars=reads)
-        elif eqn.outvars and eqn.outvars[0] in made:
+        elif eqn.outvars and eqn.outvars[0] in narrowed:
             whole = eqn.outvars[0]
-            eqn = eqn.replace(invars=list(made[whole].parts), outvars=[new[whole]])
+            eqn = eqn.replace(invars=list(narrowed[whole].parts), outvars=[new[whole]])
         out.append(eqn)
     return out
 
@@ -278,10 +278,12 @@ class _Dimensions:
     ) -> Any:
         """Dimension numbers with batching dimensions (of the operand, of the indices), and the
         columns that are left: (array, first column, columns)."""
-        own = tuple(d for d, _ in pairs)
+        batching = tuple(d for d, _ in pairs)
         columns = tuple(d for _, start, width in rest for d in self.columns[start : start + width])
-        dropped = tuple(d for d in self.dropped if d not in own)
+        dropped = tuple(d for d in self.dropped if d not in batching)
         n, places = self.numbers, tuple(p for _, p in pairs)
         if isinstance(n, jax.lax.GatherDimensionNumbers):
-            return jax.lax.GatherDimensionNumbers(n.offset_dims, dropped, columns, own, places)
-        return jax.lax.ScatterDimensionNumbers(n.update_window_dims, dropped, columns, own, places)
+            return jax.lax.GatherDimensionNumbers(n.offset_dims, dropped, columns, batching, places)
+        return jax.lax.ScatterDimensionNumbers(
+            n.update_window_dims, dropped, columns, batching, places
+        )

@@ -71,11 +71,11 @@ def user_lines(eqn: Any) -> list[str]:
 def raised(error: BaseException) -> str:
     """What an exception says, behind the ``file.py:line`` of the innermost frame of the user's own
     code that it passed."""
-    found = ""
+    location = ""
     for frame, line in tracebacks.walk_tb(error.__traceback__):
         if _is_users(frame.f_code):
-            found = f"{os.path.basename(frame.f_code.co_filename)}:{line}: "
-    return f"{found}{error}"
+            location = f"{os.path.basename(frame.f_code.co_filename)}:{line}: "
+    return f"{location}{error}"
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -37,11 +37,11 @@ def products_of(jaxpr: Any, times: float = 1.0) -> dict[str, float]:
         jaxpr: closed or open.
         times: how often it runs.
     """
-    found: dict[str, float] = {}
+    by_dtype: dict[str, float] = {}
     for eqn in compat.body(jaxpr).eqns:
         for dtype, flop in flop_of(eqn, times).items():
-            found[dtype] = found.get(dtype, 0.0) + flop
-    return found
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flop
+    return by_dtype
 
 
 def flop_of(eqn: Any, times: float = 1.0) -> dict[str, float]:
@@ -52,11 +52,11 @@ def flop_of(eqn: Any, times: float = 1.0) -> dict[str, float]:
         return {compat.dtype_name(eqn.invars[0].aval): flop} if flop else {}
     if name in ("scan", "while"):
         loop = loop_of(eqn)
-        found: dict[str, float] = {}
+        by_dtype: dict[str, float] = {}
         for body in loop.bodies:
             for dtype, flop in products_of(body.jaxpr, times * (loop.trips or 1)).items():
-                found[dtype] = found.get(dtype, 0.0) + flop
-        return found
+                by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flop
+        return by_dtype
     if name == "cond":
         branches = [products_of(b, times) for b in eqn.params["branches"]]
         return max(branches, key=lambda b: sum(b.values()), default={})

@@ -154,8 +154,8 @@ def in_bodies(value: Any, change: Callable[[Any], Any]) -> Any:
     if hasattr(compat.body(value), "eqns"):
         return change(value)
     if isinstance(value, tuple) and value and all(hasattr(compat.body(v), "eqns") for v in value):
-        made = tuple(map(change, value))
-        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
+        changed = tuple(map(change, value))
+        return value if all(a is b for a, b in zip(changed, value, strict=True)) else changed
     return value
 
 

@@ -48,12 +48,12 @@ def blocks_of(codes: Codes) -> tuple[Block, ...]:
             _offer(free, period, start, stop)
     heapq.heapify(free)
     taken: list[tuple[int, int]] = []
-    found: list[Block] = []
+    blocks: list[Block] = []
     while free:
         coverage, period, start, stop = heapq.heappop(free)
         pieces = list(_outside(taken, start, stop))
         if pieces == [(start, stop)]:
-            found.append(Block(start, period, -coverage // period))
+            blocks.append(Block(start, period, -coverage // period))
             insort(taken, (start, start - coverage))
             pieces = [(start - coverage, stop)]
         rest: list[tuple[int, int, int, int]] = []
@@ -61,7 +61,7 @@ def blocks_of(codes: Codes) -> tuple[Block, ...]:
             _offer(rest, period, *piece)
         for item in rest:
             heapq.heappush(free, item)
-    return tuple(sorted(found, key=lambda b: b.start))
+    return tuple(sorted(blocks, key=lambda b: b.start))
 
 
 def _offer(out: list[tuple[int, int, int, int]], period: int, start: int, stop: int) -> None:

@@ -12,8 +12,8 @@ def forward_results(graph: Graph, arguments: Sequence[Sequence[int]]) -> Iterato
     """The results of the forward pass that depend on some arguments, each with the set of these
     arguments (a mask: bit k for ``arguments[k]``)."""
     masks = [0] * len(graph.values)
-    for number, mine in enumerate(arguments):
-        for v in mine:
+    for number, arrays in enumerate(arguments):
+        for v in arrays:
             masks[v] |= 1 << number
     for op in graph.ops:
         mask = 0
@@ -108,12 +108,12 @@ class Dims:
             if op.kind == "loop_xs":
                 waiting.setdefault(op.region, []).append(op.inputs[0])
             elif op.kind == "loop_ys" and op.inputs[0] != SCALAR and op.phase is Phase.FORWARD:
-                made = self.graph.values[op.inputs[0]].op
-                for v in along.get(ops[made].region, ())[:1] if made >= 0 else ():
+                producer = self.graph.values[op.inputs[0]].op
+                for v in along.get(ops[producer].region, ())[:1] if producer >= 0 else ():
                     self.join(self.of(v, 0), self.of(op.outputs[0], 0))
             elif op.region not in along and op.region > 0:
-                found = waiting.pop(self.graph.regions[op.region].parent, [])
-                along[op.region] = [v for v in found if v != SCALAR]
+                walked = waiting.pop(self.graph.regions[op.region].parent, [])
+                along[op.region] = [v for v in walked if v != SCALAR]
                 for v in along[op.region][1:]:
                     self.join(self.of(along[op.region][0], 0), self.of(v, 0))
 

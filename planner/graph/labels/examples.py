@@ -52,34 +52,34 @@ def frozen_inputs(graph: Graph, rules: Sequence[FactorRule]) -> frozenset[int]:
     for v in graph.batch:
         if graph.values[v].shape:
             arguments.setdefault(argument_of(graph, v), []).append(v)
-    first = {v: dims.of(v, first_dim(graph, v)) for mine in arguments.values() for v in mine}
+    first = {v: dims.of(v, first_dim(graph, v)) for arrays in arguments.values() for v in arrays}
     state = set(graph.state).difference(maybe_examples(graph))
-    kept = set[int]().union(*map(dims.all_of, state))
-    others = set[int]().union(*map(dims.all_of, first)) - kept
-    eligible = set(first.values()) - kept - dims.contracted(others)
+    state_dims = set[int]().union(*map(dims.all_of, state))
+    others = set[int]().union(*map(dims.all_of, first)) - state_dims
+    eligible = set(first.values()) - state_dims - dims.contracted(others)
     counts = _counts(graph, list(arguments.values()), dims, eligible)
     out: set[int] = set()
-    for number, mine in enumerate(arguments.values()):
+    for number, arrays in enumerate(arguments.values()):
         total: Counter[int] = Counter()
-        for mask, found in counts.items():
+        for mask, dim_counts in counts.items():
             if mask >> number & 1:
-                total.update(found)
+                total.update(dim_counts)
         if not total:
-            if eligible and _beside_state(dims, graph, mine):
-                out.update(mine)
+            if eligible and _beside_state(dims, graph, arrays):
+                out.update(arrays)
             continue
         (examples, many), *_ = total.most_common(1)
         sizes = {graph.values[v].shape[0] for v, d in first.items() if d == examples}
-        if any(examples in dims.all_of(v) for v in mine):
+        if any(examples in dims.all_of(v) for v in arrays):
             continue
-        if all(graph.values[v].shape[0] == 1 for v in mine):  # one example
+        if all(graph.values[v].shape[0] == 1 for v in arrays):  # one example
             continue
-        if all(graph.values[v].dtype in INDICES for v in mine):  # edges of a graph
+        if all(graph.values[v].dtype in INDICES for v in arrays):  # edges of a graph
             continue
-        if all(graph.values[v].shape[0] in sizes for v in mine):  # an operation without a rule
+        if all(graph.values[v].shape[0] in sizes for v in arrays):  # an operation without a rule
             continue
-        if max(total[first[v]] for v in mine) < OWN * many:
-            out.update(mine)
+        if max(total[first[v]] for v in arrays) < OWN * many:
+            out.update(arrays)
     return frozenset(out)
 
 
@@ -190,10 +190,10 @@ def fed_beside_state(graph: Graph, rules: Sequence[FactorRule]) -> list[int]:
     else:
         others = set[int]().union(*map(dims.all_of, maybe)) - none
         first = {dims.of(v, 0) for v in maybe} - none - dims.contracted(others)
-        made = [o for op in graph.ops if op.phase is Phase.FORWARD for o in op.outputs]
-        made = [o for o in made if graph.values[o].shape]
-        many = Counter(d for o in made for d in dims.all_of(o) & first)
-        rows = {d for d, n in many.most_common(1) if n >= MOST * len(made)}
+        results = [o for op in graph.ops if op.phase is Phase.FORWARD for o in op.outputs]
+        results = [o for o in results if graph.values[o].shape]
+        many = Counter(d for o in results for d in dims.all_of(o) & first)
+        rows = {d for d, n in many.most_common(1) if n >= MOST * len(results)}
     return [v for v in maybe if dims.of(v, 0) in rows]
 
 
@@ -243,16 +243,18 @@ def state_examples(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, int]:
     sizes = {graph.values[v].shape[first.get(v, 0)] for v in fed}
     if not fed:
         many: Counter[int] = Counter()
-        mine = set[int]().union(*map(dims.all_of, maybe)) - none
+        eligible = set[int]().union(*map(dims.all_of, maybe)) - none
         for op in graph.ops:
             if op.phase is Phase.FORWARD:
                 for o in op.outputs:
-                    many.update(dims.all_of(o) & mine)
+                    many.update(dims.all_of(o) & eligible)
         rows = {d for d, _ in many.most_common(1)}
     shapes = {v: graph.values[v].shape for v in maybe}
-    found = [(v, d, n) for v in maybe for d, n in enumerate(shapes[v]) if n > 1]
-    found = [(v, d, n) for v, d, n in found if dims.of(v, d) in rows and (n in sizes or not fed)]
-    return {v: d for v, d, _ in reversed(found)}
+    candidates = [(v, d, n) for v in maybe for d, n in enumerate(shapes[v]) if n > 1]
+    candidates = [
+        (v, d, n) for v, d, n in candidates if dims.of(v, d) in rows and (n in sizes or not fed)
+    ]
+    return {v: d for v, d, _ in reversed(candidates)}
 
 
 def with_roles(graph: Graph, roles: Mapping[int, Role]) -> Graph:

@@ -47,8 +47,8 @@ def phases_of(graph: Graph, named: Sequence[Phase | None]) -> tuple[Phase, ...]:
     loops = step_loops(graph, named)
     behind = _behind(graph, named, loops)
     wanted = {i for op, phase in zip(graph.ops, named, strict=True) if phase for i in op.inputs}
-    made = ((v, graph.values[v].op) for v in graph.reports)
-    reports = {v for v, op in made if op < 0 or not behind[op]}
+    producers = ((v, graph.values[v].op) for v in graph.reports)
+    reports = {v for v, op in producers if op < 0 or not behind[op]}
     _, before = graph.needed_for(wanted | reports, once=loops)
     return tuple(
         phase or (Phase.UPDATE if behind[op.index] or not before[op.index] else Phase.FORWARD)

@@ -58,15 +58,15 @@ def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
     for index in state:
         for g, steps in gradients.of(index).items() if index in read else ():
             nearest[g] = min((steps, index), nearest.get(g, (steps, index)))
-    found = {g: index for g, (_, index) in nearest.items()}
-    trained = set(found.values())
+    parameter_of = {g: index for g, (_, index) in nearest.items()}
+    trained = set(parameter_of.values())
     owner = {
-        index: next((found[g] for g in gradients.of(index) if g in found), -1)
+        index: next((parameter_of[g] for g in gradients.of(index) if g in parameter_of), -1)
         for index in state
         if index not in trained and graph.values[index].shape
     }
     inputs = _inputs(graph, trained, read)
-    made = gradients.made(found)
+    gradient_owner = gradients.made(parameter_of)
     new = {o: i for i, o in graph.next_values.items() if o not in (SCALAR, i)}
     out = []
     for value in graph.values:
@@ -77,8 +77,8 @@ def roles_of(graph: Graph, phases: Sequence[Phase]) -> tuple[Value, ...]:
             out.append(value.labelled(role, of, carried))
             continue
         phase, of = phases[value.op], -1
-        if value.index in made:
-            role, of = Role.GRADIENT, made[value.index]
+        if value.index in gradient_owner:
+            role, of = Role.GRADIENT, gradient_owner[value.index]
         elif value.index in new:
             role, of = Role.NEXT, new[value.index]
         elif phase is Phase.BACKWARD:
@@ -96,8 +96,8 @@ def _read(graph: Graph, phases: Sequence[Phase]) -> set[int]:
     over whole train steps one step counts: the next reads what the moments made."""
     wanted = set()
     for v in graph.reports:
-        made = graph.values[v].op
-        if made < 0 or phases[made] is not Phase.UPDATE:
+        producer = graph.values[v].op
+        if producer < 0 or phases[producer] is not Phase.UPDATE:
             wanted.add(v)
     if Phase.BACKWARD in phases:
         passes = [op for op in graph.ops if phases[op.index] is not Phase.UPDATE]
@@ -202,10 +202,10 @@ class _Gradients:
         is reached, the nearest first."""
         if index not in self.known:
             start = self.graph.next_values[index]
-            found = dict(self._reached(start, index, equal=True))
-            if not found and Phase.BACKWARD in self.phases:
-                found = dict(self._reached(start, index, equal=False))
-            self.known[index] = found
+            distances = dict(self._reached(start, index, equal=True))
+            if not distances and Phase.BACKWARD in self.phases:
+                distances = dict(self._reached(start, index, equal=False))
+            self.known[index] = distances
         return self.known[index]
 
     def _reached(self, start: int, index: int, equal: bool) -> Iterator[tuple[int, int]]:
@@ -215,17 +215,17 @@ class _Gradients:
         queue, seen = deque([(start, 0)]), {start}
         while queue and len(seen) < REACH:
             value, steps = queue.popleft()
-            made = self.graph.values[value].op
-            if made < 0:
+            producer = self.graph.values[value].op
+            if producer < 0:
                 continue
-            op = self.graph.ops[made]
-            if self.phases[made] is Phase.BACKWARD:
+            op = self.graph.ops[producer]
+            if self.phases[producer] is Phase.BACKWARD:
                 if equal or _within(wanted, self.dims[value]):
                     yield value, steps
                     if not wanted:  # a norm of all gradients has the dimensions of every scalar
                         return
                 continue
-            if self.phases[made] is Phase.FORWARD and not self._is_border(op):
+            if self.phases[producer] is Phase.FORWARD and not self._is_border(op):
                 continue
             for i in self._sources(op, value):
                 if i not in seen and (not equal or self._alike(op, i, value)):
@@ -246,11 +246,11 @@ class _Gradients:
         a, b = self.dims[operand], self.dims[result]
         return a == b or op.kind in SLICES | VIEWS | SUMS
 
-    def made(self, found: dict[int, int]) -> dict[int, int]:
-        """Per gradient its parameter: those found, and what they are views and sums of, back to
-        the products and reductions that make them."""
-        out = dict(found)
-        stack = list(found)
+    def made(self, parameter_of: dict[int, int]) -> dict[int, int]:
+        """Per gradient its parameter: those of ``parameter_of``, and what they are views and sums
+        of, back to the products and reductions that make them."""
+        out = dict(parameter_of)
+        stack = list(parameter_of)
         while stack:
             value = stack.pop()
             op = self.graph.ops[self.graph.values[value].op]

@@ -31,7 +31,7 @@ def may_be_untrained(graph: Graph) -> bool:
     for v in graph.inputs:
         if graph.values[v].shape and name(v) not in state:
             sizes.setdefault(name(v), set()).add(graph.values[v].shape[0])
-    return any(len(found) > 1 for found in sizes.values())
+    return any(len(lengths) > 1 for lengths in sizes.values())
 
 
 def untrained_roles(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, Role]:
@@ -49,18 +49,19 @@ def untrained_roles(graph: Graph, rules: Sequence[FactorRule]) -> dict[int, Role
     name = _names(graph)
     arguments = _arguments(graph, name)
     dims = Dims(graph, rules)
-    found = _Found(graph, dims, arguments)
-    examples = found.examples()
+    computed = _Found(graph, dims, arguments)
+    examples = computed.examples()
     if examples is None:
         return {}
     weights = [
-        mine
-        for number, mine in enumerate(arguments)
-        if not any(graph.values[v].carried for v in mine) and found.holds_weights(number, examples)
+        arrays
+        for number, arrays in enumerate(arguments)
+        if not any(graph.values[v].carried for v in arrays)
+        and computed.holds_weights(number, examples)
     ]
-    if not any(found.looks_like_weights(mine, examples) for mine in weights):
+    if not any(computed.looks_like_weights(arrays, examples) for arrays in weights):
         return {}
-    names = {name(mine[0]) for mine in weights}
+    names = {name(arrays[0]) for arrays in weights}
     out = {}
     for v in graph.inputs:
         value = graph.values[v]
@@ -103,8 +104,8 @@ class _Found:
 
     def __init__(self, graph: Graph, dims: Dims, arguments: Sequence[Sequence[int]]) -> None:
         self.graph, self.dims, self.arguments = graph, dims, arguments
-        self.first = {v: dims.of(v, first_dim(graph, v)) for mine in arguments for v in mine}
-        firsts = {d for mine in arguments for d in self._shared(mine)}
+        self.first = {v: dims.of(v, first_dim(graph, v)) for arrays in arguments for v in arrays}
+        firsts = {d for arrays in arguments for d in self._shared(arrays)}
         self.eligible = firsts - dims.contracted() or firsts - dims.contracted(firsts)
         known = set(self.first.values())
         results = forward_results(graph, arguments)
@@ -123,7 +124,7 @@ class _Found:
         many = Counter(d for _, has in self.made for d in has & self.eligible)
 
         def of(dim: int) -> tuple[int, int, int]:
-            held = [(len(mine), v) for mine in self.arguments for v in mine]
+            held = [(len(arrays), v) for arrays in self.arguments for v in arrays]
             held = [(n, v) for n, v in held if self.first[v] == dim]
             nbytes = max(self.graph.values[v].nbytes for _, v in held)
             return many[dim], -min(n for n, _ in held), nbytes
@@ -144,16 +145,16 @@ class _Found:
 
     def holds_weights(self, number: int, examples: int) -> bool:
         """Whether an argument holds no examples."""
-        mine, values = self.arguments[number], self.graph.values
-        if any(examples in self.dims.all_of(v) for v in mine):
+        arrays, values = self.arguments[number], self.graph.values
+        if any(examples in self.dims.all_of(v) for v in arrays):
             return False
-        if all(values[v].dtype in INDICES for v in mine):
+        if all(values[v].dtype in INDICES for v in arrays):
             return False
         sizes = {values[v].shape[0] for v, d in self.first.items() if d == examples}
-        if all(values[v].shape[0] in sizes for v in mine):  # behind an operation without a rule
+        if all(values[v].shape[0] in sizes for v in arrays):  # behind an operation without a rule
             return False
-        own = {self.first[v] for v in mine} & self.eligible
+        firsts = {self.first[v] for v in arrays} & self.eligible
         both = [has for mask, has in self.made if mask >> number & 1]
-        alone = Counter(d for has in both if examples not in has for d in has & own)
-        many = sum(examples in has or bool(has & own) for has in both)
+        alone = Counter(d for has in both if examples not in has for d in has & firsts)
+        many = sum(examples in has or bool(has & firsts) for has in both)
         return max(alone.values(), default=0) <= ALONE * many

@@ -85,8 +85,8 @@ def on_rows(lookups: LookUps, params_tree: Any) -> Callable[..., Any]:
             table = tables[path]
             leaves[table.leaf] = Rows(leaves[table.leaf], jnp.asarray(numbers), table.rows, path)
         outs, missing = _run(lookups.jaxpr, [*leaves, *jax.tree_util.tree_leaves(batch)])
-        found = {path: _any(missing.get(path, [])) for path in ids}
-        return jax.tree_util.tree_unflatten(lookups.out_tree, outs), found
+        flags = {path: _any(missing.get(path, [])) for path in ids}
+        return jax.tree_util.tree_unflatten(lookups.out_tree, outs), flags
 
     return small
 
@@ -111,8 +111,8 @@ def unique_rows(table: LookupTable, indices: Sequence[NDArray[Any]]) -> Ids:
                 "none; look up by jnp.take(table, ids, axis=0, mode='clip' or 'fill')"
             )
     none = np.zeros(0, np.int32)
-    found = np.unique(np.concatenate([none, *(np.asarray(x).reshape(-1) for x in indices)]))
-    return found[(found >= 0) & (found < table.rows)].astype(np.int32)
+    unique = np.unique(np.concatenate([none, *(np.asarray(x).reshape(-1) for x in indices)]))
+    return unique[(unique >= 0) & (unique < table.rows)].astype(np.int32)
 
 
 def padded(ids: Ids, rows: int, size: int = 1) -> Ids:
@@ -207,11 +207,11 @@ def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
         missing = inside & missing
     else:
         missing = ~inside | missing
-    told = {rows.path: [missing]}
+    by_path = {rows.path: [missing]}
     if eqn.primitive.name == "dynamic_slice":
         others = [jnp.asarray(x).astype(jnp.int32) for x in ins[1:]]
         starts = [*others[:column], place, *others[column + 1 :]]
-        return [jax.lax.dynamic_slice(rows.values, starts, eqn.params["slice_sizes"])], told
+        return [jax.lax.dynamic_slice(rows.values, starts, eqn.params["slice_sizes"])], by_path
     p, given = eqn.params, ins[1].astype(jnp.int32)
     parts = [given[..., :column], place[..., None], given[..., column + 1 :]]
     out = jax.lax.gather(
@@ -223,7 +223,7 @@ def _look_up(eqn: Any, ins: list[Any]) -> tuple[list[Any], Missing]:
         mode=p["mode"],
         fill_value=p["fill_value"],
     )
-    return [out], told
+    return [out], by_path
 
 
 def _branch(paths: Sequence[str], jaxpr: Any, *operands: Any) -> tuple[list[Any], Missing]:

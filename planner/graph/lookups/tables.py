@@ -120,14 +120,14 @@ def find_lookups(
         raise ModelError(f"tracing {name} failed: {type(error).__name__}: {error}") from error
     named, _ = jax.tree_util.tree_flatten_with_path(shapes[0])
     paths = [jax.tree_util.keystr(path) for path, _ in named]
-    asked = frozenset(range(len(named))) if leaves is None else leaves
+    wanted = frozenset(range(len(named))) if leaves is None else leaves
     refused: dict[int, str] = {}
     seen: list[_Found] = []
 
     def indices(*batch: Any) -> Any:
         walk = _Search(refused=refused)
         given: list[Any] = [
-            _Whole(k, compat.aval_shape(x)) if k in asked else UNKNOWN
+            _Whole(k, compat.aval_shape(x)) if k in wanted else UNKNOWN
             for k, (_, x) in enumerate(named)
         ]
         rest = jax.tree_util.tree_leaves(batch)
@@ -140,13 +140,13 @@ def find_lookups(
     sizes = [x.size for x in jax.eval_shape(indices, *shapes[1:])]
     every = list(zip(seen, sizes, strict=True))
     tables, unused = list[LookupTable](), list[LookupTable]()
-    for leaf in sorted(asked):
-        mine = [(found, size) for found, size in every if found.leaf == leaf]
+    for leaf in sorted(wanted):
+        leaf_lookups = [(lookup, size) for lookup, size in every if lookup.leaf == leaf]
         aval = named[leaf][1]
-        if mine and not jnp.issubdtype(aval.dtype, jnp.floating):
+        if leaf_lookups and not jnp.issubdtype(aval.dtype, jnp.floating):
             refused.setdefault(leaf, f"it is of {aval.dtype}, which has no gradient")
         if leaf not in refused and aval.shape:
-            (tables if mine else unused).append(
+            (tables if leaf_lookups else unused).append(
                 LookupTable(
                     leaf,
                     paths[leaf],
@@ -154,18 +154,18 @@ def find_lookups(
                     tuple(map(int, aval.shape[1:])),
                     compat.dtype_name(aval),
                     compat.itemsize(aval),
-                    sum(size for _, size in mine),
-                    tuple(found.bounds for found, _ in mine),
-                    tuple(found.source for found, _ in mine),
+                    sum(size for _, size in leaf_lookups),
+                    tuple(lookup.bounds for lookup, _ in leaf_lookups),
+                    tuple(lookup.source for lookup, _ in leaf_lookups),
                 )
             )
-        if not mine:
+        if not leaf_lookups:
             refused.setdefault(leaf, "the function does not look up rows of it")
 
     def by_table(*batch: Any) -> list[list[jax.Array]]:
         flat = indices(*batch)
         return [
-            [x for (found, _), x in zip(every, flat, strict=True) if found.leaf == t.leaf]
+            [x for (lookup, _), x in zip(every, flat, strict=True) if lookup.leaf == t.leaf]
             for t in tables
         ]
 
@@ -333,7 +333,7 @@ class _Search(PlacedWalk[Any]):
         consts, *others = loop.split(ins)
         start, over = ([UNKNOWN if isinstance(x, _Whole) else x for x in part] for part in others)
         known = [x is not UNKNOWN for x in start]
-        seen, told = list[_Found](), list[bool]()  # its look-ups; which results are known
+        seen, known_outs = list[_Found](), list[bool]()  # its look-ups; which results are known
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
             walk = _Search(self.place, self.refused, taken=self.taken)
@@ -345,9 +345,9 @@ class _Search(PlacedWalk[Any]):
                 if isinstance(x, _Whole):
                     self.refuse(x, f"a loop{self.at} returns it")
             outs = [UNKNOWN if isinstance(x, _Whole) else x for x in outs]
-            seen[:], told[:] = walk.found, [x is not UNKNOWN for x in outs]
-            kept = [x for x, k in zip(outs, known, strict=False) if k]
-            left = [c if x is UNKNOWN else x for x, c in zip(kept, carry, strict=True)]
+            seen[:], known_outs[:] = walk.found, [x is not UNKNOWN for x in outs]
+            next_carry = [x for x, k in zip(outs, known, strict=False) if k]
+            left = [c if x is UNKNOWN else x for x, c in zip(next_carry, carry, strict=True)]
             ys = [x for x in outs[loop.carries :] if x is not UNKNOWN]
             return left, (ys, walk.indices)
 
@@ -359,7 +359,7 @@ class _Search(PlacedWalk[Any]):
 
         while True:
             jax.eval_shape(whole)
-            still = [k and t for k, t in zip(known, told, strict=False)]
+            still = [k and t for k, t in zip(known, known_outs, strict=False)]
             if still == known:
                 break
             known = still
@@ -368,7 +368,7 @@ class _Search(PlacedWalk[Any]):
         self.indices += [index.reshape(-1) for index in indices]
         last, stacked = iter(carry), iter(ys)
         results = [next(last) if k else UNKNOWN for k in known]
-        return results + [next(stacked) if t else UNKNOWN for t in told[loop.carries :]]
+        return results + [next(stacked) if t else UNKNOWN for t in known_outs[loop.carries :]]
 
 
 def _other_use(name: str, at: str) -> str:

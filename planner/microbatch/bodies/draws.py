@@ -51,8 +51,8 @@ def drawing(whole: Any, small: Any, inside: Set[int], take: Take) -> Results:
             assert body is not None and twin is not None
 
             def inner(given: Sequence[Any]) -> list[Any]:
-                own = list(given[-count:])
-                return _run(body.jaxpr, twin.jaxpr, inside, take, given[:-count], own)
+                share_numbers = list(given[-count:])
+                return _run(body.jaxpr, twin.jaxpr, inside, take, given[:-count], share_numbers)
 
             return again(small, inner)([*values, *share])
         bodies = whole.params["jaxpr"], small.params["jaxpr"]
@@ -87,8 +87,8 @@ def _part(whole: Call, small: Call, take: Take, share: Sequence[Any]) -> Run:
     shapes = [compat.aval_shape(v.aval) for v in small.eqn.outvars]
 
     def run(values: Sequence[Any]) -> list[Any]:
-        made = zip(whole.run(values), shapes, strict=True)
-        return [x if x.shape == shape else _taken(x, shape, take, share) for x, shape in made]
+        pairs = zip(whole.run(values), shapes, strict=True)
+        return [x if x.shape == shape else _taken(x, shape, take, share) for x, shape in pairs]
 
     return run
 

@@ -27,7 +27,7 @@ def example_axes(whole: Any, small: Any) -> frozenset[str]:
     Args:
         whole, small: the jaxpr of the step for the batch and for a microbatch.
     """
-    found: set[str] = set()
+    axes: set[str] = set()
     for a, b in zip(equations(whole), equations(small), strict=False):
         if a.primitive is not b.primitive:  # in code that nothing reads; the rest was proved alike
             break
@@ -37,8 +37,8 @@ def example_axes(whole: Any, small: Any) -> frozenset[str]:
         shapes = compat.aval_shape(a.outvars[0].aval), compat.aval_shape(b.outvars[0].aval)
         for entry, m, n in zip(entries, *shapes, strict=False):
             if m != n:
-                found.update(*Sharding.of([None if entry is FREE else entry]).dims)
-    return frozenset(found)
+                axes.update(*Sharding.of([None if entry is FREE else entry]).dims)
+    return frozenset(axes)
 
 
 def without_axes(eqn: Any, axes: frozenset[str]) -> Any:
@@ -84,6 +84,6 @@ def _param(value: Any, axes: frozenset[str]) -> Any:
 
 def _jaxpr(value: Any, axes: frozenset[str]) -> Any:
     inner = compat.body(value)
-    made = inner.replace(eqns=[without_axes(eqn, axes) for eqn in inner.eqns])
+    jaxpr = inner.replace(eqns=[without_axes(eqn, axes) for eqn in inner.eqns])
     closed = getattr(value, "jaxpr", None) is not None
-    return compat.with_consts(made, compat.consts(value)) if closed else made
+    return compat.with_consts(jaxpr, compat.consts(value)) if closed else jaxpr

@@ -68,8 +68,8 @@ class _Lengths:
         ends = ((self.whole.invars, self.small.invars), (self.whole.outvars, self.small.outvars))
         return [
             (compat.aval_shape(a.aval), compat.aval_shape(b.aval))
-            for ours, theirs in ends
-            for a, b in zip(ours, theirs, strict=True)
+            for ours, others in ends
+            for a, b in zip(ours, others, strict=True)
         ]
 
     @functools.cached_property
@@ -190,8 +190,8 @@ def merged_jaxpr(whole: Any, small: Any) -> Any:
         if a.primitive is not b.primitive:
             raise _refused(a, "another operation in a microbatch")
         eqns.append(merged(a, b).replace(invars=_inside(a.invars, b.invars)))
-    made = other.replace(eqns=eqns, outvars=_inside(inner.outvars, other.outvars))
-    return made if small is other and not contents else compat.with_consts(made, contents)
+    jaxpr = other.replace(eqns=eqns, outvars=_inside(inner.outvars, other.outvars))
+    return jaxpr if small is other and not contents else compat.with_consts(jaxpr, contents)
 
 
 def _refused(eqn: Any, why: str) -> NotExactError:

@@ -43,9 +43,9 @@ def added_apart(
         leaves = jax.tree_util.tree_leaves(args)
         closed, results = compat.make_jaxpr(function, args)
         flat = flatten(closed)
-        found = _added(flat, batch)
+        positions = _added(flat, batch)
         calls = [
-            call.running(functools.partial(_apart, call)) if k in found else call
+            call.running(functools.partial(_apart, call)) if k in positions else call
             for k, call in enumerate(flat.calls)
         ]
         out = execute(dataclasses.replace(flat, calls=tuple(calls)), leaves)
@@ -57,17 +57,17 @@ def added_apart(
 def _added(flat: FlatJaxpr, batch: Collection[int]) -> set[int]:
     """The calls, by position, that add what examples make to what none of them made."""
     moving = {flat.inputs[k] for k in batch}
-    zeros, found = set[int](), set[int]()
+    zeros, positions = set[int](), set[int]()
     for k, call in enumerate(flat.calls):
         table, *rest = call.ins or (None,)
         if call.kind == "broadcast_in_dim" and not isinstance(table, int) and not table.val:
             zeros.update(call.outs)
         fed = not moving.isdisjoint(v for v in rest if isinstance(v, int))
         if fed and call.kind in ADDS and isinstance(table, int) and table not in moving | zeros:
-            found.add(k)
+            positions.add(k)
         if not moving.isdisjoint(v for v in call.ins if isinstance(v, int)):
             moving.update(call.outs)
-    return found
+    return positions
 
 
 def _apart(call: Call, values: Sequence[Any]) -> list[Any]:

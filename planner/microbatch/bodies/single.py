@@ -83,14 +83,14 @@ class _Scaled:
             params = {name: self.param(value, b.params[name]) for name, value in a.params.items()}
             ins = [read(v) for v in a.invars]
             eqns.append(a.replace(invars=ins, outvars=fresh(a.outvars, b.outvars), params=params))
-        made = inner.replace(
+        jaxpr = inner.replace(
             constvars=constvars,
             invars=invars,
             eqns=eqns,
             outvars=[read(v) for v in inner.outvars],
         )
         closed = getattr(whole, "jaxpr", None) is not None
-        return compat.with_consts(made, compat.consts(whole)) if closed else made
+        return compat.with_consts(jaxpr, compat.consts(whole)) if closed else jaxpr
 
     def param(self, a: Any, b: Any) -> Any:
         """A parameter of an equation."""

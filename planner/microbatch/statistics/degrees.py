@@ -64,10 +64,10 @@ COMPARES = frozenset("eq ne lt le gt ge".split())
 
 def same(degrees: Iterable[Degree]) -> Degree:
     """The degree that all have, but for zeros; UNKNOWN if they differ."""
-    found = {d for d in degrees if not math.isinf(d)}
-    if any(math.isnan(d) for d in found) or len(found) > 1:
+    distinct = {d for d in degrees if not math.isinf(d)}
+    if any(math.isnan(d) for d in distinct) or len(distinct) > 1:
         return UNKNOWN
-    return found.pop() if found else ANY
+    return distinct.pop() if distinct else ANY
 
 
 class Degrees:
@@ -89,14 +89,14 @@ class Degrees:
                 places.update(node.outs)
             if not live:
                 known.update(dict.fromkeys(node.outs, UNKNOWN))
-            elif made := _folded(node, numbers):
-                numbers[node.outs[0]] = made
-                known[node.outs[0]] = self.number(made)
+            elif number := _folded(node, numbers):
+                numbers[node.outs[0]] = number
+                known[node.outs[0]] = self.number(number)
             elif self.uneven(step, node, placed):
                 known.update(dict.fromkeys(node.outs, UNKNOWN))
             else:
-                found = self.node(step, node, [self.read(i, known) for i in node.ins])
-                known.update(zip(node.outs, found, strict=True))
+                degrees = self.node(step, node, [self.read(i, known) for i in node.ins])
+                known.update(zip(node.outs, degrees, strict=True))
         return known
 
     @staticmethod
@@ -160,28 +160,28 @@ class Degrees:
             if whole is not None and small is not None:
                 return self.body(whole.jaxpr, small.jaxpr, ins)
         if name in PRODUCTS:
-            made = self.product(step, node, ins)
+            degree = self.product(step, node, ins)
         elif name == "div":
-            made = ANY if math.isinf(ins[0]) else ins[0] - ins[1]
+            degree = ANY if math.isinf(ins[0]) else ins[0] - ins[1]
         elif name in POWERS or name == "integer_pow":
             power = POWERS.get(name) or float(node.small.params["y"])
-            made = ins[0] if math.isinf(ins[0]) else power * ins[0]
+            degree = ins[0] if math.isinf(ins[0]) else power * ins[0]
         elif name == "sign":
-            made = 0.0
+            degree = 0.0
         elif name in ("select_and_scatter_add", "select_and_gather_add"):
-            made = ins[0]  # of what goes to where the maxima are
+            degree = ins[0]  # of what goes to where the maxima are
         elif name == "select_n" and math.isnan(ins[0]):
-            made = UNKNOWN
+            degree = UNKNOWN
         elif name in ("scatter-add", "scatter_add"):
-            made = same([ins[0], ins[2] + self.lost(step, node)])
+            degree = same([ins[0], ins[2] + self.lost(step, node)])
         elif name in ALIKE:
-            made = same(self.floating(node, ins)) + self.lost(step, node)
+            degree = same(self.floating(node, ins)) + self.lost(step, node)
         elif name in COMPARES:  # with what grows alike, such as an expert's capacity
-            made = UNKNOWN if math.isnan(same(ins)) else 0.0
+            degree = UNKNOWN if math.isnan(same(ins)) else 0.0
         else:  # any other function keeps what does not grow, but where it joins examples
             joins = self.joins(step, node)
-            made = 0.0 if same(ins) in (0.0, ANY) and not joins else UNKNOWN
-        return [self.typed(v, made) for v in node.whole.outvars]
+            degree = 0.0 if same(ins) in (0.0, ANY) and not joins else UNKNOWN
+        return [self.typed(v, degree) for v in node.whole.outvars]
 
     @staticmethod
     def joins(step: Pair, node: Node) -> bool:
@@ -255,8 +255,8 @@ class Degrees:
     def cond(self, node: Node, ins: list[Degree]) -> list[Degree]:
         """Of a conditional: what all branches have in common."""
         pairs = zip(branches_of(node.whole), branches_of(node.small), strict=True)
-        made = [self.body(a.jaxpr, b.jaxpr, ins[1:]) for a, b in pairs]
-        return [same(each) for each in zip(*made, strict=True)]
+        by_branch = [self.body(a.jaxpr, b.jaxpr, ins[1:]) for a, b in pairs]
+        return [same(each) for each in zip(*by_branch, strict=True)]
 
 
 def dtype_of(var: Any) -> Any:

@@ -75,12 +75,12 @@ class Own:
         return float(self.count**power)
 
 
-def own_statistics(step: Pair, found: Classes, graph: Graph, count: int) -> Own:
+def own_statistics(step: Pair, classes: Classes, graph: Graph, count: int) -> Own:
     """The step with statistics of each microbatch.
 
     Args:
         step: the step, for the whole batch and a microbatch.
-        found: its classes, found with couplings allowed.
+        classes: its classes, with couplings allowed.
         graph: of the whole step.
         count: parts that the batch is cut into.
 
@@ -88,7 +88,7 @@ def own_statistics(step: Pair, found: Classes, graph: Graph, count: int) -> Own:
         NotExactError: a microbatch would need parameters that the step has updated, or its share of
             what can't be shared.
     """
-    return _Owner(step, found, count).made(graph)
+    return _Owner(step, classes, count).made(graph)
 
 
 @dataclass(eq=False)
@@ -143,11 +143,11 @@ class _Owner:
             self.note(n)
         examples = [n for n in live if self.of_examples(n)]
         statistics = self.read_by(examples)
-        own = {id(n) for n in statistics}
+        statistic_ids = {id(n) for n in statistics}
         self.check(graph, examples, statistics)
         for n in statistics:
             self.of.update(dict.fromkeys(n.outs, SUM))
-        loop = own | {id(n) for n in examples}
+        loop = statistic_ids | {id(n) for n in examples}
         for n in live:
             if self.of_losses(n):
                 self.of.update(dict.fromkeys(n.outs, SUM))
@@ -156,7 +156,7 @@ class _Owner:
                 loop.add(id(n))
         for n in live:
             if id(n) in loop:
-                ins = tuple(self.shared(i, id(n) in own) for i in n.ins)
+                ins = tuple(self.shared(i, id(n) in statistic_ids) for i in n.ins)
                 self.inside[id(n)] = replace(n, ins=ins)
             self.nodes.append(n)
         step = replace(self.step, nodes=self.nodes)
@@ -212,15 +212,15 @@ class _Owner:
         """The equations besides these without which they can't go on, in order."""
         taken = {id(n) for n in examples}
         wanted = [v for n in examples for v in n.values]
-        found: dict[int, Node] = {}
+        needed: dict[int, Node] = {}
         while wanted:
             n = self.makers.get(v := wanted.pop())
             if n is None or self.of[v] in (FREE, MAP) or id(n) in taken:
                 continue
             taken.add(id(n))
-            found[id(n)] = n
+            needed[id(n)] = n
             wanted += n.values
-        return [n for n in self.step.nodes if id(n) in found]
+        return [n for n in self.step.nodes if id(n) in needed]
 
     def check(self, graph: Graph, examples: Sequence[Node], statistics: Sequence[Node]) -> None:
         """Raise NotExactError if the loop would need, or make, the new value of a trained array."""
@@ -240,28 +240,28 @@ class _Owner:
                     f"the gradients of all microbatches; {LEAVE}"
                 )
 
-    def shared(self, operand: Operand, own: bool) -> Operand:
-        """What a microbatch reads in place of an operand; ``own``: for a statistic."""
+    def shared(self, operand: Operand, for_statistic: bool) -> Operand:
+        """What a microbatch reads in place of an operand; ``for_statistic``: for a statistic."""
         if isinstance(operand, Number) or operand not in self.varies:
             return operand
-        key = operand, own
+        key = operand, for_statistic
         if key not in self.copies:
             n = self.makers[operand]
-            if operand in self.sums and not own:
+            if operand in self.sums and not for_statistic:
                 self.share(operand)
             else:
-                self.copy(n, own)
+                self.copy(n, for_statistic)
         return self.copies[key]
 
-    def copy(self, n: Node, own: bool) -> None:
+    def copy(self, n: Node, for_statistic: bool) -> None:
         """The equation once more, with the numbers of the small trace."""
         ins = tuple(
-            Number(i.small, i.small) if isinstance(i, Number) else self.shared(i, own)
+            Number(i.small, i.small) if isinstance(i, Number) else self.shared(i, for_statistic)
             for i in n.ins
         )
         summed = not self.sums.isdisjoint(n.outs)
         outs = tuple(self.new(o, SUM if summed else FREE) for o in n.outs)
-        self.copies.update(zip(((o, own) for o in n.outs), outs, strict=True))
+        self.copies.update(zip(((o, for_statistic) for o in n.outs), outs, strict=True))
         self.nodes.append(replace(n, whole=n.small, ins=ins, outs=outs))
         if summed:
             self.inside[id(self.nodes[-1])] = self.nodes[-1]
@@ -280,9 +280,9 @@ class _Owner:
         struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # not weakly typed: one product
         closed = jax.make_jaxpr(lambda x: x * factor)(struct)
         (eqn,) = closed.jaxpr.eqns
-        made = self.copies[value, False] = self.new(value, FREE)
+        even_share = self.copies[value, False] = self.new(value, FREE)
         ins = tuple(Number(v.val, v.val) if compat.is_literal(v) else value for v in eqn.invars)
-        self.nodes.append(Node(eqn, eqn, ins, (made,)))
+        self.nodes.append(Node(eqn, eqn, ins, (even_share,)))
 
     def new(self, like: int, kind: Class) -> int:
         """The number of another value of the same type."""

@@ -51,9 +51,9 @@ def fold(rows: Sequence[Any]) -> list[Any]:
     shapes: dict[str, int] = {}
     codes, numbers = [], []
     for row in rows:
-        found: list[int] = []
-        numbers.append(found)
-        shape = json.dumps(_mapped(row, lambda n, found=found: found.append(n)))  # type: ignore[misc]
+        ints: list[int] = []
+        numbers.append(ints)
+        shape = json.dumps(_mapped(row, lambda n, ints=ints: ints.append(n)))  # type: ignore[misc]
         codes.append(shapes.setdefault(shape, len(shapes)))
     runs = _runs(np.asarray(codes))
     out: list[Any] = []
@@ -263,22 +263,22 @@ def _repeats(
     return (good, list(order[:good])) if good > even else (even, None)
 
 
-def _along(found: Sequence[int], order: Sequence[int]) -> int:
+def _along(numbers: Sequence[int], order: Sequence[int]) -> int:
     """How many of the numbers are a constant times those of ``order`` and another constant."""
-    step, rest = divmod(found[1] - found[0], order[1] - order[0])
+    step, rest = divmod(numbers[1] - numbers[0], order[1] - order[0])
     if rest:
         return 0
-    base = found[0] - step * order[0]
-    pairs = enumerate(zip(found, order, strict=False))
-    return next((r for r, (x, i) in pairs if x != base + step * i), len(found))
+    base = numbers[0] - step * order[0]
+    pairs = enumerate(zip(numbers, order, strict=False))
+    return next((r for r, (x, i) in pairs if x != base + step * i), len(numbers))
 
 
 def _row(row: Any, numbers: Sequence[Sequence[int]], at: int, period: int, order: Order) -> Any:
     """A row with holes where its numbers change from block to block."""
-    own = iter(zip(numbers[at], numbers[at + period], strict=True))
+    pairs = iter(zip(numbers[at], numbers[at + period], strict=True))
 
     def hole(number: int) -> Any:
-        here, there = next(own)
+        here, there = next(pairs)
         if here == there:
             return number
         step, base = there - here, here

@@ -31,11 +31,11 @@ class StepRange:
 
 def step_range(plan: Plan) -> StepRange | None:
     """The likely range of a plan's step time; None where no published run says (CPUs)."""
-    found = interval_of(_device(plan), plan_kind(plan))
-    if found is None:
+    interval = interval_of(_device(plan), plan_kind(plan))
+    if interval is None:
         return None
     step_s = plan.prediction.step_s
-    return StepRange(found.low * step_s, found.high * step_s, found)
+    return StepRange(interval.low * step_s, interval.high * step_s, interval)
 
 
 def ties(plan: Plan, a: float, b: float) -> bool:

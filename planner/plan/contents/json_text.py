@@ -18,8 +18,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, MeshSpec):
         return dict(zip(value.names, value.sizes, strict=True))
     if dataclasses.is_dataclass(value):
-        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {k: plain(v) for k, v in found.items() if k not in _UNSAID or v != _UNSAID[k]}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {k: plain(v) for k, v in fields.items() if k not in _UNSAID or v != _UNSAID[k]}
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]
     if isinstance(value, float) and math.isinf(value):

@@ -33,16 +33,18 @@ def with_padding(planned: Planned, wish: Wish, door: Door) -> Planned:
         dataclasses.replace(wish.recipe, pad_batch=rows), wish.open - EXCLUSIVE, wish.always
     )
     try:
-        found = searched(padded, door)
+        padded_plan = searched(padded, door)
     except MemoryLimitError:
         return _noted(planned, f"batch not padded to {rows}: that does not fit", door)
     except RequestError as error:
         return _noted(planned, f"batch not padded: {error}", door)
-    steps = [time_text(x.plan.prediction.step_s) for x in (found, planned)]
-    if found.plan.prediction.step_s * WORTH >= plan.prediction.step_s:
+    steps = [time_text(x.plan.prediction.step_s) for x in (padded_plan, planned)]
+    if padded_plan.plan.prediction.step_s * WORTH >= plan.prediction.step_s:
         why = f"{steps[0]} predicted instead of {steps[1]}"
         return _noted(planned, f"batch not padded to {rows}: {why}", door)
-    return _noted(found, f"batch padded to {rows}: {' instead of '.join(steps)} predicted", door)
+    return _noted(
+        padded_plan, f"batch padded to {rows}: {' instead of '.join(steps)} predicted", door
+    )
 
 
 def _noted(planned: Planned, note: str, door: Door) -> Planned:

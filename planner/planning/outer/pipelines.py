@@ -37,24 +37,24 @@ def over_stages(wish: Wish, door: Door) -> Planned:
     """
     schedule = wish.recipe.schedule
     inner = _inner(wish)
-    found: Planned | None = None
+    best: Planned | None = None
     error: RequestError | None = None
     if not door.request.staged:
         try:
-            found = with_recipe(inner, door)
+            best = with_recipe(inner, door)
         except MemoryLimitError as failed:
             error = failed
-    found, seen, tried = _over_counts(inner, door, found)
+    best, seen, tried = _over_counts(inner, door, best)
     if schedule or door.request.staged:
         tried = tried.removesuffix(f". {UNEQUAL}")  # that is tried
     if door.request.staged:  # stages need not be alike, nor in step, as programs of their own
         schedule = schedule or SCHEDULES[0]
     if schedule:
-        found, more = _over_schedules(inner, schedule, door, found)
+        best, more = _over_schedules(inner, schedule, door, best)
         tried = f"{tried}; {more}"
-    if found is None:
+    if best is None:
         raise error or _no_pipeline(inner, door, seen, tried)
-    return _noted(found, tried, door)
+    return _noted(best, tried, door)
 
 
 def where_hopeful(planned: Planned, wish: Wish, door: Door) -> Planned:
@@ -65,8 +65,8 @@ def where_hopeful(planned: Planned, wish: Wish, door: Door) -> Planned:
     than ``HOPE`` of its step.
     """
     request, prediction = door.request, planned.plan.prediction
-    asked = (request.shardings, request.tensor, request.sequence, request.confirm)
-    open_to = not any(asked) and request.mesh is None and not request.spreads
+    demands = (request.shardings, request.tensor, request.sequence, request.confirm)
+    open_to = not any(demands) and request.mesh is None and not request.spreads
     open_to = open_to and request.search == AUTO and request.state == StateRequest()
     open_to = open_to and not wish.recipe.schedule
     open_to = open_to and ("microbatches" in wish.open or wish.recipe.microbatches > 1)
@@ -77,8 +77,8 @@ def where_hopeful(planned: Planned, wish: Wish, door: Door) -> Planned:
     piped_s = prediction.compute_s / again * (1 + 1 / (2 * PER_STAGE))
     if piped_s > (1 - HOPE) * prediction.step_s:
         return planned
-    found, seen, tried = _over_counts(_inner(wish), door, planned)
-    return planned if found is None or not seen else _noted(found, tried, door)
+    best, seen, tried = _over_counts(_inner(wish), door, planned)
+    return planned if best is None or not seen else _noted(best, tried, door)
 
 
 HOPE = 0.1
@@ -91,19 +91,19 @@ def _inner(wish: Wish) -> Wish:
     return dataclasses.replace(wish, recipe=recipe, open=wish.open - {"stages"})
 
 
-def _noted(found: Planned, tried: str, door: Door) -> Planned:
+def _noted(planned: Planned, tried: str, door: Door) -> Planned:
     """The same plan, which says what was tried."""
     planning_s = time.perf_counter() - door.begun
-    notes = (*found.plan.notes, tried)
-    plan = dataclasses.replace(found.plan, notes=notes, planning_s=planning_s)
-    return dataclasses.replace(found, plan=plan)
+    notes = (*planned.plan.notes, tried)
+    plan = dataclasses.replace(planned.plan, notes=notes, planning_s=planning_s)
+    return dataclasses.replace(planned, plan=plan)
 
 
 def _over_counts(
-    inner: Wish, door: Door, found: Planned | None
+    inner: Wish, door: Door, best: Planned | None
 ) -> tuple[Planned | None, Mapping[Recipe, Outcome[Row | None]], str]:
     """The faster of a plan and of the best with stages in one program; what was seen, in words."""
-    known_s = math.inf if found is None else found.plan.search.cost_s
+    known_s = math.inf if best is None else best.plan.search.cost_s
     seen: dict[Recipe, Outcome[Row | None]] = {}
     refused = ""
     stages = 2
@@ -131,9 +131,9 @@ def _over_counts(
     if any(o.cost_s < math.inf for o in seen.values()):
         with contextlib.suppress(MemoryLimitError):  # a quick look may take too little for enough
             piped = best_planned(seen, door.begun, tried)
-            if found is None or piped.plan.search.cost_s * WORTH < found.plan.search.cost_s:
-                found = piped
-    return found, seen, tried
+            if best is None or piped.plan.search.cost_s * WORTH < best.plan.search.cost_s:
+                best = piped
+    return best, seen, tried
 
 
 def _no_pipeline(
@@ -159,7 +159,7 @@ take equally long."""
 
 
 def _over_schedules(
-    wish: Wish, schedule: str, door: Door, found: Planned | None
+    wish: Wish, schedule: str, door: Door, best: Planned | None
 ) -> tuple[Planned | None, str]:
     """The faster of a plan and of the best with stages that are programs of their own, and what was
     tried. A quick look at the step on the devices of one stage bounds what a schedule can reach."""
@@ -188,9 +188,9 @@ def _over_schedules(
                 rows.append((bound_s, recipe, look.found, inside))
         stages *= 2
     rows.sort(key=lambda row: row[0])
-    told = []
+    summaries = []
     for bound_s, recipe, row, inside in rows[:MOST_SCHEDULED]:
-        known_s = math.inf if found is None else found.plan.prediction.step_s
+        known_s = math.inf if best is None else best.plan.prediction.step_s
         if bound_s * WORTH > known_s:
             continue
         try:
@@ -200,13 +200,13 @@ def _over_schedules(
         except MemoryLimitError:
             continue
         step_s = planned.plan.prediction.step_s
-        told.append(f"{recipe.stages} stages by {planned.plan.schedule} {time_text(step_s)}")
+        summaries.append(f"{recipe.stages} stages by {planned.plan.schedule} {time_text(step_s)}")
         if step_s * WORTH < known_s:
-            found = planned
+            best = planned
     tried = f"stages by a schedule: {len(rows)} recipes tried"
-    if told:
-        tried += f", planned: {', '.join(told)}"
-    return found, f"{tried}; {refused}" if refused else tried
+    if summaries:
+        tried += f", planned: {', '.join(summaries)}"
+    return best, f"{tried}; {refused}" if refused else tried
 
 
 PER_STAGE = 4

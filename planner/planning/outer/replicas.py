@@ -54,9 +54,9 @@ def with_replicas(planned: Planned, wish: Wish, door: Door) -> Planned:
     best = planned
     if any(o.found is not None and o.cost_s < known_s for o in seen.values()):
         with contextlib.suppress(MemoryLimitError):  # a quick look may take too little for enough
-            found = best_planned(seen, door.begun, "")
-            faster = found.plan.prediction.step_s < plan.prediction.step_s
-            best = found if found.plan.search.cost_s < known_s and faster else planned
+            candidate = best_planned(seen, door.begun, "")
+            faster = candidate.plan.prediction.step_s < plan.prediction.step_s
+            best = candidate if candidate.plan.search.cost_s < known_s and faster else planned
     note = f"gradients reduced once per step, in {' or '.join(map(str, counts))} replicas: "
     if all(o.refused for o in seen.values()):
         note += f"not possible, {next(iter(seen.values())).refused.partition(';')[0]}"

@@ -67,26 +67,28 @@ def over_loops(wish: Wish, door: Door, search: Search) -> Planned | None:
     if "microbatches" in wish.open and not _cuts(rewriter) and _cuts(door.rewriter):
         if not _cuts(rewriter, PER_MICROBATCH):
             return None
-        own = dataclasses.replace(wish.recipe, statistics=PER_MICROBATCH)
-        looked = dataclasses.replace(wish, recipe=own, open=wish.open - {"replicas"})
+        own_recipe = dataclasses.replace(wish.recipe, statistics=PER_MICROBATCH)
+        looked = dataclasses.replace(wish, recipe=own_recipe, open=wish.open - {"replicas"})
     for share, chunks in TRIES:
-        asked = _with_room(request, share)
-        inner = Door(rewriter, step.args, asked, door.donate_argnums, door.begun)
-        mine = looked if chunks else dataclasses.replace(looked, open=looked.open - {"chunks"})
+        inner_request = _with_room(request, share)
+        inner = Door(rewriter, step.args, inner_request, door.donate_argnums, door.begun)
+        inner_wish = (
+            looked if chunks else dataclasses.replace(looked, open=looked.open - {"chunks"})
+        )
         try:
-            found = search(mine, inner)
+            inner_planned = search(inner_wish, inner)
         except MeshwrightError:
             continue
-        recipe = _best(found, door, wish)
+        recipe = _best(inner_planned, door, wish)
         if recipe is None:
             continue
         # what was found of replicas holds for the recipe that it was found for
-        known = recipe == found.plan.recipe and "replicas" in looked.open
+        known = recipe == inner_planned.plan.recipe and "replicas" in looked.open
         left = frozenset() if known else wish.open & {"replicas"}
         planned = search(dataclasses.replace(wish, recipe=recipe, open=left), door)
         note = f"recipes compared on the step with its {step.repeats} in loops"
-        compared = (*found.compared, *planned.compared, note)
-        notes = (*planned.plan.notes, *found.compared, note)
+        compared = (*inner_planned.compared, *planned.compared, note)
+        notes = (*planned.plan.notes, *inner_planned.compared, note)
         plan = dataclasses.replace(planned.plan, notes=notes)
         return dataclasses.replace(planned, plan=plan, compared=compared)
     return None
@@ -115,7 +117,7 @@ def _cuts(rewriter: Rewriter, statistics: str = WHOLE) -> bool:
     return True
 
 
-def _best(found: Planned, door: Door, wish: Wish) -> Recipe | None:
+def _best(inner_planned: Planned, door: Door, wish: Wish) -> Recipe | None:
     """Of the recipe that was found for the step with loops and those that may be faster, the best
     for the step as it is; None where none fits.
 
@@ -123,16 +125,18 @@ def _best(found: Planned, door: Door, wish: Wish) -> Recipe | None:
     what loops leave behind in stacks. Then chunks, which free most, are tried as well.
     """
     seconds: dict[Recipe, float] = {}
-    for k, made in enumerate((found.plan.recipe, *found.hopeful[:MOST_OTHERS])):
+    for k, candidate in enumerate(
+        (inner_planned.plan.recipe, *inner_planned.hopeful[:MOST_OTHERS])
+    ):
         if k > MOST_HOPEFUL and seconds:
             break
-        recipe = dataclasses.replace(made, statistics=WHOLE)
+        recipe = dataclasses.replace(candidate, statistics=WHOLE)
         with contextlib.suppress(RequestError):
             row = door.row_of(recipe)
             if row.fits:
                 seconds[recipe] = row.near_s
     least_s = min(seconds.values(), default=math.inf)
-    if CLOSE * found.plan.search.cost_s < least_s < math.inf and "chunks" in wish.open:
+    if CLOSE * inner_planned.plan.search.cost_s < least_s < math.inf and "chunks" in wish.open:
         best = min(seconds, key=lambda r: seconds[r])
         parts = chunks_worth(door.rewriter.cut(1)[1])
         for remat in dict.fromkeys((wish.recipe.remat, best.remat)):

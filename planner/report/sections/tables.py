@@ -194,8 +194,8 @@ def holders(plan: Plan) -> RenderableType:
     """What holds the memory at its peak."""
     rows = []
     for holder in plan.prediction.peak_holders:
-        found = _HOLDER.match(holder)
-        rows.append((bytes_text(float(found[2])), found[1]) if found else ("", holder))
+        match = _HOLDER.match(holder)
+        rows.append((bytes_text(float(match[2])), match[1]) if match else ("", holder))
     return pairs(rows) if rows else Text("not recorded")
 
 
@@ -203,9 +203,9 @@ def replicated(plan: Plan) -> Iterable[RenderableType]:
     """State and frozen weights that every device holds whole; says nothing on one device."""
     if plan.mesh.num_devices < 2:
         return
-    kept = [leaf for leaf in plan.inputs if leaf.tied or leaf.frozen]
-    whole = [leaf for leaf in kept if not leaf.spec.axes]
-    everything = sum(leaf.nbytes_per_device for leaf in kept)
+    state_leaves = [leaf for leaf in plan.inputs if leaf.tied or leaf.frozen]
+    whole = [leaf for leaf in state_leaves if not leaf.spec.axes]
+    everything = sum(leaf.nbytes_per_device for leaf in state_leaves)
     total = sum(leaf.nbytes_per_device for leaf in whole)
     if not whole:
         yield from section("replicated parameters and state", Text("none"))

@@ -23,32 +23,32 @@ from planner.spec import Sharding
 
 def region_mesh(traced: Traced) -> Any:
     """The mesh of a step's regions, as the step has it; None where there are none, or several."""
-    found = [
+    meshes = [
         eqn.params["mesh"]
         for op, eqn in zip(traced.graph.ops, traced.eqns, strict=True)
         if op.kind == REGION and eqn is not None and is_region(eqn)
     ]
-    same = all(_sizes(mesh) == _sizes(found[0]) for mesh in found)
-    return found[0] if found and same else None
+    same = all(_sizes(mesh) == _sizes(meshes[0]) for mesh in meshes)
+    return meshes[0] if meshes and same else None
 
 
-def on_mesh(entries: Sequence[Any], theirs: Any, ours: Any, origin: str) -> tuple[Any, ...]:
-    """Entries of a mark on the mesh ``theirs`` with the names of ``ours``; as they are where the
-    names are those of ``ours``, where the meshes order their devices in two ways, and where an axis
-    has no counterpart.
+def on_mesh(entries: Sequence[Any], mark_mesh: Any, ours: Any, origin: str) -> tuple[Any, ...]:
+    """Entries of a mark on the mesh ``mark_mesh`` with the names of ``ours``; as they are where
+    the names are those of ``ours``, where the meshes order their devices in two ways, and where an
+    axis has no counterpart.
 
     Args:
         entries: per dimension.
-        theirs, ours: jax meshes, abstract or of devices.
+        mark_mesh, ours: jax meshes, abstract or of devices.
         origin: what marks it, for the error.
 
     Raises:
         PinError: an axis of the mark is one of ``ours`` with another size.
     """
-    wanted, known = _sizes(theirs), _sizes(ours)
+    wanted, known = _sizes(mark_mesh), _sizes(ours)
     if set(wanted.items()) <= set(known.items()):
         return tuple(entries)
-    axes = counterparts(wanted, known) if _devices(theirs) == _devices(ours) else {}
+    axes = counterparts(wanted, known) if _devices(mark_mesh) == _devices(ours) else {}
     named = {
         a for e in entries if e is not None and e is not FREE for a in Sharding.of([e]).dims[0]
     }
@@ -71,7 +71,7 @@ def on_mesh(entries: Sequence[Any], theirs: Any, ours: Any, origin: str) -> tupl
     return tuple(out)
 
 
-def counterparts(theirs: Mapping[str, int], ours: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+def counterparts(axes: Mapping[str, int], ours: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     """For each axis of a mesh, the axes of another mesh that split the same devices alike; axes
     without such are left out.
 
@@ -80,12 +80,12 @@ def counterparts(theirs: Mapping[str, int], ours: Mapping[str, int]) -> dict[str
     >>> counterparts({"dp": 4, "tp": 2}, {"dp": 2, "ep": 4})
     {}
     """
-    if math.prod(theirs.values()) != math.prod(ours.values()):
+    if math.prod(axes.values()) != math.prod(ours.values()):
         return {}
     ends = list(itertools.accumulate(ours.values(), initial=1, func=lambda a, b: a * b))
     out: dict[str, tuple[str, ...]] = {}
     begin = 1
-    for name, size in theirs.items():
+    for name, size in axes.items():
         end = begin * size
         if begin in ends and end in ends:
             out[name] = tuple(ours)[ends.index(begin) : ends.index(end)]

@@ -56,14 +56,14 @@ def reached(groups: Groups, start: Iterable[Place]) -> frozenset[Place]:
         for src, dst in zip(link.src, link.dst, strict=True):
             if src >= 0 and dst >= 0:
                 near.setdefault((link.a, src), []).append((link.b, dst))
-    found = set(start)
-    stack = list(found)
+    places = set(start)
+    stack = list(places)
     while stack:
         for there in near.get(stack.pop(), ()):
-            if there not in found:
-                found.add(there)
+            if there not in places:
+                places.add(there)
                 stack.append(there)
-    return frozenset(found)
+    return frozenset(places)
 
 
 def along_the_sequence(
@@ -76,8 +76,8 @@ def along_the_sequence(
         graph, groups, mesh: as for ``pins.pin_masks``.
         hard: masks so far.
     """
-    found = followed(groups, sequences(graph), 1)
-    held = [place for place in found if groups.groups[place[0]].kind == "fused"]
+    places = followed(groups, sequences(graph), 1)
+    held = [place for place in places if groups.groups[place[0]].kind == "fused"]
     return axis_masks(axis, held, groups, mesh, hard)
 
 

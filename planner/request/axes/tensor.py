@@ -88,8 +88,12 @@ def _shared(groups: Groups, read: Mapping[int, set[int]]) -> dict[int, set[int]]
             factors = seen.setdefault(link.b, {}).setdefault(link.operand, set())
             factors.update(f for f in link.dst if f >= 0)
     return {
-        group: {f for f in set().union(*found.values()) if sum(f in x for x in found.values()) > 1}
-        for group, found in seen.items()
+        group: {
+            f
+            for f in set().union(*by_operand.values())
+            if sum(f in x for x in by_operand.values()) > 1
+        }
+        for group, by_operand in seen.items()
     }
 
 
@@ -118,20 +122,20 @@ def _reached(
     mixes dimensions reads it."""
     if not is_value_group(groups.groups[group], layout):
         return set()
-    found = {(group, f) for f in layout if f >= 0}
+    places = {(group, f) for f in layout if f >= 0}
     stack, read = [group], False
     while stack:
         here = stack.pop()
         for pairs, there in near.get(here, ()):
-            new = {(there, g) for f, g in pairs.items() if (here, f) in found} - found
+            new = {(there, g) for f, g in pairs.items() if (here, f) in places} - places
             if not new:
                 continue
             reader = groups.groups[there]
             factors = tuple(g for _, g in new)
             if reader.kind == "anchor":
                 read = True
-                found |= new
+                places |= new
             elif is_value_group(reader, factors):
-                found |= new
+                places |= new
                 stack.append(there)
-    return found if read else set()
+    return places if read else set()

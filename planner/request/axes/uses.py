@@ -84,8 +84,8 @@ def find_uses(pins: Sequence[Pin], graph: Graph, groups: Groups) -> Uses:
     """Where pinned arguments are read. Optimizer state is stored only, and has no uses."""
     state = find_state(graph, StateRequest()).others
     inputs = set(graph.inputs)
-    mine = [pin for pin in pins if pin.value in inputs and pin.value not in state]
-    if not mine:
+    argument_pins = [pin for pin in pins if pin.value in inputs and pin.value not in state]
+    if not argument_pins:
         return NO_USES
     consumers: list[list[tuple[int, int]]] = [[] for _ in graph.values]
     live = graph.live_ops()
@@ -96,7 +96,7 @@ def find_uses(pins: Sequence[Pin], graph: Graph, groups: Groups) -> Uses:
                     consumers[value].append((op.index, position))
     marked = {pin.value: pin.entries for pin in pins if pin.value not in inputs}
     walk = _Walk(graph, groups, consumers, marked, _of_batch(graph))
-    uses = tuple(walk.use(pin) for pin in mine)
+    uses = tuple(walk.use(pin) for pin in argument_pins)
     return Uses(uses, _batch_axes(pins, uses, graph, groups))
 
 
@@ -224,7 +224,7 @@ def use_masks(
         storage: further axes that are for storage only.
         hard: masks so far.
     """
-    asked: dict[tuple[int, tuple[tuple[int, int], ...]], None] = {}
+    demands: dict[tuple[int, tuple[tuple[int, int], ...]], None] = {}
     for use in uses.uses:
         spec = Sharding.of(use.pin.fixed)
         at = {
@@ -235,9 +235,9 @@ def use_masks(
         }
         for reader in use.readers if at else ():
             wanted = tuple((k, f) for k, d in at.items() if (f := reader.factors[d]) >= 0)
-            asked.setdefault((color[reader.group], wanted))
+            demands.setdefault((color[reader.group], wanted))
     masks = dict(hard)
-    for group, wanted in asked:
+    for group, wanted in demands:
         g = groups.groups[group]
         full = strategies_of(g, mesh.sizes)
         each = [full.use[:, k] == f for k, f in wanted if mesh.sizes[k] > 1]

@@ -46,15 +46,15 @@ def inside(jaxpr: Any, axes: Mapping[str, int]) -> tuple[Work, Sends]:
         axes: the axes of its mesh and their sizes; those of size one are left out of positions.
     """
     names = [name for name, size in axes.items() if size > 1]
-    found = _Inside(names)
-    found.add(jaxpr, 1.0)
+    totals = _Inside(names)
+    totals.add(jaxpr, 1.0)
     rows = (
-        ("matmul", *found.products),
-        ("vector", *found.rest),
-        *((kind, *more) for kind, more in found.masked.items()),
+        ("matmul", *totals.products),
+        ("vector", *totals.rest),
+        *((kind, *more) for kind, more in totals.masked.items()),
     )
     work = tuple((kind, flops, moved) for kind, flops, moved in rows if flops or moved)
-    return work, tuple((*key, times) for key, times in found.sends.items())
+    return work, tuple((*key, times) for key, times in totals.sends.items())
 
 
 def held_inside(jaxpr: Any, masked: bool = False) -> float:
@@ -75,12 +75,12 @@ def held_inside(jaxpr: Any, masked: bool = False) -> float:
         deeper = max((held_inside(b, masked) for b in _bodies(eqn)), default=0.0)
         if masked and eqn.primitive.name in RAGGED:
             deeper += _ragged(eqn).copied
-        made = 0.0
+        new_bytes = 0.0
         for v in eqn.outvars if _is_written(eqn) else ():
             if v not in results and v in last:
-                made += _bytes(v)
+                new_bytes += _bytes(v)
                 ends[last[v]] = ends.get(last[v], 0.0) + _bytes(v)
-        live += made
+        live += new_bytes
         peak = max(peak, live + deeper)
         live -= ends.pop(k, 0.0)
     return peak
@@ -90,11 +90,11 @@ def _bodies(eqn: Any) -> list[Any]:
     """The programs in an equation, but for those of kernels."""
     if eqn.primitive.name == "pallas_call":
         return []
-    found = []
+    bodies = []
     for value in eqn.params.values():
         items = value if isinstance(value, tuple | list) else (value,)
-        found += [b for b in items if hasattr(getattr(b, "jaxpr", b), "eqns")]
-    return found
+        bodies += [b for b in items if hasattr(getattr(b, "jaxpr", b), "eqns")]
+    return bodies
 
 
 def _is_written(eqn: Any) -> bool:
@@ -190,8 +190,8 @@ class _Ragged(NamedTuple):
 
 
 def _ragged(eqn: Any) -> _Ragged:
-    rows, made = (len(compat.aval_shape(v.aval)) for v in (eqn.invars[0], eqn.outvars[0]))
-    gradient = made > rows
+    rows, out_rank = (len(compat.aval_shape(v.aval)) for v in (eqn.invars[0], eqn.outvars[0]))
+    gradient = out_rank > rows
     groups = compat.aval_shape(eqn.invars[2].aval)[-1]
     copied = groups * _bytes(*eqn.invars[: 2 if gradient else 1])
     return _Ragged(MASKED_GRADIENT if gradient else MASKED, groups, copied)
@@ -200,13 +200,13 @@ def _ragged(eqn: Any) -> _Ragged:
 def _flops(eqn: Any) -> float:
     """Of a product; each row of a ragged one meets one group."""
     left = compat.aval_shape(eqn.invars[0].aval)
-    made = compat.aval_shape(eqn.outvars[0].aval)
+    out_shape = compat.aval_shape(eqn.outvars[0].aval)
     if eqn.primitive.name in RAGGED:  # rows x columns of the operands that are not summed over
-        if len(made) > len(left):  # groups x both, the rows summed over
-            return 2.0 * float(math.prod(made[1:]) * left[0])
-        return 2.0 * float(math.prod(made) * left[-1])
+        if len(out_shape) > len(left):  # groups x both, the rows summed over
+            return 2.0 * float(math.prod(out_shape[1:]) * left[0])
+        return 2.0 * float(math.prod(out_shape) * left[-1])
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2.0 * float(math.prod(left[d] for d in contracted) * math.prod(made))
+    return 2.0 * float(math.prod(left[d] for d in contracted) * math.prod(out_shape))
 
 
 def _bytes(*atoms: Any) -> float:

@@ -31,22 +31,22 @@ def kernel_rule(eqn: EqnKey) -> FactorRule | None:
         RequestError: a registered rule does not fit the call, or is for a Pallas kernel and has no
             ``local=``.
     """
-    own = registered(eqn)
-    if own is None:
+    entry = registered(eqn)
+    if entry is None:
         return cudnn.cudnn_rule(eqn) or grid.grid_rule(eqn)
-    if eqn.name == grid.NAME and own.local is None:
+    if eqn.name == grid.NAME and entry.local is None:
         raise RequestError(
-            f"register_rule({own.name!r}, {own.text!r}): a rule for a Pallas kernel needs local=, "
-            "a function of the operands' shards; without a rule it is split along its grid"
+            f"register_rule({entry.name!r}, {entry.text!r}): a rule for a Pallas kernel needs "
+            "local=, a function of the operands' shards; without a rule it is split along its grid"
         )
-    return own.rule(eqn)
+    return entry.rule(eqn)
 
 
 def work_of(eqn: EqnKey) -> Work:
     """What a kernel does."""
-    own = registered(eqn)
-    if own is not None and (own.cost is not None or eqn.name != grid.NAME):
-        return own.work(eqn)
+    entry = registered(eqn)
+    if entry is not None and (entry.cost is not None or eqn.name != grid.NAME):
+        return entry.work(eqn)
     return kernel_work(eqn.params) if eqn.name == grid.NAME else cudnn.cudnn_work(eqn)
 
 
@@ -58,6 +58,6 @@ def on_shards(
     if name == grid.NAME:
         return local_params(params, in_shapes, out_shapes, unused)
     if name == FFI:
-        made = zip(params["result_avals"], out_shapes, strict=True)
-        params["result_avals"] = tuple(aval.update(shape=tuple(s)) for aval, s in made)
+        pairs = zip(params["result_avals"], out_shapes, strict=True)
+        params["result_avals"] = tuple(aval.update(shape=tuple(s)) for aval, s in pairs)
     return params

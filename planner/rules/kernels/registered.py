@@ -49,8 +49,8 @@ class Registered:
         """The letters that may be split, in order."""
         sides = (*self.operands, *self.results)
         every = dict.fromkeys(x for dims in sides for dim in dims for x in dim)
-        made = {x for dims in self.results for dim in dims for x in dim}
-        return tuple(x for x in every if x in made - self.whole)
+        result_letters = {x for dims in self.results for dim in dims for x in dim}
+        return tuple(x for x in every if x in result_letters - self.whole)
 
     def rule(self, eqn: EqnKey) -> FactorRule:
         """The factor rule of a call.

@@ -34,15 +34,15 @@ def declared_rule(eqn: EqnKey) -> FactorRule | None:
         declared = _declaration(eqn)
         if declared is None:
             return None
-        kept = {*declared.need_replication_factors, *declared.permutation_factors}
+        whole_factors = {*declared.need_replication_factors, *declared.permutation_factors}
         sizes: dict[Label, int] = dict(declared.factor_sizes)
 
         def labels(mappings: Sequence[Any], shapes: Sequence[Shape]) -> list[list[Any]]:
-            found = []
+            labelled = []
             for mapping, shape in zip(mappings, shapes, strict=True):
                 dims = _expanded(mapping, len(shape))
-                found.append([_label(d, kept) for d in dims])
-            return found
+                labelled.append([_label(d, whole_factors) for d in dims])
+            return labelled
 
         ins, outs = eqn.in_shapes, eqn.out_shapes
         operands = labels(declared.operand_mappings, ins)
@@ -96,10 +96,10 @@ def _expanded(mapping: Sequence[Any], rank: int) -> list[Any]:
     return [(BATCHING, group, k) for k in range(missing)] + dims[1:]
 
 
-def _label(dim: Any, kept: set[str]) -> Label | list[Label]:
+def _label(dim: Any, whole_factors: set[str]) -> Label | list[Label]:
     """The label of a declared dimension; None where it must stay whole."""
     if isinstance(dim, str):
-        return None if dim in kept else dim
+        return None if dim in whole_factors else dim
     if isinstance(dim, tuple) and dim and dim[0] == BATCHING:
         return dim
-    return None if kept.intersection(dim) else list(dim)
+    return None if whole_factors.intersection(dim) else list(dim)

@@ -90,10 +90,10 @@ def _of_what_is_left(name: str, ins: Shapes, outs: Shapes) -> FactorRule | None:
     """The rule of an operation on arrays without elements, where what is left of it passes one
     array on or makes a constant; None for others."""
     read = [k for k, s in enumerate(ins) if s and 0 not in s]
-    made = [k for k, s in enumerate(outs) if s and 0 not in s]
-    if len(made) != 1 or len(read) > 1:
+    written = [k for k, s in enumerate(outs) if s and 0 not in s]
+    if len(written) != 1 or len(read) > 1:
         return None
-    shape = outs[made[0]]
+    shape = outs[written[0]]
     if read and (name not in ("concatenate", "split", "pad") or ins[read[0]] != shape):
         return None
 
@@ -129,10 +129,10 @@ def _transpose(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
 def _reshape(params: Params, ins: Shapes, outs: Shapes) -> FactorRule | None:
     if params.get("dimensions") is not None:
         return None
-    found = reshape_labels(ins[0], outs[0])
-    if found is None:
+    labels = reshape_labels(ins[0], outs[0])
+    if labels is None:
         return None
-    before, after, sizes = found
+    before, after, sizes = labels
     return build([before], [after], ins, outs, sizes=sizes)
 
 

@@ -72,10 +72,10 @@ def _read_into(
         return
     for platform in _PLATFORMS if len(wanted) == 1 else _PLATFORMS[:1]:
         try:
-            found = _read_batch([eqns[n] for n in wanted], platform)
+            batch_rules = _read_batch([eqns[n] for n in wanted], platform)
         except Exception:  # lowering code of any primitive may raise anything
             continue
-        for n, rule in zip(wanted, found, strict=True):
+        for n, rule in zip(wanted, batch_rules, strict=True):
             rules[n] = rule
         return
     if len(wanted) > 1:
@@ -94,15 +94,15 @@ def _read_batch(eqns: Sequence[EqnKey], platform: str) -> list[FactorRule | None
         outputs: list[Any] = []
         left = iter(args)
         for eqn in eqns:
-            mine = list(islice(left, len(eqn.in_avals)))
+            inputs = list(islice(left, len(eqn.in_avals)))
             try:
                 bind: Any = eqn.primitive.bind
-                found = bind(*mine, **eqn.params)
-                found = list(found) if eqn.primitive.multiple_results else [found]
-                traced.append([o.shape for o in found] == list(eqn.out_shapes))
+                results = bind(*inputs, **eqn.params)
+                results = list(results) if eqn.primitive.multiple_results else [results]
+                traced.append([o.shape for o in results] == list(eqn.out_shapes))
             except Exception:  # tracing code of any primitive may raise anything
                 traced.append(False)
-            outputs += found if traced[-1] else []
+            outputs += results if traced[-1] else []
         return outputs
 
     lowered = jax.jit(function, keep_unused=True).trace(*arguments)
@@ -112,16 +112,16 @@ def _read_batch(eqns: Sequence[EqnKey], platform: str) -> list[FactorRule | None
         reader = _Reader(module)
         main = reader.functions["main"]
         block = main.regions[0].blocks[0]
-        values, made = list(block.arguments), list(_terminator(block).operands)
+        values, returned = list(block.arguments), list(_terminator(block).operands)
         count = sum(len(e.out_avals) for e, good in zip(eqns, traced, strict=True) if good)
-        if len(values) != len(arguments) or len(made) != count:
+        if len(values) != len(arguments) or len(returned) != count:
             raise Unsupported("the lowered function takes or returns other values")
         rules: list[FactorRule | None] = []
-        ins, outs = iter(values), iter(made)
+        ins, outs = iter(values), iter(returned)
         for eqn, good in zip(eqns, traced, strict=True):
-            mine = list(islice(ins, len(eqn.in_avals)))
+            operands = list(islice(ins, len(eqn.in_avals)))
             yielded = list(islice(outs, len(eqn.out_avals) if good else 0))
-            rules.append(reader.equation(eqn, mine, yielded) if good else None)
+            rules.append(reader.equation(eqn, operands, yielded) if good else None)
         return rules
 
 

@@ -160,7 +160,7 @@ def _greeted() -> None:
     """HiGHS 1.16 prints its version and license when the first solver is made, whatever its options
     say; this keeps it out of the output."""
     try:
-        kept = os.dup(1)
+        stdout_copy = os.dup(1)
     except OSError:  # there is no output
         return
     try:
@@ -169,8 +169,8 @@ def _greeted() -> None:
             os.dup2(away.fileno(), 1)
             highspy.Highs()  # type: ignore[no-untyped-call]
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def _solver(costs: Array, upper: Array, rows: _Rows, binary: int, deadline: float) -> highspy.Highs:
@@ -237,16 +237,16 @@ def _linking(flat: FlatProblem, rows: _Rows) -> tuple[Array, Array]:
     for (a, b), begin in zip(flat.ends, flat.table_at, strict=True):
         height, width = int(sizes[a]), int(sizes[b])
         table = flat.table[begin : begin + height * width]
-        kept = np.flatnonzero(np.isfinite(table))
-        s, u = kept // width, kept % width
-        y = at + np.arange(kept.size)
-        rows.entries(s, y, np.ones(kept.size))
+        finite = np.flatnonzero(np.isfinite(table))
+        s, u = finite // width, finite % width
+        y = at + np.arange(finite.size)
+        rows.entries(s, y, np.ones(finite.size))
         rows.entries(np.arange(height), offsets[a] + np.arange(height), -np.ones(height))
-        rows.entries(height + u, y, np.ones(kept.size))
+        rows.entries(height + u, y, np.ones(finite.size))
         rows.entries(height + np.arange(width), offsets[b] + np.arange(width), -np.ones(width))
         rows.close(np.zeros(height + width), np.zeros(height + width))
-        costs.append(table[kept])
-        at += kept.size
+        costs.append(table[finite])
+        at += finite.size
     upper = np.ones(at)
     upper[: flat.unary.size] = np.isfinite(flat.unary)
     return np.concatenate(costs), upper

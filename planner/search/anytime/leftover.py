@@ -133,12 +133,12 @@ class Program:
         """The problem without the strategies that the bound excludes below ``cost``."""
         flat, problem = self.best.flat, self.reduction.problem
         if math.isinf(cost):  # nothing goes
-            whole = [[(node, np.arange(own.size))] for node, own in enumerate(problem.cost_s)]
+            whole = [[(node, np.arange(costs.size))] for node, costs in enumerate(problem.cost_s)]
             return dataclasses.replace(self.reduction, members=whole, count=len(whole))
-        kept = self.extra <= cost - self.lower + 1e-9 * abs(cost)
-        domains = [np.arange(own.size) for own in problem.cost_s]
+        mask = self.extra <= cost - self.lower + 1e-9 * abs(cost)
+        domains = [np.arange(costs.size) for costs in problem.cost_s]
         for node, low, high in zip(flat.free, flat.at[:-1], flat.at[1:], strict=True):
-            domains[node] = np.flatnonzero(kept[low:high])
+            domains[node] = np.flatnonzero(mask[low:high])
         return reduce_problem(problem, keep_memory=True, domains=domains)
 
     def _run(self, inner: ReducedProblem, small: FlatProblem, cost: float, until: float) -> None:
@@ -152,12 +152,12 @@ class Program:
         def offer(choice: Array) -> None:
             best.offer(widened(choice), "integer program")
 
-        found = np.searchsorted(small.memory.moments, self.times, side="right") - 1
+        moments = np.searchsorted(small.memory.moments, self.times, side="right") - 1
         start = np.array(nearest_reduced(inner, best.flat.whole(best.choice, count)), np.int64)
         answer = solve_integer(
             small,
             until,
-            [int(moment) for moment in np.unique(found) if moment >= 0],
+            [int(moment) for moment in np.unique(moments) if moment >= 0],
             start=start[small.free],
             stopped=lambda: self._stop.is_set() or best.monitor.should_stop(),
             on_choice=offer,

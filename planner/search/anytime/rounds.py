@@ -85,29 +85,29 @@ class Walker:
         """Solve all nodes exactly that are not held, under prices; some more are held if needed."""
         count = self.flat.unary.size
         np.add(self._data[:count], prices, out=self._priced[:count])
-        found, noise = choice.copy(), self.rng.uniform(0.3, 1.0, self.flat.nodes)
+        new_choice, noise = choice.copy(), self.rng.uniform(0.3, 1.0, self.flat.nodes)
         parts = (self._scope_at, self._scope, self._data_at, self._priced)
-        buckets.eliminate(self.flat.sizes, *parts, found, held, float(cap), noise)
-        return found
+        buckets.eliminate(self.flat.sizes, *parts, new_choice, held, float(cap), noise)
+        return new_choice
 
     def settle(self, choice: Array, until: Callable[[], bool], share: float = 1.0) -> Array:
         """Bring a choice under a share of the limit, if it can be, and descend within all of it."""
-        flat, found = self.flat, choice.copy()
-        profile = flat.memory.profile(found)
+        flat, new_choice = self.flat, choice.copy()
+        profile = flat.memory.profile(new_choice)
         graph, memory = flat.graph, flat.memory.arrays
         aim = share * flat.memory.limit
         tighter = (*memory[:-1], aim)
         while profile.max(initial=0.0) > aim:
-            before = found.copy()
-            walks.repair_walk(graph, tighter, flat.memory.node, found, profile, 200)
+            before = new_choice.copy()
+            walks.repair_walk(graph, tighter, flat.memory.node, new_choice, profile, 200)
             if until():
-                return found
-            if (before == found).all():
+                return new_choice
+            if (before == new_choice).all():
                 break
         if flat.memory.excess(profile) > 0:
-            return found
-        walks.descend_walk(graph, memory, found, profile, self.rng.permutation(flat.nodes), 20)
-        return found
+            return new_choice
+        walks.descend_walk(graph, memory, new_choice, profile, self.rng.permutation(flat.nodes), 20)
+        return new_choice
 
     def held(self, share: float) -> Array:
         """Hold all nodes but a ball around a random one, or several where its part is smaller."""
@@ -206,8 +206,8 @@ def _found(best: Incumbent, count: int, reason: str) -> Found:
     if best.proved:
         fits = best.cost < math.inf
         reason = "the bound meets the cost" if fits else "proved that nothing fits"
-    found = flat.whole(best.choice, count)
-    return Found(found, best.lower, best.cost < math.inf, reason)
+    whole_choice = flat.whole(best.choice, count)
+    return Found(whole_choice, best.lower, best.cost < math.inf, reason)
 
 
 def _ascend(
@@ -234,9 +234,9 @@ def _ascend(
         value = messages.bound()
         choice = min([messages.decode(), *last], key=lambda start: priced(start, prices))
         for _ in range(2):
-            found = walker.solve(choice, prices, 1e4, nobody)
-            if priced(found, prices) <= priced(choice, prices):
-                choice = found
+            candidate = walker.solve(choice, prices, 1e4, nobody)
+            if priced(candidate, prices) <= priced(choice, prices):
+                choice = candidate
         last[:] = [choice]
         return value, choice
 
@@ -329,14 +329,14 @@ def _rounds(
         held = nobody if share == 1.0 else walker.held(share)
         now = prices * float(rng.choice((0.7, 0.9, 1.0, 1.0, 1.1, 1.4))) ** (1 + wide)
         now *= np.exp(rng.normal(0.0, 0.05 * (1 + wide), flat.nodes))[flat.owner]
-        found = walker.solve(choice, now, float(rng.choice(CAPS)) * 2**wide, held)
+        candidate = walker.solve(choice, now, float(rng.choice(CAPS)) * 2**wide, held)
         idle += 1
-        if (found == choice).all():
+        if (candidate == choice).all():
             continue
-        found = walker.settle(found, over, float(rng.choice(TIGHTER)))
-        if best.offer(found, f"round of {share:.0%}"):
+        candidate = walker.settle(candidate, over, float(rng.choice(TIGHTER)))
+        if best.offer(candidate, f"round of {share:.0%}"):
             idle = 0
             choice = best.choice
-        elif flat.cost(found) <= best.cost * (1 + 1e-4) and flat.fits(found):
-            choice = found
+        elif flat.cost(candidate) <= best.cost * (1 + 1e-4) and flat.fits(candidate):
+            choice = candidate
     return "the bound meets the cost"

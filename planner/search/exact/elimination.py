@@ -125,13 +125,13 @@ def run_script(
     return value_sum, choice
 
 
-def _align(table: Array, own: tuple[int, ...], node: int, scope: tuple[int, ...]) -> Array:
+def _align(table: Array, table_scope: tuple[int, ...], node: int, scope: tuple[int, ...]) -> Array:
     """Put the node's axis first, with a unit axis for every missing node of the scope."""
-    at = own.index(node)
+    at = table_scope.index(node)
     if at:
         table = np.moveaxis(table, at, 0)
     shape = [table.shape[0]] + [1] * len(scope)
-    rest = [other for other in own if other != node]
+    rest = [other for other in table_scope if other != node]
     for axis, other in enumerate(rest):
         shape[scope.index(other) + 1] = table.shape[axis + 1]
     return table.reshape(shape)

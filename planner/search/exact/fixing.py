@@ -32,7 +32,7 @@ def fix_by_bound(problem: Problem, upper_s: float, *, sweeps: int) -> tuple[floa
         sweeps: diffusion sweeps.
 
     Returns:
-        ``(lower bound, kept)``: per node the sorted indices kept, never empty.
+        ``(lower bound, domains)``: per node the sorted indices kept, never empty.
     """
     diffusion = diffusion_of(problem)
     diffusion.sweep(sweeps)
@@ -44,9 +44,9 @@ def fix_by_bound(problem: Problem, upper_s: float, *, sweeps: int) -> tuple[floa
         extra[b] = extra[b] + (now.min(axis=0) - least)
     lower = float(diffusion.bound()[0])
     room = upper_s - lower + 1e-9 * abs(upper_s)
-    kept = []
+    domains = []
     for cost in extra:
         mask = cost <= room
         mask[int(cost.argmin())] = True
-        kept.append(np.flatnonzero(mask))
-    return lower, kept
+        domains.append(np.flatnonzero(mask))
+    return lower, domains

@@ -93,9 +93,9 @@ def reduce_problem(
     """
     work = _Work(problem, keep_memory, share)
     if domains is not None:
-        for node, kept in enumerate(domains):
-            if len(kept) < problem.cost_s[node].size:
-                work.keep(node, np.asarray(kept))
+        for node, domain in enumerate(domains):
+            if len(domain) < problem.cost_s[node].size:
+                work.keep(node, np.asarray(domain))
     while work.dirty and work.dead is None:
         work.arc_consistency()
         if work.dead is None:
@@ -147,10 +147,10 @@ class _Work:
             self.dirty[at] = None
             self.stale[at] = None
 
-    def keep(self, node: int, kept: Array) -> None:
-        """Restrict a node to the strategies ``kept``."""
-        pool, indices = self.pool, self.pool.intern(kept)
-        if not kept.size:
+    def keep(self, node: int, strategies: Array) -> None:
+        """Restrict a node to some ``strategies``."""
+        pool, indices = self.pool, self.pool.intern(strategies)
+        if not strategies.size:
             self.dead = self.problem.names[self.maps[node][0][0]]
             return
         self.unary[node] = pool.take(self.unary[node], indices, 0)

@@ -68,8 +68,8 @@ class Pool:
             return make()
         if key not in self._notes:
             self._notes[key] = make()
-        found: T = self._notes[key]
-        return found
+        noted: T = self._notes[key]
+        return noted
 
     def derive(self, key: Hashable, make: Callable[[], Array]) -> int:
         """Id of the table ``make()``, computed once for each key."""

@@ -36,18 +36,18 @@ def decide_levels(problem: Problem, cap: int, deadline: float) -> tuple[int, ...
     """
     everything = [np.arange(cost.size) for cost in problem.cost_s]
     if not problem.levels or problem.levels[0].shape[1] == 0:
-        found = _solve_level(problem, everything, cap, deadline)
-        return found or tuple(int(cost.argmin()) for cost in problem.cost_s)
+        level_choice = _solve_level(problem, everything, cap, deadline)
+        return level_choice or tuple(int(cost.argmin()) for cost in problem.cost_s)
     choice: tuple[int, ...] | None = None
     for level in range(problem.levels[0].shape[1]):
         if choice is not None and time.monotonic() >= deadline:
             break
         narrow = _domains(problem.levels, level, choice, strict=True)
-        found = _solve_level(problem, narrow, cap, deadline)
-        if found is None:
+        level_choice = _solve_level(problem, narrow, cap, deadline)
+        if level_choice is None:
             loose = _domains(problem.levels, level, choice, strict=False)
-            found = _solve_level(problem, loose, cap, deadline)
-        choice = found or choice
+            level_choice = _solve_level(problem, loose, cap, deadline)
+        choice = level_choice or choice
     if choice is None:
         choice = _solve_level(problem, everything, cap, deadline)
     return choice or tuple(int(cost.argmin()) for cost in problem.cost_s)
@@ -82,20 +82,20 @@ def _solve_level(
     if reduction.dead is not None:
         return None
     solver = Eliminator(reduction, cap=cap, work=2e8, sweeps=2)
-    value, found = solver.solve()
+    value, reduced_choice = solver.solve()
     if math.isinf(value):
         return None
     if not solver.exact:
-        found = _descended(reduction, found, deadline)
-    full = reduction.decode(found)
+        reduced_choice = _descended(reduction, reduced_choice, deadline)
+    full = reduction.decode(reduced_choice)
     return full
 
 
-def _descended(reduction: ReducedProblem, found: Sequence[int], deadline: float) -> list[int]:
+def _descended(reduction: ReducedProblem, start: Sequence[int], deadline: float) -> list[int]:
     """Single-node moves in index order, the memory limit aside."""
     part = reduction.problem
     free = Problem(part.names, part.cost_s, part.edges, (), math.inf)
-    state = MoveState(free, MemoryTimeline(free), found)
+    state = MoveState(free, MemoryTimeline(free), start)
     descend(state, deadline)
     return [int(s) for s in state.choice]
 

@@ -92,8 +92,8 @@ def maximal_moments(starts: Array, ends: Array) -> Array:
     falling = np.unique(ends)
     following = falling[np.searchsorted(falling, rising, side="right")]
     after = np.append(rising[1:], np.iinfo(np.int64).max)
-    kept: Array = rising[following <= after]
-    return kept
+    maximal: Array = rising[following <= after]
+    return maximal
 
 
 def live_sums(low: Array, high: Array, taken: Array, count: int) -> Array:

@@ -114,8 +114,8 @@ class MoveState:
         now = self.current()
         if not np.isfinite(now).all():
             return float("inf")
-        own = np.array([c[s] for c, s in zip(self.unary, self.choice, strict=True)])
-        return float(own.sum() + (now - own).sum() / 2.0)
+        node_costs = np.array([c[s] for c, s in zip(self.unary, self.choice, strict=True)])
+        return float(node_costs.sum() + (now - node_costs).sum() / 2.0)
 
     def tolerance(self) -> float:
         """Gains below this are rounding."""

@@ -33,8 +33,8 @@ _FIRST, _TRIES = 8, 4000
 def _conditional(graph: Graph, choice: Array, v: int, row: Array) -> None:
     """Cost of every strategy of node v, the other nodes as they are, into ``row``."""
     at, unary, ends, table_at, table, near_at, near = graph
-    own = at[v + 1] - at[v]
-    for s in range(own):
+    size = at[v + 1] - at[v]
+    for s in range(size):
         row[s] = unary[at[v] + s]
     for i in range(near_at[v], near_at[v + 1]):
         e = near[i]
@@ -43,11 +43,11 @@ def _conditional(graph: Graph, choice: Array, v: int, row: Array) -> None:
             other = ends[e, 1]
             width = at[other + 1] - at[other]
             begin += choice[other]
-            for s in range(own):
+            for s in range(size):
                 row[s] += table[begin + s * width]
         else:
-            begin += choice[ends[e, 0]] * own
-            for s in range(own):
+            begin += choice[ends[e, 0]] * size
+            for s in range(size):
                 row[s] += table[begin + s]
 
 
@@ -159,13 +159,13 @@ def descend_walk(
             if not stale[v]:
                 continue
             stale[v] = False
-            own = at[v + 1] - at[v]
+            size = at[v + 1] - at[v]
             _conditional(graph, choice, v, row)
             while True:
                 best = choice[v]
                 now = row[best]
                 tolerance = 1e-12 * abs(now) if now < np.inf else 0.0
-                for s in range(own):
+                for s in range(size):
                     if row[s] < row[best] and row[s] < now - tolerance:
                         best = s
                 if best == choice[v]:

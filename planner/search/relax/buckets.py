@@ -41,9 +41,9 @@ def _join(
     count: int,
     sizes: Array,
     width: int,
-    own: int,
+    domain_size: int,
 ) -> int:
-    """Minimise the sum of ``count`` factors over a node of ``own`` strategies.
+    """Minimise the sum of ``count`` factors over a node of ``domain_size`` strategies.
 
     Factor f reads ``data[base[f] + s * step[f] + sum_j index_j * stride[f, j]]``; the result is
     written from ``data[top]`` on, row-major over ``sizes[:width]``.
@@ -57,7 +57,7 @@ def _join(
     best = np.empty(inner)
     for start in range(0, total, inner):
         best[:] = np.inf
-        for s in range(own):
+        for s in range(domain_size):
             constant = 0.0
             row[:] = 0.0
             for f in range(count):

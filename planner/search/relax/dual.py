@@ -213,8 +213,8 @@ def _next_point(
         bounds=[(0, None)] * (2 * count),
         method="highs",
     )
-    found = nearest.x if nearest.x is not None else ceiling.x
-    values = np.maximum(found[:count], 0.0) * unit
+    point = nearest.x if nearest.x is not None else ceiling.x
+    values = np.maximum(point[:count], 0.0) * unit
     return {t: float(v) for t, v in zip(bundle.active, values, strict=True)}
 
 
@@ -257,7 +257,7 @@ def least_peak(
             break
         slopes = np.array([[profile[t] / scale for t in active] for profile in profiles])
         count = len(active)
-        found = linprog(
+        solution = linprog(
             np.append(np.zeros(count), -1.0),
             A_ub=np.hstack([-slopes, np.ones((len(profiles), 1))]),
             b_ub=np.zeros(len(profiles)),
@@ -266,17 +266,17 @@ def least_peak(
             bounds=[(0, None)] * count + [(None, None)],
             method="highs",
         )
-        if found.x is None:
+        if solution.x is None:
             break
         multipliers = np.zeros(timeline.moments.size)
-        multipliers[active] = np.maximum(found.x[:count], 0.0)
+        multipliers[active] = np.maximum(solution.x[:count], 0.0)
         multipliers /= multipliers.sum()
         priced, choice = oracle(timeline.prices(multipliers))
         value = priced + float(multipliers @ timeline.base)
         on_choice(choice)
         profiles.append(timeline.profile(choice))
         took = time.monotonic() - begun
-        if -found.fun * scale - value <= 1e-9 * scale and peak in active and value <= bound:
+        if -solution.fun * scale - value <= 1e-9 * scale and peak in active and value <= bound:
             break
         bound = max(bound, value)
     return bound

@@ -103,9 +103,9 @@ def relax(family: Family, sweeps: int, enough_s: float = np.inf) -> Relaxed:
         if not here.size:
             break
         if k + 1 == sweeps or (k + 1) % LOOK == 0:
-            found, value = state.moved(state.decoded())
+            choices, value = state.moved(state.decoded())
             better = value < cost[here]
-            choice[here[better]], cost[here[better]] = found[better], value[better]
+            choice[here[better]], cost[here[better]] = choices[better], value[better]
             if (cost[here] - lower[here] <= CLOSED * cost[here]).all():
                 break
     cost = np.where(cost < _State.walls(family), cost, np.inf)

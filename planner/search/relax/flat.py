@@ -69,8 +69,8 @@ class FlatProblem:
         """Cost in seconds of a choice of the free nodes, constants included."""
         a, b = choice[self.ends[:, 0]], choice[self.ends[:, 1]]
         pairs = self.table[self.table_at + a * self.sizes[self.ends[:, 1]] + b]
-        own = self.unary[self.at[:-1] + choice]
-        return float(own.sum() + pairs.sum()) + self.constant_s
+        node_costs = self.unary[self.at[:-1] + choice]
+        return float(node_costs.sum() + pairs.sum()) + self.constant_s
 
     @functools.cached_property
     def owner(self) -> Array:
@@ -199,10 +199,10 @@ def _moments(problem: Problem, number: Array, offsets: Array) -> FlatMoments:
     base = live_sums(low[fixed], high[fixed], least[fixed], moments.size)
     chosen = np.flatnonzero(~fixed)
     low, high = low[chosen], high[chosen]
-    kept = _heads(low, high, base)
+    heads = _heads(low, high, base)
     tall = base + live_sums(low, high, most[chosen], moments.size) > problem.limit_bytes
-    kept = kept[tall[kept]]
-    low, high = np.searchsorted(kept, low), np.searchsorted(kept, high)
+    heads = heads[tall[heads]]
+    low, high = np.searchsorted(heads, low), np.searchsorted(heads, high)
     inside = low < high
     chosen, low, high = chosen[inside], low[inside], high[inside]
     node = number[np.array([live[u].node for u in chosen], np.int64)]
@@ -213,7 +213,7 @@ def _moments(problem: Problem, number: Array, offsets: Array) -> FlatMoments:
     counts = np.bincount(node, minlength=offsets.size - 1)
     return FlatMoments(
         limit=float(problem.limit_bytes),
-        base=base[kept],
+        base=base[heads],
         node=node,
         low=low.astype(np.int64),
         high=high.astype(np.int64),
@@ -223,7 +223,7 @@ def _moments(problem: Problem, number: Array, offsets: Array) -> FlatMoments:
         offsets=offsets,
         used_at=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         used=np.argsort(node, kind="stable"),
-        moments=moments[kept],
+        moments=moments[heads],
     )
 
 

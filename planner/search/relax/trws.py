@@ -22,32 +22,32 @@ from planner.search.relax.flat import FlatProblem
 @compiled
 def _gather(
     a_side: bool,
-    own: int,
+    size: int,
     other: int,
     table: Array,
     at: int,
-    mine: Array,
-    theirs: Array,
+    side: Array,
+    other_side: Array,
     unary: Array,
     low: int,
 ) -> None:
-    """Move the row minima of an edge into the node costs ``unary[low:low + own]``."""
-    for s in range(own):
+    """Move the row minima of an edge into the node costs ``unary[low:low + size]``."""
+    for s in range(size):
         least = np.inf
         if a_side:
             begin = at + s * other
             for u in range(other):
-                value = table[begin + u] - theirs[u]
+                value = table[begin + u] - other_side[u]
                 if value < least:
                     least = value
         else:
             for u in range(other):
-                value = table[at + u * own + s] - theirs[u]
+                value = table[at + u * size + s] - other_side[u]
                 if value < least:
                     least = value
-        least -= mine[s]
+        least -= side[s]
         if least < np.inf:
-            mine[s] += least
+            side[s] += least
             unary[low + s] += least
 
 
@@ -81,19 +81,19 @@ def sweep(
     for turn in range(2 * times):
         for k in range(n):
             v = k if turn % 2 == 0 else n - 1 - k
-            low, own = at[v], at[v + 1] - at[v]
+            low, size = at[v], at[v + 1] - at[v]
             onward, backward = 0, 0
             for i in range(near_at[v], near_at[v + 1]):
                 e = near[i]
                 first = ends[e, 0] == v
                 other = ends[e, 1] if first else ends[e, 0]
                 count = at[other + 1] - at[other]
-                mine = left[left_at[e] : left_at[e] + own]
-                theirs = right[right_at[e] : right_at[e] + count]
+                side = left[left_at[e] : left_at[e] + size]
+                other_side = right[right_at[e] : right_at[e] + count]
                 if not first:
-                    mine = right[right_at[e] : right_at[e] + own]
-                    theirs = left[left_at[e] : left_at[e] + count]
-                _gather(first, own, count, table, table_at[e], mine, theirs, unary, low)
+                    side = right[right_at[e] : right_at[e] + size]
+                    other_side = left[left_at[e] : left_at[e] + count]
+                _gather(first, size, count, table, table_at[e], side, other_side, unary, low)
                 if other > v:
                     onward += 1
                 else:
@@ -102,14 +102,14 @@ def sweep(
                 continue
             share = 1.0 / max(onward, backward)
             ahead = turn % 2 == 0
-            part = unary[low : low + own] * share
+            part = unary[low : low + size] * share
             for i in range(near_at[v], near_at[v + 1]):
                 e = near[i]
                 first = ends[e, 0] == v
                 other = ends[e, 1] if first else ends[e, 0]
                 if (other > v) != ahead:
                     continue
-                for s in range(own):
+                for s in range(size):
                     if part[s] < np.inf:
                         if first:
                             left[left_at[e] + s] -= part[s]
@@ -188,29 +188,29 @@ def read_choice(
     """A choice from the messages: nodes in order, each at its best given those before it."""
     n = at.size - 1
     for v in range(n):
-        own = at[v + 1] - at[v]
+        size = at[v + 1] - at[v]
         score = unary[at[v] : at[v + 1]].copy()
         for i in range(near_at[v], near_at[v + 1]):
             e = near[i]
             first = ends[e, 0] == v
             other = ends[e, 1] if first else ends[e, 0]
             count = at[other + 1] - at[other]
-            mine = left[left_at[e] : left_at[e] + own]
-            theirs = right[right_at[e] : right_at[e] + count]
+            side = left[left_at[e] : left_at[e] + size]
+            other_side = right[right_at[e] : right_at[e] + count]
             if not first:
-                mine = right[right_at[e] : right_at[e] + own]
-                theirs = left[left_at[e] : left_at[e] + count]
+                side = right[right_at[e] : right_at[e] + size]
+                other_side = left[left_at[e] : left_at[e] + count]
             low, high = 0, count
             if other < v:
                 low = choice[other]
                 high = low + 1
-            for s in range(own):
+            for s in range(size):
                 least = np.inf
                 for u in range(low, high):
-                    value = table[table_at[e] + (s * count + u if first else u * own + s)]
-                    if value - theirs[u] < least:
-                        least = value - theirs[u]
-                score[s] += least - mine[s]
+                    value = table[table_at[e] + (s * count + u if first else u * size + s)]
+                    if value - other_side[u] < least:
+                        least = value - other_side[u]
+                score[s] += least - side[s]
         choice[v] = np.argmin(score)
 
 
@@ -262,8 +262,8 @@ class Messages:
     def bound(self) -> float:
         """The bound of costs plus prices; fills ``extra``."""
         arguments: tuple[Any, ...] = (*self._edges(), *self._sides(), self._unary, self.extra)
-        found = slack(*arguments)
-        return float(found) + self.flat.constant_s
+        total = slack(*arguments)
+        return float(total) + self.flat.constant_s
 
     def decode(self) -> Array:
         """A choice from the messages."""

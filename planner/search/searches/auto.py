@@ -47,16 +47,16 @@ def auto(
     begun = time.monotonic()
     count = combinations(problem)
     if count <= FEW:
-        found, why = brute(problem), f"{count} combinations"
+        solution, why = brute(problem), f"{count} combinations"
     else:
         left = max(0.1, time_limit_s - (time.monotonic() - begun))
-        found = dynamic_programming(
+        solution = dynamic_programming(
             problem, time_limit_s=left, seed=seed, threads=threads, effort_s=effort_s
         )
         why = f"more than {FEW} combinations"
     return dataclasses.replace(
-        found,
-        search=f"auto:{found.search}",
-        reason=f"{why}; {found.reason}",
+        solution,
+        search=f"auto:{solution.search}",
+        reason=f"{why}; {solution.reason}",
         wall_s=time.monotonic() - begun,
     )

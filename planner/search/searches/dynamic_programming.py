@@ -123,17 +123,19 @@ def dynamic_programming(
             closed = closed or limited.verdict is Verdict.IMPOSSIBLE
             if closed or time_is_up(deadline - took):
                 return limited
-    kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
-    if kept.dead is not None:
-        return forbidden_solution(problem, kept.dead, NAME, begun)
+    memory_reduction = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
+    if memory_reduction.dead is not None:
+        return forbidden_solution(problem, memory_reduction.dead, NAME, begun)
     from planner.search.anytime import rounds  # loaded when it is needed
 
     if not rounds.load.cache_info().currsize:
         deadline += rounds.load()
-    found = rounds.anytime(kept, deadline, begun, seed=seed, threads=threads, effort_s=effort_s)
-    reason = f"neighbourhoods and bounds: {found.reason}"
-    choice = kept.decode(found.choice)
-    solution = make_solution(problem, choice, found.lower_s, NAME, reason, begun)
+    answer = rounds.anytime(
+        memory_reduction, deadline, begun, seed=seed, threads=threads, effort_s=effort_s
+    )
+    reason = f"neighbourhoods and bounds: {answer.reason}"
+    choice = memory_reduction.decode(answer.choice)
+    solution = make_solution(problem, choice, answer.lower_s, NAME, reason, begun)
     return solution if limited is None else better(limited, solution)
 
 
@@ -147,16 +149,16 @@ def _eliminated(
     rounds: int,
 ) -> Solution:
     """The answer of an exact elimination, the memory limit priced where it binds."""
-    lower, found = Eliminator(reduction, work=work).solve()
+    lower, choice = Eliminator(reduction, work=work).solve()
     if math.isinf(lower):
         return forbidden_solution(problem, "the whole problem", NAME, begun)
-    full = reduction.decode(found)
+    full = reduction.decode(choice)
     reason = "elimination finished: the optimum, and the memory limit does not bind"
     if not fits(evaluate(problem, full)[1], problem.limit_bytes):
         share = bool(reduction.pool.share)
-        kept = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
-        limited = solve_limited(kept, work, deadline, rounds)
-        full = kept.decode(limited.choice)
+        memory_reduction = reduce_problem(problem, keep_memory=True, share=share, domains=domains)
+        limited = solve_limited(memory_reduction, work, deadline, rounds)
+        full = memory_reduction.decode(limited.choice)
         lower, reason = max(lower, limited.lower_s), limited.reason
     return make_solution(problem, full, lower, NAME, reason, begun)
 
@@ -209,11 +211,11 @@ def _shrunk(
         reduction = reduce_problem(problem, keep_memory=True, share=share)
     domains: list[Array] | None = None
     for sweeps in SWEEPS:
-        lower, kept = fix_by_bound(reduction.problem, upper, sweeps=sweeps)
+        lower, reduced_domains = fix_by_bound(reduction.problem, upper, sweeps=sweeps)
         if upper - lower <= CLOSED * abs(upper):
             return _Shrunk(reduction, None, _closed(problem, choice, lower))
         domains = [np.arange(cost.size) for cost in problem.cost_s]
-        for members, left in zip(reduction.members, kept, strict=True):
+        for members, left in zip(reduction.members, reduced_domains, strict=True):
             for node, original in members:
                 domains[node] = np.sort(original[left])
         reduction = reduce_problem(problem, keep_memory=binds, share=share, domains=domains)

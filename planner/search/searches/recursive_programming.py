@@ -65,8 +65,8 @@ def recursive_programming(
     begun = time.monotonic()
     deadline = begun + time_limit_s
     if combinations(problem) <= FEW and not math.isinf(problem.limit_bytes):
-        found = dataclasses.replace(brute(problem, time_limit_s=time_limit_s), search=NAME)
-        return found if max(problem.counts or (1,)) == 1 else _lifted(problem, found, sweeps)
+        best = dataclasses.replace(brute(problem, time_limit_s=time_limit_s), search=NAME)
+        return best if max(problem.counts or (1,)) == 1 else _lifted(problem, best, sweeps)
     folded = fold(problem)
     part = folded.problem
     choice = decide_levels(part, cap, deadline)
@@ -97,17 +97,17 @@ def recursive_programming(
     return make_solution(problem, full, lower, NAME, reason, begun)
 
 
-def _lifted(problem: Problem, found: Solution, sweeps: int) -> Solution:
+def _lifted(problem: Problem, best: Solution, sweeps: int) -> Solution:
     """The best of all choices of a quotient, with a bound that holds for the whole problem, too.
 
     Equal nodes may differ there, so a better choice of it need not be one of the quotient.
     """
-    if math.isinf(found.cost_s):
-        return found
-    enough = found.cost_s - CLOSED * abs(found.cost_s) if found.feasible else math.inf
+    if math.isinf(best.cost_s):
+        return best
+    enough = best.cost_s - CLOSED * abs(best.cost_s) if best.feasible else math.inf
     lower = raised(diffusion_of(problem), sweeps, enough, patience=PATIENCE, stale=STALE)
-    lower = min(lower, found.cost_s) if found.feasible else lower
-    if found.feasible and lower >= enough:
-        return found
-    reason = f"{found.reason}, equal nodes alike"
-    return dataclasses.replace(found, lower_bound_s=lower, reason=reason)
+    lower = min(lower, best.cost_s) if best.feasible else lower
+    if best.feasible and lower >= enough:
+        return best
+    reason = f"{best.reason}, equal nodes alike"
+    return dataclasses.replace(best, lower_bound_s=lower, reason=reason)

@@ -18,15 +18,17 @@ Chosen = Mapping[str, frozenset[int]]
 """By decision, the values whose groups have the choice."""
 
 
-def parsed(asked: Mapping[str, Any]) -> dict[str, Any]:
+def parsed(options: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked of each decision, checked; raises RequestError."""
-    return {name: one.parse(asked.get(name)) for name, one in DECISIONS.items()}
+    return {name: one.parse(options.get(name)) for name, one in DECISIONS.items()}
 
 
 def chosen_values(graph: Graph, wanted: Mapping[str, Any]) -> Chosen:
     """The values that have a choice under what was asked; raises RequestError."""
-    found = {name: DECISIONS[name].values(graph, asked) for name, asked in wanted.items()}
-    return {name: values for name, values in found.items() if values}
+    values_by_name = {
+        name: DECISIONS[name].values(graph, parsed_option) for name, parsed_option in wanted.items()
+    }
+    return {name: values for name, values in values_by_name.items() if values}
 
 
 def with_decisions(groups: Groups, chosen: Chosen) -> Groups:
@@ -37,8 +39,8 @@ def with_decisions(groups: Groups, chosen: Chosen) -> Groups:
             of.setdefault(group, []).append((name, len(DECISIONS[name].options)))
     if not of:
         return groups
-    made = tuple(
+    new_groups = tuple(
         dataclasses.replace(g, decisions=tuple(of[g.index])) if g.index in of else g
         for g in groups.groups
     )
-    return dataclasses.replace(groups, groups=made)
+    return dataclasses.replace(groups, groups=new_groups)

@@ -55,8 +55,9 @@ class Decision(Protocol):
     name: str
     options: tuple[str, ...]
 
-    def parse(self, asked: Any) -> Any:
-        """What was asked for, checked; ``asked`` is None where nothing was. Raises RequestError."""
+    def parse(self, option_value: Any) -> Any:
+        """What was asked for, checked; ``option_value`` is None where nothing was. Raises
+        RequestError."""
         ...
 
     def demands(self, parsed: Any) -> int | None:

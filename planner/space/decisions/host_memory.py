@@ -59,7 +59,7 @@ def check_offload(offload: str | Sequence[str]) -> Offload:
     return Offload(patterns)
 
 
-def hostable(graph: Graph, asked: Offload) -> frozenset[int]:
+def hostable(graph: Graph, offload: Offload) -> frozenset[int]:
     """The inputs that may (``auto``) or must live in host memory: arrays of the state.
 
     Raises:
@@ -68,10 +68,10 @@ def hostable(graph: Graph, asked: Offload) -> frozenset[int]:
     """
     carried = graph.next_values
     named = list(zip(graph.inputs, graph.input_paths, strict=True))
-    if asked.auto:
+    if offload.auto:
         return frozenset(v for v, _ in named if v in carried and graph.values[v].nbytes >= WORTH)
     out: set[int] = set()
-    for pattern in asked.patterns:
+    for pattern in offload.patterns:
         hits = [(v, p) for v, p in named if re.search(pattern, p)]
         arrays = [(v, p) for v, p in hits if graph.values[v].shape]
         if not arrays:
@@ -120,9 +120,9 @@ class HostMemory(NothingMore):
     name = OFFLOAD
     options: tuple[str, ...] = (DEVICE, HOST)
 
-    def parse(self, asked: Any) -> Offload:
+    def parse(self, option_value: Any) -> Offload:
         """Regular expressions over argument paths, or ``"auto"``."""
-        return check_offload(() if asked is None else asked)
+        return check_offload(() if option_value is None else option_value)
 
     def demands(self, parsed: Offload) -> int | None:
         """What is named is kept there."""
@@ -136,8 +136,8 @@ class HostMemory(NothingMore):
         self, graph: Graph, groups: Groups, live: Sequence[bool], values: frozenset[int]
     ) -> Mapping[int, Hashable]:
         """The arrays that are copied between device and host."""
-        found = enumerate(hosted_of(graph, groups, live, values))
-        return {group: arrays for group, arrays in found if arrays}
+        by_group = enumerate(hosted_of(graph, groups, live, values))
+        return {group: arrays for group, arrays in by_group if arrays}
 
     def seconds(self, facts: Sequence[Hosted], option: IntArray, prices: Prices) -> Array:
         """Copies between devices and their hosts. What the program puts there itself, activations

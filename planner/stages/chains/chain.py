@@ -88,9 +88,9 @@ def made_by(calls: Sequence[Call]) -> set[int]:
 
 def read_by(calls: Sequence[Call]) -> dict[int, Call]:
     """The values that calls read, in order, and the first that reads each."""
-    found: dict[int, Call] = {}
+    first_readers: dict[int, Call] = {}
     for call in calls:
         for v in call.ins:
             if isinstance(v, int):
-                found.setdefault(v, call)
-    return found
+                first_readers.setdefault(v, call)
+    return first_readers

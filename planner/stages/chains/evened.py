@@ -39,8 +39,8 @@ def evened(flat: FlatJaxpr, count: int) -> tuple[FlatJaxpr, int] | None:
         v: (flat.values + 2 * k, flat.values + 2 * k + 1) for k, v in enumerate(sorted(stacks))
     }
     carries = loop_of(call.eqn).carries
-    made, left = call.outs[:carries], call.outs[carries:]
-    outs = (*made, *(n for v in left for n in halves.get(v, (v,))))
+    carried, left = call.outs[:carries], call.outs[carries:]
+    outs = (*carried, *(n for v in left for n in halves.get(v, (v,))))
     ins = tuple(n for v in back.ins for n in (halves.get(v, (v,)) if _int(v) else (v,)))
     whole = [_int(v) and v in halves for v in back.ins]
     ahead = _ahead(call, first, [v in halves for v in left])

@@ -71,10 +71,10 @@ class _Grouping:
     """``group_chain`` in progress."""
 
     def __init__(
-        self, body: Body, ends: Sequence[int], blocks: int, found: int, keys: Keys
+        self, body: Body, ends: Sequence[int], blocks: int, total: int, keys: Keys
     ) -> None:
         self.body, self.flat, self.ends = body, body.flat, ends
-        self.blocks, self.found = blocks, found
+        self.blocks, self.found = blocks, total
         self.keys = keys
         self.count = len(ends) - 1
         self.position = {id(c): at for at, c in enumerate(self.flat.calls)}
@@ -137,40 +137,40 @@ class _Grouping:
         out = [{id(c) for c in g} for g in groups]
         open_ = {id(c) for c in calls}
         for c in reversed(self.flat.calls):
-            mine = owner.get(id(c))
+            group = owner.get(id(c))
             if forward and c.backward:
                 continue
-            if mine is None:
-                found = {r for v in c.outs for r in readers.get(v, ())}
+            if group is None:
+                reading = {r for v in c.outs for r in readers.get(v, ())}
                 batch = self.body.batch.intersection(c.outs)  # the rest is made once, for all
-                if batch and len(found) == 1 and id(c) in open_ and None not in found:
-                    (mine,) = found
-                    out[mine].add(id(c))
+                if batch and len(reading) == 1 and id(c) in open_ and None not in reading:
+                    (group,) = reading
+                    out[group].add(id(c))
             for v in c.ins:
                 if isinstance(v, int):
-                    readers.setdefault(v, set()).add(mine)
-        return [[c for c in self.flat.calls if id(c) in mine] for mine in out]
+                    readers.setdefault(v, set()).add(group)
+        return [[c for c in self.flat.calls if id(c) in members] for members in out]
 
     def _backward(self, there: Sequence[Match], forward: Task, of_reader: bool) -> Groups:
         """The calls behind the last stage, by the stage whose values they read."""
         count = self.count
-        made = {v: s for s, m in enumerate(there) for v in m.names.values()}
+        stage_of = {v: s for s, m in enumerate(there) for v in m.names.values()}
         for _, u, first in forward.carries:
             for s, m in enumerate(there):
-                made[m.names[u]] = s + of_reader
+                stage_of[m.names[u]] = s + of_reader
             if isinstance(first, int) and of_reader:
-                made[first] = 0
+                stage_of[first] = 0
         for stack in forward.stacks.values():
-            made.update(zip(stack.values, range(count), strict=True))
+            stage_of.update(zip(stack.values, range(count), strict=True))
         calls = self.flat.calls[self.ends[-1] :]
         crossing: dict[int, int] = {}
         for _ in range(2):  # what a stage hands back counts as its reader's the second time
-            stage = _stages(calls, made, crossing, count)
+            stage = _stages(calls, stage_of, crossing, count)
             for c in calls:
-                mine = stage.get(c.outs[0], count)
+                call_stage = stage.get(c.outs[0], count)
                 for v in c.ins:
-                    if isinstance(v, int) and mine < stage.get(v, -1):
-                        crossing[v] = min(mine, crossing.get(v, mine))
+                    if isinstance(v, int) and call_stage < stage.get(v, -1):
+                        crossing[v] = min(call_stage, crossing.get(v, call_stage))
         groups: Groups = [[] for _ in range(count)]
         for c in calls:
             if stage.get(c.outs[0], count) < count:
@@ -185,8 +185,8 @@ class _Grouping:
     ) -> Task:
         """Sort what the pattern reads."""
         count = self.count
-        made = made_by(pattern)
-        names = [{v: m.names[v] for v in made} for m in matches]
+        results = made_by(pattern)
+        names = [{v: m.names[v] for v in results} for m in matches]
         carries: list[tuple[int, int, Any]] = []
         stacks: dict[int, Stack] = {}
         rows: dict[int, Stack] = {}
@@ -194,7 +194,7 @@ class _Grouping:
         residuals: list[int] = []
         reads = {} if forward is None else {r: None for r, _, _ in forward.carries}
         for a, call in read_by(pattern).items():
-            if a in made:
+            if a in results:
                 continue
             if forward is not None and (a in matches[0].names or a in reads):
                 residuals.append(a)
@@ -224,12 +224,12 @@ class _Grouping:
                 )
         summed = self.body.added
         sums = {}
-        for u in sorted(made):
-            mine = tuple(n[u] for n in names)
-            if summed.intersection(mine):
-                if not summed.issuperset(mine):
+        for u in sorted(results):
+            stage_values = tuple(n[u] for n in names)
+            if summed.intersection(stage_values):
+                if not summed.issuperset(stage_values):
                     raise refused("a sum of one stage is not added up in another")
-                sums[u] = Stack(mine)
+                sums[u] = Stack(stage_values)
         return Task(
             tuple(pattern),
             tuple(carries),
@@ -248,8 +248,8 @@ class _Grouping:
         is not made by the stage before."""
         order = range(1, self.count) if forward else range(self.count - 1)
         step = -1 if forward else 1
-        found = [u for u in names[0] if all(names[s + step][u] == values[s] for s in order)]
-        return found[0] if found else None
+        candidates = [u for u in names[0] if all(names[s + step][u] == values[s] for s in order)]
+        return candidates[0] if candidates else None
 
 
 WIDENS = frozenset({"convert_element_type", "optimization_barrier"})
@@ -257,7 +257,7 @@ WIDENS = frozenset({"convert_element_type", "optimization_barrier"})
 
 
 def _stages(
-    calls: Sequence[Call], made: Mapping[int, int], crossing: Mapping[int, int], count: int
+    calls: Sequence[Call], stage_of: Mapping[int, int], crossing: Mapping[int, int], count: int
 ) -> dict[int, int]:
     """The stage that makes each value of the backward pass; ``count`` behind the last.
 
@@ -267,22 +267,22 @@ def _stages(
     stage: dict[int, int] = {}
     for call in calls:
         read = [v for v in call.ins if isinstance(v, int)]
-        evidence = [made[v] for v in read if v in made]
+        evidence = [stage_of[v] for v in read if v in stage_of]
         behind = [crossing.get(v, stage[v]) for v in read if v in stage]
         if not behind and not evidence:
             continue
-        found = count
+        call_stage = count
         if call.backward:
-            found = min([max(evidence)] if evidence else behind)
-            found = min([found, *behind])
+            call_stage = min([max(evidence)] if evidence else behind)
+            call_stage = min([call_stage, *behind])
         elif call.kind in WIDENS and behind:
-            found = min(behind)
-        stage.update(dict.fromkeys(call.outs, found))
+            call_stage = min(behind)
+        stage.update(dict.fromkeys(call.outs, call_stage))
     return stage
 
 
-def _leaving(task: Task, match: Match, made: set[int], wanted: set[int]) -> Task:
+def _leaving(task: Task, match: Match, results: set[int], wanted: set[int]) -> Task:
     """A task with what the rest of the step reads of its last stage."""
-    own = {v for s in task.sums.values() for v in s.values}
-    names = ((u, match.names[u]) for u in sorted(made))
-    return dataclasses.replace(task, exits=tuple(x for x in names if x[1] in wanted - own))
+    summed = {v for s in task.sums.values() for v in s.values}
+    names = ((u, match.names[u]) for u in sorted(results))
+    return dataclasses.replace(task, exits=tuple(x for x in names if x[1] in wanted - summed))

@@ -27,11 +27,11 @@ class Keys:
 
     def of(self, call: Call) -> int:
         """The number of a call."""
-        found = self._of.get(id(call.eqn))
-        if found is None:
+        number = self._of.get(id(call.eqn))
+        if number is None:
             key = EqnKey.of(call.eqn).signature()
-            found = self._of[id(call.eqn)] = self._known.setdefault(key, len(self._known))
-        return found
+            number = self._of[id(call.eqn)] = self._known.setdefault(key, len(self._known))
+        return number
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ def laid(
         tries.append((one, _laid(one, pattern, calls, keys, begin, first, last)))
         if not tries[-1][1]:
             break
-    return min(tries, key=lambda found: len(found[1]))
+    return min(tries, key=lambda attempt: len(attempt[1]))
 
 
 def _laid(
@@ -102,7 +102,7 @@ def _laid(
     missing = []
     for one in pattern:
         key = keys.of(one)
-        found = next(
+        position = next(
             (
                 k
                 for k in range(begin, len(calls))
@@ -110,13 +110,13 @@ def _laid(
             ),
             None,
         )
-        if found is None:
+        if position is None:
             ends = last is not None and _ends(match, one, inside | last)
             if not ends and not (first and _begins(match, one, inside)):
                 missing.append(one)
             continue
-        match.spare += calls[begin:found]
-        begin, other = found + 1, calls[found]
+        match.spare += calls[begin:position]
+        begin, other = position + 1, calls[position]
         match.calls.append(other)
         match.names.update(zip(one.outs, other.outs, strict=True))
         for a, b in zip(one.ins, other.ins, strict=True):

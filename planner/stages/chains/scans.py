@@ -77,9 +77,9 @@ def _once(
     loop = loop_of(call.eqn)
     inner = flatten(call.eqn.params["jaxpr"])
     consts, _, rows = loop.split(call.ins)
-    made = dict(zip(call.outs, inner.outputs, strict=True))
-    calls = closure(inner.calls, [made[v] for v in alike])
-    read = {v for c in calls for v in c.ins if isinstance(v, int)} | {made[v] for v in alike}
+    inner_outs = dict(zip(call.outs, inner.outputs, strict=True))
+    calls = closure(inner.calls, [inner_outs[v] for v in alike])
+    read = {v for c in calls for v in c.ins if isinstance(v, int)} | {inner_outs[v] for v in alike}
     pairs = list(zip(inner.inputs[: loop.consts], consts, strict=True))
     shared = [(n, v) for n, v in pairs if n in read]
     pairs = list(zip(inner.inputs[loop.consts + loop.carries :], rows, strict=True))
@@ -92,7 +92,7 @@ def _once(
         def one(turn: list[Any]) -> list[Any]:
             env = {**inner.consts, **fixed, **dict(zip((n for n, _ in over), turn, strict=True))}
             inner.run(calls, env)
-            return [inner.read(made[v], env) for v in names]
+            return [inner.read(inner_outs[v], env) for v in names]
 
         return list(jax.vmap(one)(list(values[len(shared) :])))
 
@@ -114,7 +114,7 @@ def _task(
     line = user_line(call.eqn) or "an unknown line"
     consts, carries, rows = loop.split(call.ins)
     reads = [next(fresh) for _ in carries]
-    own: dict[int, Stack] = {}
+    row_stacks: dict[int, Stack] = {}
     over = []
     for v in rows:
         if v in stacks:
@@ -123,7 +123,7 @@ def _task(
         if not isinstance(v, int) or v in body.batch:
             raise refused(f"the scan at {line} goes over values of the batch, a row for each layer")
         over.append(next(fresh))
-        own[over[-1]] = Stack((v,))
+        row_stacks[over[-1]] = Stack((v,))
     sums: dict[int, Stack] = {}
     last = {v for v in body.flat.outputs if isinstance(v, int)}
     for v in call.outs[loop.carries :]:
@@ -131,14 +131,14 @@ def _task(
             raise refused(f"results of the scan at {line} are used before they are added up")
         if v in last:
             sums[v] = Stack((v,))
-    made = dataclasses.replace(
+    share_call = dataclasses.replace(
         call, ins=(*consts, *reads, *over), run=_share(call.eqn, count), made=True
     )
     return Task(
-        calls=(made,),
+        calls=(share_call,),
         carries=tuple(zip(reads, call.outs, carries, strict=False)),
         exits=tuple((v, v) for v in call.outs[: loop.carries]),
-        stacks=own,
+        stacks=row_stacks,
         rows={},
         shared=frozenset(v for v in consts if isinstance(v, int)),
         sums=sums,

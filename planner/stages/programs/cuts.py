@@ -34,15 +34,15 @@ def named_begins(labels: Sequence[Sequence[str]], manual: Sequence[tuple[str, in
     """
     begins: dict[int, int] = {}
     for pattern, stage in manual:
-        found = [k for k, texts in enumerate(labels) if any(re.search(pattern, t) for t in texts)]
-        if not found:
+        matches = [k for k, texts in enumerate(labels) if any(re.search(pattern, t) for t in texts)]
+        if not matches:
             known = [t for texts in labels for t in texts]
             some = ", ".join(dict.fromkeys(known[:: max(1, len(known) // 6)]))
             raise refused(
                 f"{pattern!r} (stage {stage}) matches no line of the forward pass and no path "
                 f"that it reads, such as {some}"
             )
-        begins[stage] = min(found[0], begins.get(stage, found[0]))
+        begins[stage] = min(matches[0], begins.get(stage, matches[0]))
     begins[0] = 0
     order = [begins[stage] for stage in sorted(begins)]
     for stage, (first, second) in enumerate(itertools.pairwise(order)):

@@ -36,13 +36,13 @@ def handed(apart: Apart) -> tuple[frozenset[int], frozenset[int]]:
     inner = {v for v, _, _ in split.moves}
     loop = flat.calls[apart.at]
     outer: set[int] = {v for v in flat.outputs if isinstance(v, int)}
-    for made in where.behind:
-        outer |= {v for v in made.ins if isinstance(v, int) and where.place.get(v) != made.place}
-        if made.call is None:
+    for node in where.behind:
+        outer |= {v for v in node.ins if isinstance(v, int) and where.place.get(v) != node.place}
+        if node.call is None:
             inner |= {
                 p
-                for p in _terms(apart, loop.outs.index(made.outs[0]))
-                if split.makers[p][1] != made.place or made.place == ALL
+                for p in _terms(apart, loop.outs.index(node.outs[0]))
+                if split.makers[p][1] != node.place or node.place == ALL
             }
     return frozenset(inner), frozenset(outer)
 

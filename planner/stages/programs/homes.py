@@ -85,8 +85,8 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     needs: list[set[int]] = [set() for _ in range(count)]
     first: list[set[int]] = [set() for _ in range(count)]  # those of the forward pass
     for (kind, stage), task in split.tasks.items():
-        own = (outer.get(v) for v in (*task.fixed, *task.rows))
-        read_here = {v for v in own if isinstance(v, int) and v not in sliced}
+        operands = (outer.get(v) for v in (*task.fixed, *task.rows))
+        read_here = {v for v in operands if isinstance(v, int) and v not in sliced}
         needs[stage] |= read_here
         first[stage] |= read_here if kind == FORWARD else set()
     ahead = tuple(tuple(closure(early, sorted(need))) for need in needs)
@@ -125,11 +125,11 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
     parted = frozenset(v for v in flat.inputs if groups.place(v) == ALL)
     place: dict[int, int] = {}
     for v in flat.inputs:
-        found = groups.place(v)
-        place[v] = ALL if found is None else found
+        group_place = groups.place(v)
+        place[v] = ALL if group_place is None else group_place
     place.update(dict.fromkeys(flat.consts, ALL))
     level: dict[int, int] = {}
-    made = []
+    placed_nodes = []
     for call, read_, outs in once:
         numbers = [v for v in read_ if isinstance(v, int)]
         known = groups.place_of([*numbers, *outs])
@@ -140,11 +140,17 @@ def homes(flat: FlatJaxpr, at: int, split: Split) -> Homes:
         step = max(
             (level.get(v, 0) + (place[v] != known and v in level) for v in numbers), default=0
         )
-        made.append(Made(call, read_, outs, known, step))
+        placed_nodes.append(Made(call, read_, outs, known, step))
         place.update((v, known) for v in outs)
         level.update((v, step) for v in outs)
     return Homes(
-        ahead, sliced, tuple(place[v] for v in flat.inputs), place, tuple(made), joined, parted
+        ahead,
+        sliced,
+        tuple(place[v] for v in flat.inputs),
+        place,
+        tuple(placed_nodes),
+        joined,
+        parted,
     )
 
 
@@ -158,7 +164,7 @@ def _sliced(split: Split, outer: Mapping[int, Any]) -> dict[int, tuple[tuple[int
             for v in c.outs:
                 at.setdefault(v, set()).add(stage)
     inside = set(body.loop.split(body.flat.inputs)[0])
-    found: dict[int, list[list[int]]] = {}
+    slices: dict[int, list[list[int]]] = {}
     bad: set[int] = {v for v in (*body.stacked, *body.added) if isinstance(v, int)}
     for c in body.flat.calls:
         for v in {v for v in c.ins if isinstance(v, int) and v in inside}:
@@ -166,10 +172,10 @@ def _sliced(split: Split, outer: Mapping[int, Any]) -> dict[int, tuple[tuple[int
             if part is None or not at.get(c.outs[0], {part}) <= {part}:
                 bad.add(v)
             else:
-                found.setdefault(v, [[] for _ in range(count)])[part].append(c.outs[0])
+                slices.setdefault(v, [[] for _ in range(count)])[part].append(c.outs[0])
     return {
         outer[v]: tuple(map(tuple, parts))
-        for v, parts in found.items()
+        for v, parts in slices.items()
         if v not in bad and all(parts) and isinstance(outer.get(v), int)
     }
 
@@ -248,12 +254,12 @@ class _Groups:
             self.where.setdefault(self.root(v), (False, where))
 
     def place(self, v: int) -> int | None:
-        found = self.where.get(self.root(v))
-        return None if found is None else found[1]
+        known = self.where.get(self.root(v))
+        return None if known is None else known[1]
 
     def place_of(self, values: Sequence[int]) -> int | None:
         for v in self.largest(values):
-            found = self.place(v)
-            if found is not None:
-                return found
+            place = self.place(v)
+            if place is not None:
+                return place
         return None

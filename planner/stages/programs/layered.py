@@ -80,10 +80,10 @@ def taken_apart(
     at = body_at(flat, parts)
     loop = flat.calls[at]
     body = body_of(loop)
-    found = operations(traced.jaxpr)
-    first = found[loop.outs[0]].start + body_start(loop.eqn)
+    outside = operations(traced.jaxpr)
+    first = outside[loop.outs[0]].start + body_start(loop.eqn)
     inside = operations(loop.eqn.params["jaxpr"])
-    ops = {id(c): found[c.outs[0]] for c in flat.calls if c.outs}
+    ops = {id(c): outside[c.outs[0]] for c in flat.calls if c.outs}
     added = [c for calls in body.sums for c in calls]
     for calls, pieces in zip(body.sums, body.summed, strict=True):
         for c in calls:  # a conversion that is made of each part stands where it stood

@@ -64,7 +64,7 @@ def _is_over_layers(call: Call, batch: frozenset[int]) -> bool:
     return fixed > 0 and 2 * fixed >= sum(n for _, n in sizes)
 
 
-def _ahead(call: Call, count: int, kept: Sequence[bool]) -> Run:
+def _ahead(call: Call, count: int, parted: Sequence[bool]) -> Run:
     """The turns in parts, from the first; some stacks stay in parts."""
     loop = loop_of(call.eqn)
 
@@ -75,7 +75,7 @@ def _ahead(call: Call, count: int, kept: Sequence[bool]) -> Run:
             carry, ys = _scan(call, consts, carry, [_part(x, part, count) for x in rows])
             stacks.append(ys)
         out: list[Any] = []
-        for k, is_kept in enumerate(kept):
+        for k, is_kept in enumerate(parted):
             ys = [stack[k] for stack in _sorted(call, stacks)]
             out += ys if is_kept else [jnp.concatenate(ys)]
         return [*carry, *out]
@@ -97,8 +97,8 @@ def _back(call: Call, count: int, whole: Sequence[bool]) -> Run:
             xs = [g[part] if len(g) > 1 else _part(g[0], part, count) for g in rows]
             state, ys = _scan(call, fixed, state, xs)
             stacks.append(ys)
-        made = zip(*_sorted(call, stacks), strict=True)
-        return [*state, *(jnp.concatenate(ys) for ys in made)]
+        pieces = zip(*_sorted(call, stacks), strict=True)
+        return [*state, *(jnp.concatenate(ys) for ys in pieces)]
 
     return run
 

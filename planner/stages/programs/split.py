@@ -147,9 +147,9 @@ def balanced(
 
     def score(chosen: Sequence[int]) -> tuple[int, float, float]:
         begins = [blocks[k] for k in chosen]
-        found, alone = spent(begins)
+        stage_seconds, alone = spent(begins)
         away = sum(bisect.bisect(begins, at) - 1 != part for at, part in layers)
-        return away, max(found) * (1 + SENT * alone), sum(s * s for s in found)
+        return away, max(stage_seconds) * (1 + SENT * alone), sum(s * s for s in stage_seconds)
 
     across = crossing(passes.ahead)
     starts = [cut_blocks(spent(blocks)[0], [across[b] for b in blocks], count)]
@@ -167,8 +167,8 @@ def balanced(
             if near != sorted(set(near)) or near[-1] >= len(blocks):
                 continue
             looks += 1
-            if (found := score(near)) < least:
-                best, least, better = near, found, True
+            if (near_score := score(near)) < least:
+                best, least, better = near, near_score, True
     return [blocks[k] for k in best]
 
 
@@ -179,14 +179,14 @@ def _layers(passes: Passes, count: int) -> list[tuple[int, int]]:
     parts = {
         v: part for c in passes.spread if (part := slice_part(c, count)) is not None for v in c.outs
     }
-    found = {
+    layers = {
         (at, parts[v])
         for at, c in enumerate(passes.ahead)
         if c.kind == "scan"
         for v in c.ins
         if isinstance(v, int) and v in parts
     }
-    return sorted(found) if len(found) == count else []
+    return sorted(layers) if len(layers) == count else []
 
 
 def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> tuple[dict[int, int], int]:
@@ -208,14 +208,14 @@ def _stages(body: Body, passes: Passes, begins: Sequence[int]) -> tuple[dict[int
     liked = _liked(body, passes.spread, ahead, groups)
     alone = 0
     for call in passes.back:
-        mask, own, wish = everywhere, everywhere, everywhere
+        mask, reach, wish = everywhere, everywhere, everywhere
         for v in call.ins:
             if isinstance(v, int):
                 mask &= there.get(v, everywhere)
-                own &= below.get(v, everywhere)
+                reach &= below.get(v, everywhere)
                 wish &= liked.get(v, everywhere)
-        alone += not mask & own
-        at = (mask & own & wish or mask & own or own).bit_length() - 1
+        alone += not mask & reach
+        at = (mask & reach & wish or mask & reach or reach).bit_length() - 1
         stage[id(call)] = at
         below.update((v, (2 << at) - 1) for v in call.outs)
     return stage, alone
@@ -266,8 +266,8 @@ def _liked(
     for call in spread:
         read = [v for v in call.ins if isinstance(v, int)]
         if not body.batch.intersection(call.outs):
-            found = set().union(*(roots.get(v, {v}) for v in read)) if read else set()
-            roots.update((v, found) for v in call.outs)
+            sources = set().union(*(roots.get(v, {v}) for v in read)) if read else set()
+            roots.update((v, sources) for v in call.outs)
     at: dict[int, int] = {}
     for call, group in zip(ahead, groups, strict=True):
         for v in call.ins:
@@ -333,35 +333,37 @@ def _tasks(
     if weights:
         for c in _waiting(back, stage):
             keyed[id(c)] = (WEIGHTS, stage[id(c)])
-    own: dict[tuple[str, int], list[Call]] = {
+    task_calls: dict[tuple[str, int], list[Call]] = {
         (kind, s): []
         for kind in (FORWARD, BACKWARD, *((WEIGHTS,) if weights else ()))
         for s in range(count)
     }
     for c in (*ahead, *back):
-        own[keyed[id(c)]].append(c)
+        task_calls[keyed[id(c)]].append(c)
     made_by = {v: keyed[id(c)] for c in (*ahead, *back) for v in c.outs}
     first = (FORWARD, 0)
-    sums: dict[tuple[str, int], set[int]] = {key: set() for key in own}
+    sums: dict[tuple[str, int], set[int]] = {key: set() for key in task_calls}
     for p in {p for s in pieces for parts in s for p in parts if isinstance(p, int)}:
         sums[made_by.setdefault(p, first)].add(p)
-    stacked: dict[tuple[str, int], set[int]] = {key: set() for key in own}
+    stacked: dict[tuple[str, int], set[int]] = {key: set() for key in task_calls}
     for p in {v for v in body.stacked if isinstance(v, int)}:
         stacked[made_by.setdefault(p, first)].add(p)
     tasks = {}
-    kept = {v for c in spread for v in c.outs}
+    spread_values = {v for c in spread for v in c.outs}
     fixed = set(body.flat.consts) | set(body.loop.split(body.flat.inputs)[0])
     rows = set(body.rows)
-    for key, mine in own.items():
-        wanted = {v for c in mine for v in c.ins if isinstance(v, int)} | sums[key] | stacked[key]
-        before = closure(spread, sorted(wanted & kept))
-        calls = (*before, *mine)
-        made = {v for c in calls for v in c.outs}
-        read = ({v for c in calls for v in c.ins if isinstance(v, int)} | wanted) - made
+    for key, members in task_calls.items():
+        wanted = (
+            {v for c in members for v in c.ins if isinstance(v, int)} | sums[key] | stacked[key]
+        )
+        before = closure(spread, sorted(wanted & spread_values))
+        calls = (*before, *members)
+        results = {v for c in calls for v in c.outs}
+        read = ({v for c in calls for v in c.ins if isinstance(v, int)} | wanted) - results
         tasks[key] = Task(
             *key,
             calls,
-            tuple(mine),
+            tuple(members),
             tuple(sorted(read - fixed - rows)),
             tuple(sorted(read & fixed)),
             tuple(sorted(read & rows)),

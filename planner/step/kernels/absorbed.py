@@ -40,21 +40,21 @@ class ProductKernel(NamedTuple):
 
 
 def absorbing(
-    graph: Graph, fusable: Sequence[bool], kept: Sequence[bool], live: Sequence[bool]
+    graph: Graph, fusable: Sequence[bool], is_written: Sequence[bool], live: Sequence[bool]
 ) -> tuple[int, ...]:
     """Per operation, the product in whose kernel it runs, or -1.
 
     Args:
         graph: the step.
         fusable: per operation, whether it only passes dimensions along.
-        kept: per value, whether it is written to memory.
+        is_written: per value, whether it is written to memory.
         live: per operation, whether its results are used.
 
     The optimizer's update is left out, as it takes longer than the product; it does not read a
     gradient that a product hands to it (``vector_bytes``). Near-linear in operations.
     """
     home = _behind(graph, fusable, live)
-    return _before(graph, fusable, kept, live, home)
+    return _before(graph, fusable, is_written, live, home)
 
 
 def _absorbs(op: Op) -> bool:
@@ -69,32 +69,32 @@ def _elementwise(op: Op, fusable: Sequence[bool]) -> bool:
 def _behind(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) -> list[int]:
     """Operations on the result of a product, up to the next reduction or product."""
     depth = [0] * len(graph.values)  # products and reductions on the longest path to a value
-    made = [-1] * len(graph.values)  # the product whose kernel makes a value
+    maker = [-1] * len(graph.values)  # the product whose kernel makes a value
     home = [-1] * len(graph.ops)
     for op in graph.ops:
         if not live[op.index]:
             continue
         inputs = [i for i in op.inputs if i != SCALAR]
         level = max((depth[i] for i in inputs), default=0)
-        found = max((made[i] for i in inputs if depth[i] == level), default=-1)
-        if found >= 0 and graph.ops[found].region != op.region:
-            found = -1
-        if found >= 0 and _leaves_image(graph, op, graph.ops[found]):
-            found = -1
+        product = max((maker[i] for i in inputs if depth[i] == level), default=-1)
+        if product >= 0 and graph.ops[product].region != op.region:
+            product = -1
+        if product >= 0 and _leaves_image(graph, op, graph.ops[product]):
+            product = -1
         reduces = op.kind.startswith(("reduce_", "arg"))
         if op.kind in PRODUCTS:
-            level, found = level + 1, op.index if _absorbs(op) else -1
+            level, product = level + 1, op.index if _absorbs(op) else -1
         elif reduces or op.kind in FOLDED or _elementwise(op, fusable):
-            if found >= 0 and op.phase is not Phase.UPDATE:
-                home[op.index] = found
+            if product >= 0 and op.phase is not Phase.UPDATE:
+                home[op.index] = product
             else:
-                found = -1
+                product = -1
             if reduces:
-                level, found = level + 1, -1
+                level, product = level + 1, -1
         elif op.kind not in PASSES:
-            level, found = level + 1, -1
+            level, product = level + 1, -1
         for o in op.outputs:
-            depth[o], made[o] = level, found
+            depth[o], maker[o] = level, product
     return home
 
 
@@ -109,7 +109,7 @@ def _leaves_image(graph: Graph, op: Op, product: Op) -> bool:
 def _before(
     graph: Graph,
     fusable: Sequence[bool],
-    kept: Sequence[bool],
+    is_written: Sequence[bool],
     live: Sequence[bool],
     home: list[int],
 ) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def _before(
             continue
         if op.phase is Phase.UPDATE or not _elementwise(op, fusable):
             continue
-        if any(kept[o] or o in final for o in op.outputs):
+        if any(is_written[o] or o in final for o in op.outputs):
             continue
         reading = [r for o in op.outputs for r in readers[o]]
         homes = [r if _absorbs(graph.ops[r]) else home[r] for r in reading]
@@ -142,7 +142,7 @@ def product_kernels(
     rules: Sequence[FactorRule],
     groups: Groups,
     home: Sequence[int],
-    found: Written,
+    written_values: Written,
     device: Device,
     handed: frozenset[int],
 ) -> dict[int, ProductKernel]:
@@ -159,28 +159,30 @@ def product_kernels(
     for op in graph.ops:
         if op.kind in PRODUCTS:
             first, second = (
-                0 if i == SCALAR else sum(found.sources[i].values()) for i in op.inputs[:2]
+                0 if i == SCALAR else sum(written_values.sources[i].values()) for i in op.inputs[:2]
             )
             result = op.outputs[0]
             operands[op.index] = (first, second)
-            stays = found.kept[result] and result not in handed
-            behind[op.index] = {result: found.nbytes[result]} if stays else {}
+            stays = written_values.kept[result] and result not in handed
+            behind[op.index] = {result: written_values.nbytes[result]} if stays else {}
             writes[op.index] = {result} if stays else set()
         elif home[op.index] in behind:
             inside = behind[home[op.index]]
             writes[home[op.index]].update(
-                o for o in op.outputs if found.kept[o] and found.base[o] not in handed
+                o
+                for o in op.outputs
+                if written_values.kept[o] and written_values.base[o] not in handed
             )
             for v in (*op.inputs, *op.outputs):
-                if v != SCALAR and found.kept[v] and found.base[v] not in handed:
-                    inside[found.base[v]] = found.nbytes[v]
+                if v != SCALAR and written_values.kept[v] and written_values.base[v] not in handed:
+                    inside[written_values.base[v]] = written_values.nbytes[v]
     lanes = image_lanes(graph, groups.op_layouts, groups.fuses)
     tile = (device.tile_rows, device.tile_lanes)
     out: dict[int, ProductKernel] = {}
     for index, (first, second) in operands.items():
         op = graph.ops[index]
-        made = graph.values[op.outputs[0]]
-        padded = padding(made.shape, tile, lanes.get(made.index, ())[:1])
+        output = graph.values[op.outputs[0]]
+        padded = padding(output.shape, tile, lanes.get(output.index, ())[:1])
         idle, moves = 1.0, [1.0, 1.0, 1.0]
         entry = groups.op_layouts[index]
         if entry is not None:
@@ -190,8 +192,8 @@ def product_kernels(
         if op.kind == "conv_general_dilated":
             features = _features(rules[index])
             idle = -(-features // device.tile_lanes) * device.tile_lanes / features
-        moved, lanes_s = sum(behind[index].values()), math.prod(made.shape) * device.lane_bytes
-        hidden = any(found.nbytes[o] >= lanes_s for o in writes[index])
+        moved, lanes_s = sum(behind[index].values()), math.prod(output.shape) * device.lane_bytes
+        hidden = any(written_values.nbytes[o] >= lanes_s for o in writes[index])
         stored = (moved + (0 if hidden else lanes_s)) * padded
         read = (first * moves[0], second * moves[1])
         out[index] = ProductKernel(*read, moved * moves[2], stored, idle)

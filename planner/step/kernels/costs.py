@@ -102,10 +102,10 @@ class Workload:
         """Count one operation that stands in a group; what it does."""
         if op.kind == REGION and rule.origin == "region":
             return self.region(op)
-        found = self.part(op, rule)
-        if found is None:
+        part = self.part(op, rule)
+        if part is None:
             return ()
-        group, work = found
+        group, work = part
         if op.kind in PRODUCTS or op.kernel in KERNELS or work.most:
             self.products[group].append(work)
             return work, *self.spread(op, group)
@@ -143,7 +143,7 @@ class Workload:
         if entry is None:
             return None
         group, ins, outs = entry
-        values, kept = self.graph.values, self.kept
+        values, is_written = self.graph.values, self.kept
         weight = self.graph.regions[op.region].weight
         inside = self.fused.call[op.index]
         flops = self.known.get((op.kind, id(rule)))
@@ -162,8 +162,8 @@ class Workload:
             moved_by = (*ins[1:], *outs) if op.kind == "gather" else ins[1:]
             factors = frozenset(f for layout in moved_by for f in layout if f >= 0)
         depth, seen = self.depth[op.index], self.seen
-        reads = {v for v in op.inputs if v >= 0 and kept[v] and (group, depth, v) not in seen}
-        writes = [v for v in op.outputs if kept[v]]
+        reads = {v for v in op.inputs if v >= 0 and is_written[v] and (group, depth, v) not in seen}
+        writes = [v for v in op.outputs if is_written[v]]
         fuses = self.groups.fuses[op.index]
         if fuses or op.kind.startswith(("reduce_", "arg")):
             seen.update([(group, depth, v) for v in (*reads, *(writes if fuses else ()))])

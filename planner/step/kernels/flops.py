@@ -51,8 +51,8 @@ def ragged_groups(graph: Graph, op: Op) -> int:
 def masked_operands(graph: Graph, op: Op) -> int:
     """How many operands of a ragged product are copied once per group where a compiler multiplies
     all rows by the matrices of all groups: the rows; of a gradient both operands."""
-    rows, made = (graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
-    return 2 if len(made) > len(rows) else 1
+    rows, result = (graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    return 2 if len(result) > len(rows) else 1
 
 
 def op_flops(graph: Graph, op: Op, rule: FactorRule) -> float:
@@ -74,10 +74,10 @@ def _flops(
     if kind == "dot_general":
         return 2.0 * math.prod(rule.sizes)
     if kind in RAGGED:  # each row meets the matrix of its group
-        first, second, made = (
+        first, second, result = (
             {f for dim in side for f in dim} for side in (*rule.operands[:2], rule.results[0])
         )
-        return 2.0 * math.prod(ins[0]) * math.prod(rule.sizes[f] for f in (second & made) - first)
+        return 2.0 * math.prod(ins[0]) * math.prod(rule.sizes[f] for f in (second & result) - first)
     if kind == "conv_general_dilated":
         # per output element, one multiply-add for each kernel element of its feature
         shared = {f for dim in rule.operands[1] for f in dim} & {

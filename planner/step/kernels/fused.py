@@ -88,17 +88,17 @@ def _factor(name: str, products: Sequence[FactorRule], backward: bool) -> float:
 
 def _inside(graph: Graph, call: Sequence[int]) -> tuple[bool, ...]:
     """Values made by fused calls (or passed on by a border) that only fused calls read."""
-    made = [False] * len(graph.values)
+    from_calls = [False] * len(graph.values)
     for op in graph.ops:
         if call[op.index] >= 0:
             for o in op.outputs:
-                made[o] = True
+                from_calls[o] = True
         elif _passes_on(op):
             sources = [i for i in op.inputs if i != SCALAR]
             for o in op.outputs:
-                made[o] = bool(sources) and all(made[i] for i in sources)
+                from_calls[o] = bool(sources) and all(from_calls[i] for i in sources)
     final = set(graph.outputs)
-    inside = [m and v.index not in final for m, v in zip(made, graph.values, strict=True)]
+    inside = [m and v.index not in final for m, v in zip(from_calls, graph.values, strict=True)]
     for op in reversed(graph.ops):
         if call[op.index] < 0 and not (
             _passes_on(op) and op.outputs and all(inside[o] for o in op.outputs)

@@ -29,7 +29,7 @@ class Starts(NamedTuple):
 
 
 def starts(
-    graph: Graph, fusable: Sequence[bool], kept: Sequence[bool], live: Sequence[bool]
+    graph: Graph, fusable: Sequence[bool], is_written: Sequence[bool], live: Sequence[bool]
 ) -> Starts:
     """Find both. Near-linear in operations."""
     values = graph.values
@@ -73,7 +73,7 @@ def starts(
                 parent[find(chain[i])] = find(here)
         for o in op.outputs:
             depth[o], chain[o] = level, here
-        if kind not in BITCASTS and any(kept[o] for o in op.outputs):
+        if kind not in BITCASTS and any(is_written[o] for o in op.outputs):
             writes.append(here)
     counted: set[int] = set()
     for op_index in writes:

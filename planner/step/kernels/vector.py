@@ -34,14 +34,14 @@ def vector_bytes(
     rules: Sequence[FactorRule],
     groups: Groups,
     home: Sequence[int],
-    found: Written,
+    written_values: Written,
     device: Device,
     handed: frozenset[int],
 ) -> list[float]:
     """Per operation, the bytes that one run of its kernel moves, and those of the pass over its
     elements. Kernels of a group that read the same array in the same phase are one."""
     laid = _laid_by_products(graph, rules, groups.fuses)
-    return _Vector(graph, groups, found, device, handed, laid).run(home)
+    return _Vector(graph, groups, written_values, device, handed, laid).run(home)
 
 
 class _Vector:
@@ -51,12 +51,12 @@ class _Vector:
         self,
         graph: Graph,
         groups: Groups,
-        found: Written,
+        written_values: Written,
         device: Device,
         handed: frozenset[int],
         laid: Sequence[bool],
     ) -> None:
-        self.graph, self.groups, self.found = graph, groups, found
+        self.graph, self.groups, self.found = graph, groups, written_values
         self.device, self.handed, self.laid = device, handed, laid
         self.images = image_lanes(graph, groups.op_layouts, groups.fuses)
         self.tile = (device.tile_rows, device.tile_lanes)
@@ -75,22 +75,22 @@ class _Vector:
 
     def moved(self, op: Op, group: int) -> float:
         """The bytes of one operation in a group."""
-        found = self.found
+        written_values = self.found
         if op.kind in BITCASTS and not (
-            op.kind == "broadcast_in_dim" and found.kept[op.outputs[0]]
+            op.kind == "broadcast_in_dim" and written_values.kept[op.outputs[0]]
         ):
             return 0.0
-        writes = [o for o in op.outputs if found.kept[o]]
+        writes = [o for o in op.outputs if written_values.kept[o]]
         if op.fused:  # its user's kernel writes it as it is
-            return float(sum(found.nbytes[o] for o in writes))
+            return float(sum(written_values.nbytes[o] for o in writes))
         reduces = op.kind.startswith(("reduce_", "arg"))
         if not (writes or reduces):
             return 0.0
-        written = sum(self.tiled(o, found.nbytes[o]) for o in writes)
+        written = sum(self.tiled(o, written_values.nbytes[o]) for o in writes)
         if op.kind in ("gather", "dynamic_slice"):
             return 2.0 * written
         if in_place(self.graph, op):
-            return 2.0 * self.tiled(op.inputs[1], found.nbytes[op.inputs[1]])
+            return 2.0 * self.tiled(op.inputs[1], written_values.nbytes[op.inputs[1]])
         read = self.read(op, group, reduces)
         if op.phase is Phase.UPDATE:  # one kernel writes all that is made from a gradient
             self.seen.update([(group, op.phase, o) for o in writes])

@@ -13,16 +13,19 @@ _SAME = VIEWS | {"optimization_barrier"}
 
 
 def on_device(
-    graph: Graph, found: Written, live: Sequence[bool], copies: Mapping[int, Sequence[Span]]
+    graph: Graph,
+    written_values: Written,
+    live: Sequence[bool],
+    copies: Mapping[int, Sequence[Span]],
 ) -> dict[int, list[Span]]:
-    """When the copies of ``fetches`` are on the device: [start, end) in moments of ``found``.
+    """When copies of ``fetches`` are on the device: [start, end) in moments of ``written_values``.
 
     A copy is read by the kernels that compute from it, which may stand behind the operations that
     read it in the trace. What a loop reads is there until the loop ends.
     """
     if not copies:
         return {}
-    begin, stop = extents(graph, found.time)
+    begin, stop = extents(graph, written_values.time)
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}
     via: dict[int, frozenset[tuple[int, int]]] = {}
@@ -42,10 +45,10 @@ def on_device(
             via.update((o, t) for o, t in zip(op.outputs, tags, strict=False))
             continue
         union = frozenset[tuple[int, int]]().union(*tags)
-        written = [o for o in op.outputs if found.kept[o]]
-        via.update((o, union) for o in op.outputs if not found.kept[o])
+        written = [o for o in op.outputs if written_values.kept[o]]
+        via.update((o, union) for o in op.outputs if not written_values.kept[o])
         if written or not op.outputs:
-            start = end = found.time[op.index]
+            start = end = written_values.time[op.index]
             region = op.region
             while region > 0:
                 start, end = min(start, begin[region]), max(end, stop[region])

@@ -29,7 +29,7 @@ def image_lanes(
         entries: of every operation (``Groups.op_layouts``).
         fusable: per operation, whether it only passes dimensions along.
     """
-    found: dict[int, Lanes] = {}
+    lanes: dict[int, Lanes] = {}
     given = set(graph.inputs)
     for op in graph.ops:
         entry = entries[op.index]
@@ -44,10 +44,10 @@ def image_lanes(
                     d for d, f in enumerate(layout) if f in other and f not in kernel and f >= 0
                 ]
                 if value != SCALAR and len(dims) == 1 and value not in given:
-                    found[value] = (*dims, *batch[:1])
+                    lanes[value] = (*dims, *batch[:1])
         elif fusable[op.index] and len(op.outputs) == 1:
             out = op.outputs[0]
             for i in op.inputs:
-                if i in found and graph.values[i].shape == graph.values[out].shape:
-                    found[out] = found[i]
-    return found
+                if i in lanes and graph.values[i].shape == graph.values[out].shape:
+                    lanes[out] = lanes[i]
+    return lanes

@@ -69,7 +69,7 @@ def materialised(graph: Graph, fusable: Sequence[bool], live: Sequence[bool]) ->
 
 def intervals(
     graph: Graph,
-    found: Written,
+    written_values: Written,
     live: Sequence[bool],
     donated: Sequence[bool],
     hosted: frozenset[int] = frozenset(),
@@ -80,9 +80,9 @@ def intervals(
     are ``hosted``, and their new values, are listed for both memories.
     """
     end_of_step = len(graph.ops) + 1
-    last = [reads[-1] if reads else -1 for reads in found.reads]
-    overwritten = _overwritten(graph, found, last)
-    first = _stretch_over_loops(graph, found, last)
+    last = [reads[-1] if reads else -1 for reads in written_values.reads]
+    overwritten = _overwritten(graph, written_values, last)
+    first = _stretch_over_loops(graph, written_values, last)
     position = {v: k for k, v in enumerate(graph.inputs)}
     aliased = {graph.outputs[o] for i, o in graph.ties if donated[i]} - set(graph.inputs)
     final = set(graph.outputs)
@@ -90,7 +90,7 @@ def intervals(
     choice = hosted.union(updated)
     out = []
     for value in graph.values:
-        if not found.kept[value.index] or not value.nbytes or value.index in aliased:
+        if not written_values.kept[value.index] or not value.nbytes or value.index in aliased:
             continue
         if value.op >= 0 and not live[value.op]:
             continue
@@ -100,19 +100,21 @@ def intervals(
             stays = True
         stop = last[value.index] + (value.index not in overwritten)
         stop = end_of_step if stays else stop
-        start = 0 if value.op < 0 else first.get(value.index, found.time[value.op])
+        start = 0 if value.op < 0 else first.get(value.index, written_values.time[value.op])
         if stop > start:
             when = Memory.DEVICE if value.index in choice else None
             pool = Memory.HOST if value.host else Memory.DEVICE
             out.append(Interval(value.index, start, stop, when, pool))
     copies = fetches(graph, live, sorted(hosted)) if hosted else {}
-    for index, spans in on_device(graph, found, live, copies).items():
+    for index, spans in on_device(graph, written_values, live, copies).items():
         out += [Interval(index, start, stop, Memory.HOST) for start, stop in spans]
         out.append(Interval(index, 0, end_of_step, Memory.HOST, Memory.HOST))
     for index in updated:
         if index not in hosted:
-            at = found.time[graph.values[index].op]
-            reads = [t for t in found.reads[index] if t < len(graph.ops)]  # of the step itself
+            at = written_values.time[graph.values[index].op]
+            reads = [  # of the step itself
+                t for t in written_values.reads[index] if t < len(graph.ops)
+            ]
             until = max([at, *reads]) if last[index] >= len(graph.ops) else max(at, last[index])
             out.append(Interval(index, first.get(index, at), until + 1, Memory.HOST))
             if index not in aliased:
@@ -120,7 +122,7 @@ def intervals(
     return tuple(out)
 
 
-def _overwritten(graph: Graph, found: Written, last: Sequence[int]) -> set[int]:
+def _overwritten(graph: Graph, written_values: Written, last: Sequence[int]) -> set[int]:
     """Values that the last kernel to read them writes its own result over."""
     out: set[int] = set()
     taken: set[int] = set()
@@ -129,48 +131,48 @@ def _overwritten(graph: Graph, found: Written, last: Sequence[int]) -> set[int]:
         at = last[v.index]
         if not 0 <= at < len(graph.ops) or v.index in fixed or v.op < 0:
             continue
-        op = graph.ops[found.order[at]]
+        op = graph.ops[written_values.order[at]]
         if op.kind in PRODUCTS or writes(op) or graph.ops[v.op].region != op.region:
             continue
         if v.host or graph.changes_memory(op):
             continue
-        if found.normalizes and _normalizes(graph, found, op, v.index):
+        if written_values.normalizes and _normalizes(graph, written_values, op, v.index):
             continue
         for o in op.outputs:
-            if found.kept[o] and o not in taken and graph.values[o].nbytes == v.nbytes:
+            if written_values.kept[o] and o not in taken and graph.values[o].nbytes == v.nbytes:
                 taken.add(o)
                 out.add(v.index)
                 break
     return out
 
 
-def _normalizes(graph: Graph, found: Written, op: Op, value: int) -> bool:
+def _normalizes(graph: Graph, written_values: Written, op: Op, value: int) -> bool:
     """Whether an operation's kernel reads a value and what its rows are reduced to: XLA:GPU
     computes both in one Triton kernel, which does not write over what it reads
     (https://openxla.org/xla/gpu_architecture, softmax and norms)."""
-    rows = {s for i in op.inputs if i != SCALAR for s in found.sources[i]}
+    rows = {s for i in op.inputs if i != SCALAR for s in written_values.sources[i]}
     for s in rows:  # such a kernel reads no slice of a stack, and nothing that was scattered
-        made = graph.values[s].op
-        outside = made < 0 or graph.ops[made].region != op.region
+        maker = graph.values[s].op
+        outside = maker < 0 or graph.ops[maker].region != op.region
         if outside and graph.values[s].nbytes >= graph.values[value].nbytes:
             return False
-        if made >= 0 and graph.ops[made].kind in OVERWRITES:
+        if maker >= 0 and graph.ops[maker].kind in OVERWRITES:
             return False
     waiting = list(rows)
     while waiting:
-        made = graph.values[waiting.pop()].op
-        if made < 0 or graph.ops[made].region != op.region:
+        maker = graph.values[waiting.pop()].op
+        if maker < 0 or graph.ops[maker].region != op.region:
             continue
-        sums = graph.ops[made]
+        sums = graph.ops[maker]
         of = sums.inputs[0] if sums.kind.startswith("reduce_") else SCALAR
         if of == SCALAR or not _by_rows(
             graph.values[of].shape, graph.values[sums.outputs[0]].shape
         ):
             continue
-        if value in found.sources[of]:
+        if value in written_values.sources[of]:
             return True
-        waiting += found.sources[of].keys() - rows
-        rows.update(found.sources[of])
+        waiting += written_values.sources[of].keys() - rows
+        rows.update(written_values.sources[of])
     return False
 
 
@@ -181,16 +183,16 @@ def _by_rows(shape: Sequence[int], out: Sequence[int]) -> bool:
     return short in (long, long[:-1])
 
 
-def _stretch_over_loops(graph: Graph, found: Written, last: list[int]) -> dict[int, int]:
+def _stretch_over_loops(graph: Graph, written_values: Written, last: list[int]) -> dict[int, int]:
     """What takes memory for all of a loop: values it reads from outside, and stacked results.
 
     Lengthens ``last`` in place; returns when stacks begin: with the loop that fills them.
     """
-    begin, stop = extents(graph, found.time)
+    begin, stop = extents(graph, written_values.time)
     for value in graph.values:
         home = graph.ops[value.op].region if value.op >= 0 else 0
-        for at in found.reads[value.index][-1:]:
-            region = graph.ops[found.order[at]].region if at < len(graph.ops) else 0
+        for at in written_values.reads[value.index][-1:]:
+            region = graph.ops[written_values.order[at]].region if at < len(graph.ops) else 0
             while region > 0 and region != home:
                 if graph.regions[region].kind in ("scan", "while"):
                     last[value.index] = max(last[value.index], stop[region])
@@ -205,11 +207,11 @@ def _stretch_over_loops(graph: Graph, found: Written, last: list[int]) -> dict[i
             inner = graph.values[op.inputs[0]].op if op.inputs[0] != SCALAR else -1
             region = graph.ops[inner].region if inner >= 0 else body
             if region > 0 and graph.regions[region].parent == op.region:
-                made = graph.values[op.outputs[0]]
-                first[made.index] = begin[region]
-                kind = (made.shape, made.dtype, op.region)
+                stacked = graph.values[op.outputs[0]]
+                first[stacked.index] = begin[region]
+                kind = (stacked.shape, stacked.dtype, op.region)
                 earliest[kind] = min(begin[region], earliest.get(kind, begin[region]))
-    if found.merges:  # one kernel initialises all stacks of a shape
+    if written_values.merges:  # one kernel initialises all stacks of a shape
         for index in first:
             stack = graph.values[index]
             first[index] = earliest[stack.shape, stack.dtype, graph.ops[stack.op].region]

@@ -87,9 +87,9 @@ class Written:
         """The same, but for values that never leave a hand-written kernel."""
         if not any(inside):
             return self
-        kept = tuple([k and not i for k, i in zip(self.kept, inside, strict=True)])
+        is_written = tuple([k and not i for k, i in zip(self.kept, inside, strict=True)])
         sources = tuple([{s: n for s, n in x.items() if not inside[s]} for x in self.sources])
-        return dataclasses.replace(self, kept=kept, sources=sources)
+        return dataclasses.replace(self, kept=is_written, sources=sources)
 
 
 def written(
@@ -112,8 +112,8 @@ def written(
 
     Complexity: O(operands * MAX_SOURCES).
     """
-    found = _Writing(graph, fusable, live, fused_operands, late).run()
-    return dataclasses.replace(found, normalizes=True) if normalizes else found
+    written_values = _Writing(graph, fusable, live, fused_operands, late).run()
+    return dataclasses.replace(written_values, normalizes=True) if normalizes else written_values
 
 
 class _Writing:
@@ -180,9 +180,9 @@ class _Writing:
                 inputs = selected.intersection(inputs)
             for i in inputs:
                 while i != SCALAR and not forced[i]:
-                    made = self.graph.values[i].op
-                    if made >= 0 and self.graph.ops[made].kind in FOLDED:
-                        i = self.graph.ops[made].inputs[0]
+                    maker = self.graph.values[i].op
+                    if maker >= 0 and self.graph.ops[maker].kind in FOLDED:
+                        i = self.graph.ops[maker].inputs[0]
                         continue
                     forced[i] = True
         return forced
@@ -190,10 +190,10 @@ class _Writing:
     def _repeats(self, value: int) -> bool:
         """Whether a value repeats elements of an array along a dimension of its own, as
         ``jnp.repeat`` does before it joins two dimensions: XLA:TPU writes it."""
-        made = self.graph.values[value].op if value != SCALAR else -1
-        if made < 0 or self.graph.ops[made].kind != "broadcast_in_dim":
+        maker = self.graph.values[value].op if value != SCALAR else -1
+        if maker < 0 or self.graph.ops[maker].kind != "broadcast_in_dim":
             return False
-        (source, *_), out = self.graph.ops[made].inputs, self.graph.values[value]
+        (source, *_), out = self.graph.ops[maker].inputs, self.graph.values[value]
         if source == SCALAR:
             return False
         inner = self.graph.values[source].shape
@@ -296,52 +296,52 @@ class _Writing:
             for i, o in zip(op.inputs, op.outputs, strict=True):
                 self.sources[o] = self.sources[i] if i != SCALAR else {}
             return
-        found: dict[int, int] = {}
+        sources: dict[int, int] = {}
         for i in op.inputs:
             if i != SCALAR:
-                found.update(self.sources[i])
+                sources.update(self.sources[i])
         small = max([self.nbytes[o] for o in op.outputs], default=0)
         if op.kind in PICKED:
-            found = {s: min(n, small) for s, n in found.items()}
-        write = not self.light[op.index] or len(found) > MAX_SOURCES
+            sources = {s: min(n, small) for s, n in sources.items()}
+        write = not self.light[op.index] or len(sources) > MAX_SOURCES
         if op.kind in SLICES and self.fused_operands:  # tiles are cut anew, once for all readers
             write = write or self.readers[op.outputs[0]] > 1
-        if op.kind in FILLS and not found:
+        if op.kind in FILLS and not sources:
             self.sources[op.outputs[0]] = {}  # whoever needs it in memory writes it there
             self.kept[op.outputs[0]] = op.outputs[0] in self.final
             return
         for o in op.outputs:
             if o in self.passed:
-                self.sources[o] = {} if op.kind in PRODUCTS else found
-            elif write or self.forced[o] or o in self.final or self._worth(o, found):
+                self.sources[o] = {} if op.kind in PRODUCTS else sources
+            elif write or self.forced[o] or o in self.final or self._worth(o, sources):
                 self.kept[o] = True
                 self.sources[o] = {o: self.nbytes[o]}
             else:
-                self.sources[o] = found
+                self.sources[o] = sources
         runs = op.kind in PRODUCTS or not op.outputs
         if runs or any(self.kept[o] for o in op.outputs):
             at = self.time[op.index]
             if op.kind == "loop_ys":  # written from inside the loop
                 home = self.graph.values[op.inputs[0]].op if op.inputs[0] != SCALAR else -1
                 at = max(self.stop[self.graph.ops[home].region], 0) if home >= 0 else at
-            for s in found:
+            for s in sources:
                 self.reads[s].append(at)
 
-    def _worth(self, value: int, found: dict[int, int]) -> bool:
+    def _worth(self, value: int, sources: dict[int, int]) -> bool:
         """Whether writing a value once moves fewer bytes than computing it in every reader. What
         is narrowed is written by the product that makes its source, which is not read for it."""
-        k, own, theirs = self.readers[value], self.nbytes[value], sum(found.values())
-        narrowed = own < self.graph.values[value].nbytes
-        here = [n for s, n in found.items() if narrowed and self._multiplied(s, value)]
-        return k * theirs > theirs - max(here, default=0) + own + k * own
+        k, nbytes, source_bytes = self.readers[value], self.nbytes[value], sum(sources.values())
+        narrowed = nbytes < self.graph.values[value].nbytes
+        here = [n for s, n in sources.items() if narrowed and self._multiplied(s, value)]
+        return k * source_bytes > source_bytes - max(here, default=0) + nbytes + k * nbytes
 
     def _multiplied(self, source: int, value: int) -> bool:
         """Whether a product makes ``source``, in the loop in which ``value`` is made."""
         graph = self.graph
-        maker, made = graph.values[source].op, graph.ops[graph.values[value].op]
+        maker, value_op = graph.values[source].op, graph.ops[graph.values[value].op]
         if maker < 0 or graph.ops[maker].kind not in PRODUCTS:
             return False
-        return graph.ops[maker].region == made.region
+        return graph.ops[maker].region == value_op.region
 
 
 _CLOSES = frozenset({"loop_back"})

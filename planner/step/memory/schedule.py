@@ -71,16 +71,16 @@ def _late(graph: Graph, heavy: Sequence[bool], live: Sequence[bool]) -> list[boo
         for i in op.inputs:
             if i != SCALAR:
                 home = graph.values[i].op
-                own = op.kind == "loop_ys"  # a stack waits for the end of the loop's body
-                own = own or (home >= 0 and graph.ops[home].kind in ENTERS)
-                crosses = home >= 0 and graph.ops[home].region != op.region and not own
+                at_border = op.kind == "loop_ys"  # a stack waits for the end of the loop's body
+                at_border = at_border or (home >= 0 and graph.ops[home].kind in ENTERS)
+                crosses = home >= 0 and graph.ops[home].region != op.region and not at_border
                 waited[i] = waited[i] or stop or crosses
     late = [False] * len(graph.ops)
     for op in graph.ops:
         if not live[op.index] or any(waited[o] for o in op.outputs):
             continue
-        made = [graph.values[i].op for i in op.inputs if i != SCALAR]
-        late[op.index] = op.kind in GRADIENTS or any(m >= 0 and late[m] for m in made)
+        makers = [graph.values[i].op for i in op.inputs if i != SCALAR]
+        late[op.index] = op.kind in GRADIENTS or any(m >= 0 and late[m] for m in makers)
     return late
 
 
@@ -122,9 +122,9 @@ def _levels(graph: Graph, live: Sequence[bool], late: Sequence[bool]) -> list[fl
             levels[op.index] = level if op.kind in PRODUCTS else level + 0.5
     for op in graph.ops:  # sums for the update are made with what they add up
         if levels[op.index] == 0.5:
-            made = [graph.values[i].op for i in op.inputs if i != SCALAR]
-            found = [levels[m] for m in made if m >= 0 and levels[m]]
-            levels[op.index] = min(found, default=0.5)
+            makers = [graph.values[i].op for i in op.inputs if i != SCALAR]
+            maker_levels = [levels[m] for m in makers if m >= 0 and levels[m]]
+            levels[op.index] = min(maker_levels, default=0.5)
     return levels
 
 
@@ -153,14 +153,14 @@ def activations_first(graph: Graph, live: Sequence[bool]) -> tuple[int, ...]:
         first, second = pair
         if second - first > NEAR or graph.ops[first].region != graph.ops[second].region:
             continue
-        made, later = set(graph.ops[first].outputs), [first]
+        derived, later = set(graph.ops[first].outputs), [first]
         for index in range(first + 1, second):
-            if not made.isdisjoint(graph.ops[index].inputs):
-                made.update(graph.ops[index].outputs)
+            if not derived.isdisjoint(graph.ops[index].inputs):
+                derived.update(graph.ops[index].outputs)
                 later.append(index)
         free = moved.isdisjoint(later) and behind.keys().isdisjoint(later)
         inside = all(graph.ops[k].region == graph.ops[second].region for k in later)
-        if made.isdisjoint(graph.ops[second].inputs) and free and inside:
+        if derived.isdisjoint(graph.ops[second].inputs) and free and inside:
             behind[second] = later
             moved.update(later)
     order: list[int] = []

@@ -28,34 +28,45 @@ class Extra(NamedTuple):
 
 
 def workspaces(
-    graph: Graph, groups: Groups, found: Written, live: Sequence[bool], tile: tuple[int, int]
+    graph: Graph,
+    groups: Groups,
+    written_values: Written,
+    live: Sequence[bool],
+    tile: tuple[int, int],
 ) -> Iterator[Extra]:
-    """Of all operations, as the compiler allocates them whose kernels are ``found``; ``tile``: rows
-    and lanes."""
-    if found.merges:
-        yield from _uneven(graph, groups, found, live)
-        yield from _masked(graph, groups, found, live)
+    """Of all operations, as the compiler allocates them whose kernels are ``written_values``;
+    ``tile``: rows and lanes."""
+    if written_values.merges:
+        yield from _uneven(graph, groups, written_values, live)
+        yield from _masked(graph, groups, written_values, live)
     else:
-        yield from _narrowed(graph, groups, found, live)
-        yield from _copied(graph, groups, found, live, tile)
-    yield from _regions(graph, groups, found, live)
+        yield from _narrowed(graph, groups, written_values, live)
+        yield from _copied(graph, groups, written_values, live, tile)
+    yield from _regions(graph, groups, written_values, live)
 
 
-def _regions(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) -> Iterator[Extra]:
+def _regions(
+    graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
+) -> Iterator[Extra]:
     """What a ``shard_map`` holds inside, of one device already."""
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
-        held = op.held[found.merges]
+        held = op.held[written_values.merges]
         if op.kind != REGION or entry is None or not live[op.index] or not held:
             continue
-        at, sized = found.time[op.index], [v for v in op.outputs if found.nbytes[v]]
+        at, sized = (
+            written_values.time[op.index],
+            [v for v in op.outputs if written_values.nbytes[v]],
+        )
         if sized:
             layout = entry[2][op.outputs.index(sized[0])]
-            yield Extra(entry[0], at, at + 1, sized[0], layout, held / found.nbytes[sized[0]])
+            yield Extra(
+                entry[0], at, at + 1, sized[0], layout, held / written_values.nbytes[sized[0]]
+            )
 
 
 def _narrowed(
-    graph: Graph, groups: Groups, found: Written, live: Sequence[bool]
+    graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
 ) -> Iterator[Extra]:
     """Stacks of float32 whose slices only products read, as bfloat16: XLA:TPU converts them
     once, before the first loop that reads them."""
@@ -73,7 +84,7 @@ def _narrowed(
             for r in reading
         )
 
-    begin, stop = extents(graph, found.time)
+    begin, stop = extents(graph, written_values.time)
     spans: dict[int, tuple[int, int]] = {}
     for op in graph.ops:
         if op.kind != "loop_xs" or not live[op.index] or op.inputs[0] == SCALAR:
@@ -90,22 +101,28 @@ def _narrowed(
 
 
 def _copied(
-    graph: Graph, groups: Groups, found: Written, live: Sequence[bool], tile: tuple[int, int]
+    graph: Graph,
+    groups: Groups,
+    written_values: Written,
+    live: Sequence[bool],
+    tile: tuple[int, int],
 ) -> Iterator[Extra]:
     """What products of many small matrices copy: operands lie twice, results padded."""
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index]:
             continue
-        at, layouts = found.time[op.index], (*entry[1], *entry[2])
+        at, layouts = written_values.time[op.index], (*entry[1], *entry[2])
         for place, there, best in copied(graph, op, layouts, tile):
             value = (*op.inputs, *op.outputs)[place]
-            if found.kept[value]:
+            if written_values.kept[value]:
                 share = there / best - (place >= len(op.inputs))
                 yield Extra(entry[0], at, at + 1, value, layouts[place], share)
 
 
-def _uneven(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) -> Iterator[Extra]:
+def _uneven(
+    graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
+) -> Iterator[Extra]:
     """Strided convolutions read a padded copy, from the first to the last that reads the value.
 
     Libraries of GPUs pad both sides alike; ``SAME`` with a stride pads one side more
@@ -115,7 +132,7 @@ def _uneven(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) 
     for op in graph.ops:
         if op.kind == "conv_general_dilated" and live[op.index]:
             for i in set(op.inputs):
-                readers.setdefault(i, []).append(found.time[op.index])
+                readers.setdefault(i, []).append(written_values.time[op.index])
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind != "conv_general_dilated":
@@ -123,17 +140,19 @@ def _uneven(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) 
         shapes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)]
         if pads_unevenly(shapes, (*entry[1], *entry[2])):
             stop = max(readers[op.inputs[0]]) + 1
-            yield Extra(entry[0], found.time[op.index], stop, op.inputs[0], entry[1][0])
+            yield Extra(entry[0], written_values.time[op.index], stop, op.inputs[0], entry[1][0])
 
 
-def _masked(graph: Graph, groups: Groups, found: Written, live: Sequence[bool]) -> Iterator[Extra]:
+def _masked(
+    graph: Graph, groups: Groups, written_values: Written, live: Sequence[bool]
+) -> Iterator[Extra]:
     """Ragged products read their rows once per group, masked, and their gradients both operands
     (XLA:GPU)."""
     for op in graph.ops:
         entry = groups.op_layouts[op.index]
         if entry is None or not live[op.index] or op.kind not in RAGGED:
             continue
-        at, many = found.time[op.index], float(ragged_groups(graph, op))
+        at, many = written_values.time[op.index], float(ragged_groups(graph, op))
         count = masked_operands(graph, op)
         for value, layout in zip(op.inputs[:count], entry[1], strict=False):
             if value != SCALAR:

@@ -44,24 +44,24 @@ def writes(jaxpr: Any) -> frozenset[int]:
     read alone counts as writing."""
     inner = compat.body(jaxpr)
     at = {v: k for k, v in enumerate(inner.invars)}
-    found: set[int] = set()
+    written: set[int] = set()
     for eqn in inner.eqns:
         refs = [v for v in eqn.invars if not compat.is_literal(v) and v in at]
         refs = [v for v in refs if compat.is_ref(v.aval)]
         if not refs or eqn.primitive.name in READING:
             continue
         if eqn.primitive.name in WRITING:
-            found.update(at[v] for v in eqn.invars[:1] if not compat.is_literal(v) and v in at)
+            written.update(at[v] for v in eqn.invars[:1] if not compat.is_literal(v) and v in at)
             continue
         pairs = _entered(eqn)
         if pairs is None:
-            found.update(at[v] for v in refs)
+            written.update(at[v] for v in refs)
             continue
         for operands, body in pairs:
             for k in writes(body):
                 if not compat.is_literal(operands[k]) and operands[k] in at:
-                    found.add(at[operands[k]])
-    return frozenset(found)
+                    written.add(at[operands[k]])
+    return frozenset(written)
 
 
 def _entered(eqn: Any) -> list[tuple[Sequence[Any], Any]] | None:
@@ -88,11 +88,11 @@ def read_places(jaxpr: Any) -> dict[int, int]:
     period: the place counts modulo that number only, 0 if all of it counts."""
     inner = compat.body(jaxpr)
     needed = {v for v in inner.outvars if not compat.is_literal(v)}
-    found: dict[int, int] = {}
+    periods: dict[int, int] = {}
 
     def note(axis: int, period: int) -> None:
-        known = found.get(axis, period)
-        found[axis] = math.lcm(known, period) if known and period else 0
+        known = periods.get(axis, period)
+        periods[axis] = math.lcm(known, period) if known and period else 0
 
     live = []
     for eqn in reversed(inner.eqns):
@@ -105,7 +105,7 @@ def read_places(jaxpr: Any) -> dict[int, int]:
         for body in bodies(eqn):
             for axis, period in read_places(body).items():
                 note(axis, period)
-    return found
+    return periods
 
 
 def _period(inner: Any, place: Any, readers: Sequence[Any]) -> int:

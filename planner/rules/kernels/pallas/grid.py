@@ -61,12 +61,12 @@ def grid_rule(eqn: EqnKey) -> FactorRule | None:
     for value, shape in enumerate(shapes):
         dims.append([])
         for d, size in enumerate(shape):
-            found = [n for n, a in enumerate(axes) if (value - skipped, d) in a.sites]
-            rest = size // math.prod(sizes[n] for n in found)
+            factors = [n for n, a in enumerate(axes) if (value - skipped, d) in a.sites]
+            rest = size // math.prod(sizes[n] for n in factors)
             if rest > 1:
                 sizes.append(rest)
-                found.append(len(sizes) - 1)
-            dims[value].append(found)
+                factors.append(len(sizes) - 1)
+            dims[value].append(factors)
     count = len(eqn.in_shapes)
     return canonical_rule(
         dims[:count],
@@ -187,10 +187,10 @@ def _repeat(mapping: Any, d: int, dim: int, size: int) -> int | None:
     places[dim] = np.arange(size, dtype=np.int32)
     if inner.outvars[d] is inner.invars[dim]:
         return 1
-    found = run(mapping.index_map_jaxpr, places)[d]
-    if found is None or np.shape(found) != (size,):
+    blocks = run(mapping.index_map_jaxpr, places)[d]
+    if blocks is None or np.shape(blocks) != (size,):
         return None
-    repeat = size // (int(found[-1]) + 1) if found[-1] >= 0 else 0
-    if repeat < 1 or size % repeat or not np.array_equal(found, np.arange(size) // repeat):
+    repeat = size // (int(blocks[-1]) + 1) if blocks[-1] >= 0 else 0
+    if repeat < 1 or size % repeat or not np.array_equal(blocks, np.arange(size) // repeat):
         return None
     return repeat

@@ -48,8 +48,8 @@ def local_params(
         if any(m != n and (value, d) not in done for d, (m, n) in pairs):
             raise ValueError(f"shards of shape {shape} of {before}")
         mappings.append(mapping.replace(array_aval=mapping.array_aval.update(shape=shape)))
-    made = zip(params["out_avals"], out_shapes, strict=True)
-    out = [aval.update(shape=tuple(shape)) for aval, shape in made]
+    out_pairs = zip(params["out_avals"], out_shapes, strict=True)
+    out = [aval.update(shape=tuple(shape)) for aval, shape in out_pairs]
     changed: dict[str, Any] = {
         "grid_mapping": grid.replace(grid=tuple(lengths), block_mappings=tuple(mappings)),
         "out_avals": tuple(out),
