@@ -100,10 +100,10 @@ class Pin:
     @property
     def text(self) -> str:
         """The entries for people."""
-        return told(self.entries)
+        return entries_text(self.entries)
 
 
-def told(entries: Sequence[Any]) -> str:
+def entries_text(entries: Sequence[Any]) -> str:
     """Entries as a PartitionSpec is written."""
     parts = ["UNCONSTRAINED" if e is FREE else repr(e) for e in entries]
     return f"P({', '.join(parts)})"
@@ -125,7 +125,7 @@ def shard(x: jax.Array, *entries: Any) -> jax.Array:
     """
     if len(entries) > x.ndim:
         raise PinError(
-            f"planner.shard: got {len(entries)} entries {told(entries)} for a value of shape "
+            f"planner.shard: got {len(entries)} entries {entries_text(entries)} for a value of shape "
             f"{x.shape}; expected at most {x.ndim}"
         )
     return _mark.bind(x, entries=tuple(entries))  # type: ignore[no-any-return]

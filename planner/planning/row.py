@@ -274,7 +274,7 @@ def _limited(planned: Planned, request: Request) -> Planned:
     """A plan that was searched with less memory, as one of a request."""
     limit = request.limit_bytes
 
-    def told(plan: Plan) -> Plan:
+    def with_limit(plan: Plan) -> Plan:
         return dataclasses.replace(
             plan, prediction=dataclasses.replace(plan.prediction, limit_bytes=limit)
         )
@@ -284,10 +284,10 @@ def _limited(planned: Planned, request: Request) -> Planned:
 
     return dataclasses.replace(
         planned,
-        plan=told(planned.plan),
+        plan=with_limit(planned.plan),
         extraction=priced(planned.extraction),
         request=request,
-        others=tuple((told(plan), priced(one)) for plan, one in planned.others),
+        others=tuple((with_limit(plan), priced(one)) for plan, one in planned.others),
     )
 
 

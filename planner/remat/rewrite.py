@@ -110,14 +110,14 @@ def rematerialized(
     if policy == NONE and chunks is None:
         return function, ()
 
-    def made(traced: Traced) -> Rematerialized:
+    def under_policy(traced: Traced) -> Rematerialized:
         return recomputed(traced, parsed_policy, chunks) or Rematerialized((), function)
 
-    first = made(traced)
+    first = under_policy(traced)
     if not first.lines:
         return function, ()
     step = by_shapes(
-        function, args, first.function, lambda args: made(trace(function, args)).function
+        function, args, first.function, lambda args: under_policy(trace(function, args)).function
     )
     return step, first.lines
 
@@ -135,14 +135,14 @@ def policies(
     _rewritten(traced.flat, sites)
     blocks = [s.block for s in sites.found]
 
-    def kept(policy: str) -> tuple[int, ...]:
+    def bytes_under(policy: str) -> tuple[int, ...]:
         cuts = [cut(b, parse_policy(policy)) for b in blocks]
         pairs = zip(blocks, cuts, strict=True)
         return tuple(c.kept_bytes if pays(b, c) else b.bytes_now for b, c in pairs)
 
     prefix, last = (ON_HOST, OFFLOAD) if on_host else ("", FULL)
     names = [NONE, *(f"{prefix}{price:g}" for price in PRICES), last]
-    bytes_of = {name: kept(name) for name in names}
+    bytes_of = {name: bytes_under(name) for name in names}
     first: dict[tuple[int, ...], str] = {}
     for name in (NONE, last, *names):
         first.setdefault(bytes_of[name], name)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from costmodels import Cluster, ClusterError, parse_cluster
-from planner.annotate import EDGE, FREE, Pin, StoredAs, mark_entries, placed_entries, told
+from planner.annotate import EDGE, FREE, Pin, StoredAs, entries_text, mark_entries, placed_entries
 from planner.arguments.metadata import Rules, metadata_pins
 from planner.errors import PinError, RequestError
 from planner.graph.trace import Traced
@@ -120,7 +120,7 @@ def marks(traced: Traced, taken: set[int]) -> tuple[Pin, ...]:
         if entries is None:
             continue
         what = "shard_map" if op.kind == EDGE else "mark"
-        origin = f"{op.source or 'model'}: {what} {told(entries)}"
+        origin = f"{op.source or 'model'}: {what} {entries_text(entries)}"
         sharding = None if eqn is None else eqn.params.get("sharding")
         if ours is not None and isinstance(sharding, jax.sharding.NamedSharding):
             entries = on_mesh(entries, sharding.mesh, ours, origin)

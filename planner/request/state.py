@@ -90,7 +90,7 @@ class TrainingState:
         """All of them."""
         return tuple(sorted(self.parameters | self.others | self.bound))
 
-    def told(self, value: int) -> Hashable:
+    def label(self, value: int) -> Hashable:
         """What tells a value apart from others of its shape."""
         return value in self.parameters, value in self.others, value in self.bound
 

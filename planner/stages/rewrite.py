@@ -50,14 +50,14 @@ def staged(
     if parts == 1:
         raise refused("stages work on microbatches; ask for microbatches=2 or more")
 
-    def made(traced: Traced, args: Sequence[Any]) -> tuple[Callable[..., Any], str]:
+    def staged(traced: Traced, args: Sequence[Any]) -> tuple[Callable[..., Any], str]:
         flat = traced.flat
         at = body_at(flat, parts)
         even = evened(flatten(flat.calls[at].eqn.params["jaxpr"]).live(), count)
         if even is not None:
             program, left = even
             loop = looped(flat.calls[at].eqn, functools.partial(execute, program))
-            step, what = made(trace(with_call(flat, at, loop, traced), args), args)
+            step, what = staged(trace(with_call(flat, at, loop, traced), args), args)
             return step, f"{what}; {left} more behind the last"
         body = body_of(flat.calls[at])
         try:
@@ -68,8 +68,8 @@ def staged(
         pipeline = Pipeline(body, passed_along(body, chain, rest), rest, count, parts)
         return with_call(flat, at, pipeline.run, traced), chain.what
 
-    first, line = made(traced, args)
-    step = by_shapes(function, args, first, lambda args: made(trace(function, args), args)[0])
+    first, line = staged(traced, args)
+    step = by_shapes(function, args, first, lambda args: staged(trace(function, args), args)[0])
     return step, (line,)
 
 

@@ -168,7 +168,7 @@ def _pinned(
     graph, home = analysis.graph, analysis.groups.home
     marks: list[tuple[int, Hashable]] = [(pin.value, _pin(pin)) for pin in pins]
     if state is not None:
-        marks += [(v, ("state", state.told(v))) for v in state.arrays]
+        marks += [(v, ("state", state.label(v))) for v in state.arrays]
     if inputs_differ:
         taken = {pin.value for pin in pins}
         marks += [

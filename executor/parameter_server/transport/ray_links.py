@@ -12,7 +12,7 @@ import numpy as np
 from executor.parameter_server.placement.layout import Flat
 from executor.parameter_server.server.answers import LostError, WaitError
 from executor.parameter_server.transport.links import First
-from executor.parameter_server.transport.slots import Letter, Slot, aligned, made
+from executor.parameter_server.transport.slots import Letter, Slot, aligned, new_slot
 from executor.parameter_server.transport.wire import fetch
 
 AGAIN_S = 0.2
@@ -76,7 +76,9 @@ class RayLinks:
         if server in self._far or server in self._slots:
             return self._slots.get(server)
         room = self._rooms[server]
-        with made(ray.get_runtime_context().get_node_id(), room, self._reserved) as slot_and_key:
+        with new_slot(
+            ray.get_runtime_context().get_node_id(), room, self._reserved
+        ) as slot_and_key:
             try:
                 if slot_and_key is not None and ray.get(
                     self.actors[server].share.remote(self.rank, slot_and_key[1], room),

@@ -143,7 +143,7 @@ def _read_only(x: Array) -> Array:
 
 
 @contextlib.contextmanager
-def made(node: str, room: int, reserved: int = 0) -> Iterator[tuple[Slot, SlotKey] | None]:
+def new_slot(node: str, room: int, reserved: int = 0) -> Iterator[tuple[Slot, SlotKey] | None]:
     """A new slot, and the key to it while this lasts; None where there is no memory for it.
 
     Args:

@@ -167,7 +167,7 @@ def layered(
     if parts == 1:
         raise refused("stages work on microbatches; ask for microbatches=2 or more")
 
-    def made(traced: Traced) -> Callable[..., Any] | None:
+    def staged(traced: Traced) -> Callable[..., Any] | None:
         flat = traced.flat
         at = body_at(flat, parts)
         eqn = flat.calls[at].eqn
@@ -177,11 +177,11 @@ def layered(
         loop = looped(eqn, functools.partial(execute, program))
         return with_call(flat, at, loop, traced) if cut else None
 
-    first = made(traced)
+    first = staged(traced)
     step = function
     if first is not None:
         step = by_shapes(
-            function, args, first, lambda args: made(trace(function, args)) or function
+            function, args, first, lambda args: staged(trace(function, args)) or function
         )
         traced = trace(step, args)
     if recipe.cuts:
