@@ -125,8 +125,8 @@ def shard(x: jax.Array, *entries: Any) -> jax.Array:
     """
     if len(entries) > x.ndim:
         raise PinError(
-            f"planner.shard: got {len(entries)} entries {entries_text(entries)} for a value of shape "
-            f"{x.shape}; expected at most {x.ndim}"
+            f"planner.shard: got {len(entries)} entries {entries_text(entries)} for a value of "
+            f"shape {x.shape}; expected at most {x.ndim}"
         )
     return _mark.bind(x, entries=tuple(entries))  # type: ignore[no-any-return]
 

@@ -57,7 +57,7 @@ def chunked(
     if parts == 1:
         return function, ()
 
-    def chunked_step(traced: Traced) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    def chunk(traced: Traced) -> tuple[Callable[..., Any], tuple[str, ...]]:
         search = _Search(parts)
         run = search.run(traced.flat)
         if not search.lines:
@@ -69,12 +69,10 @@ def chunked(
 
         return step, tuple(dict.fromkeys(search.lines))
 
-    first, lines = chunked_step(traced)
+    first, lines = chunk(traced)
     if not lines:
         return function, ()
-    return by_shapes(
-        function, args, first, lambda args: chunked_step(trace(function, args))[0]
-    ), lines
+    return by_shapes(function, args, first, lambda args: chunk(trace(function, args))[0]), lines
 
 
 def in_chunks(flat: FlatJaxpr) -> InChunks:

@@ -76,9 +76,8 @@ class RayLinks:
         if server in self._far or server in self._slots:
             return self._slots.get(server)
         room = self._rooms[server]
-        with new_slot(
-            ray.get_runtime_context().get_node_id(), room, self._reserved
-        ) as slot_and_key:
+        node = ray.get_runtime_context().get_node_id()
+        with new_slot(node, room, self._reserved) as slot_and_key:
             try:
                 if slot_and_key is not None and ray.get(
                     self.actors[server].share.remote(self.rank, slot_and_key[1], room),
