@@ -138,15 +138,13 @@ class Rates:
                 cut = cut * np.minimum(self.split(count, (c,)), item.most[c])
             return cut
 
-        moved: Array = np.zeros(1)
-        for nbytes, which in item.traffic:
-            moved = moved + nbytes / pieces(which)
+        moved, result = item.local_bytes(pieces)
         seconds = item.kernels * self.model.op_overhead_s + self.model.compute_s(
             item.flops / pieces(tuple(range(count))),
             moved,
             item.dtype,
             item.kind,
-            item.result_bytes / pieces(item.result) if item.result_bytes else 0.0,
+            result,
         )
         return seconds[:, self.codes(assign, item.classes)]
 

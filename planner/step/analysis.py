@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 from costmodels import CostModel, Device
 from costmodels.schedule import StageSeconds, step_seconds
 from planner.annotate import SHIFT
@@ -304,7 +306,7 @@ def ideal_s(analysis: Analysis, model: CostModel, num_devices: int) -> float:
     compute_s = 0.0
     for w, times in tally.items():
         n = 1 if w.one_part else num_devices
-        flops, moved, result = w.flops / n, w.nbytes / n, w.result_bytes / n
-        seconds = model.compute_s(flops, moved, w.dtype, w.kind, result)
-        compute_s += times * (w.kernels * model.op_overhead_s + seconds)
+        moved, result = w.local_bytes(lambda _, n=n: np.full(1, float(n)))  # type: ignore[misc]
+        seconds = model.compute_s(w.flops / n, moved, w.dtype, w.kind, result)
+        compute_s += times * (w.kernels * model.op_overhead_s + float(seconds[0]))
     return step_seconds((StageSeconds(compute_s),)).step_s

@@ -150,6 +150,32 @@ def perturbed(p: Any, b: Any) -> Any:
     return plain(jax.tree.map(lambda w, g: w + jax.lax.stop_gradient(size * g), p, g)), {}
 
 
+def weights_first(p: Any, b: Any) -> Any:
+    """The masked norm, whose weights are divided by their sum before the mean."""
+    h, w = jnp.tanh(b["x"] @ p["a"]), (b["mask"] / b["mask"].sum())[:, None]
+    mean = (h * w).sum(0)
+    h = (h - mean) * jax.lax.rsqrt(((h - mean) ** 2 * w).sum(0) + 1e-5) * p["scale"]
+    return entropy(h @ p["b"], b["y"]).mean(), {"mean": mean}
+
+
+def centered(p: Any, b: Any) -> Any:
+    """Linear in a centered output: the cotangent of its mean is a sum of the batch alone."""
+    h = jnp.tanh(b["x"] @ p["a"])
+    return ((h - h.mean(0)) * b["z"]).mean(), {}
+
+
+def covariance(p: Any, b: Any) -> Any:
+    """Linear in the parameters: so is the whole gradient."""
+    h = b["x"] @ p["a"]
+    return ((h - h.mean(0)) * (b["z"] - b["z"].mean(0))).mean(), {}
+
+
+def centered_twice(p: Any, b: Any) -> Any:
+    h = b["x"] @ p["a"]
+    h = (h - h.mean(0)) @ p["b"]
+    return ((h - h.mean(0)) * b["z"]).mean() + (h**2).mean(), {}
+
+
 COUPLED: dict[str, Loss] = {
     f.__name__: f
     for f in (
@@ -166,6 +192,10 @@ COUPLED: dict[str, Loss] = {
         largest,
         root,
         perturbed,
+        weights_first,
+        centered,
+        covariance,
+        centered_twice,
     )
 }
 
@@ -401,6 +431,18 @@ def test_neither_sum_nor_mean(loss: Loss) -> None:
     args = (started(loss), examples())
     with pytest.raises(NotExactError, match=r"test_microbatch_statistics\.py:\d+.*neither a sum"):
         microbatched(train(loss), args, 4, statistics=OWN)
+
+
+def weights_of_both(p: Any, b: Any) -> Any:
+    h, w = jnp.tanh(b["x"] @ p["a"]), (b["mask"] / b["mask"].sum())[:, None]
+    return (w[:, 0] * entropy((h - (h * w).sum(0)) @ p["b"], b["y"])).sum(), {}
+
+
+def test_weights_that_a_statistic_and_the_loss_read_are_refused() -> None:
+    """The loss divides by the whole batch's sum, the statistic by the microbatch's."""
+    args = (started(weights_of_both), examples())
+    with pytest.raises(NotExactError, match=r"both a statistic and the loss read the result"):
+        microbatched(train(weights_of_both), args, 2, statistics=OWN)
 
 
 def stepped(loss: Callable[..., Any]) -> Callable[..., Any]:

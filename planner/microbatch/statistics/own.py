@@ -12,7 +12,7 @@ random numbers, which are drawn for the whole batch and sliced; whatever no stat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -75,6 +75,11 @@ class Own:
         return float(self.count**power)
 
 
+def forward(n: Node) -> bool:
+    """Whether an equation is none of the backward pass."""
+    return named_phase(n.names) is not Phase.BACKWARD
+
+
 def own_statistics(step: Pair, classes: Classes, graph: Graph, count: int) -> Own:
     """The step with statistics of each microbatch.
 
@@ -103,6 +108,8 @@ class _Owner:
             and by whether a statistic reads it.
         varies: such values that would be others in the small trace.
         sums: those of them that sums of the batch alone have a part in.
+        transposed: those of them that such sums of the backward pass have a part in: cotangents of
+            statistics.
         behind: values that depend on gradients.
         differentiates: whether the step has a backward pass.
         updates: the equations, by ``id``, that new values of the state need.
@@ -119,6 +126,7 @@ class _Owner:
     copies: dict[tuple[int, bool], int] = field(default_factory=dict)
     varies: set[int] = field(default_factory=set)
     sums: set[int] = field(default_factory=set)
+    transposed: set[int] = field(default_factory=set)
     behind: set[int] = field(default_factory=set)
     differentiates: bool = False
     updates: set[int] = field(default_factory=set)
@@ -141,12 +149,14 @@ class _Owner:
                 state.update(n.values)
         for n in live:
             self.note(n)
+        self.take_cotangents(live)
         examples = [n for n in live if self.of_examples(n)]
         statistics = self.read_by(examples)
         statistic_ids = {id(n) for n in statistics}
         self.check(graph, examples, statistics)
         for n in statistics:
             self.of.update(dict.fromkeys(n.outs, SUM))
+        for_statistics = statistic_ids | self.weights_of_statistics(live, examples, statistic_ids)
         loop = statistic_ids | {id(n) for n in examples}
         for n in live:
             if self.of_losses(n):
@@ -156,7 +166,7 @@ class _Owner:
                 loop.add(id(n))
         for n in live:
             if id(n) in loop:
-                ins = tuple(self.shared(i, id(n) in statistic_ids) for i in n.ins)
+                ins = tuple(self.shared(i, id(n) in for_statistics) for i in n.ins)
                 self.inside[id(n)] = replace(n, ins=ins)
             self.nodes.append(n)
         step = replace(self.step, nodes=self.nodes)
@@ -207,6 +217,82 @@ class _Owner:
             self.varies.update(n.outs)
         if summed:
             self.sums.update(n.outs)
+            added = MAP in {self.of[v] for v in n.values} and not forward(n)
+            if added or not self.transposed.isdisjoint(n.values):
+                self.transposed.update(n.outs)
+
+    def take_cotangents(self, live: Sequence[Node]) -> None:
+        """Move the cotangents of statistics into the loop, and what is made of them. In a loss that
+        is linear in a statistic they are sums of the batch alone, but each microbatch has its own.
+
+        Raises:
+            NotExactError: such a cotangent meets a sum of the forward pass. Whether the loss or a
+                statistic divides by that sum is not known.
+        """
+        wanted = {v for n in live if self.of_examples(n) for v in n.values} & self.transposed
+        for n in reversed(live):
+            if not wanted.isdisjoint(n.outs):
+                wanted.update(self.transposed.intersection(n.values))
+                if not self.transposed.issuperset(self.sums.intersection(n.values)):
+                    raise NotExactError(
+                        f"{REFUSED}: {n.line}: {n.name} in the gradient of a statistic reads a sum "
+                        f"over the batch; {LEAVE}"
+                    )
+        examples: set[int] = set()  # made of such cotangents
+        for n in live:
+            if self.of_examples(n):
+                if not (wanted | examples).isdisjoint(n.values):
+                    examples.update(n.outs)
+            elif {self.of[o] for o in n.outs} == {FREE}:
+                looped = bool(wanted.intersection(n.outs) or examples.intersection(n.values))
+                if looped or any(self.of[v] in (SUM, POST) for v in n.values):
+                    self.of.update(dict.fromkeys(n.outs, SUM if looped else POST))
+                    self.sums.difference_update(n.outs)
+                    self.varies.difference_update(n.outs)
+
+    def weights_of_statistics(
+        self, live: Sequence[Node], examples: Sequence[Node], statistics: Set[int]
+    ) -> set[int]:
+        """Equations (``id``) of the forward pass that make examples of a sum of the batch alone,
+        where statistics alone read these: the weights of a mean, divided by their sum.
+
+        Raises:
+            NotExactError: such weights are read by a statistic and by something else.
+        """
+        looped = statistics | {id(n) for n in examples}
+        needed: set[int] = set()  # by examples, and by statistics
+        readers: dict[int, list[Node]] = {}
+        for n in live:
+            if forward(n):
+                needed.update(n.values if id(n) in looped else ())
+                for v in n.values:
+                    readers.setdefault(v, []).append(n)
+        returned = {o for o in self.step.outputs if not isinstance(o, Number)}
+        weights: set[int] = set()
+        for n in examples:
+            scales = [v for v in n.values if v in self.sums and v not in self.transposed]
+            if not scales or not forward(n):
+                continue
+            seen, ends, left = set(n.outs), set[bool](), list(n.outs)
+            while left:
+                value = left.pop()
+                if value in returned:
+                    ends.add(False)
+                for reader in readers.get(value, ()):
+                    if MAP not in {self.of[o] for o in reader.outs}:
+                        ends.add(not needed.isdisjoint(reader.outs))
+                        continue
+                    left += [o for o in reader.outs if o not in seen]
+                    seen.update(reader.outs)
+            if ends == {True}:
+                weights.add(id(n))
+            elif True in ends and any(self.degrees[v] != 0.0 for v in scales):
+                raise NotExactError(
+                    f"{REFUSED}: {n.line}: {n.name} divides by a sum over the batch, and both a "
+                    f"statistic and the loss read the result; divide after the statistic's sum, or "
+                    f"{LEAVE}"
+                )
+        return weights
 
     def read_by(self, examples: Sequence[Node]) -> list[Node]:
         """The equations besides these without which they can't go on, in order."""

@@ -8,8 +8,11 @@ that stands for one, whatever it does inside (see ``fused``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from costmodels import Device, Kernel
 from planner.graph.ir import PRODUCTS, RAGGED, SCALAR, Graph, Op
@@ -24,6 +27,8 @@ from planner.step.kernels.fused import FusedCalls
 from planner.step.kernels.starts import BITCASTS
 from planner.step.memory.materialized import selects
 
+Array = NDArray[np.float64]
+
 APART = 0.25
 """Of the vector rate, what a convolution of one channel in each group reaches on a TPU."""
 LOOKUPS = ("gather", "scatter")
@@ -31,6 +36,11 @@ MOST_SPREAD = 2**27
 """Bytes in tiles up to which XLA:TPU (libtpu 0.0.42) adds rows to a table with rows along lanes."""
 BESIDE = 0.75
 """Bytes that copying a table beside the core takes as long as, over those of its tiles."""
+NEAR = 0.25
+"""Share of ``Device.fast_memory_bytes`` up to which an operand or result of a product is in fast
+memory: XLA:TPU (libtpu 0.0.42) keeps most such arrays there between two kernels."""
+NEAR_STORE = 0.25
+"""Time to store such a result, over that of a result that goes to the device's memory."""
 TF32_PASSES = 3
 """Precision that GPUs still reach with TF32: XLA:GPU uses it for ``Precision.HIGH``, not for
 ``HIGHEST`` (documentation of ``jax.lax.Precision``)."""
@@ -48,6 +58,8 @@ class Work:
     indices of the classes that split them. All classes split the flop, those of ``result`` the
     ``result_bytes`` (of a product). Counts are those of the whole step: times the weight.
     ``most`` says per class into how many pieces cutting it saves time; none is said: any number.
+    ``near_bytes``: local arrays of at most as much traffic over the step are read and written in
+    fast memory (of a product; 0: none are).
     """
 
     classes: tuple[frozenset[int], ...]
@@ -59,6 +71,7 @@ class Work:
     result_bytes: float = 0.0
     result: tuple[int, ...] = ()
     most: tuple[float, ...] = ()
+    near_bytes: float = 0.0
 
     @property
     def one_part(self) -> bool:
@@ -69,6 +82,20 @@ class Work:
     def nbytes(self) -> float:
         """Bytes moved by one device that does everything."""
         return sum(nbytes for nbytes, _ in self.traffic)
+
+    def local_bytes(self, cut: Callable[[tuple[int, ...]], Array]) -> tuple[Array, Array]:
+        """Bytes that one device moves, and bytes of its part of the product's result.
+
+        Args:
+            cut: into how many pieces the classes of its argument are cut, together.
+        """
+        local = [nbytes / cut(classes) for nbytes, classes in self.traffic]
+        stored: Array = self.result_bytes / cut(self.result) if self.result_bytes else np.zeros(1)
+        if local and self.near_bytes:
+            last = local[-1]  # the result
+            stored = np.where((last > 0.0) & (last <= self.near_bytes), NEAR_STORE, 1.0) * stored
+            local = [np.where(n <= self.near_bytes, 0.0, n) for n in local]
+        return sum(local, np.zeros(1)), stored
 
 
 @dataclass
@@ -315,7 +342,18 @@ class Workload:
         call = self.fused.call[op.index]
         if call < 0:
             kind: Kernel = "convolution" if op.kind == "conv_general_dilated" else "matmul"
-            return Work(classes, weight * flops, traffic, dtype, kind, weight, stored, split[2])
+            fast = self.device.fast_memory_bytes if self.device is not None else 0
+            return Work(
+                classes,
+                weight * flops,
+                traffic,
+                dtype,
+                kind,
+                weight,
+                stored,
+                split[2],
+                near_bytes=weight * NEAR * fast,
+            )
         flops *= self.fused.factor(call)
         kernels = weight if self.fused.first_product(call) == op.index else 0.0
         return Work(classes, weight * flops, traffic, dtype, "attention", kernels)
